@@ -1,0 +1,55 @@
+"""What the ``ringtune`` command returns to the shell, and the errors that carry it."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from ringattn.errors import RingAttentionError
+
+
+class ExitCode(IntEnum):
+    OK = 0
+    ERROR = 1
+    USAGE = 2
+    NO_DEVICE = 3
+    NO_PROFILE = 4
+    STALE = 5
+    INCONCLUSIVE = 6
+    BUSY = 75
+    INTERRUPTED = 130
+
+
+class ProbeFailure(RingAttentionError):
+    """A probe or a verification that could not end well: one line for the user, and the exit code."""
+
+    def __init__(self, message: str, exit_code: ExitCode = ExitCode.ERROR) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class UsageFailure(ProbeFailure):
+    """Options that contradict each other or leave nothing to measure."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, ExitCode.USAGE)
+
+
+class NoDevice(ProbeFailure):
+    """The device asked for is absent or of a kind nobody has measured."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, ExitCode.NO_DEVICE)
+
+
+class Inconclusive(ProbeFailure):
+    """The machine was too noisy, throttled or shared for any number to be believed."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, ExitCode.INCONCLUSIVE)
+
+
+class DeviceBusy(ProbeFailure):
+    """Another probe holds this profile or this device."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, ExitCode.BUSY)

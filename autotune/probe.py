@@ -1,0 +1,222 @@
+"""The tuner's front door: what is asked, what is told while it runs, and what comes back.
+
+Everything here is plain data and imports neither torch nor optuna; ``run_probe`` and ``verify_profile`` load the
+engine when they are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from ringattn.workload import Mode, Tunables, Workload
+
+if TYPE_CHECKING:
+    from ringattn.profile import PlanEntry, Profile
+
+Effort = Literal["quick", "standard", "full"]
+Precision = Literal["auto", "bf16", "fp16", "tf32", "fp32"]
+Preference = Literal["time", "memory", "balanced"]
+OutcomeKind = Literal["ok", "oom", "crash", "timeout", "wrong", "compile", "error", "rejected", "over-memory", "over-error"]
+CellStatus = Literal["tuned", "default", "refused", "inconclusive", "resumed"]
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeRequest:
+    """What a probe is asked for. ``None`` and empty tuples mean: what the default grid of the device says."""
+
+    output: Path | None = None  # None: the user's profile folder, under a name made from the fingerprint
+    effort: Effort = "standard"
+    budget_s: float | None = None  # None: the effort's own
+    modes: tuple[Mode, ...] = ()
+    causal: bool | None = None
+    seq_lens: tuple[int, ...] = ()
+    batch_size: int = 1
+    heads: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    segment_lengths: tuple[int, ...] | None = None
+    dilation_rates: tuple[int, ...] | None = None
+    precision: Precision = "auto"
+    max_error: float | None = None  # relative 2-norm against float64; None: DESIGN section 7 alone decides
+    varied_lengths: bool = False  # lengths vary between calls: first-call cost counts in the score
+    memory_limit_mib: int | None = None  # workspace beyond the inputs
+    prefer: Preference = "time"
+    seed: int = 0
+    device: str | None = None
+    resume: bool = True
+    dry_run: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TrialOutcome:
+    """What one candidate of one cell came to; ``median_ms`` and ``default_ratio`` are None unless it was timed."""
+
+    kind: OutcomeKind
+    stage: str
+    median_ms: float | None = None
+    default_ratio: float | None = None  # time / default's time, below 1 is faster
+    error: float | None = None  # relative 2-norm against float64
+    peak_bytes: int | None = None
+    message: str = ""  # one line; for a wrong answer also the input that broke it
+
+
+@dataclass(frozen=True, slots=True)
+class CellReport:
+    """The end of one cell: the chosen plan and how sure the tuner is of it."""
+
+    workload: Workload
+    status: CellStatus
+    chosen: Tunables | None = None
+    default: Tunables | None = None
+    default_ratio: float | None = None
+    ratio_low: float | None = None
+    ratio_high: float | None = None
+    trials: int = 0
+    failures: int = 0
+    elapsed_s: float = 0.0
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DryCell:
+    """One cell of a dry run: how many distinct plans it has, and which were ruled out beforehand and why."""
+
+    workload: Workload
+    kernels: tuple[str, ...]  # "forward" or "forward/backward" names that stage 1 would race
+    candidates: int  # distinct plans in the whole valid space
+    estimate_s: float
+    rejected: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """What a probe would do, without a single measurement."""
+
+    cells: tuple[DryCell, ...]
+    estimate_s: float
+    tunables: tuple[tuple[str, tuple[str, ...]], ...] = ()  # name and the values searched, as text
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """``inconclusive`` holds one line per cell whose numbers could not be believed."""
+
+    profile_path: Path | None
+    profile: Profile | None
+    cells: tuple[CellReport, ...]
+    elapsed_s: float
+    inconclusive: tuple[str, ...] = ()
+    dry_run: DryRun | None = None
+    verified: bool = False  # an unchanged machine: recorded winners were re-timed instead of searched
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedCell:
+    """One recorded winner, re-timed against the default and the runners-up."""
+
+    workload: Workload
+    recorded: Tunables
+    best: Tunables  # the fastest of what was re-timed
+    best_ratio: float  # time of ``best`` / time of the recorded winner
+    ratio_low: float
+    ratio_high: float
+    stale: bool
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyResult:
+    """``stale`` holds one line per recorded winner that no longer wins, ``inconclusive`` one per unbelievable cell."""
+
+    stale: tuple[str, ...]
+    cells: tuple[VerifiedCell, ...] = ()
+    elapsed_s: float = 0.0
+    inconclusive: tuple[str, ...] = ()
+
+
+class ProbeObserver(Protocol):
+    """What the engine tells while it runs. Calls come from one thread, in order; none may block for long."""
+
+    def plan(self, cells: Sequence[Workload], estimate_s: float) -> None: ...
+
+    def stage(self, cell: Workload, name: str) -> None: ...
+
+    def trial(self, cell: Workload, candidate: str, outcome: TrialOutcome) -> None: ...
+
+    def eta(self, fraction: float, remaining_s: float) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def finished(self, result: ProbeResult | VerifyResult) -> None: ...
+
+
+class SilentObserver:
+    """Hears everything and says nothing; the base for observers that care about one event."""
+
+    def plan(self, cells: Sequence[Workload], estimate_s: float) -> None: ...
+
+    def stage(self, cell: Workload, name: str) -> None: ...
+
+    def trial(self, cell: Workload, candidate: str, outcome: TrialOutcome) -> None: ...
+
+    def eta(self, fraction: float, remaining_s: float) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def finished(self, result: ProbeResult | VerifyResult) -> None: ...
+
+
+def run_probe(request: ProbeRequest, observer: ProbeObserver | None = None) -> ProbeResult:
+    """Measure this machine for ``request`` and write its profile; an unchanged machine is verified instead.
+
+    Raises ProbeFailure (with its exit code) when nothing can be measured, when every cell is inconclusive, when
+    another probe holds the profile; KeyboardInterrupt passes through after the journal is safe.
+    """
+    from .tuning import probe
+
+    return probe(request, observer or SilentObserver())
+
+
+def verify_profile(path: Path, request: ProbeRequest, observer: ProbeObserver | None = None) -> VerifyResult:
+    """Re-time the recorded winners of ``path`` on this machine; of ``request`` device, seed, effort and budget count.
+
+    Raises ProfileError for a broken file and ProbeFailure when the profile is of another machine.
+    """
+    from .tuning import verify
+
+    return verify(path, request, observer or SilentObserver())
+
+
+def describe(tunables: Tunables) -> str:
+    """One plan as a short line: what differs from branch to branch, then what is not the plainest value.
+
+    >>> describe(Tunables("bf16", (BranchTunables("cudnn", "flash"),)))
+    'cudnn/flash bf16'
+    """
+    names = [f"{b.forward}/{b.backward}" if b.backward else b.forward for b in tunables.branches]
+    gathers = [b.gather for b in tunables.branches]
+    parts = [names[0] if len(set(names)) == 1 else ",".join(names), tunables.dtype]
+    if set(gathers) != {"view"}:
+        parts.append("copy" if set(gathers) == {"copy"} else "gather=" + ",".join(g[0] for g in gathers))
+    if tunables.checkpoint != "selective":
+        parts.append(f"checkpoint={tunables.checkpoint}")
+    if tunables.window_tokens is not None:
+        parts.append(f"window={tunables.window_tokens}")
+    if not tunables.pattern_cache:
+        parts.append("no-pattern-cache")
+    if tunables.pool_threshold_mib is not None:
+        parts.append(f"pool>={tunables.pool_threshold_mib}MiB/{tunables.pool_strategy}")
+    if tunables.compile:
+        parts.append("compile")
+    if tunables.schedule != "local":
+        parts.append(tunables.schedule)
+    parts.extend(f"{name}={value}" for name, value in tunables.params)
+    return " ".join(parts)
+
+
+def entry_of(profile: Profile, workload: Workload) -> PlanEntry | None:
+    """The entry measured for exactly this workload, or None."""
+    return next((entry for entry in profile.plans if entry.workload == workload), None)

@@ -1,0 +1,74 @@
+# `make probe` and `make test` each do all the set-up a fresh clone needs, once: a virtual environment in
+# .venv with the pinned versions of constraints.txt. NO_INSTALL=1 uses $(PYTHON) as it is and installs nothing.
+
+PYTHON ?= python3
+VENV ?= .venv
+NO_INSTALL ?= 0
+PROBE_ARGS ?= --effort quick
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup setup-dev probe test lint types format clean
+
+ifeq ($(NO_INSTALL),1)
+RUN := PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON)
+READY :=
+READY_DEV :=
+else
+RUN := $(VENV)/bin/python
+READY := $(VENV)/.ringtune-ready
+READY_DEV := $(VENV)/.ringtune-ready-dev
+endif
+
+# No byte-compilation of all of torch ahead of time: what is imported is compiled when it is.
+PIP_INSTALL = $(VENV)/bin/python -m pip install --quiet --no-input --disable-pip-version-check --no-compile --constraint constraints.txt
+
+help:
+	@echo "make probe    measure this machine and write its profile (PROBE_ARGS='--effort standard' for longer)"
+	@echo "make test     run the tests (PYTEST_ARGS='-k merge' for some)"
+	@echo "make lint | types | format | clean"
+	@echo "NO_INSTALL=1  use the current Python and install nothing; PYTHON=... names another one"
+
+setup: $(READY)
+
+setup-dev: $(READY_DEV)
+
+$(VENV)/bin/pip:
+	@$(PYTHON) -c 'import sys; sys.exit("ringtune needs Python 3.11 or newer and $(PYTHON) is %d.%d; name another one: make PYTHON=python3.12 ..." % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
+	@echo "making $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+
+# The build backend is installed first, with the pins, so that the editable install downloads no second copy of it.
+$(VENV)/.ringtune-ready: pyproject.toml constraints.txt | $(VENV)/bin/pip
+	@echo "installing ringtune with the versions of constraints.txt into $(VENV) (torch is large; this happens once)"
+	@$(PIP_INSTALL) hatchling editables
+	@$(PIP_INSTALL) --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.ringtune-ready-dev: pyproject.toml constraints.txt | $(VENV)/bin/pip
+	@echo "installing ringtune[dev] with the versions of constraints.txt into $(VENV) (torch is large; this happens once)"
+	@$(PIP_INSTALL) hatchling editables
+	@$(PIP_INSTALL) --no-build-isolation --editable '.[dev]'
+	@touch $(VENV)/.ringtune-ready $@
+
+probe: $(READY)
+	@$(RUN) -c 'import sys; from autotune.cli import main; sys.exit(main())' probe $(PROBE_ARGS)
+
+test: $(READY_DEV)
+	@$(RUN) -m pytest $(PYTEST_ARGS)
+
+lint: $(READY_DEV)
+	@$(RUN) -m ruff check .
+	@$(RUN) -m ruff format --check .
+
+types: $(READY_DEV)
+	@$(RUN) -m mypy
+
+format: $(READY_DEV)
+	@$(RUN) -m ruff check --fix .
+	@$(RUN) -m ruff format .
+
+clean:
+	rm -rf .venv build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

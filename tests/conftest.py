@@ -1,0 +1,39 @@
+"""What every test gets: no profile but its own, deterministic examples in CI, and no GPU test where there is none."""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Too slow here says something about the machine, not about the code.
+_UNTIMED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("ci", max_examples=30, derandomize=True, print_blob=True, **_UNTIMED)
+settings.register_profile("dev", max_examples=30, **_UNTIMED)
+settings.register_profile("thorough", max_examples=1000, **_UNTIMED)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
+
+_count = itertools.count()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    needing_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if not needing_gpu:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in needing_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _no_profiles_but_the_tests_own(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither this machine's profile folders nor its ``RINGTUNE_*`` variables reach a test or what it starts."""
+    nowhere = tmp_path_factory.getbasetemp() / f"config{next(_count)}"  # not made: a test that saves there makes it
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(nowhere / "user"))
+    monkeypatch.setenv("XDG_CONFIG_DIRS", str(nowhere / "system"))
+    for name in [name for name in os.environ if name.startswith("RINGTUNE_")]:
+        monkeypatch.delenv(name)

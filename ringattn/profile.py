@@ -1,0 +1,281 @@
+"""What a hardware profile says, as plain frozen data: no torch, no files (``profile_io`` reads and writes them).
+
+A profile answers workloads with plans. A *measured* one belongs to one machine (its fingerprint) and carries the
+evidence; a *heuristic* one belongs to a family (``arch`` may be a range) and carries only a policy.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Literal
+
+from .errors import InputError
+from .workload import COMPUTE_DTYPES, INPUT_DTYPES, Tunables, Workload
+
+if TYPE_CHECKING:
+    from .hardware import HardwareFacts
+
+SCHEMA_VERSION = 1
+
+Source = Literal["measured", "heuristic"]
+FailureKind = Literal["oom", "crash", "timeout", "wrong", "compile", "error", "rejected"]
+FAILURE_KINDS: tuple[str, ...] = ("oom", "crash", "timeout", "wrong", "compile", "error", "rejected")
+
+MESSAGE_LIMIT = 400  # characters kept of a failure's message: enough to find the cause, small enough for 4 MiB
+RUNNERS_UP = 2
+
+_DIRECTORY = re.compile(r"(?<![\w.~/-])(?:[A-Za-z]:)?[/\\](?:[^\s/\\:'\"]+[/\\])+")
+
+
+def shareable_text(text: str) -> str:
+    """``text`` as one bounded line that may leave this machine: file names keep no directories, which name users.
+
+    Idempotent, so a loaded profile equals the dumped one.
+    """
+    line = " ".join(text.encode("utf-8", "replace").decode("utf-8").split())
+    while (shorter := _DIRECTORY.sub("", line)) != line:
+        line = " ".join(shorter.split())
+    return line[:MESSAGE_LIMIT].rstrip()
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """The machine a profile belongs to: HardwareFacts without its software. See there for the meaning of a field.
+
+    In a heuristic every field but ``vendor`` may be left at its default, which stands for "any", and ``arch`` may
+    be a range: ``sm_70-sm_75`` or ``sm_100+``.
+    """
+
+    vendor: str
+    device_name: str = ""
+    sku: str = ""
+    arch: str = ""
+    sm_count: int = 0
+    memory_mib: int = 0
+    l2_mib: int = 0
+    mig: str = ""
+    power_limit_w: int | None = None
+    device_count: int = 1
+    link: str = ""
+    isa: tuple[str, ...] = ()
+    threads: int = 0
+
+    @classmethod
+    def of(cls, facts: HardwareFacts) -> Fingerprint:
+        return cls(**{f.name: getattr(facts, f.name) for f in fields(cls)})
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What was measured for one choice.
+
+    ``default_ratio`` is t / t_default, paired block by block (below 1: faster than the default plan), and
+    ``ratio_low``..``ratio_high`` its 95 % bootstrap interval. ``error`` is the relative 2-norm against float64,
+    ``peak_bytes`` what is allocated beyond the inputs, ``host_us`` the host's time for a call, ``blocks`` the number
+    of paired repetitions.
+    """
+
+    median_ms: float
+    default_ratio: float
+    ratio_low: float
+    ratio_high: float
+    peak_bytes: int
+    error: float
+    first_call_ms: float
+    host_us: float
+    blocks: int
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if not math.isfinite(value) or value < 0:
+                raise InputError(f"{f.name} is {value!r}; it must be a finite number >= 0")
+        if self.ratio_low > self.ratio_high:
+            raise InputError(f"ratio_low is {self.ratio_low!r}, above ratio_high, {self.ratio_high!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One complete plan with what was measured for it; no evidence where nothing was measured."""
+
+    tunables: Tunables
+    evidence: Evidence | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A candidate that did not make it: which, what kind of end, and the message (made shareable)."""
+
+    candidate: str
+    kind: FailureKind
+    message: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in FAILURE_KINDS:
+            raise InputError(f"kind is {self.kind!r}; use one of {', '.join(FAILURE_KINDS)}")
+        object.__setattr__(self, "candidate", shareable_text(self.candidate))
+        object.__setattr__(self, "message", shareable_text(self.message))
+
+
+@dataclass(frozen=True, slots=True)
+class PlanEntry:
+    """One row of the table: a workload and what to run for it, or the reason why nothing can (``refusal``).
+
+    ``auto`` is the fastest choice with a narrower compute dtype, for ``dtype="auto"``; ``front`` the Pareto front of
+    time and memory; ``default`` what the winner was paired against.
+    """
+
+    workload: Workload
+    choice: Choice | None = None
+    runners_up: tuple[Choice, ...] = ()
+    auto: Choice | None = None
+    front: tuple[Choice, ...] = ()
+    default: Choice | None = None
+    failures: tuple[Failure, ...] = ()
+    refusal: str = ""
+
+    def __post_init__(self) -> None:
+        if (self.choice is None) != bool(self.refusal):
+            raise InputError("refusal must say why where there is no choice, and be absent where there is one")
+        if len(self.runners_up) > RUNNERS_UP:
+            raise InputError(f"runners_up holds {len(self.runners_up)} choices; keep at most {RUNNERS_UP}")
+        branches = max(1, len(self.workload.pattern.branches))
+        for name, choices in self._choices():
+            for choice in choices:
+                if len(choice.tunables.branches) != branches:
+                    raise InputError(
+                        f"{name} has {len(choice.tunables.branches)} branches in its tunables; "
+                        f"the workload's pattern needs {branches}"
+                    )
+
+    def _choices(self) -> tuple[tuple[str, tuple[Choice, ...]], ...]:
+        def one(choice: Choice | None) -> tuple[Choice, ...]:
+            return () if choice is None else (choice,)
+
+        return (
+            ("choice", one(self.choice)),
+            ("runners_up", self.runners_up),
+            ("auto", one(self.auto)),
+            ("front", self.front),
+            ("default", one(self.default)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How to plan what nobody measured, for one family of devices.
+
+    ``compute_dtype`` maps input dtype to compute dtype (never a narrower one); ``forward`` and ``backward`` are
+    kernel names in order of preference and end in ``math``, which runs everything; dilated heads are read in place
+    below rate ``copy_from_rate`` and gathered by a copy from it on.
+    """
+
+    compute_dtype: tuple[tuple[str, str], ...]
+    forward: tuple[str, ...]
+    backward: tuple[str, ...]
+    copy_from_rate: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "compute_dtype", tuple(sorted(self.compute_dtype)))
+        given = [name for name, _ in self.compute_dtype]
+        if given != sorted(INPUT_DTYPES):
+            raise InputError(f"compute_dtype maps {', '.join(given) or 'nothing'}; it must map {', '.join(INPUT_DTYPES)}")
+        for name, dtype in self.compute_dtype:
+            if dtype not in _NOT_NARROWER[name]:
+                raise InputError(f"compute_dtype maps {name} to {dtype!r}; use one of {', '.join(_NOT_NARROWER[name])}")
+        for direction in ("forward", "backward"):
+            names = getattr(self, direction)
+            if not names or names[-1] != "math" or len(set(names)) != len(names):
+                raise InputError(f"{direction} is {list(names)}; it must name every kernel once and end in math")
+        if self.copy_from_rate < 2:
+            raise InputError(f"copy_from_rate is {self.copy_from_rate!r}; it must be an integer >= 2")
+
+    def dtype_for(self, input_dtype: str) -> str:
+        """The compute dtype for an input dtype, both by short name."""
+        return dict(self.compute_dtype)[input_dtype]
+
+    def kernels_for(self, direction: Literal["forward", "backward"], compute_dtype: str) -> tuple[str, ...]:
+        """The kernels to try, best first; float64 runs on math alone."""
+        if compute_dtype == "fp64":
+            return ("math",)
+        return self.forward if direction == "forward" else self.backward
+
+    def gather_for(self, rate: int) -> str:
+        return "copy" if rate >= self.copy_from_rate else "view"
+
+
+# bf16 holds more range than fp16 and fp16 more digits than bf16: neither is the wider one.
+_NOT_NARROWER: dict[str, tuple[str, ...]] = {
+    "bf16": ("bf16", "tf32", "fp32", "fp64"),
+    "fp16": ("fp16", "tf32", "fp32", "fp64"),
+    "fp32": ("fp32", "fp64"),
+    "fp64": ("fp64",),
+}
+assert all(set(dtypes) <= set(COMPUTE_DTYPES) for dtypes in _NOT_NARROWER.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """Where a profile comes from: which ringtune, on which day (``YYYY-MM-DD``), how hard it looked."""
+
+    tool_version: str = ""
+    date: str = ""
+    effort: str = ""
+    budget_s: float | None = None
+    elapsed_s: float | None = None
+    seed: int | None = None
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.date and not re.fullmatch(r"\d{4}-\d{2}-\d{2}", self.date, re.ASCII):
+            raise InputError(f"date is {self.date!r}; write YYYY-MM-DD")
+        for name in ("budget_s", "elapsed_s"):
+            value = getattr(self, name)
+            if value is not None and (not math.isfinite(value) or value < 0):
+                raise InputError(f"{name} is {value!r}; it must be a finite number >= 0")
+        object.__setattr__(self, "notes", tuple(shareable_text(note) for note in self.notes))
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A table of plans for one machine, or a policy for a family of them."""
+
+    source: Source
+    fingerprint: Fingerprint
+    software: tuple[tuple[str, str], ...] = ()
+    policy: Policy | None = None
+    plans: tuple[PlanEntry, ...] = ()
+    provenance: Provenance = field(default_factory=Provenance)
+    schema: int = SCHEMA_VERSION
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "software", tuple(sorted(self.software)))
+        if self.schema != SCHEMA_VERSION:
+            raise InputError(f"schema is {self.schema!r}; this version reads and writes {SCHEMA_VERSION}")
+        if self.source == "heuristic":
+            if self.policy is None:
+                raise InputError("policy is missing; a heuristic profile needs one")
+            if self.plans:
+                raise InputError("plans holds entries; a heuristic profile has none, a measured one does")
+        elif self.source == "measured":
+            for name in ("device_name", "sku", "arch", "sm_count", "memory_mib"):
+                if not getattr(self.fingerprint, name):
+                    raise InputError(f"fingerprint has no {name}; a measured profile needs it")
+        else:
+            raise InputError(f"source is {self.source!r}; use measured or heuristic")
+        twice = [w for w, count in Counter(entry.workload for entry in self.plans).items() if count > 1]
+        if twice:
+            raise InputError(f"plans answers one workload more than once: {twice[0]}")
+
+    @classmethod
+    def single(cls, facts: HardwareFacts, workload: Workload, tunables: Tunables) -> Profile:
+        """A measured profile of one plan and no evidence: how a tuner hands the runtime a candidate."""
+        return cls(
+            source="measured",
+            fingerprint=Fingerprint.of(facts),
+            software=facts.software,
+            plans=(PlanEntry(workload, Choice(tunables)),),
+        )

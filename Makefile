@@ -22,7 +22,7 @@ READY_DEV := $(VENV)/.ringtune-ready-dev
 endif
 
 # No byte-compilation of all of torch ahead of time: what is imported is compiled when it is.
-PIP_INSTALL = $(VENV)/bin/python -m pip install --quiet --no-input --disable-pip-version-check --no-compile --constraint constraints.txt
+PIP_INSTALL = $(VENV)/bin/python -m pip install -qq --no-input --disable-pip-version-check --no-compile --constraint constraints.txt
 
 help:
 	@echo "make probe    measure this machine and write its profile (PROBE_ARGS='--effort standard' for longer)"
@@ -53,7 +53,7 @@ $(VENV)/.ringtune-ready-dev: pyproject.toml constraints.txt | $(VENV)/bin/pip
 	@touch $(VENV)/.ringtune-ready $@
 
 probe: $(READY)
-	@$(RUN) -c 'import sys; from autotune.cli import main; sys.exit(main())' probe $(PROBE_ARGS)
+	@$(RUN) -m autotune probe $(PROBE_ARGS)
 
 test: $(READY_DEV)
 	@$(RUN) -m pytest $(PYTEST_ARGS)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .hardware import HardwareFacts
 
 SCHEMA_VERSION = 1
+VENDORS = ("nvidia", "cpu")
 
 Source = Literal["measured", "heuristic"]
 FailureKind = Literal["oom", "crash", "timeout", "wrong", "compile", "error", "rejected"]
@@ -28,6 +29,7 @@ MESSAGE_LIMIT = 400  # characters kept of a failure's message: enough to find th
 RUNNERS_UP = 2
 
 _DIRECTORY = re.compile(r"(?<![\w.~/-])(?:[A-Za-z]:)?[/\\](?:[^\s/\\:'\"]+[/\\])+")
+_HOME = re.compile(r"(?<![\w.~/-])(?:[A-Za-z]:)?[/\\](?:home|Users)[/\\][^\s/\\:'\"]+")
 
 
 def shareable_text(text: str) -> str:
@@ -36,8 +38,8 @@ def shareable_text(text: str) -> str:
     Idempotent, so a loaded profile equals the dumped one.
     """
     line = " ".join(text.encode("utf-8", "replace").decode("utf-8").split())
-    while (shorter := _DIRECTORY.sub("", line)) != line:
-        line = " ".join(shorter.split())
+    while (shorter := " ".join(_DIRECTORY.sub("", _HOME.sub("~", line)).split())) != line:
+        line = shorter
     return line[:MESSAGE_LIMIT].rstrip()
 
 
@@ -62,6 +64,16 @@ class Fingerprint:
     link: str = ""
     isa: tuple[str, ...] = ()
     threads: int = 0
+
+    def __post_init__(self) -> None:
+        if self.vendor not in VENDORS:
+            raise InputError(f"vendor is {self.vendor!r}; use one of {', '.join(VENDORS)}")
+        for name in ("sm_count", "memory_mib", "l2_mib", "power_limit_w", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise InputError(f"{name} is {value!r}; it must be an integer >= 0")
+        if self.device_count < 1:
+            raise InputError(f"device_count is {self.device_count!r}; it must be an integer >= 1")
 
     @classmethod
     def of(cls, facts: HardwareFacts) -> Fingerprint:
@@ -139,7 +151,7 @@ class PlanEntry:
 
     def __post_init__(self) -> None:
         if (self.choice is None) != bool(self.refusal):
-            raise InputError("refusal must say why where there is no choice, and be absent where there is one")
+            raise InputError("refusal must say why where choice is absent, and be absent where choice is present")
         if len(self.runners_up) > RUNNERS_UP:
             raise InputError(f"runners_up holds {len(self.runners_up)} choices; keep at most {RUNNERS_UP}")
         branches = max(1, len(self.workload.pattern.branches))
@@ -182,7 +194,7 @@ class Policy:
         object.__setattr__(self, "compute_dtype", tuple(sorted(self.compute_dtype)))
         given = [name for name, _ in self.compute_dtype]
         if given != sorted(INPUT_DTYPES):
-            raise InputError(f"compute_dtype maps {', '.join(given) or 'nothing'}; it must map {', '.join(INPUT_DTYPES)}")
+            raise InputError(f"compute_dtype maps {given}; it must map each of {', '.join(INPUT_DTYPES)}")
         for name, dtype in self.compute_dtype:
             if dtype not in _NOT_NARROWER[name]:
                 raise InputError(f"compute_dtype maps {name} to {dtype!r}; use one of {', '.join(_NOT_NARROWER[name])}")
@@ -263,7 +275,7 @@ class Profile:
         elif self.source == "measured":
             for name in ("device_name", "sku", "arch", "sm_count", "memory_mib"):
                 if not getattr(self.fingerprint, name):
-                    raise InputError(f"fingerprint has no {name}; a measured profile needs it")
+                    raise InputError(f"fingerprint has no {name}; a measured profile needs one")
         else:
             raise InputError(f"source is {self.source!r}; use measured or heuristic")
         twice = [w for w, count in Counter(entry.workload for entry in self.plans).items() if count > 1]

@@ -1,0 +1,175 @@
+"""YAML as plain data and nothing else: bounded, without aliases, anchors, tags or repeated keys.
+
+``yaml.safe_load`` builds whatever its input names, an alias bomb too, and lets the last of two equal keys win.
+Here the parser's events are checked one by one as the data is built, so bad input costs no more than reading it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+from yaml.constructor import SafeConstructor
+from yaml.resolver import Resolver
+
+# A profile is about 6 deep and some 250 nodes a plan.
+MAX_DEPTH = 16
+MAX_NODES = 200_000
+MAX_NUMBER_LENGTH = 64
+
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_BaseDumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+_resolver: Any = Resolver()
+_constructor: Any = SafeConstructor()
+_TAG = "tag:yaml.org,2002:"
+
+
+class YamlFault(Exception):
+    """What is wrong with a text, in one line, with its line number."""
+
+    def __init__(self, message: str, mark: Any) -> None:
+        super().__init__(message if mark is None else f"line {mark.line + 1}: {message}")
+
+
+def read_yaml(text: str) -> object:
+    """The one document in ``text`` as dict, list, str, int, float, bool and None; raises YamlFault.
+
+    Plain scalars mean what they mean to ``yaml.safe_load``, except that dates are refused: they need quotes.
+    """
+    builder = _Builder()
+    try:
+        for event in yaml.parse(text, Loader=_Loader):
+            builder.take(event)
+    except yaml.MarkedYAMLError as error:
+        problem = " ".join(str(error.problem or error.context).split())
+        raise YamlFault(f"not valid YAML: {problem}", error.problem_mark) from None
+    except yaml.YAMLError as error:  # a character YAML does not allow
+        raise YamlFault(f"not valid YAML: {' '.join(str(error).split())}", None) from None
+    if not builder.documents:
+        raise YamlFault("the file is empty", None)
+    return builder.root
+
+
+class _Builder:
+    """Turns parser events into data; every open collection is on ``stack``."""
+
+    def __init__(self) -> None:
+        self.root: object = None
+        self.documents = 0
+        self.nodes = 0
+        self.stack: list[dict[str, object] | list[object]] = []
+        self.keys: list[str | None] = []  # for each open mapping the key that waits for its value
+
+    def take(self, event: Any) -> None:
+        if isinstance(event, yaml.DocumentStartEvent):
+            self.documents += 1
+            if self.documents > 1:
+                raise YamlFault("a second document starts here; a profile is one", event.start_mark)
+        elif isinstance(event, yaml.AliasEvent):
+            raise YamlFault("aliases (*name) are not allowed", event.start_mark)
+        elif isinstance(event, yaml.NodeEvent):
+            self._node(event)
+        elif isinstance(event, yaml.CollectionEndEvent):
+            self.stack.pop()
+            self.keys.pop()
+
+    def _node(self, event: Any) -> None:
+        mark = event.start_mark
+        self.nodes += 1
+        if event.anchor is not None:
+            raise YamlFault("anchors (&name) are not allowed", mark)
+        if event.tag is not None:
+            raise YamlFault("tags (!name) are not allowed", mark)
+        if self.nodes > MAX_NODES:
+            raise YamlFault(f"more than {MAX_NODES} values", mark)
+        if isinstance(event, yaml.ScalarEvent):
+            self._place(_scalar(event), mark)
+            return
+        if len(self.stack) >= MAX_DEPTH:
+            raise YamlFault(f"nested more than {MAX_DEPTH} deep", mark)
+        opened: dict[str, object] | list[object] = {} if isinstance(event, yaml.MappingStartEvent) else []
+        self._place(opened, mark)
+        self.stack.append(opened)
+        self.keys.append(None)
+
+    def _place(self, value: object, mark: Any) -> None:
+        if not self.stack:
+            self.root = value
+            return
+        parent = self.stack[-1]
+        if isinstance(parent, list):
+            parent.append(value)
+        elif (key := self.keys[-1]) is not None:
+            parent[key] = value
+            self.keys[-1] = None
+        elif not isinstance(value, str):
+            raise YamlFault("a key must be text", mark)
+        elif value in parent:
+            raise YamlFault(f"key {value[:60]!r} appears twice", mark)
+        else:
+            self.keys[-1] = value
+
+
+def _scalar(event: Any) -> str | int | float | bool | None:
+    value: str = event.value
+    if not event.implicit[0] or len(value) > MAX_NUMBER_LENGTH:  # quoted; or too long for anything but text
+        return value
+    tag = str(_resolver.resolve(yaml.ScalarNode, value, (True, False))).removeprefix(_TAG)
+    if tag == "str":
+        return value
+    if tag == "null":
+        return None
+    node = yaml.ScalarNode(_TAG + tag, value)
+    try:
+        if tag == "bool":
+            return bool(_constructor.construct_yaml_bool(node))
+        if tag == "int":
+            return int(_constructor.construct_yaml_int(node))
+        if tag == "float":
+            return float(_constructor.construct_yaml_float(node))
+    except (ValueError, IndexError, OverflowError):
+        raise YamlFault(f"{value!r} is not a number", event.start_mark) from None
+    raise YamlFault(f"{value!r} has a meaning of its own in YAML ({tag}); put it in quotes", event.start_mark)
+
+
+class Quoted(str):
+    """Text that is always written in quotes, such as a version, which would read as a number."""
+
+    __slots__ = ()
+
+
+LINE_WIDTH = 120
+
+
+class _Dumper(_BaseDumper):  # type: ignore[misc]
+    """Writes short collections of scalars on one line and everything else one entry a line; never an alias."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+    def represent_mapping(self, tag: str, mapping: Any, flow_style: bool | None = None) -> Any:
+        node = super().represent_mapping(tag, mapping, flow_style)
+        node.flow_style = _fits_a_line([leaf for pair in node.value for leaf in pair])
+        return node
+
+    def represent_sequence(self, tag: str, sequence: Any, flow_style: bool | None = None) -> Any:
+        node = super().represent_sequence(tag, sequence, flow_style)
+        node.flow_style = _fits_a_line(node.value)
+        return node
+
+
+def _fits_a_line(leaves: list[Any]) -> bool:
+    scalars = all(isinstance(leaf, yaml.ScalarNode) for leaf in leaves)
+    return scalars and sum(len(leaf.value) + 2 for leaf in leaves) <= LINE_WIDTH - 20
+
+
+def _represent_quoted(dumper: Any, text: Quoted) -> Any:
+    return dumper.represent_scalar(f"{_TAG}str", str(text), style='"')
+
+
+_Dumper.add_representer(Quoted, _represent_quoted)
+
+
+def write_yaml(content: object) -> str:
+    """``content`` (dict, list and scalars) as text that ``read_yaml`` reads back equal."""
+    return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=LINE_WIDTH)

@@ -1,0 +1,195 @@
+"""Reads this machine's CPU, and makes facts of the reading: what a container may use of it, not what the host has."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+# Flags of /proc/cpuinfo that decide how fast a matrix product or an exponential runs, by the name used in facts.
+_ISA_FLAGS = {
+    "avx2": "avx2",
+    "fma": "fma",
+    "avx512f": "avx512f",
+    "avx512_bf16": "avx512_bf16",
+    "avx512_fp16": "avx512_fp16",
+    "amx_bf16": "amx_bf16",
+    "amx_fp16": "amx_fp16",
+    "asimd": "neon",
+    "neon": "neon",
+    "asimdhp": "neon_fp16",
+    "bf16": "neon_bf16",
+    "sve": "sve",
+    "sve2": "sve2",
+    "sme": "sme",
+}
+_MACHINES = {"amd64": "x86_64", "x64": "x86_64", "arm64": "aarch64"}
+_NO_LIMIT_BYTES = 2**60  # cgroup v1 writes a number near 2**63 for "no limit"
+
+
+@dataclass(frozen=True, slots=True)
+class CpuReading:
+    """What the operating system says, unjudged.
+
+    ``cpuinfo`` is the text of /proc/cpuinfo, ``affinity`` the number of CPUs this process may be put on, ``quotas`` the
+    CPU time each cgroup around it allows, in cores, and ``memory_limits`` their memory, in bytes.
+    """
+
+    machine: str
+    cpuinfo: str
+    fallback_name: str
+    affinity: int
+    quotas: tuple[float, ...]
+    memory_bytes: int
+    memory_limits: tuple[int, ...]
+    last_level_cache_bytes: int
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class CpuModel:
+    """The first processor of a /proc/cpuinfo."""
+
+    name: str
+    vendor_id: str
+    family: int
+    model: int
+    implementer: int
+    part: int
+    flags: frozenset[str]
+
+
+# --- pure -------------------------------------------------------------------------------------------------------
+
+
+def parse_cpuinfo(text: str) -> CpuModel:
+    """The first processor's entries of an x86 or Arm /proc/cpuinfo; what is not there is empty or -1."""
+    entries: dict[str, str] = {}
+    for line in text.splitlines():
+        name, separator, value = line.partition(":")
+        if separator:
+            entries.setdefault(name.strip(), value.strip())
+    return CpuModel(
+        name=" ".join(entries.get("model name", "").split()),
+        vendor_id=entries.get("vendor_id", ""),
+        family=_number(entries.get("cpu family")),
+        model=_number(entries.get("model")),
+        implementer=_number(entries.get("CPU implementer")),
+        part=_number(entries.get("CPU part")),
+        flags=frozenset(entries.get("flags", entries.get("Features", "")).split()),
+    )
+
+
+def isa_flags(flags: frozenset[str]) -> tuple[str, ...]:
+    """The flags that matter for attention, sorted."""
+    return tuple(sorted({name for flag, name in _ISA_FLAGS.items() if flag in flags}))
+
+
+def cpu_arch(machine: str) -> str:
+    """``x86_64`` or ``aarch64`` for the names systems give them; any other machine by its own name."""
+    return _MACHINES.get(machine.lower(), machine.lower())
+
+
+def usable_cores(affinity: int, quotas: tuple[float, ...]) -> int:
+    """Cores that can be busy all the time; part of a core does not count, but there is always one."""
+    return max(1, int(min([float(affinity), *quotas])))
+
+
+def usable_memory(memory_bytes: int, limits: tuple[int, ...]) -> int:
+    """Bytes this process may have: the machine's, or the least of its cgroups' limits."""
+    return min([memory_bytes, *limits]) if memory_bytes else min(limits, default=0)
+
+
+def _number(text: str | None) -> int:
+    if text is None or not re.fullmatch(r"0x[0-9a-fA-F]+|[0-9]+", text):
+        return -1
+    return int(text, 0)
+
+
+# --- the edge ---------------------------------------------------------------------------------------------------
+
+
+def read_cpu(threads: int, root: Path = Path("/")) -> CpuReading:
+    """Reads /proc and /sys below ``root``; ``threads`` is torch's number. Missing files give empty or 0 entries."""
+    quotas, limits = _read_cgroups(root)
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        affinity = len(os.sched_getaffinity(0))
+    else:
+        affinity = os.cpu_count() or 1
+    return CpuReading(
+        machine=platform.machine(),
+        cpuinfo=_text(root / "proc/cpuinfo"),
+        fallback_name=platform.processor(),
+        affinity=affinity,
+        quotas=quotas,
+        memory_bytes=_memory_bytes(root),
+        memory_limits=limits,
+        last_level_cache_bytes=_last_level_cache_bytes(root),
+        threads=threads,
+    )
+
+
+def _read_cgroups(root: Path) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    """(cores, bytes) allowed by each cgroup around this process, v1 and v2; "no limit" is left out."""
+    mount = root / "sys/fs/cgroup"
+    quotas: list[float] = []
+    limits: list[int] = []
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if not controllers:
+            for folder in _upwards(mount, path):
+                quota, _, period = _text(folder / "cpu.max").partition(" ")
+                quotas += _ratio(quota, period)
+                limits += _limit(_text(folder / "memory.max"))
+            continue
+        for folder in _upwards(mount / controllers, path):
+            if "cpu" in controllers.split(","):
+                quotas += _ratio(_text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us"))
+            if "memory" in controllers.split(","):
+                limits += _limit(_text(folder / "memory.limit_in_bytes"))
+    return tuple(quotas), tuple(limits)
+
+
+def _upwards(mount: Path, path: str) -> Iterator[Path]:
+    """The cgroup's folder and those around it; where a container sees only part of the tree the rest is missing."""
+    parts = [part for part in path.split("/") if part not in ("", ".", "..")]
+    for depth in range(len(parts), -1, -1):
+        yield mount.joinpath(*parts[:depth])
+
+
+def _ratio(quota: str, period: str) -> list[float]:
+    if _number(quota.strip()) <= 0 or _number(period.strip()) <= 0:  # "max", "-1", or no such file
+        return []
+    return [_number(quota.strip()) / _number(period.strip())]
+
+
+def _limit(text: str) -> list[int]:
+    return [limit] if 0 < (limit := _number(text.strip())) < _NO_LIMIT_BYTES else []
+
+
+def _memory_bytes(root: Path) -> int:
+    if match := re.search(r"^MemTotal:\s+(\d+) kB", _text(root / "proc/meminfo"), re.MULTILINE):
+        return int(match[1]) * 1024
+    if root == Path("/") and "SC_PHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+def _last_level_cache_bytes(root: Path) -> int:
+    sizes = [0]
+    for file in sorted((root / "sys/devices/system/cpu/cpu0/cache").glob("index*/size")):
+        if match := re.fullmatch(r"(\d+)([KM])", _text(file).strip()):
+            sizes.append(int(match[1]) * {"K": 2**10, "M": 2**20}[match[2]])
+    return max(sizes)
+
+
+def _text(path: Path) -> str:
+    """The file's text; empty where this system has no such file or keeps it to itself."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

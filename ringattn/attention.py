@@ -1,0 +1,308 @@
+"""``RingAttention``: the module people use, and the autograd Function that runs a plan both ways.
+
+Everything is decided before a call: the table of plans at init, and once per new shape which row of it serves.
+``forward`` looks the answer up and runs it.
+
+Legend: B batch, S sequence, H query heads, Hkv key/value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from . import compiled
+from .checkpoint import MODES
+from .errors import InputError, PlanError
+from .plan import Conditions, Plan
+from .profile import Profile
+from .program import DTYPE_NAMES, Program
+from .setup import Setup, check_module, set_up, wishes_of
+from .table import ModuleShape, PlanTable, build_table
+from .workload import HeadOffset, Pattern
+
+logger = logging.getLogger("ringattn")
+
+# Shapes whose runner is remembered; a program that meets more forgets them all and looks them up again.
+_MOST_SHAPES = 4096
+
+Runner = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class _Attend(torch.autograd.Function):
+    """Forward by the plan; backward of every partial against the final out and LSE.
+
+    What is saved is the plan's checkpoint: by default q, k, v, out and lse, whatever the number of branches.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, program: Program) -> tuple[Tensor, Tensor]:
+        out, lse, saved = MODES[program.checkpoint].forward(program, q, k, v)
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)  # a grad of lse never exists: no zeros are made for it at each call
+        ctx.save_for_backward(*saved.tensors)
+        ctx.program, ctx.elsewhere = program, saved.elsewhere
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: None) -> tuple[Tensor | None, ...]:
+        if dout is None:
+            return None, None, None, None
+        mode = MODES[ctx.program.checkpoint]
+        with torch.autocast(dout.device.type, enabled=False):
+            dq, dk, dv = mode.backward(ctx.program, dout, ctx.saved_tensors, ctx.elsewhere)
+        wanted = ctx.needs_input_grad
+        return dq if wanted[0] else None, dk if wanted[1] else None, dv if wanted[2] else None, None
+
+
+class RingAttention(nn.Module):
+    """Exact dense or dilated attention over one sequence, run the way this machine's hardware profile says.
+
+    q is (B, S, H, D), k and v are (B, S, Hkv, D); out is like q, in its dtype. A pattern of branches
+    (segment w, rate r) selects, per head, every r-th position of every segment; branches are merged by their
+    log-sum-exp, exactly (LongNet, arXiv:2307.02486). No pattern is dense attention.
+
+    Args:
+        num_heads, head_dim: H and D.
+        num_kv_heads: Hkv, a divisor of H; None is H.
+        segment_lengths, dilation_rates: the branches, two lists of one length; None for both is dense.
+        causal: a position attends to itself and earlier ones only.
+        scale: factor on the logits; None is 1 / sqrt(D).
+        dropout: probability in training mode; refused there with each kernel's reason where no kernel can do it
+            exactly across blocks. Ignored in eval mode.
+        head_offset: first selected position of a key/value head h: ``"interleaved"`` h % r, ``"blocked"``
+            h // ceil(Hkv / r).
+        profile: ``"auto"`` finds this machine's, a path or Profile names one (and raises where it cannot run),
+            None uses the built-in heuristic alone.
+        backend: a kernel name, or (forward name, backward name). Beats the profile; raises where ineligible.
+        dtype: None computes in the input dtype unless the heuristic knows a wider one to be the better one;
+            ``"auto"`` in the fastest dtype that the profile measured within its error bound; or a torch.dtype, or
+            ``"tf32"``.
+        checkpoint: ``"none"``, ``"selective"``, ``"full"`` or ``"offload"``; None as the profile says.
+        max_seq_len: longer sequences raise InputError; None is no limit.
+        device: where it will run; None is the current CUDA device, else the CPU. Tensors elsewhere raise.
+        process_group: None, or a group of one rank: this rank holds the whole sequence.
+
+    Raises:
+        InputError: an argument that makes no sense. ProfileError: a profile that cannot be read. PlanError: nothing
+        that was asked for can run here, with every candidate's reasons. DeviceError: no such device.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        num_kv_heads: int | None = None,
+        segment_lengths: Sequence[int] | None = None,
+        dilation_rates: Sequence[int] | None = None,
+        causal: bool = False,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        head_offset: HeadOffset = "interleaved",
+        profile: Literal["auto"] | str | Path | Profile | None = "auto",
+        backend: str | tuple[str, str] | None = None,
+        dtype: torch.dtype | str | None = None,
+        checkpoint: str | None = None,
+        max_seq_len: int | None = None,
+        device: torch.device | str | int | None = None,
+        process_group: Any = None,
+    ) -> None:
+        super().__init__()
+        check_module(num_heads, head_dim, num_kv_heads, scale, dropout, max_seq_len, process_group)
+        pattern = Pattern.of(segment_lengths, dilation_rates, head_offset)
+        shape = ModuleShape(num_heads, num_kv_heads or num_heads, head_dim, bool(causal), pattern, max_seq_len)
+        self._setup: Setup = set_up(profile, device, shape)
+        self.plan: PlanTable = build_table(
+            shape,
+            self._setup.entries,
+            self._setup.policy,
+            self._setup.facts,
+            conditions=Conditions(deterministic=torch.are_deterministic_algorithms_enabled()),
+            wishes=wishes_of(backend, dtype, checkpoint),
+            auto_dtype=dtype == "auto",
+            strict=self._setup.named,
+        )
+        self.shape = shape
+        self.scale = 1.0 / math.sqrt(head_dim) if scale is None else float(scale)
+        self.dropout = float(dropout)
+        self.device = self._setup.device
+        self._runners: dict[Any, Runner] = {}
+        self._programs: dict[Any, Program] = {}
+        self._handle = compiled.register(self)
+        self._setup.announce()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, return_lse: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        """Attention over q (B, S, H, D) with k and v (B, S, Hkv, D), any strides.
+
+        Returns out (B, S, H, D) in q's dtype; with ``return_lse`` also lse (B, H, S), natural log, float32 (float64
+        for float64), -inf where nothing is selected, not differentiable.
+        """
+        if self.dropout and self.training:
+            raise self._dropout_refusal()
+        train = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        if torch.compiler.is_compiling():
+            out, lse = compiled.attend(q, k, v, self._handle, train)
+        else:
+            autocast = torch.is_autocast_enabled(q.device.type)
+            key = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, train)
+            run = self._runners.get((key, q.device, k.device, v.device, autocast))
+            if run is None:
+                run = self._new_runner(q, k, v, train, (key, q.device, k.device, v.device, autocast))
+            out, lse = run(q, k, v)
+        return (out, lse) if return_lse else out
+
+    def plan_for(self, seq_len: int, dtype: torch.dtype | str, train: bool, batch: int = 1) -> Plan:
+        """The plan that a call with ``seq_len`` positions of this input dtype obeys; PlanError where it is refused."""
+        name = dtype if isinstance(dtype, str) else DTYPE_NAMES.get(dtype, str(dtype))
+        if name not in DTYPE_NAMES.values():
+            raise InputError(f"dtype is {dtype}; use one of {', '.join(map(str, DTYPE_NAMES))}")
+        row = self.plan.plan_at(seq_len, name, train, batch)
+        if row.plan is None:
+            assert row.refusal is not None
+            raise row.refusal
+        return row.plan
+
+    def explain(self) -> str:
+        """Why this plan: the profiles looked at, the tier, the table, and what gave way to what."""
+        lines = [*self._setup.trace, "", "plans:", *(f"  {row}" for row in self.plan.rows)]
+        lines += [f"  note, {row.dtype} {row.mode}: {row.note}" for row in self.plan.rows if row.note]
+        return "\n".join(lines)
+
+    def warmup(
+        self,
+        lengths: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+        batch_size: int = 1,
+        train: bool = False,
+    ) -> dict[int, float]:
+        """Makes the first call at each length ahead (kernel plans and compilation), through autograd if ``train``.
+
+        Returns the milliseconds that each first call took.
+        """
+        took_ms = {}
+        for length in lengths:
+            begin = time.perf_counter()
+            heads = (self.shape.heads, self.shape.kv_heads, self.shape.kv_heads)
+            q, k, v = (
+                torch.zeros(batch_size, length, h, self.shape.head_dim, dtype=dtype, device=self.device)
+                .normal_()
+                .requires_grad_(train)
+                for h in heads
+            )
+            with torch.set_grad_enabled(train):
+                out = self.forward(q, k, v)
+                assert isinstance(out, Tensor)
+                if train:
+                    torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            took_ms[length] = (time.perf_counter() - begin) * 1e3
+        return took_ms
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles are planned modules without loaded kernels, and compiled graphs know them apart."""
+        return {**self.__dict__, "_runners": {}, "_programs": {}, "_handle": 0}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._handle = compiled.register(self)
+
+    def extra_repr(self) -> str:
+        s = self.shape
+        kv = f", kv_heads={s.kv_heads}" if s.kv_heads != s.heads else ""
+        return f"heads={s.heads}{kv}, head_dim={s.head_dim}, {s.pattern}, causal={s.causal}, device={self.device}"
+
+    def program_for(self, q: Tensor, k: Tensor, v: Tensor, train: bool) -> Program:
+        """The program that serves these tensors, after every check of them."""
+        batch, length = self._check(q, k, v)
+        plan = self.plan_for(length, q.dtype, train, batch)
+        key = (plan.tunables, plan.workload.mode)
+        if key not in self._programs:
+            self._programs[key] = Program(plan, self.scale)
+        return self._programs[key]
+
+    def _new_runner(self, q: Tensor, k: Tensor, v: Tensor, train: bool, key: Any) -> Runner:
+        """What a call with tensors like these runs, remembered under ``key``."""
+        run = self._autocast_runner(q, k, v, train) if key[-1] else self._plain_runner(q, k, v, train)
+        if len(self._runners) >= _MOST_SHAPES:
+            self._runners.clear()
+        self._runners[key] = run
+        return run
+
+    def _plain_runner(self, q: Tensor, k: Tensor, v: Tensor, train: bool) -> Runner:
+        program = self.program_for(q, k, v, train)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            return _Attend.apply(q, k, v, program) if train else program.attend(q, k, v)  # type: ignore[no-untyped-call]
+
+        if all(x.stride(-1) == 1 or x.shape[-1] == 1 for x in (q, k, v)):
+            return attend
+        # Kernels take any strides but the last: flash-cpu reads garbage there, the CUDA ones copy one by one.
+        return lambda q, k, v: attend(*(x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)))
+
+    def _autocast_runner(self, q: Tensor, k: Tensor, v: Tensor, train: bool) -> Runner:
+        """Inputs in autocast's dtype, autocast itself off inside so that no step of ours is narrowed."""
+        device = q.device.type
+        dtype = torch.get_autocast_dtype(device)
+        if q.dtype is torch.float64:
+            return self._plain_runner(q, k, v, train)
+        attend = self._plain_runner(q.to(dtype), k.to(dtype), v.to(dtype), train)
+
+        def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            with torch.autocast(device, enabled=False):
+                out, lse = attend(q.to(dtype), k.to(dtype), v.to(dtype))
+            return out.to(q.dtype), lse
+
+        return run
+
+    def _check(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
+        """(B, S) of well-formed inputs; InputError names what does not fit."""
+        s = self.shape
+        for name, x, heads in (("q", q, s.heads), ("k", k, s.kv_heads), ("v", v, s.kv_heads)):
+            if not isinstance(x, Tensor):
+                raise InputError(f"{name} is a {type(x).__name__}; it must be a tensor")
+            if x.dim() != 4:
+                raise InputError(f"{name} has shape {tuple(x.shape)}; it must be (batch, sequence, heads, head_dim)")
+            if x.shape[2] != heads or x.shape[3] != s.head_dim:
+                raise InputError(
+                    f"{name} has shape {tuple(x.shape)}; the module has {heads} heads there and head_dim {s.head_dim}, "
+                    f"so it must be (batch, sequence, {heads}, {s.head_dim})"
+                )
+            if x.device != self.device:
+                raise InputError(
+                    f"{name} is on {x.device}, the module's plans are for {self.device}; move it, "
+                    f"or build the module with device='{x.device}'"
+                )
+            if x.dtype not in DTYPE_NAMES:
+                raise InputError(f"{name} is {x.dtype}; use one of {', '.join(map(str, DTYPE_NAMES))}")
+            if x.dtype != q.dtype:
+                raise InputError(f"{name} is {x.dtype} and q is {q.dtype}; convert them to one dtype")
+            if x.shape[0] != q.shape[0]:
+                raise InputError(f"{name} has batch size {x.shape[0]} and q {q.shape[0]}; they must be equal")
+            if x.shape[1] != q.shape[1]:
+                raise InputError(
+                    f"{name} has {x.shape[1]} positions and q {q.shape[1]}; cross attention and decoding against a "
+                    "cache are not supported, give q, k and v of one length"
+                )
+        batch, length = q.shape[:2]
+        if batch == 0 or length == 0:
+            raise InputError(f"q has shape {tuple(q.shape)}; batch and sequence must not be empty")
+        if s.max_seq_len is not None and length > s.max_seq_len:
+            raise InputError(f"the sequence has {length} positions, more than max_seq_len, {s.max_seq_len}")
+        return batch, length
+
+    def _dropout_refusal(self) -> PlanError:
+        return PlanError(
+            f"dropout {self.dropout} in training mode",
+            self._setup.dropout_reasons(),
+            "Set dropout=0.0, or call eval() for inference",
+        )

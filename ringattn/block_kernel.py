@@ -1,0 +1,103 @@
+"""What a block kernel is: what it is asked for, why it may refuse, and what it gives when loaded.
+
+A block kernel attends over rectangular blocks that are full or causal-diagonal, returns the true log-sum-exp of
+every row, and has a backward that takes the *merged* out and LSE. The checks are pure; ``load`` is the only part
+that imports, once, when a plan is built.
+
+Legend: N blocks, M rows, H query heads, K key/value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from .hardware import HardwareFacts
+from .workload import ParamValue
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class KernelNeed:
+    """What one branch of a plan asks of a kernel.
+
+    ``rows`` and ``blocks`` are those of its largest call, ``span_elements`` the distance between the first and the
+    last element that call addresses in q (what a kernel's offsets must hold). ``dtype`` is the compute dtype.
+    """
+
+    vendor: str
+    arch: str
+    dtype: str
+    head_dim: int
+    heads: int
+    kv_heads: int
+    rows: int
+    blocks: int
+    causal: bool
+    backward: bool
+    span_elements: int = 0
+    deterministic: bool = False
+    dropout: bool = False
+
+    @property
+    def sm(self) -> int:
+        """The compute capability as one number (90 for sm_90), 0 where there is none."""
+        return int(self.arch.removeprefix("sm_")) if self.arch.startswith("sm_") else 0
+
+
+class Forward(Protocol):
+    """(q (N, M, H, D), k and v (N, M, K, D)) -> out (N, M, H, D), lse (N, H, M) natural log, float32 or float64."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]: ...
+
+
+class Backward(Protocol):
+    """(dout, q, k, v, out, lse) -> dq, dk, dv of the block, given the merged out and lse."""
+
+    def __call__(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+class BoundKernel(NamedTuple):
+    """A kernel with causality, scale and parameters fixed: nothing is left to decide at a call."""
+
+    forward: Forward
+    backward: Backward
+
+
+@dataclass(frozen=True, slots=True)
+class KernelConfig:
+    causal: bool
+    scale: float
+    deterministic: bool = False
+    params: Mapping[str, ParamValue] = field(default_factory=dict)
+
+
+Params = Mapping[str, tuple[ParamValue, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockKernel:
+    """One row of the table.
+
+    ``reasons`` is pure and empty when the kernel can run; ``package`` is the import name it needs ("" for torch
+    itself). ``params`` lists, per direction and architecture, the values worth searching; the first is the default.
+    """
+
+    name: str
+    package: str
+    reasons: Callable[[KernelNeed], tuple[str, ...]]
+    load: Callable[[KernelConfig], BoundKernel]
+    params: Callable[[KernelNeed], Params] = lambda need: {}
+    remedy: str = ""
+
+    def unsupported_reasons(self, need: KernelNeed, facts: HardwareFacts) -> tuple[str, ...]:
+        """Why this kernel cannot serve ``need`` on the machine of ``facts``; empty when it can."""
+        reasons = self.reasons(need)
+        if self.package and not reasons and self.package not in facts.packages:
+            reasons += (f"the package {self.package} is not installed" + (f" ({self.remedy})" if self.remedy else ""),)
+        return reasons

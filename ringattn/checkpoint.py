@@ -1,0 +1,140 @@
+"""What a training forward leaves for its backward: the four checkpoint modes, each a pair of functions.
+
+| mode | kept on the device | paid in the backward |
+|---|---|---|
+| none | q, k, v, out, lse and the gathered rows | nothing |
+| selective | q, k, v, out, lse | rows are gathered again |
+| full | q, k, v | the forward runs again |
+| offload | nothing: q, k, v, out, lse wait in pinned host memory | the copy back |
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .errors import RingAttentionError
+from .program import Kept, Program
+
+Grads = tuple[Tensor, Tensor, Tensor]
+
+
+class Saved(NamedTuple):
+    """What autograd keeps, and what is kept elsewhere (offload)."""
+
+    tensors: tuple[Tensor, ...]
+    elsewhere: HostCopies | None = None
+
+
+class Mode(NamedTuple):
+    """``forward`` gives out, lse and what to save; ``backward`` takes dout and what was saved."""
+
+    forward: Callable[[Program, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Saved]]
+    backward: Callable[[Program, Tensor, Sequence[Tensor], HostCopies | None], Grads]
+
+
+def _keep_all(program: Program, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Saved]:
+    kept: Kept = []
+    out, lse = program.attend(q, k, v, kept)
+    return out, lse, Saved((q, k, v, out, lse, *kept))
+
+
+def _keep_selected(program: Program, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Saved]:
+    out, lse = program.attend(q, k, v)
+    return out, lse, Saved((q, k, v, out, lse))
+
+
+def _keep_inputs(program: Program, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Saved]:
+    out, lse = program.attend(q, k, v)
+    return out, lse, Saved((q, k, v))
+
+
+def _keep_on_host(program: Program, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Saved]:
+    out, lse = program.attend(q, k, v)
+    return out, lse, Saved((), HostCopies.of((q, k, v, out, lse)))
+
+
+def _from_saved(program: Program, dout: Tensor, saved: Sequence[Tensor], elsewhere: HostCopies | None) -> Grads:
+    q, k, v, out, lse, *kept = saved
+    return program.gradients(dout, q, k, v, out, lse, kept)
+
+
+def _from_rerun(program: Program, dout: Tensor, saved: Sequence[Tensor], elsewhere: HostCopies | None) -> Grads:
+    q, k, v = saved
+    out, lse = program.attend(q, k, v)
+    return program.gradients(dout, q, k, v, out, lse)
+
+
+def _from_host(program: Program, dout: Tensor, saved: Sequence[Tensor], elsewhere: HostCopies | None) -> Grads:
+    assert elsewhere is not None
+    q, k, v, out, lse = elsewhere.fetch()
+    return program.gradients(dout, q, k, v, out, lse)
+
+
+MODES = {
+    "none": Mode(_keep_all, _from_saved),
+    "selective": Mode(_keep_selected, _from_saved),
+    "full": Mode(_keep_inputs, _from_rerun),
+    "offload": Mode(_keep_on_host, _from_host),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class HostCopies:
+    """Tensors copied to pinned host memory on a stream of their own, beside whatever runs next.
+
+    The originals may be freed meanwhile (the allocator waits for the copy), but not written to: that is noticed
+    as autograd notices it for the tensors it saves.
+    """
+
+    copies: tuple[Tensor, ...]
+    originals: tuple[tuple[weakref.ref[Tensor], int], ...]
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> HostCopies:
+        device = tensors[0].device
+        stream = _copy_stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        copies = []
+        with torch.cuda.stream(stream):
+            for tensor in tensors:
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+                copy.copy_(tensor, non_blocking=True)
+                tensor.record_stream(stream)
+                copies.append(copy)
+        originals = tuple((weakref.ref(tensor), tensor._version) for tensor in tensors)
+        return cls(tuple(copies), originals, device)
+
+    def fetch(self) -> list[Tensor]:
+        for original, version in self.originals:
+            tensor = original()
+            if tensor is not None and tensor._version != version:
+                raise RingAttentionError(
+                    "a tensor that the backward needs was modified in place after the forward; "
+                    "clone it before, or use another checkpoint than 'offload'"
+                )
+        stream = _copy_stream(self.device)
+        current = torch.cuda.current_stream(self.device)
+        stream.wait_stream(current)  # memory handed out on the copy stream may still be in use on the current one
+        with torch.cuda.stream(stream):
+            fetched = [copy.to(self.device, non_blocking=True) for copy in self.copies]
+        current.wait_stream(stream)
+        for tensor in fetched:
+            tensor.record_stream(current)
+        return fetched
+
+
+_copy_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    stream = _copy_streams.get(device)
+    if stream is None:
+        stream = _copy_streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return stream

@@ -1,0 +1,40 @@
+"""Everything a user can read when something is wrong, in one place.
+
+Each message is one line that names the thing, the value it had and the remedy. Anything else that goes wrong
+is a bug of this package and is an ``assert``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+
+class RingAttentionError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class InputError(RingAttentionError, ValueError):
+    """A tensor or an argument does not fit: its name, its value, and what would fit."""
+
+
+class DeviceError(RingAttentionError, RuntimeError):
+    """The device asked for is absent, or of a kind nobody has measured yet."""
+
+
+class ProfileError(RingAttentionError, ValueError):
+    """A hardware profile that cannot be read: the file, the key path inside it, and the fault."""
+
+    def __init__(self, source: str, message: str, key: str = "") -> None:
+        self.source = source
+        self.key = key
+        where = f"{source}: {key}" if key else source
+        super().__init__(f"{where}: {message}")
+
+
+class PlanError(RingAttentionError, RuntimeError):
+    """Nothing that was allowed can run this workload; holds every candidate with its reasons."""
+
+    def __init__(self, subject: str, rejected: Mapping[str, Iterable[str]], remedy: str = "") -> None:
+        self.rejected = {name: tuple(reasons) for name, reasons in rejected.items()}
+        listed = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in self.rejected.items())
+        super().__init__(f"{subject}: {listed}" + (f". {remedy}" if remedy else ""))

@@ -1,0 +1,228 @@
+"""The kernels that torch ships, called at the aten level because only there do they give and take the LSE.
+
+The CUDA three (FlashAttention 2, cuDNN, CUTLASS "efficient") return a natural-log float32 LSE and their backwards
+accept a merged out and LSE: relative gradient error about 3e-3 against float64 in bf16 on an H100.
+
+Legend: N blocks, M rows, H query heads, K key/value heads, D head dimension; kernels that want heads first get a
+transposed view, never a copy.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import kernels_math
+from .block_kernel import BlockKernel, BoundKernel, KernelConfig, KernelNeed
+
+_aten: Any = torch.ops.aten
+
+
+def _expand_heads(x_NMKD: Tensor, heads: int) -> Tensor:
+    """Each key/value head repeated for its query heads: a copy, for kernels without grouped-query support."""
+    n, m, kv_heads, d = x_NMKD.shape
+    if kv_heads == heads:
+        return x_NMKD
+    return x_NMKD[:, :, :, None].expand(n, m, kv_heads, heads // kv_heads, d).reshape(n, m, heads, d)
+
+
+def _sum_heads(grad_NMHD: Tensor, kv_heads: int) -> Tensor:
+    n, m, heads, d = grad_NMHD.shape
+    if kv_heads == heads:
+        return grad_NMHD
+    wide = torch.float32 if grad_NMHD.dtype in (torch.float16, torch.bfloat16) else grad_NMHD.dtype
+    return grad_NMHD.view(n, m, kv_heads, heads // kv_heads, d).sum(3, dtype=wide).to(grad_NMHD.dtype)
+
+
+# --- flash-cpu ---------------------------------------------------------------------------------------------------
+
+
+def _flash_cpu(config: KernelConfig) -> BoundKernel:
+    forward_op = _aten._scaled_dot_product_flash_attention_for_cpu.default
+    backward_op = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    causal, scale = config.causal, config.scale
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
+        out, lse = forward_op(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, causal, scale=scale)
+        return out.transpose(1, 2), lse
+
+    def backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        heads = [x.transpose(1, 2) for x in (dout, q, k, v, out)]
+        dq, dk, dv = backward_op(*heads, lse, 0.0, causal, scale=scale)
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+    return BoundKernel(forward, backward)
+
+
+def _flash_cpu_reasons(need: KernelNeed) -> tuple[str, ...]:
+    reasons = []
+    if need.vendor != "cpu":
+        reasons.append("runs on CPUs only")
+    if need.dtype not in ("fp32", "fp16", "bf16"):
+        reasons.append(f"no {need.dtype}; it has fp32, fp16 and bf16")
+    if need.dropout:
+        reasons.append("no dropout")
+    return tuple(reasons)
+
+
+# --- math --------------------------------------------------------------------------------------------------------
+
+
+def _math(config: KernelConfig) -> BoundKernel:
+    return BoundKernel(
+        functools.partial(kernels_math.forward, causal=config.causal, scale=config.scale),
+        functools.partial(kernels_math.backward, causal=config.causal, scale=config.scale),
+    )
+
+
+def _math_reasons(need: KernelNeed) -> tuple[str, ...]:
+    reasons = []
+    if need.dtype == "tf32":
+        reasons.append("its matrix products take TF32 only from torch's global flag, which stays untouched")
+    if need.dropout:
+        reasons.append("dropout is not exact across blocks")
+    return tuple(reasons)
+
+
+# --- CUDA --------------------------------------------------------------------------------------------------------
+
+
+def _flash(config: KernelConfig) -> BoundKernel:
+    forward_op = _aten._flash_attention_forward.default
+    backward_op = _aten._flash_attention_backward.default
+    causal, scale = config.causal, config.scale
+    unused: dict[torch.device, Tensor] = {}  # philox state: never read without dropout, but it must be a tensor
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
+        result = forward_op(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale)
+        return result[0], result[1]
+
+    def backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        state = unused.get(q.device)
+        if state is None:
+            state = unused[q.device] = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        rows, keys = q.shape[1], k.shape[1]
+        grads = backward_op(dout, q, k, v, out, lse, None, None, rows, keys, 0.0, causal, state, state, scale=scale)
+        return grads[0], grads[1], grads[2]
+
+    return BoundKernel(forward, backward)
+
+
+def _cudnn(config: KernelConfig) -> BoundKernel:
+    forward_op = _aten._scaled_dot_product_cudnn_attention.default
+    backward_op = _aten._scaled_dot_product_cudnn_attention_backward.default
+    causal, scale = config.causal, config.scale
+    unused: dict[torch.device, Tensor] = {}
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
+        result = forward_op(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, True, 0.0, causal, False, scale=scale
+        )
+        lse = result[1]
+        return result[0].transpose(1, 2), lse.view(lse.shape[:3])
+
+    def backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        state = unused.get(q.device)
+        if state is None:
+            state = unused[q.device] = torch.zeros(1, dtype=torch.int64, device=q.device)
+        rows, keys = q.shape[1], k.shape[1]
+        heads = [x.transpose(1, 2) for x in (dout, q, k, v, out)]
+        dq, dk, dv = backward_op(
+            *heads, lse.unsqueeze(-1), state, state, None, None, None, rows, keys, 0.0, causal, scale=scale
+        )
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+    return BoundKernel(forward, backward)
+
+
+def _efficient(config: KernelConfig) -> BoundKernel:
+    forward_op = _aten._scaled_dot_product_efficient_attention.default
+    backward_op = _aten._scaled_dot_product_efficient_attention_backward.default
+    causal, scale = config.causal, config.scale
+    unused = torch.zeros((), dtype=torch.int64)
+    wanted = [True, True, True, False]
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
+        rows, heads = q.shape[1], q.shape[2]
+        k, v = _expand_heads(k, heads), _expand_heads(v, heads)
+        out, lse, _, _ = forward_op(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, True, 0.0, causal, scale=scale
+        )
+        return out.transpose(1, 2), lse[:, :, :rows]  # it pads the rows of its LSE to a multiple of 32
+
+    def backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        rows, heads, kv_heads = q.shape[1], q.shape[2], k.shape[2]
+        padded = -(-rows // 32) * 32
+        if padded != rows or not lse.is_contiguous():
+            padded_lse = lse.new_full((*lse.shape[:2], padded), float("inf"))
+            padded_lse[:, :, :rows] = lse
+            lse = padded_lse
+        k, v = _expand_heads(k, heads), _expand_heads(v, heads)
+        args = [x.transpose(1, 2) for x in (dout, q, k, v)]
+        dq, dk, dv, _ = backward_op(
+            *args, None, out.transpose(1, 2), lse, unused, unused, 0.0, wanted, causal, scale=scale
+        )
+        dk, dv = _sum_heads(dk.transpose(1, 2), kv_heads), _sum_heads(dv.transpose(1, 2), kv_heads)
+        return dq.transpose(1, 2), dk, dv
+
+    return BoundKernel(forward, backward)
+
+
+def _cuda_reasons(
+    need: KernelNeed, dtypes: tuple[str, ...], lowest_sm: int, head_dim_multiple: int, head_dim_max: int
+) -> list[str]:
+    reasons = []
+    if need.vendor != "nvidia":
+        return ["runs on NVIDIA GPUs only"]
+    if need.sm < lowest_sm:
+        reasons.append(f"needs sm_{lowest_sm} or newer, this is {need.arch}")
+    if need.dtype not in dtypes:
+        reasons.append(f"no {need.dtype}; it has {', '.join(dtypes)}")
+    if need.head_dim % head_dim_multiple or need.head_dim > head_dim_max:
+        reasons.append(f"head_dim {need.head_dim}; it needs a multiple of {head_dim_multiple} up to {head_dim_max}")
+    if need.dropout:
+        reasons.append("its dropout mask cannot be split exactly across blocks")
+    return reasons
+
+
+def _flash_reasons(need: KernelNeed) -> tuple[str, ...]:
+    return tuple(_cuda_reasons(need, ("fp16", "bf16"), 80, 8, 256))
+
+
+def _cudnn_reasons(need: KernelNeed) -> tuple[str, ...]:
+    reasons = _cuda_reasons(need, ("fp16", "bf16"), 80, 8, 128)
+    if need.deterministic and need.backward:
+        reasons.append("its backward is not deterministic")
+    return tuple(reasons)
+
+
+def _efficient_reasons(need: KernelNeed) -> tuple[str, ...]:
+    dtypes = ("fp16", "bf16", "fp32") if need.sm >= 80 else ("fp16", "fp32")
+    return tuple(_cuda_reasons(need, dtypes, 50, 4 if need.dtype == "fp32" else 8, 65536))
+
+
+def _kernel(
+    name: str, reasons: Callable[[KernelNeed], tuple[str, ...]], load: Callable[[KernelConfig], BoundKernel]
+) -> BlockKernel:
+    return BlockKernel(name, "", reasons, load)
+
+
+KERNELS = (
+    _kernel("cudnn", _cudnn_reasons, _cudnn),
+    _kernel("flash", _flash_reasons, _flash),
+    _kernel("efficient", _efficient_reasons, _efficient),
+    _kernel("flash-cpu", _flash_cpu_reasons, _flash_cpu),
+    _kernel("math", _math_reasons, _math),
+)

@@ -1,0 +1,216 @@
+"""What happens between kernels: rows gathered, partial results merged, partial gradients summed.
+
+This is the version in plain torch, for any device and dtype; ``merge_triton`` holds the fused one for GPUs. Both
+work on a window of positions and never build a mask or an index list.
+
+Merging is exact: with ``L_b`` the log-sum-exp of partial b, ``L = logsumexp_b L_b`` and
+``O = sum_b exp(L_b - L) O_b`` (FlashAttention, arXiv:2205.14135, section 3.1).
+
+Legend: B batch, S length, H query heads, Hkv key/value heads, D head dim; of a call: N segments times batch, M rows,
+J heads of a run, G = H / Hkv.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from .geometry import Geometry, PlacedCall, Window
+from .pattern import StridedView
+from .workspace import Lease
+
+
+class Partial(NamedTuple):
+    """What a forward kernel gave for one call: out (N, M, J * G, D) and lse (N, J * G, M)."""
+
+    placed: PlacedCall
+    out: Tensor
+    lse: Tensor
+
+
+class GradPartial(NamedTuple):
+    """One gradient of one call: (N, M, heads, D), heads being J * G for dq and J for dk and dv."""
+
+    placed: PlacedCall
+    grad: Tensor
+
+
+class Source(NamedTuple):
+    """A (B, S, heads, D) tensor whose rows a call needs; ``group`` is G for q-like tensors, 1 for k and v."""
+
+    tensor: Tensor
+    group: int
+
+
+class Ops(Protocol):
+    """The three steps between kernels, and the rows of an LSE."""
+
+    def gather(self, geometry: Geometry, placed: PlacedCall, sources: Sequence[Source], lease: Lease) -> list[Tensor]:
+        """The rows of a copied call, side by side: one contiguous (N, M, heads, D) tensor per source."""
+
+    def gather_lse(self, geometry: Geometry, placed: PlacedCall, lse_BHS: Tensor, group: int, lease: Lease) -> Tensor:
+        """The LSE of a call's query rows: contiguous (N, heads, M)."""
+
+    def merge(
+        self,
+        geometry: Geometry,
+        window: Window,
+        partials: Sequence[Partial],
+        out_BSHD: Tensor,
+        lse_BHS: Tensor,
+        group: int,
+        lease: Lease,
+    ) -> None:
+        """Writes out and lse of the window; where no branch selects a position, 0 and -inf."""
+
+    def scatter_sum(
+        self,
+        geometry: Geometry,
+        window: Window,
+        partials: Sequence[GradPartial],
+        grad_BSHD: Tensor,
+        group: int,
+        lease: Lease,
+    ) -> None:
+        """Writes the sum of the partial gradients over the window; 0 where there is none."""
+
+
+def as_view(x: Tensor, view: StridedView) -> Tensor:
+    return x.as_strided(view.size, view.stride, x.storage_offset() + view.offset)
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64, else float32."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def _run_slices(placed: PlacedCall, group: int) -> list[slice]:
+    """The heads of each run within the call's own (side by side) heads."""
+    slices, begin = [], 0
+    for run in placed.call.runs:
+        slices.append(slice(begin * group, (begin + run.count) * group))
+        begin += run.count
+    return slices
+
+
+def _unfolded(x_NMHD: Tensor, placed: PlacedCall, heads: slice, group: int) -> Tensor:
+    """(N, M, heads, D) of one run as (batch, segment, M, J, G, D)."""
+    call = placed.call
+    return x_NMHD[:, :, heads].view(call.batch, call.segments, call.rows, -1, group, x_NMHD.shape[-1])
+
+
+def _unfolded_lse(lse_NHM: Tensor, placed: PlacedCall, heads: slice, group: int) -> Tensor:
+    """(N, heads, M) of one run as (batch, segment, M, J, G)."""
+    call = placed.call
+    return lse_NHM[:, heads].view(call.batch, call.segments, -1, group, call.rows).movedim(4, 2)
+
+
+def _join_lse(merged: Tensor, part: Tensor) -> None:
+    merged.copy_(torch.logaddexp(merged, part))
+
+
+def _add_weighted(total: Tensor, out: Tensor, part: Tensor, merged: Tensor) -> None:
+    total.add_(out * torch.exp(part - merged).unsqueeze(-1))
+
+
+def _add(total: Tensor, grad: Tensor) -> None:
+    total.add_(grad)
+
+
+class TorchOps:
+    """The steps between kernels as torch operations on strided views; ``compiled`` fuses each with torch.compile."""
+
+    def __init__(self, compiled: bool = False) -> None:
+        def maybe(step: Callable[..., None]) -> Callable[..., None]:
+            return torch.compile(step, dynamic=True) if compiled else step
+
+        self._join_lse = maybe(_join_lse)
+        self._add_weighted = maybe(_add_weighted)
+        self._add = maybe(_add)
+
+    def gather(self, geometry: Geometry, placed: PlacedCall, sources: Sequence[Source], lease: Lease) -> list[Tensor]:
+        call = placed.call
+        gathered = []
+        for tensor, group in sources:
+            head_dim = tensor.shape[-1]
+            rows = lease.empty((call.batch * call.segments, call.rows, call.kv_heads * group, head_dim), tensor.dtype)
+            views = geometry.views(placed, group, tensor.stride(), head_dim, folded=False)
+            for view, heads in zip(views, _run_slices(placed, group), strict=True):
+                _unfolded(rows, placed, heads, group).copy_(as_view(tensor, view))
+            gathered.append(rows)
+        return gathered
+
+    def gather_lse(self, geometry: Geometry, placed: PlacedCall, lse_BHS: Tensor, group: int, lease: Lease) -> Tensor:
+        call = placed.call
+        rows = lease.empty((call.batch * call.segments, call.kv_heads * group, call.rows), lse_BHS.dtype)
+        lse_BSH = lse_BHS.transpose(1, 2)
+        views = geometry.views(placed, group, lse_BSH.stride(), None, folded=False)
+        for view, heads in zip(views, _run_slices(placed, group), strict=True):
+            _unfolded_lse(rows, placed, heads, group).copy_(as_view(lse_BSH, view))
+        return rows
+
+    def merge(
+        self,
+        geometry: Geometry,
+        window: Window,
+        partials: Sequence[Partial],
+        out_BSHD: Tensor,
+        lse_BHS: Tensor,
+        group: int,
+        lease: Lease,
+    ) -> None:
+        lse_BSH = lse_BHS.transpose(1, 2)
+        lse_BSH[:, window.begin : window.end].fill_(-torch.inf)
+        runs = []
+        for placed, out, lse in partials:
+            views = geometry.views(placed, group, lse_BSH.stride(), None, folded=False)
+            for number, heads in enumerate(_run_slices(placed, group)):
+                merged, part = as_view(lse_BSH, views[number]), _unfolded_lse(lse, placed, heads, group)
+                self._join_lse(merged, part)
+                runs.append((placed, number, merged, part, _unfolded(out, placed, heads, group)))
+
+        with _Accumulator(out_BSHD, window, lease) as total:
+            for placed, number, merged, part, out in runs:
+                self._add_weighted(total.rows(geometry, placed, number, group), out, part, merged)
+
+    def scatter_sum(
+        self,
+        geometry: Geometry,
+        window: Window,
+        partials: Sequence[GradPartial],
+        grad_BSHD: Tensor,
+        group: int,
+        lease: Lease,
+    ) -> None:
+        with _Accumulator(grad_BSHD, window, lease) as total:
+            for placed, grad in partials:
+                for number, heads in enumerate(_run_slices(placed, group)):
+                    self._add(total.rows(geometry, placed, number, group), _unfolded(grad, placed, heads, group))
+
+
+class _Accumulator:
+    """A zeroed window of a (B, S, heads, D) tensor, in its own memory if that is wide enough, else in float32."""
+
+    def __init__(self, target_BSHD: Tensor, window: Window, lease: Lease) -> None:
+        self._target = target_BSHD[:, window.begin : window.end]
+        wide = accumulator_dtype(target_BSHD.dtype)
+        if target_BSHD.dtype == wide:
+            self._sums, self._begin = target_BSHD, 0
+            self._target.zero_()
+        else:
+            self._sums, self._begin = lease.empty(tuple(self._target.shape), wide).zero_(), window.begin
+
+    def __enter__(self) -> _Accumulator:
+        return self
+
+    def rows(self, geometry: Geometry, placed: PlacedCall, run: int, group: int) -> Tensor:
+        view = geometry.views(placed, group, self._sums.stride(), self._sums.shape[-1], folded=False)[run]
+        shifted = StridedView(view.size, view.stride, view.offset - self._begin * self._sums.stride(1))
+        return as_view(self._sums, shifted)
+
+    def __exit__(self, *error: object) -> None:
+        if error[0] is None and self._sums.dtype != self._target.dtype:
+            self._target.copy_(self._sums)

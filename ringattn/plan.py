@@ -1,0 +1,311 @@
+"""Every choice and every check ends here: from a workload and tunables to a plan, or to the reasons against it.
+
+Pure: decisions depend on the workload, the tunables and the facts alone. The search space, the writer of profiles
+and the loader all ask the same ``rejection_reasons``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from .block_kernel import KernelNeed
+from .errors import PlanError
+from .hardware import HardwareFacts
+from .kernels import KERNELS
+from .pattern import nests
+from .profile import Policy
+from .workload import BranchTunables, Tunables, Workload
+
+Direction = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """What holds for all plans of a module: a deterministic torch refuses kernels whose backward is not."""
+
+    deterministic: bool = False
+
+
+ORDINARY = Conditions()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One resolved row: nothing in it is left to decide.
+
+    ``fused`` says whether the steps between kernels run as one GPU kernel each or as torch operations.
+    """
+
+    workload: Workload
+    tunables: Tunables
+    fused: bool
+    conditions: Conditions = ORDINARY
+
+    def __str__(self) -> str:
+        return f"{self.workload}: {describe(self.tunables)}"
+
+
+def describe(tunables: Tunables) -> str:
+    """The tunables in one line, equal branches named once; what is at its default is left out."""
+    branches = [_describe_branch(branch) for branch in tunables.branches]
+    same = branches[0] if len(set(branches)) == 1 else " | ".join(branches)
+    parts = [same, f"dtype={tunables.dtype}"]
+    if tunables.checkpoint != "selective":
+        parts.append(f"checkpoint={tunables.checkpoint}")
+    if tunables.window_tokens is not None:
+        parts.append(f"window={tunables.window_tokens}")
+    if not tunables.pattern_cache:
+        parts.append("pattern_cache=off")
+    if tunables.pool_threshold_mib is not None:
+        parts.append(f"pool>={tunables.pool_threshold_mib}MiB/{tunables.pool_strategy}")
+    if tunables.compile:
+        parts.append("compile")
+    parts += [f"{name}={value}" for name, value in tunables.params]
+    return " ".join(parts)
+
+
+def _describe_branch(branch: BranchTunables) -> str:
+    kernels = branch.forward if branch.backward in ("", branch.forward) else f"{branch.forward}+{branch.backward}"
+    return f"{kernels}/{branch.gather}"
+
+
+def fuses(facts: HardwareFacts) -> bool:
+    """Whether the steps between kernels run as our Triton kernels: it needs sm_70 and the triton package."""
+    return facts.vendor == "nvidia" and "triton" in facts.packages and int(facts.arch.removeprefix("sm_")) >= 70
+
+
+def kernel_need(
+    workload: Workload,
+    branch: int,
+    dtype: str,
+    *,
+    arch: str,
+    vendor: str,
+    gather: str = "view",
+    window_tokens: int | None = None,
+    backward: bool = False,
+    conditions: Conditions = ORDINARY,
+    dropout: bool = False,
+) -> KernelNeed:
+    """What branch number ``branch`` asks of its kernel: the largest of its calls."""
+    segment_and_rate = workload.pattern.resolved(workload.seq_len)[branch]
+    tokens = min(workload.seq_len, window_tokens or workload.seq_len)
+    length = min(segment_and_rate.segment, tokens)
+    rows = -(-length // segment_and_rate.rate)
+    blocks = workload.batch * max(1, tokens // length)
+    copied = gather == "copy" and segment_and_rate.rate > 1
+    span_rows = blocks * rows if copied else workload.batch * workload.seq_len
+    return KernelNeed(
+        vendor=vendor,
+        arch=arch,
+        dtype=dtype,
+        head_dim=workload.head_dim,
+        heads=workload.heads,
+        kv_heads=workload.kv_heads,
+        rows=rows,
+        blocks=blocks,
+        causal=workload.causal,
+        backward=backward,
+        span_elements=span_rows * workload.heads * workload.head_dim,
+        deterministic=conditions.deterministic,
+        dropout=dropout,
+    )
+
+
+def kernel_reasons(name: str, need: KernelNeed, facts: HardwareFacts) -> tuple[str, ...]:
+    if name not in KERNELS:
+        return (f"unknown kernel; use one of {', '.join(KERNELS)}",)
+    return KERNELS[name].unsupported_reasons(need, facts)
+
+
+def rejection_reasons(
+    workload: Workload, tunables: Tunables, facts: HardwareFacts, *, conditions: Conditions = ORDINARY
+) -> tuple[str, ...]:
+    """Why these tunables cannot run this workload on this machine, or would be ignored; empty when all is well.
+
+    This is the one constraint function. It also refuses a value that changes nothing (a window as long as the
+    sequence, a copy at rate 1), so that plans whose steps are equal are one candidate.
+    """
+    pattern = workload.pattern
+    branches = pattern.resolved(workload.seq_len)
+    if len(tunables.branches) != len(branches):
+        return (f"has {len(tunables.branches)} branches, the pattern {pattern} has {len(branches)}",)
+    reasons = [
+        *_dtype_reasons(workload, tunables),
+        *_memory_reasons(workload, tunables, facts),
+        *_compile_reasons(workload, tunables, facts),
+    ]
+    if workload.world > 1:
+        reasons.append(f"world is {workload.world}, and no schedule for more than one rank exists yet")
+    for number, (branch, choice) in enumerate(zip(branches, tunables.branches, strict=True)):
+        if choice.gather == "copy" and branch.rate == 1:
+            reasons.append(f"branch {number}: rate 1 has nothing to gather; use view")
+        for direction, name in _kernels_of(choice, workload.train):
+            need = kernel_need(
+                workload,
+                number,
+                tunables.dtype,
+                arch=facts.arch,
+                vendor=facts.vendor,
+                gather=choice.gather,
+                window_tokens=tunables.window_tokens,
+                backward=direction == "backward",
+                conditions=conditions,
+            )
+            reasons += [f"branch {number} {direction} {name}: {why}" for why in kernel_reasons(name, need, facts)]
+            reasons += _param_reasons(name, need, tunables)
+        if bool(choice.backward) != workload.train:
+            reasons.append(f"branch {number}: a backward kernel is for training alone, this is {workload.mode}")
+    reasons += _unknown_params(tunables)
+    return tuple(dict.fromkeys(reasons))
+
+
+def _kernels_of(choice: BranchTunables, train: bool) -> tuple[tuple[Direction, str], ...]:
+    if train and choice.backward:
+        return (("forward", choice.forward), ("backward", choice.backward))
+    return (("forward", choice.forward),)
+
+
+def _dtype_reasons(workload: Workload, tunables: Tunables) -> list[str]:
+    if (workload.dtype == "fp64") != (tunables.dtype == "fp64"):
+        return [f"computes in {tunables.dtype}, but float64 inputs, and only they, run in float64"]
+    if tunables.dtype == "tf32" and workload.dtype != "fp32":
+        return [f"tf32 is for fp32 inputs, not {workload.dtype}"]
+    return []
+
+
+def _memory_reasons(workload: Workload, tunables: Tunables, facts: HardwareFacts) -> list[str]:
+    reasons = []
+    window = tunables.window_tokens
+    if window is not None and not nests(workload.pattern, window):
+        reasons.append(f"window_tokens {window} is not a multiple of every segment of the pattern {workload.pattern}")
+    if window is not None and window >= workload.seq_len:
+        reasons.append(f"window_tokens {window} is no shorter than the sequence, {workload.seq_len}")
+    if tunables.checkpoint != "selective" and not workload.train:
+        reasons.append(f"checkpoint {tunables.checkpoint} matters in training alone")
+    if tunables.checkpoint == "none" and not any(branch.gather == "copy" for branch in tunables.branches):
+        reasons.append("checkpoint none keeps gathered rows, and no branch gathers; use selective")
+    if tunables.checkpoint == "offload" and facts.vendor == "cpu":
+        reasons.append("checkpoint offload moves tensors to the host, where a CPU has them already")
+    if tunables.pool_threshold_mib is None and tunables.pool_strategy != "shape":
+        reasons.append("pool_strategy matters only with a pool_threshold_mib")
+    return reasons
+
+
+def _compile_reasons(workload: Workload, tunables: Tunables, facts: HardwareFacts) -> list[str]:
+    if not tunables.compile:
+        return []
+    if fuses(facts):
+        return ["compile: the steps between kernels are fused GPU kernels already"]
+    if workload.pattern.dense:
+        return ["compile: a dense plan has no steps between kernels"]
+    return []
+
+
+def _param_reasons(name: str, need: KernelNeed, tunables: Tunables) -> list[str]:
+    if name not in KERNELS:
+        return []
+    known = KERNELS[name].params(need)
+    return [
+        f"{name}.{key}={value!r}: use one of {', '.join(map(repr, known[key]))}"
+        for key, value in tunables.params_of(name).items()
+        if key in known and value not in known[key]
+    ]
+
+
+def _unknown_params(tunables: Tunables) -> list[str]:
+    used = {name for branch in tunables.branches for name in (branch.forward, branch.backward) if name}
+    used |= {"merge", "gather", "sum"}  # block sizes of the fused steps between kernels
+    return [
+        f"parameter {name}: no branch runs the kernel it belongs to"
+        for name, _ in tunables.params
+        if name.rpartition(".")[0] not in used
+    ]
+
+
+def build_plan(
+    workload: Workload, tunables: Tunables, facts: HardwareFacts, *, conditions: Conditions = ORDINARY
+) -> Plan:
+    """The plan of these tunables; PlanError with every reason where they cannot run."""
+    reasons = rejection_reasons(workload, tunables, facts, conditions=conditions)
+    if reasons:
+        raise PlanError(f"cannot run {workload}", {describe(tunables): reasons})
+    return Plan(workload, tunables, fuses(facts), conditions)
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What the user asked for explicitly; each beats the profile and the heuristic."""
+
+    forward: str | None = None
+    backward: str | None = None
+    dtype: str | None = None
+    checkpoint: str | None = None
+
+
+NO_WISHES = Wishes()
+
+
+def heuristic_tunables(
+    workload: Workload,
+    policy: Policy,
+    facts: HardwareFacts,
+    *,
+    conditions: Conditions = ORDINARY,
+    wishes: Wishes = NO_WISHES,
+) -> Tunables:
+    """What to run where nothing was measured: per branch the first kernel of the policy that can.
+
+    Raises PlanError with every candidate and its reasons when none can.
+    """
+    dtype = wishes.dtype or policy.dtype_for(workload.dtype)
+    window = _default_window(workload, facts)
+    branches = []
+    for number, branch in enumerate(workload.pattern.resolved(workload.seq_len)):
+        gather = policy.gather_for(branch.rate)
+        chosen: dict[Direction, str] = {"forward": "", "backward": ""}
+        directions: tuple[Direction, ...] = ("forward", "backward") if workload.train else ("forward",)
+        for direction in directions:
+            wish = wishes.forward if direction == "forward" else wishes.backward
+            candidates = (wish,) if wish else policy.kernels_for(direction, dtype)
+            need = kernel_need(
+                workload,
+                number,
+                dtype,
+                arch=facts.arch,
+                vendor=facts.vendor,
+                gather=gather,
+                window_tokens=window,
+                backward=direction == "backward",
+                conditions=conditions,
+            )
+            chosen[direction] = _first_that_can(candidates, need, facts, f"{workload}, branch {number} {direction}")
+        branches.append(BranchTunables(chosen["forward"], chosen["backward"], gather))
+    tunables = Tunables(dtype=dtype, branches=tuple(branches), window_tokens=window)
+    if wishes.checkpoint and workload.train:
+        tunables = replace(tunables, checkpoint=wishes.checkpoint)
+    build_plan(workload, tunables, facts, conditions=conditions)
+    return tunables
+
+
+def _first_that_can(candidates: tuple[str, ...], need: KernelNeed, facts: HardwareFacts, subject: str) -> str:
+    rejected = {}
+    for name in candidates:
+        rejected[name] = kernel_reasons(name, need, facts)
+        if not rejected[name]:
+            return name
+    raise PlanError(f"no kernel can run {subject}", rejected)
+
+
+# Positions alive at a time in the workspace when nobody measured better.
+_WINDOW_TOKENS = 65536
+
+
+def _default_window(workload: Workload, facts: HardwareFacts) -> int | None:
+    """Nested patterns go window by window once the sequence is longer than a few of the longest segments."""
+    if workload.pattern.dense:
+        return None
+    longest = max(branch.segment for branch in workload.pattern.branches)
+    window = longest * max(1, _WINDOW_TOKENS // longest)
+    return window if nests(workload.pattern, window) and window < workload.seq_len else None

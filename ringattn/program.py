@@ -1,0 +1,208 @@
+"""Runs a plan: which rows go to which kernel, and what becomes of the results. Everything was chosen before.
+
+Legend: B batch, S length, H query heads, Hkv key/value heads, G = H / Hkv, D head dim; of a call: N segments times
+batch elements, M rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .block_kernel import BoundKernel, KernelConfig
+from .geometry import PATTERN_CACHE, Geometry, LayoutKey, PlacedCall
+from .kernels import KERNELS
+from .merge import GradPartial, Ops, Partial, Source, TorchOps, accumulator_dtype, as_view
+from .plan import Plan
+from .workload import Tunables
+from .workspace import Lease
+
+TORCH_DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "fp64": torch.float64,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items() if name != "tf32"}
+
+# Gathered q, k, v of the copied calls, in call order: what checkpoint "none" keeps for the backward.
+Kept = list[Tensor]
+
+
+class Program:
+    """A plan with its kernels loaded; stateless between calls, so one serves any number of threads."""
+
+    def __init__(self, plan: Plan, scale: float) -> None:
+        tunables = plan.tunables
+        self.plan = plan
+        self.dtype = TORCH_DTYPES[tunables.dtype]
+        self.checkpoint = tunables.checkpoint
+        self._pattern = plan.workload.pattern
+        self._dense = self._pattern.dense
+        self._gathers = tuple(branch.gather for branch in tunables.branches)
+        self._window = tunables.window_tokens
+        self._geometry_of = PATTERN_CACHE.get if tunables.pattern_cache else PATTERN_CACHE.build
+        self._pool = (tunables.pool_threshold_mib, tunables.pool_strategy)
+        self._ops = _ops(plan)
+        forward = [_bind(plan, tunables, branch.forward, scale) for branch in tunables.branches]
+        backward = [_bind(plan, tunables, branch.backward, scale) for branch in tunables.branches if branch.backward]
+        self._forward = [kernel.forward for kernel in forward]
+        self._backward = [kernel.backward for kernel in backward]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, kept: Kept | None = None) -> tuple[Tensor, Tensor]:
+        """``forward`` for inputs of any dtype: computed in the plan's dtype, out in the input dtype."""
+        if q.dtype is self.dtype:
+            return self.forward(q, k, v, kept)
+        out, lse = self.forward(q.to(self.dtype), k.to(self.dtype), v.to(self.dtype), kept)
+        return out.to(q.dtype), lse
+
+    def gradients(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Sequence[Tensor] = ()
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``backward`` for tensors of any dtype and layout; gradients in the input dtype."""
+        dout, out, lse = dout.contiguous(), out.contiguous(), lse.contiguous()
+        if q.dtype is self.dtype:
+            return self.backward(dout, q, k, v, out, lse, kept)
+        wide = self.dtype
+        dq, dk, dv = self.backward(dout.to(wide), q.to(wide), k.to(wide), v.to(wide), out.to(wide), lse, kept)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, kept: Kept | None = None) -> tuple[Tensor, Tensor]:
+        """out (B, S, H, D) in the compute dtype and lse (B, H, S); ``kept`` receives gathered rows if given.
+
+        q, k, v: (B, S, H or Hkv, D) in the compute dtype, any strides with the last 1.
+        """
+        if self._dense:
+            return self._forward[0](q, k, v)
+        geometry = self._geometry(q, k, v)
+        if geometry.direct:
+            return self._direct(geometry, q, k, v)
+        batch, length, heads, _ = q.shape
+        group = heads // k.shape[2]
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty(batch, heads, length, dtype=accumulator_dtype(q.dtype), device=q.device)
+        lease = Lease(q.device, *self._pool)
+        for window in geometry.windows:
+            partials = []
+            for placed in window.calls:
+                rows = self._rows(geometry, placed, q, k, v, group, lease if kept is None else _unpooled(q.device))
+                if kept is not None and placed.call.copied:
+                    kept.extend(rows)
+                partials.append(Partial(placed, *self._forward[placed.branch](*rows)))
+            self._ops.merge(geometry, window, partials, out, lse, group, lease)
+        lease.close()
+        return out, lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Sequence[Tensor] = ()
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv in the compute dtype, every partial against the merged out and lse.
+
+        Shapes as in ``forward``; dout and out (B, S, H, D) contiguous, lse (B, H, S) contiguous.
+        """
+        if self._dense:
+            return self._backward[0](dout, q, k, v, out, lse)
+        geometry = self._geometry(q, k, v)
+        if geometry.direct:
+            return self._direct_backward(geometry, dout, q, k, v, out, lse)
+        group = q.shape[2] // k.shape[2]
+        grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
+        lease = Lease(q.device, *self._pool)
+        rows_kept = iter(kept)
+        for window in geometry.windows:
+            partials: tuple[list[GradPartial], ...] = ([], [], [])
+            for placed in window.calls:
+                if kept and placed.call.copied:
+                    rows = [next(rows_kept) for _ in range(3)]
+                else:
+                    rows = self._rows(geometry, placed, q, k, v, group, lease)
+                dout_rows, out_rows = self._contiguous_rows(geometry, placed, (dout, out), group, lease)
+                lse_rows = self._ops.gather_lse(geometry, placed, lse, group, lease)
+                q_rows, k_rows, v_rows = rows
+                parts = self._backward[placed.branch](dout_rows, q_rows, k_rows, v_rows, out_rows, lse_rows)
+                for into, part in zip(partials, parts, strict=True):
+                    into.append(GradPartial(placed, part))
+            for into, grad, heads_per_kv in zip(partials, grads, (group, 1, 1), strict=True):
+                self._ops.scatter_sum(geometry, window, into, grad, heads_per_kv, lease)
+        lease.close()
+        return grads[0], grads[1], grads[2]
+
+    def _geometry(self, q: Tensor, k: Tensor, v: Tensor) -> Geometry:
+        batch, length, heads, _ = q.shape
+        folds = all(x.stride(0) == length * x.stride(1) for x in (q, k, v))
+        return self._geometry_of(
+            LayoutKey(self._pattern, self._gathers, self._window, batch, length, heads, k.shape[2], folds)
+        )
+
+    def _rows(
+        self, geometry: Geometry, placed: PlacedCall, q: Tensor, k: Tensor, v: Tensor, group: int, lease: Lease
+    ) -> list[Tensor]:
+        """What the kernel of a call reads: its rows in place, or gathered."""
+        if placed.call.copied:
+            return self._ops.gather(geometry, placed, (Source(q, group), Source(k, 1), Source(v, 1)), lease)
+        return [_in_place(geometry, placed, x, heads) for x, heads in ((q, group), (k, 1), (v, 1))]
+
+    def _contiguous_rows(
+        self, geometry: Geometry, placed: PlacedCall, tensors: Sequence[Tensor], group: int, lease: Lease
+    ) -> list[Tensor]:
+        """Query rows of contiguous tensors, contiguous: backwards bake in or ignore the strides of out and dout.
+
+        cudnn's plan cache keys on the strides of q, k and v alone, and the efficient kernel assumes rows of out to
+        be H * D apart: another layout is silently wrong there.
+        """
+        if placed.call.rate == 1 and len(placed.call.runs) == 1:
+            views = [_in_place(geometry, placed, x, group) for x in tensors]
+            if all(view.is_contiguous() for view in views):
+                return views
+        return self._ops.gather(geometry, placed, [Source(x, group) for x in tensors], lease)
+
+    def _direct(self, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """One call over everything, segments as a batch: its result needs no merge."""
+        placed = geometry.windows[0].calls[0]
+        group = q.shape[2] // k.shape[2]
+        rows = self._rows(geometry, placed, q, k, v, group, _unpooled(q.device))
+        out, lse = self._forward[0](*rows)
+        batch, length, heads, _ = q.shape
+        lse_BHS = lse.view(batch, -1, heads, placed.call.rows).transpose(1, 2).reshape(batch, heads, length)
+        return out.reshape(q.shape), lse_BHS
+
+    def _direct_backward(
+        self, geometry: Geometry, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        placed = geometry.windows[0].calls[0]
+        call = placed.call
+        group = q.shape[2] // k.shape[2]
+        lease = _unpooled(q.device)
+        rows = self._rows(geometry, placed, q, k, v, group, lease)
+        dout_rows, out_rows = self._contiguous_rows(geometry, placed, (dout, out), group, lease)
+        lse_rows = lse.view(*lse.shape[:2], call.segments, call.length).transpose(1, 2).flatten(0, 1).contiguous()
+        q_rows, k_rows, v_rows = rows
+        dq, dk, dv = self._backward[0](dout_rows, q_rows, k_rows, v_rows, out_rows, lse_rows)
+        return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
+
+
+def _in_place(geometry: Geometry, placed: PlacedCall, x: Tensor, group: int) -> Tensor:
+    (view,) = geometry.views(placed, group, x.stride(), x.shape[-1], folded=True)
+    return as_view(x, view)
+
+
+def _unpooled(device: torch.device) -> Lease:
+    """Memory that outlives the call: gathered rows that are kept, results that are returned."""
+    return Lease(device, None, "shape")
+
+
+def _bind(plan: Plan, tunables: Tunables, name: str, scale: float) -> BoundKernel:
+    config = KernelConfig(
+        causal=plan.workload.causal,
+        scale=scale,
+        deterministic=plan.conditions.deterministic,
+        params=tunables.params_of(name),
+    )
+    return KERNELS[name].load(config)
+
+
+def _ops(plan: Plan) -> Ops:
+    return TorchOps(compiled=plan.tunables.compile)

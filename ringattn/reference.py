@@ -1,0 +1,71 @@
+"""The exact attention every optimised path is held against, written straight from the definition.
+
+Slow on purpose: it builds the boolean selection of every branch. Nothing that is optimised may import it.
+
+Legend: B batch, S length, H query heads, Hkv key/value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .workload import Pattern
+
+
+def _head_offsets(kv_heads: int, rate: int, rule: str) -> list[int]:
+    if rule == "interleaved":
+        return [h % rate for h in range(kv_heads)]
+    per_offset = math.ceil(kv_heads / rate)
+    return [h // per_offset for h in range(kv_heads)]
+
+
+def dilated_attention_reference(
+    q_BSHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, pattern: Pattern, causal: bool, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention over the multiset union of the keys that the branches of ``pattern`` select for each query.
+
+    A position p is selected for key/value head h by a branch (w, r) when ``(p mod w) mod r`` is the head's
+    offset; a selected query sees the selected keys of its segment, the causal one only those at or before it.
+    A key seen through two branches counts twice, which is what merging the branches by their log-sum-exp does
+    (LongNet, arXiv:2307.02486, equations 9-11 with the exact weights).
+
+    Args:
+        q_BSHD: (B, S, H, D), any floating dtype; computed in that dtype. k and v: (B, S, Hkv, D).
+        scale: factor on the logits; None is 1 / sqrt(D).
+
+    Returns:
+        out (B, S, H, D) and lse (B, H, S), natural log. A position that no branch selects gives 0 and -inf.
+    """
+    batch, length, heads, head_dim = q_BSHD.shape
+    kv_heads = k_BSHD.shape[2]
+    group = heads // kv_heads
+    scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
+    k_BSHD = k_BSHD.repeat_interleave(group, dim=2)
+    v_BSHD = v_BSHD.repeat_interleave(group, dim=2)
+    logits_BHSS = torch.einsum("bqhd,bkhd->bhqk", q_BSHD, k_BSHD) * scale
+
+    position = torch.arange(length, device=q_BSHD.device)
+    count_HSS = torch.zeros(heads, length, length, dtype=torch.int64, device=q_BSHD.device)
+    for branch in pattern.resolved(length):
+        same_segment_SS = (position[:, None] // branch.segment) == (position[None, :] // branch.segment)
+        for kv_head, offset in enumerate(_head_offsets(kv_heads, branch.rate, pattern.head_offset)):
+            selected_S = (position % branch.segment) % branch.rate == offset
+            seen_SS = same_segment_SS & selected_S[:, None] & selected_S[None, :]
+            if causal:
+                seen_SS = seen_SS & (position[None, :] <= position[:, None])
+            count_HSS[kv_head * group : (kv_head + 1) * group] += seen_SS
+
+    seen_HSS = count_HSS > 0
+    # log(count) adds a key once per branch that shows it; an empty row is kept free of NaN in both directions
+    # by giving it one dummy logit and zeroing what comes of it.
+    empty_HS1 = ~seen_HSS.any(-1, keepdim=True)
+    weighted = logits_BHSS + torch.where(seen_HSS, count_HSS, 1).to(logits_BHSS.dtype).log()
+    weighted = weighted.masked_fill(~(seen_HSS | empty_HS1), -math.inf)
+    weighted = torch.where(empty_HS1, torch.zeros_like(weighted), weighted)
+    lse_BHS = torch.logsumexp(weighted, dim=-1)
+    weights = torch.where(empty_HS1, torch.zeros_like(weighted), torch.exp(weighted - lse_BHS[..., None]))
+    out_BSHD = torch.einsum("bhqk,bkhd->bqhd", weights, v_BSHD)
+    return out_BSHD, lse_BHS.masked_fill(empty_HS1[..., 0], -math.inf).detach()

@@ -1,0 +1,199 @@
+"""The edge at init: the device, its facts, the profiles found for it. The only place the runtime reads them."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .errors import InputError
+from .hardware import HardwareFacts, detect
+from .kernels import KERNELS
+from .plan import Wishes, kernel_need
+from .profile import PlanEntry, Policy, Profile
+from .profile_paths import FILE_VARIABLE, Located, collect
+from .program import DTYPE_NAMES
+from .resolve import Resolution, entries_for, resolve
+from .table import ModuleShape
+from .workload import CHECKPOINTS
+
+logger = logging.getLogger("ringattn")
+_said: set[str] = set()
+_GIVEN = "<profile argument>"
+
+
+def _say(level: int, message: str) -> None:
+    """Logs a message once a process: a model builds a module per layer."""
+    if message not in _said:
+        _said.add(message)
+        logger.log(level, message)
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What init found: the device and its facts, the entries that match the module, the policy for the rest.
+
+    ``named``: the profile was named by the user, so that its plans must run.
+    """
+
+    device: torch.device
+    facts: HardwareFacts
+    resolution: Resolution | None
+    entries: tuple[PlanEntry, ...]
+    policy: Policy
+    named: bool
+    trace: tuple[str, ...]
+    shape: ModuleShape
+
+    def announce(self) -> None:
+        """Which profile serves, said once a process: INFO for a profile, WARNING for the bare heuristic."""
+        tier = self.resolution.tier if self.resolution else "heuristic"
+        if self.entries:
+            assert self.resolution is not None
+            _say(logging.INFO, f"profile {self.resolution.path}, tier {tier}")
+        elif self.resolution is not None:  # None: the heuristic was asked for
+            _say(
+                logging.WARNING,
+                f"{self.facts.device_name}: no plan was measured for this workload, using the "
+                "heuristic; `ringtune probe` measures one",
+            )
+
+    def dropout_reasons(self) -> Mapping[str, tuple[str, ...]]:
+        """Why each kernel that could otherwise run cannot do dropout."""
+        workload = self.shape.workload(4096, "fp32" if self.facts.vendor == "cpu" else "bf16", True)
+        need = kernel_need(
+            workload, 0, workload.dtype, arch=self.facts.arch, vendor=self.facts.vendor, backward=True, dropout=True
+        )
+        reasons = {name: kernel.unsupported_reasons(need, self.facts) for name, kernel in KERNELS.items()}
+        return {name: why for name, why in reasons.items() if why}
+
+
+def set_up(profile: Any, device: Any, shape: ModuleShape) -> Setup:
+    """Reads the device and the profiles; see ``RingAttention`` for what may be asked and what is raised."""
+    target = _device(device)
+    facts = detect(target)
+    named = isinstance(profile, (Profile, Path)) or (isinstance(profile, str) and profile != "auto")
+    if not (profile is None or named or profile == "auto"):
+        raise InputError(f"profile is {profile!r}; use 'auto', a path, a Profile, or None for the heuristic alone")
+    path = None if profile is None or profile == "auto" or isinstance(profile, Profile) else profile
+    located, notes = collect(path, heuristics_only=profile is None)
+    if isinstance(profile, Profile):
+        located = (Located(_GIVEN, profile, "argument"), *located)
+    resolution = resolve(located, facts, world=shape.world)
+    measured = resolution.profile
+    entries: tuple[PlanEntry, ...] = ()
+    trace = (*notes, *resolution.trace)
+    for note in notes:
+        _say(logging.WARNING, note)
+    if measured is not None:
+        entries, note = entries_for(
+            measured,
+            pattern=shape.pattern,
+            causal=shape.causal,
+            head_dim=shape.head_dim,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            world=shape.world,
+        )
+        trace = (*trace, note)
+    policy = resolution.heuristic.policy if measured is None or measured.policy is None else measured.policy
+    assert policy is not None
+    return Setup(
+        device=target,
+        facts=facts,
+        resolution=None if profile is None else resolution,
+        entries=entries,
+        policy=policy,
+        named=named or (profile == "auto" and bool(os.environ.get(FILE_VARIABLE))),
+        trace=trace,
+        shape=shape,
+    )
+
+
+def _device(device: Any) -> torch.device:
+    if device is None:
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
+    try:
+        target = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(f"device is {device!r}; use a torch device such as 'cuda:0' or 'cpu'") from error
+    if target.type == "cuda" and target.index is None and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return target
+
+
+def wishes_of(backend: Any, dtype: Any, checkpoint: str | None) -> Wishes:
+    """The explicit choices of the user as kernel, dtype and checkpoint names; InputError for what does not exist."""
+    forward = backward = None
+    if isinstance(backend, str):
+        forward = backward = backend
+    elif isinstance(backend, (tuple, list)) and len(backend) == 2:
+        forward, backward = backend
+    elif backend is not None:
+        raise InputError(f"backend is {backend!r}; use a kernel name, or (forward name, backward name)")
+    for name in (forward, backward):
+        if name is not None and name not in KERNELS:
+            raise InputError(f"backend is {backend!r}; the kernels are {', '.join(KERNELS)}")
+    if checkpoint is not None and checkpoint not in CHECKPOINTS:
+        raise InputError(f"checkpoint is {checkpoint!r}; use one of {', '.join(CHECKPOINTS)}, or None")
+    return Wishes(forward, backward, _dtype_wish(dtype), checkpoint)
+
+
+def _dtype_wish(dtype: Any) -> str | None:
+    if dtype is None or (isinstance(dtype, str) and dtype == "auto"):
+        return None
+    if isinstance(dtype, str) and dtype == "tf32":
+        return "tf32"
+    if isinstance(dtype, torch.dtype) and dtype in DTYPE_NAMES:
+        return DTYPE_NAMES[dtype]
+    raise InputError(f"dtype is {dtype!r}; use None, 'auto', 'tf32' or one of {', '.join(map(str, DTYPE_NAMES))}")
+
+
+def group_size(process_group: Any) -> int:
+    """Ranks of None (one), a ProcessGroup or a one-dimensional DeviceMesh."""
+    if process_group is None:
+        return 1
+    dimensions = getattr(process_group, "ndim", 1)
+    if dimensions != 1:
+        raise InputError(f"process_group is a DeviceMesh of {dimensions} dimensions; give one of them, mesh['name']")
+    size = getattr(process_group, "size", None)
+    if not callable(size):
+        raise InputError(f"process_group is {process_group!r}; use a ProcessGroup or a one-dimensional DeviceMesh")
+    return int(size())
+
+
+def check_module(
+    num_heads: int,
+    head_dim: int,
+    num_kv_heads: int | None,
+    scale: float | None,
+    dropout: float,
+    max_seq_len: int | None,
+    process_group: Any,
+) -> None:
+    """InputError, naming the argument, unless the module's numbers make sense."""
+    positive = {"num_heads": num_heads, "head_dim": head_dim}
+    if num_kv_heads is not None:
+        positive["num_kv_heads"] = num_kv_heads
+    if max_seq_len is not None:
+        positive["max_seq_len"] = max_seq_len
+    for name, value in positive.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InputError(f"{name} is {value!r}; it must be an integer >= 1")
+    if num_kv_heads is not None and num_heads % num_kv_heads:
+        raise InputError(f"num_heads is {num_heads}, not a multiple of num_kv_heads, {num_kv_heads}")
+    if scale is not None and (not isinstance(scale, (int, float)) or not math.isfinite(scale)):
+        raise InputError(f"scale is {scale!r}; it must be a finite number, or None for 1/sqrt(head_dim)")
+    if not isinstance(dropout, (int, float)) or not 0.0 <= dropout < 1.0:
+        raise InputError(f"dropout is {dropout!r}; it must be in [0, 1)")
+    size = group_size(process_group)
+    if size > 1:
+        raise InputError(f"process_group has {size} ranks; one sequence over several ranks is not supported yet")

@@ -1,0 +1,217 @@
+"""The plans of one module as a table, made at init: one row per (length bucket, input dtype, train or infer).
+
+Pure: everything it reads is handed to it.
+
+A row's plan was measured at the bucket's length. ``PlanTable.plan_at`` places an actual shape: the nearest bucket's
+choice, then its runners-up, then the heuristic; the first that the constraint function lets run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from .errors import PlanError
+from .hardware import HardwareFacts
+from .plan import NO_WISHES, ORDINARY, Conditions, Plan, Wishes, build_plan, describe, heuristic_tunables
+from .profile import Choice, PlanEntry, Policy
+from .workload import INPUT_DTYPES, Mode, Pattern, Tunables, Workload, nearest_bucket, not_narrower
+
+# Where no length was measured a row is made for this one, to know at init whether anything can run at all.
+_REPRESENTATIVE_LENGTH = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleShape:
+    """What a module knows at init about every workload it will meet."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    causal: bool
+    pattern: Pattern
+    max_seq_len: int | None = None
+    world: int = 1
+
+    def workload(self, seq_len: int, dtype: str, train: bool, batch: int = 1) -> Workload:
+        mode: Mode = "train" if train else "infer"
+        return Workload(
+            mode=mode,
+            causal=self.causal,
+            seq_len=seq_len,
+            heads=self.heads,
+            head_dim=self.head_dim,
+            dtype=dtype,
+            kv_heads=self.kv_heads,
+            batch=batch,
+            pattern=self.pattern,
+            world=self.world,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row: a plan, or why there is none. ``bucket`` None stands for every length that was not measured."""
+
+    bucket: int | None
+    dtype: str
+    mode: Mode
+    plan: Plan | None
+    origin: str  # "profile", "heuristic", or either with "+ user" for what was asked for explicitly
+    refusal: PlanError | None = None
+    note: str = ""
+
+    def __str__(self) -> str:
+        length = "any other length" if self.bucket is None else f"S~{self.bucket}"
+        what = describe(self.plan.tunables) if self.plan else f"refused: {self.refusal}"
+        return f"{length:>16}  {self.dtype:<4}  {self.mode:<5}  {what}  ({self.origin})"
+
+
+@dataclass(frozen=True, slots=True)
+class PlanTable:
+    """All rows of a module; printable, never changed after init."""
+
+    shape: ModuleShape
+    rows: tuple[Row, ...]
+    entries: tuple[PlanEntry, ...]
+    policy: Policy
+    facts: HardwareFacts
+    conditions: Conditions
+    wishes: Wishes
+    auto_dtype: bool
+
+    def __str__(self) -> str:
+        return "\n".join(str(row) for row in self.rows)
+
+    def row(self, seq_len: int, dtype: str, train: bool) -> Row:
+        """The row that serves a length: its bucket's, or the one for lengths that were not measured."""
+        mode: Mode = "train" if train else "infer"
+        rows = {row.bucket: row for row in self.rows if (row.dtype, row.mode) == (dtype, mode)}
+        return rows[nearest_bucket(seq_len, [bucket for bucket in rows if bucket is not None])]
+
+    def plan_at(self, seq_len: int, dtype: str, train: bool, batch: int) -> Row:
+        """The row for an actual shape, its plan checked for exactly that shape (index limits, windows)."""
+        row = self.row(seq_len, dtype, train)
+        if row.refusal is not None:
+            return row
+        return self._build(row.bucket, self.shape.workload(seq_len, dtype, train, batch))
+
+    def _build(self, bucket: int | None, workload: Workload) -> Row:
+        """Pure: the first that can run of the bucket's choices and the heuristic, for this workload."""
+        user = " + user" if self.wishes != NO_WISHES else ""
+        rejected: dict[str, tuple[str, ...]] = {}
+        for choice in self._choices(bucket, workload):
+            tunables = fitted(choice.tunables, workload)
+            try:
+                plan = build_plan(workload, tunables, self.facts, conditions=self.conditions)
+            except PlanError as error:
+                rejected |= error.rejected
+                continue
+            note = "; ".join(f"{name}: {', '.join(why)}" for name, why in rejected.items())
+            return Row(bucket, workload.dtype, workload.mode, plan, "profile" + user, note=note)
+        try:
+            tunables = heuristic_tunables(
+                workload, self.policy, self.facts, conditions=self.conditions, wishes=self.wishes
+            )
+            plan = build_plan(workload, tunables, self.facts, conditions=self.conditions)
+        except PlanError as error:
+            return Row(bucket, workload.dtype, workload.mode, None, "heuristic" + user, refusal=error)
+        note = "; ".join(f"{name}: {', '.join(why)}" for name, why in rejected.items())
+        return Row(bucket, workload.dtype, workload.mode, plan, "heuristic" + user, note=note)
+
+    def _choices(self, bucket: int | None, workload: Workload) -> list[Choice]:
+        if bucket is None:
+            return []
+        entry = next(e for e in self.entries if _serves(e, bucket, workload.dtype, workload.mode))
+        if entry.choice is None:
+            return []
+        listed = [entry.choice, *entry.runners_up, *entry.front]
+        if self.auto_dtype and entry.auto is not None:
+            listed.insert(0, entry.auto)
+        elif self.wishes.dtype is None:
+            listed = [choice for choice in listed if choice.tunables.dtype in not_narrower(workload.dtype)]
+        else:
+            listed = [choice for choice in listed if choice.tunables.dtype == self.wishes.dtype]
+        return [Choice(as_wished(c.tunables, self.wishes, workload.train), c.evidence) for c in listed]
+
+
+def _serves(entry: PlanEntry, bucket: int, dtype: str, mode: Mode) -> bool:
+    return (entry.workload.seq_len, entry.workload.dtype, entry.workload.mode) == (bucket, dtype, mode)
+
+
+def as_wished(tunables: Tunables, wishes: Wishes, train: bool) -> Tunables:
+    """The tunables with the kernels and checkpoint the user asked for, and no parameter of a kernel that left."""
+    branches = tuple(
+        replace(
+            branch,
+            forward=wishes.forward or branch.forward,
+            backward=(wishes.backward or branch.backward) if train else "",
+        )
+        for branch in tunables.branches
+    )
+    used = {name for branch in branches for name in (branch.forward, branch.backward)}
+    params = tuple(
+        (name, value)
+        for name, value in tunables.params
+        if name.rpartition(".")[0] in used or name.startswith(("merge.", "gather.", "sum."))
+    )
+    checkpoint = wishes.checkpoint if wishes.checkpoint and train else tunables.checkpoint
+    return replace(tunables, branches=branches, params=params, checkpoint=checkpoint)
+
+
+def fitted(tunables: Tunables, workload: Workload) -> Tunables:
+    """The tunables at another length than the measured one: a window that no longer splits anything goes."""
+    if tunables.window_tokens is not None and tunables.window_tokens >= workload.seq_len:
+        return replace(tunables, window_tokens=None)
+    return tunables
+
+
+def build_table(
+    shape: ModuleShape,
+    entries: tuple[PlanEntry, ...],
+    policy: Policy,
+    facts: HardwareFacts,
+    *,
+    conditions: Conditions = ORDINARY,
+    wishes: Wishes = NO_WISHES,
+    auto_dtype: bool = False,
+    strict: bool = False,
+) -> PlanTable:
+    """Every row for ``shape``. ``entries`` are those of the profile that match it.
+
+    ``strict``: a profile named by the user must run; PlanError when an entry's own choice cannot. Without it a
+    choice that cannot run gives way to the next and to the heuristic. PlanError too when *no* row can run.
+    """
+    table = PlanTable(shape, (), entries, policy, facts, conditions, wishes, auto_dtype)
+    rows: list[Row] = []
+    for dtype in INPUT_DTYPES:
+        modes: tuple[Mode, ...] = ("infer", "train")
+        for mode in modes:
+            for bucket in _buckets(entries, dtype, mode):
+                row = table._build(bucket, shape.workload(bucket, dtype, mode == "train"))
+                if strict and (row.note or row.origin.startswith("heuristic")) and wishes == NO_WISHES:
+                    raise PlanError(
+                        f"the profile's plan for {shape.workload(bucket, dtype, mode == 'train')} cannot run here",
+                        {"plan": (row.note or str(row.refusal),)},
+                        "Probe this machine again, or use profile='auto'",
+                    )
+                rows.append(row)
+            length = min(shape.max_seq_len or _REPRESENTATIVE_LENGTH, _REPRESENTATIVE_LENGTH)
+            rows.append(table._build(None, shape.workload(length, dtype, mode == "train")))
+    refusals = [row.refusal for row in rows if row.refusal is not None]
+    if len(refusals) == len(rows):
+        raise PlanError("nothing that was asked for can run on this machine", _merged_reasons(refusals))
+    return replace(table, rows=tuple(rows))
+
+
+def _merged_reasons(refusals: list[PlanError]) -> dict[str, tuple[str, ...]]:
+    """Every candidate of several refusals once, with all that speaks against it."""
+    merged: dict[str, tuple[str, ...]] = {}
+    for refusal in refusals:
+        for name, reasons in refusal.rejected.items():
+            merged[name] = tuple(dict.fromkeys((*merged.get(name, ()), *reasons)))
+    return merged
+
+
+def _buckets(entries: tuple[PlanEntry, ...], dtype: str, mode: Mode) -> list[int]:
+    measured = {e.workload.seq_len for e in entries if (e.workload.dtype, e.workload.mode) == (dtype, mode)}
+    return sorted(measured)

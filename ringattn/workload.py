@@ -1,0 +1,227 @@
+"""What is asked (``Workload``) and what may be chosen for it (``Tunables``): plain frozen data, no torch.
+
+Legend: B batch, S local sequence length, H query heads, Hkv key/value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from .errors import InputError
+
+Mode = Literal["train", "infer"]
+HeadOffset = Literal["interleaved", "blocked"]
+
+INPUT_DTYPES = ("bf16", "fp16", "fp32", "fp64")
+COMPUTE_DTYPES = ("bf16", "fp16", "tf32", "fp32", "fp64")  # from the least to the most precise
+GATHERS = ("view", "copy")
+CHECKPOINTS = ("none", "selective", "full", "offload")
+POOL_STRATEGIES = ("shape", "bucket")
+SCHEDULES = ("local",)
+
+# bf16 holds more range than fp16 and fp16 more digits than bf16: neither is the wider one.
+_NOT_NARROWER = {
+    "bf16": ("bf16", "tf32", "fp32"),
+    "fp16": ("fp16", "tf32", "fp32"),
+    "fp32": ("fp32",),
+    "fp64": ("fp64",),
+}
+
+
+def not_narrower(input_dtype: str) -> tuple[str, ...]:
+    """The compute dtypes that hold at least what ``input_dtype`` holds; TF32 holds less than fp32."""
+    return _NOT_NARROWER[input_dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """One branch of a pattern: segments of ``segment`` positions, every ``rate``-th of which is selected."""
+
+    segment: int
+    rate: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """Which positions each head attends over. No branches means dense: one segment, every position.
+
+    ``head_offset`` is the rule that gives a key/value head its first position in a segment: ``interleaved``
+    is ``kv_head % rate`` (LongNet, arXiv:2307.02486, section 3.2), ``blocked`` is
+    ``kv_head // ceil(Hkv / rate)`` (the rule of torchscale's implementation).
+    """
+
+    branches: tuple[Branch, ...] = ()
+    head_offset: HeadOffset = "interleaved"
+
+    def __post_init__(self) -> None:
+        if self.head_offset not in ("interleaved", "blocked"):
+            raise InputError(f"head_offset is {self.head_offset!r}; use 'interleaved' or 'blocked'")
+        for branch in self.branches:
+            for name, value in (("segment_lengths", branch.segment), ("dilation_rates", branch.rate)):
+                if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                    raise InputError(f"{name} holds {value!r}; every entry must be an integer >= 1")
+
+    @classmethod
+    def of(
+        cls,
+        segment_lengths: Sequence[int] | None,
+        dilation_rates: Sequence[int] | None,
+        head_offset: HeadOffset = "interleaved",
+    ) -> Pattern:
+        """The pattern of two equally long lists, or dense for two ``None``; raises InputError otherwise."""
+        if segment_lengths is None and dilation_rates is None:
+            return cls((), head_offset)
+        if segment_lengths is None or dilation_rates is None:
+            raise InputError("segment_lengths and dilation_rates go together; give both, or neither for dense")
+        segments, rates = tuple(segment_lengths), tuple(dilation_rates)
+        if len(segments) != len(rates) or not segments:
+            raise InputError(
+                f"segment_lengths has {len(segments)} entries and dilation_rates {len(rates)}; "
+                "give two lists of one length >= 1"
+            )
+        return cls(tuple(Branch(w, r) for w, r in zip(segments, rates, strict=True)), head_offset)
+
+    @property
+    def dense(self) -> bool:
+        return not self.branches
+
+    def resolved(self, seq_len: int) -> tuple[Branch, ...]:
+        """The branches for ``seq_len`` positions; dense is the one branch (seq_len, 1)."""
+        return self.branches or (Branch(max(seq_len, 1), 1),)
+
+    def __str__(self) -> str:
+        if self.dense:
+            return "dense"
+        segments = ",".join(str(b.segment) for b in self.branches)
+        rates = ",".join(str(b.rate) for b in self.branches)
+        return f"[{segments}]/[{rates}]" + ("" if self.head_offset == "interleaved" else " blocked")
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One question put to the machine: these shapes, this pattern, with or without gradients.
+
+    ``seq_len`` is the local length on one of ``world`` ranks, ``dtype`` the input dtype by its short name.
+    ``kv_heads=None`` means as many as query heads.
+    """
+
+    mode: Mode
+    causal: bool
+    seq_len: int
+    heads: int
+    head_dim: int
+    dtype: str
+    kv_heads: int = 0  # 0 stands for `heads` and is replaced at once
+    batch: int = 1
+    pattern: Pattern = field(default_factory=Pattern)
+    world: int = 1
+
+    def __post_init__(self) -> None:
+        if self.kv_heads == 0:
+            object.__setattr__(self, "kv_heads", self.heads)
+        if self.mode not in ("train", "infer"):
+            raise InputError(f"mode is {self.mode!r}; use 'train' or 'infer'")
+        if self.dtype not in INPUT_DTYPES:
+            raise InputError(f"dtype is {self.dtype!r}; use one of {', '.join(INPUT_DTYPES)}")
+        for name in ("seq_len", "heads", "kv_heads", "head_dim", "batch", "world"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InputError(f"{name} is {value!r}; it must be an integer >= 1")
+        if self.heads % self.kv_heads:
+            raise InputError(f"heads is {self.heads}, not a multiple of kv_heads, {self.kv_heads}")
+
+    @property
+    def train(self) -> bool:
+        return self.mode == "train"
+
+    def at(self, seq_len: int) -> Workload:
+        return replace(self, seq_len=seq_len)
+
+    def __str__(self) -> str:
+        heads = f"H{self.heads}" + (f"/{self.kv_heads}" if self.kv_heads != self.heads else "")
+        causal = "causal" if self.causal else "full"
+        world = f" world={self.world}" if self.world > 1 else ""
+        shape = f"B{self.batch} S{self.seq_len} {heads} D{self.head_dim} {self.dtype}"
+        return f"{self.mode} {self.pattern} {causal} {shape}{world}"
+
+
+@dataclass(frozen=True, slots=True)
+class BranchTunables:
+    """How one branch runs: the kernels of its two directions and how dilated rows reach them.
+
+    ``backward`` is ignored by nothing: a plan for inference holds the empty string there.
+    """
+
+    forward: str
+    backward: str = ""
+    gather: str = "view"
+
+    def __post_init__(self) -> None:
+        if self.gather not in GATHERS:
+            raise InputError(f"gather is {self.gather!r}; use one of {', '.join(GATHERS)}")
+
+
+ParamValue = int | bool | str
+
+
+@dataclass(frozen=True, slots=True)
+class Tunables:
+    """One complete choice for a workload, as the search proposes it and a profile stores it.
+
+    ``branches`` has one entry per branch of the pattern (one for dense). ``window_tokens`` bounds the positions
+    whose workspace is alive at a time (None: all). ``pool_threshold_mib`` None turns the workspace pool off.
+    ``params`` are sorted ``("kernel.name", value)`` pairs handed to the kernel called ``kernel``.
+    """
+
+    dtype: str
+    branches: tuple[BranchTunables, ...]
+    checkpoint: str = "selective"
+    window_tokens: int | None = None
+    pattern_cache: bool = True
+    pool_threshold_mib: int | None = None
+    pool_strategy: str = "shape"
+    compile: bool = False
+    schedule: str = "local"
+    params: tuple[tuple[str, ParamValue], ...] = ()
+
+    def __post_init__(self) -> None:
+        allowed = (
+            ("dtype", self.dtype, COMPUTE_DTYPES),
+            ("checkpoint", self.checkpoint, CHECKPOINTS),
+            ("pool_strategy", self.pool_strategy, POOL_STRATEGIES),
+            ("schedule", self.schedule, SCHEDULES),
+        )
+        for name, value, values in allowed:
+            if value not in values:
+                raise InputError(f"{name} is {value!r}; use one of {', '.join(values)}")
+        if not self.branches:
+            raise InputError("branches is empty; a plan has one entry per branch, and one for dense")
+        for name in ("window_tokens", "pool_threshold_mib"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+                raise InputError(f"{name} is {value!r}; it must be null or an integer >= 0")
+        if self.window_tokens == 0:
+            raise InputError("window_tokens is 0; it must be null or an integer >= 1")
+        if tuple(sorted(self.params)) != self.params:
+            raise InputError("params must be sorted by name")
+
+    def params_of(self, kernel: str) -> dict[str, ParamValue]:
+        """The parameters meant for ``kernel``, without its prefix."""
+        prefix = kernel + "."
+        return {name.removeprefix(prefix): value for name, value in self.params if name.startswith(prefix)}
+
+
+def nearest_bucket(seq_len: int, measured: Sequence[int]) -> int | None:
+    """The measured length nearest to ``seq_len`` in log2, or None beyond [shortest/sqrt 2, longest*sqrt 2].
+
+    Tuner and runtime both use this function. Ties go to the shorter length.
+    """
+    if not measured:
+        return None
+    lengths = sorted(measured)
+    if seq_len * math.sqrt(2) < lengths[0] or seq_len > lengths[-1] * math.sqrt(2):
+        return None
+    return min(lengths, key=lambda n: (abs(math.log2(n) - math.log2(seq_len)), n))

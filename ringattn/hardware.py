@@ -48,9 +48,9 @@ class HardwareFacts:
     card, one for its many spellings. ``arch`` is "sm_90", "x86_64", "aarch64". ``sm_count`` is the number of streaming
     multiprocessors, or for a CPU the cores usable under affinity and cgroup quota. ``l2_mib`` is the device's
     last-level cache (of a CPU the largest that core 0 sees). ``mig`` is the MIG profile or empty.
-    ``power_limit_w`` None and ``link`` "" mean unknown; else ``link`` is "pcie" or "nv18" (18 NVLinks). ``isa`` (CPU) holds the flags that matter, sorted;
-    ``threads`` torch's intra-op threads (CPU). ``software`` is sorted (name, version) pairs. ``packages`` are
-    optional import names that can be found; finding imports none of them.
+    ``power_limit_w`` None and ``link`` "" mean unknown; else ``link`` is "pcie" or "nv18" (18 NVLinks).
+    ``isa`` (CPU) holds the flags that matter, sorted; ``threads`` torch's intra-op threads (CPU). ``software`` is
+    sorted (name, version) pairs. ``packages`` are optional import names that can be found; finding imports none.
     """
 
     vendor: str
@@ -154,7 +154,8 @@ def _nominal_gib(memory_mib: int) -> int:
 def detect(device: torch.device | str | int | None = None) -> HardwareFacts:
     """The facts of ``device``: "cuda", "cuda:1", 1, "cpu" or a torch.device.
 
-    None is the current CUDA device, else the CPU. Raises DeviceError for a device that is absent, and for kinds nobody has measured (ROCm, XPU, MPS).
+    None is the current CUDA device, else the CPU.
+    Raises DeviceError for a device that is absent, and for kinds nobody has measured (ROCm, XPU, MPS).
     """
     import torch
 

@@ -47,8 +47,8 @@ def shareable_text(text: str) -> str:
 class Fingerprint:
     """The machine a profile belongs to: HardwareFacts without its software. See there for the meaning of a field.
 
-    In a heuristic every field but ``vendor`` may be left at its default, which stands for "any", and ``arch`` may
-    be a range: ``sm_70-sm_75`` or ``sm_100+``.
+    In a heuristic every field but ``vendor`` may be left at its default, which stands for "any"; ``arch`` may be a
+    range, ``sm_70-sm_75`` or ``sm_100+``; and ``isa`` is what a CPU must have at least.
     """
 
     vendor: str

@@ -305,9 +305,11 @@ def _encode_fields(value: Any, key: str) -> dict[str, Any]:
     encoded: dict[str, Any] = {}
     for field in fields(cls):
         content = getattr(value, field.name)
-        if field.default is not MISSING and content == field.default and content in (None, "", ()):
+        if field.default is not MISSING and content == field.default and not content and content is not False:
             continue
-        encoded[field.name] = _encode(_hints(cls)[field.name], content, _join(key, field.name))
+        plain = _encode(_hints(cls)[field.name], content, _join(key, field.name))
+        if plain != {} or field.default_factory is MISSING:
+            encoded[field.name] = plain
     return encoded
 
 

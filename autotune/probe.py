@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 Effort = Literal["quick", "standard", "full"]
 Precision = Literal["auto", "bf16", "fp16", "tf32", "fp32"]
 Preference = Literal["time", "memory", "balanced"]
-OutcomeKind = Literal["ok", "oom", "crash", "timeout", "wrong", "compile", "error", "rejected", "over-memory", "over-error"]
+OutcomeKind = Literal[
+    "ok", "oom", "crash", "timeout", "wrong", "compile", "error", "rejected", "over-memory", "over-error"
+]
 CellStatus = Literal["tuned", "default", "refused", "inconclusive", "resumed"]
 
 

@@ -1,0 +1,167 @@
+"""Time: how much each effort may take, who gets which part of it, and when it will be over.
+
+Seconds come from a Clock, so the same code runs on replayed machines in simulated time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from ringattn.workload import Workload
+
+from .evaluator import Clock
+
+
+@dataclass(frozen=True, slots=True)
+class EffortPreset:
+    """How hard a probe looks. Counts are paired blocks unless a unit is named."""
+
+    name: str
+    budget_s: float
+    survivors: int  # plans that stage 1 hands to stage 2
+    race_blocks: int  # at most, per race
+    final_min_blocks: int
+    final_max_blocks: int
+    sample_target_ms: float  # a sample repeats its call until it is about this long
+    ragged_lengths: int  # random lengths at which a winner is proven
+    brute_force_plans: int  # valid spaces up to this size are raced whole
+    explore_plans: int  # asks of TPE in stage 3, at most
+    refine_anchors: bool
+
+    def with_budget(self, budget_s: float | None) -> EffortPreset:
+        return self if budget_s is None else replace(self, budget_s=budget_s)
+
+
+EFFORTS: Mapping[str, EffortPreset] = MappingProxyType(
+    {
+        preset.name: preset
+        for preset in (
+            EffortPreset("quick", 60.0, 1, 8, 6, 12, 10.0, 8, 24, 0, refine_anchors=False),
+            EffortPreset("standard", 180.0, 2, 12, 8, 24, 10.0, 8, 48, 120, refine_anchors=True),
+            EffortPreset("full", 1800.0, 3, 24, 20, 60, 20.0, 8, 128, 600, refine_anchors=True),
+        )
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CellNeed:
+    """What a cell would take, in seconds, stage by stage.
+
+    ``base_s`` (gate, race, final) must be paid for any answer; ``improve_s`` and ``explore_s`` buy less and less
+    gain per second, so they are served after every base is.
+    """
+
+    base_s: float
+    improve_s: float = 0.0
+    explore_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        return self.base_s + self.improve_s + self.explore_s
+
+
+def allot(needs: Sequence[CellNeed], available_s: float) -> tuple[float, ...]:
+    """Seconds for each cell out of ``available_s``, by expected gain: all bases first, then improvement, then the rest.
+
+    A tier that cannot be served whole is served in proportion to need. Never sums to more than ``available_s``;
+    what no cell needs is not handed out.
+    """
+    shares = [0.0] * len(needs)
+    left = max(0.0, available_s)
+    for tier in ("base_s", "improve_s", "explore_s"):
+        wanted = [getattr(need, tier) for need in needs]
+        total = sum(wanted)
+        if total <= 0:
+            continue
+        scale = min(1.0, left / total)
+        for index, seconds in enumerate(wanted):
+            shares[index] += seconds * scale
+        left -= total * scale
+    return tuple(shares)
+
+
+class Budget:
+    """One probe's seconds: started once, spent by everyone.
+
+    ``reserve_s`` is kept for what comes after the last cell (writing, reloading, running once), so that the whole
+    ends inside ``total_s``.
+    """
+
+    def __init__(self, total_s: float, clock: Clock, *, reserve_s: float = 0.0, spent_s: float = 0.0) -> None:
+        self.total_s = total_s
+        self.reserve_s = min(reserve_s, total_s / 4)
+        self._clock = clock
+        self._start = clock.now() - spent_s
+
+    def elapsed_s(self) -> float:
+        return self._clock.now() - self._start
+
+    def available_s(self) -> float:
+        """What cells may still use; never negative."""
+        return max(0.0, self.total_s - self.reserve_s - self.elapsed_s())
+
+    def deadline(self, seconds: float) -> Deadline:
+        """A deadline ``seconds`` from now, but never beyond what is available."""
+        return Deadline(self._clock, self._clock.now() + min(seconds, self.available_s()))
+
+
+class Deadline:
+    """A moment not to be passed; stages hand shorter ones to their parts."""
+
+    def __init__(self, clock: Clock, at: float) -> None:
+        self._clock = clock
+        self.at = at
+
+    def remaining_s(self) -> float:
+        return max(0.0, self.at - self._clock.now())
+
+    def passed(self) -> bool:
+        return self._clock.now() >= self.at
+
+    def allows(self, seconds: float) -> bool:
+        """Whether something of that length, started now, would end in time."""
+        return self._clock.now() + seconds <= self.at
+
+    def part(self, fraction: float) -> Deadline:
+        """A deadline at ``fraction`` of what remains."""
+        return Deadline(self._clock, self._clock.now() + fraction * self.remaining_s())
+
+    def earlier_by(self, seconds: float) -> Deadline:
+        return Deadline(self._clock, self.at - seconds)
+
+
+class Progress:
+    """Fraction done and seconds left, from the needs of the cells, corrected by how the finished ones went.
+
+    Cells that end early or late scale the estimate of those to come; the budget caps it.
+    """
+
+    def __init__(self, budget: Budget, needs: Mapping[Workload, CellNeed]) -> None:
+        self._budget = budget
+        self._open = {cell: need.total_s for cell, need in needs.items()}
+        self._planned_s = 0.0
+        self._taken_s = 0.0
+
+    def finish(self, cell: Workload, taken_s: float) -> None:
+        self._planned_s += self._open.pop(cell, taken_s)
+        self._taken_s += taken_s
+
+    def add(self, cell: Workload, need: CellNeed) -> None:
+        self._open[cell] = need.total_s
+
+    def remaining_s(self, current: Workload | None = None, current_taken_s: float = 0.0) -> float:
+        """``current`` is the cell at work and ``current_taken_s`` what it has taken so far."""
+        # Two seconds of prior weight: the first short cell must not set the pace alone.
+        pace = (self._taken_s + 2.0) / (self._planned_s + 2.0)
+        ahead = sum(self._open.values()) * pace
+        if current is not None and current in self._open:
+            ahead -= min(current_taken_s, self._open[current] * pace)
+        return min(ahead, self._budget.available_s()) + self._budget.reserve_s
+
+    def fraction(self, current: Workload | None = None, current_taken_s: float = 0.0) -> float:
+        elapsed = self._budget.elapsed_s()
+        whole = elapsed + self.remaining_s(current, current_taken_s)
+        return 1.0 if whole <= 0 else min(1.0, elapsed / whole)

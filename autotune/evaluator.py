@@ -1,0 +1,91 @@
+"""The one seam between search and measurement: what can be asked of a machine, real or replayed.
+
+The search knows this protocol, a clock, and nothing of processes, tensors or tables.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from ringattn.workload import Tunables, Workload
+
+FailureKind = Literal["oom", "crash", "timeout", "wrong", "compile", "error"]
+
+
+class Clock(Protocol):
+    """Seconds that only grow. Replay supplies simulated ones."""
+
+    def now(self) -> float: ...
+
+
+class MonotonicClock:
+    """The machine's own."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """How a candidate ended that gave no number; ``message`` is one line, with the input that broke it."""
+
+    kind: FailureKind
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A candidate that agreed with float64: what one look at it showed.
+
+    ``call_ms`` is a warm call, good to plan with but not to compare; ``error`` the relative 2-norm against float64
+    on ordinary inputs, the worst of out and the gradients; ``peak_bytes`` what one call holds beyond the inputs.
+    """
+
+    call_ms: float
+    error: float
+    peak_bytes: int
+    first_call_ms: float
+    host_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One repetition of one candidate in one block; ``ms`` is the time of a call that the search minimises."""
+
+    ms: float
+    host_us: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One pass over candidates, in the order they were given.
+
+    A candidate that fails ends with a Fault in its place and does not end the block. ``disturbances`` say what
+    made the block untrustworthy as a whole: foreign load, throttling; such a block is repeated, never used.
+    """
+
+    results: tuple[Sample | Fault, ...]
+    disturbances: tuple[str, ...] = ()
+
+
+class Evaluator(Protocol):
+    """A machine that can check and time plans. Nothing that a candidate does may raise out of these calls."""
+
+    def check(self, cell: Workload, candidate: Tunables, *, timeout_s: float) -> Checked | Fault:
+        """Run the candidate at the cell's own length and hold it against float64."""
+        ...
+
+    def prove(self, cell: Workload, candidate: Tunables, *, timeout_s: float) -> Fault | None:
+        """Hold the candidate against float64 at random ragged lengths of the cell's bucket; None: it passed."""
+        ...
+
+    def block(self, cell: Workload, order: Sequence[Tunables], *, timeout_s: float) -> Block:
+        """Time each of ``order`` once; one plan may occur twice. ``timeout_s`` is per candidate."""
+        ...
+
+    def close(self) -> None:
+        """Give the machine back."""
+        ...

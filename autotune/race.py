@@ -1,0 +1,329 @@
+"""Candidates against each other and the default: paired blocks, successive elimination, one honest record.
+
+An ``Arena`` is one stage of one cell. It checks a candidate before it times it, keeps the default plan in every
+block (twice: the two readings give the noise floor for nothing), throws disturbed blocks away and repeats them,
+and tells the record whatever happens.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ringattn.workload import Tunables, Workload
+
+from . import statistics
+from .budget import Deadline
+from .evaluator import Block, Checked, Evaluator, Fault, Sample
+from .probe import TrialOutcome
+from .statistics import Interval
+from .store import Entry, StageRecord
+
+FIRST_GATE = math.log(2.0)  # after its first repetition a candidate twice as slow as the best is out
+SURE_BLOCKS = 4  # paired repetitions before anything may be called surely slower
+DEFAULT_ATTEMPTS = 3  # blocks in a row whose default failed, before it counts as broken
+DISTURBED_LIMIT = 12  # discarded blocks per stage before the cell is refused
+BLOCK_OVERHEAD = 1.15  # random order, flushes and messages, on top of the samples
+
+TrialListener = Callable[[Tunables, TrialOutcome], None]
+
+
+class DefaultBroken(Exception):
+    """The plan everything is paired against stopped working; the cell has to choose another."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(fault.message)
+        self.fault = fault
+
+
+class Disturbed(Exception):
+    """Foreign load or throttling did not end; no number of this cell can be believed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a plan must keep to, beside being right. ``peak_bytes`` counts beyond the inputs."""
+
+    peak_bytes: int | None = None
+    error: float | None = None
+
+    def constraints(self, checked: Checked) -> dict[str, float]:
+        """By name, how far over the limit (relative); 0 or less keeps it."""
+        broken = {}
+        if self.peak_bytes is not None:
+            broken["memory"] = checked.peak_bytes / max(self.peak_bytes, 1) - 1.0
+        if self.error is not None:
+            broken["error"] = checked.error / self.error - 1.0
+        return broken
+
+    def keeps(self, checked: Checked) -> bool:
+        return all(value <= 0 for value in self.constraints(checked).values())
+
+
+@dataclass(slots=True)
+class Ledger:
+    """What one cell knows of its candidates, over all of its stages."""
+
+    checked: dict[Tunables, Checked | Fault] = field(default_factory=dict)
+    proven: dict[Tunables, Fault | None] = field(default_factory=dict)
+    repeated_default: list[float] = field(default_factory=list)  # log of one default reading over the other
+    crashed_once: set[Tunables] = field(default_factory=set)
+    disturbances: list[str] = field(default_factory=list)
+    host_us: dict[Tunables, list[float]] = field(default_factory=dict)
+
+    def noise_sigma(self) -> float:
+        """Standard deviation of one paired log-ratio; infinite until two blocks were seen."""
+        return statistics.noise_floor(self.repeated_default)
+
+    def failures(self) -> dict[Tunables, Fault]:
+        failed = {plan: result for plan, result in self.checked.items() if isinstance(result, Fault)}
+        return failed | {plan: fault for plan, fault in self.proven.items() if fault is not None}
+
+
+@dataclass(slots=True)
+class Arena:
+    """One stage of one cell, between an evaluator and a record."""
+
+    cell: Workload
+    stage: str
+    evaluator: Evaluator
+    record: StageRecord
+    ledger: Ledger
+    default: Tunables
+    limits: Limits
+    seed: int
+    timeout_s: float
+    sample_s: float  # what one sample takes at least
+    listener: TrialListener
+    _seed_stage: int = 0
+    _default_faults: int = 0
+    _discarded: int = 0
+
+    def __post_init__(self) -> None:
+        self._seed_stage = zlib.crc32(f"{self.cell}|{self.stage}".encode())
+
+    # --- entering and leaving -----------------------------------------------------------------------------------
+
+    def admit(self, plans: Iterable[Tunables], deadline: Deadline) -> list[Entry]:
+        """The entries of those plans that agree with float64 and may be timed; the rest is recorded and told.
+
+        Stops admitting at the deadline: a plan nobody looked at is neither good nor bad.
+        """
+        admitted = []
+        for plan in plans:
+            entry = self.record.find(plan)
+            if entry is None or (entry.checked is None and entry.fault is None):
+                known = self.ledger.checked.get(plan)
+                if known is None and not deadline.allows(self.sample_s):
+                    break
+                entry = entry or self.record.open(plan)
+                self._check(entry)
+            self._remember(entry)
+            if entry.fault is None and not (entry.finished and not entry.log_ratios):
+                admitted.append(entry)
+        return admitted
+
+    def enter(self, entry: Entry) -> bool:
+        """Check an entry that the sampler asked for; whether it may be timed."""
+        self._check(entry)
+        return entry.fault is None
+
+    def _remember(self, entry: Entry) -> None:
+        result = entry.fault or entry.checked
+        if result is not None:
+            self.ledger.checked.setdefault(entry.tunables, result)
+
+    def _check(self, entry: Entry) -> None:
+        result = self.ledger.checked.get(entry.tunables)
+        if result is None:
+            result = self.evaluator.check(self.cell, entry.tunables, timeout_s=self.timeout_s)
+            self.ledger.checked[entry.tunables] = result
+        if isinstance(result, Fault):
+            self._fail(entry, result)
+        else:
+            self.record.checked(entry, result)
+
+    def _fail(self, entry: Entry, fault: Fault) -> None:
+        self.ledger.checked[entry.tunables] = fault
+        self.record.fail(entry, fault)
+        self.listener(entry.tunables, TrialOutcome(fault.kind, self.stage, message=fault.message))
+
+    def leave(self, entry: Entry, reason: str) -> None:
+        """Tell the record what the entry came to; entries without a single block stay open."""
+        if entry.finished or not entry.log_ratios:
+            return
+        assert entry.checked is not None
+        median = float(np.median(list(entry.log_ratios.values())))
+        constraints = self.limits.constraints(entry.checked)
+        self.record.complete(
+            entry, median, constraints, reason=reason, blocks=len(entry.log_ratios), ms=self.median_ms(entry)
+        )
+        over = next((name for name, value in constraints.items() if value > 0), None)
+        self.listener(
+            entry.tunables,
+            TrialOutcome(
+                "over-memory" if over == "memory" else "over-error" if over == "error" else "ok",
+                self.stage,
+                median_ms=self.median_ms(entry),
+                default_ratio=math.exp(median),
+                error=entry.checked.error,
+                peak_bytes=entry.checked.peak_bytes,
+                message=reason,
+            ),
+        )
+
+    # --- blocks -------------------------------------------------------------------------------------------------
+
+    def estimate_s(self, entries: Sequence[Entry]) -> float:
+        """Seconds that one block of these entries takes."""
+        plans = [self.default, self.default, *(entry.tunables for entry in entries)]
+        return BLOCK_OVERHEAD * sum(self._sample_estimate_s(plan) for plan in plans)
+
+    def _sample_estimate_s(self, plan: Tunables) -> float:
+        known = self.ledger.checked.get(plan)
+        call_s = known.call_ms / 1e3 if isinstance(known, Checked) else 0.0
+        return max(self.sample_s, call_s)
+
+    def block(self, entries: Sequence[Entry]) -> bool:
+        """One paired repetition of every entry; False when the block could not be used and nothing was learned.
+
+        Raises DefaultBroken after DEFAULT_ATTEMPTS blocks without a default, Disturbed after DISTURBED_LIMIT
+        blocks that had to be thrown away.
+        """
+        number = max(self.record.default_ms, default=-1) + 1
+        rng = np.random.default_rng((self.seed, self._seed_stage, number, self._discarded + self._default_faults))
+        timed = [entry for entry in entries if entry.tunables != self.default]
+        plans = [self.default, self.default, *(entry.tunables for entry in timed)]
+        order = [plans[index] for index in rng.permutation(len(plans))]
+        block = self.evaluator.block(self.cell, order, timeout_s=self.timeout_s)
+        if block.disturbances:
+            self._disturbed(block)
+            return False
+        times, faults = _split(order, block)
+        self._handle_faults(faults, timed)
+        readings = times.get(self.default, [])
+        if not readings:
+            self._default_faults += 1
+            fault = faults.get(self.default, Fault("error", "gave no time"))
+            if self._default_faults >= DEFAULT_ATTEMPTS:
+                raise DefaultBroken(fault)
+            return False
+        self._default_faults = 0
+        logs = [math.log(ms) for ms in readings]
+        if len(logs) == 2:
+            self.ledger.repeated_default.append(logs[0] - logs[1])
+        default_log = sum(logs) / len(logs)
+        self.record.begin_block(number, math.exp(default_log))
+        for entry in entries:
+            if entry.tunables == self.default:
+                self.record.report(entry, number, 0.0)
+            elif entry.tunables in times:
+                self.record.report(entry, number, math.log(times[entry.tunables][0]) - default_log)
+        return True
+
+    def _disturbed(self, block: Block) -> None:
+        self._discarded += 1
+        self.ledger.disturbances.extend(block.disturbances)
+        if self._discarded >= DISTURBED_LIMIT:
+            raise Disturbed(block.disturbances[0])
+
+    def _handle_faults(self, faults: Mapping[Tunables, Fault], entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            fault = faults.get(entry.tunables)
+            if fault is None:
+                continue
+            # One that has run well before may have died of someone else's hand; it gets one more chance.
+            proved_itself = bool(entry.log_ratios) and fault.kind in ("crash", "timeout")
+            if proved_itself and entry.tunables not in self.ledger.crashed_once:
+                self.ledger.crashed_once.add(entry.tunables)
+                continue
+            self._fail(entry, fault)
+
+    # --- numbers ------------------------------------------------------------------------------------------------
+
+    def interval(self, entry: Entry) -> Interval:
+        """log(t / t_default) of the entry."""
+        return statistics.interval_of(list(entry.log_ratios.values()), seed=self.seed)
+
+    def median(self, entry: Entry) -> float:
+        return float(np.median(list(entry.log_ratios.values()))) if entry.log_ratios else math.inf
+
+    def median_ms(self, entry: Entry) -> float:
+        times = [self.record.default_ms[block] * math.exp(ratio) for block, ratio in entry.log_ratios.items()]
+        return float(np.median(times))
+
+    def difference(self, entry: Entry, other: Entry) -> list[float]:
+        """log(t_entry / t_other) in the blocks that held both."""
+        return statistics.paired_differences(entry.log_ratios, other.log_ratios)
+
+    def surely_slower(self, entry: Entry, other: Entry, margin: float = 0.0) -> bool:
+        differences = self.difference(entry, other)
+        if len(differences) < SURE_BLOCKS:
+            return False
+        return statistics.interval_of(differences, seed=self.seed).low > margin
+
+    def chance_faster(self, entry: Entry, other: Entry, by: float = 0.0) -> float:
+        """How likely the entry is faster than the other by that much (log); 0.5 when they never met."""
+        differences = self.difference(entry, other)
+        return statistics.probability_below(differences, -by, seed=self.seed) if differences else 0.5
+
+
+def _split(order: Sequence[Tunables], block: Block) -> tuple[dict[Tunables, list[float]], dict[Tunables, Fault]]:
+    times: dict[Tunables, list[float]] = {}
+    faults: dict[Tunables, Fault] = {}
+    for plan, result in zip(order, block.results, strict=True):
+        if isinstance(result, Sample):
+            times.setdefault(plan, []).append(result.ms)
+        else:
+            faults[plan] = result
+    return times, faults
+
+
+def race(
+    arena: Arena,
+    entries: Sequence[Entry],
+    *,
+    keep: int,
+    max_blocks: int,
+    deadline: Deadline,
+    margin: float = 0.005,
+) -> list[Entry]:
+    """Successive elimination: those still standing, fastest first.
+
+    The first repetition drops what takes twice as long as the best; from SURE_BLOCKS on, what is surely slower
+    than the leader by ``margin`` goes. Ends with ``keep`` left (after SURE_BLOCKS), at ``max_blocks`` or in time.
+    """
+    alive = [entry for entry in entries if entry.fault is None and not entry.finished]
+    while alive:
+        fewest = min(len(entry.log_ratios) for entry in alive)
+        if fewest >= max_blocks or (len(alive) <= keep and fewest >= SURE_BLOCKS):
+            break
+        if not deadline.allows(arena.estimate_s(alive)) and fewest > 0:
+            break
+        if not arena.block(alive):
+            if deadline.passed():
+                break
+            continue
+        alive = _eliminate(arena, [entry for entry in alive if entry.fault is None], keep, margin)
+    return sorted((entry for entry in alive if entry.log_ratios), key=arena.median)
+
+
+def _eliminate(arena: Arena, alive: list[Entry], keep: int, margin: float) -> list[Entry]:
+    standing = sorted(alive, key=arena.median)
+    if not standing or not standing[0].log_ratios:
+        return standing
+    leader = standing[0]
+    kept: list[Entry] = []
+    for entry in standing:
+        slower_by = arena.median(entry) - arena.median(leader)
+        if entry.log_ratios and slower_by > FIRST_GATE:
+            arena.leave(entry, "more than twice as slow as the best")
+        elif len(kept) >= keep and arena.surely_slower(entry, leader, margin):
+            arena.leave(entry, "surely slower than the best")
+        else:
+            kept.append(entry)
+    return kept

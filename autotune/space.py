@@ -1,0 +1,318 @@
+"""Which plans there are for a workload: a table of knobs, and the one constraint function deciding what can run.
+
+A ``Space`` is pure: it is built from a ``Machine``, which for a real one binds ``ringattn.plan`` to its facts and
+in tests is any pair of functions. Plans that would execute the same steps are one candidate.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ringattn.workload import BranchTunables, ParamValue, Tunables, Workload
+
+Value = str | int | bool | None
+Assignment = dict[str, Value]
+
+WIDER: Mapping[str, tuple[str, ...]] = {
+    "bf16": ("bf16", "tf32", "fp32"),
+    "fp16": ("fp16", "tf32", "fp32"),
+    "fp32": ("fp32",),
+    "fp64": ("fp64",),
+}
+NARROWER: Mapping[str, tuple[str, ...]] = {"bf16": (), "fp16": (), "fp32": ("tf32", "bf16", "fp16"), "fp64": ()}
+POOL_THRESHOLDS_MIB: tuple[int | None, ...] = (None, 1, 16)
+WINDOW_MULTIPLES = (1, 2, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a space has to know of a machine: its kernels, what they refuse, and which plans are the same.
+
+    ``reasons`` is the one constraint function; ``identity`` maps a plan that can run to something equal for plans
+    with equal steps; ``params`` gives a kernel's tunable parameters for a workload and compute dtype.
+    """
+
+    kernels: tuple[str, ...]
+    reasons: Callable[[Workload, Tunables], tuple[str, ...]]
+    identity: Callable[[Workload, Tunables], Hashable]
+    params: Callable[[Workload, str, str], Mapping[str, tuple[ParamValue, ...]]] = lambda workload, kernel, dtype: {}
+    compiles: bool = False  # whether this machine can compile at all (a GPU with triton, a CPU with a compiler)
+
+
+def candidate_key(tunables: Tunables) -> str:
+    """One plan as one line of text, the same in every process: how records find it again."""
+    fields = [
+        tunables.dtype,
+        [[b.forward, b.backward, b.gather] for b in tunables.branches],
+        tunables.checkpoint,
+        tunables.window_tokens,
+        tunables.pattern_cache,
+        tunables.pool_threshold_mib,
+        tunables.pool_strategy,
+        tunables.compile,
+        tunables.schedule,
+        [list(pair) for pair in tunables.params],
+    ]
+    return json.dumps(fields, separators=(",", ":"))
+
+
+def from_key(key: str) -> Tunables:
+    """The inverse of ``candidate_key``."""
+    dtype, branches, checkpoint, window, cache, pool, strategy, compiled, schedule, params = json.loads(key)
+    return Tunables(
+        dtype=dtype,
+        branches=tuple(BranchTunables(*branch) for branch in branches),
+        checkpoint=checkpoint,
+        window_tokens=window,
+        pattern_cache=cache,
+        pool_threshold_mib=pool,
+        pool_strategy=strategy,
+        compile=compiled,
+        schedule=schedule,
+        params=tuple((name, value) for name, value in params),
+    )
+
+
+def encode(workload: Workload, tunables: Tunables) -> Assignment:
+    """A plan as values of knobs; the names are those of ``knobs_of``."""
+    assignment: Assignment = {"dtype": tunables.dtype}
+    for index, branch in enumerate(tunables.branches):
+        assignment[f"forward.{index}"] = branch.forward
+        if workload.train:
+            assignment[f"backward.{index}"] = branch.backward
+        assignment[f"gather.{index}"] = branch.gather
+    assignment |= {
+        "checkpoint": tunables.checkpoint,
+        "window_tokens": tunables.window_tokens,
+        "pattern_cache": tunables.pattern_cache,
+        "pool_threshold_mib": tunables.pool_threshold_mib,
+        "pool_strategy": tunables.pool_strategy,
+        "compile": tunables.compile,
+    }
+    return assignment | {f"param:{name}": value for name, value in tunables.params}
+
+
+def decode(workload: Workload, assignment: Mapping[str, Value]) -> Tunables:
+    """The plan of an assignment, in the plainest of the forms that mean the same.
+
+    What has no effect takes its plainest value: a backward or a checkpoint mode without gradients, a gather of rows
+    that lie together, a pool strategy without a pool, a parameter of a kernel that is not used.
+    """
+    branches = []
+    for index, branch in enumerate(workload.pattern.resolved(workload.seq_len)):
+        gather = str(assignment.get(f"gather.{index}", "view")) if branch.rate > 1 else "view"
+        backward = str(assignment[f"backward.{index}"]) if workload.train else ""
+        branches.append(BranchTunables(str(assignment[f"forward.{index}"]), backward, gather))
+    used = {b.forward for b in branches} | {b.backward for b in branches}
+    params = {
+        name.removeprefix("param:"): value
+        for name, value in assignment.items()
+        if name.startswith("param:") and value is not None and name.removeprefix("param:").rsplit(".", 1)[0] in used
+    }
+    pool = assignment.get("pool_threshold_mib")
+    window = assignment.get("window_tokens")
+    assert pool is None or isinstance(pool, int)
+    assert window is None or isinstance(window, int)
+    return Tunables(
+        dtype=str(assignment["dtype"]),
+        branches=tuple(branches),
+        checkpoint=str(assignment.get("checkpoint", "selective")) if workload.train else "selective",
+        window_tokens=window if window is None or window < workload.seq_len else None,
+        pattern_cache=bool(assignment.get("pattern_cache", True)),
+        pool_threshold_mib=pool,
+        pool_strategy=str(assignment.get("pool_strategy", "shape")) if pool is not None else "shape",
+        compile=bool(assignment.get("compile", False)),
+        params=tuple(sorted((name, value) for name, value in params.items())),
+    )
+
+
+def _window_values(workload: Workload) -> tuple[Value, ...]:
+    """Whole multiples of the largest segment, where every branch nests in it; otherwise only all at once."""
+    branches = workload.pattern.branches
+    if not branches:
+        return (None,)
+    widest = max(branch.segment for branch in branches)
+    if any(widest % branch.segment for branch in branches):
+        return (None,)
+    return (None, *(widest * n for n in WINDOW_MULTIPLES if widest * n < workload.seq_len))
+
+
+def knobs_of(
+    workload: Workload, machine: Machine, dtypes: tuple[str, ...], *, compiles: bool = False
+) -> dict[str, tuple[Value, ...]]:
+    """Every knob of a workload with its values, the plainest first; knobs with one value are left out of nothing."""
+    dilated = any(branch.rate > 1 for branch in workload.pattern.branches)
+    merged = len(workload.pattern.branches) > 1
+    knobs: dict[str, tuple[Value, ...]] = {"dtype": dtypes}
+    for index, branch in enumerate(workload.pattern.resolved(workload.seq_len)):
+        knobs[f"forward.{index}"] = machine.kernels
+        if workload.train:
+            knobs[f"backward.{index}"] = machine.kernels
+        knobs[f"gather.{index}"] = ("view", "copy") if branch.rate > 1 else ("view",)
+    knobs["checkpoint"] = ("selective", "none", "full", "offload") if workload.train else ("selective",)
+    knobs["window_tokens"] = _window_values(workload)
+    knobs["pattern_cache"] = (True, False) if dilated else (True,)
+    knobs["pool_threshold_mib"] = POOL_THRESHOLDS_MIB
+    knobs["pool_strategy"] = ("shape", "bucket")
+    knobs["compile"] = (False, True) if compiles and merged and machine.compiles else (False,)
+    for kernel in machine.kernels:
+        for dtype in dtypes:
+            for name, values in machine.params(workload, kernel, dtype).items():
+                knobs.setdefault(f"param:{kernel}.{name}", tuple(values))
+    return knobs
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One step away from a plan: the knob that was turned and the plan it gives."""
+
+    knob: str
+    tunables: Tunables
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """All plans of one workload that this machine can run, around its default plan.
+
+    ``default`` is what the runtime would do without a profile. ``kernel_plans`` are the uniform plans stage 1 races:
+    every kernel pair and dtype with everything else as in the default, the default itself first.
+    """
+
+    workload: Workload
+    machine: Machine
+    default: Tunables
+    knobs: Mapping[str, tuple[Value, ...]]
+    kernel_plans: tuple[Tunables, ...]
+    rejected: tuple[tuple[str, tuple[str, ...]], ...]  # uniform plans that cannot run, by name, and why
+    _identities: dict[Tunables, Hashable] = field(default_factory=dict, compare=False, repr=False)
+
+    def valid(self, tunables: Tunables) -> bool:
+        return self.identity(tunables) is not None
+
+    def identity(self, tunables: Tunables) -> Hashable | None:
+        """Equal for plans with equal steps; None for a plan that cannot run."""
+        if tunables not in self._identities:
+            runs = not self.machine.reasons(self.workload, tunables)
+            self._identities[tunables] = self.machine.identity(self.workload, tunables) if runs else None
+        return self._identities[tunables]
+
+    def distinct(self, plans: Iterator[Tunables]) -> Iterator[Tunables]:
+        """Those of ``plans`` that can run, each once however it is spelled."""
+        seen: set[Hashable] = set()
+        for plan in plans:
+            identity = self.identity(plan)
+            if identity is not None and identity not in seen:
+                seen.add(identity)
+                yield plan
+
+    def neighbours(self, tunables: Tunables) -> tuple[Move, ...]:
+        """Every distinct plan one knob away."""
+        here = encode(self.workload, tunables)
+        moves = []
+        seen = {self.identity(tunables)}
+        for knob, values in self.knobs.items():
+            for value in values:
+                plan = decode(self.workload, here | {knob: value})
+                identity = self.identity(plan)
+                if identity is not None and identity not in seen:
+                    seen.add(identity)
+                    moves.append(Move(knob, plan))
+        return tuple(moves)
+
+    def combine(self, base: Tunables, changes: Mapping[str, Value]) -> Tunables | None:
+        """``base`` with several knobs turned at once, or None where that cannot run."""
+        plan = decode(self.workload, encode(self.workload, base) | dict(changes))
+        return plan if self.valid(plan) else None
+
+    def all_plans(self, limit: int | None = None) -> tuple[Tunables, ...] | None:
+        """Every distinct plan; None as soon as there are more than ``limit``, or far too many to look through."""
+        spellings = 1
+        for values in self.knobs.values():
+            spellings *= len(values)
+        if limit is not None and spellings > max(20_000, 64 * limit):
+            return None
+        names = list(self.knobs)
+        every = (
+            decode(self.workload, dict(zip(names, values, strict=True)))
+            for values in itertools.product(*self.knobs.values())
+        )
+        plans = tuple(itertools.islice(self.distinct(every), None if limit is None else limit + 1))
+        return None if limit is not None and len(plans) > limit else plans
+
+    def size(self, limit: int = 4096) -> int:
+        """The number of distinct plans, or the number of spellings where counting would take too long."""
+        plans = self.all_plans(limit)
+        if plans is not None:
+            return len(plans)
+        spellings = 1
+        for values in self.knobs.values():
+            spellings *= len(values)
+        return spellings
+
+    def searched(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """The knobs with more than one value, as text."""
+        return tuple((name, tuple(map(_text, values))) for name, values in self.knobs.items() if len(values) > 1)
+
+
+def _text(value: Value) -> str:
+    return "off" if value is None or value is False else "on" if value is True else str(value)
+
+
+def _uniform_plans(
+    workload: Workload, machine: Machine, default: Tunables, dtypes: tuple[str, ...]
+) -> Iterator[tuple[str, Tunables]]:
+    """Every kernel pair on all branches, by name."""
+    base = encode(workload, default)
+    backwards: tuple[str, ...] = machine.kernels if workload.train else ("",)
+    for dtype, forward, backward in itertools.product(dtypes, machine.kernels, backwards):
+        turned: Assignment = {"dtype": dtype}
+        for index in range(len(default.branches)):
+            turned[f"forward.{index}"] = forward
+            turned[f"backward.{index}"] = backward
+        plan = decode(workload, base | turned)
+        kernels = f"{forward}/{backward}" if backward else forward
+        yield f"{kernels} {dtype}", plan
+
+
+def build_space(
+    workload: Workload, machine: Machine, default: Tunables, dtypes: tuple[str, ...], *, compiles: bool = False
+) -> Space:
+    """The space of ``workload`` for these compute dtypes, around ``default`` (which must be able to run)."""
+    knobs = knobs_of(workload, machine, dtypes, compiles=compiles)
+    space = Space(workload, machine, default, knobs, (), ())
+    assert space.valid(default), f"the default plan cannot run: {machine.reasons(workload, default)}"
+    rejected, plans = [], [default]
+    for name, plan in _uniform_plans(workload, machine, default, dtypes):
+        reasons = machine.reasons(workload, plan)
+        if reasons and any(branch.rate > 1 for branch in workload.pattern.branches):
+            # A kernel that cannot read rows in place may still run on copied ones.
+            copied = {f"gather.{index}": "copy" for index in range(len(default.branches))}
+            plan = decode(workload, encode(workload, plan) | copied)
+            reasons = machine.reasons(workload, plan)
+        if reasons:
+            rejected.append((name, reasons))
+        else:
+            plans.append(plan)
+    knobs = _within_reach(knobs, workload, plans)
+    return Space(workload, machine, default, knobs, tuple(space.distinct(iter(plans))), tuple(rejected))
+
+
+def _within_reach(
+    knobs: Mapping[str, tuple[Value, ...]], workload: Workload, plans: Sequence[Tunables]
+) -> dict[str, tuple[Value, ...]]:
+    """The knobs without values that no plan can use (they would only cost the sampler asks), with all that one has."""
+    taken: dict[str, dict[Value, None]] = {}
+    for plan in plans:
+        for name, value in encode(workload, plan).items():
+            taken.setdefault(name, {})[value] = None
+    kernels = {str(value) for name in taken if name.startswith(("forward.", "backward.")) for value in taken[name]}
+    reached: dict[str, tuple[Value, ...]] = {}
+    for name, values in knobs.items():
+        if name == "dtype" or name.startswith(("forward.", "backward.")):
+            reached[name] = tuple(value for value in values if value in taken[name])
+        elif not name.startswith("param:") or name.removeprefix("param:").rsplit(".", 1)[0] in kernels:
+            reached[name] = tuple(dict.fromkeys((*values, *taken.get(name, ()))))
+    return reached

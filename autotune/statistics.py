@@ -1,0 +1,121 @@
+"""Robust statistics of paired timings: medians, bootstrap intervals, noise. Pure functions of numbers and a seed.
+
+Every timing enters as the logarithm of a ratio taken inside one block, so that drift of the clock and load that
+lasts longer than a block cancel; medians ignore the outliers that are left.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Samples = NDArray[np.float64]
+
+RESAMPLES = 1000
+_MAD_TO_SIGMA = 1.4826  # of a normal distribution
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A median of log-ratios with its bootstrap interval; ``count`` paired repetitions stand behind it."""
+
+    low: float
+    median: float
+    high: float
+    count: int
+
+    @property
+    def half_width(self) -> float:
+        return (self.high - self.low) / 2
+
+    @property
+    def ratio(self) -> float:
+        return math.exp(self.median)
+
+    @property
+    def ratio_low(self) -> float:
+        return math.exp(self.low)
+
+    @property
+    def ratio_high(self) -> float:
+        return math.exp(self.high)
+
+
+@functools.lru_cache(maxsize=256)
+def _resampling(count: int, resamples: int, seed: int) -> NDArray[np.intp]:
+    rng = np.random.default_rng((seed, count))
+    return rng.integers(0, count, size=(resamples, count))
+
+
+def bootstrap_medians(log_ratios: Sequence[float], *, seed: int, resamples: int = RESAMPLES) -> Samples:
+    """The medians of ``resamples`` resamplings, sorted; the same for the same seed and samples."""
+    values = np.asarray(log_ratios, dtype=np.float64)
+    assert values.size > 0, "a median of nothing was asked for"
+    return np.sort(np.median(values[_resampling(values.size, resamples, seed)], axis=1))
+
+
+def interval_of(log_ratios: Sequence[float], *, seed: int, level: float = 0.95) -> Interval:
+    """Median and percentile-bootstrap interval. One sample has no width that can be known: it is infinite."""
+    count = len(log_ratios)
+    median = float(np.median(np.asarray(log_ratios, dtype=np.float64)))
+    if count < 2:
+        return Interval(-math.inf, median, math.inf, count)
+    medians = bootstrap_medians(log_ratios, seed=seed)
+    tail = (1 - level) / 2
+    low, high = np.quantile(medians, [tail, 1 - tail])
+    return Interval(float(min(low, median)), median, float(max(high, median)), count)
+
+
+def probability_below(log_ratios: Sequence[float], threshold: float = 0.0, *, seed: int) -> float:
+    """The share of bootstrap medians under ``threshold``: how likely the candidate is faster than that."""
+    medians = bootstrap_medians(log_ratios, seed=seed)
+    below = np.searchsorted(medians, threshold, side="left")
+    up_to = np.searchsorted(medians, threshold, side="right")
+    return float(below + up_to) / (2 * medians.size)
+
+
+def paired_differences(candidate: Mapping[int, float], other: Mapping[int, float]) -> list[float]:
+    """candidate minus other in the blocks that hold both, in block order; values are log-ratios to one default."""
+    return [candidate[block] - other[block] for block in sorted(candidate.keys() & other.keys())]
+
+
+def robust_sigma(values: Iterable[float]) -> float:
+    """A standard deviation that up to half of the values cannot spoil (median absolute deviation)."""
+    array = np.asarray(list(values), dtype=np.float64)
+    if array.size < 2:
+        return math.inf
+    return float(_MAD_TO_SIGMA * np.median(np.abs(array - np.median(array))))
+
+
+def noise_floor(repeated_log_ratios: Sequence[float]) -> float:
+    """The standard deviation of one paired log-ratio when a plan is timed against itself.
+
+    The true ratio is known to be 0 there, so the deviations are taken from 0. A quarter of the values may be
+    outliers.
+    """
+    array = np.abs(np.asarray(repeated_log_ratios, dtype=np.float64))
+    if array.size < 2:
+        return math.inf
+    return float(_MAD_TO_SIGMA * np.median(array))
+
+
+def trend(values: Sequence[float]) -> float:
+    """Relative change from the first to the second half of ``values`` (medians): the drift a warm-up must outlast."""
+    if len(values) < 4:
+        return math.inf
+    half = len(values) // 2
+    first, second = float(np.median(values[:half])), float(np.median(values[half:]))
+    return math.log(second / first)
+
+
+def blocks_needed(sigma: float, half_width: float) -> int:
+    """How many paired blocks a 95 % interval of the median needs to be as narrow as ``half_width`` either way."""
+    if not math.isfinite(sigma):
+        return 2
+    median_efficiency = 2 / math.pi
+    return max(2, math.ceil((1.96 * sigma / half_width) ** 2 / median_efficiency))

@@ -33,6 +33,34 @@ OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
     "flash_attn.cute": ("flash-attn-4",),
     "xformers": ("xformers",),
 }
+_BOX_SIZES_GIB = (
+    2,
+    3,
+    4,
+    5,
+    6,
+    8,
+    10,
+    11,
+    12,
+    16,
+    20,
+    24,
+    32,
+    40,
+    48,
+    64,
+    72,
+    80,
+    94,
+    96,
+    128,
+    141,
+    144,
+    180,
+    192,
+    288,
+)
 _UNMEASURED = {
     "xpu": "Intel GPUs (XPU)",
     "mps": "Apple GPUs (MPS)",
@@ -142,10 +170,9 @@ def fingerprint_name(facts: HardwareFacts) -> str:
 
 
 def _nominal_gib(memory_mib: int) -> int:
-    """The size on the box: drivers keep up to 3 % of it, and boxes come in multiples of 8 mostly."""
+    """The size on the box, of which drivers keep up to 4 %."""
     gib = memory_mib / 1024
-    nominal = 8 * round(gib / 8)
-    return nominal if nominal and abs(gib - nominal) <= 0.03 * nominal else round(gib)
+    return next((size for size in _BOX_SIZES_GIB if 0.96 * size <= gib <= size), round(gib))
 
 
 # --- the edge ---------------------------------------------------------------------------------------------------

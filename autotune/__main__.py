@@ -1,0 +1,7 @@
+"""``python -m autotune`` is ``ringtune``, also where nothing is installed."""
+
+import sys
+
+from .cli import main
+
+sys.exit(main())

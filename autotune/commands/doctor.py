@@ -1,0 +1,148 @@
+"""``ringtune doctor``: what this machine can run, and what would make it run more."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..exit_codes import ExitCode
+from .options import device_option, json_option
+
+STATE_STYLES = {"works": "green", "broken": "red", "wrong": "red", "unavailable": "dim"}
+
+
+@click.command(short_help="Show what this machine can run.")
+@device_option
+@json_option
+def doctor(device: str | None, as_json: bool) -> None:
+    """Show the machine, its profiles, and every attention kernel: works, or why not.
+
+    Each kernel that says it can run is run once on a tiny input, in a process
+    of its own, and compared with float64. Exit code 1 when none works or one
+    gives wrong numbers.
+    """
+    from ringattn.hardware import detect
+
+    from ..doctor import diagnose, run_trials
+    from ..terminal import console, emit_json
+
+    facts = detect(device)
+    kernels = diagnose(facts, lambda trials: run_trials(trials, torch_device(facts.vendor, device)))
+    places = search_path_contents()
+    if as_json:
+        emit_json({"facts": facts, "search_path": places, "resolution": _resolution(device), "kernels": kernels})
+    else:
+        console().print(doctor_summary(facts, places, _resolution(device), kernels))
+    if not any(k.state == "works" for k in kernels) or any(k.state == "wrong" for k in kernels):
+        raise click.exceptions.Exit(ExitCode.ERROR)
+
+
+def torch_device(vendor: str, device: str | None) -> str:
+    """The device string for a child process: what was asked for, or what detection settled on."""
+    return device or ("cpu" if vendor == "cpu" else "cuda")
+
+
+def search_path_contents() -> list[dict[str, object]]:
+    """Every place that profiles are looked for, in order, with the files there and whether each can be read."""
+    from ringattn.errors import ProfileError
+    from ringattn.profile_io import load_profile
+    from ringattn.resolve import search_paths
+
+    places: list[dict[str, object]] = []
+    for origin, place in search_paths(os.environ, Path.home()):
+        try:
+            files = (
+                [place] if place.is_file() else sorted(p for p in place.glob("*.y*ml") if p.suffix in (".yaml", ".yml"))
+            )
+        except OSError as error:
+            places.append({"origin": origin, "path": str(place), "exists": True, "error": error.strerror, "files": []})
+            continue
+        contents = []
+        for file in files:
+            try:
+                contents.append({"file": file.name, "source": load_profile(file).source, "error": ""})
+            except ProfileError as error:
+                contents.append({"file": file.name, "source": "", "error": str(error).removeprefix(f"{file}: ")})
+        places.append({"origin": origin, "path": str(place), "exists": place.exists(), "error": "", "files": contents})
+    return places
+
+
+def _resolution(device: str | None) -> dict[str, object]:
+    """What resolves here; a file that was named and cannot be used is an answer too, not the end of the diagnosis."""
+    from ringattn.errors import ProfileError
+
+    from .locate import resolve_here
+
+    try:
+        resolution, _ = resolve_here(device)
+    except ProfileError as error:
+        return {"path": "", "tier": "", "error": str(error)}
+    return {"path": resolution.path, "tier": resolution.tier, "error": ""}
+
+
+def doctor_summary(facts: Any, places: list[dict[str, Any]], resolution: dict[str, Any], kernels: Any) -> Any:
+    """The diagnosis as tables for the terminal."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    from ..terminal import format_bytes, plain
+    from .locate import TIER_MEANINGS
+
+    machine = Table.grid(padding=(0, 2))
+    memory = format_bytes(facts.memory_mib * 2**20)
+    cores = "cores" if facts.vendor == "cpu" else "SMs"
+    for label, value in (
+        ("device", f"{facts.device_name} ({facts.sku}, {facts.arch})"),
+        (
+            "size",
+            f"{facts.sm_count} {cores}, {memory}, L2 {format_bytes(facts.l2_mib * 2**20)}",
+        ),
+        ("software", ", ".join(f"{name} {version}" for name, version in facts.software)),
+        ("optional packages", ", ".join(facts.packages) or "none found"),
+    ):
+        machine.add_row(Text(label, style="dim"), plain(value))
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("Kernel", no_wrap=True)
+    table.add_column("State", no_wrap=True)
+    table.add_column("What happened, and what would help", overflow="fold")
+    for kernel in kernels:
+        told = [
+            kernel.detail,
+            *([f"-> {kernel.remedy}"] if kernel.remedy else []),
+            *([f"({kernel.note})"] if kernel.note else []),
+        ]
+        table.add_row(
+            kernel.kernel, Text(kernel.state, style=STATE_STYLES[kernel.state]), Text("\n".join(map(plain, told)))
+        )
+    parts: list[Any] = [Text("Machine", style="bold"), machine, Text(""), Text("Kernels", style="bold"), table]
+    parts.append(Text("Profiles, in search order", style="bold"))
+    for place in places:
+        state = (
+            ""
+            if place["files"]
+            else ": cannot be read"
+            if place["error"]
+            else ": empty"
+            if place["exists"]
+            else ": not there"
+        )
+        parts.append(Text(f"  {place['origin']:<9} {plain(place['path'])}{state}"))
+        for file in place["files"]:
+            fault = file["error"]
+            parts.append(
+                Text(
+                    f"            - {plain(file['file'])}: {plain(fault or file['source'])}",
+                    style="red" if fault else "dim",
+                )
+            )
+    tier = resolution["tier"]
+    verdict = f"{resolution['path']}: tier {tier} ({TIER_MEANINGS[tier]})" if tier else resolution["error"]
+    parts += [Text(""), Text("In use", style="bold"), Text(f"  {plain(verdict)}")]
+    if tier == "heuristic":
+        parts.append(Text("  `ringtune probe` measures this machine and replaces it", style="dim"))
+    return Group(*parts)

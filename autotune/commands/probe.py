@@ -1,0 +1,228 @@
+"""``ringtune probe``: measure this machine and write its profile."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..exit_codes import ExitCode, ProbeFailure
+from .options import (
+    POSITIVE,
+    check_pattern,
+    check_shape,
+    device_option,
+    json_option,
+    mebibytes,
+    pattern_options,
+    positive_number,
+    shape_options,
+)
+
+if TYPE_CHECKING:
+    from ringattn.workload import Mode
+
+    from ..probe import DryRun, ProbeResult
+
+MODES: dict[str, tuple[Mode, ...]] = {"train": ("train",), "infer": ("infer",), "both": ("train", "infer")}
+
+
+@click.command(short_help="Measure this machine and write its profile.")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File to write.  [default: the user's profile folder, named after the machine]",
+)
+@click.option(
+    "--effort",
+    type=click.Choice(["quick", "standard", "full"]),
+    default="standard",
+    show_default=True,
+    help="How long to search.",
+)
+@click.option(
+    "--budget", type=positive_number, metavar="SECONDS", help="Seconds to spend.  [default: what --effort says]"
+)
+@click.option(
+    "--mode",
+    type=click.Choice(list(MODES)),
+    default="both",
+    show_default=True,
+    help="With gradients, without, or both.",
+)
+@click.option("--causal/--no-causal", default=None, help="Causal attention or full.  [default: what the grid says]")
+@click.option(
+    "--seq-len", type=POSITIVE, metavar="N", multiple=True, help="A length to measure; repeatable.  [default: the grid]"
+)
+@shape_options()
+@pattern_options
+@click.option(
+    "--precision",
+    type=click.Choice(["auto", "bf16", "fp16", "tf32", "fp32"]),
+    default="auto",
+    show_default=True,
+    help="Dtype to compute in; auto measures all that pass the error bound.",
+)
+@click.option(
+    "--max-error", type=positive_number, metavar="RATIO", help="Largest relative error against float64 to accept."
+)
+@click.option("--varied-lengths", is_flag=True, help="Lengths vary from call to call: let first-call cost count.")
+@click.option(
+    "--memory-limit", type=mebibytes, metavar="MIB", help="Workspace a plan may use, in MiB; 24GiB works too."
+)
+@click.option(
+    "--prefer",
+    type=click.Choice(["time", "memory", "balanced"]),
+    default="time",
+    show_default=True,
+    help="Which end of the time/memory front to choose.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    metavar="N",
+    default=0,
+    show_default=True,
+    help="Fixes order, inputs, sampling.",
+)
+@device_option
+@click.option(
+    "--resume/--fresh", default=True, show_default=True, help="Go on from an interrupted probe, or start over."
+)
+@click.option("--dry-run", is_flag=True, help="Print the cells, the space and the estimate; measure nothing.")
+@json_option
+def probe(as_json: bool, **options: Any) -> None:
+    """Measure attention on this machine and write its hardware profile.
+
+    With no options it covers a sensible grid: several lengths, training and
+    inference, dense causal attention and a LongNet pattern. Ctrl-C loses
+    nothing: the same command goes on where it stopped.
+
+    \b
+        ringtune probe
+        ringtune probe --effort quick --output this-machine.yaml
+        ringtune probe --seq-len 8192 --heads 32 --kv-heads 8 --head-dim 128 --causal
+    """
+    check_shape(options["heads"], options["kv_heads"])
+    check_pattern(options["segment_lengths"], options["dilation_rates"])
+    if options["output"] is not None and not options["dry_run"]:
+        check_writable(options["output"])
+
+    from ..probe import ProbeRequest, run_probe
+    from ..progress import probe_observer
+
+    request = ProbeRequest(
+        output=options["output"],
+        effort=options["effort"],
+        budget_s=options["budget"],
+        modes=MODES[options["mode"]],
+        causal=options["causal"],
+        seq_lens=options["seq_len"],
+        batch_size=options["batch_size"],
+        heads=options["heads"],
+        kv_heads=options["kv_heads"],
+        head_dim=options["head_dim"],
+        segment_lengths=options["segment_lengths"],
+        dilation_rates=options["dilation_rates"],
+        precision=options["precision"],
+        max_error=options["max_error"],
+        varied_lengths=options["varied_lengths"],
+        memory_limit_mib=options["memory_limit"],
+        prefer=options["prefer"],
+        seed=options["seed"],
+        device=options["device"],
+        resume=options["resume"],
+        dry_run=options["dry_run"],
+    )
+    with probe_observer() as observer:
+        result = run_probe(request, observer)
+    _print_result(result, as_json)
+    if result.inconclusive:
+        raise click.exceptions.Exit(ExitCode.INCONCLUSIVE)
+
+
+def check_writable(output: Path) -> None:
+    """Raise ProbeFailure now rather than after minutes of measuring, when ``output`` cannot be written later."""
+    folder = output.parent
+    if not folder.is_dir():
+        raise ProbeFailure(
+            f"{output}: the folder {folder} does not exist; make it (mkdir -p) or choose another --output"
+        )
+    if output.is_dir():
+        raise ProbeFailure(f"{output}: is a folder; --output names a file")
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".ringtune-"):
+            pass
+    except OSError as error:
+        raise ProbeFailure(f"{output}: cannot write in {folder} ({error.strerror}); choose another --output") from error
+
+
+def _print_result(result: ProbeResult, as_json: bool) -> None:
+    from ..terminal import console, emit_json, format_duration, warn
+
+    if as_json:
+        emit_json(probe_document(result))
+    elif result.dry_run is not None:
+        console().print(dry_run_summary(result.dry_run))
+    elif result.profile is not None:
+        from ..report import terminal_summary
+
+        console().print(terminal_summary(result.profile))
+        done = "verified" if result.verified else "written"
+        click.echo(f"\nProfile {done} in {format_duration(result.elapsed_s)}: {result.profile_path}")
+        click.echo("RingAttention(profile='auto') uses it from now on; 'ringtune report' makes a page of it.")
+    for line in result.inconclusive:
+        warn(f"inconclusive: {line}")
+    if result.inconclusive:
+        warn("the profile leaves those cells at their default; probe again when the machine is quiet")
+
+
+def probe_document(result: ProbeResult) -> dict[str, object]:
+    """What ``probe --json`` prints: where the profile is and how every cell ended; the file holds the rest."""
+    return {
+        "profile_path": result.profile_path,
+        "verified": result.verified,
+        "elapsed_s": result.elapsed_s,
+        "cells": result.cells,
+        "inconclusive": result.inconclusive,
+        "dry_run": result.dry_run,
+    }
+
+
+def dry_run_summary(dry_run: DryRun) -> Any:
+    """The cells, the space and the estimate as tables."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    from ..terminal import format_duration, plain, plural
+
+    cells = Table(
+        title=f"{plural(len(dry_run.cells), 'cell')}, about {format_duration(dry_run.estimate_s)}", title_justify="left"
+    )
+    cells.add_column("Workload", overflow="fold")
+    cells.add_column("Kernels raced", overflow="fold")
+    cells.add_column("Plans", justify="right")
+    cells.add_column("Estimate", justify="right", no_wrap=True)
+    reasons: dict[str, set[str]] = {}
+    for cell in dry_run.cells:
+        kernels = ", ".join(cell.kernels) or "none"
+        cells.add_row(plain(cell.workload), plain(kernels), str(cell.candidates), format_duration(cell.estimate_s))
+        for name, why in cell.rejected:
+            reasons.setdefault(name, set()).update(why)
+    space = Table(title="Searched", title_justify="left")
+    space.add_column("Tunable")
+    space.add_column("Values", overflow="fold")
+    for name, values in dry_run.tunables:
+        space.add_row(plain(name), plain(", ".join(values)))
+    parts: list[Any] = [cells, Text(""), space]
+    if reasons:
+        rejected = Table(title="Ruled out beforehand", title_justify="left")
+        rejected.add_column("Kernel")
+        rejected.add_column("Reason", overflow="fold")
+        for name, whys in reasons.items():
+            rejected.add_row(plain(name), plain("; ".join(sorted(whys))))
+        parts += [Text(""), rejected]
+    return Group(*parts)

@@ -1,0 +1,102 @@
+"""``ringtune validate``: is a file a profile, and can it run here?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ..exit_codes import ExitCode
+from .options import device_option, json_option
+
+if TYPE_CHECKING:
+    from ringattn.hardware import HardwareFacts
+    from ringattn.profile import Profile
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One file: what is wrong with its form (one line), and with ``--here`` what cannot run on this machine."""
+
+    file: str
+    ok: bool
+    error: str = ""
+    plans: int = 0
+    tier: str = ""
+    problems: tuple[str, ...] = ()
+
+
+@click.command(short_help="Check profiles, with --here on this machine.")
+@click.argument("profiles", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--here", is_flag=True, help="Also check that every plan can run on this machine.")
+@device_option
+@json_option
+def validate(profiles: tuple[Path, ...], here: bool, device: str | None, as_json: bool) -> None:
+    """Check the form of PROFILES, and with --here whether they can run on this machine.
+
+    Good files are named on stdout, faults on stderr: one line with the file
+    and the key inside it. Exit code 1 when any file has one.
+
+    \b
+        ringtune validate profiles/*.yaml
+        ringtune validate --here this-machine.yaml
+    """
+    from ..terminal import emit_json, plain, plural, warn
+
+    if device is not None and not here:
+        raise click.UsageError("--device needs --here: the form of a file does not depend on a device")
+    facts = None
+    if here:
+        from ringattn.hardware import detect
+
+        facts = detect(device)
+    verdicts = [judge(path, facts) for path in profiles]
+    if as_json:
+        emit_json(verdicts)
+    for verdict in verdicts if not as_json else ():
+        if verdict.error:
+            warn(f"Error: {verdict.error}")
+        for problem in verdict.problems:
+            warn(f"Error: {verdict.file}: {problem}")
+        if verdict.ok:
+            where = f", runs here (tier {verdict.tier})" if here else ""
+            click.echo(f"ok  {plain(verdict.file)}: {plural(verdict.plans, 'plan')}{where}")
+    if not all(verdict.ok for verdict in verdicts):
+        raise click.exceptions.Exit(ExitCode.ERROR)
+
+
+def judge(path: Path, facts: HardwareFacts | None) -> Verdict:
+    """The verdict on one file; ``facts`` None checks the form alone."""
+    from ringattn.errors import ProfileError
+    from ringattn.profile_io import load_profile
+
+    try:
+        profile = load_profile(path)
+    except ProfileError as error:
+        return Verdict(str(path), ok=False, error=str(error))
+    if facts is None:
+        return Verdict(str(path), ok=True, plans=len(profile.plans))
+    tier, problems = problems_here(profile, str(path), facts)
+    return Verdict(str(path), not problems, plans=len(profile.plans), tier=tier, problems=problems)
+
+
+def problems_here(profile: Profile, path: str, facts: HardwareFacts) -> tuple[str, tuple[str, ...]]:
+    """The tier of a profile on a machine, and why it or which of its plans cannot run there."""
+    from ringattn.errors import ProfileError
+    from ringattn.plan import rejection_reasons
+    from ringattn.resolve import Located, resolve
+
+    try:
+        tier = resolve((Located(path, profile, "argument"),), facts).tier
+    except ProfileError as error:
+        return "", (str(error).removeprefix(f"{path}: "),)
+    problems = []
+    for number, entry in enumerate(profile.plans):
+        if entry.choice is None:
+            continue
+        reasons = rejection_reasons(entry.workload, entry.choice.tunables, facts)
+        if reasons:
+            problems.append(f"plans[{number}] ({entry.workload}) cannot run here: {'; '.join(reasons)}")
+    return tier, tuple(problems)

@@ -1,0 +1,71 @@
+"""``ringtune verify``: are the recorded winners still winners on this machine?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..exit_codes import ExitCode
+from .options import device_option, json_option, positive_number, profile_argument
+
+
+@click.command(short_help="Check that recorded winners still win.")
+@profile_argument
+@click.option(
+    "--effort",
+    type=click.Choice(["quick", "standard", "full"]),
+    default="quick",
+    show_default=True,
+    help="How long to re-time.",
+)
+@click.option(
+    "--budget", type=positive_number, metavar="SECONDS", help="Seconds to spend.  [default: what --effort says]"
+)
+@click.option(
+    "--seed", type=click.IntRange(min=0), metavar="N", default=0, show_default=True, help="Fixes order and inputs."
+)
+@device_option
+@json_option
+def verify(
+    profile: Path | None, effort: Any, budget: float | None, seed: int, device: str | None, as_json: bool
+) -> None:
+    """Re-time the recorded winners of PROFILE, without searching again.
+
+    PROFILE is the one this machine resolves unless given. Exit code 5 says
+    that some winner no longer wins: probe again.
+    """
+    from ..probe import ProbeRequest, verify_profile
+    from ..progress import probe_observer
+    from ..terminal import emit_json, format_duration, plural, warn
+    from .locate import chosen_profile_path
+
+    path = chosen_profile_path(profile, device)
+    request = ProbeRequest(output=path, effort=effort, budget_s=budget, seed=seed, device=device)
+    with probe_observer() as observer:
+        result = verify_profile(path, request, observer)
+    if as_json:
+        emit_json(
+            {
+                "profile_path": path,
+                **{name: getattr(result, name) for name in ("stale", "cells", "elapsed_s", "inconclusive")},
+            }
+        )
+    else:
+        for cell in result.cells:
+            state = "stale" if cell.stale else "holds"
+            click.echo(f"{state}  {cell.workload}" + (f"  ({cell.note})" if cell.note else ""))
+        verdict = (
+            f"{plural(len(result.stale), 'winner')} no longer winning" if result.stale else "every winner still wins"
+        )
+        click.echo(f"{path}: {verdict} ({plural(len(result.cells), 'cell')}, {format_duration(result.elapsed_s)})")
+    for line in result.stale:
+        warn(f"stale: {line}")
+    for line in result.inconclusive:
+        warn(f"inconclusive: {line}")
+    if result.stale:
+        warn("probe again: ringtune probe --fresh")
+        raise click.exceptions.Exit(ExitCode.STALE)
+    if result.inconclusive:
+        raise click.exceptions.Exit(ExitCode.INCONCLUSIVE)

@@ -1,0 +1,235 @@
+"""Why this plan, for this workload, on this machine: one value that holds the whole answer. Pure, but for imports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from ringattn.profile import Choice, Evidence, Failure, PlanEntry
+    from ringattn.setup import Setup
+    from ringattn.table import PlanTable, Row
+    from ringattn.workload import Tunables, Workload
+
+Direction = Literal["forward", "backward", "both"]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelVerdict:
+    """One kernel that is not in the plan for one direction. No reasons: it could run and was not chosen."""
+
+    kernel: str
+    direction: Direction
+    reasons: tuple[str, ...]
+    evidence: str = ""  # what the profile knows of it, for a kernel that could run
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """The decision and everything it rests on. ``tunables`` None: refused, and ``refusal`` says why."""
+
+    workload: Workload
+    device_name: str
+    path: str
+    tier: str
+    trace: tuple[str, ...]
+    bucket: int | None
+    origin: str
+    tunables: Tunables | None
+    refusal: str
+    evidence: Evidence | None
+    gave_way: str  # plans of the profile that came first and cannot run here, with their reasons
+    kernels: tuple[KernelVerdict, ...]
+    failures: tuple[Failure, ...]
+    why: str
+
+
+def explain_workload(workload: Workload, setup: Setup, table: PlanTable) -> Explanation:
+    """The runtime's own answer for ``workload`` (its table is asked, nothing is decided here), taken apart."""
+    row = table.plan_at(workload.seq_len, workload.dtype, workload.train, workload.batch)
+    entry = _entry_of(setup.entries, row)
+    tunables = row.plan.tunables if row.plan is not None else None
+    chosen = _choice_of(entry, tunables)
+    return Explanation(
+        workload=workload,
+        device_name=setup.facts.device_name,
+        path=setup.resolution.path if setup.resolution is not None else "",
+        tier=setup.resolution.tier if setup.resolution is not None else "heuristic",
+        trace=setup.trace,
+        bucket=row.bucket,
+        origin=row.origin,
+        tunables=tunables,
+        refusal=str(row.refusal) if row.refusal is not None else "",
+        evidence=chosen.evidence if chosen is not None else None,
+        gave_way=row.note,
+        kernels=_kernel_verdicts(workload, tunables, setup, entry),
+        failures=entry.failures if entry is not None else (),
+        why=_why(row, setup, entry, chosen),
+    )
+
+
+def _entry_of(entries: tuple[PlanEntry, ...], row: Row) -> PlanEntry | None:
+    key = (row.bucket, row.dtype, row.mode)
+    return next((e for e in entries if (e.workload.seq_len, e.workload.dtype, e.workload.mode) == key), None)
+
+
+def _choice_of(entry: PlanEntry | None, tunables: Tunables | None) -> Choice | None:
+    if entry is None:
+        return None
+    recorded = (entry.choice, *entry.runners_up, *entry.front, entry.auto, entry.default)
+    return next((c for c in recorded if c is not None and c.tunables == tunables), None)
+
+
+def _why(row: Row, setup: Setup, entry: PlanEntry | None, chosen: Choice | None) -> str:
+    from .report import Speedup, kept_default
+    from .terminal import format_length
+
+    lengths = sorted(
+        {e.workload.seq_len for e in setup.entries if (e.workload.dtype, e.workload.mode) == (row.dtype, row.mode)}
+    )
+    if row.plan is None:
+        return "nothing that is allowed can run this workload"
+    if row.origin.startswith("heuristic"):
+        if row.bucket is not None:
+            return "no plan of the profile can run here, so the rule of the heuristic decides"
+        if lengths:
+            measured = f"{format_length(lengths[0])} to {format_length(lengths[-1])}"
+            return f"the profile measured {measured} of this kind, this length is outside; the heuristic decides"
+        if setup.resolution is None or setup.resolution.profile is None:
+            return "no measured profile serves this machine; the heuristic decides"
+        return (
+            "the profile measured nothing of this kind (pattern, causal, head_dim, mode, dtype); the heuristic decides"
+        )
+    assert row.bucket is not None
+    near = f"the nearest measured length is {format_length(row.bucket)}"
+    if entry is None or chosen is None or chosen.evidence is None:
+        return near
+    if chosen.tunables != (entry.choice.tunables if entry.choice else None):
+        return f"{near}; the first plan there cannot run here, this is the next"
+    if kept_default(entry):
+        return f"{near}; nothing beat the default there by more than the noise"
+    return f"{near}; measured {Speedup.of(chosen.evidence)} as fast as the default there"
+
+
+def _kernel_verdicts(
+    workload: Workload, tunables: Tunables | None, setup: Setup, entry: PlanEntry | None
+) -> tuple[KernelVerdict, ...]:
+    """Every kernel of the table and direction that the plan does not use."""
+    from ringattn.kernels import KERNELS
+
+    directions: tuple[Direction, ...] = ("forward", "backward") if workload.train else ("forward",)
+    verdicts = []
+    for direction in directions:
+        used = {getattr(branch, direction) for branch in tunables.branches} if tunables is not None else set()
+        for name in KERNELS:
+            if name in used:
+                continue
+            reasons = _reasons(name, direction, workload, tunables, setup)
+            known = "" if reasons else _known_of(name, direction, entry)
+            verdicts.append(KernelVerdict(name, direction, reasons, known))
+    return _merged(verdicts)
+
+
+def _merged(verdicts: list[KernelVerdict]) -> tuple[KernelVerdict, ...]:
+    """One row for a kernel of which the same is true in both directions."""
+    merged: dict[tuple[str, tuple[str, ...], str], KernelVerdict] = {}
+    for verdict in verdicts:
+        key = (verdict.kernel, verdict.reasons, verdict.evidence)
+        merged[key] = replace(verdict, direction="both") if key in merged else verdict
+    return tuple(merged.values())
+
+
+def _reasons(
+    name: str, direction: Direction, workload: Workload, tunables: Tunables | None, setup: Setup
+) -> tuple[str, ...]:
+    """Why a kernel cannot serve every branch in this direction, in the plan's dtype; each reason once."""
+    from ringattn.plan import kernel_need, kernel_reasons
+
+    dtype = tunables.dtype if tunables is not None else setup.policy.dtype_for(workload.dtype)
+    found: list[str] = []
+    for number in range(len(workload.pattern.resolved(workload.seq_len))):
+        need = kernel_need(
+            workload,
+            number,
+            dtype,
+            arch=setup.facts.arch,
+            vendor=setup.facts.vendor,
+            gather=tunables.branches[number].gather if tunables is not None else "view",
+            window_tokens=tunables.window_tokens if tunables is not None else None,
+            backward=direction == "backward",
+        )
+        found += kernel_reasons(name, need, setup.facts)
+    return tuple(dict.fromkeys(found))
+
+
+def _known_of(name: str, direction: Direction, entry: PlanEntry | None) -> str:
+    """What the profile recorded of a kernel in one direction: its best plan, a failure, or nothing."""
+    from .probe import describe
+    from .report import recorded_choices, relative_time
+    from .terminal import format_factor
+
+    if entry is None:
+        return "could run; nothing was measured for this workload"
+    best: tuple[float, Choice] | None = None
+    for choice in recorded_choices(entry):
+        ratio = relative_time(choice, entry)
+        if ratio is None or name not in {getattr(branch, direction) for branch in choice.tunables.branches}:
+            continue
+        if best is None or ratio < best[0]:
+            best = (ratio, choice)
+    if best is not None:
+        return (
+            f"could run; measured {format_factor(best[0])} the time of the chosen plan ({describe(best[1].tunables)})"
+        )
+    failed = next((f for f in entry.failures if name in f.candidate), None)
+    if failed is not None:
+        return f"could run, but failed when measured: {failed.kind}: {failed.message}"
+    return "could run; slower when measured, and not kept in the profile"
+
+
+def explanation_summary(explanation: Explanation) -> RenderableType:
+    """The explanation as a person reads it."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    from .probe import describe
+    from .terminal import format_bytes, format_ms, plain
+
+    e = explanation
+    plan = describe(e.tunables) if e.tunables is not None else f"refused: {e.refusal}"
+    rows = [
+        ("Workload", str(e.workload)),
+        ("Machine", e.device_name),
+        ("Profile", f"{e.path or 'built in'} (tier {e.tier})"),
+    ]
+    rows += [("Plan", f"{plan}  [{e.origin}]"), ("Why", e.why)]
+    if e.evidence is not None:
+        v = e.evidence
+        measured = f"{format_ms(v.median_ms)} (first call {format_ms(v.first_call_ms)}), {v.blocks} paired blocks"
+        rows.append(("Evidence", f"{measured}, peak {format_bytes(v.peak_bytes)}, error {v.error:.1e}"))
+    if e.gave_way:
+        rows.append(("Gave way", e.gave_way))
+    head = Table.grid(padding=(0, 2))
+    for label, value in rows:
+        head.add_row(Text(label, style="bold"), Text(plain(value)))
+    parts: list[RenderableType] = [head, Text(""), Text("Which profile, and why", style="bold")]
+    trace = Table.grid(padding=(0, 1))  # so that long lines hang
+    for line in filter(None, e.trace):
+        trace.add_row(" -", Text(plain(line)))
+    parts.append(trace)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("Direction")
+    table.add_column("Kernel", no_wrap=True)
+    table.add_column("Why not", overflow="fold")
+    for verdict in e.kernels:
+        text = "; ".join(verdict.reasons) or verdict.evidence
+        table.add_row(verdict.direction, verdict.kernel, Text(plain(text), style="dim" if verdict.reasons else ""))
+    parts += [Text(""), Text("Kernels not in the plan", style="bold"), table]
+    if e.failures:
+        parts.append(Text("Candidates that failed when this was measured", style="bold"))
+        parts += [Text(f"  {f.kind:<9} {plain(f.candidate)}: {plain(f.message)}", style="yellow") for f in e.failures]
+    return Group(*parts)

@@ -1,0 +1,128 @@
+"""What every command shares at the terminal: consoles, one JSON document, and numbers a person can read.
+
+stdout carries the answer (a table, or with ``--json`` exactly one document); stderr carries logs, progress and
+errors. Rich is imported late so that ``ringtune --help`` stays quick.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PIPED_WIDTH = 110  # columns when stdout is no terminal: tables stay whole in a log file
+_KIB = 1024
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console on the current stdout or stderr. Rich itself honours NO_COLOR, FORCE_COLOR, TERM and COLUMNS."""
+    import os
+
+    from rich.console import Console
+
+    made = Console(stderr=stderr, highlight=False, emoji=False, markup=False)
+    if not made.is_terminal and "COLUMNS" not in os.environ:
+        made = Console(stderr=stderr, highlight=False, emoji=False, markup=False, width=PIPED_WIDTH)
+    return made
+
+
+def emit_json(document: object) -> None:
+    """The one JSON document of a command, on stdout. NaN is a bug here: it is no JSON."""
+    click.echo(json.dumps(document, indent=2, allow_nan=False, default=_encode))
+
+
+def _encode(value: object) -> object:
+    import dataclasses
+    from pathlib import PurePath
+
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, PurePath):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} has no JSON form")
+
+
+def warn(text: str) -> None:
+    """One line on stderr that is not an error."""
+    click.echo(plain(text), err=True)
+
+
+def plain(text: object) -> str:
+    r"""``text`` on one line, with everything that could steer a terminal written out (``\x1b``).
+
+    Profiles are shared between machines, so their strings are other people's.
+    """
+    return "".join(
+        c if c.isprintable() else " " if c in "\n\t" else c.encode("unicode_escape").decode() for c in str(text)
+    )
+
+
+def escape(text: object) -> str:
+    """``plain`` text for HTML and SVG, in content and in quoted attributes alike."""
+    return html.escape(plain(text), quote=True)
+
+
+def format_ms(ms: float) -> str:
+    """Three significant digits with the unit that keeps them short: ``24.1 us``, ``1.52 ms``, ``2.10 s``."""
+    if ms < 0.1:
+        return f"{_three_digits(ms * 1e3)} us"
+    if ms < 1e3:
+        return f"{_three_digits(ms)} ms"
+    return f"{_three_digits(ms / 1e3)} s"
+
+
+def format_bytes(count: int) -> str:
+    """``512 B``, ``3.00 KiB``, ``1.50 GiB``."""
+    value, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < _KIB:
+            break
+        value, unit = value / _KIB, larger
+    return f"{count} B" if unit == "B" else f"{_three_digits(value)} {unit}"
+
+
+def format_length(tokens: int) -> str:
+    """A sequence length as people say it: ``8K`` for 8192, ``1M``, otherwise digits in groups."""
+    if tokens >= _KIB**2 and tokens % _KIB**2 == 0:
+        return f"{tokens // _KIB**2}M"
+    if tokens >= _KIB and tokens % _KIB == 0:
+        return f"{tokens // _KIB}K"
+    return f"{tokens:,}"
+
+
+def format_duration(seconds: float) -> str:
+    """``8 s``, ``2 min 05 s``, ``1 h 12 min``."""
+    whole = max(0, math.ceil(seconds - 0.5))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def plural(count: int, noun: str) -> str:
+    """``1 cell``, ``3 cells``; ``2 entries``."""
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count} {noun[:-1]}ies" if noun.endswith("y") else f"{count} {noun}s"
+
+
+def format_factor(factor: float) -> str:
+    """How many times: ``1.18x``; what is beyond all sense stays short."""
+    return f"{factor:.2f}x" if factor < 1000 else f"{factor:.3g}x"
+
+
+def _three_digits(value: float) -> str:
+    if value >= 1e6:
+        return f"{value:.3g}"
+    if value >= 100:
+        return f"{value:,.0f}"
+    if value >= 10:
+        return f"{value:.1f}"
+    return f"{value:.2f}" if value >= 1 else f"{value:.3f}"

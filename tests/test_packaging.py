@@ -97,11 +97,13 @@ def test_there_are_shipped_profiles() -> None:
     assert SHIPPED
 
 
-def test_wheel_holds_both_packages_the_profiles_and_nothing_else(wheel: Path) -> None:
+def test_wheel_holds_both_packages_whole_the_profiles_and_nothing_else(wheel: Path) -> None:
     files = files_in(wheel)
     tops = {name.partition("/")[0] for name in files}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"ringattn", "autotune"}
     assert {"ringattn/py.typed", "autotune/py.typed"} <= files
+    sources = (path for package in ("ringattn", "autotune") for path in (ROOT / package).rglob("*") if path.is_file())
+    assert {str(path.relative_to(ROOT)) for path in sources if path.suffix != ".pyc"} <= files
     assert {Path(name).name for name in files if name.startswith("ringattn/_profiles/")} >= SHIPPED
 
 

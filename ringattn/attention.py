@@ -17,11 +17,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from . import compiled
 from .checkpoint import MODES
-from .errors import InputError, PlanError
+from .errors import InputError, PlanError, RingAttentionError
 from .plan import Conditions, Plan
 from .profile import Profile
 from .program import DTYPE_NAMES, Program
@@ -53,13 +52,19 @@ class _Attend(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: None) -> tuple[Tensor | None, ...]:
         if dout is None:
             return None, None, None, None
-        mode = MODES[ctx.program.checkpoint]
-        with torch.autocast(dout.device.type, enabled=False):
-            dq, dk, dv = mode.backward(ctx.program, dout, ctx.saved_tensors, ctx.elsewhere)
+        if torch.is_grad_enabled():  # only under create_graph=True
+            raise RingAttentionError(
+                "double backward (create_graph=True) is not supported: the kernels have no second derivative"
+            )
+        program, mode = ctx.program, MODES[ctx.program.checkpoint]
+        if torch.is_autocast_enabled(dout.device.type):
+            with torch.autocast(dout.device.type, enabled=False):
+                dq, dk, dv = mode.backward(program, dout, ctx.saved_tensors, ctx.elsewhere)
+        else:
+            dq, dk, dv = mode.backward(program, dout, ctx.saved_tensors, ctx.elsewhere)
         wanted = ctx.needs_input_grad
         return dq if wanted[0] else None, dk if wanted[1] else None, dv if wanted[2] else None, None
 

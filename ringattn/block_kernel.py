@@ -48,6 +48,9 @@ class KernelNeed:
         return int(self.arch.removeprefix("sm_")) if self.arch.startswith("sm_") else 0
 
 
+Grads = tuple["Tensor", "Tensor", "Tensor"]
+
+
 class Forward(Protocol):
     """(q (N, M, H, D), k and v (N, M, K, D)) -> out (N, M, H, D), lse (N, H, M) natural log, float32 or float64."""
 
@@ -55,11 +58,15 @@ class Forward(Protocol):
 
 
 class Backward(Protocol):
-    """(dout, q, k, v, out, lse) -> dq, dk, dv of the block, given the merged out and lse."""
+    """(dout, q, k, v, out, lse) -> dq, dk, dv of the block, given the merged out and lse.
+
+    lse is contiguous; dout and out too, unless the kernel says ``strided_backward``. ``grads`` are tensors, possibly
+    strided, to write into and return: given only to a kernel that says ``writes_grads``.
+    """
 
     def __call__(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /, grads: Grads | None = None
+    ) -> Grads: ...
 
 
 class BoundKernel(NamedTuple):
@@ -86,6 +93,8 @@ class BlockKernel:
 
     ``reasons`` is pure and empty when the kernel can run; ``package`` is the import name it needs ("" for torch
     itself). ``params`` lists, per direction and architecture, the values worth searching; the first is the default.
+    ``strided_backward``: its backward reads dout and out in any layout whose last stride is 1; ``writes_grads``: it
+    can write gradients where it is told.
     """
 
     name: str
@@ -94,6 +103,8 @@ class BlockKernel:
     load: Callable[[KernelConfig], BoundKernel]
     params: Callable[[KernelNeed], Params] = lambda need: {}
     remedy: str = ""
+    strided_backward: bool = False
+    writes_grads: bool = False
 
     def unsupported_reasons(self, need: KernelNeed, facts: HardwareFacts) -> tuple[str, ...]:
         """Why this kernel cannot serve ``need`` on the machine of ``facts``; empty when it can."""

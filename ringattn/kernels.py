@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from . import kernels_aten
+from . import kernels_aten, kernels_optional
 from .block_kernel import BlockKernel, BoundKernel, KernelConfig, KernelNeed
 
 __all__ = ["KERNELS", "BlockKernel", "BoundKernel", "KernelConfig", "KernelNeed"]
 
-KERNELS: Mapping[str, BlockKernel] = {kernel.name: kernel for kernel in (*kernels_aten.KERNELS,)}
+KERNELS: Mapping[str, BlockKernel] = {
+    kernel.name: kernel for kernel in (*kernels_aten.KERNELS, *kernels_optional.KERNELS)
+}

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from . import kernels_math
-from .block_kernel import BlockKernel, BoundKernel, KernelConfig, KernelNeed
+from .block_kernel import BlockKernel, BoundKernel, Grads, KernelConfig, KernelNeed
 
 _aten: Any = torch.ops.aten
+MAX_GRID = 65535  # CUDA's limit of the second and third grid dimension, where these kernels put heads and blocks
 
 
 def _expand_heads(x_NMKD: Tensor, heads: int) -> Tensor:
@@ -51,8 +52,9 @@ def _flash_cpu(config: KernelConfig) -> BoundKernel:
         return out.transpose(1, 2), lse
 
     def backward(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /, grads: Grads | None = None
+    ) -> Grads:
+        assert grads is None, "this kernel cannot write into given gradients"
         heads = [x.transpose(1, 2) for x in (dout, q, k, v, out)]
         dq, dk, dv = backward_op(*heads, lse, 0.0, causal, scale=scale)
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
@@ -104,8 +106,9 @@ def _flash(config: KernelConfig) -> BoundKernel:
         return result[0], result[1]
 
     def backward(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /, grads: Grads | None = None
+    ) -> Grads:
+        assert grads is None, "this kernel cannot write into given gradients"
         state = unused.get(q.device)
         if state is None:
             state = unused[q.device] = torch.zeros(2, dtype=torch.uint64, device=q.device)
@@ -130,8 +133,9 @@ def _cudnn(config: KernelConfig) -> BoundKernel:
         return result[0].transpose(1, 2), lse.view(lse.shape[:3])
 
     def backward(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /, grads: Grads | None = None
+    ) -> Grads:
+        assert grads is None, "this kernel cannot write into given gradients"
         state = unused.get(q.device)
         if state is None:
             state = unused[q.device] = torch.zeros(1, dtype=torch.int64, device=q.device)
@@ -161,8 +165,9 @@ def _efficient(config: KernelConfig) -> BoundKernel:
         return out.transpose(1, 2), lse[:, :, :rows]  # it pads the rows of its LSE to a multiple of 32
 
     def backward(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /, grads: Grads | None = None
+    ) -> Grads:
+        assert grads is None, "this kernel cannot write into given gradients"
         rows, heads, kv_heads = q.shape[1], q.shape[2], k.shape[2]
         padded = -(-rows // 32) * 32
         if padded != rows or not lse.is_contiguous():
@@ -194,17 +199,47 @@ def _cuda_reasons(
         reasons.append(f"head_dim {need.head_dim}; it needs a multiple of {head_dim_multiple} up to {head_dim_max}")
     if need.dropout:
         reasons.append("its dropout mask cannot be split exactly across blocks")
+    for what, count in (("heads", need.heads), ("blocks", need.blocks)):
+        if count > MAX_GRID:
+            reasons.append(f"{count} {what}; its launch grid ends at {MAX_GRID} (pytorch/pytorch#142228)")
+    return reasons
+
+
+def flash_2_backward_faults(need: KernelNeed) -> list[str]:
+    """What is wrong with FlashAttention 2's backward, wherever it was compiled into."""
+    reasons = []
+    head_dim = -(-need.head_dim // 32) * 32 if need.head_dim <= 128 else -(-need.head_dim // 64) * 64
+    accumulated = need.blocks * need.heads * (-(-need.rows // 128) * 128) * head_dim
+    if accumulated > 2**31:
+        reasons.append(
+            f"its backward's 32-bit offsets end at 2^31 elements of dq and this call has {accumulated} "
+            "(Dao-AILab/flash-attention#2260)"
+        )
+    if 128 < need.head_dim < 192:
+        reasons.append(f"its backward reads out of bounds at head_dim {need.head_dim} (pytorch/pytorch#173953)")
     return reasons
 
 
 def _flash_reasons(need: KernelNeed) -> tuple[str, ...]:
-    return tuple(_cuda_reasons(need, ("fp16", "bf16"), 80, 8, 256))
+    reasons = _cuda_reasons(need, ("fp16", "bf16"), 80, 8, 256)
+    if need.backward:
+        reasons += flash_2_backward_faults(need)
+        if need.head_dim > 192 and need.sm in (86, 89, 120, 121):
+            reasons.append(f"its backward has no head_dim above 192 on {need.arch}")
+    return tuple(reasons)
 
 
 def _cudnn_reasons(need: KernelNeed) -> tuple[str, ...]:
+    # torch's own dispatcher stops at 128: newer head dimensions had faults (pytorch/pytorch#161210)
     reasons = _cuda_reasons(need, ("fp16", "bf16"), 80, 8, 128)
-    if need.deterministic and need.backward:
-        reasons.append("its backward is not deterministic")
+    if need.rows == 1:
+        reasons.append("one key row is not supported")
+    if need.backward and need.deterministic:
+        reasons.append("its backward is not deterministic, and torch cannot ask it to be")
+    if need.backward and not need.causal and need.sm == 90 and need.rows % 128 == 64:
+        reasons.append(
+            f"dq can be NaN on sm_90 where {need.rows} rows are 64 beyond a multiple of 128 (pytorch/pytorch#196678)"
+        )
     return tuple(reasons)
 
 

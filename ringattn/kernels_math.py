@@ -13,6 +13,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from .block_kernel import Grads
+
 # Scores of one block of query rows, all heads: 32 Mi elements are 128 MiB in float32, enough to keep the matrix
 # products large and small beside the inputs of any length that this kernel is bearable for.
 _MAX_SCORES = 32 * 2**20
@@ -71,8 +73,10 @@ def backward(
     lse_NHM: Tensor,
     causal: bool,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grads: Grads | None = None,
+) -> Grads:
     """dq, dk, dv of this block against the *final* out and lse (FlashAttention, arXiv:2205.14135, algorithm 4)."""
+    assert grads is None, "this kernel cannot write into given gradients"
     n, rows, heads, head_dim = q_NMHD.shape
     kv_heads = k_NMKD.shape[2]
     group = heads // kv_heads

@@ -14,35 +14,15 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .block_kernel import BlockKernel, BoundKernel, Forward, KernelConfig, KernelNeed, Params
+from .block_kernel import BlockKernel, BoundKernel, Grads, KernelConfig, KernelNeed, Params
 from .errors import PlanError
-
-Grads = tuple[Tensor, Tensor, Tensor]
-
-_MAX_GRID = 65535  # CUDA's limit of the second and third grid dimension, where these kernels put heads and blocks
-_MAX_INDEX = 2**31
-
-
-class BackwardInto(Protocol):
-    """A backward that writes dq, dk and dv into ``grads`` when given, which may be strided, and returns them."""
-
-    def __call__(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /, grads: Grads | None = None
-    ) -> Grads: ...
-
-
-class WritingKernel(NamedTuple):
-    """A bound kernel whose backward can write into tensors it is given."""
-
-    forward: Forward
-    backward: BackwardInto
-
+from .kernels_aten import MAX_GRID, flash_2_backward_faults
 
 # --- loading -----------------------------------------------------------------------------------------------------
 
@@ -98,7 +78,7 @@ def _empty_grads(q: Tensor, k: Tensor, v: Tensor) -> Grads:
 _FLASH_2_REMEDY = "Install flash-attn >= 2.8 built for this torch"
 
 
-def load_flash_attn_2(config: KernelConfig) -> WritingKernel:
+def load_flash_attn_2(config: KernelConfig) -> BoundKernel:
     """FlashAttention 2 by its extension module: the package's own functions are custom ops, which cost host time."""
     name = "flash-attn-2"
     _no_more_params(name, config)
@@ -124,27 +104,13 @@ def load_flash_attn_2(config: KernelConfig) -> WritingKernel:
         )
         return dq, dk, dv
 
-    return WritingKernel(forward, backward)
-
-
-def _flash_2_backward_faults(need: KernelNeed) -> list[str]:
-    reasons = []
-    head_dim = -(-need.head_dim // 32) * 32 if need.head_dim <= 128 else -(-need.head_dim // 64) * 64
-    accumulated = need.blocks * need.heads * (-(-need.rows // 128) * 128) * head_dim
-    if accumulated > _MAX_INDEX:
-        reasons.append(
-            f"its backward's 32-bit offsets end at 2^31 elements of dq and this call has {accumulated} "
-            "(Dao-AILab/flash-attention#2260)"
-        )
-    if 128 < need.head_dim < 192:
-        reasons.append(f"its backward reads out of bounds at head_dim {need.head_dim} (pytorch/pytorch#173953)")
-    return reasons
+    return BoundKernel(forward, backward)
 
 
 def flash_attn_2_reasons(need: KernelNeed) -> tuple[str, ...]:
     reasons = _common_reasons(need, lowest_sm=80, head_dim_max=256)
     if need.backward:
-        reasons += _flash_2_backward_faults(need)
+        reasons += flash_2_backward_faults(need)
     return tuple(reasons)
 
 
@@ -153,7 +119,7 @@ def flash_attn_2_reasons(need: KernelNeed) -> tuple[str, ...]:
 _FLASH_3_REMEDY = "Build FlashAttention 3 (hopper/ of the flash-attention repository) at 3.0.0 or newer"
 
 
-def load_flash_attn_3(config: KernelConfig) -> WritingKernel:
+def load_flash_attn_3(config: KernelConfig) -> BoundKernel:
     name = "flash-attn-3"
     _no_more_params(name, config)
     module = _import(name, "flash_attn_interface", _FLASH_3_REMEDY)
@@ -174,7 +140,7 @@ def load_flash_attn_3(config: KernelConfig) -> WritingKernel:
         bwd(dout, q, k, v, out, _rows_of(lse), dq=dq, dk=dk, dv=dv, **backward_keywords)
         return dq, dk, dv
 
-    return WritingKernel(forward, backward)
+    return BoundKernel(forward, backward)
 
 
 def flash_attn_3_reasons(need: KernelNeed) -> tuple[str, ...]:
@@ -218,7 +184,7 @@ def _tile_keywords(value: object) -> dict[str, object]:
     }
 
 
-def load_flash_attn_4(config: KernelConfig) -> WritingKernel:
+def load_flash_attn_4(config: KernelConfig) -> BoundKernel:
     """FlashAttention 4, called below its autograd function. Kernels are compiled at first use, 2 to 3 s each.
 
     They are kept on disk when FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 is set before the first import.
@@ -256,7 +222,7 @@ def load_flash_attn_4(config: KernelConfig) -> WritingKernel:
         result = bwd(q, k, v, out, dout, lse, dq=dq, dk=dk, dv=dv, **backward_keywords)
         return result[0], result[1], result[2]
 
-    return WritingKernel(forward, backward)
+    return BoundKernel(forward, backward)
 
 
 def _aligned_to_16_bytes(x: Tensor) -> bool:
@@ -331,7 +297,10 @@ def load_xformers(config: KernelConfig) -> BoundKernel:
         out, lse = fwd(q, k, v, attn_bias=bias, scale=scale, op=forward_op)
         return out, lse[:, :, : q.shape[1]]  # CUTLASS pads its rows to a multiple of 32
 
-    def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /) -> Grads:
+    def backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /, grads: Grads | None = None
+    ) -> Grads:
+        assert grads is None, "this kernel cannot write into given gradients"
         # The CUTLASS kernel reads out as if its rows were H * D apart, whatever its strides say.
         result = bwd(dout, out.contiguous(), _rows_of(lse), q, k, v, attn_bias=bias, scale=scale, op=backward_op)
         return result[0], result[1], result[2]
@@ -347,7 +316,7 @@ def xformers_reasons(need: KernelNeed) -> tuple[str, ...]:
     if need.backward and need.deterministic:
         reasons.append("its backward is not deterministic")
     if need.backward:
-        reasons += _flash_2_backward_faults(need)
+        reasons += flash_2_backward_faults(need)
     return tuple(reasons)
 
 
@@ -370,35 +339,42 @@ def _common_reasons(need: KernelNeed, lowest_sm: int, head_dim_max: int) -> list
     if need.head_dim % 8 or need.head_dim > head_dim_max:
         reasons.append(f"head_dim {need.head_dim}; it needs a multiple of 8 up to {head_dim_max}")
     for what, count in (("heads", need.heads), ("blocks", need.blocks)):
-        if count > _MAX_GRID:
-            reasons.append(f"{count} {what}; its launch grid ends at {_MAX_GRID}")
+        if count > MAX_GRID:
+            reasons.append(f"{count} {what}; its launch grid ends at {MAX_GRID}")
     if need.dropout:
         reasons.append("dropout is not exact across blocks")
     return reasons
 
 
-def _writing(load: Callable[[KernelConfig], WritingKernel]) -> Callable[[KernelConfig], BoundKernel]:
-    return lambda config: BoundKernel(*load(config))
-
-
+# FlashAttention's own packages read any layout whose last stride is 1, and write gradients where they are told.
 KERNELS = (
     BlockKernel(
-        "flash-attn-2", "flash_attn", flash_attn_2_reasons, _writing(load_flash_attn_2), remedy=_FLASH_2_REMEDY
+        "flash-attn-2",
+        "flash_attn",
+        flash_attn_2_reasons,
+        load_flash_attn_2,
+        remedy=_FLASH_2_REMEDY,
+        strided_backward=True,
+        writes_grads=True,
     ),
     BlockKernel(
         "flash-attn-3",
         "flash_attn_interface",
         flash_attn_3_reasons,
-        _writing(load_flash_attn_3),
+        load_flash_attn_3,
         remedy=_FLASH_3_REMEDY,
+        strided_backward=True,
+        writes_grads=True,
     ),
     BlockKernel(
         "flash-attn-4",
         "flash_attn.cute",
         flash_attn_4_reasons,
-        _writing(load_flash_attn_4),
+        load_flash_attn_4,
         flash_attn_4_params,
         _FLASH_4_REMEDY,
+        strided_backward=True,
+        writes_grads=True,
     ),
     BlockKernel("xformers", "xformers", xformers_reasons, load_xformers, xformers_params, _XFORMERS_REMEDY),
 )

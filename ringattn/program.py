@@ -51,6 +51,8 @@ class Program:
         backward = [_bind(plan, tunables, branch.backward, scale) for branch in tunables.branches if branch.backward]
         self._forward = [kernel.forward for kernel in forward]
         self._backward = [kernel.backward for kernel in backward]
+        self._strided = [KERNELS[b.backward].strided_backward for b in tunables.branches if b.backward]
+        self._writer = _writer(plan) if backward else None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kept: Kept | None = None) -> tuple[Tensor, Tensor]:
         """``forward`` for inputs of any dtype: computed in the plan's dtype, out in the input dtype."""
@@ -109,26 +111,32 @@ class Program:
         if geometry.direct:
             return self._direct_backward(geometry, dout, q, k, v, out, lse)
         group = q.shape[2] // k.shape[2]
-        grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
+        grads = _empty_like(q), _empty_like(k), _empty_like(v)
         lease = Lease(q.device, *self._pool)
         rows_kept = iter(kept)
         for window in geometry.windows:
             partials: tuple[list[GradPartial], ...] = ([], [], [])
             for placed in window.calls:
                 if kept and placed.call.copied:
-                    rows = [next(rows_kept) for _ in range(3)]
+                    rows = next(rows_kept), next(rows_kept), next(rows_kept)
                 else:
                     rows = self._rows(geometry, placed, q, k, v, group, lease)
-                dout_rows, out_rows = self._contiguous_rows(geometry, placed, (dout, out), group, lease)
+                dout_rows, out_rows = self._result_rows(geometry, placed, dout, out, group, lease)
                 lse_rows = self._ops.gather_lse(geometry, placed, lse, group, lease)
-                q_rows, k_rows, v_rows = rows
-                parts = self._backward[placed.branch](dout_rows, q_rows, k_rows, v_rows, out_rows, lse_rows)
+                backward = self._backward[placed.branch]
+                if placed.branch == self._writer:
+                    in_place = self._rows(geometry, placed, *grads, group, lease)
+                    parts = backward(dout_rows, *rows, out_rows, lse_rows, grads=in_place)
+                else:
+                    parts = backward(dout_rows, *rows, out_rows, lse_rows)
                 for into, part in zip(partials, parts, strict=True):
                     into.append(GradPartial(placed, part))
+            if self._writer is not None and len(self._backward) == 1:
+                continue  # its one branch has written every position already
             for into, grad, heads_per_kv in zip(partials, grads, (group, 1, 1), strict=True):
                 self._ops.scatter_sum(geometry, window, into, grad, heads_per_kv, lease)
         lease.close()
-        return grads[0], grads[1], grads[2]
+        return grads
 
     def _geometry(self, q: Tensor, k: Tensor, v: Tensor) -> Geometry:
         batch, length, heads, _ = q.shape
@@ -139,25 +147,32 @@ class Program:
 
     def _rows(
         self, geometry: Geometry, placed: PlacedCall, q: Tensor, k: Tensor, v: Tensor, group: int, lease: Lease
-    ) -> list[Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """What the kernel of a call reads: its rows in place, or gathered."""
         if placed.call.copied:
-            return self._ops.gather(geometry, placed, (Source(q, group), Source(k, 1), Source(v, 1)), lease)
-        return [_in_place(geometry, placed, x, heads) for x, heads in ((q, group), (k, 1), (v, 1))]
+            gathered = self._ops.gather(geometry, placed, (Source(q, group), Source(k, 1), Source(v, 1)), lease)
+            return gathered[0], gathered[1], gathered[2]
+        return (
+            _in_place(geometry, placed, q, group),
+            _in_place(geometry, placed, k, 1),
+            _in_place(geometry, placed, v, 1),
+        )
 
-    def _contiguous_rows(
-        self, geometry: Geometry, placed: PlacedCall, tensors: Sequence[Tensor], group: int, lease: Lease
-    ) -> list[Tensor]:
-        """Query rows of contiguous tensors, contiguous: backwards bake in or ignore the strides of out and dout.
+    def _result_rows(
+        self, geometry: Geometry, placed: PlacedCall, dout: Tensor, out: Tensor, group: int, lease: Lease
+    ) -> tuple[Tensor, Tensor]:
+        """The query rows of dout and out as the call's backward takes them.
 
-        cudnn's plan cache keys on the strides of q, k and v alone, and the efficient kernel assumes rows of out to
-        be H * D apart: another layout is silently wrong there.
+        Contiguous unless the kernel reads any layout: cudnn's plan cache keys on the strides of q, k and v alone, and
+        the efficient kernel assumes rows of out to be H * D apart, so another layout is silently wrong there.
         """
-        if placed.call.rate == 1 and len(placed.call.runs) == 1:
-            views = [_in_place(geometry, placed, x, group) for x in tensors]
-            if all(view.is_contiguous() for view in views):
-                return views
-        return self._ops.gather(geometry, placed, [Source(x, group) for x in tensors], lease)
+        call = placed.call
+        if not call.copied and (self._strided[placed.branch] or call.rate == 1):
+            dout_rows, out_rows = _in_place(geometry, placed, dout, group), _in_place(geometry, placed, out, group)
+            if self._strided[placed.branch] or (dout_rows.is_contiguous() and out_rows.is_contiguous()):
+                return dout_rows, out_rows
+        gathered = self._ops.gather(geometry, placed, (Source(dout, group), Source(out, group)), lease)
+        return gathered[0], gathered[1]
 
     def _direct(self, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """One call over everything, segments as a batch: its result needs no merge."""
@@ -177,11 +192,15 @@ class Program:
         group = q.shape[2] // k.shape[2]
         lease = _unpooled(q.device)
         rows = self._rows(geometry, placed, q, k, v, group, lease)
-        dout_rows, out_rows = self._contiguous_rows(geometry, placed, (dout, out), group, lease)
+        dout_rows, out_rows = self._result_rows(geometry, placed, dout, out, group, lease)
         lse_rows = lse.view(*lse.shape[:2], call.segments, call.length).transpose(1, 2).flatten(0, 1).contiguous()
-        q_rows, k_rows, v_rows = rows
-        dq, dk, dv = self._backward[0](dout_rows, q_rows, k_rows, v_rows, out_rows, lse_rows)
+        dq, dk, dv = self._backward[0](dout_rows, *rows, out_rows, lse_rows)
         return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
+
+
+def _empty_like(x: Tensor) -> Tensor:
+    """Contiguous, whatever the strides of x."""
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def _in_place(geometry: Geometry, placed: PlacedCall, x: Tensor, group: int) -> Tensor:
@@ -192,6 +211,19 @@ def _in_place(geometry: Geometry, placed: PlacedCall, x: Tensor, group: int) -> 
 def _unpooled(device: torch.device) -> Lease:
     """Memory that outlives the call: gathered rows that are kept, results that are returned."""
     return Lease(device, None, "shape")
+
+
+def _writer(plan: Plan) -> int | None:
+    """The branch whose backward writes straight into the final gradients, to which the others are added.
+
+    It must show every position (rate 1) and only one may; the fused sum reads each element before it writes it, the
+    one in torch operations starts from zeros instead.
+    """
+    branches = plan.workload.pattern.branches
+    for number, (branch, chosen) in enumerate(zip(branches, plan.tunables.branches, strict=False)):
+        if plan.fused and branch.rate == 1 and KERNELS[chosen.backward].writes_grads:
+            return number
+    return None
 
 
 def _bind(plan: Plan, tunables: Tunables, name: str, scale: float) -> BoundKernel:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 State = Literal["works", "broken", "wrong", "unavailable"]
 
+CHECK_COMMAND = (sys.executable, "-m", "autotune.kernel_check")
 KERNEL_TIMEOUT_S = 180.0  # a first call may compile
 TRIED_DTYPES = ("bf16", "fp16", "fp32")
 ERROR_BOUND = {"bf16": 2e-2, "fp16": 3e-3, "fp32": 1e-5}  # generous: this asks whether it works, not how well
@@ -162,7 +163,7 @@ def _run_until_death(trials: Sequence[Trial], device: str, timeout_s: float) -> 
     path = os.pathsep.join(filter(None, (str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH"))))
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as complaints:
         child = subprocess.Popen(
-            [sys.executable, "-m", "autotune.kernel_check", device, *arguments],
+            [*CHECK_COMMAND, device, *arguments],
             stdout=subprocess.PIPE,
             stderr=complaints,
             stdin=subprocess.DEVNULL,

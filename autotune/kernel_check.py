@@ -42,7 +42,8 @@ def check(name: str, dtype: str, backward: bool, device: str) -> dict[str, float
 
 
 def _relative(found: Tensor, exact: Tensor) -> float:
-    return float((found.double().cpu() - exact).norm() / exact.norm())
+    exact = exact.detach()
+    return float((found.detach().double().cpu() - exact).norm() / exact.norm())
 
 
 def main(arguments: list[str]) -> None:

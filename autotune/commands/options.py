@@ -71,15 +71,17 @@ profile_argument = click.argument("profile", required=False, type=click.Path(pat
 def shape_options(heads: int | None = None, head_dim: int | None = None) -> Callable[[Command], Command]:
     """Batch, heads and head dimension, as ``probe`` (whose grid knows better defaults) and ``explain`` take them."""
 
+    shown = True if heads is not None else "the grid's"
+
     def add(command: Command) -> Command:
         for option in (
             click.option(
-                "--head-dim", type=POSITIVE, metavar="N", default=head_dim, show_default=True, help="Size of one head."
+                "--head-dim", type=POSITIVE, metavar="N", default=head_dim, show_default=shown, help="Size of one head."
             ),
             click.option(
                 "--kv-heads", type=POSITIVE, metavar="N", help="Key/value heads.  [default: as many as --heads]"
             ),
-            click.option("--heads", type=POSITIVE, metavar="N", default=heads, show_default=True, help="Query heads."),
+            click.option("--heads", type=POSITIVE, metavar="N", default=heads, show_default=shown, help="Query heads."),
             click.option(
                 "--batch-size", type=POSITIVE, metavar="N", default=1, show_default=True, help="Sequences in a batch."
             ),

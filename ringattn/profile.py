@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Literal
 
 from .errors import InputError
-from .workload import COMPUTE_DTYPES, INPUT_DTYPES, Tunables, Workload
+from .workload import INPUT_DTYPES, Tunables, Workload, not_narrower
 
 if TYPE_CHECKING:
     from .hardware import HardwareFacts
@@ -137,7 +137,8 @@ class PlanEntry:
     """One row of the table: a workload and what to run for it, or the reason why nothing can (``refusal``).
 
     ``auto`` is the fastest choice with a narrower compute dtype, for ``dtype="auto"``; ``front`` the Pareto front of
-    time and memory; ``default`` what the winner was paired against.
+    time and memory; ``default`` what the winner was paired against; ``singles`` the fastest plan of each kernel used
+    alone, in every branch and direction, that no other field holds: reports compare with them, nothing runs them.
     """
 
     workload: Workload
@@ -146,6 +147,7 @@ class PlanEntry:
     auto: Choice | None = None
     front: tuple[Choice, ...] = ()
     default: Choice | None = None
+    singles: tuple[Choice, ...] = ()
     failures: tuple[Failure, ...] = ()
     refusal: str = ""
 
@@ -173,6 +175,7 @@ class PlanEntry:
             ("auto", one(self.auto)),
             ("front", self.front),
             ("default", one(self.default)),
+            ("singles", self.singles),
         )
 
 
@@ -196,8 +199,8 @@ class Policy:
         if given != sorted(INPUT_DTYPES):
             raise InputError(f"compute_dtype maps {given}; it must map each of {', '.join(INPUT_DTYPES)}")
         for name, dtype in self.compute_dtype:
-            if dtype not in _NOT_NARROWER[name]:
-                raise InputError(f"compute_dtype maps {name} to {dtype!r}; use one of {', '.join(_NOT_NARROWER[name])}")
+            if dtype not in not_narrower(name):
+                raise InputError(f"compute_dtype maps {name} to {dtype!r}; use one of {', '.join(not_narrower(name))}")
         for direction in ("forward", "backward"):
             names = getattr(self, direction)
             if not names or names[-1] != "math" or len(set(names)) != len(names):
@@ -217,16 +220,6 @@ class Policy:
 
     def gather_for(self, rate: int) -> str:
         return "copy" if rate >= self.copy_from_rate else "view"
-
-
-# bf16 holds more range than fp16 and fp16 more digits than bf16: neither is the wider one.
-_NOT_NARROWER: dict[str, tuple[str, ...]] = {
-    "bf16": ("bf16", "tf32", "fp32", "fp64"),
-    "fp16": ("fp16", "tf32", "fp32", "fp64"),
-    "fp32": ("fp32", "fp64"),
-    "fp64": ("fp64",),
-}
-assert all(set(dtypes) <= set(COMPUTE_DTYPES) for dtypes in _NOT_NARROWER.values())
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,7 +134,7 @@ def sole_kernel(tunables: Tunables) -> str | None:
 def recorded_choices(entry: PlanEntry) -> tuple[Choice, ...]:
     """Every plan with evidence that an entry records, each once, the chosen one first."""
     kept: dict[Tunables, Choice] = {}
-    for choice in (entry.choice, entry.default, *entry.runners_up, *entry.front):
+    for choice in (entry.choice, entry.default, *entry.runners_up, *entry.front, *entry.singles):
         if choice is not None and choice.evidence is not None:
             kept.setdefault(choice.tunables, choice)
     return tuple(kept.values())

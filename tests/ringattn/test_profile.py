@@ -293,7 +293,7 @@ def mutated(path: tuple[Any, ...], change: str, value: Any) -> dict[str, Any]:
 
 
 @given(st.sampled_from(PLACES), st.sampled_from(["replace", "delete", "add"]), junk)
-@settings(max_examples=150)
+@settings(max_examples=100)
 def test_a_mutated_profile_loads_equal_or_is_refused(path: tuple[Any, ...], change: str, value: Any) -> None:
     plain = mutated(path, change, value)
     try:
@@ -305,7 +305,7 @@ def test_a_mutated_profile_loads_equal_or_is_refused(path: tuple[Any, ...], chan
 
 
 @given(st.sampled_from(PLACES), st.sampled_from(["replace", "delete", "add"]), junk)
-@settings(max_examples=150)
+@settings(max_examples=100)
 def test_a_mutated_profile_with_a_fitting_checksum_is_still_a_profile_or_refused(
     path: tuple[Any, ...], change: str, value: Any
 ) -> None:
@@ -322,7 +322,7 @@ def test_a_mutated_profile_with_a_fitting_checksum_is_still_a_profile_or_refused
     st.integers(0, 3),
     st.text(max_size=3) | st.sampled_from("\t\n:-[]{}&*!#'\"%@,?|>\0"),
 )
-@settings(max_examples=150)
+@settings(max_examples=100)
 def test_a_mutated_text_loads_equal_or_is_refused(start: int, removed: int, inserted: str) -> None:
     content = RICH_TEXT[:start] + inserted + RICH_TEXT[start + removed :]
     try:

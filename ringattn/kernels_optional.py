@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -184,10 +186,18 @@ def _tile_keywords(value: object) -> dict[str, object]:
     }
 
 
+def _keep_compiled_kernels() -> None:
+    """Turns the package's disk cache on: it is off by default, in a shared /tmp, and read at its first import."""
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    folder = (Path(home) if Path(home).is_absolute() else Path.home() / ".cache") / "ringtune" / "flash-attn-4"
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder))
+
+
 def load_flash_attn_4(config: KernelConfig) -> BoundKernel:
     """FlashAttention 4, called below its autograd function. Kernels are compiled at first use, 2 to 3 s each.
 
-    They are kept on disk when FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 is set before the first import.
+    They are kept on disk in the user's cache folder, unless the package's own variables say otherwise.
     """
     name = "flash-attn-4"
     _no_more_params(name, config, ("forward_tile", "pack_gqa"))
@@ -205,6 +215,7 @@ def load_flash_attn_4(config: KernelConfig) -> BoundKernel:
         "deterministic": config.deterministic,
     }
     into = ("dq", "dk", "dv")
+    _keep_compiled_kernels()
     module = _import(name, "flash_attn.cute.interface", _FLASH_4_REMEDY)
     fwd = _function(name, module, "_flash_attn_fwd", 3, forward_keywords, _FLASH_4_REMEDY)
     bwd = _function(name, module, "_flash_attn_bwd", 6, (*into, *backward_keywords), _FLASH_4_REMEDY)

@@ -1,0 +1,102 @@
+"""What every benchmark here shares: paired timing, peak memory, and a record of what was measured where.
+
+Ratios come from one run: in each block every contender runs once, in random order, from a cold L2, and a ratio is
+the median of the blocks' ratios. Absolute times are medians.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import random
+import statistics
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ringattn import detect
+
+Step = Callable[[], object]
+
+
+def machine() -> dict[str, Any]:
+    """The card and the versions that a figure depends on."""
+    facts = detect()
+    return {
+        "device": facts.device_name,
+        "arch": facts.arch,
+        "power_limit_w": facts.power_limit_w,
+        "software": dict(facts.software),
+        "python": platform.python_version(),
+        "command": " ".join(sys.argv),
+    }
+
+
+class Clock:
+    """Times steps on the current CUDA device with events, L2 flushed before each."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random = random.Random(seed)
+        l2_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+        self._flush = torch.empty(2 * l2_bytes, dtype=torch.uint8, device="cuda")
+
+    def once_ms(self, step: Step) -> float:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self._flush.zero_()
+        torch.cuda._sleep(200_000)  # about 0.1 ms: the host gets ahead, so that launch time is not counted as run time
+        begin.record()
+        step()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end)
+
+    def blocks_ms(self, steps: Mapping[str, Step], blocks: int = 15, warmup: int = 3) -> dict[str, list[float]]:
+        for step in steps.values():
+            for _ in range(warmup):
+                step()
+        torch.cuda.synchronize()
+        times: dict[str, list[float]] = {name: [] for name in steps}
+        for _ in range(blocks):
+            for name in self._random.sample(list(steps), len(steps)):
+                times[name].append(self.once_ms(steps[name]))
+        return times
+
+
+def median(values: list[float]) -> float:
+    return statistics.median(values)
+
+
+def ratio(times: Mapping[str, list[float]], over: str, under: str) -> float:
+    """The median of the blocks' ratios ``over / under``."""
+    return median([a / b for a, b in zip(times[over], times[under], strict=True)])
+
+
+def peak_mib(step: Step) -> float:
+    """MiB allocated at most during a step beyond what was allocated before it."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+class Record:
+    """Rows printed as they come and written, with the machine, to ``folder``/``name``.json."""
+
+    def __init__(self, name: str, folder: str | None) -> None:
+        self.name = name
+        self.rows: list[dict[str, Any]] = []
+        self._machine = machine()
+        self._path = Path(folder) / f"{name}.json" if folder else None
+        print(json.dumps(self._machine), flush=True)
+
+    def add(self, **row: Any) -> None:
+        self.rows.append(row)
+        shown = (f"{key}={value:.3f}" if isinstance(value, float) else f"{key}={value}" for key, value in row.items())
+        print("  ".join(shown), flush=True)
+        if self._path:
+            self._path.write_text(json.dumps({"machine": self._machine, "rows": self.rows}, indent=1) + "\n")

@@ -1,0 +1,167 @@
+"""Dilated (LongNet) attention on one GPU: the module against the sum of its bare kernels and against torchscale.
+
+    [PEERS=FOLDER] python benchmarks/dilated.py [--output FOLDER] [--profile auto|none|FILE]
+
+Segments 2048..32768, rates 1..16, H16 D128, bf16, causal. The bare kernels run on compact rows of their own: what
+the branches would cost if gathering and merging were free. PEERS is a folder that holds microsoft/torchscale's
+package, whose attention is then run on torch's FlashAttention 2. Last, a small shape in fp16, eager and as a graph.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import sys
+import types
+from collections.abc import Callable
+
+import torch
+from common import Clock, Record, median, peak_mib, ratio
+from common_kernels import BareKernel
+
+from ringattn import RingAttention, detect
+from ringattn.kernels import KERNELS
+
+HEADS, HEAD_DIM = 16, 128
+SEGMENTS, RATES = [2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16]
+
+
+def bare_sums(length: int) -> dict[str, list[BareKernel]]:
+    facts = detect()
+    names = [n for n in ("cudnn", "flash-attn-4") if not KERNELS[n].package or KERNELS[n].package in facts.packages]
+    return {
+        name: [
+            BareKernel(name, length // w, w // r, HEADS, HEAD_DIM, torch.bfloat16, True)
+            for w, r in zip(SEGMENTS, RATES, strict=True)
+        ]
+        for name in names
+    }
+
+
+def torchscale(folder: str) -> Callable[..., torch.Tensor]:
+    """torchscale's DilatedAttention, its flash function replaced by torch's FlashAttention 2, projections left out."""
+    sys.path.insert(0, folder)
+    import torchscale.component.multihead_attention as heads
+    from torchscale.component.dilated_attention import DilatedAttention
+
+    def flash(q, k, v, dropout=0.0, bias=None, softmax_scale=None, is_causal=False):
+        out = torch.ops.aten._scaled_dot_product_flash_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, is_causal, False
+        )
+        return out[0].transpose(1, 2), out[1].detach()
+
+    heads.flash_attn_func = flash
+    arguments = types.SimpleNamespace(
+        flash_attention=True,
+        segment_length=SEGMENTS,
+        dilated_ratio=RATES,
+        seq_parallel=False,
+        multiway=False,
+        xpos_rel_pos=False,
+        xpos_scale_base=512,
+        layernorm_eps=1e-5,
+    )
+    module = DilatedAttention(arguments, HEADS * HEAD_DIM, HEADS, self_attention=True, subln=False)
+    for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+        setattr(module, name, torch.nn.Identity())
+
+    def attend(q, k, v):
+        batch, length = q.shape[:2]
+        flat = (x.reshape(batch, length, -1) for x in (q, k, v))
+        return module(*flat, is_causal=True)[0].view(q.shape)
+
+    return attend
+
+
+def measure(record: Record, clock: Clock, attn: RingAttention, length: int, peer: Callable | None) -> None:
+    q, k, v, dout = (torch.randn(1, length, HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def forward_of(attend):
+        def step():
+            with torch.no_grad():
+                attend(*leaves)
+
+        return step
+
+    def both_of(attend):
+        return lambda: torch.autograd.grad(attend(*leaves), leaves, dout)
+
+    forward, both = {"module": forward_of(attn)}, {"module": both_of(attn)}
+    if peer:
+        forward["torchscale"], both["torchscale"] = forward_of(peer), both_of(peer)
+    sums = bare_sums(length)
+    for name, kernels in sums.items():
+        forward[f"{name} kernels"] = lambda kernels=kernels: [kernel.forward() for kernel in kernels]
+        both[f"{name} kernels"] = lambda kernels=kernels: [(x.forward(), x.backward()) for x in kernels]
+    if "flash-attn-4" in sums:
+        mixed = list(zip(sums["cudnn"], sums["flash-attn-4"], strict=True))
+        both["cudnn+flash-attn-4 kernels"] = lambda: [(a.forward(), b.backward()) for a, b in mixed]
+    for direction, steps in (("forward", forward), ("forward+backward", both)):
+        peaks = {name: round(peak_mib(step)) for name, step in steps.items() if "kernels" not in name}
+        times = clock.blocks_ms(steps, blocks=7 if length > 100_000 else 11, warmup=1)
+        row = {f"module_over_{name.replace(' ', '_')}": ratio(times, "module", name) for name in steps}
+        row.pop("module_over_module")
+        record.add(
+            work=f"LongNet causal S{length} H{HEADS} D{HEAD_DIM} bf16 {direction}",
+            **row,
+            ms={name: round(median(values), 3) for name, values in times.items()},
+            peak_mib=peaks,
+            plan=str(attn.plan_for(length, torch.bfloat16, direction != "forward")),
+        )
+
+
+def eager_ms(step: Callable[[], object]) -> float:
+    """What a caller waits for: host and device together."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    begin.record()
+    step()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
+def measure_small(record: Record, clock: Clock, profile: str | None) -> None:
+    """fp16 B1 H8 D64, [1024, 2048, 4096]/[1, 2, 4], forward: eager and replayed from a CUDA graph."""
+    attn = RingAttention(8, 64, None, [1024, 2048, 4096], [1, 2, 4], causal=True, profile=profile)
+    for length in (4096, 8192, 16384):
+        inputs = [torch.randn(1, length, 8, 64, device="cuda", dtype=torch.float16) for _ in range(3)]
+        step = functools.partial(attn, *inputs)
+        with torch.no_grad():
+            for _ in range(3):
+                step()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                step()
+            peak = peak_mib(step)
+            eager = [eager_ms(step) for _ in range(30)]
+            replayed = clock.blocks_ms({"graph": graph.replay}, blocks=30)["graph"]
+        record.add(
+            work=f"fp16 causal B1 H8 D64 [1024,2048,4096]/[1,2,4] S{length} forward",
+            eager_ms=median(eager),
+            graph_ms=median(replayed),
+            peak_mib=peak,
+            plan=str(attn.plan_for(length, torch.float16, False)),
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", help="folder for dilated.json")
+    parser.add_argument("--profile", default="auto", help="auto, none (heuristic) or a profile file")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[65536, 262144, 1048576])
+    arguments = parser.parse_args()
+    profile = None if arguments.profile == "none" else arguments.profile
+    attn = RingAttention(HEADS, HEAD_DIM, None, SEGMENTS, RATES, causal=True, profile=profile)
+    record, clock = Record("dilated", arguments.output), Clock()
+    measure_small(record, clock, profile)
+    peer = torchscale(os.environ["PEERS"]) if os.environ.get("PEERS") else None
+    for length in arguments.lengths:
+        measure(record, clock, attn, length, peer if length < 500_000 else None)  # it runs out of memory above
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

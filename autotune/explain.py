@@ -167,7 +167,7 @@ def _reasons(
 def _known_of(name: str, direction: Direction, entry: PlanEntry | None) -> str:
     """What the profile recorded of a kernel in one direction: its best plan, a failure, or nothing."""
     from .probe import describe
-    from .report import recorded_choices, relative_time
+    from .report import kernels_named, recorded_choices, relative_time
     from .terminal import format_factor
 
     if entry is None:
@@ -183,7 +183,7 @@ def _known_of(name: str, direction: Direction, entry: PlanEntry | None) -> str:
         return (
             f"could run; measured {format_factor(best[0])} the time of the chosen plan ({describe(best[1].tunables)})"
         )
-    failed = next((f for f in entry.failures if name in f.candidate), None)
+    failed = next((f for f in entry.failures if name in kernels_named(f.candidate)), None)
     if failed is not None:
         return f"could run, but failed when measured: {failed.kind}: {failed.message}"
     return "could run; slower when measured, and not kept in the profile"
@@ -229,7 +229,8 @@ def explanation_summary(explanation: Explanation) -> RenderableType:
         text = "; ".join(verdict.reasons) or verdict.evidence
         table.add_row(verdict.direction, verdict.kernel, Text(plain(text), style="dim" if verdict.reasons else ""))
     parts += [Text(""), Text("Kernels not in the plan", style="bold"), table]
-    if e.failures:
+    failures = [f for f in e.failures if f.kind != "rejected"]  # those are among the kernels above, with the reason
+    if failures:
         parts.append(Text("Candidates that failed when this was measured", style="bold"))
-        parts += [Text(f"  {f.kind:<9} {plain(f.candidate)}: {plain(f.message)}", style="yellow") for f in e.failures]
+        parts += [Text(f"  {f.kind:<9} {plain(f.candidate)}: {plain(f.message)}", style="yellow") for f in failures]
     return Group(*parts)

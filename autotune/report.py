@@ -6,6 +6,7 @@ Pure: a Profile in, plain data or a rich renderable out.
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable
@@ -80,7 +81,7 @@ class Headline:
     refused: int
     median_speedup: float | None
     best: tuple[Workload, Speedup] | None
-    failures: tuple[tuple[str, int], ...]  # kind and count, most frequent first
+    failures: tuple[tuple[str, int], ...]  # kind and count, most frequent first; refused before running is no failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,9 @@ def headline(profile: Profile) -> Headline:
         refused=sum(entry.choice is None for entry in profile.plans),
         median_speedup=statistics.median(s.middle for _, s in measured) if measured else None,
         best=max(faster, key=lambda pair: pair[1].middle) if faster else None,
-        failures=tuple(Counter(failure.kind for entry in profile.plans for failure in entry.failures).most_common()),
+        failures=tuple(
+            Counter(f.kind for e in profile.plans for f in e.failures if f.kind != "rejected").most_common()
+        ),
     )
 
 
@@ -129,6 +132,11 @@ def sole_kernel(tunables: Tunables) -> str | None:
     """The kernel of a plan that uses one kernel in every branch and direction, else None."""
     names = {name for branch in tunables.branches for name in (branch.forward, branch.backward) if name}
     return names.pop() if len(names) == 1 else None
+
+
+def kernels_named(candidate: str) -> frozenset[str]:
+    """The kernels in the name of a recorded candidate, such as ``cudnn`` or ``cudnn/flash,math/math bf16``."""
+    return frozenset(name for name in re.split(r"[/,]", candidate.split(" ")[0]) if name)
 
 
 def recorded_choices(entry: PlanEntry) -> tuple[Choice, ...]:

@@ -23,6 +23,7 @@ from .report import (
     families,
     headline,
     kept_default,
+    kernels_named,
     machine_facts,
     provenance_line,
     relative_time,
@@ -219,15 +220,12 @@ def _rivals_table(title: str, entries: Sequence[PlanEntry]) -> str:
     names = list(dict.fromkeys(name for entry in entries for name in _rivals(entry)))
     rows = []
     for entry in entries:
-        rivals, failed = _rivals(entry), {f.candidate: f.kind for f in entry.failures}
+        rivals = _rivals(entry)
+        failed = {kernels_named(failure.candidate): failure.kind for failure in entry.failures}
         cells = []
         for name in names:
             ratio = relative_time(rivals[name], entry) if name in rivals else None
-            text = (
-                format_factor(ratio)
-                if ratio is not None
-                else next((k for c, k in failed.items() if c.startswith(name)), "not recorded")
-            )
+            text = format_factor(ratio) if ratio is not None else failed.get(frozenset({name}), "not recorded")
             cells.append(f'<td class="n{" soft" if ratio is None else ""}">{escape(text)}</td>')
         rows.append(f'<tr><th scope="row" class="n">{format_length(entry.workload.seq_len)}</th>{"".join(cells)}</tr>')
     head = '<th scope="col" class="n">Length</th>' + "".join(
@@ -339,9 +337,7 @@ def _failures(groups: dict[str, tuple[FailureGroup, ...]]) -> str:
     for kind, found in groups.items():
         count = sum(len(group.workloads) for group in found)
         meaning = FAILURE_MEANINGS.get(kind, "")
-        parts.append(
-            f'<h3>{escape(kind)} <span class="soft">&middot; {count}</span></h3><p class="soft">{escape(meaning)}</p>'
-        )
+        parts.append(f'<h3>{escape(kind)} <span class="soft">&middot; {count}</span></h3>')
         rows = [
             f'<tr><th scope="row" class="plan">{escape(group.candidate)}</th>'
             f'<td class="why">{escape(group.message or "no message")}</td>'

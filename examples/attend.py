@@ -1,7 +1,7 @@
 """Attention that obeys this machine's hardware profile: build it, run it both ways, print the plan it obeyed.
 
-python examples/attend.py                                        # dense
-python examples/attend.py --segments 256,1024 --rates 1,4        # dilated
+python examples/attend.py                                         # dense
+python examples/attend.py --segments 512,1024,2048 --rates 1,2,4  # dilated
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ def integers(text: str) -> list[int]:
 
 
 parser = argparse.ArgumentParser(description="Run attention by this machine's profile and print the plan it obeyed.")
-parser.add_argument("--seq-len", type=int, default=1024)
-parser.add_argument("--heads", type=int, default=8)
-parser.add_argument("--head-dim", type=int, default=64)
-parser.add_argument("--segments", type=integers, help="segment lengths, such as 256,1024")
-parser.add_argument("--rates", type=integers, help="dilation rates, such as 1,4")
+on_gpu = torch.cuda.is_available()  # the defaults are shapes that `ringtune probe` measures
+parser.add_argument("--seq-len", type=int, default=2048)
+parser.add_argument("--heads", type=int, default=16 if on_gpu else 4)
+parser.add_argument("--head-dim", type=int, default=128 if on_gpu else 64)
+parser.add_argument("--segments", type=integers, help="segment lengths, such as 512,1024,2048")
+parser.add_argument("--rates", type=integers, help="dilation rates, such as 1,2,4")
 args = parser.parse_args()
 
-device = "cuda" if torch.cuda.is_available() else "cpu"
-dtype = torch.bfloat16 if device == "cuda" else torch.float32
+device = "cuda" if on_gpu else "cpu"
+dtype = torch.bfloat16 if on_gpu else torch.float32
 
 attn = RingAttention(
     num_heads=args.heads,

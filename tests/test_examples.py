@@ -40,7 +40,7 @@ def test_attend_prints_exactly_the_plan_in_the_file(
 ) -> None:
     pattern, branches = PLANS[arguments]
     facts = detect("cpu")
-    workload = Workload("train", True, 1024, 8, 64, "fp32", pattern=pattern)
+    workload = Workload("train", True, 2048, 4, 64, "fp32", pattern=pattern)
     entry = PlanEntry(workload, Choice(Tunables("fp32", branches)))
     profile = Profile("measured", Fingerprint.of(facts), facts.software, plans=(entry,))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
@@ -50,7 +50,7 @@ def test_attend_prints_exactly_the_plan_in_the_file(
     assert done.stderr == ""
     lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
     assert lines["plan"] == f"{workload}: {describe(Tunables('fp32', branches))}"
-    assert lines["out"] == "(1, 1024, 8, 64) torch.float32"
+    assert lines["out"] == "(1, 2048, 4, 64) torch.float32"
     assert all(float(norm) > 0 for norm in lines["grads"].split())
 
 

@@ -227,7 +227,9 @@ def _check_cuda(wanted: torch.device) -> None:
     if not torch.cuda.is_available() or count == 0:
         raise DeviceError(f"device is '{wanted}', but torch sees no CUDA device; check nvidia-smi, or use 'cpu'")
     if wanted.index is not None and wanted.index >= count:
-        raise DeviceError(f"device is '{wanted}', but there are {count} CUDA devices; use cuda:0 to cuda:{count - 1}")
+        raise DeviceError(
+            f"device is '{wanted}', but the last CUDA device here is cuda:{count - 1}; use that or a lower number"
+        )
 
 
 def _unmeasured(device: str, kind: str) -> DeviceError:

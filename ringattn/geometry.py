@@ -10,7 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .pattern import Call, StridedView, branch_calls, run_view, window_bounds
 from .workload import Pattern
@@ -47,22 +47,24 @@ class Window:
     calls: tuple[PlacedCall, ...]
 
 
-ViewKey = tuple[int, int, tuple[int, ...], bool]
+ViewKey = tuple[int, int, tuple[int, ...], int | None, bool]
 
 
 @dataclass(slots=True)
 class Geometry:
-    """The windows of one shape and the views worked out for them so far."""
+    """The windows of one shape, and what was worked out for them so far: views, and launches of the fused steps."""
 
+    key: LayoutKey
     windows: tuple[Window, ...]
     direct: bool  # one in-place call covers every position: its result is the result
+    fused: dict[tuple[Any, ...], Any] = field(default_factory=dict)  # merge_triton's own
     _views: dict[ViewKey, tuple[StridedView, ...]] = field(default_factory=dict)
 
     def views(
         self, placed: PlacedCall, group: int, strides: Sequence[int], head_dim: int | None, *, folded: bool
     ) -> tuple[StridedView, ...]:
         """One view per run of the call into a tensor with these strides; see ``pattern.run_view``."""
-        key = (placed.index, group, tuple(strides), folded)
+        key = (placed.index, group, tuple(strides), head_dim, folded)
         views = self._views.get(key)
         if views is None:
             views = self._views[key] = tuple(
@@ -92,7 +94,7 @@ def build_geometry(key: LayoutKey) -> Geometry:
                 placed.append(PlacedCall(index, number, call))
                 index += 1
         windows.append(Window(begin, end, tuple(placed)))
-    return Geometry(tuple(windows), _is_direct(key, windows))
+    return Geometry(key, tuple(windows), _is_direct(key, windows))
 
 
 def _is_direct(key: LayoutKey, windows: list[Window]) -> bool:

@@ -38,6 +38,17 @@ class GradPartial(NamedTuple):
     grad: Tensor
 
 
+class GradJob(NamedTuple):
+    """The parts of a gradient in the order of the window's calls, and the (B, S, heads, D) tensor for their sum.
+
+    ``group`` is G for dq and 1 for dk and dv.
+    """
+
+    partials: Sequence[GradPartial]
+    target: Tensor
+    group: int
+
+
 class Source(NamedTuple):
     """A (B, S, heads, D) tensor whose rows a call needs; ``group`` is G for q-like tensors, 1 for k and v."""
 
@@ -46,13 +57,24 @@ class Source(NamedTuple):
 
 
 class Ops(Protocol):
-    """The three steps between kernels, and the rows of an LSE."""
+    """The steps between kernels. Partial results come in the order of the window's calls."""
 
     def gather(self, geometry: Geometry, placed: PlacedCall, sources: Sequence[Source], lease: Lease) -> list[Tensor]:
         """The rows of a copied call, side by side: one contiguous (N, M, heads, D) tensor per source."""
 
-    def gather_lse(self, geometry: Geometry, placed: PlacedCall, lse_BHS: Tensor, group: int, lease: Lease) -> Tensor:
-        """The LSE of a call's query rows: contiguous (N, heads, M)."""
+    def gather_backward(
+        self,
+        geometry: Geometry,
+        placed: PlacedCall,
+        sources: Sequence[Source],
+        lse_BHS: Tensor,
+        group: int,
+        lease: Lease,
+    ) -> tuple[list[Tensor], Tensor]:
+        """``gather``, and the LSE of the call's query rows: contiguous (N, heads, M).
+
+        There may be no sources; the first has the heads of the LSE.
+        """
 
     def merge(
         self,
@@ -66,16 +88,8 @@ class Ops(Protocol):
     ) -> None:
         """Writes out and lse of the window; where no branch selects a position, 0 and -inf."""
 
-    def scatter_sum(
-        self,
-        geometry: Geometry,
-        window: Window,
-        partials: Sequence[GradPartial],
-        grad_BSHD: Tensor,
-        group: int,
-        lease: Lease,
-    ) -> None:
-        """Writes the sum of the partial gradients over the window; 0 where there is none."""
+    def scatter_sum(self, geometry: Geometry, window: Window, jobs: Sequence[GradJob], lease: Lease) -> None:
+        """Writes the sums of partial gradients over the window; 0 where there is none."""
 
 
 def as_view(x: Tensor, view: StridedView) -> Tensor:
@@ -143,14 +157,22 @@ class TorchOps:
             gathered.append(rows)
         return gathered
 
-    def gather_lse(self, geometry: Geometry, placed: PlacedCall, lse_BHS: Tensor, group: int, lease: Lease) -> Tensor:
+    def gather_backward(
+        self,
+        geometry: Geometry,
+        placed: PlacedCall,
+        sources: Sequence[Source],
+        lse_BHS: Tensor,
+        group: int,
+        lease: Lease,
+    ) -> tuple[list[Tensor], Tensor]:
         call = placed.call
         rows = lease.empty((call.batch * call.segments, call.kv_heads * group, call.rows), lse_BHS.dtype)
         lse_BSH = lse_BHS.transpose(1, 2)
         views = geometry.views(placed, group, lse_BSH.stride(), None, folded=False)
         for view, heads in zip(views, _run_slices(placed, group), strict=True):
             _unfolded_lse(rows, placed, heads, group).copy_(as_view(lse_BSH, view))
-        return rows
+        return self.gather(geometry, placed, sources, lease), rows
 
     def merge(
         self,
@@ -176,19 +198,12 @@ class TorchOps:
             for placed, number, merged, part, out in runs:
                 self._add_weighted(total.rows(geometry, placed, number, group), out, part, merged)
 
-    def scatter_sum(
-        self,
-        geometry: Geometry,
-        window: Window,
-        partials: Sequence[GradPartial],
-        grad_BSHD: Tensor,
-        group: int,
-        lease: Lease,
-    ) -> None:
-        with _Accumulator(grad_BSHD, window, lease) as total:
-            for placed, grad in partials:
-                for number, heads in enumerate(_run_slices(placed, group)):
-                    self._add(total.rows(geometry, placed, number, group), _unfolded(grad, placed, heads, group))
+    def scatter_sum(self, geometry: Geometry, window: Window, jobs: Sequence[GradJob], lease: Lease) -> None:
+        for partials, grad_BSHD, group in jobs:
+            with _Accumulator(grad_BSHD, window, lease) as total:
+                for placed, grad in partials:
+                    for number, heads in enumerate(_run_slices(placed, group)):
+                        self._add(total.rows(geometry, placed, number, group), _unfolded(grad, placed, heads, group))
 
 
 class _Accumulator:

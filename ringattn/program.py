@@ -14,7 +14,7 @@ from torch import Tensor
 from .block_kernel import BoundKernel, KernelConfig
 from .geometry import PATTERN_CACHE, Geometry, LayoutKey, PlacedCall
 from .kernels import KERNELS
-from .merge import GradPartial, Ops, Partial, Source, TorchOps, accumulator_dtype, as_view
+from .merge import GradJob, GradPartial, Ops, Partial, Source, TorchOps, accumulator_dtype, as_view
 from .plan import Plan
 from .workload import Tunables
 from .workspace import Lease
@@ -30,6 +30,9 @@ DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items() if name != "t
 
 # Gathered q, k, v of the copied calls, in call order: what checkpoint "none" keeps for the backward.
 Kept = list[Tensor]
+
+# q, k and v, or their gradients
+Triple = tuple[Tensor, Tensor, Tensor]
 
 
 class Program:
@@ -117,12 +120,12 @@ class Program:
         for window in geometry.windows:
             partials: tuple[list[GradPartial], ...] = ([], [], [])
             for placed in window.calls:
+                read = _in_place_of(geometry, placed, (q, k, v))
                 if kept and placed.call.copied:
-                    rows = next(rows_kept), next(rows_kept), next(rows_kept)
-                else:
-                    rows = self._rows(geometry, placed, q, k, v, group, lease)
-                dout_rows, out_rows = self._result_rows(geometry, placed, dout, out, group, lease)
-                lse_rows = self._ops.gather_lse(geometry, placed, lse, group, lease)
+                    read = next(rows_kept), next(rows_kept), next(rows_kept)
+                rows, dout_rows, out_rows, lse_rows = self._backward_rows(
+                    geometry, placed, (q, k, v), read, dout, out, lse, lease
+                )
                 backward = self._backward[placed.branch]
                 if placed.branch == self._writer:
                     in_place = self._rows(geometry, placed, *grads, group, lease)
@@ -133,8 +136,8 @@ class Program:
                     into.append(GradPartial(placed, part))
             if self._writer is not None and len(self._backward) == 1:
                 continue  # its one branch has written every position already
-            for into, grad, heads_per_kv in zip(partials, grads, (group, 1, 1), strict=True):
-                self._ops.scatter_sum(geometry, window, into, grad, heads_per_kv, lease)
+            jobs = [GradJob(*job) for job in zip(partials, grads, (group, 1, 1), strict=True)]
+            self._ops.scatter_sum(geometry, window, jobs, lease)
         lease.close()
         return grads
 
@@ -152,16 +155,39 @@ class Program:
         if placed.call.copied:
             gathered = self._ops.gather(geometry, placed, (Source(q, group), Source(k, 1), Source(v, 1)), lease)
             return gathered[0], gathered[1], gathered[2]
-        return (
-            _in_place(geometry, placed, q, group),
-            _in_place(geometry, placed, k, 1),
-            _in_place(geometry, placed, v, 1),
-        )
+        rows = _in_place_of(geometry, placed, (q, k, v))
+        assert rows is not None
+        return rows
 
-    def _result_rows(
-        self, geometry: Geometry, placed: PlacedCall, dout: Tensor, out: Tensor, group: int, lease: Lease
-    ) -> tuple[Tensor, Tensor]:
-        """The query rows of dout and out as the call's backward takes them.
+    def _backward_rows(
+        self,
+        geometry: Geometry,
+        placed: PlacedCall,
+        inputs: Triple,
+        rows: Triple | None,
+        dout: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        lease: Lease,
+    ) -> tuple[Triple, Tensor, Tensor, Tensor]:
+        """(q, k, v), dout, out and lse as the backward of a call reads them; ``rows`` are
+        q, k, v, or None where they are still to be gathered.
+
+        Whatever must be gathered is gathered in one step.
+        """
+        group = inputs[0].shape[2] // inputs[1].shape[2]
+        results = self._results_in_place(geometry, placed, dout, out, group)
+        sources = [] if results else [Source(dout, group), Source(out, group)]
+        if rows is None:
+            sources += [Source(x, heads) for x, heads in zip(inputs, (group, 1, 1), strict=True)]
+        gathered, lse_rows = self._ops.gather_backward(geometry, placed, sources, lse, group, lease)
+        dout_rows, out_rows = results or (gathered[0], gathered[1])
+        return rows or (gathered[-3], gathered[-2], gathered[-1]), dout_rows, out_rows, lse_rows
+
+    def _results_in_place(
+        self, geometry: Geometry, placed: PlacedCall, dout: Tensor, out: Tensor, group: int
+    ) -> tuple[Tensor, Tensor] | None:
+        """The query rows of dout and out where they lie; None where the call's backward wants them gathered.
 
         Contiguous unless the kernel reads any layout: cudnn's plan cache keys on the strides of q, k and v alone, and
         the efficient kernel assumes rows of out to be H * D apart, so another layout is silently wrong there.
@@ -171,8 +197,7 @@ class Program:
             dout_rows, out_rows = _in_place(geometry, placed, dout, group), _in_place(geometry, placed, out, group)
             if self._strided[placed.branch] or (dout_rows.is_contiguous() and out_rows.is_contiguous()):
                 return dout_rows, out_rows
-        gathered = self._ops.gather(geometry, placed, (Source(dout, group), Source(out, group)), lease)
-        return gathered[0], gathered[1]
+        return None
 
     def _direct(self, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """One call over everything, segments as a batch: its result needs no merge."""
@@ -192,7 +217,12 @@ class Program:
         group = q.shape[2] // k.shape[2]
         lease = _unpooled(q.device)
         rows = self._rows(geometry, placed, q, k, v, group, lease)
-        dout_rows, out_rows = self._result_rows(geometry, placed, dout, out, group, lease)
+        results = self._results_in_place(geometry, placed, dout, out, group)
+        if results is None:
+            sources = (Source(dout, group), Source(out, group))
+            dout_rows, out_rows = self._ops.gather(geometry, placed, sources, lease)
+        else:
+            dout_rows, out_rows = results
         lse_rows = lse.view(*lse.shape[:2], call.segments, call.length).transpose(1, 2).flatten(0, 1).contiguous()
         dq, dk, dv = self._backward[0](dout_rows, *rows, out_rows, lse_rows)
         return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
@@ -206,6 +236,15 @@ def _empty_like(x: Tensor) -> Tensor:
 def _in_place(geometry: Geometry, placed: PlacedCall, x: Tensor, group: int) -> Tensor:
     (view,) = geometry.views(placed, group, x.stride(), x.shape[-1], folded=True)
     return as_view(x, view)
+
+
+def _in_place_of(geometry: Geometry, placed: PlacedCall, inputs: Triple) -> Triple | None:
+    """The rows of q, k and v where they lie, or None for a call that copies."""
+    if placed.call.copied:
+        return None
+    q, k, v = inputs
+    group = q.shape[2] // k.shape[2]
+    return _in_place(geometry, placed, q, group), _in_place(geometry, placed, k, 1), _in_place(geometry, placed, v, 1)
 
 
 def _unpooled(device: torch.device) -> Lease:

@@ -1,0 +1,138 @@
+"""The README is true: its commands and its Python run, its profile loads, what it names exists."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from autotune.cli import cli
+from autotune.exit_codes import ExitCode
+from ringattn.profile_io import parse_profile
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text("utf-8")
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+# What makes a real probe end in seconds; everything else of a command runs as it is written.
+SHORT_PROBE = (
+    "--effort",
+    "quick",
+    "--budget",
+    "4",
+    "--seq-len",
+    "128",
+    "--heads",
+    "2",
+    "--head-dim",
+    "32",
+    "--device",
+    "cpu",
+)
+ONE_TEST = "-q -p no:cacheprovider tests/autotune/test_progress.py"
+
+
+def blocks(language: str) -> list[str]:
+    return [text for kind, text in BLOCKS if kind == language]
+
+
+def commands() -> list[str]:
+    lines = [line.split("#")[0].strip() for text in blocks("console") for line in text.splitlines()]
+    return list(dict.fromkeys(line for line in lines if line))
+
+
+def as_run(command: str, folder: Path) -> list[str]:
+    """How a command of the README runs here: with this Python, installing nothing, in seconds."""
+    words = shlex.split(command)
+    if words[0] == "make":
+        extra = ["NO_INSTALL=1", f"PYTHON={sys.executable}", f"PROBE_ARGS={shlex.join(SHORT_PROBE)}"]
+        return [*words, *extra, f"PYTEST_ARGS={ONE_TEST}"]
+    if words[:2] == ["pip", "install"]:
+        checks_only = ["--dry-run", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+        target = [str(ROOT) if word == "." else word for word in words[2:]]
+        return [sys.executable, "-m", "pip", "install", *checks_only, *target]
+    assert words[0] == "ringtune", f"the README runs {command!r}; say here how a test can"
+    if words[1] == "probe":
+        words += SHORT_PROBE
+    return [sys.executable, "-m", "autotune", *words[1:]]
+
+
+def run(command: list[str], home: Path) -> subprocess.CompletedProcess[str]:
+    environ = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "CI")}
+    environ |= {"HOME": str(home), "XDG_CONFIG_HOME": str(home / ".config"), "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=100)
+
+
+def test_it_has_the_blocks_that_are_tested_here() -> None:
+    assert {kind for kind, _ in BLOCKS} == {"console", "python", "yaml"}
+    assert len(commands()) >= 4
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One home for all commands, so that what one writes the next one finds, as for a reader."""
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.mark.parametrize("command", commands())
+def test_its_commands_run(command: str, home: Path) -> None:
+    if command.startswith("pip install"):
+        pytest.importorskip("hatchling", reason="pip install '.[dev]' brings it")
+    done = run(as_run(command, home), home)
+    assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("code", blocks("python"), ids=lambda code: code.splitlines()[0])
+def test_its_python_runs(code: str, tmp_path: Path) -> None:
+    done = run([sys.executable, "-c", code], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip(), "it prints the plan that ran"
+
+
+def test_the_ten_lines_of_python_are_ten() -> None:
+    assert "Ten lines of Python" in README
+    (code,) = blocks("python")
+    assert len(code.strip().splitlines()) <= 10
+
+
+@pytest.mark.parametrize("text", blocks("yaml"), ids=lambda text: "profile")
+def test_its_profile_loads(text: str) -> None:
+    profile = parse_profile(text, "README.md")
+    assert profile.source == "measured"
+    assert profile.plans
+    assert profile.plans[0].choice is not None
+    assert profile.plans[0].choice.evidence is not None
+
+
+def test_the_commands_it_names_are_those_there_are() -> None:
+    named = set(re.findall(r"`ringtune (\w+)", README))
+    assert named == set(cli.commands)
+
+
+def test_the_options_it_names_exist() -> None:
+    known = {name for command in cli.commands.values() for p in command.params for name in (*p.opts, *p.secondary_opts)}
+    known |= {"--help", "--version"}
+    assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", README)) <= known
+
+
+def test_the_exit_codes_it_names_are_those_there_are() -> None:
+    sentence = re.search(r"Exit codes: (.*?)\.", README, re.DOTALL)
+    assert sentence is not None
+    assert [int(n) for n in re.findall(r"\b(\d+) [a-z]", sentence[1])] == [int(code) for code in ExitCode]
+
+
+def test_the_files_it_links_exist() -> None:
+    for target in re.findall(r"\]\(([^)#]+)", README):
+        if not target.startswith(("http://", "https://")):
+            assert (ROOT / target).exists(), target
+    assert "(docs/cli.md)" in README, "the reference of the command is linked"
+
+
+def test_the_extras_it_names_exist() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    assert set(re.findall(r"ringtune\[(\w+)\]", README)) <= set(project["optional-dependencies"])

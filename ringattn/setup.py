@@ -82,7 +82,7 @@ def set_up(profile: Any, device: Any, shape: ModuleShape) -> Setup:
     if not (profile is None or named or profile == "auto"):
         raise InputError(f"profile is {profile!r}; use 'auto', a path, a Profile, or None for the heuristic alone")
     path = None if profile is None or profile == "auto" or isinstance(profile, Profile) else profile
-    located, notes = collect(path, heuristics_only=profile is None)
+    located, notes = collect(path, heuristics_only=profile is None or isinstance(profile, Profile))
     if isinstance(profile, Profile):
         located = (Located(_GIVEN, profile, "argument"), *located)
     resolution = resolve(located, facts, world=shape.world)

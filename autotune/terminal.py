@@ -6,9 +6,12 @@ errors. Rich is imported late so that ``ringtune --help`` stays quick.
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import json
 import math
+from collections.abc import Mapping
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 import click
@@ -33,19 +36,22 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def emit_json(document: object) -> None:
-    """The one JSON document of a command, on stdout. NaN is a bug here: it is no JSON."""
-    click.echo(json.dumps(document, indent=2, allow_nan=False, default=_encode))
+    """The one JSON document of a command, on stdout: dataclasses as objects, inf and NaN as null."""
+    click.echo(json.dumps(_plain_data(document), indent=2, allow_nan=False))
 
 
-def _encode(value: object) -> object:
-    import dataclasses
-    from pathlib import PurePath
-
+def _plain_data(value: object) -> object:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return {field.name: _plain_data(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain_data(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | frozenset | set):
+        return [_plain_data(item) for item in value]
     if isinstance(value, PurePath):
         return str(value)
-    raise TypeError(f"{type(value).__name__} has no JSON form")
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def warn(text: str) -> None:

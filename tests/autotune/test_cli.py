@@ -376,6 +376,14 @@ def test_probe_json_is_the_only_thing_on_stdout(monkeypatch: pytest.MonkeyPatch)
     assert "noise floor" in result.stderr
 
 
+def test_what_was_not_measured_is_null_in_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = Workload("train", True, 1024, 4, 64, "fp32")
+    cell = CellReport(w, "inconclusive", default_ratio=float("nan"), ratio_low=float("-inf"), ratio_high=float("inf"))
+    engine(monkeypatch, lambda observer: ProbeResult(None, None, (cell,), 1.0))
+    (told,) = json.loads(ringtune("probe", "--json").stdout)["cells"]
+    assert (told["default_ratio"], told["ratio_low"], told["ratio_high"]) == (None, None, None)
+
+
 def test_probe_ends_with_the_summary_and_where_the_profile_is(asked: list[ProbeRequest]) -> None:
     result = ringtune("probe")
     assert "Median speed-up" in result.stdout

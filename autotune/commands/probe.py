@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -193,36 +194,48 @@ def probe_document(result: ProbeResult) -> dict[str, object]:
 
 def dry_run_summary(dry_run: DryRun) -> Any:
     """The cells, the space and the estimate as tables."""
+    from rich.box import SIMPLE_HEAD
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
     from ..terminal import format_duration, plain, plural
 
-    cells = Table(
-        title=f"{plural(len(dry_run.cells), 'cell')}, about {format_duration(dry_run.estimate_s)}", title_justify="left"
-    )
-    cells.add_column("Workload", overflow="fold")
-    cells.add_column("Kernels raced", overflow="fold")
-    cells.add_column("Plans", justify="right")
-    cells.add_column("Estimate", justify="right", no_wrap=True)
-    reasons: dict[str, set[str]] = {}
+    def table(*columns: str) -> Table:
+        made = Table(box=SIMPLE_HEAD, pad_edge=False)
+        for column in columns:
+            made.add_column(column, overflow="fold")
+        return made
+
+    cells = table("Workload", "Kernels raced", "Plans", "Estimate")
+    for column in cells.columns[2:]:
+        column.justify = "right"
     for cell in dry_run.cells:
         kernels = ", ".join(cell.kernels) or "none"
         cells.add_row(plain(cell.workload), plain(kernels), str(cell.candidates), format_duration(cell.estimate_s))
-        for name, why in cell.rejected:
-            reasons.setdefault(name, set()).update(why)
-    space = Table(title="Searched", title_justify="left")
-    space.add_column("Tunable")
-    space.add_column("Values", overflow="fold")
+    space = table("Tunable", "Values")
     for name, values in dry_run.tunables:
         space.add_row(plain(name), plain(", ".join(values)))
-    parts: list[Any] = [cells, Text(""), space]
-    if reasons:
-        rejected = Table(title="Ruled out beforehand", title_justify="left")
-        rejected.add_column("Kernel")
-        rejected.add_column("Reason", overflow="fold")
-        for name, whys in reasons.items():
-            rejected.add_row(plain(name), plain("; ".join(sorted(whys))))
-        parts += [Text(""), rejected]
+    title = f"{plural(len(dry_run.cells), 'cell')}, about {format_duration(dry_run.estimate_s)}"
+    parts: list[Any] = [Text(title, style="bold"), cells, Text("Searched", style="bold"), space]
+    ruled_out = rejected_kernels(dry_run)
+    if ruled_out:
+        rejected = table("Kernel", "Reason")
+        for name, reasons in ruled_out.items():
+            rejected.add_row(plain(name), plain("; ".join(reasons)))
+        parts += [Text("Ruled out beforehand", style="bold"), rejected]
     return Group(*parts)
+
+
+def rejected_kernels(dry_run: DryRun) -> dict[str, tuple[str, ...]]:
+    """Why each kernel that no cell races is ruled out, each reason once; --json has the reasons of every pair."""
+    raced = {name for cell in dry_run.cells for pair in cell.kernels for name in pair.split("/")}
+    found: dict[str, dict[str, None]] = {}
+    for cell in dry_run.cells:
+        for candidate, reasons in cell.rejected:
+            for reason in reasons:
+                of_kernel = re.fullmatch(r"branch \d+ (?:forward|backward) (\S+): (.*)", reason)
+                kernel, why = of_kernel.groups() if of_kernel else (candidate.split(" ")[0], reason)
+                if kernel not in raced:
+                    found.setdefault(kernel, {})[why] = None
+    return {kernel: tuple(reasons) for kernel, reasons in found.items()}

@@ -392,12 +392,17 @@ def test_probe_ends_with_the_summary_and_where_the_profile_is(asked: list[ProbeR
 
 def test_a_dry_run_prints_cells_space_and_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
     w = Workload("infer", True, 2048, 4, 64, "fp32")
-    cell = DryCell(w, ("flash-cpu", "math"), 12, 4.0, (("cudnn", ("runs on NVIDIA GPUs only",)),))
+    rejected = tuple(
+        (f"cudnn {dtype}", tuple(f"branch {n} forward cudnn: runs on NVIDIA GPUs only" for n in range(3)))
+        for dtype in ("fp32", "bf16")
+    )
+    cell = DryCell(w, ("flash-cpu", "math"), 12, 4.0, rejected)
     dry = DryRun((cell,), 4.0, (("gather", ("view", "copy")),))
     engine(monkeypatch, lambda observer: ProbeResult(None, None, (), 0.1, dry_run=dry))
     text = ringtune("probe", "--dry-run").stdout
     for part in ("1 cell, about 4 s", "flash-cpu, math", "12", "gather", "view, copy", "runs on NVIDIA GPUs only"):
         assert part in text
+    assert text.count("runs on NVIDIA GPUs only") == 1
     document = json.loads(ringtune("probe", "--dry-run", "--json").stdout)
     assert document["dry_run"]["cells"][0]["candidates"] == 12
 

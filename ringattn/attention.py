@@ -24,7 +24,7 @@ from .errors import InputError, PlanError, RingAttentionError
 from .plan import Conditions, Plan
 from .profile import Profile
 from .program import DTYPE_NAMES, Program
-from .setup import Setup, check_module, set_up, wishes_of
+from .setup import Setup, check_module, say_once, set_up, wishes_of
 from .table import ModuleShape, PlanTable, build_table
 from .workload import HeadOffset, Pattern
 
@@ -122,9 +122,9 @@ class RingAttention(nn.Module):
         process_group: Any = None,
     ) -> None:
         super().__init__()
-        check_module(num_heads, head_dim, num_kv_heads, scale, dropout, max_seq_len, process_group)
+        check_module(num_heads, head_dim, num_kv_heads, causal, scale, dropout, max_seq_len, process_group)
         pattern = Pattern.of(segment_lengths, dilation_rates, head_offset)
-        shape = ModuleShape(num_heads, num_kv_heads or num_heads, head_dim, bool(causal), pattern, max_seq_len)
+        shape = ModuleShape(num_heads, num_kv_heads or num_heads, head_dim, causal, pattern, max_seq_len)
         self._setup: Setup = set_up(profile, device, shape)
         self.plan: PlanTable = build_table(
             shape,
@@ -140,7 +140,9 @@ class RingAttention(nn.Module):
         self.scale = 1.0 / math.sqrt(head_dim) if scale is None else float(scale)
         self.dropout = float(dropout)
         self.device = self._setup.device
+        self._device_type = self.device.type
         self._runners: dict[Any, Runner] = {}
+        self._traced: dict[Any, Program] = {}
         self._programs: dict[Any, Program] = {}
         self._handle = compiled.register(self)
         self._setup.announce()
@@ -153,11 +155,14 @@ class RingAttention(nn.Module):
         """
         if self.dropout and self.training:
             raise self._dropout_refusal()
+        if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+            self._check(q, k, v)
         train = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        device = self._device_type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         if torch.compiler.is_compiling():
-            out, lse = compiled.attend(q, k, v, self._handle, train)
+            out, lse = self._trace(q, k, v, train, autocast)
         else:
-            autocast = torch.is_autocast_enabled(q.device.type)
             key = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, train)
             run = self._runners.get((key, q.device, k.device, v.device, autocast))
             if run is None:
@@ -170,11 +175,8 @@ class RingAttention(nn.Module):
         name = dtype if isinstance(dtype, str) else DTYPE_NAMES.get(dtype, str(dtype))
         if name not in DTYPE_NAMES.values():
             raise InputError(f"dtype is {dtype}; use one of {', '.join(map(str, DTYPE_NAMES))}")
-        row = self.plan.plan_at(seq_len, name, train, batch)
-        if row.plan is None:
-            assert row.refusal is not None
-            raise row.refusal
-        return row.plan
+        self._check_length(seq_len)
+        return self.plan.plan_at(seq_len, name, train, batch).runnable()
 
     def explain(self) -> str:
         """Why this plan: the profiles looked at, the tier, the table, and what gave way to what."""
@@ -194,12 +196,14 @@ class RingAttention(nn.Module):
         Returns the milliseconds that each first call took.
         """
         took_ms = {}
+        generator = torch.Generator(self.device)  # its own: a warm-up leaves the program's random numbers alone
         for length in lengths:
+            self._check_length(length)
             begin = time.perf_counter()
             heads = (self.shape.heads, self.shape.kv_heads, self.shape.kv_heads)
             q, k, v = (
                 torch.zeros(batch_size, length, h, self.shape.head_dim, dtype=dtype, device=self.device)
-                .normal_()
+                .normal_(generator=generator)
                 .requires_grad_(train)
                 for h in heads
             )
@@ -215,7 +219,7 @@ class RingAttention(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles are planned modules without loaded kernels, and compiled graphs know them apart."""
-        return {**self.__dict__, "_runners": {}, "_programs": {}, "_handle": 0}
+        return {**self.__dict__, "_runners": {}, "_traced": {}, "_programs": {}, "_handle": 0}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -229,15 +233,52 @@ class RingAttention(nn.Module):
     def program_for(self, q: Tensor, k: Tensor, v: Tensor, train: bool) -> Program:
         """The program that serves these tensors, after every check of them."""
         batch, length = self._check(q, k, v)
-        plan = self.plan_for(length, q.dtype, train, batch)
+        row = self.plan.plan_at(length, DTYPE_NAMES[q.dtype], train, batch)
+        plan = row.runnable()
+        if note := self.plan.fallback_note(row):
+            say_once(logging.WARNING, note)
         key = (plan.tunables, plan.workload.mode)
         if key not in self._programs:
             self._programs[key] = Program(plan, self.scale)
         return self._programs[key]
 
+    def traced_program(self, q: Tensor, k: Tensor, v: Tensor, train: bool) -> Program:
+        """``program_for``, remembered: what the operators of a compiled graph run."""
+        key = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, train)
+        program = self._traced.get(key)
+        if program is None:
+            if len(self._traced) >= _MOST_SHAPES:
+                self._traced.clear()
+            program = self._traced[key] = self.program_for(q, k, v, train)
+        return program
+
+    def _trace(
+        self, q: Tensor, k: Tensor, v: Tensor, train: bool, autocast: torch.dtype | None
+    ) -> tuple[Tensor, Tensor]:
+        """The call as torch.compile sees it: one operator, conversions around it."""
+        wished = self.plan.wishes.checkpoint
+        if train and wished not in (None, "selective"):
+            raise InputError(
+                f"checkpoint is {wished!r}, but under torch.compile the compiler decides what is kept; use "
+                "checkpoint=None there, or torch.utils.checkpoint around the module"
+            )
+        dtype = q.dtype
+        if self._narrows(q, autocast):
+            q, k, v = q.to(autocast), k.to(autocast), v.to(autocast)
+        out, lse = compiled.attend(q, k, v, self._handle, train)
+        return out.to(dtype), lse
+
+    def _narrows(self, q: Tensor, autocast: torch.dtype | None) -> bool:
+        """Whether autocast's dtype is the one to compute in: float64 and an explicit dtype keep theirs."""
+        return autocast is not None and q.dtype is not torch.float64 and self.plan.wishes.dtype is None
+
     def _new_runner(self, q: Tensor, k: Tensor, v: Tensor, train: bool, key: Any) -> Runner:
         """What a call with tensors like these runs, remembered under ``key``."""
-        run = self._autocast_runner(q, k, v, train) if key[-1] else self._plain_runner(q, k, v, train)
+        autocast = key[-1]
+        if autocast is None:
+            run = self._plain_runner(q, k, v, train)
+        else:
+            run = self._autocast_runner(q, k, v, train, autocast if self._narrows(q, autocast) else None)
         if len(self._runners) >= _MOST_SHAPES:
             self._runners.clear()
         self._runners[key] = run
@@ -251,19 +292,22 @@ class RingAttention(nn.Module):
 
         if all(x.stride(-1) == 1 or x.shape[-1] == 1 for x in (q, k, v)):
             return attend
-        # Kernels take any strides but the last: flash-cpu reads garbage there, the CUDA ones copy one by one.
-        return lambda q, k, v: attend(*(x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)))
+        return lambda q, k, v: attend(*compiled.rows_of(q, k, v))
 
-    def _autocast_runner(self, q: Tensor, k: Tensor, v: Tensor, train: bool) -> Runner:
-        """Inputs in autocast's dtype, autocast itself off inside so that no step of ours is narrowed."""
-        device = q.device.type
-        dtype = torch.get_autocast_dtype(device)
-        if q.dtype is torch.float64:
-            return self._plain_runner(q, k, v, train)
-        attend = self._plain_runner(q.to(dtype), k.to(dtype), v.to(dtype), train)
+    def _autocast_runner(self, q: Tensor, k: Tensor, v: Tensor, train: bool, dtype: torch.dtype | None) -> Runner:
+        """Inputs in autocast's dtype (None: in their own), autocast off inside so that no step of ours is narrowed."""
+        device = self._device_type
+        if dtype is None:
+            attend = self._plain_runner(q, k, v, train)
+        else:
+            for name, x in (("q", q), ("k", k), ("v", v)):
+                _check_dtype(name, x)
+            attend = self._plain_runner(q.to(dtype), k.to(dtype), v.to(dtype), train)
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
             with torch.autocast(device, enabled=False):
+                if dtype is None:
+                    return attend(q, k, v)
                 out, lse = attend(q.to(dtype), k.to(dtype), v.to(dtype))
             return out.to(q.dtype), lse
 
@@ -284,11 +328,10 @@ class RingAttention(nn.Module):
                 )
             if x.device != self.device:
                 raise InputError(
-                    f"{name} is on {x.device}, the module's plans are for {self.device}; move it, "
-                    f"or build the module with device='{x.device}'"
+                    f"{name} is on {x.device}, the module's plans are for {self.device}; move it there, "
+                    "or build the module with the device of its tensors"
                 )
-            if x.dtype not in DTYPE_NAMES:
-                raise InputError(f"{name} is {x.dtype}; use one of {', '.join(map(str, DTYPE_NAMES))}")
+            _check_dtype(name, x)
             if x.dtype != q.dtype:
                 raise InputError(f"{name} is {x.dtype} and q is {q.dtype}; convert them to one dtype")
             if x.shape[0] != q.shape[0]:
@@ -301,9 +344,15 @@ class RingAttention(nn.Module):
         batch, length = q.shape[:2]
         if batch == 0 or length == 0:
             raise InputError(f"q has shape {tuple(q.shape)}; batch and sequence must not be empty")
-        if s.max_seq_len is not None and length > s.max_seq_len:
-            raise InputError(f"the sequence has {length} positions, more than max_seq_len, {s.max_seq_len}")
+        self._check_length(length)
         return batch, length
+
+    def _check_length(self, length: int) -> None:
+        limit = self.shape.max_seq_len
+        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+            raise InputError(f"the sequence length is {length!r}; it must be an integer >= 1")
+        if limit is not None and length > limit:
+            raise InputError(f"the sequence has {length} positions, more than max_seq_len, {limit}")
 
     def _dropout_refusal(self) -> PlanError:
         return PlanError(
@@ -311,3 +360,8 @@ class RingAttention(nn.Module):
             self._setup.dropout_reasons(),
             "Set dropout=0.0, or call eval() for inference",
         )
+
+
+def _check_dtype(name: str, x: Tensor) -> None:
+    if x.dtype not in DTYPE_NAMES:
+        raise InputError(f"{name} is {x.dtype}; use one of {', '.join(map(str, DTYPE_NAMES))}")

@@ -35,11 +35,23 @@ def _module(handle: int) -> RingAttention:
     return module
 
 
+def rows_of(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The inputs with rows in one piece, copied where they are not.
+
+    Kernels take any strides but the last: flash-cpu reads garbage there, the CUDA ones copy one by one.
+    """
+    return _in_rows(q), _in_rows(k), _in_rows(v)
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 @torch.library.custom_op("ringattn::attend", mutates_args=())
 def attend(q: Tensor, k: Tensor, v: Tensor, handle: int, train: bool) -> tuple[Tensor, Tensor]:
     """out (B, S, H, D) and lse (B, H, S), both contiguous, for the module with this handle."""
-    program = _module(handle).program_for(q, k, v, train)
-    out, lse = program.attend(q, k, v)
+    program = _module(handle).traced_program(q, k, v, train)
+    out, lse = program.attend(*rows_of(q, k, v))
     return out.contiguous(), lse.contiguous()
 
 
@@ -55,8 +67,8 @@ def attend_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, contiguous, for the module with this handle."""
-    program = _module(handle).program_for(q, k, v, True)
-    dq, dk, dv = program.gradients(dout, q, k, v, out, lse)
+    program = _module(handle).traced_program(q, k, v, True)
+    dq, dk, dv = program.gradients(dout, *rows_of(q, k, v), out, lse)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 

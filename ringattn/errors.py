@@ -7,6 +7,7 @@ is a bug of this package and is an ``assert``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 
 class RingAttentionError(Exception):
@@ -27,8 +28,12 @@ class ProfileError(RingAttentionError, ValueError):
     def __init__(self, source: str, message: str, key: str = "") -> None:
         self.source = source
         self.key = key
+        self._message = message
         where = f"{source}: {key}" if key else source
         super().__init__(f"{where}: {message}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.source, self._message, self.key)
 
 
 class PlanError(RingAttentionError, RuntimeError):
@@ -36,5 +41,13 @@ class PlanError(RingAttentionError, RuntimeError):
 
     def __init__(self, subject: str, rejected: Mapping[str, Iterable[str]], remedy: str = "") -> None:
         self.rejected = {name: tuple(reasons) for name, reasons in rejected.items()}
+        self._subject, self._remedy = subject, remedy
         listed = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in self.rejected.items())
         super().__init__(f"{subject}: {listed}" + (f". {remedy}" if remedy else ""))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._subject, self.rejected, self._remedy)
+
+    def again(self) -> PlanError:
+        """The same refusal to raise anew: an exception that was raised holds on to the tensors of that call."""
+        return PlanError(self._subject, self.rejected, self._remedy)

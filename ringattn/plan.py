@@ -29,6 +29,9 @@ class Conditions:
 
 ORDINARY = Conditions()
 
+# What parameters of the fused steps between kernels are named after, as "merge.block".
+FUSED_STEPS = ("merge", "gather", "sum")
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -138,6 +141,7 @@ def rejection_reasons(
     ]
     if workload.world > 1:
         reasons.append(f"world is {workload.world}, and no schedule for more than one rank exists yet")
+    needs: list[tuple[str, KernelNeed]] = []
     for number, (branch, choice) in enumerate(zip(branches, tunables.branches, strict=True)):
         if choice.gather == "copy" and branch.rate == 1:
             reasons.append(f"branch {number}: rate 1 has nothing to gather; use view")
@@ -154,10 +158,11 @@ def rejection_reasons(
                 conditions=conditions,
             )
             reasons += [f"branch {number} {direction} {name}: {why}" for why in kernel_reasons(name, need, facts)]
-            reasons += _param_reasons(name, need, tunables)
+            if name in KERNELS:
+                needs.append((name, need))
         if bool(choice.backward) != workload.train:
             reasons.append(f"branch {number}: a backward kernel is for training alone, this is {workload.mode}")
-    reasons += _unknown_params(tunables)
+    reasons += _param_reasons(tunables, needs, facts)
     return tuple(dict.fromkeys(reasons))
 
 
@@ -190,6 +195,10 @@ def _memory_reasons(workload: Workload, tunables: Tunables, facts: HardwareFacts
         reasons.append("checkpoint offload moves tensors to the host, where a CPU has them already")
     if tunables.pool_threshold_mib is None and tunables.pool_strategy != "shape":
         reasons.append("pool_strategy matters only with a pool_threshold_mib")
+    if workload.pattern.dense and tunables.pool_threshold_mib is not None:
+        reasons.append("pool_threshold_mib: a dense plan has no workspace to pool")
+    if workload.pattern.dense and not tunables.pattern_cache:
+        reasons.append("pattern_cache off: a dense plan has no pattern to work out")
     return reasons
 
 
@@ -203,25 +212,25 @@ def _compile_reasons(workload: Workload, tunables: Tunables, facts: HardwareFact
     return []
 
 
-def _param_reasons(name: str, need: KernelNeed, tunables: Tunables) -> list[str]:
-    if name not in KERNELS:
-        return []
-    known = KERNELS[name].params(need)
-    return [
-        f"{name}.{key}={value!r}: use one of {', '.join(map(repr, known[key]))}"
-        for key, value in tunables.params_of(name).items()
-        if key in known and value not in known[key]
-    ]
-
-
-def _unknown_params(tunables: Tunables) -> list[str]:
-    used = {name for branch in tunables.branches for name in (branch.forward, branch.backward) if name}
-    used |= {"merge", "gather", "sum"}  # block sizes of the fused steps between kernels
-    return [
-        f"parameter {name}: no branch runs the kernel it belongs to"
-        for name, _ in tunables.params
-        if name.rpartition(".")[0] not in used
-    ]
+def _param_reasons(tunables: Tunables, needs: list[tuple[str, KernelNeed]], facts: HardwareFacts) -> list[str]:
+    """A parameter must belong to a kernel that runs, be known to it for what it is asked, and have a listed value."""
+    reasons = []
+    for name, value in tunables.params:
+        kernel, _, key = name.rpartition(".")
+        if kernel in FUSED_STEPS:
+            if not fuses(facts):
+                reasons.append(f"parameter {name}: the steps between kernels are not fused on this machine")
+            continue
+        asked = [need for used, need in needs if used == kernel]
+        offered = [params[key] for params in map(KERNELS[kernel].params, asked) if key in params] if asked else []
+        if not asked:
+            reasons.append(f"parameter {name}: no branch runs the kernel it belongs to")
+        elif not offered:
+            reasons.append(f"parameter {name}: {kernel} has no such parameter here")
+        reasons += [
+            f"{name}={value!r}: use one of {', '.join(map(repr, values))}" for values in offered if value not in values
+        ]
+    return reasons
 
 
 def build_plan(

@@ -28,7 +28,7 @@ _said: set[str] = set()
 _GIVEN = "<profile argument>"
 
 
-def _say(level: int, message: str) -> None:
+def say_once(level: int, message: str) -> None:
     """Logs a message once a process: a model builds a module per layer."""
     if message not in _said:
         _said.add(message)
@@ -56,9 +56,9 @@ class Setup:
         tier = self.resolution.tier if self.resolution else "heuristic"
         if self.entries:
             assert self.resolution is not None
-            _say(logging.INFO, f"profile {self.resolution.path}, tier {tier}")
+            say_once(logging.INFO, f"profile {self.resolution.path}, tier {tier}")
         elif self.resolution is not None:  # None: the heuristic was asked for
-            _say(
+            say_once(
                 logging.WARNING,
                 f"{self.facts.device_name}: no plan was measured for this workload, using the "
                 "heuristic; `ringtune probe` measures one",
@@ -90,7 +90,7 @@ def set_up(profile: Any, device: Any, shape: ModuleShape) -> Setup:
     entries: tuple[PlanEntry, ...] = ()
     trace = (*notes, *resolution.trace)
     for note in notes:
-        _say(logging.WARNING, note)
+        say_once(logging.WARNING, note)
     if measured is not None:
         entries, note = entries_for(
             measured,
@@ -127,7 +127,7 @@ def _device(device: Any) -> torch.device:
         raise InputError(f"device is {device!r}; use a torch device such as 'cuda:0' or 'cpu'") from error
     if target.type == "cuda" and target.index is None and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
-    return target
+    return torch.device("cpu") if target.type == "cpu" else target  # "cpu:0" is no other device, but compares unequal
 
 
 def wishes_of(backend: Any, dtype: Any, checkpoint: str | None) -> Wishes:
@@ -140,7 +140,7 @@ def wishes_of(backend: Any, dtype: Any, checkpoint: str | None) -> Wishes:
     elif backend is not None:
         raise InputError(f"backend is {backend!r}; use a kernel name, or (forward name, backward name)")
     for name in (forward, backward):
-        if name is not None and name not in KERNELS:
+        if name is not None and (not isinstance(name, str) or name not in KERNELS):
             raise InputError(f"backend is {backend!r}; the kernels are {', '.join(KERNELS)}")
     if checkpoint is not None and checkpoint not in CHECKPOINTS:
         raise InputError(f"checkpoint is {checkpoint!r}; use one of {', '.join(CHECKPOINTS)}, or None")
@@ -174,6 +174,7 @@ def check_module(
     num_heads: int,
     head_dim: int,
     num_kv_heads: int | None,
+    causal: bool,
     scale: float | None,
     dropout: float,
     max_seq_len: int | None,
@@ -190,7 +191,11 @@ def check_module(
             raise InputError(f"{name} is {value!r}; it must be an integer >= 1")
     if num_kv_heads is not None and num_heads % num_kv_heads:
         raise InputError(f"num_heads is {num_heads}, not a multiple of num_kv_heads, {num_kv_heads}")
-    if scale is not None and (not isinstance(scale, (int, float)) or not math.isfinite(scale)):
+    if not isinstance(causal, bool):
+        raise InputError(f"causal is {causal!r}; it must be True or False")
+    if scale is not None and (
+        isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale)
+    ):
         raise InputError(f"scale is {scale!r}; it must be a finite number, or None for 1/sqrt(head_dim)")
     if not isinstance(dropout, (int, float)) or not 0.0 <= dropout < 1.0:
         raise InputError(f"dropout is {dropout!r}; it must be in [0, 1)")

@@ -12,12 +12,14 @@ from dataclasses import dataclass, replace
 
 from .errors import PlanError
 from .hardware import HardwareFacts
-from .plan import NO_WISHES, ORDINARY, Conditions, Plan, Wishes, build_plan, describe, heuristic_tunables
+from .plan import FUSED_STEPS, NO_WISHES, ORDINARY, Conditions, Plan, Wishes, build_plan, describe, heuristic_tunables
 from .profile import Choice, PlanEntry, Policy
 from .workload import INPUT_DTYPES, Mode, Pattern, Tunables, Workload, nearest_bucket, not_narrower
 
 # Where no length was measured a row is made for this one, to know at init whether anything can run at all.
 _REPRESENTATIVE_LENGTH = 4096
+
+_FORCE = "Name a backend to try it all the same, or probe again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,13 @@ class Row:
     refusal: PlanError | None = None
     note: str = ""
 
+    def runnable(self) -> Plan:
+        """The plan; PlanError where the row is a refusal."""
+        if self.plan is None:
+            assert self.refusal is not None
+            raise self.refusal.again()
+        return self.plan
+
     def __str__(self) -> str:
         length = "any other length" if self.bucket is None else f"S~{self.bucket}"
         what = describe(self.plan.tunables) if self.plan else f"refused: {self.refusal}"
@@ -90,14 +99,32 @@ class PlanTable:
 
     def plan_at(self, seq_len: int, dtype: str, train: bool, batch: int) -> Row:
         """The row for an actual shape, its plan checked for exactly that shape (index limits, windows)."""
-        row = self.row(seq_len, dtype, train)
-        if row.refusal is not None:
-            return row
-        return self._build(row.bucket, self.shape.workload(seq_len, dtype, train, batch))
+        bucket = self.row(seq_len, dtype, train).bucket
+        return self._build(bucket, self.shape.workload(seq_len, dtype, train, batch))
+
+    def fallback_note(self, row: Row) -> str:
+        """What to tell the user where the measured plan of a length does not serve it; "" where it does.
+
+        One text for all lengths beyond the measured ones, so that saying it once is enough.
+        """
+        what = f"{row.dtype} {row.mode}"
+        instead = "a heuristic plan" if row.origin.startswith("heuristic") else "the next best plan"
+        if row.note:
+            return f"{what}: a measured plan cannot run here and gives way to {instead} ({row.note})"
+        if not self.entries or row.origin.startswith("profile"):
+            return ""
+        measured = _buckets(self.entries, row.dtype, row.mode)
+        if row.bucket is not None or not measured:
+            return f"{what}: no plan was measured for this module; a heuristic plan serves"
+        return f"{what}: measured from {measured[0]} to {measured[-1]} positions; beyond, a heuristic plan serves"
 
     def _build(self, bucket: int | None, workload: Workload) -> Row:
         """Pure: the first that can run of the bucket's choices and the heuristic, for this workload."""
         user = " + user" if self.wishes != NO_WISHES else ""
+        refused = self._entry(bucket, workload).refusal if bucket is not None else ""
+        if refused and self.wishes == NO_WISHES:
+            refusal = PlanError(f"cannot run {workload}", {"measured": (refused,)}, _FORCE)
+            return Row(bucket, workload.dtype, workload.mode, None, "profile", refusal=refusal)
         rejected: dict[str, tuple[str, ...]] = {}
         for choice in self._choices(bucket, workload):
             tunables = fitted(choice.tunables, workload)
@@ -121,7 +148,7 @@ class PlanTable:
     def _choices(self, bucket: int | None, workload: Workload) -> list[Choice]:
         if bucket is None:
             return []
-        entry = next(e for e in self.entries if _serves(e, bucket, workload.dtype, workload.mode))
+        entry = self._entry(bucket, workload)
         if entry.choice is None:
             return []
         listed = [entry.choice, *entry.runners_up, *entry.front]
@@ -132,6 +159,9 @@ class PlanTable:
         else:
             listed = [choice for choice in listed if choice.tunables.dtype == self.wishes.dtype]
         return [Choice(as_wished(c.tunables, self.wishes, workload.train), c.evidence) for c in listed]
+
+    def _entry(self, bucket: int, workload: Workload) -> PlanEntry:
+        return next(e for e in self.entries if _serves(e, bucket, workload.dtype, workload.mode))
 
 
 def _serves(entry: PlanEntry, bucket: int, dtype: str, mode: Mode) -> bool:
@@ -152,7 +182,7 @@ def as_wished(tunables: Tunables, wishes: Wishes, train: bool) -> Tunables:
     params = tuple(
         (name, value)
         for name, value in tunables.params
-        if name.rpartition(".")[0] in used or name.startswith(("merge.", "gather.", "sum."))
+        if name.rpartition(".")[0] in used or name.rpartition(".")[0] in FUSED_STEPS
     )
     checkpoint = wishes.checkpoint if wishes.checkpoint and train else tunables.checkpoint
     return replace(tunables, branches=branches, params=params, checkpoint=checkpoint)
@@ -189,9 +219,11 @@ def build_table(
             for bucket in _buckets(entries, dtype, mode):
                 row = table._build(bucket, shape.workload(bucket, dtype, mode == "train"))
                 if strict and (row.note or row.origin.startswith("heuristic")) and wishes == NO_WISHES:
+                    narrower = f"it computes in less than {dtype}, which only dtype='auto' may"
+                    why = row.note or str(row.refusal or narrower)
                     raise PlanError(
                         f"the profile's plan for {shape.workload(bucket, dtype, mode == 'train')} cannot run here",
-                        {"plan": (row.note or str(row.refusal),)},
+                        {"plan": (why,)},
                         "Probe this machine again, or use profile='auto'",
                     )
                 rows.append(row)

@@ -76,6 +76,9 @@ class Pattern:
             return cls((), head_offset)
         if segment_lengths is None or dilation_rates is None:
             raise InputError("segment_lengths and dilation_rates go together; give both, or neither for dense")
+        for name, entries in (("segment_lengths", segment_lengths), ("dilation_rates", dilation_rates)):
+            if not isinstance(entries, Sequence) or isinstance(entries, str):
+                raise InputError(f"{name} is {entries!r}; give a list of integers, one per branch")
         segments, rates = tuple(segment_lengths), tuple(dilation_rates)
         if len(segments) != len(rates) or not segments:
             raise InputError(

@@ -62,11 +62,10 @@ class _Attend(torch.autograd.Function):
         program, mode = ctx.program, MODES[ctx.program.checkpoint]
         if torch.is_autocast_enabled(dout.device.type):
             with torch.autocast(dout.device.type, enabled=False):
-                dq, dk, dv = mode.backward(program, dout, ctx.saved_tensors, ctx.elsewhere)
+                grads = mode.backward(program, dout, ctx.saved_tensors, ctx.elsewhere, ctx.needs_input_grad[:3])
         else:
-            dq, dk, dv = mode.backward(program, dout, ctx.saved_tensors, ctx.elsewhere)
-        wanted = ctx.needs_input_grad
-        return dq if wanted[0] else None, dk if wanted[1] else None, dv if wanted[2] else None, None
+            grads = mode.backward(program, dout, ctx.saved_tensors, ctx.elsewhere, ctx.needs_input_grad[:3])
+        return *grads, None
 
 
 class RingAttention(nn.Module):

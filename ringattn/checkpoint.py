@@ -19,9 +19,7 @@ import torch
 from torch import Tensor
 
 from .errors import RingAttentionError
-from .program import Kept, Program
-
-Grads = tuple[Tensor, Tensor, Tensor]
+from .program import Grads, Kept, Program, Wanted
 
 
 class Saved(NamedTuple):
@@ -32,10 +30,10 @@ class Saved(NamedTuple):
 
 
 class Mode(NamedTuple):
-    """``forward`` gives out, lse and what to save; ``backward`` takes dout and what was saved."""
+    """``forward`` gives out, lse and what to save; ``backward`` takes dout, what was saved, which gradients to give."""
 
     forward: Callable[[Program, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Saved]]
-    backward: Callable[[Program, Tensor, Sequence[Tensor], HostCopies | None], Grads]
+    backward: Callable[[Program, Tensor, Sequence[Tensor], HostCopies | None, Wanted], Grads]
 
 
 def _keep_all(program: Program, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Saved]:
@@ -59,21 +57,27 @@ def _keep_on_host(program: Program, q: Tensor, k: Tensor, v: Tensor) -> tuple[Te
     return out, lse, Saved((), HostCopies.of((q, k, v, out, lse)))
 
 
-def _from_saved(program: Program, dout: Tensor, saved: Sequence[Tensor], elsewhere: HostCopies | None) -> Grads:
+def _from_saved(
+    program: Program, dout: Tensor, saved: Sequence[Tensor], elsewhere: HostCopies | None, wanted: Wanted
+) -> Grads:
     q, k, v, out, lse, *kept = saved
-    return program.gradients(dout, q, k, v, out, lse, kept)
+    return program.gradients(dout, q, k, v, out, lse, kept, wanted)
 
 
-def _from_rerun(program: Program, dout: Tensor, saved: Sequence[Tensor], elsewhere: HostCopies | None) -> Grads:
+def _from_rerun(
+    program: Program, dout: Tensor, saved: Sequence[Tensor], elsewhere: HostCopies | None, wanted: Wanted
+) -> Grads:
     q, k, v = saved
     out, lse = program.attend(q, k, v)
-    return program.gradients(dout, q, k, v, out, lse)
+    return program.gradients(dout, q, k, v, out, lse, wanted=wanted)
 
 
-def _from_host(program: Program, dout: Tensor, saved: Sequence[Tensor], elsewhere: HostCopies | None) -> Grads:
+def _from_host(
+    program: Program, dout: Tensor, saved: Sequence[Tensor], elsewhere: HostCopies | None, wanted: Wanted
+) -> Grads:
     assert elsewhere is not None
     q, k, v, out, lse = elsewhere.fetch()
-    return program.gradients(dout, q, k, v, out, lse)
+    return program.gradients(dout, q, k, v, out, lse, wanted=wanted)
 
 
 MODES = {

@@ -69,6 +69,9 @@ def attend_backward(
     """dq, dk, dv, contiguous, for the module with this handle."""
     program = _module(handle).traced_program(q, k, v, True)
     dq, dk, dv = program.gradients(dout, *rows_of(q, k, v), out, lse)
+    assert dq is not None
+    assert dk is not None
+    assert dv is not None
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 

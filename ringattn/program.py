@@ -33,6 +33,11 @@ Kept = list[Tensor]
 
 # q, k and v, or their gradients
 Triple = tuple[Tensor, Tensor, Tensor]
+Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+# Which of dq, dk and dv somebody asked for.
+Wanted = tuple[bool, bool, bool]
+ALL: Wanted = (True, True, True)
 
 
 class Program:
@@ -65,15 +70,27 @@ class Program:
         return out.to(q.dtype), lse
 
     def gradients(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Sequence[Tensor] = ()
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """``backward`` for tensors of any dtype and layout; gradients in the input dtype."""
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        kept: Sequence[Tensor] = (),
+        wanted: Wanted = ALL,
+    ) -> Grads:
+        """``backward`` for tensors of any dtype and layout; gradients in the input dtype, None where not wanted."""
         dout, out, lse = dout.contiguous(), out.contiguous(), lse.contiguous()
-        if q.dtype is self.dtype:
-            return self.backward(dout, q, k, v, out, lse, kept)
-        wide = self.dtype
-        dq, dk, dv = self.backward(dout.to(wide), q.to(wide), k.to(wide), v.to(wide), out.to(wide), lse, kept)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+        narrow, wide = q.dtype, self.dtype
+        if narrow is not wide:
+            dout, q, k, v, out = dout.to(wide), q.to(wide), k.to(wide), v.to(wide), out.to(wide)
+        dq, dk, dv = self.backward(dout, q, k, v, out, lse, kept, wanted)
+        return (
+            dq.to(narrow) if wanted[0] else None,
+            dk.to(narrow) if wanted[1] else None,
+            dv.to(narrow) if wanted[2] else None,
+        )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kept: Kept | None = None) -> tuple[Tensor, Tensor]:
         """out (B, S, H, D) in the compute dtype and lse (B, H, S); ``kept`` receives gathered rows if given.
@@ -102,11 +119,20 @@ class Program:
         return out, lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Sequence[Tensor] = ()
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        kept: Sequence[Tensor] = (),
+        wanted: Wanted = ALL,
+    ) -> Triple:
         """dq, dk, dv in the compute dtype, every partial against the merged out and lse.
 
-        Shapes as in ``forward``; dout and out (B, S, H, D) contiguous, lse (B, H, S) contiguous.
+        Shapes as in ``forward``; dout and out (B, S, H, D) contiguous, lse (B, H, S) contiguous. Kernels compute all
+        three; where one is not wanted nothing is summed, and any tensor may stand in its place.
         """
         if self._dense:
             return self._backward[0](dout, q, k, v, out, lse)
@@ -114,7 +140,12 @@ class Program:
         if geometry.direct:
             return self._direct_backward(geometry, dout, q, k, v, out, lse)
         group = q.shape[2] // k.shape[2]
-        grads = _empty_like(q), _empty_like(k), _empty_like(v)
+        made = ALL if self._writer is not None else wanted  # who writes in place writes all three
+        grads = (
+            _empty_like(q) if made[0] else q,
+            _empty_like(k) if made[1] else k,
+            _empty_like(v) if made[2] else v,
+        )
         lease = Lease(q.device, *self._pool)
         rows_kept = iter(kept)
         for window in geometry.windows:
@@ -136,7 +167,8 @@ class Program:
                     into.append(GradPartial(placed, part))
             if self._writer is not None and len(self._backward) == 1:
                 continue  # its one branch has written every position already
-            jobs = [GradJob(*job) for job in zip(partials, grads, (group, 1, 1), strict=True)]
+            every = zip(partials, grads, (group, 1, 1), strict=True)
+            jobs = [GradJob(*job) for job, want in zip(every, wanted, strict=True) if want]
             self._ops.scatter_sum(geometry, window, jobs, lease)
         lease.close()
         return grads

@@ -78,10 +78,14 @@ class BoundKernel(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KernelConfig:
+    """What is fixed when a kernel is bound. ``dtype`` is the compute dtype where it is known: fp32 and tf32 tensors
+    look alike, and a kernel that has both takes fp32 unless told otherwise."""
+
     causal: bool
     scale: float
     deterministic: bool = False
     params: Mapping[str, ParamValue] = field(default_factory=dict)
+    dtype: str = ""
 
 
 Params = Mapping[str, tuple[ParamValue, ...]]

@@ -303,6 +303,7 @@ def _bind(plan: Plan, tunables: Tunables, name: str, scale: float) -> BoundKerne
         scale=scale,
         deterministic=plan.conditions.deterministic,
         params=tunables.params_of(name),
+        dtype=tunables.dtype,
     )
     return KERNELS[name].load(config)
 

@@ -308,7 +308,7 @@ def _first_that_can(candidates: tuple[str, ...], need: KernelNeed, facts: Hardwa
 
 
 # Positions alive at a time in the workspace when nobody measured better.
-_WINDOW_TOKENS = 65536
+_WINDOW_TOKENS = 131072
 
 
 def _default_window(workload: Workload, facts: HardwareFacts) -> int | None:

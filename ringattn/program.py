@@ -6,13 +6,13 @@ batch elements, M rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from .block_kernel import BoundKernel, KernelConfig
-from .geometry import PATTERN_CACHE, Geometry, LayoutKey, PlacedCall
+from .geometry import PATTERN_CACHE, Geometry, LayoutKey, PlacedCall, Window
 from .kernels import KERNELS
 from .merge import GradJob, GradPartial, Ops, Partial, Source, TorchOps, accumulator_dtype, as_view
 from .plan import Plan
@@ -44,6 +44,7 @@ class Program:
     """A plan with its kernels loaded; stateless between calls, so one serves any number of threads."""
 
     def __init__(self, plan: Plan, scale: float) -> None:
+        assert scale > 0, "kernels mask before they scale"
         tunables = plan.tunables
         self.plan = plan
         self.dtype = TORCH_DTYPES[tunables.dtype]
@@ -103,20 +104,27 @@ class Program:
         if geometry.direct:
             return self._direct(geometry, q, k, v)
         batch, length, heads, _ = q.shape
-        group = heads // k.shape[2]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(batch, heads, length, dtype=accumulator_dtype(q.dtype), device=q.device)
-        lease = Lease(q.device, *self._pool)
         for window in geometry.windows:
-            partials = []
-            for placed in window.calls:
-                rows = self._rows(geometry, placed, q, k, v, group, lease if kept is None else _unpooled(q.device))
-                if kept is not None and placed.call.copied:
-                    kept.extend(rows)
-                partials.append(Partial(placed, *self._forward[placed.branch](*rows)))
-            self._ops.merge(geometry, window, partials, out, lse, group, lease)
-        lease.close()
+            self._forward_window(geometry, window, (q, k, v), out, lse, kept)
         return out, lse
+
+    def _forward_window(
+        self, geometry: Geometry, window: Window, inputs: Triple, out: Tensor, lse: Tensor, kept: Kept | None
+    ) -> None:
+        """All branches over one window, merged; its workspace ends with it."""
+        q, k, v = inputs
+        group = q.shape[2] // k.shape[2]
+        lease = Lease(q.device, *self._pool)
+        partials = []
+        for placed in window.calls:
+            rows = self._rows(geometry, placed, q, k, v, group, lease if kept is None else _unpooled(q.device))
+            if kept is not None and placed.call.copied:
+                kept.extend(rows)
+            partials.append(Partial(placed, *self._forward[placed.branch](*rows)))
+        self._ops.merge(geometry, window, partials, out, lse, group, lease)
+        lease.close()
 
     def backward(
         self,
@@ -139,39 +147,53 @@ class Program:
         geometry = self._geometry(q, k, v)
         if geometry.direct:
             return self._direct_backward(geometry, dout, q, k, v, out, lse)
-        group = q.shape[2] // k.shape[2]
         made = ALL if self._writer is not None else wanted  # who writes in place writes all three
         grads = (
             _empty_like(q) if made[0] else q,
             _empty_like(k) if made[1] else k,
             _empty_like(v) if made[2] else v,
         )
-        lease = Lease(q.device, *self._pool)
-        rows_kept = iter(kept)
+        rows_kept = iter(kept) if kept else None
         for window in geometry.windows:
-            partials: tuple[list[GradPartial], ...] = ([], [], [])
-            for placed in window.calls:
-                read = _in_place_of(geometry, placed, (q, k, v))
-                if kept and placed.call.copied:
-                    read = next(rows_kept), next(rows_kept), next(rows_kept)
-                rows, dout_rows, out_rows, lse_rows = self._backward_rows(
-                    geometry, placed, (q, k, v), read, dout, out, lse, lease
-                )
-                backward = self._backward[placed.branch]
-                if placed.branch == self._writer:
-                    in_place = self._rows(geometry, placed, *grads, group, lease)
-                    parts = backward(dout_rows, *rows, out_rows, lse_rows, grads=in_place)
-                else:
-                    parts = backward(dout_rows, *rows, out_rows, lse_rows)
-                for into, part in zip(partials, parts, strict=True):
-                    into.append(GradPartial(placed, part))
-            if self._writer is not None and len(self._backward) == 1:
-                continue  # its one branch has written every position already
+            self._backward_window(geometry, window, (q, k, v), (dout, out, lse), grads, wanted, rows_kept)
+        return grads
+
+    def _backward_window(
+        self,
+        geometry: Geometry,
+        window: Window,
+        inputs: Triple,
+        results: Triple,
+        grads: Triple,
+        wanted: Wanted,
+        kept: Iterator[Tensor] | None,
+    ) -> None:
+        """The gradients of all branches over one window, summed into ``grads``; its workspace ends with it.
+
+        ``results`` are dout, out and lse; ``kept`` gives the rows that the forward kept, if it kept any.
+        """
+        q, k, v = inputs
+        group = q.shape[2] // k.shape[2]
+        lease = Lease(q.device, *self._pool)
+        partials: tuple[list[GradPartial], ...] = ([], [], [])
+        for placed in window.calls:
+            read = _in_place_of(geometry, placed, inputs)
+            if kept is not None and placed.call.copied:
+                read = next(kept), next(kept), next(kept)
+            rows, dout_rows, out_rows, lse_rows = self._backward_rows(geometry, placed, inputs, read, *results, lease)
+            backward = self._backward[placed.branch]
+            if placed.branch == self._writer:
+                in_place = self._rows(geometry, placed, *grads, group, lease)
+                parts = backward(dout_rows, *rows, out_rows, lse_rows, grads=in_place)
+            else:
+                parts = backward(dout_rows, *rows, out_rows, lse_rows)
+            for into, part in zip(partials, parts, strict=True):
+                into.append(GradPartial(placed, part))
+        if self._writer is None or len(self._backward) > 1:  # else its one branch has written every position already
             every = zip(partials, grads, (group, 1, 1), strict=True)
             jobs = [GradJob(*job) for job, want in zip(every, wanted, strict=True) if want]
             self._ops.scatter_sum(geometry, window, jobs, lease)
         lease.close()
-        return grads
 
     def _geometry(self, q: Tensor, k: Tensor, v: Tensor) -> Geometry:
         batch, length, heads, _ = q.shape

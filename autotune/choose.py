@@ -40,9 +40,9 @@ def distance(workload: Workload, plan: Tunables, default: Tunables) -> int:
 
 
 def choose(
-    workload: Workload, default: Candidate, others: Sequence[Candidate], *, sigma: float, prefer: Preference = "time"
+    workload: Workload, default: Candidate, others: Sequence[Candidate], *, noisy: bool, prefer: Preference = "time"
 ) -> Candidate:
-    """The plan to run. ``sigma`` is the noise of one paired log-ratio, which sets the margin.
+    """The plan to run; a ``noisy`` machine needs the wider margin.
 
     A default that breaks a limit does not stay. Raises ValueError when nothing is allowed.
     """
@@ -51,7 +51,7 @@ def choose(
         if not allowed:
             raise ValueError("no plan keeps the limits")
         return _preferred(workload, allowed, default, prefer)
-    margin = math.log1p(-(NOISY_GAIN_MARGIN if sigma > NOISY_SIGMA else GAIN_MARGIN))
+    margin = math.log1p(-(NOISY_GAIN_MARGIN if noisy else GAIN_MARGIN))
     if prefer == "time":
         allowed = [candidate for candidate in allowed if candidate.gain.high < margin]
     else:

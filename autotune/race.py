@@ -17,8 +17,8 @@ import numpy as np
 from ringattn.workload import Tunables, Workload
 
 from . import statistics
-from .budget import Deadline
-from .evaluator import Block, Checked, Evaluator, Fault, Sample
+from .budget import Deadline, EffortPreset
+from .evaluator import Block, Checked, Clock, Evaluator, Fault, Sample
 from .probe import TrialOutcome
 from .statistics import Interval
 from .store import Entry, StageRecord
@@ -26,7 +26,12 @@ from .store import Entry, StageRecord
 FIRST_GATE = math.log(2.0)  # after its first repetition a candidate twice as slow as the best is out
 SURE_BLOCKS = 4  # paired repetitions before anything may be called surely slower
 DEFAULT_ATTEMPTS = 3  # blocks in a row whose default failed, before it counts as broken
-DISTURBED_LIMIT = 12  # discarded blocks per stage before the cell is refused
+PATIENCE = 0.15  # of a cell's time may go into blocks thrown away for foreign load; then the machine counts as loaded
+HOPELESS = 0.10  # chance of being faster below which a move is not timed again
+PROMISING = 0.75  # chance of being faster from which a move is tried further
+WORTH_TRYING = 0.003  # log-ratio: smaller gains are not worth a block
+MOVE_GATE = math.log(1.3)  # a single move this much slower than where it came from is dropped after one block
+FINAL_PRECISION = 0.008  # half-width of the interval at which the final stops early
 BLOCK_OVERHEAD = 1.15  # random order, flushes and messages, on top of the samples
 
 TrialListener = Callable[[Tunables, TrialOutcome], None]
@@ -38,10 +43,6 @@ class DefaultBroken(Exception):
     def __init__(self, fault: Fault) -> None:
         super().__init__(fault.message)
         self.fault = fault
-
-
-class Disturbed(Exception):
-    """Foreign load or throttling did not end; no number of this cell can be believed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,9 @@ class Ledger:
     repeated_default: list[float] = field(default_factory=list)  # log of one default reading over the other
     crashed_once: set[Tunables] = field(default_factory=set)
     disturbances: list[str] = field(default_factory=list)
+    discarded: int = 0
+    patience_s: float = 0.0  # left for blocks that are thrown away
+    loaded: bool = False  # foreign load did not end: what was timed under it counts, with a wider margin
     host_us: dict[Tunables, list[float]] = field(default_factory=dict)
 
     def noise_sigma(self) -> float:
@@ -98,10 +102,10 @@ class Arena:
     seed: int
     timeout_s: float
     sample_s: float  # what one sample takes at least
+    clock: Clock
     listener: TrialListener
     _seed_stage: int = 0
     _default_faults: int = 0
-    _discarded: int = 0
 
     def __post_init__(self) -> None:
         self._seed_stage = zlib.crc32(f"{self.cell}|{self.stage}".encode())
@@ -123,7 +127,7 @@ class Arena:
                 entry = entry or self.record.open(plan)
                 self._check(entry)
             self._remember(entry)
-            if entry.fault is None and not (entry.finished and not entry.log_ratios):
+            if entry.fault is None:
                 admitted.append(entry)
         return admitted
 
@@ -191,17 +195,17 @@ class Arena:
     def block(self, entries: Sequence[Entry]) -> bool:
         """One paired repetition of every entry; False when the block could not be used and nothing was learned.
 
-        Raises DefaultBroken after DEFAULT_ATTEMPTS blocks without a default, Disturbed after DISTURBED_LIMIT
-        blocks that had to be thrown away.
+        Raises DefaultBroken after DEFAULT_ATTEMPTS blocks without a default. A disturbed block is thrown away and
+        the caller repeats it; on a machine where that does not end, blocks count and the machine as loaded.
         """
         number = max(self.record.default_ms, default=-1) + 1
-        rng = np.random.default_rng((self.seed, self._seed_stage, number, self._discarded + self._default_faults))
+        rng = np.random.default_rng((self.seed, self._seed_stage, number, self.ledger.discarded + self._default_faults))
         timed = [entry for entry in entries if entry.tunables != self.default]
         plans = [self.default, self.default, *(entry.tunables for entry in timed)]
-        order = [plans[index] for index in rng.permutation(len(plans))]
+        order: list[Tunables] = [plans[index] for index in rng.permutation(len(plans))]
+        began = self.clock.now()
         block = self.evaluator.block(self.cell, order, timeout_s=self.timeout_s)
-        if block.disturbances:
-            self._disturbed(block)
+        if block.disturbances and not self._accepts(block, self.clock.now() - began):
             return False
         times, faults = _split(order, block)
         self._handle_faults(faults, timed)
@@ -225,11 +229,15 @@ class Arena:
                 self.record.report(entry, number, math.log(times[entry.tunables][0]) - default_log)
         return True
 
-    def _disturbed(self, block: Block) -> None:
-        self._discarded += 1
+    def _accepts(self, block: Block, took_s: float) -> bool:
+        """Whether a disturbed block counts: not while there is time to repeat it."""
         self.ledger.disturbances.extend(block.disturbances)
-        if self._discarded >= DISTURBED_LIMIT:
-            raise Disturbed(block.disturbances[0])
+        if took_s <= self.ledger.patience_s:
+            self.ledger.patience_s -= took_s
+            self.ledger.discarded += 1
+            return False
+        self.ledger.loaded = True
+        return True
 
     def _handle_faults(self, faults: Mapping[Tunables, Fault], entries: Sequence[Entry]) -> None:
         for entry in entries:
@@ -327,3 +335,58 @@ def _eliminate(arena: Arena, alive: list[Entry], keep: int, margin: float) -> li
         else:
             kept.append(entry)
     return kept
+
+
+def screen(
+    arena: Arena, incumbent: Entry, moves: Sequence[Entry], max_blocks: int, deadline: Deadline
+) -> list[Entry]:
+    """Those moves that are probably faster than the incumbent, best first.
+
+    Everything is timed in the same blocks as the incumbent; what is clearly slower or hopeless drops out early.
+    """
+    alive = [entry for entry in moves if entry.fault is None and not entry.finished]
+    rounds = 0
+    while alive and rounds < max_blocks:
+        if not deadline.allows(arena.estimate_s([incumbent, *alive])) and rounds > 0:
+            break
+        if not arena.block([incumbent, *alive]):
+            if deadline.passed() or incumbent.fault is not None:
+                break
+            continue
+        rounds += 1
+        alive = [entry for entry in alive if entry.fault is None and _still_hopeful(arena, entry, incumbent)]
+    met = [entry for entry in alive if len(arena.difference(entry, incumbent)) >= 2]
+    good = [entry for entry in met if arena.chance_faster(entry, incumbent, by=WORTH_TRYING) >= PROMISING]
+    return sorted(good, key=lambda entry: float(np.median(arena.difference(entry, incumbent))))
+
+
+def _still_hopeful(arena: Arena, entry: Entry, incumbent: Entry) -> bool:
+    differences = arena.difference(entry, incumbent)
+    if not differences:
+        return True
+    if float(np.median(differences)) > MOVE_GATE:
+        return False
+    if len(differences) < 4:
+        return True
+    return arena.chance_faster(entry, incumbent, by=WORTH_TRYING) > HOPELESS
+
+
+def final_race(arena: Arena, entries: Sequence[Entry], preset: EffortPreset, deadline: Deadline) -> list[Entry]:
+    """Blocks until every interval is narrow, or the best is decided beyond doubt, or time or the maximum is up."""
+    alive = [entry for entry in entries if entry.fault is None and not entry.finished]
+    while alive:
+        done = min(len(entry.log_ratios) for entry in alive)
+        if done >= preset.final_max_blocks:
+            break
+        if done >= preset.final_min_blocks and _decided(arena, alive):
+            break
+        if done >= 2 and not deadline.allows(arena.estimate_s(alive)):
+            break
+        arena.block(alive)
+        alive = [entry for entry in alive if entry.fault is None]
+    return [entry for entry in entries if entry.fault is None]
+
+
+def _decided(arena: Arena, entries: Sequence[Entry]) -> bool:
+    rivals = [entry for entry in entries if entry.tunables != arena.default]
+    return all(arena.interval(entry).half_width < FINAL_PRECISION for entry in rivals)

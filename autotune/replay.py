@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from ringattn.profile_io import load_profile
 from ringattn.workload import Branch, Pattern, Tunables, Workload
 
 from .evaluator import Block, Checked, Evaluator, Fault, Sample
@@ -227,6 +228,11 @@ class ReplayEvaluator:
         row = self.truth(cell, candidate)
         self.clock.advance(self.prove_s + 16 * row.median_ms / 1e3)
         return self.unproven.get(candidate)
+
+    def obey(self, cell: Workload, profile_path: str, *, timeout_s: float) -> Tunables | Fault:
+        entry = next(entry for entry in load_profile(profile_path).plans if entry.workload == cell)
+        assert entry.choice is not None
+        return entry.choice.tunables
 
     def block(self, cell: Workload, order: Sequence[Tunables], *, timeout_s: float) -> Block:
         self.calls += len(order)

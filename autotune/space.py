@@ -9,9 +9,13 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from ringattn.workload import BranchTunables, ParamValue, Tunables, Workload
+
+if TYPE_CHECKING:
+    from ringattn.hardware import HardwareFacts
 
 Value = str | int | bool | None
 Assignment = dict[str, Value]
@@ -40,6 +44,35 @@ class Machine:
     identity: Callable[[Workload, Tunables], Hashable]
     params: Callable[[Workload, str, str], Mapping[str, tuple[ParamValue, ...]]] = lambda workload, kernel, dtype: {}
     compiles: bool = False  # whether this machine can compile at all (a GPU with triton, a CPU with a compiler)
+
+
+def machine_of(facts: HardwareFacts) -> Machine:
+    """The real machine: ``ringattn.plan`` bound to its facts."""
+    from ringattn.kernels import KERNELS
+    from ringattn.plan import kernel_need, rejection_reasons
+
+    def params(workload: Workload, kernel: str, dtype: str) -> Mapping[str, tuple[ParamValue, ...]]:
+        needs = [
+            kernel_need(workload, branch, dtype, arch=facts.arch, vendor=facts.vendor, backward=backward)
+            for branch in range(len(workload.pattern.resolved(workload.seq_len)))
+            for backward in ((False, True) if workload.train else (False,))
+        ]
+        return {name: values for need in needs for name, values in KERNELS[kernel].params(need).items()}
+
+    return Machine(
+        kernels=tuple(KERNELS),
+        reasons=lambda workload, plan: rejection_reasons(workload, plan, facts),
+        identity=_identity,
+        params=params,
+        compiles=True,  # where it cannot, the constraint function or the trial says so
+    )
+
+
+def _identity(workload: Workload, plan: Tunables) -> Tunables:
+    """The plan without what a dense one never looks at: it has no workspace to pool and no pattern to keep."""
+    if not workload.pattern.dense:
+        return plan
+    return replace(plan, pool_threshold_mib=None, pool_strategy="shape", pattern_cache=True)
 
 
 def candidate_key(tunables: Tunables) -> str:
@@ -161,7 +194,8 @@ def knobs_of(
     for kernel in machine.kernels:
         for dtype in dtypes:
             for name, values in machine.params(workload, kernel, dtype).items():
-                knobs.setdefault(f"param:{kernel}.{name}", tuple(values))
+                # The first value is the kernel's own choice, which a plan says by saying nothing.
+                knobs.setdefault(f"param:{kernel}.{name}", (None, *values[1:]))
     return knobs
 
 

@@ -257,7 +257,9 @@ class StageRecord:
         if entry.trial is not None:
             entry.trial.report(log_ratio, block)
 
-    def complete(self, entry: Entry, value: float, constraints: Mapping[str, float], **attributes: Value | float) -> None:
+    def complete(
+        self, entry: Entry, value: float, constraints: Mapping[str, float], **attributes: Value | float
+    ) -> None:
         """The candidate has a time: ``value`` is log(t / t_default), constraints above 0 are limits it broke."""
         assert math.isfinite(value)
         if entry.trial is None or entry.finished:
@@ -280,6 +282,14 @@ class StageRecord:
         self.study.tell(entry.trial, state=TrialState.PRUNED)
         entry.finished = True
 
+    def abandon_open(self, reason: str) -> None:
+        """What was asked and never timed is told FAIL, which no sampler reads: it is neither good nor bad."""
+        for entry in self._entries.values():
+            if entry.trial is not None and not entry.finished:
+                entry.trial.set_user_attr("message", reason)
+                self.study.tell(entry.trial, state=TrialState.FAIL)
+                entry.finished = True
+
     def note(self, name: str, value: Any) -> None:
         self.study.set_user_attr(name, value)
 
@@ -300,25 +310,34 @@ class Store:
         self.notes: list[str] = []
         self.resumed = False
         self._lock: _WriterLock | None = None
-        storage: BaseStorage = InMemoryStorage()
+        self._storage: BaseStorage = InMemoryStorage()
         if path is not None:
             self._lock = _WriterLock(path)
             try:
-                storage = self._open_journal(path, fresh)
+                self._storage = self._open_journal(path, fresh)
             except BaseException:
                 self._lock.release()
                 raise
-        self._storage = storage
         self._header = self._study(HEADER, None)
-        if self._header.user_attrs.get("identity", identity) != identity:
-            assert path is not None, "a store in memory is always new"
-            self.notes.append(f"{path.name}: of another machine, software or request; starting over")
-            path.unlink()
-            self._storage = JournalStorage(JournalFileBackend(str(path)))
-            self._header = self._study(HEADER, None)
+        self._identity = identity
         self.resumed = "identity" in self._header.user_attrs
         if not self.resumed:
             self._header.set_user_attr("identity", identity)
+        elif self._header.user_attrs["identity"] != identity:
+            assert path is not None, "a store in memory is always new"
+            self.notes.append(f"{path.name}: of another machine, software or request; starting over")
+            self.start_over()
+
+    def start_over(self) -> None:
+        """Forget everything; the lock stays held."""
+        if self.path is not None:
+            self.path.unlink()
+            self._storage = JournalStorage(JournalFileBackend(str(self.path)))
+        else:
+            self._storage = InMemoryStorage()
+        self.resumed = False
+        self._header = self._study(HEADER, None)
+        self._header.set_user_attr("identity", self._identity)
 
     def _open_journal(self, path: Path, fresh: bool) -> JournalStorage:
         cleared = _clear_optuna_locks(path)

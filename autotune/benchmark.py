@@ -1,0 +1,466 @@
+"""Measures one plan on one device: checked against float64 first, then timed warm, with cold caches on a GPU.
+
+Runs inside the worker process. Every candidate is the real module, built through a profile of one plan, so that
+what is measured is what the runtime will do.
+
+Legend: B batch, S length, H query heads, G key/value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ringattn.attention import RingAttention
+from ringattn.hardware import HardwareFacts
+from ringattn.profile import Profile
+from ringattn.workload import Tunables, Workload
+from ringattn.workspace import POOL
+
+from . import numerics
+from .evaluator import Checked, Sample
+from .health import Watch
+
+WARM_CALLS = 3  # at least, before anything is timed
+WARM_LIMIT_S = 0.5
+STEADY = 0.10  # two successive calls this close (relative) are a steady state
+MOST_REPEATS = 64  # calls in one sample
+RUNNERS_KEPT = 24
+VARIED_CALLS = 32  # with varied lengths, how often a length is met: its first call is spread over so many
+RAGGED_SPREAD = math.sqrt(2)  # a bucket reaches this factor to both sides
+
+Phase = Callable[[str], None]
+
+
+class WrongAnswer(Exception):
+    """A candidate disagrees with float64; the message names the input that broke it."""
+
+
+class Bench(Protocol):
+    """What a worker can do with a candidate. Anything a candidate does wrong is raised."""
+
+    def check(self, workload: Workload, tunables: Tunables, phase: Phase) -> Checked: ...
+
+    def prove(self, workload: Workload, tunables: Tunables, phase: Phase) -> None: ...
+
+    def obey(self, workload: Workload, profile_path: str) -> Tunables: ...
+
+    def sample(self, workload: Workload, tunables: Tunables) -> Sample: ...
+
+    def begin_block(self) -> None: ...
+
+    def end_block(self) -> tuple[str, ...]: ...
+
+    def blind_spots(self) -> tuple[str, ...]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class BenchSettings:
+    """``train_too``: gradients are wanted somewhere in this probe, so reference rows are worked out with them.
+
+    ``varied_lengths``: lengths change between calls, so part of the first call counts in every sample.
+    """
+
+    device: str
+    facts: HardwareFacts
+    seed: int
+    sample_target_ms: float
+    ragged_lengths: int
+    train_too: bool = True
+    varied_lengths: bool = False
+
+
+@dataclass(slots=True)
+class Runner:
+    """A candidate ready to be called, with how long a call takes."""
+
+    call: Callable[[], None]
+    call_ms: float = 0.0
+    host_us: float = 0.0
+
+
+def proving_inputs(workload: Workload, count: int, seed: int) -> tuple[tuple[int, str], ...]:
+    """Random lengths of the workload's bucket, evenly in log2, each with a kind of inputs.
+
+    Over seeds every residue of every tile occurs. Training and inference share them, and so the reference rows.
+    """
+    rng = np.random.default_rng((seed, workload.seq_len, workload.causal))
+    low, high = workload.seq_len / RAGGED_SPREAD, workload.seq_len * RAGGED_SPREAD
+    lengths = np.exp(rng.uniform(math.log(low), math.log(high), size=count))
+    whole = [int(min(max(math.ceil(low), round(n)), math.floor(high))) for n in lengths]
+    kinds = numerics.KINDS
+    return tuple((length, kinds[(number + seed) % len(kinds)]) for number, length in enumerate(whole))
+
+
+class DeviceBench:
+    """The real one: RingAttention on a CUDA device or the CPU."""
+
+    def __init__(self, settings: BenchSettings) -> None:
+        self.settings = settings
+        self.device = torch.device(settings.device)
+        self._cuda = self.device.type == "cuda"
+        if self._cuda:
+            torch.cuda.set_device(self.device)
+        self._watch = Watch(str(torch.cuda.get_device_properties(self.device).uuid) if self._cuda else None)
+        self._timer = _CudaTimer(self.device, settings.facts) if self._cuda else _HostTimer()
+        self._references = _References(settings, self.device)
+        self._runners: OrderedDict[tuple[Workload, Tunables], Runner] = OrderedDict()
+        self._inputs: tuple[Workload, numerics.Inputs] | None = None
+        self._new_length = 0
+        self._first_calls: dict[tuple[Workload, Tunables], float] = {}
+
+    # --- the gate -----------------------------------------------------------------------------------------------
+
+    def check(self, workload: Workload, tunables: Tunables, phase: Phase) -> Checked:
+        """Answer, memory, a warm call at the workload's own length, and the first call at a length never seen."""
+        inputs = self._timing_inputs(workload)
+        module = self._module(workload, tunables)
+        errors = [
+            self._hold_against_reference(module, workload, tunables, workload.seq_len, kind, phase)
+            for kind in ("ordinary", "negative")
+        ]
+        first_ms = self._first_call_ms(module, workload, inputs)
+        self._first_calls[workload, tunables] = first_ms
+        peak = self._peak_bytes(module, workload, inputs)
+        runner = self._runner(workload, tunables)
+        return Checked(
+            call_ms=runner.call_ms,
+            error=errors[0],
+            peak_bytes=peak,
+            first_call_ms=first_ms,
+            host_us=runner.host_us,
+        )
+
+    def prove(self, workload: Workload, tunables: Tunables, phase: Phase) -> None:
+        """Random ragged lengths of the bucket, ordinary and adversarial inputs in turn."""
+        module = self._module(workload, tunables)
+        for length, kind in proving_inputs(workload, self.settings.ragged_lengths, self.settings.seed):
+            self._hold_against_reference(module, workload, tunables, length, kind, phase)
+
+    def _hold_against_reference(
+        self, module: RingAttention, workload: Workload, tunables: Tunables, length: int, kind: str, phase: Phase
+    ) -> float:
+        """The relative error, or WrongAnswer with everything needed to reproduce it."""
+        phase("reference")
+        inputs, sampled, expected = self._references.get(workload, length, kind, tunables.dtype)
+        phase("candidate")
+        out, lse, grads = _results(module, inputs, workload.train)
+        got = numerics.pick_rows(workload, sampled, out, lse, grads)
+        whole = [("out", out), ("lse", lse), *zip(("dq", "dk", "dv"), grads, strict=False)]
+        verdict = numerics.judge(expected, got, whole)
+        if verdict.fault:
+            raise WrongAnswer(f"{verdict.fault}; S={length}, {kind} inputs, seed {self.settings.seed}")
+        return verdict.error
+
+    def _first_call_ms(self, module: RingAttention, workload: Workload, inputs: numerics.Inputs) -> float:
+        """A call at a length this process has not run: some kernels build a plan for every new shape."""
+        self._new_length += 1
+        length = max(1, workload.seq_len - self._new_length % 61)
+        shorter = replace(
+            inputs,
+            q=inputs.q[:, :length],
+            k=inputs.k[:, :length],
+            v=inputs.v[:, :length],
+            dout=inputs.dout[:, :length],
+        )
+        call = _caller(module, shorter, workload.train)
+        self._synchronize()
+        begin = time.perf_counter()
+        call()
+        self._synchronize()
+        return (time.perf_counter() - begin) * 1e3
+
+    def obey(self, workload: Workload, profile_path: str) -> Tunables:
+        """What the runtime plans when it reads the file itself, after running it once."""
+        module = _build(workload, profile=profile_path, device=self.device)
+        _caller(module, self._timing_inputs(workload), workload.train)()
+        self._synchronize()
+        return module.plan_for(workload.seq_len, workload.dtype, workload.train, workload.batch).tunables
+
+    # --- timing -------------------------------------------------------------------------------------------------
+
+    def sample(self, workload: Workload, tunables: Tunables) -> Sample:
+        """One repetition: the median call of as many as make the sample long enough against the timer's noise."""
+        runner = self._runner(workload, tunables)
+        repeats = math.ceil(self.settings.sample_target_ms / max(runner.call_ms, 1e-3))
+        readings = self._timer.time(runner.call, min(max(1, repeats), MOST_REPEATS))
+        ms, host_us = float(np.median([r.ms for r in readings])), float(np.median([r.host_us for r in readings]))
+        runner.call_ms = ms
+        first_ms = self._first_calls.get((workload, tunables), 0.0) if self.settings.varied_lengths else 0.0
+        return Sample(ms + first_ms / VARIED_CALLS, host_us)
+
+    def begin_block(self) -> None:
+        gc.collect()
+        gc.disable()
+        self._watch.begin()
+
+    def end_block(self) -> tuple[str, ...]:
+        gc.enable()
+        return self._watch.end()
+
+    def blind_spots(self) -> tuple[str, ...]:
+        return tuple(self._watch.blind_spots)
+
+    # --- parts --------------------------------------------------------------------------------------------------
+
+    def _module(self, workload: Workload, tunables: Tunables) -> RingAttention:
+        """The runtime's module, obeying exactly this plan."""
+        dtype: str | torch.dtype | None = None
+        if tunables.dtype != workload.dtype:
+            dtype = "tf32" if tunables.dtype == "tf32" else numerics.TORCH_DTYPES[tunables.dtype]
+        profile = Profile.single(self.settings.facts, workload, tunables)
+        module = _build(workload, profile=profile, dtype=dtype, device=self.device)
+        planned = module.plan_for(workload.seq_len, workload.dtype, workload.train, workload.batch).tunables
+        assert planned == tunables, f"the runtime plans {planned} where {tunables} was asked for"
+        return module
+
+    def _timing_inputs(self, workload: Workload) -> numerics.Inputs:
+        if self._inputs is None or self._inputs[0] != workload:
+            self._runners.clear()
+            self._inputs = None
+            self._release()
+            inputs = numerics.make_inputs(
+                workload, workload.seq_len, "ordinary", self.settings.seed, self.device, for_timing=True
+            )
+            self._inputs = (workload, inputs)
+        return self._inputs[1]
+
+    def _runner(self, workload: Workload, tunables: Tunables) -> Runner:
+        """A warm candidate; those used longest ago make room."""
+        inputs = self._timing_inputs(workload)
+        key = (workload, tunables)
+        if key not in self._runners:
+            while len(self._runners) >= RUNNERS_KEPT:
+                self._runners.popitem(last=False)
+            runner = Runner(_caller(self._module(workload, tunables), inputs, workload.train))
+            self._warm(runner)
+            self._runners[key] = runner
+        self._runners.move_to_end(key)
+        return self._runners[key]
+
+    def _warm(self, runner: Runner) -> None:
+        """Calls until two in a row take the same time, or long enough."""
+        begin = time.perf_counter()
+        last = math.inf
+        for number in range(1, 50):
+            reading = self._timer.time(runner.call, 1)[0]
+            runner.call_ms, runner.host_us = reading.ms, reading.host_us
+            steady = abs(reading.ms - last) <= STEADY * reading.ms
+            slow = time.perf_counter() - begin > WARM_LIMIT_S
+            if (number >= WARM_CALLS and steady) or (number >= 2 and slow):
+                break
+            last = reading.ms
+
+    def _peak_bytes(self, module: RingAttention, workload: Workload, inputs: numerics.Inputs) -> int:
+        """What two calls in a row hold at most, beyond the inputs; the pool's buffers count, as they stay."""
+        call = _caller(module, inputs, workload.train)
+        POOL.clear()
+        if self._cuda:
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            before = torch.cuda.memory_allocated(self.device)
+            call()
+            call()
+            torch.cuda.synchronize(self.device)
+            return max(0, torch.cuda.max_memory_allocated(self.device) - before)
+        return _cpu_peak_bytes(lambda: (call(), call()))
+
+    def _synchronize(self) -> None:
+        if self._cuda:
+            torch.cuda.synchronize(self.device)
+
+    def _release(self) -> None:
+        POOL.clear()
+        gc.collect()
+        if self._cuda:
+            torch.cuda.empty_cache()
+
+    def forget(self) -> None:
+        """Drop every candidate and buffer: an out-of-memory may have been the fault of the others."""
+        self._runners.clear()
+        self._references.forget()
+        self._inputs = None
+        self._release()
+
+
+def _build(
+    workload: Workload,
+    *,
+    profile: Profile | str,
+    device: torch.device,
+    dtype: str | torch.dtype | None = None,
+) -> RingAttention:
+    branches = workload.pattern.branches
+    return RingAttention(
+        workload.heads,
+        workload.head_dim,
+        num_kv_heads=workload.kv_heads,
+        segment_lengths=[b.segment for b in branches] or None,
+        dilation_rates=[b.rate for b in branches] or None,
+        causal=workload.causal,
+        head_offset=workload.pattern.head_offset,
+        profile=profile,
+        dtype=dtype,
+        device=device,
+    )
+
+
+# --- calls -----------------------------------------------------------------------------------------------------------
+
+
+def _caller(module: RingAttention, inputs: numerics.Inputs, train: bool) -> Callable[[], None]:
+    """What is timed: one forward, and in training the backward to q, k and v."""
+    if not train:
+
+        def infer() -> None:
+            with torch.no_grad():
+                module(inputs.q, inputs.k, inputs.v)
+
+        return infer
+    q, k, v = (x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+
+    def step() -> None:
+        torch.autograd.grad(module(q, k, v), (q, k, v), inputs.dout)
+
+    return step
+
+
+def _results(module: RingAttention, inputs: numerics.Inputs, train: bool) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """out, lse and the gradients (none for inference)."""
+    if not train:
+        with torch.no_grad():
+            out, lse = module(inputs.q, inputs.k, inputs.v, return_lse=True)
+        return out, lse, ()
+    q, k, v = (x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+    out, lse = module(q, k, v, return_lse=True)
+    grads = torch.autograd.grad(out, (q, k, v), inputs.dout)
+    return out.detach(), lse, grads
+
+
+def _cpu_peak_bytes(calls: Callable[[], object]) -> int:
+    """The largest sum of live allocations during ``calls``, from the profiler's record of every one of them."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False) as recorded:
+        calls()
+    kineto = recorded.profiler
+    assert kineto is not None
+    assert kineto.kineto_results is not None
+    live = peak = 0
+    for event in kineto.kineto_results.events():
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    return peak
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One call: what the search minimises, and the host's share of it."""
+
+    ms: float
+    host_us: float
+
+
+class _HostTimer:
+    """Wall-clock of a call that is over when it returns."""
+
+    def time(self, call: Callable[[], None], repeats: int) -> list[Reading]:
+        readings = []
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            call()
+            seconds = time.perf_counter() - begin
+            readings.append(Reading(seconds * 1e3, seconds * 1e6))
+        return readings
+
+
+class _CudaTimer:
+    """Device events around each call, the L2 cache flushed before it.
+
+    A call in a loop cannot be faster than the host launches it, so a reading is the larger of the device's time
+    and the host's. The flush gives the host a head start, which hides launch gaps a real model hides too.
+    """
+
+    def __init__(self, device: torch.device, facts: HardwareFacts) -> None:
+        self._device = device
+        flush_bytes = max(64, 4 * facts.l2_mib) * 2**20
+        self._flush = torch.empty(flush_bytes, dtype=torch.int8, device=device)
+
+    def time(self, call: Callable[[], None], repeats: int) -> list[Reading]:
+        def event() -> torch.cuda.Event:
+            return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+        events = [(event(), event()) for _ in range(repeats)]
+        host_s = []
+        torch.cuda.synchronize(self._device)
+        for begin, end in events:
+            self._flush.zero_()
+            begin.record()
+            started = time.perf_counter()
+            call()
+            host_s.append(time.perf_counter() - started)
+            end.record()
+        torch.cuda.synchronize(self._device)
+        return [
+            Reading(max(begin.elapsed_time(end), seconds * 1e3), seconds * 1e6)
+            for (begin, end), seconds in zip(events, host_s, strict=True)
+        ]
+
+
+# --- references ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Reference:
+    """Exact rows of one (pattern, shape, length, kind), and per compute dtype what a right kernel gives."""
+
+    sampled: numerics.Sampled
+    exact: numerics.Rows
+    expected: dict[str, numerics.Expected]
+
+
+class _References:
+    """Worked out when first needed, for every candidate and both modes.
+
+    Inputs are made again from their seed rather than kept: the rows are small, the inputs are not.
+    """
+
+    def __init__(self, settings: BenchSettings, device: torch.device) -> None:
+        self._settings = settings
+        self._device = device
+        self._kept: dict[tuple[Workload, int, str], _Reference] = {}
+        self._last: tuple[tuple[Workload, int, str], numerics.Inputs] | None = None
+
+    def get(
+        self, workload: Workload, length: int, kind: str, compute_dtype: str
+    ) -> tuple[numerics.Inputs, numerics.Sampled, numerics.Expected]:
+        widest = replace(workload, mode="train") if self._settings.train_too else workload
+        key = (widest, length, kind)
+        if self._last is None or self._last[0] != key:
+            self._last = None
+            self._last = (key, numerics.make_inputs(widest, length, kind, self._settings.seed, self._device))
+        inputs = self._last[1]
+        if key not in self._kept:
+            sampled = numerics.sample_positions(widest, length, self._settings.seed)
+            self._kept[key] = _Reference(
+                sampled, numerics.compute_rows(widest, inputs, sampled, numerics.EXACT), {}
+            )
+        reference = self._kept[key]
+        if compute_dtype not in reference.expected:
+            reference.expected[compute_dtype] = numerics.expect(
+                widest, inputs, reference.sampled, reference.exact, compute_dtype
+            )
+        return inputs, reference.sampled, reference.expected[compute_dtype]
+
+    def forget(self) -> None:
+        self._last = None

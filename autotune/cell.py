@@ -1,0 +1,241 @@
+"""One cell under search: what is asked, what is known, and the few things every stage does with it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import optuna
+
+from ringattn.workload import Tunables, Workload
+
+from .budget import EffortPreset
+from .choose import Candidate
+from .evaluator import Checked, Clock, Evaluator, Fault
+from .probe import Preference, TrialOutcome
+from .race import Arena, Ledger, Limits
+from .space import Space, Value, candidate_key
+from .statistics import Interval
+from .store import Entry, StageRecord, Store
+
+CellState = Literal["tuned", "default", "refused", "inconclusive"]
+
+CALLS_BEFORE_HANG = 40  # a call may take this many times the default's before it counts as hung
+UNKNOWN_SIGMA = 0.05  # noise assumed before any was seen
+
+
+@dataclass(frozen=True, slots=True)
+class SearchSettings:
+    """What holds for every cell of a probe. ``hang_s``: no call is given up before (compilation takes its time)."""
+
+    preset: EffortPreset
+    seed: int
+    limits: Limits = field(default_factory=Limits)
+    prefer: Preference = "time"
+    hang_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A plan with its numbers, ready for a profile."""
+
+    tunables: Tunables
+    checked: Checked
+    gain: Interval  # of log(t / t_default); a count of 0 says it was never timed
+    median_ms: float
+    host_us: float
+
+
+@dataclass(slots=True)
+class CellResult:
+    """Everything a cell came to. ``choice`` is None only for a refusal, whose reason is ``note``."""
+
+    workload: Workload
+    state: CellState
+    choice: Measured | None = None
+    default: Measured | None = None
+    runners_up: tuple[Measured, ...] = ()
+    auto: Measured | None = None
+    front: tuple[Measured, ...] = ()
+    failures: dict[Tunables, Fault] = field(default_factory=dict)
+    rejected: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    trials: int = 0
+    noise_sigma: float = math.inf
+    note: str = ""
+    disturbances: tuple[str, ...] = ()
+
+
+class Listener(Protocol):
+    """What a search tells."""
+
+    def stage(self, cell: Workload, name: str) -> None: ...
+
+    def trial(self, cell: Workload, tunables: Tunables, outcome: TrialOutcome) -> None: ...
+
+
+class NoListener:
+    """Hears and says nothing."""
+
+    def stage(self, cell: Workload, name: str) -> None: ...
+
+    def trial(self, cell: Workload, tunables: Tunables, outcome: TrialOutcome) -> None: ...
+
+
+class CellContext:
+    """The state of one cell's search. Stages read and extend it; nothing else knows all of it."""
+
+    def __init__(
+        self,
+        space: Space,
+        evaluator: Evaluator,
+        store: Store,
+        settings: SearchSettings,
+        listener: Listener,
+        clock: Clock,
+        *,
+        main_dtypes: Sequence[str],
+    ) -> None:
+        """``main_dtypes`` are the compute dtypes that may win; others compete for ``auto`` only."""
+        self.space = space
+        self.cell = space.workload
+        self.evaluator = evaluator
+        self.store = store
+        self.settings = settings
+        self.preset = settings.preset
+        self.listener = listener
+        self.clock = clock
+        self.main_dtypes = frozenset(main_dtypes)
+        self.default = space.default
+        self.ledger = Ledger()
+        self.estimates: dict[Tunables, Interval] = {}  # best known log-ratio of every timed plan
+        self.trials = 0
+        self.note = ""
+        self.prove_s = 0.0  # what proving the default took
+
+    # --- questions ----------------------------------------------------------------------------------------------
+
+    def is_main(self, plan: Tunables) -> bool:
+        return plan.dtype in self.main_dtypes
+
+    def has_failed(self, plan: Tunables) -> bool:
+        return isinstance(self.ledger.checked.get(plan), Fault) or self.ledger.proven.get(plan) is not None
+
+    def keeps_limits(self, plan: Tunables) -> bool:
+        checked = self.ledger.checked.get(plan)
+        return isinstance(checked, Checked) and self.settings.limits.keeps(checked)
+
+    def checked(self, plan: Tunables) -> Checked:
+        result = self.ledger.checked[plan]
+        assert isinstance(result, Checked), f"{plan} has no numbers: {result}"
+        return result
+
+    def candidate(self, plan: Tunables, gain: Interval) -> Candidate:
+        return Candidate(plan, gain, self.checked(plan).peak_bytes, self.keeps_limits(plan))
+
+    def call_s(self) -> float:
+        """A warm call of the default; 0 before it was checked."""
+        known = self.ledger.checked.get(self.default)
+        return known.call_ms / 1e3 if isinstance(known, Checked) else 0.0
+
+    def sample_s(self) -> float:
+        return max(self.preset.sample_target_ms / 1e3, self.call_s())
+
+    def timeout_s(self) -> float:
+        return self.settings.hang_s + CALLS_BEFORE_HANG * self.call_s()
+
+    def ranked(self, plans: Iterable[Tunables]) -> list[Tunables]:
+        """Fastest first, by a cautious estimate: few repetitions must not look better than many."""
+        sigma = self.ledger.noise_sigma()
+        sigma = sigma if math.isfinite(sigma) else UNKNOWN_SIGMA
+
+        def cautious(plan: Tunables) -> float:
+            interval = self.estimates[plan]
+            return interval.median + 0.5 * sigma / math.sqrt(interval.count)
+
+        return sorted((p for p in plans if p in self.estimates and not self.has_failed(p)), key=cautious)
+
+    def best_plan(self) -> Tunables:
+        ranked = self.ranked(p for p in self.estimates if self.is_main(p) and self.keeps_limits(p))
+        return ranked[0] if ranked else self.default
+
+    # --- acts ---------------------------------------------------------------------------------------------------
+
+    def record(self, stage: str, knobs: Mapping[str, tuple[Value, ...]] | None = None) -> StageRecord:
+        sampler: optuna.samplers.BaseSampler | None = None
+        if stage == "explore":
+            sampler = optuna.samplers.TPESampler(seed=self.settings.seed, n_startup_trials=8)
+        return self.store.stage(self.cell, stage, self.space.knobs if knobs is None else knobs, sampler)
+
+    def arena(self, stage: str, record: StageRecord, default: Tunables | None = None) -> Arena:
+        return Arena(
+            cell=self.cell,
+            stage=stage,
+            evaluator=self.evaluator,
+            record=record,
+            ledger=self.ledger,
+            default=default or self.default,
+            limits=self.settings.limits,
+            seed=self.settings.seed,
+            timeout_s=self.timeout_s(),
+            sample_s=self.preset.sample_target_ms / 1e3,
+            clock=self.clock,
+            listener=self.told,
+        )
+
+    def told(self, plan: Tunables, outcome: TrialOutcome) -> None:
+        self.trials += 1
+        self.listener.trial(self.cell, plan, outcome)
+
+    def learn(self, arena: Arena, entries: Iterable[Entry]) -> None:
+        """Keep the estimate that most repetitions stand behind, and every outcome of an earlier run."""
+        for entry in entries:
+            result = entry.fault or entry.checked
+            if result is not None:
+                self.ledger.checked.setdefault(entry.tunables, result)
+            if entry.log_ratios and entry.fault is None:
+                interval = arena.interval(entry)
+                known = self.estimates.get(entry.tunables)
+                if known is None or known.count <= interval.count:
+                    self.estimates[entry.tunables] = interval
+
+    def prove(self, plan: Tunables) -> Fault | None:
+        """The ragged lengths of the bucket, once per plan and probe; None when it passed."""
+        if plan not in self.ledger.proven:
+            name = f"proven | {self.cell} | {candidate_key(plan)}"
+            recalled = self.store.recall(name)
+            if recalled is None:
+                fault = self.evaluator.prove(self.cell, plan, timeout_s=self.timeout_s())
+                recalled = [] if fault is None else [fault.kind, fault.message]
+                self.store.remember(name, recalled)
+            fault = Fault(*recalled) if recalled else None
+            self.ledger.proven[plan] = fault
+            if fault is not None:
+                self.told(plan, TrialOutcome(fault.kind, "prove", message=fault.message))
+        return self.ledger.proven[plan]
+
+    def result(self, state: CellState, note: str = "") -> CellResult:
+        """A result with everything but its choices."""
+        return CellResult(
+            self.cell,
+            state,
+            failures=self.ledger.failures(),
+            rejected=self.space.rejected,
+            trials=self.trials,
+            noise_sigma=self.ledger.noise_sigma(),
+            note="; ".join(filter(None, (self.note, note))),
+            disturbances=tuple(dict.fromkeys(self.ledger.disturbances)),
+        )
+
+    def inconclusive(self, reason: str) -> CellResult:
+        """No number can be believed: the default stays, without evidence that it deserves to."""
+        result = self.result("inconclusive", reason)
+        checked = self.ledger.checked.get(self.default)
+        if isinstance(checked, Checked):
+            result.default = Measured(
+                self.default, checked, Interval(0.0, 0.0, 0.0, 0), checked.call_ms, checked.host_us
+            )
+            result.choice = result.default
+        return result
+

@@ -1,0 +1,141 @@
+"""From what a search found to a profile on disk that the runtime provably obeys."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ringattn import __version__
+from ringattn.hardware import HardwareFacts
+from ringattn.profile import Choice, Evidence, Failure, Fingerprint, PlanEntry, Profile, Provenance
+from ringattn.workload import Tunables, Workload
+
+from .cell import CellResult, Measured
+from .evaluator import Fault
+from .exit_codes import ProbeFailure
+from .probe import CellReport, ProbeRequest, describe
+
+FAILURES_KEPT = 24  # per cell; the journal holds all of them
+
+
+def choice_of(measured: Measured) -> Choice:
+    """A plan with its evidence; none for a plan that was never timed against the default."""
+    if measured.gain.count == 0:
+        return Choice(measured.tunables)
+    return Choice(
+        measured.tunables,
+        Evidence(
+            median_ms=measured.median_ms,
+            default_ratio=measured.gain.ratio,
+            ratio_low=measured.gain.ratio_low,
+            ratio_high=measured.gain.ratio_high,
+            peak_bytes=measured.checked.peak_bytes,
+            error=measured.checked.error,
+            first_call_ms=measured.checked.first_call_ms,
+            host_us=measured.host_us,
+            blocks=measured.gain.count,
+        ),
+    )
+
+
+def entry_of(result: CellResult) -> PlanEntry:
+    """One row of the profile."""
+    failures = [_failure(plan, fault) for plan, fault in result.failures.items()]
+    failures += [Failure(name, "rejected", "; ".join(reasons)) for name, reasons in result.rejected]
+    if result.choice is None:
+        return PlanEntry(result.workload, failures=tuple(failures[:FAILURES_KEPT]), refusal=result.note or "refused")
+    return PlanEntry(
+        workload=result.workload,
+        choice=choice_of(result.choice),
+        runners_up=tuple(choice_of(m) for m in result.runners_up),
+        auto=choice_of(result.auto) if result.auto is not None else None,
+        front=tuple(choice_of(m) for m in result.front),
+        default=choice_of(result.default) if result.default is not None else None,
+        failures=tuple(failures[:FAILURES_KEPT]),
+    )
+
+
+def _failure(plan: Tunables, fault: Fault) -> Failure:
+    return Failure(describe(plan), fault.kind, fault.message)
+
+
+def report_of(result: CellResult, elapsed_s: float) -> CellReport:
+    """One cell as a probe's caller sees it."""
+    choice, default = result.choice, result.default
+    return CellReport(
+        workload=result.workload,
+        status=result.state,
+        chosen=choice.tunables if choice else None,
+        default=default.tunables if default else None,
+        default_ratio=choice.gain.ratio if choice and choice.gain.count else None,
+        ratio_low=choice.gain.ratio_low if choice and choice.gain.count else None,
+        ratio_high=choice.gain.ratio_high if choice and choice.gain.count else None,
+        trials=result.trials,
+        failures=len(result.failures),
+        elapsed_s=elapsed_s,
+        note=result.note,
+    )
+
+
+def build_profile(
+    facts: HardwareFacts,
+    entries: Mapping[Workload, PlanEntry],
+    request: ProbeRequest,
+    *,
+    budget_s: float,
+    elapsed_s: float,
+    notes: Sequence[str],
+    today: datetime.date,
+) -> Profile:
+    """A measured profile of this machine; entries in a readable order."""
+    ordered = sorted(
+        entries.values(),
+        key=lambda e: (not e.workload.pattern.dense, str(e.workload.pattern), e.workload.mode, e.workload.seq_len),
+    )
+    return Profile(
+        source="measured",
+        fingerprint=Fingerprint.of(facts),
+        software=facts.software,
+        plans=tuple(ordered),
+        provenance=Provenance(
+            tool_version=__version__,
+            date=today.isoformat(),
+            effort=request.effort,
+            budget_s=budget_s,
+            elapsed_s=round(elapsed_s, 1),
+            seed=request.seed,
+            notes=tuple(notes),
+        ),
+    )
+
+
+def same_machine(profile: Profile, facts: HardwareFacts) -> bool:
+    """Whether a profile was measured on this very silicon with this very software."""
+    return profile.fingerprint == Fingerprint.of(facts) and profile.software == tuple(sorted(facts.software))
+
+
+def merged(old: Profile | None, entries: Mapping[Workload, PlanEntry]) -> dict[Workload, PlanEntry]:
+    """New rows beside those of an older profile of the same machine; a new row replaces the old of its workload."""
+    kept = {} if old is None else {entry.workload: entry for entry in old.plans}
+    return kept | dict(entries)
+
+
+def with_notes(profile: Profile, notes: Sequence[str]) -> Profile:
+    provenance = replace(profile.provenance, notes=tuple(dict.fromkeys((*profile.provenance.notes, *notes))))
+    return replace(profile, provenance=provenance)
+
+
+def check_obeyed(entry: PlanEntry, planned: Tunables | Fault) -> None:
+    """The runtime, reading the file, must plan what the search chose; anything else is a failure."""
+    assert entry.choice is not None
+    if isinstance(planned, Fault):
+        raise ProbeFailure(
+            f"{entry.workload}: the written plan {describe(entry.choice.tunables)} failed when the runtime ran it: "
+            f"{planned.kind}, {planned.message}"
+        )
+    if planned != entry.choice.tunables:
+        raise ProbeFailure(
+            f"{entry.workload}: the runtime reads {describe(planned)} out of the profile where the search chose "
+            f"{describe(entry.choice.tunables)}"
+        )

@@ -1,0 +1,153 @@
+"""Whether the machine was ours while something was timed: foreign load, stolen time, throttling.
+
+A ``Watch`` is opened before a block and closed after it; what it says makes the block worthless, so the caller
+repeats or refuses it. Readings come from /proc, the cgroup and NVML; what cannot be read is not guessed at, and
+``blind_spots`` names it once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+FOREIGN_SHARE = 0.25  # of the CPUs we may use, taken by others during a block
+STEAL_SHARE = 0.10  # taken by the hypervisor
+THROTTLED_SHARE = 0.10  # of the block, held back by a cgroup quota
+SHORTEST_S = 0.15  # /proc/stat counts in hundredths of a second: shorter blocks say nothing
+
+_PROC_STAT = Path("/proc/stat")
+_CGROUP_STAT = Path("/sys/fs/cgroup/cpu.stat")
+
+# NVML clock event reasons (nvml.h) that mean the card cannot keep its clocks for a reason outside of the workload.
+_THROTTLE_BITS = {0x08: "hardware slowdown", 0x20: "thermal limit", 0x40: "hardware thermal limit", 0x80: "power brake"}
+
+
+@dataclass(frozen=True, slots=True)
+class HostReading:
+    """Seconds so far: of all usable CPUs busy, stolen; of this process; of waiting for the cgroup's quota."""
+
+    at_s: float
+    busy_s: float
+    steal_s: float
+    own_s: float
+    throttled_s: float
+
+
+def cpu_seconds(stat: str, cpus: frozenset[int], ticks_per_s: int) -> tuple[float, float]:
+    """Busy and stolen seconds of these CPUs, out of the text of /proc/stat."""
+    busy = steal = 0
+    for line in stat.splitlines():
+        name, *fields = line.split()
+        if name.startswith("cpu") and name[3:].isdigit() and int(name[3:]) in cpus:
+            user, nice, system, _idle, _iowait, irq, softirq, stolen = map(int, fields[:8])
+            busy += user + nice + system + irq + softirq
+            steal += stolen
+    return busy / ticks_per_s, steal / ticks_per_s
+
+
+def throttled_seconds(cpu_stat: str) -> float:
+    """Seconds held back by the quota, out of the text of the cgroup's cpu.stat; 0 where there is no quota."""
+    for line in cpu_stat.splitlines():
+        name, _, value = line.partition(" ")
+        if name == "throttled_usec":
+            return int(value) / 1e6
+    return 0.0
+
+
+def host_disturbances(before: HostReading, after: HostReading, cpu_count: int) -> tuple[str, ...]:
+    """What happened between two readings that spoils a timing, as lines; empty too when they are too close to say."""
+    seconds = after.at_s - before.at_s
+    if seconds < SHORTEST_S:
+        return ()
+    capacity = seconds * cpu_count
+    foreign = (after.busy_s - before.busy_s) - (after.own_s - before.own_s)
+    found = []
+    if foreign > FOREIGN_SHARE * capacity + 0.02:  # two ticks of rounding
+        found.append(f"other processes used {100 * foreign / capacity:.0f} % of the CPUs")
+    steal = after.steal_s - before.steal_s
+    if steal > STEAL_SHARE * capacity + 0.02:
+        found.append(f"the hypervisor took {100 * steal / capacity:.0f} % of the CPUs")
+    throttled = after.throttled_s - before.throttled_s
+    if throttled > THROTTLED_SHARE * seconds:
+        found.append(f"the CPU quota held the process back for {100 * throttled / seconds:.0f} % of the time")
+    return tuple(found)
+
+
+def throttle_reasons(bits: int) -> tuple[str, ...]:
+    """The names of those NVML clock event reasons that spoil a timing."""
+    return tuple(f"GPU clocks held down: {name}" for bit, name in _THROTTLE_BITS.items() if bits & bit)
+
+
+class Nvml:
+    """The three questions to the NVIDIA driver that a watch asks, through its own C library."""
+
+    def __init__(self, uuid: str) -> None:
+        """Raises OSError where the driver's library is missing or does not know the card."""
+        self._lib = ctypes.CDLL("libnvidia-ml.so.1")
+        self._handle = ctypes.c_void_p()
+        self._call("nvmlInit_v2")
+        name = uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
+        self._call("nvmlDeviceGetHandleByUUID", name.encode(), ctypes.byref(self._handle))
+
+    def _call(self, function: str, *args: object) -> None:
+        status = getattr(self._lib, function)(*args)
+        if status != 0:
+            raise OSError(f"NVML: {function} answered {status}")
+
+    def reasons(self) -> int:
+        """The bits of the reasons for which clocks are what they are."""
+        bits = ctypes.c_ulonglong()
+        self._call("nvmlDeviceGetCurrentClocksThrottleReasons", self._handle, ctypes.byref(bits))
+        return bits.value
+
+    def processes(self) -> int:
+        """How many processes compute on the card, ours among them."""
+        count = ctypes.c_uint(0)
+        status = self._lib.nvmlDeviceGetComputeRunningProcesses(self._handle, ctypes.byref(count), None)
+        too_small = 7  # NVML_ERROR_INSUFFICIENT_SIZE: there are `count` of them
+        if status not in (0, too_small):
+            raise OSError(f"NVML: nvmlDeviceGetComputeRunningProcesses answered {status}")
+        return count.value
+
+
+class Watch:
+    """Looks at the host, and at one GPU where there is one, before and after a block."""
+
+    def __init__(self, gpu_uuid: str | None = None) -> None:
+        self.blind_spots: list[str] = []
+        self._cpus = frozenset(os.sched_getaffinity(0))
+        self._ticks = os.sysconf("SC_CLK_TCK")
+        self._nvml: Nvml | None = None
+        self._alone = 0
+        if not _PROC_STAT.exists():
+            self.blind_spots.append("foreign load on the host cannot be seen: no /proc/stat")
+        if gpu_uuid is not None:
+            try:
+                self._nvml = Nvml(gpu_uuid)
+                self._alone = self._nvml.processes()
+            except (OSError, AttributeError) as error:
+                self.blind_spots.append(f"throttling of the GPU cannot be seen: {error}")
+        self._before: HostReading | None = None
+
+    def _read(self) -> HostReading:
+        stat = _PROC_STAT.read_text() if _PROC_STAT.exists() else ""
+        busy, steal = cpu_seconds(stat, self._cpus, self._ticks)
+        quota = throttled_seconds(_CGROUP_STAT.read_text()) if _CGROUP_STAT.exists() else 0.0
+        return HostReading(time.perf_counter(), busy, steal, time.process_time(), quota)
+
+    def begin(self) -> None:
+        self._before = self._read()
+
+    def end(self) -> tuple[str, ...]:
+        """What disturbed the block since ``begin``."""
+        assert self._before is not None
+        # A GPU is fed by one host thread: only what the quota or a full machine does to it matters there.
+        found = list(host_disturbances(self._before, self._read(), len(self._cpus)))
+        if self._nvml is not None:
+            found.extend(throttle_reasons(self._nvml.reasons()))
+            if self._nvml.processes() > max(1, self._alone):
+                found.append("another process started to compute on the GPU")
+        return tuple(found)

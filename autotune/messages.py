@@ -1,0 +1,29 @@
+"""What the tuner and its worker process say to each other; both import it, so that what is pickled has one home."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ringattn.workload import Tunables, Workload
+
+REAL_BENCH = "autotune.benchmark:DeviceBench"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """``action`` is check, prove, obey, block or stop; a block times all of ``plans`` in order."""
+
+    action: str
+    workload: Workload | None = None
+    plans: tuple[Tunables, ...] = ()
+    profile_path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """``kind``: ready, phase (of a candidate, by name), result (of candidate ``index``), done, or bug."""
+
+    kind: str
+    index: int = 0
+    value: Any = None

@@ -1,0 +1,220 @@
+"""The three stages that look for a better plan. Each takes a cell's context and leaves estimates in it.
+
+A stage that an earlier run finished is recognised by its note in the record and not entered again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from ringattn.workload import Tunables
+
+from .budget import Deadline
+from .cell import CellContext
+from .evaluator import Checked
+from .race import PROMISING, WORTH_TRYING, Arena, race, screen
+from .space import Value, candidate_key, decode, encode, from_key
+from .store import Entry, StageRecord
+
+MOST_STEPS = 8  # of coordinate improvement
+BATCH = 4  # plans asked of TPE at a time; one block serves them all
+
+
+# --- stage 1: whole plans --------------------------------------------------------------------------------------------
+
+
+def race_plans(
+    context: CellContext, stage: str, plans: Sequence[Tunables], *, keep: int, deadline: Deadline
+) -> list[Tunables]:
+    """Successive elimination; main and narrower dtypes race each to their own leader. Returns the main ones left."""
+    context.listener.stage(context.cell, stage)
+    record = context.record(stage)
+    arena = context.arena(stage, record)
+    standing = record.noted("standing")
+    if standing is None:
+        entries = arena.admit(plans, deadline)
+        groups = (
+            ([entry for entry in entries if context.is_main(entry.tunables)], keep),
+            ([entry for entry in entries if not context.is_main(entry.tunables)], 1),
+        )
+        left: list[Entry] = []
+        for group, kept in groups:
+            left += race(arena, group, keep=kept, max_blocks=context.preset.race_blocks, deadline=deadline)
+        for entry in left:
+            arena.leave(entry, "stood to the end")
+        standing = [candidate_key(entry.tunables) for entry in left]
+        record.abandon_open("not timed: the stage was over")
+        record.note("standing", standing)
+    context.learn(arena, record.entries())
+    return [plan for plan in map(from_key, standing) if context.is_main(plan)]
+
+
+# --- stage 2: one knob at a time -------------------------------------------------------------------------------------
+
+
+def improve(context: CellContext, start: Tunables, number: int, deadline: Deadline) -> Tunables:
+    """Every single move away from the incumbent is screened, the good ones are combined, repeat until none is."""
+    incumbent = start
+    tried = {start}
+    for step in range(MOST_STEPS):
+        moves = {
+            move.tunables: move.knob
+            for move in context.space.neighbours(incumbent)
+            if move.tunables not in tried and context.is_main(move.tunables) and move.knob != "dtype"
+        }
+        if not moves or deadline.passed():
+            break
+        tried.update(moves)
+        better = _step(context, f"improve {number}.{step}", incumbent, moves, deadline)
+        if better == incumbent:
+            break
+        incumbent = better
+        tried.add(incumbent)
+    return incumbent
+
+
+def _step(
+    context: CellContext, stage: str, incumbent: Tunables, moves: Mapping[Tunables, str], deadline: Deadline
+) -> Tunables:
+    context.listener.stage(context.cell, stage)
+    record = context.record(stage)
+    arena = context.arena(stage, record)
+    best = record.noted("best")
+    if best is None:
+        entries = arena.admit([incumbent, *moves], deadline)
+        if not entries or entries[0].tunables != incumbent:
+            return incumbent
+        good = screen(arena, entries[0], entries[1:], context.preset.race_blocks, deadline)
+        best = candidate_key(_combine(context, arena, entries[0], good, moves, deadline))
+        for entry in record.entries():
+            arena.leave(entry, "screened")
+        record.abandon_open("not timed: the stage was over")
+        record.note("best", best)
+    context.learn(arena, record.entries())
+    return from_key(best)
+
+
+def _combine(
+    context: CellContext,
+    arena: Arena,
+    incumbent: Entry,
+    good: Sequence[Entry],
+    moves: Mapping[Tunables, str],
+    deadline: Deadline,
+) -> Tunables:
+    """Good moves taken together: all of them, the better half, and the best alone race the incumbent."""
+    if not good:
+        return incumbent.tunables
+    singles = [entry for entry in good[:2] if not entry.finished]
+    plans = _combinations(context, incumbent.tunables, good, moves)
+    combined = [entry for entry in arena.admit(plans, deadline) if entry not in singles]
+    rivals = [incumbent, *singles, *combined]
+    wanted = {id(entry): len(entry.log_ratios) + max(4, context.preset.race_blocks // 2) for entry in rivals}
+    while True:
+        alive = [entry for entry in rivals if entry.fault is None]
+        short = [entry for entry in alive if len(entry.log_ratios) < wanted[id(entry)]]
+        if not short or len(alive) < 2 or incumbent.fault is not None or not deadline.allows(arena.estimate_s(alive)):
+            break
+        arena.block(alive)
+    met = [e for e in rivals[1:] if e.fault is None and len(arena.difference(e, incumbent)) >= 2]
+    if not met:
+        return incumbent.tunables
+    best = min(met, key=lambda entry: float(np.median(arena.difference(entry, incumbent))))
+    if arena.chance_faster(best, incumbent, by=WORTH_TRYING / 2) >= PROMISING:
+        return best.tunables
+    return incumbent.tunables
+
+
+def _combinations(
+    context: CellContext, incumbent: Tunables, good: Sequence[Entry], moves: Mapping[Tunables, str]
+) -> list[Tunables]:
+    base = encode(context.cell, incumbent)
+    changes: dict[str, dict[str, Value]] = {}
+    for entry in good:  # best first, so the first of a knob is its best value
+        turned = {name: v for name, v in encode(context.cell, entry.tunables).items() if base.get(name) != v}
+        changes.setdefault(moves[entry.tunables], turned)
+    ordered = list(changes.values())
+    plans: dict[Tunables, None] = {}
+    for count in sorted({len(ordered), -(-len(ordered) // 2), min(2, len(ordered))}, reverse=True):
+        merged: dict[str, Value] = {}
+        for turned in reversed(ordered[:count]):
+            merged |= turned
+        plan = context.space.combine(incumbent, merged)
+        if plan is not None and count > 1:
+            plans[plan] = None
+    return list(plans)
+
+
+# --- stage 3: the whole space ----------------------------------------------------------------------------------------
+
+
+def explore(context: CellContext, deadline: Deadline) -> None:
+    """TPE over the whole valid space, told everything known, a few plans per block against the incumbent."""
+    context.listener.stage(context.cell, "explore")
+    record = context.record("explore")
+    arena = context.arena("explore", record)
+    if not record.entries():
+        _teach(context, record)
+    incumbent = record.open(context.best_plan())
+    if incumbent.finished or not arena.enter(incumbent):
+        context.learn(arena, record.entries())
+        return
+    asked = sum(1 for entry in record.entries() if entry.finished)
+    while asked < context.preset.explore_plans and deadline.allows(BATCH * arena.sample_s):
+        fresh, used = _ask_batch(context, arena, record, deadline)
+        asked += used
+        if not used:
+            break
+        good = screen(arena, incumbent, fresh, context.preset.race_blocks, deadline) if fresh else []
+        overtaken = bool(good) and arena.chance_faster(good[0], incumbent, by=WORTH_TRYING / 2) >= PROMISING
+        if overtaken:
+            arena.leave(incumbent, "overtaken")
+            incumbent = good[0]
+        for entry in fresh:
+            if entry is not incumbent:
+                arena.leave(entry, "explored")
+    arena.leave(incumbent, "stood to the end")
+    record.abandon_open("not timed: the stage was over")
+    context.learn(arena, record.entries())
+
+
+def _teach(context: CellContext, record: StageRecord) -> None:
+    for plan, interval in context.estimates.items():
+        checked = context.ledger.checked.get(plan)
+        constraints = context.settings.limits.constraints(checked) if isinstance(checked, Checked) else {}
+        record.learn(plan, interval.median, constraints)
+    for plan in context.ledger.failures():
+        record.learn(plan, None, {})
+
+
+def _ask_batch(
+    context: CellContext, arena: Arena, record: StageRecord, deadline: Deadline
+) -> tuple[list[Entry], int]:
+    """Up to BATCH new plans of the sampler that can run, and how many asks that took."""
+    fresh: list[Entry] = []
+    asks = 0
+    while len(fresh) < BATCH and asks < 8 * BATCH and deadline.allows(arena.sample_s):
+        trial, assignment = record.ask()
+        asks += 1
+        plan = decode(context.cell, assignment)
+        reasons = context.space.machine.reasons(context.cell, plan)
+        if reasons:
+            record.reject(trial, reasons)
+        elif record.find(plan) is not None or plan in context.estimates:
+            record.repeat(trial, _known_value(context, record, plan))
+        else:
+            entry = record.adopt(trial, plan)
+            if arena.enter(entry):
+                fresh.append(entry)
+    return fresh, asks
+
+
+def _known_value(context: CellContext, record: StageRecord, plan: Tunables) -> float:
+    if plan in context.estimates:
+        return context.estimates[plan].median
+    entry = record.find(plan)
+    ratios = list(entry.log_ratios.values()) if entry is not None else []
+    return float(np.median(ratios)) if ratios else math.log(2.0)

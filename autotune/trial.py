@@ -1,0 +1,219 @@
+"""The evaluator of a real machine: candidates run in a worker process, and every way to fail costs one trial.
+
+The worker is a fresh interpreter (CUDA does not survive a fork), talks over a socket pair, is killed when it stops
+answering and started again when it is needed. It dies with this process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from ringattn.errors import DeviceError
+from ringattn.workload import Tunables, Workload
+
+from .evaluator import Block, Checked, Fault, Sample
+from .messages import REAL_BENCH, Message, Request
+
+if TYPE_CHECKING:
+    from .benchmark import BenchSettings
+
+START_TIMEOUT_S = 120.0  # importing torch from a cold disk, making a CUDA context
+REFERENCE_TIMEOUT_S = 300.0  # float64 rows of a very long cell; no candidate runs then
+STOP_TIMEOUT_S = 5.0
+_TAIL_BYTES = 2000
+
+
+class WorkerBug(AssertionError):
+    """The worker's own code failed; the text is its traceback."""
+
+
+class _Died(Exception):
+    """The worker ended by itself, or had to be killed."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(fault.message)
+        self.fault = fault
+
+
+class WorkerEvaluator:
+    """Answers the Evaluator protocol from one device."""
+
+    def __init__(self, settings: BenchSettings, *, bench: str = REAL_BENCH) -> None:
+        """``bench`` is ``module:class`` of what the worker runs; tests put faulty ones there."""
+        self._settings = settings
+        self._bench = bench
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._errors: IO[bytes] | None = None
+        self.blind_spots: tuple[str, ...] = ()
+        self.starts = 0
+
+    # --- the protocol -------------------------------------------------------------------------------------------
+
+    def check(self, cell: Workload, candidate: Tunables, *, timeout_s: float) -> Checked | Fault:
+        result = self._ask(Request("check", cell, (candidate,)), timeout_s)
+        assert isinstance(result, (Checked, Fault))
+        return result
+
+    def prove(self, cell: Workload, candidate: Tunables, *, timeout_s: float) -> Fault | None:
+        result = self._ask(Request("prove", cell, (candidate,)), timeout_s)
+        assert result is None or isinstance(result, Fault)
+        return result
+
+    def obey(self, cell: Workload, profile_path: str, *, timeout_s: float) -> Tunables | Fault:
+        result = self._ask(Request("obey", cell, profile_path=profile_path), timeout_s)
+        assert isinstance(result, (Tunables, Fault))
+        return result
+
+    def block(self, cell: Workload, order: Sequence[Tunables], *, timeout_s: float) -> Block:
+        """One pass; after a candidate that kills the worker the rest goes on in a new one.
+
+        What was timed before and after such a restart is still one block: seconds lie between, not hours.
+        """
+        results: list[Sample | Fault] = []
+        disturbances: tuple[str, ...] = ()
+        while len(results) < len(order):
+            rest = tuple(order[len(results) :])
+            try:
+                self._send(Request("block", cell, rest))
+                disturbances += self._collect(results, len(order), timeout_s)
+            except _Died as died:
+                results.append(died.fault)
+        return Block(tuple(results), disturbances)
+
+    def _collect(self, results: list[Sample | Fault], wanted: int, timeout_s: float) -> tuple[str, ...]:
+        while True:
+            message = self._receive(timeout_s)
+            if message.kind == "result":
+                results.append(message.value)
+            elif message.kind == "done":
+                if isinstance(message.value, Fault):  # it gave up after a sticky error
+                    self._kill()
+                    raise _Died(message.value)
+                assert len(results) == wanted
+                disturbances: tuple[str, ...] = message.value
+                return disturbances
+
+    def close(self) -> None:
+        """End the worker, politely first."""
+        if self._connection is not None and self._process is not None and self._process.poll() is None:
+            try:
+                self._connection.send(Request("stop"))
+                self._process.wait(STOP_TIMEOUT_S)
+            except (OSError, subprocess.TimeoutExpired):
+                pass  # it is killed next
+        self._kill()
+
+    # --- messages -----------------------------------------------------------------------------------------------
+
+    def _ask(self, request: Request, timeout_s: float) -> Any:
+        try:
+            self._send(request)
+            limit = timeout_s
+            while True:
+                message = self._receive(limit)
+                if message.kind == "phase":
+                    limit = REFERENCE_TIMEOUT_S if message.value == "reference" else timeout_s
+                elif message.kind == "done":
+                    if isinstance(message.value, Fault) and message.value.kind == "crash":
+                        self._kill()  # a sticky error: its process cannot be used again
+                    return message.value
+        except _Died as died:
+            return died.fault
+
+    def _send(self, request: Request) -> None:
+        if self._process is None or self._process.poll() is not None:
+            self._kill()
+            self._start()
+        assert self._connection is not None
+        try:
+            self._connection.send(request)
+        except (BrokenPipeError, ConnectionResetError):
+            # It ended between two requests, which is nobody's fault: start over once.
+            self._kill()
+            self._start()
+            self._connection.send(request)
+
+    def _receive(self, timeout_s: float) -> Message:
+        assert self._connection is not None
+        try:
+            if not self._connection.poll(timeout_s):
+                self._kill()
+                raise _Died(Fault("timeout", f"no answer within {timeout_s:.1f} s"))
+            message: Message = self._connection.recv()
+        except (EOFError, ConnectionResetError):
+            raise _Died(self._obituary()) from None
+        if message.kind == "bug":
+            self._kill()
+            raise WorkerBug(message.value)
+        return message
+
+    def _obituary(self) -> Fault:
+        """How the worker ended, with the last line it wrote to stderr."""
+        assert self._process is not None
+        try:
+            code = self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            code = None
+        last = self._last_error_line()
+        self._kill()
+        if code is not None and code < 0:
+            return Fault("crash", f"the worker was killed by {signal.Signals(-code).name}{last}")
+        return Fault("crash", f"the worker ended with exit code {code}{last}")
+
+    def _last_error_line(self) -> str:
+        assert self._errors is not None
+        self._errors.seek(0, os.SEEK_END)
+        self._errors.seek(max(0, self._errors.tell() - _TAIL_BYTES))
+        lines = [line.strip() for line in self._errors.read().decode("utf-8", "replace").splitlines() if line.strip()]
+        return f" ({lines[-1][:200]})" if lines else ""
+
+    # --- the process --------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
+        package_folder = str(Path(__file__).resolve().parent.parent)
+        search = os.pathsep.join(filter(None, (package_folder, os.environ.get("PYTHONPATH", ""))))
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "autotune.worker", str(theirs.fileno()), str(os.getpid()), self._bench],
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            stdout=self._errors,
+            stderr=self._errors,
+            env=os.environ | {"PYTHONPATH": search},
+            start_new_session=True,  # Ctrl-C reaches the parent only, which ends the worker in its own time
+        )
+        theirs.close()
+        self._connection = Connection(ours.detach())
+        self.starts += 1
+        try:
+            self._connection.send(self._settings)
+            message = self._receive(START_TIMEOUT_S)
+        except (_Died, BrokenPipeError) as error:
+            raise DeviceError(f"the measuring process for {self._settings.device} did not start: {error}") from None
+        assert message.kind == "ready"
+        self.blind_spots = message.value
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            if self._process.poll() is None:
+                self._process.kill()
+            self._process.wait()
+            self._process = None
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        if self._errors is not None:
+            self._errors.close()
+            self._errors = None
+

@@ -1,0 +1,541 @@
+"""A probe from the request to the profile that the runtime obeys, and the verification of a profile.
+
+Facts are read here, at the edge, and the order of things is decided; measuring, searching and writing are others'.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import fcntl
+import hashlib
+import itertools
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ringattn import __version__
+from ringattn.errors import DeviceError, PlanError
+from ringattn.hardware import HardwareFacts, fingerprint_name
+from ringattn.profile import PlanEntry, Policy, Profile
+from ringattn.profile_io import dump_profile, load_profile, parse_profile, save_profile
+from ringattn.profile_paths import collect, user_folder
+from ringattn.resolve import resolve
+from ringattn.workload import Tunables, Workload
+
+from .budget import EFFORTS, Budget, EffortPreset, Progress, allot
+from .emit import build_profile, check_obeyed, entry_of, merged, report_of, same_machine
+from .evaluator import Clock, Evaluator, MonotonicClock
+from .exit_codes import DeviceBusy, Inconclusive, NoDevice, ProbeFailure
+from .grid import Cell, between, cells_for
+from .probe import (
+    CellReport,
+    DryCell,
+    DryRun,
+    ProbeObserver,
+    ProbeRequest,
+    ProbeResult,
+    TrialOutcome,
+    VerifyResult,
+    describe,
+)
+from .space import Machine, Space, build_space, machine_of
+
+if TYPE_CHECKING:
+    from .cell import CellContext, CellResult, SearchSettings
+    from .search import CellSearch
+    from .store import Store
+
+RESERVE_S = 4.0  # for writing, reloading and running every cell once
+HOPELESS_FACTOR = 3.0  # kernels this much slower at a neighbouring length are not tried
+HANG_S = {"cpu": 6.0, "nvidia": 25.0}  # a GPU kernel may have to be compiled first
+
+EvaluatorFactory = Callable[[HardwareFacts, ProbeRequest, EffortPreset], Evaluator]
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """Everything a probe takes from the world outside; tests put a recorded machine there."""
+
+    facts: HardwareFacts
+    machine: Machine
+    policy: Policy
+    evaluator: EvaluatorFactory
+    clock: Clock
+    environ: Mapping[str, str]
+    home: Path
+    today: datetime.date
+
+
+def real_edge(request: ProbeRequest) -> Edge:
+    """This machine; raises NoDevice for one that is absent or that nobody has measured."""
+    from ringattn.hardware import detect
+
+    try:
+        facts = detect(request.device)
+    except DeviceError as error:
+        raise NoDevice(str(error)) from None
+    located, _ = collect(heuristics_only=True)
+    policy = resolve(located, facts).heuristic.policy
+    assert policy is not None
+    return Edge(
+        facts=facts,
+        machine=machine_of(facts),
+        policy=policy,
+        evaluator=_worker_evaluator,
+        clock=MonotonicClock(),
+        environ=os.environ,
+        home=Path.home(),
+        today=datetime.datetime.now(tz=datetime.UTC).date(),
+    )
+
+
+def _device_name(request: ProbeRequest, facts: HardwareFacts) -> str:
+    if request.device is not None:
+        return request.device
+    return "cpu" if facts.vendor == "cpu" else "cuda"
+
+
+def _worker_evaluator(facts: HardwareFacts, request: ProbeRequest, preset: EffortPreset) -> Evaluator:
+    from .benchmark import BenchSettings
+    from .trial import WorkerEvaluator
+
+    return WorkerEvaluator(
+        BenchSettings(
+            device=_device_name(request, facts),
+            facts=facts,
+            seed=request.seed,
+            sample_target_ms=preset.sample_target_ms,
+            ragged_lengths=preset.ragged_lengths,
+            train_too=not request.modes or "train" in request.modes,
+            varied_lengths=request.varied_lengths,
+        )
+    )
+
+
+# --- the entry points ------------------------------------------------------------------------------------------------
+
+
+def probe(request: ProbeRequest, observer: ProbeObserver, edge: Edge | None = None) -> ProbeResult:
+    """See ``autotune.probe.run_probe``."""
+    edge = edge or real_edge(request)
+    path = request.output or default_profile_path(edge)
+    cells = cells_for(request, edge.facts)
+    if request.dry_run:
+        return _dry_run(request, observer, edge, cells)
+    with _device_lock(request, edge):
+        return _Probe(request, observer, edge, path, cells).run()
+
+
+def verify(path: Path, request: ProbeRequest, observer: ProbeObserver, edge: Edge | None = None) -> VerifyResult:
+    """See ``autotune.probe.verify_profile``."""
+    from .verifying import check_same_silicon, verify_cells
+
+    edge = edge or real_edge(request)
+    profile = load_profile(path)
+    if profile.source != "measured" or not profile.plans:
+        raise ProbeFailure(f"{path}: holds no measured plans, so there is nothing to verify; run: ringtune probe")
+    check_same_silicon(profile, edge.facts, path)
+    preset = EFFORTS[request.effort].with_budget(request.budget_s)
+    with _device_lock(request, edge):
+        return verify_cells(profile, profile.plans, request, preset, observer, edge)
+
+
+def default_profile_path(edge: Edge) -> Path:
+    """Where the runtime of this user looks first, under a name that tells machines apart."""
+    return user_folder(edge.environ, edge.home) / f"{fingerprint_name(edge.facts)}.yaml"
+
+
+# --- preparation -----------------------------------------------------------------------------------------------------
+
+
+def space_for(cell: Cell, edge: Edge, *, compiles: bool) -> Space:
+    """The space around the default plan; raises PlanError when nothing can run the workload."""
+    from ringattn.plan import heuristic_tunables
+
+    default = heuristic_tunables(cell.workload, edge.policy, edge.facts)
+    dtypes = tuple(dict.fromkeys((*cell.main_dtypes, default.dtype, *cell.narrow_dtypes)))
+    return build_space(cell.workload, edge.machine, default, dtypes, compiles=compiles)
+
+
+def _dry_run(request: ProbeRequest, observer: ProbeObserver, edge: Edge, cells: Sequence[Cell]) -> ProbeResult:
+    """What a probe would do. The time of a call is unknown without measuring, so the estimate is the budget's split."""
+    preset = EFFORTS[request.effort].with_budget(request.budget_s)
+    rows, knobs = [], dict[str, dict[str, None]]()
+    spaces = [(cell, _space_or_refusal(cell, edge, preset)) for cell in cells]
+    sizes = [space.size() if isinstance(space, Space) else 0 for _, space in spaces]
+    share = max(0.0, preset.budget_s - RESERVE_S) / max(1, sum(size > 0 for size in sizes))
+    for (cell, space), size in zip(spaces, sizes, strict=True):
+        if isinstance(space, PlanError):
+            rows.append(DryCell(cell.workload, (), 0, 0.0, tuple(space.rejected.items())))
+            continue
+        names = tuple(dict.fromkeys(_kernel_names(plan) for plan in space.kernel_plans))
+        rows.append(DryCell(cell.workload, names, size, share, space.rejected))
+        for name, values in space.searched():
+            knobs.setdefault(name, {}).update(dict.fromkeys(values))
+    tunables = tuple((name, tuple(values)) for name, values in knobs.items())
+    dry = DryRun(tuple(rows), preset.budget_s, tunables)
+    observer.plan([cell.workload for cell in cells], preset.budget_s)
+    result = ProbeResult(None, None, (), 0.0, dry_run=dry)
+    observer.finished(result)
+    return result
+
+
+def _space_or_refusal(cell: Cell, edge: Edge, preset: EffortPreset) -> Space | PlanError:
+    try:
+        return space_for(cell, edge, compiles=preset.refine_anchors)
+    except PlanError as error:
+        return error
+
+
+def _kernel_names(plan: Tunables) -> str:
+    branch = plan.branches[0]
+    return f"{branch.forward}/{branch.backward}" if branch.backward else branch.forward
+
+
+@contextlib.contextmanager
+def _device_lock(request: ProbeRequest, edge: Edge) -> Iterator[None]:
+    """One probe per device and user: two would spoil each other's numbers. Dies with the process."""
+    base = edge.environ.get("XDG_STATE_HOME") or str(edge.home / ".local" / "state")
+    folder = Path(base) / "ringtune"
+    folder.mkdir(parents=True, exist_ok=True)
+    name = _device_name(request, edge.facts).replace(":", "-")
+    with (folder / f"{name}.lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DeviceBusy(f"{name}: another probe is measuring it; wait, or choose another --device") from None
+        yield
+
+
+# --- the probe -------------------------------------------------------------------------------------------------------
+
+
+class _Telling:
+    """A search's listener that passes on to the observer, with the time left."""
+
+    def __init__(self, observer: ProbeObserver, tell_time: Callable[[], None]) -> None:
+        self._observer = observer
+        self._tell_time = tell_time
+
+    def stage(self, cell: Workload, name: str) -> None:
+        self._observer.stage(cell, name)
+        self._tell_time()
+
+    def trial(self, cell: Workload, tunables: Tunables, outcome: TrialOutcome) -> None:
+        self._observer.trial(cell, describe(tunables), outcome)
+        self._tell_time()
+
+
+class _Probe:
+    """One run. State that must survive a kill is in the store, everything else here."""
+
+    def __init__(
+        self, request: ProbeRequest, observer: ProbeObserver, edge: Edge, path: Path, cells: Sequence[Cell]
+    ) -> None:
+        self.request = request
+        self.observer = observer
+        self.edge = edge
+        self.path = path
+        self.cells = tuple(cells)
+        self.preset = EFFORTS[request.effort].with_budget(request.budget_s)
+        self.entries: dict[Workload, PlanEntry] = {}
+        self.reports: dict[Workload, CellReport] = {}
+        self.finished: dict[Workload, CellContext] = {}
+        self.winners: dict[Workload, Tunables] = {}
+        self.notes: list[str] = []
+        self._current: tuple[Workload, float] | None = None
+
+    def run(self) -> ProbeResult:
+        budget = Budget(self.preset.budget_s, self.edge.clock, reserve_s=RESERVE_S)
+        old = self._old_profile()
+        if old is not None:
+            verified = self._verify(old)
+            if verified is not None:
+                return verified
+        from .store import Store, journal_path
+
+        journal = journal_path(self.path, self.edge.environ, self.edge.home)
+        with Store(journal, identity=self._identity(), fresh=not self.request.resume) as store:
+            if store.recall("finished"):  # of an earlier probe that came to its end: nothing to go on with
+                store.start_over()
+            for note in store.notes:
+                self.observer.note(note)
+            evaluator = self.edge.evaluator(self.edge.facts, self.request, self.preset)
+            try:
+                self._measure(store, evaluator, budget)
+                result = self._emit(store, evaluator, budget, old)
+            finally:
+                evaluator.close()
+        self.observer.finished(result)
+        return result
+
+    def _identity(self) -> str:
+        """What a journal belongs to: machine, software, request and the version of the tool."""
+        asked = dataclasses.asdict(dataclasses.replace(self.request, output=None, resume=True, dry_run=False))
+        facts = dataclasses.asdict(self.edge.facts)
+        text = json.dumps([__version__, asked, facts], sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    # --- what is there already ------------------------------------------------------------------------------------
+
+    def _old_profile(self) -> Profile | None:
+        """A profile of this very machine and software at the output path; another one is going to be replaced."""
+        if not self.request.resume or not self.path.exists():
+            return None
+        profile = load_profile(self.path)  # broken: one line, and nobody's file is overwritten unseen
+        if profile.source != "measured" or not same_machine(profile, self.edge.facts):
+            self.observer.note(f"{self.path.name}: of another machine or other software; it will be replaced")
+            return None
+        return profile
+
+    def _verify(self, old: Profile) -> ProbeResult | None:
+        """Re-time what is recorded instead of searching again; None when the request asks for more than that."""
+        from .verifying import verify_cells
+
+        wanted = {cell.workload for cell in self.cells}
+        recorded = [entry for entry in old.plans if entry.workload in wanted and entry.choice is not None]
+        if len(recorded) < len(wanted):
+            return None
+        self.observer.note(f"{self.path.name}: of this machine already; verifying instead of searching")
+        outcome = verify_cells(old, recorded, self.request, self.preset, self.observer, self.edge, tell_end=False)
+        stale = {cell.workload for cell in outcome.cells if cell.stale}
+        if stale:
+            for line in outcome.stale:
+                self.observer.note(f"stale, searching again: {line}")
+            self.cells = tuple(cell for cell in self.cells if cell.workload in stale)
+            return None
+        reports = tuple(
+            CellReport(
+                workload=cell.workload,
+                status="resumed",
+                chosen=cell.recorded,
+                note=cell.note or "still the winner",
+            )
+            for cell in outcome.cells
+        )
+        result = ProbeResult(self.path, old, reports, outcome.elapsed_s, outcome.inconclusive, verified=True)
+        self.observer.finished(result)
+        return result
+
+    # --- measuring ------------------------------------------------------------------------------------------------
+
+    def _measure(self, store: Store, evaluator: Evaluator, budget: Budget) -> None:
+        self.observer.plan([cell.workload for cell in self.cells], self.preset.budget_s)
+        todo = [cell for cell in self.cells if not self._recalled(store, cell)]
+        searches = self._settle(store, evaluator, budget, todo)
+        needs = {workload: search.need() for workload, search in searches.items()}
+        self.progress = Progress(budget, needs)
+        self._tell_time()
+        order = sorted(searches, key=lambda w: (w.seq_len, w.mode, not w.pattern.dense, str(w.pattern)))
+        for index, workload in enumerate(order):
+            ahead = [needs[w] for w in order[index:]]
+            share = allot(ahead, budget.available_s())[0]
+            self._search(store, searches[workload], budget, share)
+        if self.preset.refine_anchors:
+            self._refine(store, evaluator, budget)
+
+    def _recalled(self, store: Store, cell: Cell) -> bool:
+        """Whether an earlier run finished this cell; then its row is taken from the journal."""
+        kept = store.recall(f"cell | {cell.workload}")
+        if kept is None:
+            return False
+        entry = parse_profile(kept["profile"], "journal").plans[0]
+        self.entries[cell.workload] = entry
+        report = dict(kept["report"])
+        self.reports[cell.workload] = CellReport(
+            workload=cell.workload,
+            chosen=entry.choice.tunables if entry.choice else None,
+            default=entry.default.tunables if entry.default else None,
+            **report,
+        )
+        if entry.choice is not None:
+            self.winners[cell.workload] = entry.choice.tunables
+        return True
+
+    def _settle(
+        self, store: Store, evaluator: Evaluator, budget: Budget, cells: Sequence[Cell]
+    ) -> dict[Workload, CellSearch]:
+        """The default of every cell, checked and proven: the yardstick of the budget, and of everything else."""
+        searches: dict[Workload, CellSearch] = {}
+        for cell in cells:
+            search = self._new_search(store, evaluator, cell)
+            if search is None:
+                continue
+            # Half of the time, at most, may go into yardsticks.
+            fault = search.settle(budget.deadline(max(0.0, budget.available_s() - 0.5 * self.preset.budget_s)))
+            if fault is None:
+                searches[cell.workload] = search
+            elif fault.kind == "timeout" and "no time" in fault.message:
+                self._finish(store, search.context.inconclusive(fault.message), 0.0)
+            else:
+                refused = search.context.result("refused", f"no plan could be run and proven: {fault.message}")
+                self._finish(store, refused, 0.0)
+        return searches
+
+    def _new_search(self, store: Store, evaluator: Evaluator, cell: Cell) -> CellSearch | None:
+        from .cell import CellContext
+        from .search import CellSearch
+
+        space = _space_or_refusal(cell, self.edge, self.preset)
+        if isinstance(space, PlanError):
+            self.entries[cell.workload] = PlanEntry(cell.workload, refusal=str(space))
+            self.reports[cell.workload] = CellReport(cell.workload, "refused", note=str(space))
+            return None
+        context = CellContext(
+            space,
+            evaluator,
+            store,
+            self._settings(),
+            _Telling(self.observer, self._tell_time),
+            self.edge.clock,
+            main_dtypes=cell.main_dtypes,
+        )
+        return CellSearch(context)
+
+    def _settings(self) -> SearchSettings:
+        from .cell import SearchSettings
+        from .race import Limits
+
+        limit = self.request.memory_limit_mib
+        return SearchSettings(
+            preset=self.preset,
+            seed=self.request.seed,
+            limits=Limits(None if limit is None else limit * 2**20, self.request.max_error),
+            prefer=self.request.prefer,
+            hang_s=min(HANG_S[self.edge.facts.vendor], 0.1 * self.preset.budget_s),
+        )
+
+    def _search(self, store: Store, search: CellSearch, budget: Budget, share_s: float) -> None:
+        from .search import skip_hopeless
+
+        context = search.context
+        cell = context.cell
+        began = self.edge.clock.now()
+        self._current = (cell, began)
+        if share_s < search.least_s():
+            self._finish(store, context.inconclusive("no time was left for it; give a larger --budget"), 0.0)
+            return
+        neighbour = self._neighbour(cell)
+        result = search.run(
+            budget.deadline(share_s),
+            seeds=self._seeds(cell),
+            left_out=skip_hopeless(context, neighbour, HOPELESS_FACTOR),
+        )
+        taken = self.edge.clock.now() - began
+        self._current = None
+        self.progress.finish(cell, taken)
+        self.finished[cell] = context
+        self._finish(store, result, taken)
+
+    def _finish(self, store: Store, result: CellResult, taken_s: float) -> None:
+        entry = entry_of(result)
+        report = report_of(result, taken_s)
+        self.entries[result.workload], self.reports[result.workload] = entry, report
+        if entry.choice is not None:
+            self.winners[result.workload] = entry.choice.tunables
+        fields = {f.name: getattr(report, f.name) for f in dataclasses.fields(report)}
+        kept = {name: value for name, value in fields.items() if name not in ("workload", "chosen", "default")}
+        text = dump_profile(self._profile({result.workload: entry}, 0.0))
+        store.remember(f"cell | {result.workload}", {"profile": text, "report": kept})
+        for line in result.disturbances:
+            self.notes.append(line)
+        self._tell_time()
+
+    def _neighbour(self, cell: Workload) -> CellContext | None:
+        """The finished cell that differs in length only, nearest to this one."""
+        alike = [done for done in self.finished if done.at(cell.seq_len) == cell]
+        nearest = min(alike, key=lambda done: abs(done.seq_len - cell.seq_len), default=None)
+        return self.finished[nearest] if nearest is not None else None
+
+    def _seeds(self, cell: Workload) -> tuple[Tunables, ...]:
+        """Winners at other lengths of the same question, nearest first."""
+        alike = [done for done in self.winners if done.at(cell.seq_len) == cell and done != cell]
+        alike.sort(key=lambda done: abs(done.seq_len - cell.seq_len))
+        return tuple(dict.fromkeys(self.winners[done] for done in alike[:2]))
+
+    def _refine(self, store: Store, evaluator: Evaluator, budget: Budget) -> None:
+        """While time remains, a new anchor between neighbouring lengths whose winners differ."""
+        for middle in self._disagreements():
+            if budget.available_s() < self._typical_cell_s():
+                return
+            if self._recalled(store, middle):
+                continue
+            search = self._new_search(store, evaluator, middle)
+            if search is None or search.settle(budget.deadline(budget.available_s())) is not None:
+                continue
+            need = search.need()
+            self.progress.add(middle.workload, need)
+            self._search(store, search, budget, min(need.total_s, budget.available_s()))
+
+    def _disagreements(self) -> list[Cell]:
+        found = []
+        by_question: dict[Workload, list[Cell]] = {}
+        for cell in self.cells:
+            if self.reports[cell.workload].status in ("tuned", "default"):
+                by_question.setdefault(cell.workload.at(1), []).append(cell)
+        for group in by_question.values():
+            group.sort(key=lambda cell: cell.workload.seq_len)
+            for shorter, longer in itertools.pairwise(group):
+                middle = between(shorter, longer)
+                if middle is not None and not self._agree(shorter.workload, longer.workload):
+                    found.append(middle)
+        return found
+
+    def _agree(self, one: Workload, other: Workload) -> bool:
+        """Whether the same kernels won; lesser knobs are not worth another anchor."""
+        first, second = self.winners[one], self.winners[other]
+        return (first.dtype, first.branches) == (second.dtype, second.branches)
+
+    def _typical_cell_s(self) -> float:
+        taken = sorted(report.elapsed_s for report in self.reports.values() if report.elapsed_s > 0)
+        return taken[len(taken) // 2] if taken else 0.0
+
+    def _tell_time(self) -> None:
+        progress: Progress | None = getattr(self, "progress", None)
+        if progress is None:
+            return
+        current, taken = None, 0.0
+        if self._current is not None:
+            current, began = self._current
+            taken = self.edge.clock.now() - began
+        self.observer.eta(progress.fraction(current, taken), progress.remaining_s(current, taken))
+
+    # --- the end --------------------------------------------------------------------------------------------------
+
+    def _profile(self, entries: Mapping[Workload, PlanEntry], elapsed_s: float) -> Profile:
+        return build_profile(
+            self.edge.facts,
+            entries,
+            self.request,
+            budget_s=self.preset.budget_s,
+            elapsed_s=elapsed_s,
+            notes=tuple(dict.fromkeys(self.notes)),
+            today=self.edge.today,
+        )
+
+    def _emit(self, store: Store, evaluator: Evaluator, budget: Budget, old: Profile | None) -> ProbeResult:
+        """Let the runtime read the profile, run every new row once and compare; only then does it replace the old."""
+        inconclusive = tuple(
+            f"{report.workload}: {report.note}" for report in self.reports.values() if report.status == "inconclusive"
+        )
+        if len(inconclusive) == len(self.reports):
+            raise Inconclusive(f"no cell could be measured; {inconclusive[0]}")
+        self.notes.extend(getattr(evaluator, "blind_spots", ()))
+        profile = self._profile(merged(old, self.entries), budget.elapsed_s())
+        with tempfile.TemporaryDirectory(prefix="ringtune-") as folder:
+            rehearsal = Path(folder) / self.path.name
+            save_profile(profile, rehearsal)
+            for entry in self.entries.values():
+                if entry.choice is not None:
+                    planned = evaluator.obey(entry.workload, str(rehearsal), timeout_s=60.0)
+                    check_obeyed(entry, planned)
+        save_profile(profile, self.path)
+        store.remember("finished", True)
+        return ProbeResult(self.path, profile, tuple(self.reports.values()), budget.elapsed_s(), inconclusive)
+

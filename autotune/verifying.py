@@ -1,0 +1,172 @@
+"""Are recorded winners still winners? Each is re-timed against its default and its runners-up, nothing is searched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ringattn.errors import PlanError
+from ringattn.hardware import HardwareFacts
+from ringattn.plan import build_plan
+from ringattn.profile import Fingerprint, PlanEntry, Profile
+from ringattn.workload import Tunables
+
+from .budget import Budget, Deadline, EffortPreset
+from .choose import GAIN_MARGIN, NOISY_GAIN_MARGIN, NOISY_SIGMA
+from .evaluator import Checked, Evaluator, Fault
+from .exit_codes import ExitCode, ProbeFailure
+from .final import REFUSED_SIGMA
+from .probe import ProbeObserver, ProbeRequest, TrialOutcome, VerifiedCell, VerifyResult, describe
+from .race import PATIENCE, Arena, DefaultBroken, Ledger, Limits, final_race
+from .store import Entry, Store
+
+if TYPE_CHECKING:
+    from .tuning import Edge
+
+STAGE = "verify"
+
+
+def check_same_silicon(profile: Profile, facts: HardwareFacts, path: Path) -> None:
+    """Raises ProbeFailure for a profile of another machine: its winners say nothing here."""
+    here = Fingerprint.of(facts)
+    if profile.fingerprint != here:
+        made = profile.fingerprint
+        raise ProbeFailure(
+            f"{path}: was measured on {made.device_name} ({made.sku}, {made.sm_count} units, {made.memory_mib} MiB), "
+            f"this is {here.device_name} ({here.sku}, {here.sm_count} units, {here.memory_mib} MiB); "
+            "run: ringtune probe",
+            ExitCode.NO_PROFILE,
+        )
+
+
+def verify_cells(
+    profile: Profile,
+    entries: Sequence[PlanEntry],
+    request: ProbeRequest,
+    preset: EffortPreset,
+    observer: ProbeObserver,
+    edge: Edge,
+    *,
+    tell_end: bool = True,
+) -> VerifyResult:
+    """Re-time ``entries``, which have choices or are refusals (skipped). Never changes a file."""
+    timed = [entry for entry in entries if entry.choice is not None]
+    budget = Budget(preset.budget_s, edge.clock)
+    observer.plan([entry.workload for entry in timed], preset.budget_s)
+    cells: list[VerifiedCell] = []
+    inconclusive: list[str] = []
+    evaluator = edge.evaluator(edge.facts, request, preset)
+    try:
+        with Store(None) as store:
+            for number, entry in enumerate(timed):
+                observer.stage(entry.workload, STAGE)
+                deadline = budget.deadline(budget.available_s() / (len(timed) - number))
+                outcome = _Verification(entry, request, preset, observer, edge, evaluator, store).run(deadline)
+                if isinstance(outcome, str):
+                    inconclusive.append(f"{entry.workload}: {outcome}")
+                else:
+                    cells.append(outcome)
+                elapsed = budget.elapsed_s()
+                left = elapsed / (number + 1) * (len(timed) - number - 1)
+                observer.eta((number + 1) / len(timed), min(left, budget.available_s()))
+    finally:
+        evaluator.close()
+    stale = tuple(f"{cell.workload}: {cell.note}" for cell in cells if cell.stale)
+    result = VerifyResult(stale, tuple(cells), budget.elapsed_s(), tuple(inconclusive))
+    if tell_end:
+        observer.finished(result)
+    return result
+
+
+class _Verification:
+    """One recorded cell. Everything is paired against the recorded winner itself."""
+
+    def __init__(
+        self,
+        entry: PlanEntry,
+        request: ProbeRequest,
+        preset: EffortPreset,
+        observer: ProbeObserver,
+        edge: Edge,
+        evaluator: Evaluator,
+        store: Store,
+    ) -> None:
+        assert entry.choice is not None
+        self.entry = entry
+        self.winner = entry.choice.tunables
+        self.preset = preset
+        self.observer = observer
+        self.edge = edge
+        self.ledger = Ledger()
+        self.arena = Arena(
+            cell=entry.workload,
+            stage=STAGE,
+            evaluator=evaluator,
+            record=store.stage(entry.workload, STAGE, {}),
+            ledger=self.ledger,
+            default=self.winner,
+            limits=Limits(),
+            seed=request.seed,
+            timeout_s=30.0,
+            sample_s=preset.sample_target_ms / 1e3,
+            clock=edge.clock,
+            listener=self._told,
+        )
+
+    def _told(self, plan: Tunables, outcome: TrialOutcome) -> None:
+        self.observer.trial(self.entry.workload, describe(plan), outcome)
+
+    def run(self, deadline: Deadline) -> VerifiedCell | str:
+        """The verdict, or why there is none."""
+        self.ledger.patience_s = PATIENCE * deadline.remaining_s()
+        try:
+            build_plan(self.entry.workload, self.winner, self.edge.facts)
+        except PlanError as error:
+            return self._stale(f"the recorded plan cannot run here any more: {error}")
+        entries = self.arena.admit([self.winner, *self._rivals()], deadline)
+        known = self.ledger.checked.get(self.winner)
+        if isinstance(known, Fault):
+            return self._stale(f"the recorded plan fails here: {known.kind}, {known.message}")
+        if not isinstance(known, Checked):
+            return "no time was left for it; give a larger --budget"
+        try:
+            standing = final_race(self.arena, entries, self.preset, deadline)
+        except DefaultBroken as broken:
+            return self._stale(f"the recorded plan fails here: {broken.fault.kind}, {broken.fault.message}")
+        if len(self.arena.record.default_ms) < 2:
+            return "no time was left to time it twice; give a larger --budget"
+        sigma = self.ledger.noise_sigma()
+        if sigma > REFUSED_SIGMA:
+            return f"one plan timed twice differs by {100 * sigma:.0f} %; quieten the machine"
+        return self._verdict(standing, sigma)
+
+    def _rivals(self) -> list[Tunables]:
+        choices = [self.entry.default, *self.entry.runners_up]
+        plans = [choice.tunables for choice in choices if choice is not None]
+        return [plan for plan in dict.fromkeys(plans) if plan != self.winner]
+
+    def _verdict(self, standing: Sequence[Entry], sigma: float) -> VerifiedCell:
+        """Stale when something recorded beside the winner is surely faster by more than the margin."""
+        noisy = sigma > NOISY_SIGMA or self.ledger.loaded
+        margin = math.log1p(-(NOISY_GAIN_MARGIN if noisy else GAIN_MARGIN))
+        rivals = [entry for entry in standing if entry.tunables != self.winner and len(entry.log_ratios) >= 2]
+        best = min(rivals, key=self.arena.median, default=None)
+        if best is None:
+            return VerifiedCell(self.entry.workload, self.winner, self.winner, 1.0, 1.0, 1.0, stale=False)
+        gain = self.arena.interval(best)
+        stale = gain.high < margin
+        return VerifiedCell(
+            workload=self.entry.workload,
+            recorded=self.winner,
+            best=best.tunables if gain.median < 0 else self.winner,
+            best_ratio=min(1.0, gain.ratio),
+            ratio_low=gain.ratio_low,
+            ratio_high=gain.ratio_high,
+            stale=stale,
+            note=f"{describe(best.tunables)} now takes {100 * gain.ratio:.0f} % of its time" if stale else "",
+        )
+
+    def _stale(self, note: str) -> VerifiedCell:
+        return VerifiedCell(self.entry.workload, self.winner, self.winner, 1.0, 1.0, 1.0, stale=True, note=note)

@@ -1,0 +1,188 @@
+"""The process in which candidates run and may die: ``python -m autotune.worker FD``.
+
+Reads requests from a socket it inherits, answers in messages, and ends when the other side is gone. What a
+candidate does wrong becomes a Fault; what this code does wrong is sent whole and raised by the parent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import resource
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ringattn.workload import Tunables, Workload
+
+from .evaluator import FailureKind, Fault
+from .messages import Message, Request
+
+if TYPE_CHECKING:
+    from .benchmark import Bench, BenchSettings
+
+MESSAGE_LIMIT = 300
+MEMORY_SHARE = 0.9  # of what is available when the worker starts; beyond it a CPU candidate is out of memory
+
+_PR_SET_PDEATHSIG = 1
+
+# Substrings of CUDA errors after which the context is lost: only a new process helps.
+_STICKY = (
+    "illegal memory access",
+    "device-side assert",
+    "unspecified launch failure",
+    "misaligned address",
+    "illegal instruction",
+    "hardware stack error",
+    "launch timed out",
+    "CUDA error",
+    "CUBLAS_STATUS_EXECUTION_FAILED",
+)
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "cannot allocate memory")
+_COMPILE_MODULES = ("triton.compiler", "triton.runtime", "torch._dynamo", "torch._inductor")
+
+
+def one_line(error: BaseException) -> str:
+    """The first line that says something, bounded."""
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {text}"[:MESSAGE_LIMIT] if text else type(error).__name__
+
+
+def classify(error: BaseException) -> tuple[FailureKind, bool]:
+    """The kind of a candidate's exception, and whether this process can still be used after it."""
+    text = str(error)
+    names = {cls.__name__ for cls in type(error).__mro__}
+    module = type(error).__module__
+    if isinstance(error, MemoryError) or "OutOfMemoryError" in names:
+        return "oom", True
+    if any(mark.lower() in text.lower() for mark in _OUT_OF_MEMORY):
+        return "oom", True
+    if "WrongAnswer" in names:
+        return "wrong", True
+    if any(mark in text for mark in _STICKY):
+        return "crash", False
+    if module.startswith(_COMPILE_MODULES) or "CompilationError" in names or "InductorError" in names:
+        return "compile", True
+    return "error", True
+
+
+def run_worker(connection: Connection, bench: Bench) -> None:
+    """Serve requests until told to stop or alone."""
+    while True:
+        try:
+            request: Request = connection.recv()
+        except EOFError:
+            return
+        if request.action == "stop":
+            return
+        assert request.workload is not None
+        if request.action == "block":
+            _serve_block(connection, bench, request.workload, request.plans)
+        else:
+            _serve_one(connection, bench, request)
+
+
+def _serve_one(connection: Connection, bench: Bench, request: Request) -> None:
+    workload = request.workload
+    assert workload is not None
+
+    def phase(name: str) -> None:
+        connection.send(Message("phase", 0, name))
+
+    def run() -> Any:
+        if request.action == "check":
+            return bench.check(workload, request.plans[0], phase)
+        if request.action == "prove":
+            return bench.prove(workload, request.plans[0], phase)
+        return bench.obey(workload, request.profile_path)
+
+    connection.send(Message("done", 0, _guarded(connection, bench, run, phase)))
+
+
+def _serve_block(connection: Connection, bench: Bench, workload: Workload, plans: Sequence[Tunables]) -> None:
+    bench.begin_block()
+    for index, plan in enumerate(plans):
+        connection.send(Message("phase", index, "candidate"))
+        result = _guarded(
+            connection,
+            bench,
+            lambda plan=plan: bench.sample(workload, plan),  # type: ignore[misc]
+            lambda name: None,
+        )
+        connection.send(Message("result", index, result))
+    connection.send(Message("done", 0, bench.end_block()))
+
+
+def _guarded(connection: Connection, bench: Bench, run: Callable[[], Any], phase: Callable[[str], None]) -> Any:
+    """The result, or a Fault. One out of memory is tried again alone: the others' buffers may have been in the way."""
+    for attempt in range(2):
+        try:
+            return run()
+        except AssertionError:
+            raise  # ours, not the candidate's
+        except Exception as error:  # noqa: BLE001 - a kernel may raise anything, and all of it is its own fault
+            kind, usable = classify(error)
+            fault = Fault(kind, one_line(error))
+            error.__traceback__ = None  # it holds the tensors of the failed call
+        if not usable:
+            connection.send(Message("done", 0, fault))
+            os._exit(1)
+        forget = getattr(bench, "forget", None)
+        if fault.kind != "oom" or attempt or forget is None:
+            return fault
+        forget()
+        phase("candidate")
+    raise AssertionError("unreachable")
+
+
+def _die_with_parent(parent: int) -> None:
+    """The kernel kills this process when its parent ends, also when the parent is killed."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)  # it ended before the request was in place
+
+
+def _limit_memory() -> None:
+    """A CPU candidate that wants more than there is gets an error, and not the whole machine killed."""
+    meminfo = Path("/proc/meminfo").read_text()
+    available_kib = next(int(line.split()[1]) for line in meminfo.splitlines() if line.startswith("MemAvailable:"))
+    limit = int(available_kib * 1024 * MEMORY_SHARE)
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+
+
+def _load_bench(name: str, settings: BenchSettings) -> Bench:
+    module, _, attribute = name.partition(":")
+    bench: Bench = getattr(importlib.import_module(module), attribute)(settings)
+    return bench
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Arguments: the inherited socket, the parent's process id, the bench to load."""
+    descriptor, parent, bench_name = int(arguments[0]), int(arguments[1]), arguments[2]
+    _die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it ends this process
+    connection = Connection(descriptor)
+    settings: BenchSettings = connection.recv()
+    try:
+        if settings.device == "cpu":
+            _limit_memory()
+        bench = _load_bench(bench_name, settings)
+        connection.send(Message("ready", 0, bench.blind_spots()))
+        run_worker(connection, bench)
+    except BrokenPipeError:
+        return
+    except Exception:  # noqa: BLE001 - a bug of ours, raised whole in the parent
+        connection.send(Message("bug", 0, traceback.format_exc()))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

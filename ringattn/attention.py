@@ -80,7 +80,7 @@ class RingAttention(nn.Module):
         num_kv_heads: Hkv, a divisor of H; None is H.
         segment_lengths, dilation_rates: the branches, two lists of one length; None for both is dense.
         causal: a position attends to itself and earlier ones only.
-        scale: factor on the logits; None is 1 / sqrt(D).
+        scale: factor on the logits, > 0; None is 1 / sqrt(D).
         dropout: probability in training mode; refused there with each kernel's reason where no kernel can do it
             exactly across blocks. Ignored in eval mode.
         head_offset: first selected position of a key/value head h: ``"interleaved"`` h % r, ``"blocked"``

@@ -194,9 +194,13 @@ def check_module(
     if not isinstance(causal, bool):
         raise InputError(f"causal is {causal!r}; it must be True or False")
     if scale is not None and (
-        isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale)
+        isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale) or scale <= 0
     ):
-        raise InputError(f"scale is {scale!r}; it must be a finite number, or None for 1/sqrt(head_dim)")
+        # Kernels set masked logits to -inf before they scale: times 0 or less that is NaN or inf.
+        raise InputError(
+            f"scale is {scale!r}; it must be a finite number > 0, or None for 1/sqrt(head_dim); to turn logits "
+            "around, negate q"
+        )
     if not isinstance(dropout, (int, float)) or not 0.0 <= dropout < 1.0:
         raise InputError(f"dropout is {dropout!r}; it must be in [0, 1)")
     size = group_size(process_group)

@@ -8,6 +8,7 @@ choice, then its runners-up, then the heuristic; the first that the constraint f
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 from .errors import PlanError
@@ -90,6 +91,19 @@ class PlanTable:
 
     def __str__(self) -> str:
         return "\n".join(str(row) for row in self.rows)
+
+    @property
+    def question(self) -> tuple[Hashable, ...]:
+        """All that the rows follow from: two tables with one question give the same plans."""
+        return (
+            self.shape,
+            self.entries,
+            self.policy,
+            self.facts,
+            self.conditions,
+            self.wishes,
+            self.auto_dtype,
+        )
 
     def row(self, seq_len: int, dtype: str, train: bool) -> Row:
         """The row that serves a length: its bucket's, or the one for lengths that were not measured."""

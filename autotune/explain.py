@@ -183,7 +183,8 @@ def _known_of(name: str, direction: Direction, entry: PlanEntry | None) -> str:
         return (
             f"could run; measured {format_factor(best[0])} the time of the chosen plan ({describe(best[1].tunables)})"
         )
-    failed = next((f for f in entry.failures if name in kernels_named(f.candidate)), None)
+    failures = [f for f in entry.failures if f.kind != "rejected" and name in kernels_named(f.candidate)]
+    failed = min(failures, key=lambda f: len(kernels_named(f.candidate)), default=None)
     if failed is not None:
         return f"could run, but failed when measured: {failed.kind}: {failed.message}"
     return "could run; slower when measured, and not kept in the profile"

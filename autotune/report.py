@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from ringattn.profile import Choice, Evidence, Failure, PlanEntry, Profile
 
+NOTES_SHOWN = 4
+
 FAILURE_MEANINGS = {
     "wrong": "the answer differed from float64 by more than the error bound",
     "crash": "the worker process died",
@@ -30,7 +32,6 @@ FAILURE_MEANINGS = {
     "oom": "it ran out of memory",
     "compile": "it did not compile",
     "error": "it raised an error",
-    "rejected": "it was refused before running",
 }
 
 
@@ -77,7 +78,8 @@ class Headline:
     """The few numbers that come first. Speed-ups are over the cells with evidence, the default's own among them."""
 
     cells: int
-    changed: int  # cells whose plan is not the default
+    measured: int  # cells whose plan has evidence
+    changed: int  # measured cells whose plan is not the default
     refused: int
     median_speedup: float | None
     best: tuple[Workload, Speedup] | None
@@ -115,10 +117,12 @@ def headline(profile: Profile) -> Headline:
         for entry in profile.plans
         if entry.choice is not None and entry.choice.evidence is not None
     ]
+    kept = {entry.workload for entry in profile.plans if kept_default(entry)}
     faster = [pair for pair in measured if pair[1].middle > 1]
     return Headline(
         cells=len(profile.plans),
-        changed=sum(entry.choice is not None and not kept_default(entry) for entry in profile.plans),
+        measured=len(measured),
+        changed=sum(workload not in kept for workload, _ in measured),
         refused=sum(entry.choice is None for entry in profile.plans),
         median_speedup=statistics.median(s.middle for _, s in measured) if measured else None,
         best=max(faster, key=lambda pair: pair[1].middle) if faster else None,
@@ -169,12 +173,31 @@ def relative_time(choice: Choice, entry: PlanEntry) -> float | None:
     return relative if math.isfinite(relative) else None
 
 
+def ruled_out(rejections: Iterable[tuple[str, str]]) -> dict[str, tuple[str, ...]]:
+    """Why each kernel was refused before it ran, each reason once, from (candidate, reasons) pairs.
+
+    The reasons of ``plan.rejection_reasons`` name the kernel they are about; others are filed under the candidate.
+    """
+    found: dict[str, dict[str, None]] = {}
+    for candidate, text in rejections:
+        before, *about_kernels = re.split(r"branch \d+ (?:forward|backward) (\S+): ", text)
+        told = [(candidate, before), *zip(about_kernels[::2], about_kernels[1::2], strict=True)]
+        for name, reason in told:
+            if reason.strip("; "):
+                found.setdefault(name, {})[reason.strip("; ")] = None
+    return {name: tuple(reasons) for name, reasons in found.items()}
+
+
 def failure_groups(profile: Profile) -> dict[str, tuple[FailureGroup, ...]]:
-    """Every recorded failure by kind, the same candidate and message once with all its workloads."""
+    """Every recorded failure by kind, the same candidate and message once with all its workloads.
+
+    What was refused before it ran is no failure, see ``ruled_out``.
+    """
     found: dict[Failure, list[Workload]] = {}
     for entry in profile.plans:
         for failure in entry.failures:
-            found.setdefault(failure, []).append(entry.workload)
+            if failure.kind != "rejected":
+                found.setdefault(failure, []).append(entry.workload)
     grouped: dict[str, list[FailureGroup]] = {}
     for failure, workloads in found.items():
         group = FailureGroup(failure.kind, failure.candidate, failure.message, tuple(workloads))
@@ -217,12 +240,11 @@ def verdict(profile: Profile) -> str:
     numbers = headline(profile)
     if not numbers.cells:
         return "A heuristic: no plan in it was measured; it says which kernels to prefer on such a machine."
-    changed = (
-        f"another plan than the default won in {numbers.changed}" if numbers.changed else "the default stays in all"
-    )
-    text = f"{plural(numbers.cells, 'workload')} measured; {changed}."
+    won = f"another plan than the default won in {numbers.changed}" if numbers.changed else "the default stays in all"
+    total = f"{numbers.measured} of " if numbers.measured < numbers.cells else ""
+    text = f"{total}{plural(numbers.cells, 'workload')} measured; {won}."
     if numbers.refused:
-        text += f" {numbers.refused} cannot run here."
+        text += f" {numbers.refused} without a plan."
     if numbers.median_speedup is not None and numbers.changed:
         text += f" Median speed-up over the default {format_factor(numbers.median_speedup)}"
         if numbers.best is not None:
@@ -269,8 +291,10 @@ def terminal_summary(profile: Profile) -> RenderableType:
     if failures:
         counts = ", ".join(f"{count} {kind}" for kind, count in failures)
         parts += [Text(""), Text(f"Candidates that failed and were left out: {plain(counts)}", style="yellow")]
-    for note in profile.provenance.notes:
-        parts.append(Text(f"Note: {plain(note)}", style="dim"))
+    notes = profile.provenance.notes
+    parts += [Text(f"Note: {plain(note)}", style="dim") for note in notes[:NOTES_SHOWN]]
+    if len(notes) > NOTES_SHOWN:
+        parts.append(Text(f"and {len(notes) - NOTES_SHOWN} more notes, see `ringtune report`", style="dim"))
     return Group(*parts)
 
 

@@ -27,6 +27,7 @@ from .report import (
     machine_facts,
     provenance_line,
     relative_time,
+    ruled_out,
     single_backends,
     verdict,
 )
@@ -50,7 +51,7 @@ def html_report(profile: Profile) -> str:
             ("lengths", "How the choice changes with length", _lengths(grouped)),
             ("plans", "The plans and their evidence", _evidence(grouped)),
             ("front", "Time against memory", _fronts(grouped)),
-            ("failures", "What failed", _failures(failure_groups(profile))),
+            ("failures", "What failed", _failures(failure_groups(profile)) + _ruled_out(profile)),
             *sections,
         ]
     if profile.policy is not None:
@@ -83,8 +84,9 @@ def _tiles(profile: Profile) -> str:
     numbers = headline(profile)
     if not numbers.cells:
         return ""
-    tiles = [("Workloads", str(numbers.cells), f"{numbers.refused} refused" if numbers.refused else "all with a plan")]
-    tiles.append(("Plan is not the default", str(numbers.changed), f"of {numbers.cells}"))
+    without = f"{numbers.refused} without a plan" if numbers.refused else "all with a plan"
+    tiles = [("Workloads", str(numbers.cells), without)]
+    tiles.append(("Plan is not the default", str(numbers.changed), f"of {numbers.measured} measured"))
     if numbers.median_speedup is not None:
         tiles.append(("Median speed-up", format_factor(numbers.median_speedup), "over the default"))
     if numbers.best is not None:
@@ -347,6 +349,19 @@ def _failures(groups: dict[str, tuple[FailureGroup, ...]]) -> str:
         head = '<th scope="col">Candidate</th><th scope="col">What happened</th><th scope="col">Where</th>'
         parts.append(_table(f"{kind}: {meaning}", head, rows))
     return "".join(parts)
+
+
+def _ruled_out(profile: Profile) -> str:
+    refused = ((f.candidate, f.message) for entry in profile.plans for f in entry.failures if f.kind == "rejected")
+    found = ruled_out(refused)
+    if not found:
+        return ""
+    rows = [
+        f'<tr><th scope="row" class="plan">{escape(name)}</th><td class="why">{escape("; ".join(reasons))}</td></tr>'
+        for name, reasons in found.items()
+    ]
+    head = '<th scope="col">Kernel</th><th scope="col">Why</th>'
+    return f"<h3>Ruled out beforehand</h3>{_table('What could not run for at least one of the workloads', head, rows)}"
 
 
 def _workload_list(workloads: Sequence[Workload]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -229,13 +228,8 @@ def dry_run_summary(dry_run: DryRun) -> Any:
 
 def rejected_kernels(dry_run: DryRun) -> dict[str, tuple[str, ...]]:
     """Why each kernel that no cell races is ruled out, each reason once; --json has the reasons of every pair."""
+    from ..report import ruled_out
+
     raced = {name for cell in dry_run.cells for pair in cell.kernels for name in pair.split("/")}
-    found: dict[str, dict[str, None]] = {}
-    for cell in dry_run.cells:
-        for candidate, reasons in cell.rejected:
-            for reason in reasons:
-                of_kernel = re.fullmatch(r"branch \d+ (?:forward|backward) (\S+): (.*)", reason)
-                kernel, why = of_kernel.groups() if of_kernel else (candidate.split(" ")[0], reason)
-                if kernel not in raced:
-                    found.setdefault(kernel, {})[why] = None
-    return {kernel: tuple(reasons) for kernel, reasons in found.items()}
+    found = ruled_out((name, why) for cell in dry_run.cells for name, reasons in cell.rejected for why in reasons)
+    return {name: reasons for name, reasons in found.items() if name not in raced}

@@ -24,6 +24,7 @@ from autotune.report import (
     headline,
     kernels_named,
     relative_time,
+    ruled_out,
     single_backends,
     sole_kernel,
     terminal_summary,
@@ -114,9 +115,41 @@ def test_headline_counts() -> None:
 
 def test_failures_are_grouped_by_kind_and_candidate() -> None:
     groups = failure_groups(gpu_profile())
-    assert list(groups) == ["wrong", "oom", "rejected"]
-    (rejected,) = groups["rejected"]
-    assert len(rejected.workloads) == 20
+    assert list(groups) == ["wrong", "oom"]
+    (wrong,) = groups["wrong"]
+    assert len(wrong.workloads) == 4
+
+
+def test_what_was_ruled_out_is_told_once_a_kernel() -> None:
+    rejections = [
+        (
+            "cudnn/math bf16",
+            "branch 0 forward cudnn: no bf16; it has fp16; branch 1 forward cudnn: no bf16; it has fp16",
+        ),
+        ("cudnn/math fp32", "branch 0 forward cudnn: no fp32; branch 0 backward math: needs sm_80"),
+        ("xformers", "the package xformers is not installed"),
+    ]
+    assert ruled_out(rejections) == {
+        "cudnn": ("no bf16; it has fp16", "no fp32"),
+        "math": ("needs sm_80",),
+        "xformers": ("the package xformers is not installed",),
+    }
+
+
+def test_a_cell_without_evidence_counts_as_neither_kept_nor_changed() -> None:
+    profile = cpu_profile()
+    bare = PlanEntry(Workload("train", True, 9999, 4, 64, "fp32"), Choice(plan("math", "math", dtype="fp32")))
+    numbers = headline(dataclasses.replace(profile, plans=(*profile.plans, bare)))
+    assert (numbers.cells, numbers.measured, numbers.changed) == (5, 4, 0)
+
+
+def test_the_summary_shows_a_few_notes_and_counts_the_rest() -> None:
+    profile = cpu_profile()
+    notes = tuple(f"note number {n}" for n in range(9))
+    noted = dataclasses.replace(profile, provenance=dataclasses.replace(profile.provenance, notes=notes))
+    text = summary_text(noted)
+    assert text.count("Note: note number") == 4
+    assert "and 5 more notes" in text
 
 
 def test_verdict_of_a_profile_whose_default_stays() -> None:

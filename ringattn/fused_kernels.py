@@ -1,0 +1,413 @@
+"""The device side of ``merge_triton``: gather, merge and sum as one kernel each.
+
+Addresses and words (``fused_layout``) come in tuples; what is the same for every length of a pattern is a
+``constexpr``, so that lengths share compiled kernels. ``BRANCHES`` is a ``BranchSlots`` per branch. Which slot holds a
+(batch, head, segment) is worked out with scalars, because a block of positions touches one segment of a branch: that
+needs segments that are multiples of the block (``ALIGNED``); otherwise the same arithmetic runs per position.
+``NARROW`` says that offsets within a block of rows fit in 32 bits. All other offsets are 64-bit.
+
+Legend: B batch, S length, D head dim, G query heads per key/value head; of a call: N segments times batch, M rows.
+"""
+
+# mypy: disable-error-code="assignment, var-annotated"
+# ruff: noqa: RUF005 - Triton has no starred expressions
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# The fields of the words that fused_layout packs: 12 bits for heads, 20 for batch or step, 30 for segments or
+# offsets, 60 for the far stride, 26 for the stride between rows and 34 for that between heads.
+
+
+@triton.jit
+def _first_head(heads):
+    return ((heads >> 1) & 0xFFF).to(tl.int32)
+
+
+@triton.jit
+def _head_count(heads):
+    return ((heads >> 13) & 0xFFF).to(tl.int32)
+
+
+@triton.jit
+def _own_head(heads):
+    return ((heads >> 25) & 0xFFF).to(tl.int32)
+
+
+@triton.jit
+def _batch_or_step(heads):
+    return ((heads >> 37) & 0xFFFFF).to(tl.int32)
+
+
+@triton.jit
+def _segment_begin(segments):
+    return ((segments >> 1) & 0x3FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def _segment_count(segments):
+    return ((segments >> 31) & 0x3FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def _far(far):
+    return (far >> 1) & 0xFFFFFFFFFFFFFFF
+
+
+@triton.jit
+def _row_stride(near):
+    return (near >> 1) & 0x3FFFFFF
+
+
+@triton.jit
+def _head_stride(near):
+    return (near >> 27) & 0x3FFFFFFFF
+
+
+@triton.jit
+def _tile(address, offsets, chunk, CHUNK: tl.constexpr, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
+    """Pointers to ``CHUNK`` columns of rows at ``address`` (bytes) + ``offsets`` (elements), aligned to ALIGN bytes."""
+    rows = address.to(tl.pointer_type(DTYPE)) + offsets
+    pointers = rows[:, None] + (chunk * CHUNK + tl.arange(0, CHUNK))[None, :]
+    return tl.max_contiguous(tl.multiple_of(pointers, (1, ALIGN)), (1, CHUNK))
+
+
+@triton.jit
+def _mask(rows, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr):
+    mask = rows[:, None]
+    if HEAD_DIM % CHUNK != 0:  # then there is one chunk, wider than a row
+        mask = mask & (tl.arange(0, CHUNK) < HEAD_DIM)[None, :]
+    return mask
+
+
+@triton.jit
+def _store_rows(
+    address, offsets, chunks, valid, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr, DTYPE: tl.constexpr,
+    ALIGN: tl.constexpr,
+):  # fmt: skip
+    for chunk in tl.static_range(len(chunks)):
+        pointers = _tile(address, offsets, chunk, CHUNK, DTYPE, ALIGN)
+        tl.store(pointers, chunks[chunk].to(DTYPE), mask=_mask(valid, HEAD_DIM, CHUNK))
+
+
+@triton.jit
+def _selection(at, BRANCHES: tl.constexpr, N: tl.constexpr, ALIGNED: tl.constexpr):
+    """What a branch selects among the positions of ``at``.
+
+    Gives the segment (a scalar if ALIGNED), the first row (a scalar), rows counted from it, and which are selected.
+    """
+    kv_head, batch, position, index, valid = at
+    SEGMENT: tl.constexpr = BRANCHES[N][0]
+    RATE: tl.constexpr = BRANCHES[N][1]
+    if BRANCHES[N][2] == 0:
+        offset = kv_head % RATE
+    else:
+        offset = kv_head // BRANCHES[N][2]
+    if ALIGNED:
+        segment = position // SEGMENT
+        from_offset = position - segment * SEGMENT - offset
+        first_row = tl.maximum(from_offset, 0) // RATE
+        # A position before the offset becomes a huge unsigned number, which the comparison below drops.
+        within = (from_offset + index).to(tl.uint32)
+    else:
+        segment = (position + index) // SEGMENT
+        first_row = 0
+        within = (position + index - segment * SEGMENT - offset).to(tl.uint32)
+    row = within // RATE
+    selected = valid & (row * RATE == within) & (within < SEGMENT)
+    return segment, first_row, row.to(tl.int32) - first_row, selected
+
+
+@triton.jit
+def _pick(values, holds, job, FIRST: tl.constexpr, PER_SLOT: tl.constexpr, PER_JOB: tl.constexpr, JOBS: tl.constexpr):
+    """``values[FIRST + slot * PER_SLOT + job * PER_JOB]`` for the slot that holds and a job known at run time only."""
+    chosen = _of_job(values, job, FIRST, PER_JOB, JOBS)
+    for slot in tl.static_range(1, len(holds)):
+        chosen = tl.where(holds[slot], _of_job(values, job, FIRST + slot * PER_SLOT, PER_JOB, JOBS), chosen)
+    return chosen
+
+
+@triton.jit
+def _of_job(values, job, FIRST: tl.constexpr, PER_JOB: tl.constexpr, JOBS: tl.constexpr):
+    chosen = values[FIRST]
+    for number in tl.static_range(1, JOBS):
+        chosen = tl.where(job == number, values[FIRST + number * PER_JOB], chosen)
+    return chosen
+
+
+@triton.jit
+def _place(slots, at, segment, BRANCHES: tl.constexpr, N: tl.constexpr):
+    """Which slot of the branch holds (batch, head, segment), and where: block of the call, its key/value head."""
+    kv_head, batch, position, index, valid = at
+    STEP: tl.constexpr = BRANCHES[N][3]
+    FIRST_SLOT: tl.constexpr = BRANCHES[N][4]
+    END_SLOT: tl.constexpr = BRANCHES[N][5]
+    holds = ()
+    for slot in tl.static_range(FIRST_SLOT, END_SLOT):
+        heads = slots[2 * slot]
+        segments = slots[2 * slot + 1]
+        from_head = kv_head - _first_head(heads)
+        from_segment = segment - _segment_begin(segments)
+        in_heads = (from_head >= 0) & (from_head % STEP == 0) & (from_head < _head_count(heads) * STEP)
+        holds = holds + (in_heads & (from_segment >= 0) & (from_segment < _segment_count(segments)),)
+    heads = _pick(slots, holds, 0, 2 * FIRST_SLOT, 2, 1, 1)
+    segments = _pick(slots, holds, 0, 2 * FIRST_SLOT + 1, 2, 1, 1)
+    block = (batch - _batch_or_step(heads)) * _segment_count(segments) + segment - _segment_begin(segments)
+    return holds, block.to(tl.int64), _own_head(heads) + (kv_head - _first_head(heads)) // STEP
+
+
+@triton.jit
+def _rows_of(
+    addresses, strides, holds, job, block, head, first_row, row, BRANCHES: tl.constexpr, N: tl.constexpr,
+    JOBS: tl.constexpr, BYTES: tl.constexpr, NARROW: tl.constexpr,
+):  # fmt: skip
+    """Address of ``first_row`` in the partial result that holds it, and element offsets of ``row`` from there."""
+    FIRST_SLOT: tl.constexpr = BRANCHES[N][4]
+    far = _pick(strides, holds, job, 2 * JOBS * FIRST_SLOT, 2 * JOBS, 2, JOBS)
+    near = _pick(strides, holds, job, 2 * JOBS * FIRST_SLOT + 1, 2 * JOBS, 2, JOBS)
+    address = _pick(addresses, holds, job, JOBS * FIRST_SLOT, JOBS, 1, JOBS)
+    row_stride = _row_stride(near)
+    address += (block * _far(far) + head * _head_stride(near) + first_row * row_stride) * BYTES
+    if NARROW:
+        row_stride = row_stride.to(tl.int32)
+    return address, row * row_stride
+
+
+@triton.jit
+def _target(address, far, near, batch, position, head, index, BYTES: tl.constexpr, NARROW: tl.constexpr):
+    row_stride = _row_stride(near)
+    address += (batch * _far(far) + position * row_stride + head * _head_stride(near)) * BYTES
+    if NARROW:
+        row_stride = row_stride.to(tl.int32)
+    return address, index * row_stride
+
+
+@triton.jit
+def _load_lse(
+    outs, lses, out_strides, lse_strides, slots, query, at, BRANCHES: tl.constexpr, N: tl.constexpr,
+    GROUP: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr, BYTES: tl.constexpr,
+):  # fmt: skip
+    """A branch's lse at each position, -inf where it selects nothing, and where its out is."""
+    segment, first_row, row, selected = _selection(at, BRANCHES, N, ALIGNED)
+    holds, block, j = _place(slots, at, segment, BRANCHES, N)
+    head = j * GROUP + query
+    address, offsets = _rows_of(
+        lses, lse_strides, holds, 0, block, head, first_row, row, BRANCHES, N, 1, 4, NARROW
+    )  # fmt: skip
+    lse = tl.load(address.to(tl.pointer_type(tl.float32)) + offsets, mask=selected, other=float("-inf"))
+    address, offsets = _rows_of(outs, out_strides, holds, 0, block, head, first_row, row, BRANCHES, N, 1, BYTES, NARROW)
+    return lse, address, offsets, selected
+
+
+@triton.jit
+def _weighted_sum(
+    partials, shift, scale, chunk, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr, DTYPE: tl.constexpr,
+    ALIGN: tl.constexpr,
+):  # fmt: skip
+    merged = tl.zeros((shift.shape[0], CHUNK), tl.float32)
+    for n in tl.static_range(len(partials)):
+        lse, address, offsets, selected = partials[n]
+        pointers = _tile(address, offsets, chunk, CHUNK, DTYPE, ALIGN)
+        rows = tl.load(pointers, mask=_mask(selected, HEAD_DIM, CHUNK), other=0.0)
+        merged += (tl.exp(lse - shift) * scale)[:, None] * rows.to(tl.float32)
+    return merged
+
+
+@triton.jit(do_not_specialize=["begin", "end", "batch_begin"])
+def merge_partials(
+    outs, lses, out_strides, lse_strides, slots, out_address, lse_address, target_strides, begin, end, batch_begin,
+    BRANCHES: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr,
+    ALIGN: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """out and lse of ``BLOCK`` positions of one head: programs (position blocks x heads, batch elements)."""
+    BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    HEADS: tl.constexpr = KV_HEADS * GROUP
+    head = tl.program_id(0) % HEADS
+    position = tl.program_id(0) // HEADS * BLOCK
+    batch = batch_begin + tl.program_id(1)
+    index = tl.arange(0, BLOCK)
+    valid = index < end - begin - position
+    at = (head // GROUP, batch, position, index, valid)
+
+    partials = ()
+    highest = tl.full((BLOCK,), float("-inf"), tl.float32)
+    for n in tl.static_range(len(BRANCHES)):
+        partial = _load_lse(
+            outs, lses, out_strides, lse_strides, slots, head % GROUP, at, BRANCHES, n, GROUP, ALIGNED,
+            NARROW, BYTES,
+        )  # fmt: skip
+        partials = partials + (partial,)
+        highest = tl.maximum(highest, partial[0])
+    shift = tl.where(highest == float("-inf"), 0.0, highest)  # -inf - -inf would be NaN
+    total = tl.zeros((BLOCK,), tl.float32)
+    for n in tl.static_range(len(BRANCHES)):
+        total += tl.exp(partials[n][0] - shift)
+    scale = 1.0 / tl.where(total == 0.0, 1.0, total)
+    # Everything is loaded before anything is stored: no load can be moved up across a store.
+    merged = ()
+    for chunk in tl.static_range((HEAD_DIM + CHUNK - 1) // CHUNK):
+        merged = merged + (_weighted_sum(partials, shift, scale, chunk, HEAD_DIM, CHUNK, DTYPE, ALIGN),)
+
+    position += begin
+    address, offsets = _target(
+        out_address, target_strides[0], target_strides[1], batch, position, head, index, BYTES, NARROW
+    )
+    _store_rows(address, offsets, merged, valid, HEAD_DIM, CHUNK, DTYPE, ALIGN)
+    address, offsets = _target(
+        lse_address, target_strides[2], target_strides[3], batch, position, head, index, 4, NARROW
+    )
+    lse_pointers = address.to(tl.pointer_type(tl.float32)) + offsets
+    tl.store(lse_pointers, shift + tl.log(total), mask=valid)  # log(0) is -inf
+
+
+@triton.jit
+def _job_of_head(head, kv_heads, GROUPS: tl.constexpr):
+    """Of a head counted through all jobs: its job, G there, its key/value head and its place in the group."""
+    job = 0
+    group = 1
+    own = head
+    heads_before = 0
+    for number in tl.static_range(len(GROUPS)):
+        mine = head >= heads_before
+        job = tl.where(mine, number, job)
+        group = tl.where(mine, GROUPS[number], group)
+        own = tl.where(mine, head - heads_before, own)
+        heads_before += kv_heads * GROUPS[number]
+    kv_head = own // group
+    return job, group, kv_head, own - kv_head * group
+
+
+@triton.jit
+def _rows_of_job(
+    grads, strides, slots, job, group, query, at, BRANCHES: tl.constexpr, N: tl.constexpr, JOBS: tl.constexpr,
+    ALIGNED: tl.constexpr, NARROW: tl.constexpr, BYTES: tl.constexpr,
+):  # fmt: skip
+    """Where a branch's gradient of each position is, and whether it has one."""
+    segment, first_row, row, selected = _selection(at, BRANCHES, N, ALIGNED)
+    holds, block, j = _place(slots, at, segment, BRANCHES, N)
+    address, offsets = _rows_of(
+        grads, strides, holds, job, block, j * group + query, first_row, row, BRANCHES, N, JOBS, BYTES, NARROW
+    )
+    return address, offsets, selected
+
+
+@triton.jit
+def _sum(
+    parts, chunk, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr, DTYPE: tl.constexpr,
+    ALIGN: tl.constexpr,
+):  # fmt: skip
+    total = tl.zeros((BLOCK, CHUNK), tl.float32)
+    for n in tl.static_range(len(parts)):
+        address, offsets, selected = parts[n]
+        pointers = _tile(address, offsets, chunk, CHUNK, DTYPE, ALIGN)
+        total += tl.load(pointers, mask=_mask(selected, HEAD_DIM, CHUNK), other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit(do_not_specialize=["begin", "end", "batch_begin"])
+def sum_partials(
+    grads, strides, slots, targets, target_strides, begin, end, batch_begin, BRANCHES: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr,
+    ALIGN: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """``BLOCK`` positions of one head of one gradient (a *job*): programs (position blocks x heads of all jobs, batch).
+
+    ``GROUPS`` has the G of each job, ``HEADS`` counts the heads of all. What is stored at an element depends on what
+    was loaded from it, so a partial may lie in the target itself.
+    """
+    JOBS: tl.constexpr = len(GROUPS)
+    BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    position = tl.program_id(0) // HEADS * BLOCK
+    batch = batch_begin + tl.program_id(1)
+    job, group, kv_head, query = _job_of_head(tl.program_id(0) % HEADS, KV_HEADS, GROUPS)
+    index = tl.arange(0, BLOCK)
+    valid = index < end - begin - position
+    at = (kv_head, batch, position, index, valid)
+
+    parts = ()
+    for n in tl.static_range(len(BRANCHES)):
+        part = _rows_of_job(
+            grads, strides, slots, job, group, query, at, BRANCHES, n, JOBS, ALIGNED, NARROW, BYTES
+        )  # fmt: skip
+        parts = parts + (part,)
+    sums = ()
+    for chunk in tl.static_range((HEAD_DIM + CHUNK - 1) // CHUNK):
+        sums = sums + (_sum(parts, chunk, BLOCK, HEAD_DIM, CHUNK, DTYPE, ALIGN),)
+
+    address, offsets = _target(
+        _of_job(targets, job, 0, 1, JOBS), _of_job(target_strides, job, 0, 2, JOBS),
+        _of_job(target_strides, job, 1, 2, JOBS), batch, position + begin, kv_head * group + query, index, BYTES,
+        NARROW,
+    )  # fmt: skip
+    _store_rows(address, offsets, sums, valid, HEAD_DIM, CHUNK, DTYPE, ALIGN)
+
+
+@triton.jit
+def _run_of(runs, j):
+    """The key/value head and the offset of the j-th head of a call."""
+    kv_head = 0
+    offset = 0
+    for run in tl.static_range(len(runs) // 2):
+        heads = runs[2 * run]
+        offsets = runs[2 * run + 1]
+        in_run = j - _own_head(heads)
+        mine = (in_run >= 0) & (in_run < _head_count(heads))
+        kv_head = tl.where(mine, _first_head(heads) + in_run * _batch_or_step(heads), kv_head)
+        offset = tl.where(mine, _segment_begin(offsets) + in_run * _segment_count(offsets), offset)
+    return kv_head, offset
+
+
+@triton.jit(
+    do_not_specialize=["start", "batch_begin", "segments", "length", "rate", "rows_per_block", "kv_heads", "row_blocks"]
+)
+def gather_rows(
+    sources, strides, rows, runs, lse_address, lse_strides, lse_rows_address, start, batch_begin, segments, length,
+    rate, rows_per_block, kv_heads, row_blocks, GROUPS: tl.constexpr, HEADS_PER_KV: tl.constexpr,
+    WITH_ROWS: tl.constexpr, WITH_LSE: tl.constexpr, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr, NARROW: tl.constexpr, ALIGN: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """``BLOCK`` rows of one head of one source: programs (blocks N x row blocks x heads of all sources).
+
+    The lse travels with the first source, or alone (then GROUPS has its G). Runs are as slots are, with the step in
+    the place of the batch and (offset, offset step) in that of the segments.
+    """
+    SOURCES: tl.constexpr = len(GROUPS)
+    BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    heads_of_all = kv_heads * HEADS_PER_KV
+    source, group, j, query = _job_of_head(tl.program_id(0) % heads_of_all, kv_heads, GROUPS)
+    first_row = tl.program_id(0) // heads_of_all % row_blocks * BLOCK
+    block = tl.program_id(0) // heads_of_all // row_blocks
+    kv_head, offset = _run_of(runs, j)
+    head = kv_head * group + query
+    head_of_rows = (j * group + query).to(tl.int64)
+    batch = batch_begin + block // segments
+    position = start + block % segments * length + offset + first_row * rate
+    index = tl.arange(0, BLOCK)
+    valid = index < rows_per_block - first_row
+    if WITH_ROWS:
+        far = _of_job(strides, source, 0, 2, SOURCES)
+        near = _of_job(strides, source, 1, 2, SOURCES)
+        address, offsets = _target(
+            _of_job(sources, source, 0, 1, SOURCES), far, near, batch, position, head, index * rate, BYTES, NARROW
+        )
+        values = ()
+        for chunk in tl.static_range((HEAD_DIM + CHUNK - 1) // CHUNK):
+            pointers = _tile(address, offsets, chunk, CHUNK, DTYPE, ALIGN)
+            values = values + (tl.load(pointers, mask=_mask(valid, HEAD_DIM, CHUNK)),)
+        heads = kv_heads * group
+        row = block.to(tl.int64) * rows_per_block + first_row
+        address = _of_job(rows, source, 0, 1, SOURCES) + (row * heads + head_of_rows) * HEAD_DIM * BYTES
+        _store_rows(address, index * (heads * HEAD_DIM), values, valid, HEAD_DIM, CHUNK, DTYPE, ALIGN)
+    if WITH_LSE:
+        mine = index < tl.where(source == 0, rows_per_block - first_row, 0)
+        address, offsets = _target(
+            lse_address, lse_strides[0], lse_strides[1], batch, position, head, index * rate, 4, NARROW
+        )
+        lse = tl.load(address.to(tl.pointer_type(tl.float32)) + offsets, mask=mine)
+        lse_row = (block.to(tl.int64) * kv_heads * group + head_of_rows) * rows_per_block + first_row
+        address = lse_rows_address + lse_row * 4
+        tl.store(address.to(tl.pointer_type(tl.float32)) + index, lse, mask=mine)

@@ -1,0 +1,384 @@
+"""What happens between kernels, as one Triton launch each: the host side of ``fused_kernels``.
+
+``TritonOps`` does what ``merge.TorchOps`` does, on NVIDIA GPUs and in float32, bfloat16 and float16. Everything that
+depends on shapes and strides alone is worked out once and kept on the Geometry; a call collects addresses and
+launches. Nothing here waits for the device, so all of it can be captured in a CUDA graph.
+
+Legend: B batch, S length, H query heads, Hkv key/value heads, D head dim; of a call: N segments times batch, M rows,
+J heads of a run, G = H / Hkv.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import fused_kernels
+from .fused_layout import SEGMENT_BITS, SlotLayout, Strides, heads_word, slot_layouts, word
+from .geometry import Geometry, PlacedCall, Window
+from .merge import GradJob, GradPartial, Partial, Source, as_view
+from .pattern import head_runs
+from .workspace import Lease
+
+_TL_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+_INT32_END = 2**31
+_LSE_ONLY_ROWS = 1024
+# Elements of a tile that four warps keep in flight: 8 16-byte loads a thread in 16-bit.
+_TILE_ELEMENTS = {"merge": 4096, "sum": 4096, "gather": 8192}
+
+
+class _Launch(NamedTuple):
+    """One launch but for its addresses. ``order`` is the call of each slot, ``bits`` all strides in bytes, or-ed."""
+
+    grid: tuple[int, ...]
+    order: tuple[int | None, ...]
+    words: tuple[Any, ...]
+    scalars: tuple[int, ...]
+    constants: dict[str, Any]
+    bits: int
+
+
+class TritonOps:
+    """``merge.Ops`` as fused kernels.
+
+    ``merge_block``, ``sum_block`` and ``gather_block`` are the positions (rows) that one program handles, powers of
+    two; None takes what suits the head dim.
+    """
+
+    def __init__(
+        self,
+        *,
+        merge_block: int | None = None,
+        sum_block: int | None = None,
+        gather_block: int | None = None,
+        warps: int = 4,
+    ) -> None:
+        self._blocks = {"merge": merge_block, "sum": sum_block, "gather": gather_block}
+        self._warps = warps
+        self._setting = (merge_block, sum_block, gather_block)
+
+    def gather(self, geometry: Geometry, placed: PlacedCall, sources: Sequence[Source], lease: Lease) -> list[Tensor]:
+        rows, _ = self._gather(geometry, placed, sources, None, 0, lease)
+        return rows
+
+    def gather_backward(
+        self,
+        geometry: Geometry,
+        placed: PlacedCall,
+        sources: Sequence[Source],
+        lse_BHS: Tensor,
+        group: int,
+        lease: Lease,
+    ) -> tuple[list[Tensor], Tensor]:
+        if not sources and placed.call.rate == 1 and len(placed.call.runs) == 1:
+            lse_BSH = lse_BHS.transpose(1, 2)
+            (view,) = geometry.views(placed, group, lse_BSH.stride(), None, folded=True)
+            lse_in_place = as_view(lse_BSH, view).transpose(1, 2)
+            if lse_in_place.is_contiguous():
+                return [], lse_in_place
+        rows, lse_rows = self._gather(geometry, placed, sources, lse_BHS, group, lease)
+        assert lse_rows is not None
+        return rows, lse_rows
+
+    def merge(
+        self,
+        geometry: Geometry,
+        window: Window,
+        partials: Sequence[Partial],
+        out_BSHD: Tensor,
+        lse_BHS: Tensor,
+        group: int,
+        lease: Lease,
+    ) -> None:
+        outs = [_with_contiguous_rows(partial.out) for partial in partials]
+        lses = [partial.lse for partial in partials]
+        key = (
+            "merge", window.begin, self._setting, out_BSHD.dtype, out_BSHD.shape[3], out_BSHD.stride(),
+            lse_BHS.stride(), *[x.stride() for x in outs], *[x.stride() for x in lses],
+        )  # fmt: skip
+        launches = geometry.fused.get(key)
+        if launches is None:
+            _check_order(window, partials)
+            launches = geometry.fused[key] = self._plan_merge(geometry, window, outs, lses, out_BSHD, lse_BHS)
+        out_addresses = [x.data_ptr() for x in outs]
+        lse_addresses = [x.data_ptr() for x in lses]
+        out_address, lse_address = out_BSHD.data_ptr(), lse_BHS.data_ptr()
+        for launch in launches:
+            out_strides, lse_strides, slots, target_strides = launch.words
+            self._run(
+                fused_kernels.merge_partials, launch, out_BSHD, (out_address, *out_addresses),
+                _of_slots(launch.order, out_addresses, out_address),
+                _of_slots(launch.order, lse_addresses, lse_address),
+                out_strides, lse_strides, slots, out_address, lse_address, target_strides,
+            )  # fmt: skip
+
+    def _plan_merge(
+        self,
+        geometry: Geometry,
+        window: Window,
+        outs: Sequence[Tensor],
+        lses: Sequence[Tensor],
+        out_BSHD: Tensor,
+        lse_BHS: Tensor,
+    ) -> tuple[_Launch, ...]:
+        key = geometry.key
+        head_dim = out_BSHD.shape[3]
+        block = self._block("merge", head_dim)
+        out_strides = [Strides.of(x.shape, x.stride()) for x in outs]
+        lse_strides = [_strides_of_lse(x) for x in lses]
+        target = Strides.of(out_BSHD.shape, out_BSHD.stride())
+        constants = {
+            "KV_HEADS": key.kv_heads,
+            "GROUP": key.heads // key.kv_heads,
+            **self._constants(geometry, window, out_BSHD, block, [target, *out_strides]),
+        }
+        return tuple(
+            _Launch(
+                grid=(triton.cdiv(window.end - window.begin, block) * key.heads, layout.batch_end - layout.batch_begin),
+                order=tuple(slot.call for slot in layout.slots),
+                words=(
+                    _stride_words(layout, [out_strides]),
+                    _stride_words(layout, [lse_strides]),
+                    _slot_words(layout),
+                    (*target.words(), *_strides_of_lse(lse_BHS).words()),
+                ),
+                scalars=(window.begin, window.end, layout.batch_begin),
+                constants={**constants, "BRANCHES": tuple(map(tuple, layout.branches))},
+                bits=_bits([target, *out_strides], out_BSHD),
+            )
+            for layout in slot_layouts(key, window)
+        )
+
+    def scatter_sum(self, geometry: Geometry, window: Window, jobs: Sequence[GradJob], lease: Lease) -> None:
+        grads = [[_with_contiguous_rows(partial.grad) for partial in job.partials] for job in jobs]
+        first = jobs[0].target
+        key = (
+            "sum", window.begin, self._setting, first.dtype, first.shape[3],
+            *[(job.group, job.target.stride(), *[x.stride() for x in own])
+              for job, own in zip(jobs, grads, strict=True)],
+        )  # fmt: skip
+        launches = geometry.fused.get(key)
+        if launches is None:
+            for job in jobs:
+                _check_order(window, job.partials)
+            launches = geometry.fused[key] = self._plan_sum(geometry, window, jobs, grads)
+        targets = tuple([job.target.data_ptr() for job in jobs])
+        addresses = [[x.data_ptr() for x in own] for own in grads]
+        for launch in launches:
+            strides, slots, target_strides = launch.words
+            of_jobs = [_of_slots(launch.order, own, target) for own, target in zip(addresses, targets, strict=True)]
+            self._run(
+                fused_kernels.sum_partials, launch, first, (*targets, *[a for own in addresses for a in own]),
+                tuple([address for slot in zip(*of_jobs, strict=True) for address in slot]),
+                strides, slots, targets, target_strides,
+            )  # fmt: skip
+
+    def _plan_sum(
+        self, geometry: Geometry, window: Window, jobs: Sequence[GradJob], grads: Sequence[Sequence[Tensor]]
+    ) -> tuple[_Launch, ...]:
+        key = geometry.key
+        first = jobs[0].target
+        block = self._block("sum", first.shape[3])
+        strides = [[Strides.of(x.shape, x.stride()) for x in own] for own in grads]
+        targets = [Strides.of(job.target.shape, job.target.stride()) for job in jobs]
+        every = [*targets, *[s for own in strides for s in own]]
+        heads = key.kv_heads * sum(job.group for job in jobs)
+        constants = {
+            "KV_HEADS": key.kv_heads,
+            "GROUPS": tuple(job.group for job in jobs),
+            "HEADS": heads,
+            **self._constants(geometry, window, first, block, every),
+        }
+        return tuple(
+            _Launch(
+                grid=(triton.cdiv(window.end - window.begin, block) * heads, layout.batch_end - layout.batch_begin),
+                order=tuple(slot.call for slot in layout.slots),
+                words=(_stride_words(layout, strides), _slot_words(layout), sum((t.words() for t in targets), ())),
+                scalars=(window.begin, window.end, layout.batch_begin),
+                constants={**constants, "BRANCHES": tuple(map(tuple, layout.branches))},
+                bits=_bits(every, first),
+            )
+            for layout in slot_layouts(key, window)
+        )
+
+    def _gather(
+        self,
+        geometry: Geometry,
+        placed: PlacedCall,
+        sources: Sequence[Source],
+        lse_BHS: Tensor | None,
+        group: int,
+        lease: Lease,
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """Rows of all sources, and of the lse if given, in one launch."""
+        call = placed.call
+        blocks = call.batch * call.segments
+        rows = [lease.empty((blocks, call.rows, call.kv_heads * heads, x.shape[3]), x.dtype) for x, heads in sources]
+        of_lse = None if lse_BHS is None else lse_BHS.stride()
+        some = sources[0].tensor if sources else lse_BHS
+        assert some is not None
+        key = (
+            "gather", placed.index, group, of_lse, self._setting, some.dtype, some.shape[-1],
+            *[(x.stride(), heads) for x, heads in sources],
+        )  # fmt: skip
+        launch = geometry.fused.get(key)
+        if launch is None:
+            launch = geometry.fused[key] = self._plan_gather(geometry, placed, sources, lse_BHS, group)
+        lse_rows, lse_address, lse_rows_address = None, 0, 0
+        if lse_BHS is not None:
+            lse_rows = lease.empty((blocks, call.kv_heads * group, call.rows), lse_BHS.dtype)
+            lse_address, lse_rows_address = lse_BHS.data_ptr(), lse_rows.data_ptr()
+        source_addresses = tuple([x.data_ptr() for x, _ in sources])
+        rows_addresses = tuple([x.data_ptr() for x in rows])
+        strides, runs, lse_strides = launch.words
+        self._run(
+            fused_kernels.gather_rows, launch, some, source_addresses + rows_addresses, source_addresses, strides,
+            rows_addresses, runs, lse_address, lse_strides, lse_rows_address,
+        )  # fmt: skip
+        return rows, lse_rows
+
+    def _plan_gather(
+        self,
+        geometry: Geometry,
+        placed: PlacedCall,
+        sources: Sequence[Source],
+        lse_BHS: Tensor | None,
+        group: int,
+    ) -> _Launch:
+        call = placed.call
+        groups = tuple(heads for _, heads in sources) or (group,)
+        assert lse_BHS is None or groups[0] == group, "the lse travels with the first source"
+        strides = [Strides.of(x.shape, x.stride()) for x, _ in sources]
+        of_lse = Strides(0, 0, 0) if lse_BHS is None else _strides_of_lse(lse_BHS)
+        head_dim = sources[0].tensor.shape[3] if sources else 1
+        block = self._block("gather", head_dim) if sources else _LSE_ONLY_ROWS
+        row_blocks = triton.cdiv(call.rows, block)
+        heads_per_kv = sum(groups)
+        span = block * call.rate * max(s.row for s in (*strides, of_lse))
+        dtype = sources[0].tensor.dtype if sources else torch.float32
+        return _Launch(
+            grid=(call.batch * call.segments * row_blocks * call.kv_heads * heads_per_kv,),
+            order=(),
+            words=(sum((s.words() for s in strides), ()), _run_words(geometry, placed), of_lse.words()),
+            scalars=(
+                call.start,
+                call.batch_start,
+                call.segments,
+                call.length,
+                call.rate,
+                call.rows,
+                call.kv_heads,
+                row_blocks,
+            ),
+            constants={
+                "GROUPS": groups,
+                "HEADS_PER_KV": heads_per_kv,
+                "WITH_ROWS": bool(sources),
+                "WITH_LSE": lse_BHS is not None,
+                "HEAD_DIM": head_dim,
+                "CHUNK": _chunk(head_dim, dtype.itemsize),
+                "BLOCK": block,
+                "NARROW": span < _INT32_END,
+                "DTYPE": _TL_DTYPES[dtype],
+            },
+            bits=_bits(strides, sources[0].tensor) | head_dim * dtype.itemsize if sources else 0,
+        )
+
+    def _constants(
+        self, geometry: Geometry, window: Window, target: Tensor, block: int, strides: Sequence[Strides]
+    ) -> dict[str, Any]:
+        """What merge and sum have in common."""
+        key = geometry.key
+        head_dim = target.shape[3]
+        aligned = all(branch.segment % block == 0 for branch in key.pattern.resolved(key.seq_len))
+        return {
+            "HEAD_DIM": head_dim,
+            "CHUNK": _chunk(head_dim, target.element_size()),
+            "BLOCK": block,
+            "ALIGNED": aligned,
+            "NARROW": aligned and block * max(s.row for s in strides) < _INT32_END,
+            "DTYPE": _TL_DTYPES[target.dtype],
+        }
+
+    def _block(self, step: str, head_dim: int) -> int:
+        chosen = self._blocks[step]
+        return chosen or max(16, min(128, _TILE_ELEMENTS[step] // triton.next_power_of_2(head_dim)))
+
+    def _run(self, kernel: Any, launch: _Launch, on: Tensor, addresses: tuple[int, ...], *args: Any) -> None:
+        bits = functools.reduce(operator.or_, addresses, launch.bits | 16)
+        align = bits & -bits  # bytes that divide every address and stride, 16 at most
+        if on.device.index is None or on.device.index == torch.cuda.current_device():
+            kernel[launch.grid](*args, *launch.scalars, **launch.constants, ALIGN=align, num_warps=self._warps)
+            return
+        with torch.cuda.device(on.device):
+            kernel[launch.grid](*args, *launch.scalars, **launch.constants, ALIGN=align, num_warps=self._warps)
+
+
+def _chunk(head_dim: int, element_bytes: int) -> int:
+    """Columns per access: 128 bytes, so that eight threads share the arithmetic of a row, or what divides the row.
+
+    Rows that no 32 bytes divide are one chunk, wider than they are.
+    """
+    divides = min(head_dim & -head_dim, 128 // element_bytes)
+    return divides if divides * element_bytes >= 32 else triton.next_power_of_2(head_dim)
+
+
+def _with_contiguous_rows(x: Tensor) -> Tensor:
+    """No kernel of the table gives anything else; one that did would cost this copy, not a wrong result."""
+    return x if x.stride(3) == 1 else x.contiguous()
+
+
+def _check_order(window: Window, partials: Sequence[Partial] | Sequence[GradPartial]) -> None:
+    calls = [partial.placed.index for partial in partials]
+    assert calls == [placed.index for placed in window.calls], "partial results come in the order of the window's calls"
+
+
+def _of_slots(order: Sequence[int | None], addresses: Sequence[int], padding: int) -> tuple[int, ...]:
+    return tuple([padding if call is None else addresses[call] for call in order])
+
+
+def _strides_of_lse(lse_NHM: Tensor) -> Strides:
+    far, head, row = Strides.of(lse_NHM.shape, lse_NHM.stride())
+    return Strides(far, row, head)
+
+
+def _stride_words(layout: SlotLayout, jobs: Sequence[Sequence[Strides]]) -> tuple[int, ...]:
+    """(far, near) of every job of every slot."""
+    nothing = Strides(0, 0, 0)
+    return tuple(
+        part
+        for slot in layout.slots
+        for strides in jobs
+        for part in (nothing if slot.call is None else strides[slot.call]).words()
+    )
+
+
+def _slot_words(layout: SlotLayout) -> tuple[int, ...]:
+    return tuple(part for slot in layout.slots for part in (slot.heads, slot.segments))
+
+
+def _run_words(geometry: Geometry, placed: PlacedCall) -> tuple[int, ...]:
+    """The runs of a call, padded to as many as any copied call of the branch has."""
+    key, call = geometry.key, placed.call
+    words: list[int] = []
+    begin = 0
+    for run in call.runs:
+        words.append(heads_word(run.first, run.count, begin, run.step))
+        words.append(word((run.offset, SEGMENT_BITS), (run.offset_step, SEGMENT_BITS)))
+        begin += run.count
+    if call.copied:
+        most = 2 * len(head_runs(key.kv_heads, call.rate, key.pattern.head_offset))
+        words += [heads_word(0, 0, 0, 0), word((0, SEGMENT_BITS))] * ((most - len(words)) // 2)
+    return tuple(words)
+
+
+def _bits(strides: Sequence[Strides], like: Tensor) -> int:
+    """Every stride in bytes, or-ed: what divides the result divides each."""
+    return functools.reduce(operator.or_, (stride for each in strides for stride in each)) * like.element_size()

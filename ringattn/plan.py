@@ -15,7 +15,7 @@ from .hardware import HardwareFacts
 from .kernels import KERNELS
 from .pattern import nests
 from .profile import Policy
-from .workload import BranchTunables, Tunables, Workload
+from .workload import BranchTunables, ParamValue, Tunables, Workload
 
 Direction = Literal["forward", "backward"]
 
@@ -29,8 +29,11 @@ class Conditions:
 
 ORDINARY = Conditions()
 
-# What parameters of the fused steps between kernels are named after, as "merge.block".
-FUSED_STEPS = ("merge", "gather", "sum")
+# Parameters of the fused steps between kernels: how many rows one program handles. Without one the step takes what
+# suits the head dim.
+FUSED_BLOCKS = (16, 32, 64, 128)
+FUSED_PARAMS = {"merge.block": FUSED_BLOCKS, "gather.block": FUSED_BLOCKS, "sum.block": FUSED_BLOCKS}
+FUSED_STEPS = {name.partition(".")[0] for name in FUSED_PARAMS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +76,11 @@ def _describe_branch(branch: BranchTunables) -> str:
     return f"{kernels}/{branch.gather}"
 
 
-def fuses(facts: HardwareFacts) -> bool:
-    """Whether the steps between kernels run as our Triton kernels: it needs sm_70 and the triton package."""
-    return facts.vendor == "nvidia" and "triton" in facts.packages and int(facts.arch.removeprefix("sm_")) >= 70
+def fuses(facts: HardwareFacts, dtype: str) -> bool:
+    """Whether the steps between kernels run as our Triton kernels: those need sm_70, triton and no float64."""
+    if facts.vendor != "nvidia" or "triton" not in facts.packages or dtype == "fp64":
+        return False
+    return int(facts.arch.removeprefix("sm_")) >= 70
 
 
 def kernel_need(
@@ -162,7 +167,7 @@ def rejection_reasons(
                 needs.append((name, need))
         if bool(choice.backward) != workload.train:
             reasons.append(f"branch {number}: a backward kernel is for training alone, this is {workload.mode}")
-    reasons += _param_reasons(tunables, needs, facts)
+    reasons += _param_reasons(workload, tunables, needs, facts)
     return tuple(dict.fromkeys(reasons))
 
 
@@ -205,21 +210,38 @@ def _memory_reasons(workload: Workload, tunables: Tunables, facts: HardwareFacts
 def _compile_reasons(workload: Workload, tunables: Tunables, facts: HardwareFacts) -> list[str]:
     if not tunables.compile:
         return []
-    if fuses(facts):
+    if fuses(facts, tunables.dtype):
         return ["compile: the steps between kernels are fused GPU kernels already"]
     if workload.pattern.dense:
         return ["compile: a dense plan has no steps between kernels"]
     return []
 
 
-def _param_reasons(tunables: Tunables, needs: list[tuple[str, KernelNeed]], facts: HardwareFacts) -> list[str]:
+def _fused_param_reasons(
+    workload: Workload, tunables: Tunables, facts: HardwareFacts, name: str, value: ParamValue
+) -> list[str]:
+    if not fuses(facts, tunables.dtype):
+        return [f"parameter {name}: the steps between kernels are not fused here"]
+    if workload.pattern.dense:
+        return [f"parameter {name}: a dense plan has no steps between kernels"]
+    if name not in FUSED_PARAMS:
+        return [f"parameter {name}: no step between kernels has it; there are {', '.join(FUSED_PARAMS)}"]
+    if name == "sum.block" and not workload.train:
+        return [f"parameter {name}: only training sums gradients"]
+    if isinstance(value, bool) or value not in FUSED_PARAMS[name]:
+        return [f"{name}={value!r}: use one of {', '.join(map(str, FUSED_PARAMS[name]))}"]
+    return []
+
+
+def _param_reasons(
+    workload: Workload, tunables: Tunables, needs: list[tuple[str, KernelNeed]], facts: HardwareFacts
+) -> list[str]:
     """A parameter must belong to a kernel that runs, be known to it for what it is asked, and have a listed value."""
     reasons = []
     for name, value in tunables.params:
         kernel, _, key = name.rpartition(".")
         if kernel in FUSED_STEPS:
-            if not fuses(facts):
-                reasons.append(f"parameter {name}: the steps between kernels are not fused on this machine")
+            reasons += _fused_param_reasons(workload, tunables, facts, name, value)
             continue
         asked = [need for used, need in needs if used == kernel]
         offered = [params[key] for params in map(KERNELS[kernel].params, asked) if key in params] if asked else []
@@ -240,7 +262,7 @@ def build_plan(
     reasons = rejection_reasons(workload, tunables, facts, conditions=conditions)
     if reasons:
         raise PlanError(f"cannot run {workload}", {describe(tunables): reasons})
-    return Plan(workload, tunables, fuses(facts), conditions)
+    return Plan(workload, tunables, fuses(facts, tunables.dtype), conditions)
 
 
 @dataclass(frozen=True, slots=True)

@@ -331,4 +331,13 @@ def _bind(plan: Plan, tunables: Tunables, name: str, scale: float) -> BoundKerne
 
 
 def _ops(plan: Plan) -> Ops:
-    return TorchOps(compiled=plan.tunables.compile)
+    if not plan.fused:
+        return TorchOps(compiled=plan.tunables.compile)
+    from .merge_triton import TritonOps  # needs triton, which a machine without a GPU need not have
+
+    def block(step: str) -> int | None:
+        value = plan.tunables.params_of(step).get("block")
+        assert value is None or isinstance(value, int)
+        return value
+
+    return TritonOps(merge_block=block("merge"), sum_block=block("sum"), gather_block=block("gather"))

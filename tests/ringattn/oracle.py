@@ -228,7 +228,7 @@ def assert_equal_to(results: Results, expected: Results, tolerance: float = 1e-1
 
 
 def times_seen(case: Case) -> Tensor:
-    """(H, S, S): how often each query sees each key, by loops over every pair: independent of the reference."""
+    """(H, S, S): how often each query sees each key, by loops over every segment: independent of the reference."""
     group = case.heads // case.kv_heads
     counts = torch.zeros(case.heads, case.length, case.length, dtype=torch.float64)
     for branch in case.pattern.resolved(case.length):
@@ -240,11 +240,10 @@ def times_seen(case: Case) -> Tensor:
                 offset = kv_head // math.ceil(case.kv_heads / branch.rate)
             for begin in range(0, case.length, branch.segment):
                 end = min(begin + branch.segment, case.length)
-                chosen = [p for p in range(begin, end) if (p - begin) % branch.rate == offset]
-                for query in chosen:
-                    for key in chosen:
-                        if key <= query or not case.causal:
-                            counts[head, query, key] += 1
+                chosen = torch.tensor([p for p in range(begin, end) if (p - begin) % branch.rate == offset])
+                if len(chosen):
+                    sees = chosen[None, :] <= chosen[:, None] if case.causal else torch.tensor(1.0)
+                    counts[head, chosen[:, None], chosen[None, :]] += sees
     return counts
 
 

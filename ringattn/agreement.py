@@ -1,0 +1,162 @@
+"""All ranks of a module run one plan: they tell each other what they resolved, and settle what differs.
+
+What must be equal (the module's arguments, versions, architecture) is checked; plans that differ, because ranks found
+different profiles or packages, give way to one that every rank can run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+
+from .errors import InputError, PlanError, RingAttentionError
+from .hardware import HardwareFacts
+from .profile import PlanEntry, Policy
+from .setup import Setup
+from .table import PlanTable, build_table
+from .watch import PeerError, Watch
+
+logger = logging.getLogger("ringattn")
+
+Entries = tuple[PlanEntry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """What one rank resolved, or the error it met."""
+
+    error: str = ""
+    arguments: tuple[tuple[str, str], ...] = ()
+    facts: HardwareFacts | None = None
+    table: str = ""
+    source: str = ""
+    entries: Entries = ()
+    policy: Policy | None = None
+
+
+def plan_together(
+    watch: Watch,
+    module: int,
+    arguments: tuple[tuple[str, str], ...],
+    build: Callable[[], tuple[Setup, PlanTable]],
+) -> tuple[Setup, PlanTable]:
+    """``build`` on every rank, and one common result.
+
+    Raises the rank's own error, or PeerError with that of another; InputError for unequal arguments, versions or
+    architectures; PlanError where no plan runs on every rank.
+    """
+    own: RingAttentionError | None = None
+    built: tuple[Setup, PlanTable] | None = None
+    try:
+        built = build()
+        statement = _statement(arguments, *built)
+    except RingAttentionError as error:
+        own, statement = error, Statement(error=f"{type(error).__name__}: {error}")
+    said = _gather(watch, module, "resolved", statement)
+    failed = [rank for rank, each in enumerate(said) if each.error]
+    if own is not None:
+        raise own
+    if failed:
+        raise PeerError(f"rank {failed[0]} of the group could not build its module: {said[failed[0]].error}")
+    assert built is not None
+    _check_equal(said)
+    if all(each.table == said[0].table for each in said):
+        return built
+    return _common(watch, module, built, said)
+
+
+def _statement(arguments: tuple[tuple[str, str], ...], setup: Setup, table: PlanTable) -> Statement:
+    resolution = setup.resolution
+    source = f"{resolution.path} ({resolution.tier})" if setup.entries and resolution else "the heuristic"
+    return Statement("", arguments, setup.facts, repr(table.rows), source, setup.entries, setup.policy)
+
+
+def _gather(watch: Watch, module: int, what: str, mine: Any) -> list[Any]:
+    """Every rank's object; PeerError names the ranks that do not come within the group's timeout."""
+    keys = [f"init/{module}/{what}/{rank}" for rank in range(watch.size)]
+    watch._store.set(keys[watch.rank], "here")
+    watch.meet(keys, "did not build the same RingAttention")
+    gathered: list[Any] = [None] * watch.size
+    dist.all_gather_object(gathered, mine, group=watch.group)
+    return gathered
+
+
+def _check_equal(said: Sequence[Statement]) -> None:
+    """InputError for the first thing that must be equal and is not."""
+    for rank, each in enumerate(said):
+        for (name, mine), (_, there) in zip(said[0].arguments, each.arguments, strict=True):
+            if mine != there:
+                raise InputError(
+                    f"{name} is {mine} on rank 0 of the group and {there} on rank {rank}; it must be the same on all"
+                )
+        first, other = said[0].facts, each.facts
+        assert first is not None
+        assert other is not None
+        for name in ("vendor", "arch"):
+            if getattr(first, name) != getattr(other, name):
+                raise InputError(
+                    f"rank 0 of the group runs on {first.device_name} ({first.arch}) and rank {rank} on "
+                    f"{other.device_name} ({other.arch}); one sequence needs one architecture"
+                )
+        versions = [dict(facts.software).get("torch", "") for facts in (first, other)]
+        if versions[0] != versions[1]:
+            raise InputError(f"torch is {versions[0]} on rank 0 of the group and {versions[1]} on rank {rank}")
+
+
+def _common(
+    watch: Watch, module: int, built: tuple[Setup, PlanTable], said: Sequence[Statement]
+) -> tuple[Setup, PlanTable]:
+    """The first of the ranks' profiles, the most frequent first, whose table is the same on all; else the heuristic."""
+    setup, table = built
+    packages = [set(each.facts.packages) for each in said if each.facts is not None]
+    links = {(each.facts.link, each.facts.device_count) for each in said if each.facts is not None}
+    link, device_count = links.pop() if len(links) == 1 else ("", 1)
+    facts = replace(
+        setup.facts, packages=tuple(sorted(set.intersection(*packages))), link=link, device_count=device_count
+    )
+    policy = said[0].policy
+    assert policy is not None
+    counts = Counter(each.entries for each in said if each.entries)
+    candidates: list[Entries] = [*(entries for entries, _ in counts.most_common()), ()]
+    tables = [_try_table(entries, policy, facts, table) for entries in candidates]
+    mine = [repr(each.rows) if isinstance(each, PlanTable) else "" for each in tables]
+    everyones = _gather(watch, module, "common", mine)
+    for number, entries in enumerate(candidates):
+        texts = {each[number] for each in everyones}
+        if len(texts) == 1 and "" not in texts:
+            chosen = tables[number]
+            assert isinstance(chosen, PlanTable)
+            if watch.rank == 0:
+                _say_common(said, entries)
+            return replace(setup, facts=facts, entries=entries, policy=policy), chosen
+    reasons = {f"rank {rank}": (each.source,) for rank, each in enumerate(said)}
+    raise PlanError(
+        "ranks resolved different plans and none runs on all of them", reasons, "Probe these machines again"
+    )
+
+
+def _try_table(entries: Entries, policy: Policy, facts: HardwareFacts, like: PlanTable) -> PlanTable | PlanError:
+    try:
+        return build_table(
+            like.shape,
+            entries,
+            policy,
+            facts,
+            conditions=like.conditions,
+            wishes=like.wishes,
+            auto_dtype=like.auto_dtype,
+            strict=bool(entries),  # a profile that gives way to the heuristic here is no common plan
+        )
+    except PlanError as error:
+        return error
+
+
+def _say_common(said: Sequence[Statement], entries: Entries) -> None:
+    source = next((each.source for each in said if each.entries == entries), "the heuristic") if entries else ""
+    found = "; ".join(f"rank {rank}: {each.source}" for rank, each in enumerate(said))
+    logger.warning("ranks resolved different plans (%s); all use %s", found, source or "the heuristic")

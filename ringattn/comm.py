@@ -1,0 +1,101 @@
+"""The only torch.distributed calls: batches of point-to-point messages inside a group, started now, waited for later.
+
+Ring steps, all-gathers and all-to-alls are all batches of messages here (NCCL's own all-to-all is one too), so no
+sub-group is ever created and nothing but neighbours wait for each other: there is no barrier.
+
+Between two ranks messages match in the order in which both list them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .errors import RingAttentionError
+
+
+class CommError(RingAttentionError):
+    """A message could not be sent or received: a peer is gone, or did not answer within the group's timeout."""
+
+
+class Message(NamedTuple):
+    """A contiguous tensor for, or from, a rank of the group."""
+
+    tensor: Tensor
+    rank: int
+
+
+class Pending:
+    """Messages under way. The tensors are kept alive until ``wait``, which orders the current stream behind them."""
+
+    def __init__(self, works: Sequence[Any], tensors: Sequence[Tensor], after: Sequence[Callable[[], object]]) -> None:
+        self._works, self._tensors, self._after = works, tensors, after
+
+    def wait(self) -> None:
+        """What was received is there, and what was sent may be overwritten."""
+        works, self._works = self._works, ()
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:  # gloo and NCCL report lost peers and timeouts so
+            raise CommError(f"communication failed: {_first_line(error)}") from error
+        for step in self._after:
+            step()
+        self._tensors, self._after = (), ()
+
+
+NOTHING = Pending((), (), ())
+
+
+class Comm:
+    """The messages of one group, with a count of the bytes that this rank sent."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank: int = group.rank()
+        self.size: int = group.size()
+        self.sent_bytes = 0
+        self._global_ranks = [dist.get_global_rank(group, rank) for rank in range(self.size)]
+
+    def exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message], after: Sequence[Callable[[], object]] = ()
+    ) -> Pending:
+        """Starts all messages together; ``after`` runs once they have arrived."""
+        if not sends and not receives:
+            return Pending((), (), after) if after else NOTHING
+        operations = [
+            dist.P2POp(operation, _flat(tensor), self._global_ranks[rank], self.group)
+            for operation, messages in ((dist.isend, sends), (dist.irecv, receives))
+            for tensor, rank in messages
+        ]
+        self.sent_bytes += sum(tensor.nbytes for tensor, _ in sends)
+        try:
+            works = dist.batch_isend_irecv(operations)
+        except RuntimeError as error:
+            raise CommError(f"communication failed: {_first_line(error)}") from error
+        return Pending(works, [operation.tensor for operation in operations], after)
+
+    def gather_rows(self, local: Tensor, sizes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """Every rank's tensor, in the order of ranks, where ``sizes`` are their shapes."""
+        local = local.contiguous()
+        parts = [torch.empty(size, dtype=local.dtype, device=local.device) for size in sizes]
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        pending = self.exchange(
+            [Message(local, rank) for rank in others], [Message(parts[rank], rank) for rank in others]
+        )
+        parts[self.rank] = local
+        pending.wait()
+        return parts
+
+
+def _flat(x: Tensor) -> Tensor:
+    assert x.is_contiguous(), "only contiguous tensors travel"
+    return x.detach().view(-1)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

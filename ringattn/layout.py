@@ -1,0 +1,117 @@
+"""Which positions of a sequence each rank holds, and the way between a whole sequence and its shards.
+
+- *contiguous*: rank i holds the i-th stretch of ``ceil(total / world)`` positions, as ``torch.chunk`` and DTensor cut.
+  Segments that divide a stretch stay on one rank.
+- *zigzag*: the sequence is cut in ``2 * world`` chunks that differ by one position at most, and rank i holds chunks i
+  and ``2 * world - 1 - i``. Under a causal mask every rank then has the same work.
+
+Everything follows from (layout, total length, world), so no rank needs to ask another.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .errors import InputError
+from .workload import LAYOUTS, Pattern
+
+
+class Span(NamedTuple):
+    """Positions begin <= p < end."""
+
+    begin: int
+    end: int
+
+    @property
+    def length(self) -> int:
+        return self.end - self.begin
+
+
+# What one rank holds: ascending spans that do not touch. They lie one after the other in the rank's tensors.
+Share = tuple[Span, ...]
+
+
+def resolve_layout(asked: str, pattern: Pattern, causal: bool) -> str:
+    """``"auto"`` is zigzag for causal dense attention, and else contiguous, so that segments stay on one rank."""
+    if asked == "auto":
+        return "zigzag" if causal and pattern.dense else "contiguous"
+    if asked not in LAYOUTS:
+        raise InputError(f"layout is {asked!r}; use 'auto' or one of {', '.join(LAYOUTS)}")
+    return asked
+
+
+def shares(layout: str, total: int, world: int) -> tuple[Share, ...]:
+    """What each rank holds of ``total`` positions; InputError where a rank would hold nothing."""
+    spans: list[Share]
+    if layout == "contiguous":
+        step = -(-total // world)
+        least = step * (world - 1) + 1
+        spans = [(Span(min(i * step, total), min((i + 1) * step, total)),) for i in range(world)]
+    else:
+        edges = [i * total // (2 * world) for i in range(2 * world + 1)]
+        chunks = [Span(*ends) for ends in itertools.pairwise(edges)]
+        least = 2 * world
+        spans = [joined((chunks[i], chunks[2 * world - 1 - i])) for i in range(world)]
+    if total < least:
+        raise InputError(
+            f"total_length is {total}; over {world} ranks in {layout} layout a rank would hold nothing, "
+            "use a longer sequence or fewer ranks"
+        )
+    return tuple(spans)
+
+
+def joined(spans: Sequence[Span]) -> Share:
+    """The spans in ascending order, those that touch made one."""
+    whole: list[Span] = []
+    for span in sorted(spans):
+        if whole and whole[-1].end == span.begin:
+            whole[-1] = Span(whole[-1].begin, span.end)
+        else:
+            whole.append(span)
+    return tuple(whole)
+
+
+def grouped(parts: Sequence[Share], degree: int) -> tuple[Share, ...]:
+    """What each ``degree`` consecutive ranks hold together."""
+    return tuple(
+        joined([span for share in parts[first : first + degree] for span in share])
+        for first in range(0, len(parts), degree)
+    )
+
+
+def length_of(share: Share) -> int:
+    return sum(span.length for span in share)
+
+
+def rows_within(inner: Span, share: Share) -> int:
+    """Where a span that lies inside ``share`` begins among the rows of whoever holds the share."""
+    row = 0
+    for span in share:
+        if span.begin <= inner.begin and inner.end <= span.end:
+            return row + inner.begin - span.begin
+        row += span.length
+    raise AssertionError(f"{inner} is not inside {share}")
+
+
+def positions(share: Share, device: torch.device | str | None = None) -> Tensor:
+    """Global positions (S,) int64 of a rank's rows, for labels and rotary embeddings."""
+    return torch.cat([torch.arange(span.begin, span.end, device=device) for span in share])
+
+
+def shard(x: Tensor, share: Share, dim: int = 1) -> Tensor:
+    """The rows of ``x``, whole along ``dim``, that a share holds; a view where it is one span."""
+    parts = [x.narrow(dim, span.begin, span.length) for span in share]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def assemble(parts: Sequence[Tensor], layout_shares: Sequence[Share], dim: int = 1) -> Tensor:
+    """The whole of the shards of all ranks, in the order of ranks: the inverse of ``shard``."""
+    pieces: list[tuple[Span, Tensor]] = []
+    for part, share in zip(parts, layout_shares, strict=True):
+        pieces += zip(share, torch.split(part, [span.length for span in share], dim), strict=True)
+    return torch.cat([piece for _, piece in sorted(pieces, key=lambda item: item[0])], dim)

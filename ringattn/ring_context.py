@@ -1,0 +1,105 @@
+"""What a module over several ranks has beside its plans: the group, the layout, and every call kept in step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .agreement import plan_together
+from .comm import Comm, CommError
+from .errors import InputError, RingAttentionError
+from .layout import Share, assemble, length_of, shares
+from .plan import Plan
+from .ring_program import RingProgram
+from .setup import Setup
+from .table import ModuleShape, PlanTable
+from .watch import watch_of
+
+
+class RingContext:
+    """One module's part in a group. Not copied with a module: copies share it."""
+
+    def __init__(self, process_group: Any, layout: str, device: torch.device) -> None:
+        group: dist.ProcessGroup = getattr(process_group, "get_group", lambda: process_group)()
+        self.comm = Comm(group)
+        self.watch = watch_of(group, device)
+        self.module = self.watch.new_module()
+        self.layout = layout
+        self._calls = 0
+        self._agreed = 0  # the last call that ranks compared
+        self._looks: tuple[Any, ...] = ()
+        self.parts = lru_cache(maxsize=1024)(lambda total: shares(layout, total, self.comm.size))
+
+    def share(self, total: int) -> Share:
+        parts: tuple[Share, ...] = self.parts(total)
+        return parts[self.comm.rank]
+
+    def total_of(self, local_length: int, total_length: int | None) -> int:
+        """Positions of the whole sequence; InputError where this rank's share of it has another length."""
+        if total_length is None:
+            return local_length * self.comm.size
+        if isinstance(total_length, bool) or not isinstance(total_length, int) or total_length < 1:
+            raise InputError(f"total_length is {total_length!r}; it must be an integer >= 1, or None")
+        expected = length_of(self.share(total_length))
+        if local_length != expected:
+            raise InputError(
+                f"the sequence has {local_length} positions here; of total_length {total_length} rank "
+                f"{self.comm.rank} of {self.comm.size} holds {expected} in {self.layout} layout"
+            )
+        return total_length
+
+    def enter(self, q: Tensor, train: bool, total_length: int | None) -> None:
+        """Begins a call: where it differs from the last, ranks wait for each other and compare."""
+        self._calls += 1
+        looks = (q.shape[:2], q.dtype, train, total_length)
+        total = self.total_of(q.shape[1], total_length)
+        text = (
+            f"calls with batch {q.shape[0]}, {q.shape[1]} positions of {total} in all, {str(q.dtype)[6:]}, "
+            f"{'with' if train else 'without'} gradients"
+        )
+        told = text if total_length is None else text.replace(f"{q.shape[1]} positions of ", "a share of ")
+        self.watch.begin(self.module, self._calls, told)
+        if looks == self._looks:
+            return
+        self.watch.lockstep(self.module, self._calls, told)
+        if self._agreed:
+            self.watch.forget(self.module, self._agreed)
+        self._looks, self._agreed = looks, self._calls
+
+    def plan_together(
+        self, resolve: Callable[[], tuple[Setup, PlanTable]], shape: ModuleShape, scale: float
+    ) -> tuple[Setup, PlanTable]:
+        """The plans that every rank runs; see ``agreement``."""
+        named = {field.name: str(getattr(shape, field.name)) for field in fields(shape)}
+        arguments = (*named.items(), ("scale", repr(scale)), ("layout", self.layout))
+        return plan_together(self.watch, self.module, arguments, resolve)
+
+    def planned_length(self, local_length: int, total_length: int | None) -> int:
+        """The local length that plans are looked up by: the same on every rank, also where lengths differ."""
+        return -(-self.total_of(local_length, total_length) // self.comm.size)
+
+    def program(self, plan: Plan, scale: float) -> RingProgram:
+        return RingProgram(plan, scale, self.comm, self.parts(plan.workload.total), plan.workload.batch, self.watch)
+
+    def unshard(self, x: Tensor, total_length: int | None, dim: int) -> Tensor:
+        parts = self.parts(self.total_of(x.shape[dim], total_length))
+        sizes = [(*x.shape[:dim], length_of(part), *x.shape[dim + 1 :]) for part in parts]
+        try:
+            return assemble(self.comm.gather_rows(x, sizes), parts, dim)
+        except CommError as error:
+            raise self.watch.lost(error) from error
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RingContext:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise RingAttentionError(
+            "a RingAttention over several ranks cannot be pickled: a process group belongs to its process; "
+            "save its arguments, or its state_dict"
+        )

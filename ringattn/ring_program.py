@@ -1,0 +1,237 @@
+"""A plan over several ranks, loaded for one shape: the counterpart of ``Program`` where a group holds the sequence.
+
+Ranks form a grid: ``degree`` consecutive ones exchange heads, and the ranks with equal heads form a ring. The plain
+ring and the all-gather have degree 1, Ulysses has as many as there are ranks.
+
+Legend: B batch, S local length, T length of the rows of an exchange, H query heads, Hkv key/value heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from .block_kernel import BoundKernel, KernelConfig
+from .comm import Comm, CommError, Pending
+from .head_exchange import HeadExchange
+from .kernels import KERNELS
+from .layout import Share, grouped
+from .merge import accumulator_dtype
+from .plan import Plan
+from .program import ALL, TORCH_DTYPES, Grads, Kept, Program, Triple, Wanted
+from .ring import BranchKernels, Failsafe, Ring, RingSetting
+from .ring_schedules import HeadRange, ring_geometry, ulysses_degree
+from .workload import BranchTunables
+
+Result = TypeVar("Result")
+
+
+class Watch(Protocol):
+    """What a program tells of failures, and asks about those of others; see ``watch``."""
+
+    def report(self, error: BaseException) -> None:
+        """This rank failed: the others are to know."""
+
+    def settle(self) -> None:
+        """Raises if another rank failed during the call that ends now."""
+
+    def lost(self, error: CommError) -> Exception:
+        """What to raise instead of ``error``: the rank that is gone and its reason, as far as anybody knows."""
+
+
+class RingProgram:
+    """The plan ``plan`` for sequences of which rank i holds ``parts[i]``, at one batch size."""
+
+    def __init__(
+        self, plan: Plan, scale: float, comm: Comm, parts: tuple[Share, ...], batch: int, watch: Watch
+    ) -> None:
+        tunables, workload = plan.tunables, plan.workload
+        self.plan, self.checkpoint = plan, tunables.checkpoint
+        self.dtype = TORCH_DTYPES[tunables.dtype]
+        self._watch, self._comm = watch, comm
+        degree = ulysses_degree(tunables, comm.size)
+        ring_place, place = divmod(comm.rank, degree)
+        members = tuple(range(ring_place * degree, (ring_place + 1) * degree))
+        groups = max(1, tunables.head_groups) if degree > 1 else 1
+        self._exchange = HeadExchange(comm, members, place, parts[members[0] : members[-1] + 1], groups)
+        self._spreads = degree > 1
+        kernels = tuple(_kernels(plan, branch, scale) for branch in tunables.branches)
+        rank_of = tuple(range(place, comm.size, degree))
+        own_heads = workload.kv_heads // degree // groups
+        input_dtype = TORCH_DTYPES[workload.dtype]
+        self._wire = input_dtype if input_dtype.itemsize <= self.dtype.itemsize else self.dtype
+        self._rings = []
+        for group in range(groups):
+            heads = HeadRange((place * groups + group) * own_heads, own_heads, workload.kv_heads)
+            geometry = ring_geometry(
+                workload.pattern,
+                workload.causal,
+                grouped(parts, degree),
+                ring_place,
+                batch,
+                heads,
+                "all-gather" if tunables.schedule == "all-gather" else "ring",
+                max(1, tunables.head_groups) if tunables.schedule == "all-gather" else 1,
+            )
+            setting = RingSetting(
+                comm=comm,
+                rank_of=rank_of,
+                kernels=kernels,
+                local=_local_program(plan, geometry.local, scale),
+                dtype=self.dtype,
+                wire=self._wire,
+                grad_wire=self.dtype if tunables.grad_wire == "compute" else self._wire,
+                whole=len(kernels) == 1 and all(call.rate == 1 for lane in geometry.lanes for call in lane.calls),
+                report=watch.report,
+            )
+            self._rings.append(Ring(setting, geometry))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, kept: Kept | None = None) -> tuple[Tensor, Tensor]:
+        """out (B, S, H, D) in the input dtype and lse (B, H, S) of this rank's rows.
+
+        ``kept``, if given, receives what Ulysses brought here, so that the backward need not bring it again.
+        """
+        forward = self._spread_forward if self._spreads else self._ring_forward
+        out, lse = self._watched(lambda: forward(q, k, v, kept))
+        return out.to(q.dtype), lse
+
+    def gradients(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        kept: Sequence[Tensor] = (),
+        wanted: Wanted = ALL,
+    ) -> Grads:
+        """dq, dk, dv of this rank's rows in the input dtype, None where not wanted.
+
+        All three are computed and travel whatever is wanted: what one rank has frozen another may have not.
+        """
+        dout, out, lse = dout.contiguous(), out.contiguous(), lse.contiguous()
+        if self._spreads:
+            dq, dk, dv = self._watched(lambda: self._spread_backward(dout, q, k, v, out, lse, kept))
+        else:
+            dq, dk, dv = self._watched(lambda: self._rings[0].backward(dout, q, k, v, out, lse))
+        return (
+            dq.to(q.dtype) if wanted[0] else None,
+            dk.to(q.dtype) if wanted[1] else None,
+            dv.to(q.dtype) if wanted[2] else None,
+        )
+
+    def _watched(self, call: Callable[[], Result]) -> Result:
+        """The call, with what goes wrong here told to the others, and what went wrong there raised here."""
+        try:
+            result = call()
+        except CommError as error:
+            raise self._watch.lost(error) from error
+        except Exception as error:
+            self._watch.report(error)
+            raise
+        self._watch.settle()
+        return result
+
+    def _ring_forward(self, q: Tensor, k: Tensor, v: Tensor, kept: Kept | None) -> tuple[Tensor, Tensor]:
+        return self._rings[0].forward(q, k, v)
+
+    # -- all-to-all over heads --
+
+    def _spread_forward(self, q: Tensor, k: Tensor, v: Tensor, kept: Kept | None) -> tuple[Tensor, Tensor]:
+        exchange, safe = self._exchange, Failsafe(self._watch.report)
+        batch, length, heads, _ = q.shape
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty((batch, length, heads, 1), dtype=accumulator_dtype(self.dtype), device=q.device)
+        arriving = exchange.spread((q, k, v), 0, self._wire)
+        returning: list[Pending] = []
+        for group, ring in enumerate(self._rings):
+            pending, inputs = arriving
+            if group + 1 < len(self._rings):
+                arriving = exchange.spread((q, k, v), group + 1, self._wire)
+            pending.wait()
+            result = safe.attempt(ring.forward, *inputs)
+            if result is None:  # what is sent now will not be used
+                rows = inputs[0]
+                result = torch.empty_like(rows), lse.new_empty(rows.shape[0], rows.shape[2], rows.shape[1])
+            out_here, lse_here = result[0].to(self._wire), result[1]
+            if kept is not None:
+                kept += [*inputs, out_here, lse_here]
+            lse_rows = lse_here.transpose(1, 2).unsqueeze(3).contiguous()
+            returning.append(exchange.collect((out_here.contiguous(), lse_rows), (out, lse), group))
+        for pending in returning:
+            pending.wait()
+        safe.close()
+        return out, lse.squeeze(3).transpose(1, 2).contiguous()
+
+    def _spread_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Sequence[Tensor]
+    ) -> Triple:
+        exchange, safe = self._exchange, Failsafe(self._watch.report)
+        targets = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
+        lse_rows = lse.transpose(1, 2).unsqueeze(3)
+
+        def spread(group: int) -> tuple[list[Pending], list[Tensor]]:
+            if kept:
+                pending, (dout_here,) = exchange.spread((dout,), group, self._wire)
+                return [pending], [dout_here, *kept[5 * group : 5 * group + 5]]
+            pending, (dout_here, *inputs, out_here) = exchange.spread((dout, q, k, v, out), group, self._wire)
+            pending_lse, (lse_here,) = exchange.spread((lse_rows,), group, lse.dtype)
+            return [pending, pending_lse], [dout_here, *inputs, out_here, lse_here]
+
+        arriving = spread(0)
+        returning: list[Pending] = []
+        for group, ring in enumerate(self._rings):
+            pendings, (dout_here, q_here, k_here, v_here, out_here, lse_here) = arriving
+            if group + 1 < len(self._rings):
+                arriving = spread(group + 1)
+            for pending in pendings:
+                pending.wait()
+            if not kept:
+                lse_here = lse_here.squeeze(3).transpose(1, 2)
+            grads = safe.attempt(
+                ring.backward,
+                dout_here.contiguous(), q_here, k_here, v_here, out_here.contiguous(), lse_here.contiguous(),
+            )  # fmt: skip
+            if grads is None:  # what is sent now will not be used
+                grads = torch.empty_like(q_here), torch.empty_like(k_here), torch.empty_like(v_here)
+            results = [grad.to(self._wire).contiguous() for grad in grads]
+            returning.append(exchange.collect(results, targets, group))
+        for pending in returning:
+            pending.wait()
+        safe.close()
+        return targets[0], targets[1], targets[2]
+
+
+def _kernels(plan: Plan, branch: BranchTunables, scale: float) -> BranchKernels:
+    def load(name: str, causal: bool) -> BoundKernel:
+        deterministic, params = plan.conditions.deterministic, plan.tunables.params_of(name)
+        return KERNELS[name].load(KernelConfig(causal, scale, deterministic, params))
+
+    causal = plan.workload.causal
+    backward = [load(branch.backward, causal), load(branch.backward, False)] if branch.backward else None
+    return BranchKernels(
+        diagonal_forward=load(branch.forward, causal).forward,
+        full_forward=load(branch.forward, False).forward,
+        diagonal_backward=backward[0].backward if backward else None,
+        full_backward=backward[1].backward if backward else None,
+    )
+
+
+def _local_program(plan: Plan, local: tuple[int, ...], scale: float) -> Program | None:
+    """The branches that stay on single ranks, as a program of their own on the rows of one."""
+    if not local:
+        return None
+    pattern, tunables = plan.workload.pattern, plan.tunables
+    some_pattern = replace(pattern, branches=tuple(pattern.branches[n] for n in local))
+    names = {name for n in local for name in (tunables.branches[n].forward, tunables.branches[n].backward)}
+    some = replace(
+        tunables,
+        branches=tuple(tunables.branches[n] for n in local),
+        params=tuple(p for p in tunables.params if p[0].rpartition(".")[0] in names | {"merge", "gather", "sum"}),
+    )
+    return Program(replace(plan, workload=replace(plan.workload, pattern=some_pattern), tunables=some), scale)

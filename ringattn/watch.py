@@ -1,0 +1,349 @@
+"""Who failed, and why: what the ranks of a group tell each other beside their messages.
+
+Everything goes through the store that the group was made with, so it works while a collective hangs:
+
+- a *ledger* of failures: a rank that raises writes its reason there, and the others raise it as theirs;
+- a *beat* of every rank, written each second by a thread, with the call it is in: who is gone stops beating;
+- *lockstep*: before a call that differs from the last one, ranks wait for each other and compare, because messages
+  of unequal sizes would hang or worse.
+
+A thread of every rank also listens to the next one's beat, so that a lost rank is named even where the main thread
+is stuck in a GPU call.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from .errors import InputError, RingAttentionError
+
+logger = logging.getLogger("ringattn")
+
+BEAT_S = 1.0
+# After an error of the network: a rank that beats no more for so long is gone.
+_SILENT_AFTER_ERROR_S = 3.5
+_LEFT = "left"
+
+Store = Any  # torch.distributed.Store has no type stubs
+
+
+class PeerError(RingAttentionError):
+    """Another rank failed or is gone: which one, and its reason."""
+
+
+class Failure(NamedTuple):
+    """An entry of the ledger: ``rank`` failed, as ``told_by`` says."""
+
+    rank: int
+    told_by: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} {self.reason}"
+
+
+class Watch:
+    """The view of one rank on the others of a group. ``timeout_s`` is the group's own."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self.rank, self.size = group, group.rank(), group.size()
+        self._global = [dist.get_global_rank(group, rank) for rank in range(self.size)]
+        self._store: Store = dist.PrefixStore(  # type: ignore[attr-defined]
+            "ringattn", group.get_group_store()
+        )
+        self.timeout_s = _timeout_s(group, device, self._store)
+        self._synchronous = device.type == "cpu"
+        self._seen = self._count()
+        self._reported: weakref.WeakSet[BaseException] = weakref.WeakSet()
+        self._broken: Failure | None = None
+        self._heard: Failure | None = None
+        self._calls: dict[int, tuple[int, str]] = {}  # by module: calls begun, and what the last one looked like
+        self._modules = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="ringattn-watch", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    # -- failures --
+
+    def report(self, error: BaseException) -> None:
+        """Tells the others that this rank failed; once for each error."""
+        if error in self._reported or isinstance(error, PeerError):
+            return
+        self._reported.add(error)
+        text = str(error).strip().splitlines()
+        reason = f"failed: {type(error).__name__}: {text[0] if text else 'no message'}"
+        self._write(self._store, Failure(self._global[self.rank], self.rank, reason))
+
+    def settle(self) -> None:
+        """Raises PeerError if another rank failed since the last time.
+
+        On CPUs the ledger is read; on GPUs, where calls return before they have run, what the thread last heard.
+        """
+        if not self._synchronous and self._heard is None:
+            return
+        failure = self._new_failure(self._store)
+        if failure is not None:
+            raise PeerError(str(failure))
+
+    def lost(self, error: BaseException) -> PeerError:
+        """The error to raise instead of one of the network: who is gone, or who failed, as far as anybody knows."""
+        failure = self._diagnose()
+        if failure is None:
+            calls = ", ".join(f"rank {self._global[rank]} {status}" for rank, status in self._statuses().items())
+            return self._break(Failure(self._global[self.rank], self.rank, f"met: {error}; no rank failed ({calls})"))
+        return self._break(failure)
+
+    def _break(self, failure: Failure) -> PeerError:
+        """The group is of no use any more: messages were lost."""
+        self._broken = failure
+        return PeerError(f"{failure}; the process group is aborted, start it anew")
+
+    def _diagnose(self) -> Failure | None:
+        try:
+            first = self._beats()
+            begin = time.monotonic()
+            while time.monotonic() - begin < _SILENT_AFTER_ERROR_S:
+                failure = self._new_failure(self._store)
+                if failure is not None:
+                    return failure
+                time.sleep(0.05)
+            beats = self._beats()
+        except RuntimeError as error:  # torch raises DistError and its kin, all RuntimeErrors, for a store that is gone
+            return Failure(
+                0, self.rank, f"or the launcher that holds the rendezvous store is gone ({_first_line(error)})"
+            )
+        silent = [rank for rank in beats if rank != self.rank and beats[rank] in (first[rank], _LEFT)]
+        if not silent:
+            return None
+        failure = Failure(self._global[silent[0]], self.rank, _gone(beats[silent[0]]))
+        self._write(self._store, failure)
+        return failure
+
+    def _new_failure(self, store: Store) -> Failure | None:
+        """The first failure of another rank in the ledger that was not raised here yet."""
+        count = store.add("failures", 0)
+        found = None
+        while self._seen < count:
+            failure = Failure(*json.loads(store.get(f"failure/{self._seen}")))
+            self._seen += 1
+            if found is None and failure.told_by != self.rank and failure.rank != self._global[self.rank]:
+                found = failure
+        if count == self._seen:
+            self._heard = None
+        return found
+
+    def _count(self) -> int:
+        return int(self._store.add("failures", 0))
+
+    def _write(self, store: Store, failure: Failure) -> None:
+        try:
+            number = store.add("failures", 1) - 1
+            store.set(f"failure/{number}", json.dumps(failure))
+        except RuntimeError as error:
+            logger.error("could not tell the other ranks that %s: %s", failure, _first_line(error))
+
+    # -- lockstep --
+
+    def new_module(self) -> int:
+        """A number for a module; modules are built in the same order on every rank."""
+        self._modules += 1
+        return self._modules
+
+    def begin(self, module: int, call: int, looks: str) -> None:
+        """This rank begins call number ``call`` of a module."""
+        if self._broken is not None:
+            raise PeerError(f"{self._broken}; the process group is aborted, start it anew")
+        self._calls[module] = (call, looks)
+
+    def lockstep(self, module: int, call: int, looks: str) -> None:
+        """Waits until every rank begins this call, and compares what it looks like to each.
+
+        Raises InputError on every rank where they differ, PeerError where a rank fails or does not come.
+        """
+        self._store.set(self._call_key(module, call, self.rank), looks)
+        self.meet(
+            [self._call_key(module, call, rank) for rank in range(self.size)],
+            "did not make this call",
+            lambda rank: self._other_call(module, call, looks, rank),
+        )
+        told = [value.decode() for value in self._store.multi_get(self._call_keys(module, call))]
+        different = [rank for rank in range(self.size) if told[rank] != told[0]]
+        if different:
+            rank = different[0]
+            raise InputError(
+                f"ranks call with different inputs: rank {self._global[0]} {told[0]}, rank {self._global[rank]} "
+                f"{told[rank]}; give every rank its share of one sequence, or total_length where they differ"
+            )
+
+    def meet(self, keys: Sequence[str], absence: str, probe: Callable[[int], str] = lambda rank: "") -> None:
+        """Waits for the keys of all ranks in the store.
+
+        ``probe`` may say, of a rank that did not come, why it never will.
+        """
+        deadline = time.monotonic() + self.timeout_s
+        pause_s, look_s = 0.0005, time.monotonic() + BEAT_S
+        while not self._store.check(list(keys)):
+            now = time.monotonic()
+            if now > look_s:
+                look_s = now + BEAT_S
+                failure = self._new_failure(self._store)
+                if failure is not None:
+                    raise PeerError(str(failure))
+                missing = [rank for rank in range(self.size) if not self._store.check([keys[rank]])]
+                for rank in missing:
+                    reason = probe(rank)
+                    if reason:
+                        error = InputError(reason)
+                        self.report(error)
+                        raise error
+                if missing and now > deadline:
+                    raise self._absent(missing, absence)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.02)
+
+    def _absent(self, missing: list[int], absence: str) -> PeerError:
+        names = ", ".join(f"rank {self._global[rank]}" for rank in missing)
+        error = PeerError(f"{names} {absence} within the group's timeout of {self.timeout_s:g} s")
+        self._write(self._store, Failure(self._global[missing[0]], self.rank, f"{absence} in time"))
+        return error
+
+    def _other_call(self, module: int, call: int, looks: str, rank: int) -> str:
+        """Where ``rank`` is in this very call with the inputs of its last one, so that it waits for no one."""
+        began, there = self._status(rank).get(module, (0, ""))
+        if began < call or there == looks:
+            return ""
+        return (
+            f"ranks call with different inputs: rank {self._global[self.rank]} {looks}, rank {self._global[rank]} "
+            f"{there}; give every rank its share of one sequence, or total_length where they differ"
+        )
+
+    def forget(self, module: int, call: int) -> None:
+        """Removes what ``lockstep`` left in the store, once every rank is past it."""
+        self._store.delete_key(self._call_key(module, call, self.rank))
+
+    def _call_key(self, module: int, call: int, rank: int) -> str:
+        return f"call/{module}/{call}/{rank}"
+
+    def _call_keys(self, module: int, call: int) -> list[str]:
+        return [self._call_key(module, call, rank) for rank in range(self.size)]
+
+    # -- beats --
+
+    def close(self) -> None:
+        """This rank leaves on purpose."""
+        self._stop.set()
+        self._thread.join(2 * BEAT_S)
+
+    def _beats(self) -> dict[int, str]:
+        keys = [f"beat/{rank}" for rank in range(self.size)]
+        present = [rank for rank in range(self.size) if self._store.check([keys[rank]])]
+        values = self._store.multi_get([keys[rank] for rank in present]) if present else []
+        return {rank: value.decode() for rank, value in zip(present, values, strict=True)}
+
+    def _status(self, rank: int) -> dict[int, tuple[int, str]]:
+        if not self._store.check([f"beat/{rank}"]):
+            return {}
+        beat = self._store.get(f"beat/{rank}").decode()
+        if beat == _LEFT:
+            return {}
+        return {int(module): (call, looks) for module, (call, looks) in json.loads(beat)["calls"].items()}
+
+    def _statuses(self) -> dict[int, str]:
+        try:
+            calls = {rank: sum(call for call, _ in self._status(rank).values()) for rank in range(self.size)}
+        except RuntimeError:  # the store is gone; the error that led here says enough
+            return {}
+        return {rank: f"in call {call}" for rank, call in calls.items()}
+
+    def _beat(self) -> None:
+        """The thread: beats, listens to the next rank and to the ledger."""
+        try:
+            store = self._store.clone()
+            listen = _Listener(self, store)
+            number = 0
+            while not self._stop.wait(BEAT_S if number else 0):
+                number += 1
+                calls = {str(module): call for module, call in list(self._calls.items())}
+                store.set(f"beat/{self.rank}", json.dumps({"beat": number, "pid": os.getpid(), "calls": calls}))
+                if number > 1:
+                    listen()
+            store.set(f"beat/{self.rank}", _LEFT)
+        except RuntimeError as error:
+            if not self._stop.is_set():
+                logger.debug("the store of the process group is gone: %s", _first_line(error))
+
+
+class _Listener:
+    """Notes new failures for the main thread and says them, in case that one is stuck; watches the next rank."""
+
+    def __init__(self, watch: Watch, store: Store) -> None:
+        self._watch, self._store = watch, store
+        self._next = (watch.rank + 1) % watch.size
+        self._silence_s = min(watch.timeout_s / 2, 60.0)
+        self._last: tuple[str, float] = ("", time.monotonic())
+        self._told = watch._seen
+        self._lost = False
+
+    def __call__(self) -> None:
+        watch = self._watch
+        count = int(self._store.add("failures", 0))
+        while self._told < count:
+            failure = Failure(*json.loads(self._store.get(f"failure/{self._told}")))
+            self._told += 1
+            if failure.told_by != watch.rank:
+                watch._heard = failure
+                logger.error("%s", failure)
+        self._follow_next()
+
+    def _follow_next(self) -> None:
+        key, now = f"beat/{self._next}", time.monotonic()
+        beat = self._store.get(key).decode() if self._store.check([key]) else ""
+        if beat != self._last[0]:
+            self._last = (beat, now)
+        elif not self._lost and beat not in ("", _LEFT) and now - self._last[1] > self._silence_s:
+            self._lost = True
+            failure = Failure(self._watch._global[self._next], self._watch.rank, _gone(beat))
+            self._watch._write(self._store, failure)
+            self._watch._heard = failure
+            logger.error("%s", failure)
+
+
+def _gone(beat: str) -> str:
+    if beat == _LEFT:
+        return "has left: its process ended"
+    return "stopped responding: it was killed, or its host is gone"
+
+
+def _timeout_s(group: dist.ProcessGroup, device: torch.device, store: Store) -> float:
+    """The group's timeout; that of its store where the backend does not say."""
+    options: Any = getattr(group._get_backend(device), "options", None)
+    timeout: timedelta = getattr(options, "_timeout", None) or store.timeout
+    return timeout.total_seconds()
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+_watches: weakref.WeakKeyDictionary[dist.ProcessGroup, Watch] = weakref.WeakKeyDictionary()
+
+
+def watch_of(group: dist.ProcessGroup, device: torch.device) -> Watch:
+    """The watch of a group: one for all modules on it."""
+    watch = _watches.get(group)
+    if watch is None:
+        watch = _watches[group] = Watch(group, device)
+    return watch

@@ -11,9 +11,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,17 @@ from torch import Tensor, nn
 from . import compiled
 from .checkpoint import MODES
 from .errors import InputError, PlanError, RingAttentionError
+from .layout import Share, Span, positions, resolve_layout, shard
 from .plan import Conditions, Plan
 from .profile import Profile
 from .program import DTYPE_NAMES, Program
-from .setup import Setup, check_module, say_once, set_up, wishes_of
+from .setup import Setup, check_module, device_of, group_size, say_once, set_up, wishes_of
 from .table import ModuleShape, PlanTable, build_table
 from .workload import HeadOffset, Pattern
+
+if TYPE_CHECKING:
+    from .ring_context import RingContext
+    from .ring_program import RingProgram
 
 logger = logging.getLogger("ringattn")
 
@@ -43,7 +48,7 @@ class _Attend(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, program: Program) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, program: Program | RingProgram) -> tuple[Tensor, Tensor]:
         out, lse, saved = MODES[program.checkpoint].forward(program, q, k, v)
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)  # a grad of lse never exists: no zeros are made for it at each call
@@ -94,7 +99,12 @@ class RingAttention(nn.Module):
         checkpoint: ``"none"``, ``"selective"``, ``"full"`` or ``"offload"``; None as the profile says.
         max_seq_len: longer sequences raise InputError; None is no limit.
         device: where it will run; None is the current CUDA device, else the CPU. Tensors elsewhere raise.
-        process_group: None, or a group of one rank: this rank holds the whole sequence.
+        process_group: None: this rank holds the whole sequence, also where torch.distributed is initialised. A
+            ProcessGroup or one-dimensional DeviceMesh: its ranks hold it together, S being what is local. Every rank
+            builds the module, in the same order among modules of the group.
+        layout: which positions a rank holds: ``"contiguous"``, ``"zigzag"`` (chunks i and 2 * world - 1 - i, balanced
+            under a causal mask), or ``"auto"``: zigzag for causal dense attention, else contiguous. See ``shard``,
+            ``unshard`` and ``positions``.
 
     Raises:
         InputError: an argument that makes no sense. ProfileError: a profile that cannot be read. PlanError: nothing
@@ -119,35 +129,58 @@ class RingAttention(nn.Module):
         max_seq_len: int | None = None,
         device: torch.device | str | int | None = None,
         process_group: Any = None,
+        layout: str = "auto",
     ) -> None:
         super().__init__()
         check_module(num_heads, head_dim, num_kv_heads, causal, scale, dropout, max_seq_len, process_group)
         pattern = Pattern.of(segment_lengths, dilation_rates, head_offset)
-        shape = ModuleShape(num_heads, num_kv_heads or num_heads, head_dim, causal, pattern, max_seq_len)
-        self._setup: Setup = set_up(profile, device, shape)
-        self.plan: PlanTable = build_table(
-            shape,
-            self._setup.entries,
-            self._setup.policy,
-            self._setup.facts,
-            conditions=Conditions(deterministic=torch.are_deterministic_algorithms_enabled()),
-            wishes=wishes_of(backend, dtype, checkpoint),
-            auto_dtype=dtype == "auto",
-            strict=self._setup.named,
-        )
-        self.shape = shape
+        world = group_size(process_group)
+        self.layout = resolve_layout(layout, pattern, causal)
+        shape = ModuleShape(num_heads, num_kv_heads or num_heads, head_dim, causal, pattern, max_seq_len, world)
         self.scale = 1.0 / math.sqrt(head_dim) if scale is None else float(scale)
+
+        def resolve() -> tuple[Setup, PlanTable]:
+            setup = set_up(profile, device, shape)
+            deterministic = torch.are_deterministic_algorithms_enabled()
+            table = build_table(
+                shape,
+                setup.entries,
+                setup.policy,
+                setup.facts,
+                conditions=Conditions(deterministic, self.layout if world > 1 else ""),
+                wishes=wishes_of(backend, dtype, checkpoint),
+                auto_dtype=dtype == "auto",
+                strict=setup.named,
+            )
+            return setup, table
+
+        self._setup: Setup
+        self.plan: PlanTable
+        self._ring: RingContext | None = None
+        if world == 1:
+            self._setup, self.plan = resolve()
+        else:
+            from .ring_context import RingContext  # torch.distributed: only where it is used
+
+            self._ring = RingContext(process_group, self.layout, device_of(device))
+            self._setup, self.plan = self._ring.plan_together(resolve, shape, self.scale)
+        self.shape = shape
         self.dropout = float(dropout)
         self.device = self._setup.device
         self._device_type = self.device.type
         self._runners: dict[Any, Runner] = {}
-        self._traced: dict[Any, Program] = {}
-        self._programs: dict[Any, Program] = {}
+        self._traced: dict[Any, Program | RingProgram] = {}
+        self._programs: dict[Any, Program | RingProgram] = {}
         self._handle = compiled.register(self)
         self._setup.announce()
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, return_lse: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, return_lse: bool = False, total_length: int | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention over q (B, S, H, D) with k and v (B, S, Hkv, D), any strides.
+
+        Over several ranks S is what this rank holds, equal on all of them; where they differ, ``total_length`` is the
+        length of the whole sequence, of which each rank holds what ``positions`` says.
 
         Returns out (B, S, H, D) in q's dtype; with ``return_lse`` also lse (B, H, S), natural log, float32 (float64
         for float64), -inf where nothing is selected, not differentiable.
@@ -162,12 +195,31 @@ class RingAttention(nn.Module):
         if torch.compiler.is_compiling():
             out, lse = self._trace(q, k, v, train, autocast)
         else:
+            if self._ring is not None:
+                self._enter_ring(self._ring, q, k, v, train, total_length)
+            elif total_length is not None and total_length != q.shape[1]:
+                raise InputError(f"total_length is {total_length} and one rank holds all {q.shape[1]} positions")
             key = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, train)
-            run = self._runners.get((key, q.device, k.device, v.device, autocast))
+            run = self._runners.get((key, q.device, k.device, v.device, total_length, autocast))
             if run is None:
-                run = self._new_runner(q, k, v, train, (key, q.device, k.device, v.device, autocast))
+                run = self._new_runner(q, k, v, train, (key, q.device, k.device, v.device, total_length, autocast))
             out, lse = run(q, k, v)
         return (out, lse) if return_lse else out
+
+    def positions(self, total_length: int) -> Tensor:
+        """Positions (S,) int64 of this rank's rows in a sequence of ``total_length``, for rotary offsets and labels."""
+        return positions(self._share(total_length), self.device)
+
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """This rank's rows of ``x``, which is the whole sequence along ``dim``."""
+        return shard(x, self._share(x.shape[dim]), dim)
+
+    def unshard(self, x: Tensor, total_length: int | None = None, dim: int = 1) -> Tensor:
+        """The whole sequence from every rank's rows; all ranks call it. Not differentiable."""
+        return x if self._ring is None else self._ring.unshard(x, total_length, dim)
+
+    def _share(self, total_length: int) -> Share:
+        return (Span(0, total_length),) if self._ring is None else self._ring.share(total_length)
 
     def plan_for(self, seq_len: int, dtype: torch.dtype | str, train: bool, batch: int = 1) -> Plan:
         """The plan that a call with ``seq_len`` positions of this input dtype obeys; PlanError where it is refused."""
@@ -229,19 +281,32 @@ class RingAttention(nn.Module):
         kv = f", kv_heads={s.kv_heads}" if s.kv_heads != s.heads else ""
         return f"heads={s.heads}{kv}, head_dim={s.head_dim}, {s.pattern}, causal={s.causal}, device={self.device}"
 
-    def program_for(self, q: Tensor, k: Tensor, v: Tensor, train: bool) -> Program:
+    def program_for(
+        self, q: Tensor, k: Tensor, v: Tensor, train: bool, total_length: int | None = None
+    ) -> Program | RingProgram:
         """The program that serves these tensors, after every check of them."""
         batch, length = self._check(q, k, v)
-        row = self.plan.plan_at(length, DTYPE_NAMES[q.dtype], train, batch)
+        if self._ring is None:
+            row = self.plan.plan_at(length, DTYPE_NAMES[q.dtype], train, batch)
+        else:
+            length = self._ring.planned_length(length, total_length)
+            row = self.plan.plan_at(length, DTYPE_NAMES[q.dtype], train, batch, total_length or 0)
         plan = row.runnable()
         if note := self.plan.fallback_note(row):
             say_once(logging.WARNING, note)
-        key = (plan.tunables, plan.workload.mode)
-        if key not in self._programs:
-            self._programs[key] = Program(plan, self.scale)
-        return self._programs[key]
+        key: Hashable = (plan.tunables, plan.workload.mode)
+        if self._ring is not None and plan.tunables.schedule != "local":
+            key = plan.workload, plan.tunables  # a program over several ranks is made for one shape
+        program = self._programs.get(key)
+        if program is None:
+            if self._ring is None or plan.tunables.schedule == "local":
+                program = Program(plan, self.scale)
+            else:
+                program = self._ring.program(plan, self.scale)
+            self._programs[key] = program
+        return program
 
-    def traced_program(self, q: Tensor, k: Tensor, v: Tensor, train: bool) -> Program:
+    def traced_program(self, q: Tensor, k: Tensor, v: Tensor, train: bool) -> Program | RingProgram:
         """``program_for``, remembered: what the operators of a compiled graph run."""
         key = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, train)
         program = self._traced.get(key)
@@ -255,6 +320,10 @@ class RingAttention(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, train: bool, autocast: torch.dtype | None
     ) -> tuple[Tensor, Tensor]:
         """The call as torch.compile sees it: one operator, conversions around it."""
+        if self._ring is not None:
+            raise InputError(
+                "a sequence over several ranks is not supported under torch.compile; leave this call eager"
+            )
         wished = self.plan.wishes.checkpoint
         if train and wished not in (None, "selective"):
             raise InputError(
@@ -273,18 +342,19 @@ class RingAttention(nn.Module):
 
     def _new_runner(self, q: Tensor, k: Tensor, v: Tensor, train: bool, key: Any) -> Runner:
         """What a call with tensors like these runs, remembered under ``key``."""
-        autocast = key[-1]
+        total_length, autocast = key[-2:]
         if autocast is None:
-            run = self._plain_runner(q, k, v, train)
+            run = self._plain_runner(q, k, v, train, total_length)
         else:
-            run = self._autocast_runner(q, k, v, train, autocast if self._narrows(q, autocast) else None)
+            narrow = autocast if self._narrows(q, autocast) else None
+            run = self._autocast_runner(q, k, v, train, total_length, narrow)
         if len(self._runners) >= _MOST_SHAPES:
             self._runners.clear()
         self._runners[key] = run
         return run
 
-    def _plain_runner(self, q: Tensor, k: Tensor, v: Tensor, train: bool) -> Runner:
-        program = self.program_for(q, k, v, train)
+    def _plain_runner(self, q: Tensor, k: Tensor, v: Tensor, train: bool, total_length: int | None) -> Runner:
+        program = self.program_for(q, k, v, train, total_length)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
             return _Attend.apply(q, k, v, program) if train else program.attend(q, k, v)  # type: ignore[no-untyped-call]
@@ -293,15 +363,17 @@ class RingAttention(nn.Module):
             return attend
         return lambda q, k, v: attend(*compiled.rows_of(q, k, v))
 
-    def _autocast_runner(self, q: Tensor, k: Tensor, v: Tensor, train: bool, dtype: torch.dtype | None) -> Runner:
+    def _autocast_runner(
+        self, q: Tensor, k: Tensor, v: Tensor, train: bool, total_length: int | None, dtype: torch.dtype | None
+    ) -> Runner:
         """Inputs in autocast's dtype (None: in their own), autocast off inside so that no step of ours is narrowed."""
         device = self._device_type
         if dtype is None:
-            attend = self._plain_runner(q, k, v, train)
+            attend = self._plain_runner(q, k, v, train, total_length)
         else:
             for name, x in (("q", q), ("k", k), ("v", v)):
                 _check_dtype(name, x)
-            attend = self._plain_runner(q.to(dtype), k.to(dtype), v.to(dtype), train)
+            attend = self._plain_runner(q.to(dtype), k.to(dtype), v.to(dtype), train, total_length)
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
             with torch.autocast(device, enabled=False):
@@ -311,6 +383,17 @@ class RingAttention(nn.Module):
             return out.to(q.dtype), lse
 
         return run
+
+    def _enter_ring(
+        self, ring: RingContext, q: Tensor, k: Tensor, v: Tensor, train: bool, total_length: int | None
+    ) -> None:
+        """Keeps this call in step with the other ranks; what is wrong with it here is told to them."""
+        try:
+            self._check(q, k, v)
+            ring.enter(q, train, total_length)
+        except Exception as error:
+            ring.watch.report(error)
+            raise
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
         """(B, S) of well-formed inputs; InputError names what does not fit."""

@@ -13,13 +13,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from .errors import RingAttentionError
 from .program import Grads, Kept, Program, Wanted
+
+if TYPE_CHECKING:
+    from .ring_program import RingProgram
+
+AnyProgram: TypeAlias = "Program | RingProgram"
 
 
 class Saved(NamedTuple):
@@ -32,40 +37,40 @@ class Saved(NamedTuple):
 class Mode(NamedTuple):
     """``forward`` gives out, lse and what to save; ``backward`` takes dout, what was saved, which gradients to give."""
 
-    forward: Callable[[Program, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Saved]]
-    backward: Callable[[Program, Tensor, Sequence[Tensor], HostCopies | None, Wanted], Grads]
+    forward: Callable[[AnyProgram, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Saved]]
+    backward: Callable[[AnyProgram, Tensor, Sequence[Tensor], HostCopies | None, Wanted], Grads]
 
 
-def _keep_all(program: Program, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Saved]:
+def _keep_all(program: AnyProgram, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Saved]:
     kept: Kept = []
     out, lse = program.attend(q, k, v, kept)
     return out, lse, Saved((q, k, v, out, lse, *kept))
 
 
-def _keep_selected(program: Program, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Saved]:
+def _keep_selected(program: AnyProgram, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Saved]:
     out, lse = program.attend(q, k, v)
     return out, lse, Saved((q, k, v, out, lse))
 
 
-def _keep_inputs(program: Program, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Saved]:
+def _keep_inputs(program: AnyProgram, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Saved]:
     out, lse = program.attend(q, k, v)
     return out, lse, Saved((q, k, v))
 
 
-def _keep_on_host(program: Program, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Saved]:
+def _keep_on_host(program: AnyProgram, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Saved]:
     out, lse = program.attend(q, k, v)
     return out, lse, Saved((), HostCopies.of((q, k, v, out, lse)))
 
 
 def _from_saved(
-    program: Program, dout: Tensor, saved: Sequence[Tensor], elsewhere: HostCopies | None, wanted: Wanted
+    program: AnyProgram, dout: Tensor, saved: Sequence[Tensor], elsewhere: HostCopies | None, wanted: Wanted
 ) -> Grads:
     q, k, v, out, lse, *kept = saved
     return program.gradients(dout, q, k, v, out, lse, kept, wanted)
 
 
 def _from_rerun(
-    program: Program, dout: Tensor, saved: Sequence[Tensor], elsewhere: HostCopies | None, wanted: Wanted
+    program: AnyProgram, dout: Tensor, saved: Sequence[Tensor], elsewhere: HostCopies | None, wanted: Wanted
 ) -> Grads:
     q, k, v = saved
     out, lse = program.attend(q, k, v)
@@ -73,7 +78,7 @@ def _from_rerun(
 
 
 def _from_host(
-    program: Program, dout: Tensor, saved: Sequence[Tensor], elsewhere: HostCopies | None, wanted: Wanted
+    program: AnyProgram, dout: Tensor, saved: Sequence[Tensor], elsewhere: HostCopies | None, wanted: Wanted
 ) -> Grads:
     assert elsewhere is not None
     q, k, v, out, lse = elsewhere.fetch()

@@ -15,6 +15,7 @@ from .hardware import HardwareFacts
 from .kernels import KERNELS
 from .pattern import nests
 from .profile import Policy
+from .ring_plan import blocks_of, one_rank_reasons, ring_heuristic, ring_reasons
 from .workload import BranchTunables, ParamValue, Tunables, Workload
 
 Direction = Literal["forward", "backward"]
@@ -22,9 +23,13 @@ Direction = Literal["forward", "backward"]
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What holds for all plans of a module: a deterministic torch refuses kernels whose backward is not."""
+    """What holds for all plans of a module: a deterministic torch refuses kernels whose backward is not.
+
+    ``layout`` is how the user's sequences lie over several ranks, empty where a plan may choose.
+    """
 
     deterministic: bool = False
+    layout: str = ""
 
 
 ORDINARY = Conditions()
@@ -67,8 +72,14 @@ def describe(tunables: Tunables) -> str:
         parts.append(f"pool>={tunables.pool_threshold_mib}MiB/{tunables.pool_strategy}")
     if tunables.compile:
         parts.append("compile")
+    if tunables.layout:
+        parts.append(f"{tunables.schedule}/{tunables.layout}")
+    parts += [f"{name}={getattr(tunables, name)}" for name in _RING_FIELDS if getattr(tunables, name)]
     parts += [f"{name}={value}" for name, value in tunables.params]
     return " ".join(parts)
+
+
+_RING_FIELDS = ("ulysses", "head_groups", "grad_wire")
 
 
 def _describe_branch(branch: BranchTunables) -> str:
@@ -121,6 +132,49 @@ def kernel_need(
     )
 
 
+def kernel_needs(
+    workload: Workload,
+    tunables: Tunables,
+    branch: int,
+    facts: HardwareFacts,
+    *,
+    backward: bool,
+    conditions: Conditions,
+) -> tuple[KernelNeed, ...]:
+    """All that a branch asks of a kernel: one block on one rank, blocks of several kinds where rows travel."""
+    one = kernel_need(
+        workload,
+        branch,
+        tunables.dtype,
+        arch=facts.arch,
+        vendor=facts.vendor,
+        gather=tunables.branches[branch].gather,
+        window_tokens=tunables.window_tokens,
+        backward=backward,
+        conditions=conditions,
+    )
+    if workload.world == 1:
+        return (one,)
+    needs = [
+        replace(
+            one,
+            rows=block.rows,
+            blocks=block.blocks,
+            causal=block.causal,
+            heads=block.heads,
+            kv_heads=block.kv_heads,
+            span_elements=block.blocks * block.rows * block.heads * workload.head_dim,
+        )
+        for block in blocks_of(workload, tunables)
+        if block.branch == branch
+    ]
+    return tuple(needs) or (one,)
+
+
+def _rejections(name: str, needs: tuple[KernelNeed, ...], facts: HardwareFacts) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(why for need in needs for why in kernel_reasons(name, need, facts)))
+
+
 def kernel_reasons(name: str, need: KernelNeed, facts: HardwareFacts) -> tuple[str, ...]:
     if name not in KERNELS:
         return (f"unknown kernel; use one of {', '.join(KERNELS)}",)
@@ -144,27 +198,23 @@ def rejection_reasons(
         *_memory_reasons(workload, tunables, facts),
         *_compile_reasons(workload, tunables, facts),
     ]
+    spread = one_rank_reasons(tunables)
     if workload.world > 1:
-        reasons.append(f"world is {workload.world}, and no schedule for more than one rank exists yet")
+        spread = ring_reasons(workload, tunables, conditions.layout)
+        if spread:  # without a layout and a schedule that fit there are no blocks to ask kernels about
+            return tuple(dict.fromkeys((*reasons, *spread)))
+    reasons += spread
     needs: list[tuple[str, KernelNeed]] = []
     for number, (branch, choice) in enumerate(zip(branches, tunables.branches, strict=True)):
         if choice.gather == "copy" and branch.rate == 1:
             reasons.append(f"branch {number}: rate 1 has nothing to gather; use view")
         for direction, name in _kernels_of(choice, workload.train):
-            need = kernel_need(
-                workload,
-                number,
-                tunables.dtype,
-                arch=facts.arch,
-                vendor=facts.vendor,
-                gather=choice.gather,
-                window_tokens=tunables.window_tokens,
-                backward=direction == "backward",
-                conditions=conditions,
+            asked = kernel_needs(
+                workload, tunables, number, facts, backward=direction == "backward", conditions=conditions
             )
-            reasons += [f"branch {number} {direction} {name}: {why}" for why in kernel_reasons(name, need, facts)]
+            reasons += [f"branch {number} {direction} {name}: {why}" for why in _rejections(name, asked, facts)]
             if name in KERNELS:
-                needs.append((name, need))
+                needs += [(name, need) for need in asked]
         if bool(choice.backward) != workload.train:
             reasons.append(f"branch {number}: a backward kernel is for training alone, this is {workload.mode}")
     reasons += _param_reasons(workload, tunables, needs, facts)
@@ -194,7 +244,8 @@ def _memory_reasons(workload: Workload, tunables: Tunables, facts: HardwareFacts
         reasons.append(f"window_tokens {window} is no shorter than the sequence, {workload.seq_len}")
     if tunables.checkpoint != "selective" and not workload.train:
         reasons.append(f"checkpoint {tunables.checkpoint} matters in training alone")
-    if tunables.checkpoint == "none" and not any(branch.gather == "copy" for branch in tunables.branches):
+    gathers = any(branch.gather == "copy" for branch in tunables.branches)
+    if tunables.checkpoint == "none" and tunables.schedule == "local" and not gathers:
         reasons.append("checkpoint none keeps gathered rows, and no branch gathers; use selective")
     if tunables.checkpoint == "offload" and facts.vendor == "cpu":
         reasons.append("checkpoint offload moves tensors to the host, where a CPU has them already")
@@ -290,40 +341,41 @@ def heuristic_tunables(
 
     Raises PlanError with every candidate and its reasons when none can.
     """
-    dtype = wishes.dtype or policy.dtype_for(workload.dtype)
-    window = _default_window(workload, facts)
+    tunables = Tunables(
+        dtype=wishes.dtype or policy.dtype_for(workload.dtype),
+        branches=tuple(
+            BranchTunables("", gather=policy.gather_for(branch.rate))
+            for branch in workload.pattern.resolved(workload.seq_len)
+        ),
+        window_tokens=_default_window(workload, facts),
+    )
+    if wishes.checkpoint and workload.train:
+        tunables = replace(tunables, checkpoint=wishes.checkpoint)
+    if workload.world > 1:
+        tunables = ring_heuristic(workload, tunables, facts, conditions.layout, keep=wishes.checkpoint is not None)
     branches = []
-    for number, branch in enumerate(workload.pattern.resolved(workload.seq_len)):
-        gather = policy.gather_for(branch.rate)
+    for number, branch in enumerate(tunables.branches):
         chosen: dict[Direction, str] = {"forward": "", "backward": ""}
         directions: tuple[Direction, ...] = ("forward", "backward") if workload.train else ("forward",)
         for direction in directions:
             wish = wishes.forward if direction == "forward" else wishes.backward
-            candidates = (wish,) if wish else policy.kernels_for(direction, dtype)
-            need = kernel_need(
-                workload,
-                number,
-                dtype,
-                arch=facts.arch,
-                vendor=facts.vendor,
-                gather=gather,
-                window_tokens=window,
-                backward=direction == "backward",
-                conditions=conditions,
+            candidates = (wish,) if wish else policy.kernels_for(direction, tunables.dtype)
+            needs = kernel_needs(
+                workload, tunables, number, facts, backward=direction == "backward", conditions=conditions
             )
-            chosen[direction] = _first_that_can(candidates, need, facts, f"{workload}, branch {number} {direction}")
-        branches.append(BranchTunables(chosen["forward"], chosen["backward"], gather))
-    tunables = Tunables(dtype=dtype, branches=tuple(branches), window_tokens=window)
-    if wishes.checkpoint and workload.train:
-        tunables = replace(tunables, checkpoint=wishes.checkpoint)
+            chosen[direction] = _first_that_can(candidates, needs, facts, f"{workload}, branch {number} {direction}")
+        branches.append(replace(branch, **chosen))
+    tunables = replace(tunables, branches=tuple(branches))
     build_plan(workload, tunables, facts, conditions=conditions)
     return tunables
 
 
-def _first_that_can(candidates: tuple[str, ...], need: KernelNeed, facts: HardwareFacts, subject: str) -> str:
+def _first_that_can(
+    candidates: tuple[str, ...], needs: tuple[KernelNeed, ...], facts: HardwareFacts, subject: str
+) -> str:
     rejected = {}
     for name in candidates:
-        rejected[name] = kernel_reasons(name, need, facts)
+        rejected[name] = _rejections(name, needs, facts)
         if not rejected[name]:
             return name
     raise PlanError(f"no kernel can run {subject}", rejected)

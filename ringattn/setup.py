@@ -76,7 +76,7 @@ class Setup:
 
 def set_up(profile: Any, device: Any, shape: ModuleShape) -> Setup:
     """Reads the device and the profiles; see ``RingAttention`` for what may be asked and what is raised."""
-    target = _device(device)
+    target = device_of(device)
     facts = detect(target)
     named = isinstance(profile, (Profile, Path)) or (isinstance(profile, str) and profile != "auto")
     if not (profile is None or named or profile == "auto"):
@@ -116,7 +116,8 @@ def set_up(profile: Any, device: Any, shape: ModuleShape) -> Setup:
     )
 
 
-def _device(device: Any) -> torch.device:
+def device_of(device: Any) -> torch.device:
+    """The device asked for: None is the current CUDA device, else the CPU."""
     if device is None:
         if not torch.cuda.is_available():
             return torch.device("cpu")
@@ -203,6 +204,4 @@ def check_module(
         )
     if not isinstance(dropout, (int, float)) or not 0.0 <= dropout < 1.0:
         raise InputError(f"dropout is {dropout!r}; it must be in [0, 1)")
-    size = group_size(process_group)
-    if size > 1:
-        raise InputError(f"process_group has {size} ranks; one sequence over several ranks is not supported yet")
+    group_size(process_group)

@@ -35,7 +35,7 @@ class ModuleShape:
     max_seq_len: int | None = None
     world: int = 1
 
-    def workload(self, seq_len: int, dtype: str, train: bool, batch: int = 1) -> Workload:
+    def workload(self, seq_len: int, dtype: str, train: bool, batch: int = 1, total_length: int = 0) -> Workload:
         mode: Mode = "train" if train else "infer"
         return Workload(
             mode=mode,
@@ -48,6 +48,7 @@ class ModuleShape:
             batch=batch,
             pattern=self.pattern,
             world=self.world,
+            total_length=total_length,
         )
 
 
@@ -111,10 +112,10 @@ class PlanTable:
         rows = {row.bucket: row for row in self.rows if (row.dtype, row.mode) == (dtype, mode)}
         return rows[nearest_bucket(seq_len, [bucket for bucket in rows if bucket is not None])]
 
-    def plan_at(self, seq_len: int, dtype: str, train: bool, batch: int) -> Row:
+    def plan_at(self, seq_len: int, dtype: str, train: bool, batch: int, total_length: int = 0) -> Row:
         """The row for an actual shape, its plan checked for exactly that shape (index limits, windows)."""
         bucket = self.row(seq_len, dtype, train).bucket
-        return self._build(bucket, self.shape.workload(seq_len, dtype, train, batch))
+        return self._build(bucket, self.shape.workload(seq_len, dtype, train, batch, total_length))
 
     def fallback_note(self, row: Row) -> str:
         """What to tell the user where the measured plan of a length does not serve it; "" where it does.

@@ -20,7 +20,9 @@ COMPUTE_DTYPES = ("bf16", "fp16", "tf32", "fp32", "fp64")  # from the least to t
 GATHERS = ("view", "copy")
 CHECKPOINTS = ("none", "selective", "full", "offload")
 POOL_STRATEGIES = ("shape", "bucket")
-SCHEDULES = ("local",)
+SCHEDULES = ("local", "ring", "all-gather", "ulysses", "ulysses-ring")
+LAYOUTS = ("contiguous", "zigzag")
+GRAD_WIRES = ("", "compute")
 
 # bf16 holds more range than fp16 and fp16 more digits than bf16: neither is the wider one.
 _NOT_NARROWER = {
@@ -108,7 +110,8 @@ class Workload:
     """One question put to the machine: these shapes, this pattern, with or without gradients.
 
     ``seq_len`` is the local length on one of ``world`` ranks, ``dtype`` the input dtype by its short name.
-    ``kv_heads=None`` means as many as query heads.
+    ``total_length`` is the length of the whole sequence, where it is not ``world * seq_len``. ``kv_heads=0`` means as
+    many as query heads.
     """
 
     mode: Mode
@@ -121,6 +124,7 @@ class Workload:
     batch: int = 1
     pattern: Pattern = field(default_factory=Pattern)
     world: int = 1
+    total_length: int = 0
 
     def __post_init__(self) -> None:
         if self.kv_heads == 0:
@@ -139,6 +143,11 @@ class Workload:
     @property
     def train(self) -> bool:
         return self.mode == "train"
+
+    @property
+    def total(self) -> int:
+        """Positions of the whole sequence, on all ranks."""
+        return self.total_length or self.world * self.seq_len
 
     def at(self, seq_len: int) -> Workload:
         return replace(self, seq_len=seq_len)
@@ -177,6 +186,11 @@ class Tunables:
     ``branches`` has one entry per branch of the pattern (one for dense). ``window_tokens`` bounds the positions
     whose workspace is alive at a time (None: all). ``pool_threshold_mib`` None turns the workspace pool off.
     ``params`` are sorted ``("kernel.name", value)`` pairs handed to the kernel called ``kernel``.
+
+    Over several ranks ``schedule`` says how rows travel and ``layout`` how the sequence is cut (empty at one rank).
+    ``ulysses`` is the number of consecutive ranks that exchange heads under "ulysses-ring", 0 elsewhere;
+    ``head_groups`` cuts the heads of an all-gather or Ulysses in groups that travel one after the other (0: one).
+    Gradients of keys travel in the input dtype, or where ``grad_wire`` is "compute" in the wider compute dtype.
     """
 
     dtype: str
@@ -188,6 +202,10 @@ class Tunables:
     pool_strategy: str = "shape"
     compile: bool = False
     schedule: str = "local"
+    layout: str = ""
+    ulysses: int = 0
+    head_groups: int = 0
+    grad_wire: str = ""
     params: tuple[tuple[str, ParamValue], ...] = ()
 
     def __post_init__(self) -> None:
@@ -196,13 +214,15 @@ class Tunables:
             ("checkpoint", self.checkpoint, CHECKPOINTS),
             ("pool_strategy", self.pool_strategy, POOL_STRATEGIES),
             ("schedule", self.schedule, SCHEDULES),
+            ("layout", self.layout, ("", *LAYOUTS)),
+            ("grad_wire", self.grad_wire, GRAD_WIRES),
         )
         for name, value, values in allowed:
             if value not in values:
-                raise InputError(f"{name} is {value!r}; use one of {', '.join(values)}")
+                raise InputError(f"{name} is {value!r}; use one of {', '.join(v or repr(v) for v in values)}")
         if not self.branches:
             raise InputError("branches is empty; a plan has one entry per branch, and one for dense")
-        for name in ("window_tokens", "pool_threshold_mib"):
+        for name in ("window_tokens", "pool_threshold_mib", "ulysses", "head_groups"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
                 raise InputError(f"{name} is {value!r}; it must be null or an integer >= 0")

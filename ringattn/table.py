@@ -156,7 +156,7 @@ class PlanTable:
             )
             plan = build_plan(workload, tunables, self.facts, conditions=self.conditions)
         except PlanError as error:
-            return Row(bucket, workload.dtype, workload.mode, None, "heuristic" + user, refusal=error)
+            return Row(bucket, workload.dtype, workload.mode, None, "heuristic" + user, refusal=error.again())
         note = "; ".join(f"{name}: {', '.join(why)}" for name, why in rejected.items())
         return Row(bucket, workload.dtype, workload.mode, plan, "heuristic" + user, note=note)
 

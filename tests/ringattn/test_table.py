@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,7 +58,7 @@ def kernels_of(row: Row) -> tuple[str, str]:
     return branch.forward, branch.backward
 
 
-# --- buckets -------------------------------------------------------------------------------------------------------
+# --- buckets -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -94,7 +93,7 @@ def test_the_plan_of_a_row_is_for_the_length_that_was_asked() -> None:
     assert (row.plan.workload.seq_len, row.plan.workload.batch) == (1100, 3)
 
 
-# --- what cannot run -------------------------------------------------------------------------------------------------
+# --- what cannot run ---------------------------------------------------------------------------------------------
 
 
 def test_where_the_winner_cannot_run_the_next_does_and_then_the_heuristic() -> None:
@@ -146,14 +145,10 @@ def test_a_refusal_in_a_profile_refuses() -> None:
 
 
 def test_the_heuristic_refuses_with_every_candidate() -> None:
-    made = (
-        build_table(replace(SHAPE, head_dim=300), (), POLICY, H100, wishes=Wishes(forward="cudnn"), auto_dtype=False)
-        if False
-        else table(wishes=Wishes(forward="cudnn"))
-    )
+    made = table(wishes=Wishes(forward="cudnn"))
     row = at(made, 1024, "fp32")
     assert row.plan is None
-    with pytest.raises(PlanError, match="no kernel can run .*cudnn: no fp32"):
+    with pytest.raises(PlanError, match=r"no kernel can run .*cudnn: no fp32"):
         row.runnable()
     assert at(made, 1024).plan is not None
 
@@ -173,18 +168,10 @@ def test_a_refusal_is_raised_anew_each_time() -> None:
         errors.append(raised.value)
     assert errors[0] is not errors[1]
     assert row.refusal is not None
-    assert row.refusal.__traceback__ is None or not any(
-        "runnable" in str(frame) for frame in _frames(row.refusal.__traceback__)
-    )
+    assert row.refusal.__traceback__ is None  # frames hold on to everything their callers held
 
 
-def _frames(traceback: Any) -> Iterator[str]:
-    while traceback is not None:
-        yield traceback.tb_frame.f_code.co_name
-        traceback = traceback.tb_next
-
-
-# --- dtype -----------------------------------------------------------------------------------------------------------
+# --- dtype -------------------------------------------------------------------------------------------------------
 
 
 def test_only_auto_computes_in_less_than_the_inputs() -> None:
@@ -215,12 +202,12 @@ def test_auto_without_a_measured_narrower_plan_is_the_plain_choice() -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "fp64"])
 def test_no_dtype_is_narrower_than_itself(dtype: str) -> None:
     assert not_narrower(dtype)[0] == dtype
-    assert ("bf16" in not_narrower("fp16"), "fp16" in not_narrower("bf16"), "tf32" in not_narrower("fp32")) == (
-        False,
-    ) * 3
+    assert "bf16" not in not_narrower("fp16")
+    assert "fp16" not in not_narrower("bf16")
+    assert "tf32" not in not_narrower("fp32")
 
 
-# --- wishes ----------------------------------------------------------------------------------------------------------
+# --- wishes ------------------------------------------------------------------------------------------------------
 
 
 def test_wishes_change_a_measured_plan_and_nothing_else_of_it() -> None:
@@ -262,7 +249,7 @@ def test_a_deterministic_torch_gets_deterministic_plans() -> None:
     assert "its backward is not deterministic" in at(made, 1024).note
 
 
-# --- a module and its profile ------------------------------------------------------------------------------------------
+# --- a module and its profile ------------------------------------------------------------------------------------
 
 
 def measured_here(*entries: PlanEntry) -> Profile:

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from . import kernels_math
 from .block_kernel import BlockKernel, BoundKernel, Grads, KernelConfig, KernelNeed
+from .kernel_parts import FLASH_2_MAX_ELEMENTS, MAX_GRID, flash_2_elements, in_parts
 
 _aten: Any = torch.ops.aten
-MAX_GRID = 65535  # CUDA's limit of the second and third grid dimension, where these kernels put heads and blocks
 
 
 def _expand_heads(x_NMKD: Tensor, heads: int) -> Tensor:
@@ -120,12 +120,19 @@ def _flash(config: KernelConfig) -> BoundKernel:
 
 
 def _cudnn(config: KernelConfig) -> BoundKernel:
+    """cuDNN's, but for two shapes that ragged tails can have: one row, which it lacks, and in the backward full blocks
+    of 64 rows beyond a multiple of 128, where dq can be NaN (see ``_cudnn_reasons``). Math and FlashAttention 2 run
+    those; a plan whose *main* blocks have such a shape is refused.
+    """
+    one_row, odd_tail = _math(config), _flash(config)
     forward_op = _aten._scaled_dot_product_cudnn_attention.default
     backward_op = _aten._scaled_dot_product_cudnn_attention_backward.default
     causal, scale = config.causal, config.scale
     unused: dict[torch.device, Tensor] = {}
 
     def forward(q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
+        if q.shape[1] == 1:
+            return one_row.forward(q, k, v)
         result = forward_op(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, True, 0.0, causal, False, scale=scale
         )
@@ -136,10 +143,14 @@ def _cudnn(config: KernelConfig) -> BoundKernel:
         dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /, grads: Grads | None = None
     ) -> Grads:
         assert grads is None, "this kernel cannot write into given gradients"
+        rows, keys = q.shape[1], k.shape[1]
+        if rows == 1:
+            return one_row.backward(dout, q, k, v, out, lse)
+        if not causal and rows % 128 == 64:
+            return odd_tail.backward(dout, q, k, v, out, lse)
         state = unused.get(q.device)
         if state is None:
             state = unused[q.device] = torch.zeros(1, dtype=torch.int64, device=q.device)
-        rows, keys = q.shape[1], k.shape[1]
         heads = [x.transpose(1, 2) for x in (dout, q, k, v, out)]
         dq, dk, dv = backward_op(
             *heads, lse.unsqueeze(-1), state, state, None, None, None, rows, keys, 0.0, causal, scale=scale
@@ -199,20 +210,18 @@ def _cuda_reasons(
         reasons.append(f"head_dim {need.head_dim}; it needs a multiple of {head_dim_multiple} up to {head_dim_max}")
     if need.dropout:
         reasons.append("its dropout mask cannot be split exactly across blocks")
-    for what, count in (("heads", need.heads), ("blocks", need.blocks)):
-        if count > MAX_GRID:
-            reasons.append(f"{count} {what}; its launch grid ends at {MAX_GRID} (pytorch/pytorch#142228)")
+    if need.heads > MAX_GRID:
+        reasons.append(f"{need.heads} heads; its launch grid ends at {MAX_GRID} (pytorch/pytorch#142228)")
     return reasons
 
 
 def flash_2_backward_faults(need: KernelNeed) -> list[str]:
     """What is wrong with FlashAttention 2's backward, wherever it was compiled into."""
     reasons = []
-    head_dim = -(-need.head_dim // 32) * 32 if need.head_dim <= 128 else -(-need.head_dim // 64) * 64
-    accumulated = need.blocks * need.heads * (-(-need.rows // 128) * 128) * head_dim
-    if accumulated > 2**31:
+    accumulated = flash_2_elements(1, need.rows, need.heads, need.head_dim)  # more blocks run in parts
+    if accumulated > FLASH_2_MAX_ELEMENTS:
         reasons.append(
-            f"its backward's 32-bit offsets end at 2^31 elements of dq and this call has {accumulated} "
+            f"its backward's 32-bit offsets end at 2^31 elements of dq and one block has {accumulated} "
             "(Dao-AILab/flash-attention#2260)"
         )
     if 128 < need.head_dim < 192:
@@ -255,9 +264,9 @@ def _kernel(
 
 
 KERNELS = (
-    _kernel("cudnn", _cudnn_reasons, _cudnn),
-    _kernel("flash", _flash_reasons, _flash),
-    _kernel("efficient", _efficient_reasons, _efficient),
+    _kernel("cudnn", _cudnn_reasons, lambda config: in_parts(_cudnn(config))),
+    _kernel("flash", _flash_reasons, lambda config: in_parts(_flash(config), flash_2_backward=True)),
+    _kernel("efficient", _efficient_reasons, lambda config: in_parts(_efficient(config))),
     _kernel("flash-cpu", _flash_cpu_reasons, _flash_cpu),
     _kernel("math", _math_reasons, _math),
 )

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from .block_kernel import BlockKernel, BoundKernel, Grads, KernelConfig, KernelNeed, Params
 from .errors import PlanError
-from .kernels_aten import MAX_GRID, flash_2_backward_faults
+from .kernel_parts import MAX_GRID, in_parts
+from .kernels_aten import flash_2_backward_faults
 
 # --- loading -----------------------------------------------------------------------------------------------------
 
@@ -106,7 +107,7 @@ def load_flash_attn_2(config: KernelConfig) -> BoundKernel:
         )
         return dq, dk, dv
 
-    return BoundKernel(forward, backward)
+    return in_parts(BoundKernel(forward, backward), flash_2_backward=True)
 
 
 def flash_attn_2_reasons(need: KernelNeed) -> tuple[str, ...]:
@@ -316,7 +317,7 @@ def load_xformers(config: KernelConfig) -> BoundKernel:
         result = bwd(dout, out.contiguous(), _rows_of(lse), q, k, v, attn_bias=bias, scale=scale, op=backward_op)
         return result[0], result[1], result[2]
 
-    return BoundKernel(forward, backward)
+    return in_parts(BoundKernel(forward, backward), flash_2_backward=True)
 
 
 def xformers_reasons(need: KernelNeed) -> tuple[str, ...]:

@@ -1,0 +1,67 @@
+"""Calls too large for a kernel, run in parts along the block axis, so that a fast kernel stays usable.
+
+Parts are slices: inputs are not copied, results are joined once. Everything within the limits goes straight through.
+
+Legend: N blocks, M rows, H query heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .block_kernel import BoundKernel, Grads
+
+MAX_GRID = 65535  # CUDA's limit of the second and third grid dimension, where kernels put heads and blocks
+FLASH_2_MAX_ELEMENTS = 2**31  # its backward's offsets into the dq accumulator are 32 bits (flash-attention#2260)
+
+
+def flash_2_elements(blocks: int, rows: int, heads: int, head_dim: int) -> int:
+    """Elements of the padded float32 dq accumulator of FlashAttention 2's backward."""
+    padded_head_dim = -(-head_dim // 32) * 32 if head_dim <= 128 else -(-head_dim // 64) * 64
+    return blocks * heads * (-(-rows // 128) * 128) * padded_head_dim
+
+
+def in_parts(kernel: BoundKernel, *, flash_2_backward: bool = False) -> BoundKernel:
+    """``kernel``, never called with more than 65,535 blocks, nor past FlashAttention 2's limit in its backward."""
+    whole_forward, whole_backward = kernel
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
+        if q.shape[0] <= MAX_GRID:
+            return whole_forward(q, k, v)
+        parts = [whole_forward(q[part], k[part], v[part]) for part in _parts(q.shape[0], MAX_GRID)]
+        return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+
+    def backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /, grads: Grads | None = None
+    ) -> Grads:
+        blocks, rows, heads, head_dim = q.shape
+        most = MAX_GRID
+        if flash_2_backward:
+            most = min(most, FLASH_2_MAX_ELEMENTS // flash_2_elements(1, rows, heads, head_dim))
+        if blocks <= most:
+            return (
+                whole_backward(dout, q, k, v, out, lse)
+                if grads is None
+                else whole_backward(dout, q, k, v, out, lse, grads=grads)
+            )
+        made: list[Grads] = []
+        for part in _parts(blocks, most):
+            inputs = (dout[part], q[part], k[part], v[part], out[part], lse[part])
+            if grads is None:
+                made.append(whole_backward(*inputs))
+            else:
+                whole_backward(*inputs, grads=(grads[0][part], grads[1][part], grads[2][part]))
+        if grads is not None:
+            return grads
+        return (
+            torch.cat([dq for dq, _, _ in made]),
+            torch.cat([dk for _, dk, _ in made]),
+            torch.cat([dv for _, _, dv in made]),
+        )
+
+    return BoundKernel(forward, backward)
+
+
+def _parts(blocks: int, most: int) -> list[slice]:
+    return [slice(begin, min(begin + most, blocks)) for begin in range(0, blocks, most)]

@@ -192,13 +192,13 @@ class RingAttention(nn.Module):
         train = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         device = self._device_type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        if self._ring is None and total_length is not None and total_length != q.shape[1]:
+            raise InputError(f"total_length is {total_length!r}, but this rank holds all {q.shape[1]}; leave it out")
         if torch.compiler.is_compiling():
             out, lse = self._trace(q, k, v, train, autocast)
         else:
             if self._ring is not None:
                 self._enter_ring(self._ring, q, k, v, train, total_length)
-            elif total_length is not None and total_length != q.shape[1]:
-                raise InputError(f"total_length is {total_length} and one rank holds all {q.shape[1]} positions")
             key = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, train)
             run = self._runners.get((key, q.device, k.device, v.device, total_length, autocast))
             if run is None:

@@ -5,14 +5,15 @@ Pure; ``plan`` asks these three questions and nothing else of it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from .hardware import HardwareFacts
 from .layout import Share, grouped, resolve_layout, shares
-from .ring_schedules import HeadRange, RingGeometry, ring_geometry, stays, ulysses_degree
-from .workload import COMPUTE_DTYPES, Tunables, Workload
+from .ring_schedules import HeadRange, ring_geometry, stays, ulysses_degree
+from .workload import COMPUTE_DTYPES, Pattern, Tunables, Workload
 
 _EXCHANGES = ("ulysses", "ulysses-ring")
 
@@ -149,34 +150,40 @@ def _keeping_reasons(workload: Workload, tunables: Tunables, travelling: Sequenc
 def blocks_of(workload: Workload, tunables: Tunables) -> tuple[Block, ...]:
     """The blocks that kernels meet on the first, a middle and the last member of the ring."""
     ranks = Ranks.of(workload, tunables)
-    n = len(ranks.parts)
-    found: dict[Block, None] = {}
-    for me in sorted({0, n // 2, n - 1}):
-        geometry = _geometry(workload, tunables, ranks, me)
-        for lane in geometry.lanes:
-            heads = lane.kv_heads * (workload.heads // workload.kv_heads)
-            size = workload.batch * lane.segments, heads, lane.kv_heads
-            found[Block(lane.branch, lane.rows, size[0], workload.causal, *size[1:])] = None
-            for rectangle in (rectangle for hop in lane.hops for rectangle in hop.work):
-                for rows in (rectangle.q_end - rectangle.q_begin, rectangle.k_end - rectangle.k_begin):
-                    found[Block(lane.branch, rows, size[0], False, *size[1:])] = None
-    return tuple(found)
-
-
-def _geometry(workload: Workload, tunables: Tunables, ranks: Ranks, me: int) -> RingGeometry:
-    groups = max(1, tunables.head_groups)
-    gathers = tunables.schedule == "all-gather"
+    groups, gathers = max(1, tunables.head_groups), tunables.schedule == "all-gather"
     own = workload.kv_heads // ranks.degree // (1 if gathers else groups)
-    return ring_geometry(
+    return _blocks(
         workload.pattern,
         workload.causal,
         ranks.parts,
-        me,
         workload.batch,
+        workload.heads // workload.kv_heads,
         HeadRange(0, own, workload.kv_heads),
         "all-gather" if gathers else "ring",
         groups if gathers else 1,
     )
+
+
+@functools.lru_cache(maxsize=1024)
+def _blocks(
+    pattern: Pattern,
+    causal: bool,
+    parts: tuple[Share, ...],
+    batch: int,
+    group: int,
+    own: HeadRange,
+    transport: str,
+    head_groups: int,
+) -> tuple[Block, ...]:
+    found: dict[Block, None] = {}
+    for me in sorted({0, len(parts) // 2, len(parts) - 1}):
+        for lane in ring_geometry(pattern, causal, parts, me, batch, own, transport, head_groups).lanes:
+            blocks, heads = batch * lane.segments, lane.kv_heads * group
+            found[Block(lane.branch, lane.rows, blocks, causal, heads, lane.kv_heads)] = None
+            for rectangle in (rectangle for hop in lane.hops for rectangle in hop.work):
+                for rows in (rectangle.q_end - rectangle.q_begin, rectangle.k_end - rectangle.k_begin):
+                    found[Block(lane.branch, rows, blocks, False, heads, lane.kv_heads)] = None
+    return tuple(found)
 
 
 def ring_heuristic(

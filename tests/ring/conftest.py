@@ -1,0 +1,30 @@
+"""One pool of ranks per world size for all tests here, made anew only after a test broke it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "ringattn"))  # the oracle of the core's tests
+
+from pool import Pool
+
+_pools: dict[int, Pool] = {}
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], Pool]]:
+    """``ranks(world)`` is the pool of that size."""
+
+    def of(world: int) -> Pool:
+        if world not in _pools or not _pools[world].alive:
+            _pools[world] = Pool(world)
+        return _pools[world]
+
+    yield of
+    for pool in _pools.values():
+        pool.stop()
+    _pools.clear()

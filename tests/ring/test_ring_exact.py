@@ -1,0 +1,47 @@
+"""Over 2, 3 and 4 ranks every schedule gives what one rank gives, in float64 to 1e-10: out, LSE and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+from oracle import DENSE, Case, pattern_of
+from pool import Pool
+from ring_cases import RingCase, check_exact
+
+WORLDS = (2, 3, 4)
+PATTERNS = {
+    "dense": DENSE,
+    "crossing": pattern_of([8, 24, 96], [1, 2, 3]),
+    "uneven": pattern_of([5, 7, 33], [2, 1, 5], "blocked"),
+    "long": pattern_of([1000, 1000], [1, 4]),
+}
+SCHEDULES = ("ring", "all-gather", "ulysses", "ulysses-ring")
+
+
+def _cases(schedule: str, spread: str, pattern: str, world: int) -> list[RingCase]:
+    """Causal or not, equal lengths or not; with grouped queries and without: all of them for dense, half for others."""
+    found = []
+    unit = world if schedule.startswith("ulysses") else 1
+    for causal, ragged, grouped in product((True, False), repeat=3):
+        if pattern != "dense" and grouped != (causal == ragged):
+            continue
+        heads, kv_heads = (4 * unit, 2 * unit) if grouped else (3 * unit, 3 * unit)
+        length = 12 * world + (5 if ragged else 0)
+        case = Case(length, heads, kv_heads, 4, 2 if grouped else 1, PATTERNS[pattern], causal, seed=length)
+        ulysses = 2 if schedule == "ulysses-ring" else 0
+        head_groups = 2 if schedule == "all-gather" and causal else 0
+        found.append(RingCase(case, schedule, spread, ulysses, head_groups, ragged=ragged))
+    return found
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("spread", ["contiguous", "zigzag"])
+@pytest.mark.parametrize(
+    ("world", "schedule"),
+    [(world, name) for world in WORLDS for name in SCHEDULES if name != "ulysses-ring" or world == 4],
+)
+def test_as_on_one_rank(world: int, schedule: str, spread: str, pattern: str, ranks: Callable[[int], Pool]) -> None:
+    cases = _cases(schedule, spread, pattern, world)
+    assert ranks(world).run(check_exact, cases) == [len(cases)] * world

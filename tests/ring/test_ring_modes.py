@@ -1,0 +1,157 @@
+"""Memory policies, head groups, wires, sub-groups and frozen inputs over several ranks; the independent oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from oracle import Case, Results, assert_equal_to, exact, found, pattern_of
+from pool import Pool
+from ring_cases import RingCase, check_exact, run_ring
+
+CAUSAL = Case(40, 8, 8, 4, causal=True)
+CROSSING = Case(48, 8, 4, 4, pattern=pattern_of([6, 48], [1, 3]), causal=True)
+WORLD_4 = [
+    RingCase(CAUSAL, "ulysses", "zigzag", head_groups=2),
+    RingCase(CAUSAL, "ulysses", "zigzag", head_groups=2, checkpoint="none"),
+    RingCase(CAUSAL, "ulysses", "contiguous", checkpoint="none"),
+    RingCase(CAUSAL, "ulysses", "zigzag", checkpoint="full"),
+    RingCase(CAUSAL, "ulysses-ring", "zigzag", ulysses=2, head_groups=2),
+    RingCase(CAUSAL, "ulysses-ring", "zigzag", ulysses=2, head_groups=4, checkpoint="none"),
+    RingCase(CAUSAL, "ulysses-ring", "contiguous", ulysses=2, checkpoint="full"),
+    RingCase(CAUSAL, "ring", "zigzag", checkpoint="full"),
+    RingCase(CAUSAL, "all-gather", "zigzag", head_groups=3, checkpoint="full"),
+    RingCase(CAUSAL, "all-gather", "zigzag", head_groups=8),
+    RingCase(CROSSING, "ring", "contiguous", checkpoint="full"),
+    RingCase(CROSSING, "ulysses", "contiguous", checkpoint="none"),
+    RingCase(CROSSING, "ulysses-ring", "contiguous", ulysses=2, head_groups=2),
+]
+
+
+def test_memory_policies_and_head_groups(ranks: Callable[[int], Pool]) -> None:
+    assert ranks(4).run(check_exact, WORLD_4) == [len(WORLD_4)] * 4
+
+
+def _on_subgroups(ring: RingCase) -> None:
+    """Ranks 0 and 2, and ranks 3 and 1, each with a sequence of their own, at the same time."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    own = groups[dist.get_rank() % 2]
+    case = Case(**{**ring.case.__dict__, "seed": dist.get_rank() % 2})
+    q, k, v = case.inputs()
+    results = run_ring(RingCase(case, ring.schedule, ring.spread), ring.module(group=own), q, k, v, case.dout())
+    assert_equal_to(results, exact(case, q, k, v, case.dout()))
+    dist.destroy_process_group(own)
+
+
+def test_sub_groups_hold_sequences_of_their_own(ranks: Callable[[int], Pool]) -> None:
+    for schedule in ("ring", "ulysses"):
+        ranks(4).run(_on_subgroups, RingCase(CAUSAL, schedule, "zigzag"))
+
+
+def _on_a_mesh_dimension() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
+    case = Case(24, 2, 2, 4, causal=True, seed=mesh.get_local_rank("data"))
+    ring = RingCase(case, "ring", "zigzag")
+    q, k, v = case.inputs()
+    results = run_ring(ring, ring.module(group=mesh["sequence"]), q, k, v, case.dout())
+    assert_equal_to(results, exact(case, q, k, v, case.dout()))
+
+
+def test_one_dimension_of_a_mesh(ranks: Callable[[int], Pool]) -> None:
+    ranks(4).run(_on_a_mesh_dimension)
+
+
+def _frozen_and_inference(ring: RingCase) -> None:
+    case = ring.case
+    q, k, v = case.inputs()
+    expected = found(case.module(), q, k, v, case.dout())
+    module = ring.module()
+    rank = dist.get_rank()
+    # What one rank has frozen another may have not: each keeps another leaf.
+    leaves = [module.shard(x.detach()).clone().requires_grad_(number == rank % 3) for number, x in enumerate((q, k, v))]
+    out = module(*leaves)
+    (grad,) = torch.autograd.grad(out, leaves[rank % 3], module.shard(case.dout()))
+    whole = (expected.dq, expected.dk, expected.dv)[rank % 3]
+    assert (grad - module.shard(whole)).abs().max() < 1e-12
+    infer = ring.module(train=False)
+    with torch.no_grad():
+        out, lse = infer(*(infer.shard(x.detach()) for x in (q, k, v)), return_lse=True)
+    assert (out - infer.shard(expected.out)).abs().max() < 1e-12
+    assert (lse - infer.shard(expected.lse, 2)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("schedule", ["ring", "all-gather", "ulysses"])
+def test_frozen_inputs_and_inference(schedule: str, ranks: Callable[[int], Pool]) -> None:
+    ranks(2).run(_frozen_and_inference, RingCase(CAUSAL, schedule, "zigzag"))
+
+
+def _odd_memory_layouts(ring: RingCase) -> None:
+    """The results do not depend on the strides of q, k, v, nor of dout."""
+    case = ring.case
+    q, k, v = case.inputs()
+    module = ring.module()
+    expected = exact(case, q, k, v, case.dout())
+    local = [module.shard(x.detach()) for x in (q, k, v)]
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in local]
+    out = module(*turned)
+    grads = torch.autograd.grad(out.sum(), turned)  # an expanded dout
+    assert (out - module.shard(expected.out)).abs().max() < 1e-12
+    ones = exact(case, q, k, v, torch.ones_like(q))
+    for grad, whole in zip(grads, (ones.dq, ones.dk, ones.dv), strict=True):
+        assert (grad - module.shard(whole)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("schedule", ["ring", "all-gather", "ulysses"])
+def test_strided_inputs(schedule: str, ranks: Callable[[int], Pool]) -> None:
+    for batch in (1, 2):
+        ranks(2).run(_odd_memory_layouts, RingCase(Case(24, 4, 2, 4, batch, causal=True), schedule, "zigzag"))
+
+
+# --- PyTorch's own ring ------------------------------------------------------------------------------------------
+
+
+def _as_torchs_ring(causal: bool, spread: str) -> None:
+    from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
+
+    case = Case(48, 4, 4, 8, 2, causal=causal)
+    q, k, v = (x.detach().float() for x in case.inputs())
+    ring = RingCase(case, "ring", spread)
+    module = ring.module(torch.float32, "fp32", ("flash-cpu", "flash-cpu"))
+    group: Any = dist.group.WORLD
+    local = [module.shard(x).transpose(1, 2).contiguous() for x in (q, k, v)]
+    dout = module.shard(case.dout().float())
+    balanced = torchs._cp_options.enable_load_balance
+    torchs._cp_options.enable_load_balance = spread == "zigzag"
+    try:
+        forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, lse = torchs._templated_ring_attention(group, 2, forward, *local, is_causal=causal)
+        dq, dk, dv = torchs._templated_ring_attention_backward(
+            group,
+            2,
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+            dout.transpose(1, 2).contiguous(),
+            "grad_out",
+            *local,
+            out,
+            lse.squeeze(-1),
+            is_causal=causal,
+            dropout_p=0.0,
+        )
+    finally:
+        torchs._cp_options.enable_load_balance = balanced
+    leaves = [module.shard(x).clone().requires_grad_() for x in (q, k, v)]
+    mine, my_lse = module(*leaves, return_lse=True)
+    grads = torch.autograd.grad(mine, leaves, dout)
+    theirs = [out.transpose(1, 2), lse.squeeze(-1), *(x.transpose(1, 2) for x in (dq, dk, dv))]
+    assert_equal_to(Results(mine.detach(), my_lse, *grads), Results(*(x.double() for x in theirs)), tolerance=2e-6)
+
+
+@pytest.mark.parametrize(("causal", "spread"), [(True, "zigzag"), (True, "contiguous"), (False, "contiguous")])
+@pytest.mark.parametrize("world", [2, 4])
+def test_dense_as_pytorchs_own_ring(world: int, causal: bool, spread: str, ranks: Callable[[int], Pool]) -> None:
+    ranks(world).run(_as_torchs_ring, causal, spread)

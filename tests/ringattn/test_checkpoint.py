@@ -186,7 +186,10 @@ def test_offload_keeps_nothing_on_the_gpu_and_gives_the_same_gradients(pattern: 
             out = module(*inputs)
         assert len(saved) == (5 if checkpoint == "selective" else 0)
         results[checkpoint] = (out.detach(), *torch.autograd.grad(out, inputs, dout))
-    assert all(torch.equal(x, y) for x, y in zip(*results.values(), strict=True))
+    selective, offload = results.values()
+    assert torch.equal(selective[0], offload[0])
+    for right, mine in zip(selective[1:], offload[1:], strict=True):  # backwards add up dq in any order
+        assert (mine - right).norm() <= 1e-2 * right.norm()
 
 
 @pytest.mark.gpu

@@ -314,6 +314,12 @@ class RingAttention(nn.Module):
             if len(self._traced) >= _MOST_SHAPES:
                 self._traced.clear()
             program = self._traced[key] = self.program_for(q, k, v, train)
+            if train and program.checkpoint != "selective":
+                say_once(
+                    logging.WARNING,
+                    "torch.compile decides what is kept for the backward: checkpoint "
+                    f"{program.checkpoint} of the plan is not followed",
+                )
         return program
 
     def _trace(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import os
 import sys
 from typing import Any, NoReturn
 
@@ -137,5 +138,20 @@ def main() -> NoReturn:
         cli.main(prog_name="ringtune")
     except KeyboardInterrupt:  # before a command had begun
         click.echo("Error: interrupted", err=True)
-        sys.exit(ExitCode.INTERRUPTED)
+        _leave_now(ExitCode.INTERRUPTED)
+    except SystemExit as stop:
+        if stop.code == ExitCode.INTERRUPTED:
+            _leave_now(ExitCode.INTERRUPTED)
+        raise
     raise AssertionError("click ends the process itself")
+
+
+def _leave_now(code: ExitCode) -> NoReturn:
+    """Ends the process past Python's own ending.
+
+    There a second Ctrl-C prints a traceback, and one that struck inside an extension module makes Python kill itself
+    by the signal after all. Everything that must be closed is closed by then.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -5,9 +5,12 @@ Both are ProbeObservers and write to stderr only.
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import click
@@ -26,14 +29,73 @@ ETA_LINE_EVERY_S = 15.0
 
 @contextmanager
 def probe_observer() -> Iterator[ProbeObserver]:
-    """The observer that fits stderr; the bar is taken down whatever ends the probe, Ctrl-C included."""
-    target = console(stderr=True)
-    if not target.is_terminal or target.is_dumb_terminal:
-        yield LogObserver()
+    """The observer that fits stderr, and Ctrl-C that is never lost.
+
+    The bar is taken down whatever ends the probe.
+    """
+    with _insistent_interrupt() as interrupt:
+        target = console(stderr=True)
+        if not target.is_terminal or target.is_dumb_terminal:
+            yield InterruptibleObserver(LogObserver(), interrupt)
+        else:
+            with LiveObserver(target) as live:
+                yield InterruptibleObserver(live, interrupt)
+
+
+class Interrupt:
+    """Whether Ctrl-C was pressed. Called as a signal handler, it remembers that and raises KeyboardInterrupt."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def __call__(self, _signal: int, _frame: FrameType | None) -> None:
+        self.requested = True
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def _insistent_interrupt() -> Iterator[Interrupt]:
+    """Remembers Ctrl-C while it lasts: extension modules lose a KeyboardInterrupt that strikes while they are imported
+    (seen in numpy.random, which Optuna loads in the middle of a probe)."""
+    interrupt = Interrupt()
+    if threading.current_thread() is not threading.main_thread():  # where Python allows no handlers
+        yield interrupt
         return
-    live = LiveObserver(target)
-    with live:
-        yield live
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield interrupt
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class InterruptibleObserver:
+    """Passes everything on, but not past a Ctrl-C: the next step of the probe raises KeyboardInterrupt again."""
+
+    def __init__(self, observer: ProbeObserver, interrupt: Interrupt) -> None:
+        self.observer = observer
+        self._interrupt = interrupt
+        self.note = observer.note  # these two may be told while the probe is already on its way out
+        self.finished = observer.finished
+
+    def plan(self, cells: Sequence[Workload], estimate_s: float) -> None:
+        self._check()
+        self.observer.plan(cells, estimate_s)
+
+    def stage(self, cell: Workload, name: str) -> None:
+        self._check()
+        self.observer.stage(cell, name)
+
+    def trial(self, cell: Workload, candidate: str, outcome: TrialOutcome) -> None:
+        self._check()
+        self.observer.trial(cell, candidate, outcome)
+
+    def eta(self, fraction: float, remaining_s: float) -> None:
+        self._check()
+        self.observer.eta(fraction, remaining_s)
+
+    def _check(self) -> None:
+        if self._interrupt.requested:
+            raise KeyboardInterrupt
 
 
 class _Tally:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import signal
 import sys
 
 import pytest
 from rich.console import Console
 
 from autotune.probe import ProbeObserver, ProbeResult, TrialOutcome
-from autotune.progress import ETA_LINE_EVERY_S, LiveObserver, LogObserver, probe_observer
+from autotune.progress import ETA_LINE_EVERY_S, InterruptibleObserver, LiveObserver, LogObserver, probe_observer
 from ringattn.workload import Workload
 
 CELLS = [Workload("train", True, n, 4, 64, "fp32") for n in (256, 1024)]
@@ -97,9 +99,31 @@ def test_the_cursor_comes_back_whatever_ends_the_probe() -> None:
     assert text.getvalue().count("\x1b[?25l") == text.getvalue().count("\x1b[?25h") == 1
 
 
+def inner(observer: ProbeObserver) -> ProbeObserver:
+    assert isinstance(observer, InterruptibleObserver)
+    return observer.observer
+
+
+def test_a_ctrl_c_that_someone_swallows_strikes_again_at_the_next_step() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with probe_observer() as observer:
+        observer.plan(CELLS, 1.0)
+        with contextlib.suppress(KeyboardInterrupt):  # as an extension module does
+            signal.raise_signal(signal.SIGINT)
+        observer.note("what is said on the way out still comes through")
+        for tell in (
+            lambda: observer.stage(CELLS[0], "race"),
+            lambda: observer.trial(CELLS[0], "math", OK),
+            lambda: observer.eta(0.5, 1.0),
+        ):
+            with pytest.raises(KeyboardInterrupt):
+                tell()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 def test_no_terminal_gets_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     with probe_observer() as observer:
-        assert isinstance(observer, LogObserver)
+        assert isinstance(inner(observer), LogObserver)
         tell_a_probe(observer)
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -117,7 +141,7 @@ def test_a_terminal_gets_the_live_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     with probe_observer() as observer:
-        assert isinstance(observer, LiveObserver)
+        assert isinstance(inner(observer), LiveObserver)
         tell_a_probe(observer)
     assert "\x1b[1m" in terminal.getvalue()
 

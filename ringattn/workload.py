@@ -24,6 +24,8 @@ SCHEDULES = ("local", "ring", "all-gather", "ulysses", "ulysses-ring")
 LAYOUTS = ("contiguous", "zigzag")
 GRAD_WIRES = ("", "compute")
 
+LONGEST = 2**40  # no sequence is, and strides (rate times a position's elements) fit 64 bits
+
 # bf16 holds more range than fp16 and fp16 more digits than bf16: neither is the wider one.
 _NOT_NARROWER = {
     "bf16": ("bf16", "tf32", "fp32"),
@@ -63,8 +65,8 @@ class Pattern:
             raise InputError(f"head_offset is {self.head_offset!r}; use 'interleaved' or 'blocked'")
         for branch in self.branches:
             for name, value in (("segment_lengths", branch.segment), ("dilation_rates", branch.rate)):
-                if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                    raise InputError(f"{name} holds {value!r}; every entry must be an integer >= 1")
+                if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LONGEST:
+                    raise InputError(f"{name} holds {value!r}; every entry must be an integer >= 1 and <= 2**40")
 
     @classmethod
     def of(

@@ -71,6 +71,7 @@ ODD_CASES = {
     "one head": Case(33, 1, 1, 8, pattern=pattern_of([8, 16], [2, 4]), causal=True),
     "head_dim 1 in odd layouts": Case(20, 2, 2, 1, 2, pattern_of([8], [2]), layout="backwards_axes"),
     "rate beyond everything": Case(12, 4, 4, 4, pattern=pattern_of([6, 12], [1000, 1]), causal=True),
+    "the largest rate and segment": Case(12, 4, 4, 4, pattern=pattern_of([1 << 40, 12], [1 << 40, 1]), causal=True),
     "no position selected by the higher heads": Case(6, 5, 5, 2, pattern=pattern_of([2], [5])),
     "rate above the segment": Case(15, 3, 3, 4, pattern=pattern_of([4, 5], [7, 6])),
     "segments of one": Case(9, 2, 2, 4, pattern=pattern_of([1], [1]), causal=True),
@@ -479,3 +480,18 @@ def test_tensors_saved_for_the_backward_are_not_the_callers_to_lose() -> None:
     grads = torch.autograd.grad(doubled, (q, k, v), case.dout() / 2)
     for grad, x64 in zip(grads, expected[2:], strict=True):
         torch.testing.assert_close(grad, x64, rtol=0, atol=1e-12)
+
+
+def test_torchs_defaults_for_new_tensors_do_not_matter() -> None:
+    case = Case(12, 4, 2, 4, 2, pattern_of([4, 12], [2, 1]), causal=True)
+    q, k, v = case.inputs(torch.float32)
+    dout = case.dout(torch.float32)
+    expected = found(case.module(), q, k, v, dout)
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        with torch.device("meta"):
+            results = found(case.module(), q, k, v, dout)
+    finally:
+        torch.set_default_dtype(before)
+    assert all(torch.equal(x, y) for x, y in zip(results, expected, strict=True))

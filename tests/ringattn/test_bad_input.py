@@ -122,6 +122,8 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"segment_lengths": [8], "dilation_rates": [-2]}, InputError, "dilation_rates holds -2; every entry must be"),
     ({"segment_lengths": [8.0], "dilation_rates": [1]}, InputError, "segment_lengths holds 8.0; every entry must be"),
     ({"segment_lengths": [True], "dilation_rates": [1]}, InputError, "segment_lengths holds True; every entry must"),
+    ({"segment_lengths": [8], "dilation_rates": [1 << 62]}, InputError, "dilation_rates holds 46.*; every entry must be"),
+    ({"segment_lengths": [1 << 41], "dilation_rates": [1]}, InputError, "segment_lengths holds 2199023255552; every en"),
     ({"segment_lengths": 8, "dilation_rates": 1}, InputError, "segment_lengths is 8; give a list of integers, one per"),
     ({"segment_lengths": [8], "dilation_rates": "1"}, InputError, "dilation_rates is '1'; give a list of integers"),
     ({"causal": "yes"}, InputError, "causal is 'yes'; it must be True or False"),

@@ -240,6 +240,14 @@ def test_an_input_changed_in_place_before_the_backward_is_noticed(which: int) ->
         out.sum().backward()
 
 
+def test_an_lse_changed_in_place_before_the_backward_is_noticed() -> None:
+    case = Case(8, pattern=pattern_of([4, 8], [2, 1]))
+    out, lse = case.module()(*case.inputs(), return_lse=True)
+    lse.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 def test_an_output_changed_in_place_before_the_backward_is_noticed_unless_the_forward_runs_again() -> None:
     case = Case(8, pattern=pattern_of([4, 8], [2, 1]))
     inputs = case.inputs()

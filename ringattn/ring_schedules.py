@@ -21,8 +21,8 @@ Legend: a member's rows are numbered in the order of its compact spans; J key/va
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from .layout import Share, Span, length_of, rows_within
@@ -158,15 +158,13 @@ def ring_geometry(
             n for n, branch in enumerate(branches) if stays(branch, parts) and _offsets_as_alone(branch, pattern, heads)
         )
     )
-    lanes: list[Lane] = []
-    for number, branch in enumerate(branches):
-        if number not in local:
-            lanes += _lanes_of(number, branch, pattern, parts, me, batch, heads, total, head_groups)
-    with_hops = tuple(
-        Lane(lane.branch, lane.members, lane.me, lane.spans, lane.calls, tuple(_hops(lane, causal, transport, group)))
-        for lane, group in zip(lanes, _group_numbers(lanes), strict=True)
-    )
-    return RingGeometry(parts[me], local, with_hops)
+    lanes = [
+        replace(lane, hops=tuple(_hops(lane, causal, transport, group)))
+        for number, branch in enumerate(branches)
+        if number not in local
+        for group, lane in _lanes_of(number, branch, pattern, parts, me, batch, heads, total, head_groups)
+    ]
+    return RingGeometry(parts[me], local, tuple(lanes))
 
 
 def _offsets(branch: Branch, pattern: Pattern, heads: HeadRange) -> list[int]:
@@ -191,7 +189,8 @@ def _lanes_of(
     heads: HeadRange,
     total: int,
     head_groups: int,
-) -> Iterator[Lane]:
+) -> Iterator[tuple[int, Lane]]:
+    """(head group, lane), in an order that all members of a lane share."""
     offsets = _offsets(branch, pattern, heads)
     for first, segments in _segments_of(branch, parts[me], total):
         segment = Span(first * branch.segment, min((first + segments) * branch.segment, total))
@@ -201,25 +200,32 @@ def _lanes_of(
             if whole
             else {i: inside for i, share in enumerate(parts) if (inside := _inside(share, segment))}
         )
-        alike: dict[tuple[tuple[int, Share], ...], list[int]] = {}
-        for head, offset in enumerate(offsets):
-            spans = []
-            for i, inside in held.items():
-                if segments > 1:
-                    rows = selected_rows(branch.segment, branch.rate, offset)
-                    compact: Share = (Span(0, rows),) if rows else ()
-                else:
-                    compact = _compact(inside, segment.begin, offset, branch.rate)
-                if compact:
-                    spans.append((i, compact))
-            alike.setdefault(tuple(spans), []).append(head)
-        for spans_of, members in alike.items():
-            if me not in dict(spans_of):
+        for compact, members in _alike(branch, held, segment, segments, offsets).items():
+            spans = {i: found for i, each in compact if (found := tuple(span for span in each if span.length))}
+            if me not in spans:
                 continue
-            for some in _cut(_ordered(members, offsets, branch.rate), head_groups):
+            ranks = tuple(spans)
+            for group, some in enumerate(_cut(_ordered(members, offsets, branch.rate), head_groups)):
                 calls = _calls(held[me], parts[me], segment, segments, branch, batch, [(h, offsets[h]) for h in some])
-                ranks = tuple(i for i, _ in spans_of)
-                yield Lane(number, ranks, ranks.index(me), tuple(s for _, s in spans_of), calls)
+                yield group, Lane(number, ranks, ranks.index(me), tuple(spans.values()), calls)
+
+
+_Compact = tuple[tuple[int, tuple[Span, ...]], ...]
+
+
+def _alike(
+    branch: Branch, held: Mapping[int, Share], segment: Span, segments: int, offsets: Sequence[int]
+) -> dict[_Compact, list[int]]:
+    """The heads by what each rank holds of them in compact coordinates, span by span, empty ones too."""
+    alike: dict[_Compact, list[int]] = {}
+    for head, offset in enumerate(offsets):
+        if segments > 1:
+            rows = selected_rows(branch.segment, branch.rate, offset)
+            key: _Compact = tuple((i, (Span(0, rows),)) for i in held)
+        else:
+            key = tuple((i, _compact(inside, segment.begin, offset, branch.rate)) for i, inside in held.items())
+        alike.setdefault(key, []).append(head)
+    return alike
 
 
 def _segments_of(branch: Branch, share: Share, total: int) -> Iterator[tuple[int, int]]:
@@ -240,9 +246,8 @@ def _inside(share: Share, segment: Span) -> Share:
     return tuple(span for span in cut if span.length > 0)
 
 
-def _compact(spans: Share, origin: int, offset: int, rate: int) -> Share:
-    compact = (Span(*(selected_rows(position - origin, rate, offset) for position in span)) for span in spans)
-    return tuple(span for span in compact if span.length)
+def _compact(spans: Share, origin: int, offset: int, rate: int) -> tuple[Span, ...]:
+    return tuple(Span(*(selected_rows(position - origin, rate, offset) for position in span)) for span in spans)
 
 
 def _ordered(heads: Sequence[int], offsets: Sequence[int], rate: int) -> list[int]:
@@ -300,17 +305,6 @@ def affine_runs(heads: Iterable[tuple[int, int]]) -> tuple[HeadRun, ...]:
                 continue
         runs.append(HeadRun(head, 1, 1, offset, 0))
     return tuple(runs)
-
-
-def _group_numbers(lanes: Sequence[Lane]) -> list[int]:
-    """Which head group of its segment each lane is: lanes of one segment and spans follow each other."""
-    numbers: list[int] = []
-    last: tuple[object, ...] | None = None
-    for lane in lanes:
-        key = (lane.branch, lane.calls[0].start, lane.spans)
-        numbers.append(numbers[-1] + 1 if key == last else 0)
-        last = key
-    return numbers
 
 
 # --- hops --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,103 @@
+"""In float32 and bfloat16 the rule of accuracy (see ``oracle``) holds over ranks, and errors do not grow with them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from oracle import DENSE, UNIT_ROUNDOFF, Case, absolute_norms, assert_lse_within_rule, exact, found, pattern_of
+from pool import Pool
+from ring_cases import RingCase, run_ring
+
+DENSE_CASE = Case(96, 8, 4, 16, causal=True)
+DILATED_CASE = Case(96, 4, 4, 16, pattern=pattern_of([12, 96, 96], [1, 2, 5]), causal=True)
+
+
+def _keeps_the_rule(ring: RingCase, dtype: torch.dtype, compute: str, kernel: str) -> None:
+    case = ring.case
+    q, k, v = case.inputs(dtype)
+    dout = case.dout(dtype)
+    results = run_ring(ring, ring.module(dtype, compute, (kernel, kernel)), q, k, v, dout)
+    expected = exact(case, q, k, v, dout)
+    dense = replace(case, pattern=DENSE)
+    module = dense.module(backend=(kernel, kernel), dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[compute])
+    dense_results, dense_expected = found(module, q, k, v, dout), exact(dense, q, k, v, dout)
+    norms = absolute_norms(case, q, k, v, dout)
+    for name in ("out", "dq", "dk", "dv"):
+        x, x64 = getattr(results, name), getattr(expected, name)
+        assert x.dtype is dtype, name
+        error = (x.double() - x64).norm().item()
+        dense_error = (getattr(dense_results, name).double() - getattr(dense_expected, name)).norm().item()
+        bound = max(1.5 * dense_error, 4 * UNIT_ROUNDOFF[dtype] * norms[name])
+        assert error <= bound, f"{ring} {name}: error {error:.3e}, allowed {bound:.3e} (dense call {dense_error:.3e})"
+    lse_error = (dense_results.lse.double() - dense_expected.lse).abs().max().item()
+    assert_lse_within_rule(results.lse, expected.lse, lse_error, dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "compute", "kernel"),
+    [
+        (torch.float32, "fp32", "flash-cpu"),
+        (torch.bfloat16, "bf16", "flash-cpu"),
+        (torch.bfloat16, "bf16", "math"),
+        (torch.bfloat16, "fp32", "flash-cpu"),
+    ],
+    ids=str,
+)
+def test_rule(dtype: torch.dtype, compute: str, kernel: str, ranks: Callable[[int], Pool]) -> None:
+    for ring in (
+        RingCase(DENSE_CASE, "ring", "zigzag"),
+        RingCase(DENSE_CASE, "all-gather", "zigzag", head_groups=2),
+        RingCase(DENSE_CASE, "ulysses", "zigzag"),
+        RingCase(DENSE_CASE, "ulysses-ring", "zigzag", ulysses=2),
+        RingCase(DILATED_CASE, "ring", "contiguous"),
+    ):
+        ranks(4).run(_keeps_the_rule, ring, dtype, compute, kernel)
+
+
+def _gradient_errors(ring: RingCase, compute: str) -> dict[str, float]:
+    """Errors of dk and dv against float64, relative."""
+    case = ring.case
+    q, k, v = case.inputs(torch.bfloat16)
+    dout = case.dout(torch.bfloat16)
+    results = run_ring(ring, ring.module(torch.bfloat16, compute, ("flash-cpu", "flash-cpu")), q, k, v, dout)
+    expected = exact(case, q, k, v, dout)
+    return {
+        name: ((getattr(results, name).double() - x64).norm() / x64.norm()).item()
+        for name, x64 in zip(("out", "dk", "dv"), (expected.out, expected.dk, expected.dv), strict=True)
+    }
+
+
+def _one_rank_errors(case: Case, dtype: torch.dtype) -> dict[str, float]:
+    q, k, v = case.inputs(torch.bfloat16)
+    dout = case.dout(torch.bfloat16)
+    module = case.module(backend="flash-cpu", dtype=dtype)
+    results, expected = found(module, q, k, v, dout), exact(case, q, k, v, dout)
+    return {
+        name: ((getattr(results, name).double() - x64).norm() / x64.norm()).item()
+        for name, x64 in zip(("out", "dk", "dv"), (expected.out, expected.dk, expected.dv), strict=True)
+    }
+
+
+@pytest.mark.parametrize(
+    ("compute", "grad_wire"), [("bf16", ""), ("fp32", ""), ("fp32", "compute")], ids=["bf16", "rounded", "exact"]
+)
+@pytest.mark.parametrize("schedule", ["ring", "all-gather"])
+def test_errors_do_not_grow_with_the_world(
+    schedule: str, compute: str, grad_wire: str, ranks: Callable[[int], Pool]
+) -> None:
+    """Gradients of keys go home in one hop and are added in float32: each is rounded once, whatever the world.
+
+    Independent roundings of parts add up to at most one of the sum, which is rounded itself: sqrt(2) of one rank's.
+    """
+    case = Case(192, 4, 4, 16, causal=True)
+    alone = _one_rank_errors(case, {"bf16": torch.bfloat16, "fp32": torch.float32}[compute])
+    limit = 1.01 if grad_wire else math.sqrt(2)
+    for world in (2, 3, 4):
+        ring = RingCase(case, schedule, "zigzag", grad_wire=grad_wire)
+        (errors, *_) = ranks(world).run(_gradient_errors, ring, compute)
+        for name, error in errors.items():
+            assert error <= limit * alone[name], f"{world} ranks, {name}: {error:.3e}, one rank {alone[name]:.3e}"

@@ -1,0 +1,96 @@
+"""What travels, counted: only keys and values, only rows that somebody needs, only among ranks that share a segment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from oracle import DENSE, Case, pattern_of
+from pool import Pool
+from ring_cases import RingCase
+
+from ringattn import Pattern
+
+ELEMENT = 8  # float64
+LENGTH, HEADS, HEAD_DIM = 96, 4, 4
+
+
+def _sent(ring: RingCase) -> tuple[int, int]:
+    """(bytes sent in a forward, in a forward and backward) by this rank."""
+    q, k, v = ring.case.inputs()
+    module = ring.module()
+    assert module._ring is not None
+    comm = module._ring.comm
+    leaves = [module.shard(x.detach()).clone().requires_grad_() for x in (q, k, v)]
+    out = module(*leaves)
+    forward = comm.sent_bytes
+    torch.autograd.grad(out, leaves, module.shard(ring.case.dout()))
+    return forward, comm.sent_bytes
+
+
+def _case(kv_heads: int = HEADS, causal: bool = False, pattern: Pattern = DENSE) -> Case:
+    return Case(LENGTH, HEADS, kv_heads, HEAD_DIM, 1, pattern, causal)
+
+
+def _share(world: int, kv_heads: int = HEADS) -> int:
+    """Bytes of K and V that one rank holds."""
+    return 2 * (LENGTH // world) * kv_heads * HEAD_DIM * ELEMENT
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_a_full_ring_passes_every_share_once_a_step(world: int, ranks: Callable[[int], Pool]) -> None:
+    for kv_heads in (HEADS, 1):
+        sent = ranks(world).run(_sent, RingCase(_case(kv_heads), "ring", "contiguous"))
+        forward = (world - 1) * _share(world, kv_heads)
+        assert sent == [(forward, 3 * forward)] * world  # again in the backward, and as much of dk and dv
+
+
+@pytest.mark.parametrize("schedule", ["ring", "all-gather"])
+def test_a_causal_contiguous_sequence_sends_half(schedule: str, ranks: Callable[[int], Pool]) -> None:
+    sent = ranks(4).run(_sent, RingCase(_case(causal=True), schedule, "contiguous"))
+    total = sum(forward for forward, _ in sent)
+    assert total == 6 * _share(4)  # of 12 pairs of ranks
+    assert sent[3][0] == 0  # nobody comes after the last rank
+
+
+def test_a_causal_zigzag_gathers_no_row_that_is_masked(ranks: Callable[[int], Pool]) -> None:
+    sent = ranks(4).run(_sent, RingCase(_case(causal=True), "all-gather", "zigzag"))
+    # A rank sends its first half to the ranks after it and all to those before: 6 halves and 6 wholes.
+    assert sum(forward for forward, _ in sent) == 9 * _share(4)
+    assert sum(both for _, both in sent) == 3 * 9 * _share(4)
+
+
+def test_ulysses_sends_what_others_compute(ranks: Callable[[int], Pool]) -> None:
+    for world in (2, 4):
+        sent = ranks(world).run(_sent, RingCase(_case(), "ulysses", "contiguous"))
+        rows = LENGTH // world * HEADS * HEAD_DIM * ELEMENT * (world - 1) // world
+        lse = LENGTH // world * HEADS * ELEMENT * (world - 1) // world
+        assert sent == [(4 * rows + lse, 4 * rows + lse + 5 * rows + lse + 3 * rows)] * world
+
+
+def test_segments_within_a_rank_send_nothing(ranks: Callable[[int], Pool]) -> None:
+    case = _case(causal=True, pattern=pattern_of([8, 24, 48], [1, 2, 4]))
+    for spread, world in (("contiguous", 2),):
+        sent = ranks(world).run(_sent, RingCase(case, "local", spread))
+        assert sent == [(0, 0)] * world
+    zigzag = _case(causal=True, pattern=pattern_of([4, 12], [1, 2]))
+    assert ranks(4).run(_sent, RingCase(zigzag, "local", "zigzag")) == [(0, 0)] * 4
+
+
+@pytest.mark.parametrize("schedule", ["ring", "all-gather"])
+@pytest.mark.parametrize("rate", [1, 2, 4, 8])
+def test_traffic_falls_by_the_rate(rate: int, schedule: str, ranks: Callable[[int], Pool]) -> None:
+    pattern = pattern_of([8, LENGTH], [1, rate])
+    sent = ranks(3).run(_sent, RingCase(_case(pattern=pattern), schedule, "contiguous"))
+    dense = 2 * _share(3)
+    assert sent == [(dense // rate, 3 * dense // rate)] * 3
+
+
+def test_only_ranks_that_share_a_segment_talk(ranks: Callable[[int], Pool]) -> None:
+    # Segments of 48 positions, ranks of 24: ranks 0 and 1 share one, ranks 2 and 3 another.
+    pattern = pattern_of([24, 48], [1, 2])
+    sent = ranks(4).run(_sent, RingCase(_case(causal=True, pattern=pattern), "ring", "contiguous"))
+    half = _share(4) // 2
+    # Forward: the earlier of a pair sends its keys. Backward: again, and the later one sends their gradients back.
+    assert sent == [(half, 2 * half), (0, half)] * 2

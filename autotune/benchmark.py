@@ -27,13 +27,14 @@ from ringattn.workload import Tunables, Workload
 from ringattn.workspace import POOL
 
 from . import numerics
-from .evaluator import Checked, Sample
+from .evaluator import Checked, Proven, Sample
 from .health import Watch
 
 WARM_CALLS = 3  # at least, before anything is timed
 WARM_LIMIT_S = 0.5
 STEADY = 0.10  # two successive calls this close (relative) are a steady state
-MOST_REPEATS = 64  # calls in one sample
+SLOW = 2.5  # times the pace: a candidate like that is let go after the first look
+MOST_REPEATS = 256  # calls in one sample
 RUNNERS_KEPT = 24
 VARIED_CALLS = 32  # with varied lengths, how often a length is met: its first call is spread over so many
 RAGGED_SPREAD = math.sqrt(2)  # a bucket reaches this factor to both sides
@@ -48,9 +49,9 @@ class WrongAnswer(Exception):
 class Bench(Protocol):
     """What a worker can do with a candidate. Anything a candidate does wrong is raised."""
 
-    def check(self, workload: Workload, tunables: Tunables, phase: Phase) -> Checked: ...
+    def check(self, workload: Workload, tunables: Tunables, phase: Phase, pace_ms: float | None) -> Checked: ...
 
-    def prove(self, workload: Workload, tunables: Tunables, phase: Phase) -> None: ...
+    def prove(self, workload: Workload, tunables: Tunables, phase: Phase) -> Proven: ...
 
     def obey(self, workload: Workload, profile_path: str) -> Tunables: ...
 
@@ -109,6 +110,7 @@ class DeviceBench:
         self.device = torch.device(settings.device)
         self._cuda = self.device.type == "cuda"
         if self._cuda:
+            self.device = torch.device("cuda", self.device.index or 0)
             torch.cuda.set_device(self.device)
         self._watch = Watch(str(torch.cuda.get_device_properties(self.device).uuid) if self._cuda else None)
         self._timer = _CudaTimer(self.device, settings.facts) if self._cuda else _HostTimer()
@@ -120,46 +122,45 @@ class DeviceBench:
 
     # --- the gate -----------------------------------------------------------------------------------------------
 
-    def check(self, workload: Workload, tunables: Tunables, phase: Phase) -> Checked:
-        """Answer, memory, a warm call at the workload's own length, and the first call at a length never seen."""
+    def check(self, workload: Workload, tunables: Tunables, phase: Phase, pace_ms: float | None) -> Checked:
+        """Answer, memory and a warm call at the workload's own length."""
         inputs = self._timing_inputs(workload)
         module = self._module(workload, tunables)
-        errors = [
-            self._hold_against_reference(module, workload, tunables, workload.seq_len, kind, phase)
-            for kind in ("ordinary", "negative")
-        ]
-        first_ms = self._first_call_ms(module, workload, inputs)
-        self._first_calls[workload, tunables] = first_ms
-        peak = self._peak_bytes(module, workload, inputs)
+        error, cold_ms = self._hold_against_reference(module, workload, tunables, workload.seq_len, "ordinary", phase)
+        peak_bytes, call_ms = self._peak_bytes(module, workload, inputs)
+        if pace_ms is not None and call_ms > SLOW * pace_ms:
+            return Checked(call_ms, error, peak_bytes, cold_ms, host_us=call_ms * 1e3)
+        self._hold_against_reference(module, workload, tunables, workload.seq_len, "negative", phase)
+        if self.settings.varied_lengths:
+            self._first_calls[workload, tunables] = self._first_call_ms(module, workload, inputs)
         runner = self._runner(workload, tunables)
-        return Checked(
-            call_ms=runner.call_ms,
-            error=errors[0],
-            peak_bytes=peak,
-            first_call_ms=first_ms,
-            host_us=runner.host_us,
-        )
+        return Checked(runner.call_ms, error, peak_bytes, cold_ms, runner.host_us)
 
-    def prove(self, workload: Workload, tunables: Tunables, phase: Phase) -> None:
+    def prove(self, workload: Workload, tunables: Tunables, phase: Phase) -> Proven:
         """Random ragged lengths of the bucket, ordinary and adversarial inputs in turn."""
         module = self._module(workload, tunables)
         for length, kind in proving_inputs(workload, self.settings.ragged_lengths, self.settings.seed):
             self._hold_against_reference(module, workload, tunables, length, kind, phase)
+        return Proven(self._first_call_ms(module, workload, self._timing_inputs(workload)))
 
     def _hold_against_reference(
         self, module: RingAttention, workload: Workload, tunables: Tunables, length: int, kind: str, phase: Phase
-    ) -> float:
-        """The relative error, or WrongAnswer with everything needed to reproduce it."""
+    ) -> tuple[float, float]:
+        """The relative error and the ms of the call, or WrongAnswer with everything needed to reproduce it."""
         phase("reference")
         inputs, sampled, expected = self._references.get(workload, length, kind, tunables.dtype)
         phase("candidate")
+        self._synchronize()
+        begin = time.perf_counter()
         out, lse, grads = _results(module, inputs, workload.train)
+        self._synchronize()
+        taken_ms = (time.perf_counter() - begin) * 1e3
         got = numerics.pick_rows(workload, sampled, out, lse, grads)
         whole = [("out", out), ("lse", lse), *zip(("dq", "dk", "dv"), grads, strict=False)]
         verdict = numerics.judge(expected, got, whole)
         if verdict.fault:
             raise WrongAnswer(f"{verdict.fault}; S={length}, {kind} inputs, seed {self.settings.seed}")
-        return verdict.error
+        return verdict.error, taken_ms
 
     def _first_call_ms(self, module: RingAttention, workload: Workload, inputs: numerics.Inputs) -> float:
         """A call at a length this process has not run: some kernels build a plan for every new shape."""
@@ -193,6 +194,8 @@ class DeviceBench:
         runner = self._runner(workload, tunables)
         repeats = math.ceil(self.settings.sample_target_ms / max(runner.call_ms, 1e-3))
         readings = self._timer.time(runner.call, min(max(1, repeats), MOST_REPEATS))
+        if len(readings) > 2:
+            del readings[0]  # it paid for whatever the candidate before it left in the caches of the host
         ms, host_us = float(np.median([r.ms for r in readings])), float(np.median([r.host_us for r in readings]))
         runner.call_ms = ms
         first_ms = self._first_calls.get((workload, tunables), 0.0) if self.settings.varied_lengths else 0.0
@@ -260,19 +263,32 @@ class DeviceBench:
                 break
             last = reading.ms
 
-    def _peak_bytes(self, module: RingAttention, workload: Workload, inputs: numerics.Inputs) -> int:
-        """What two calls in a row hold at most, beyond the inputs; the pool's buffers count, as they stay."""
+    def _peak_bytes(
+        self, module: RingAttention, workload: Workload, inputs: numerics.Inputs
+    ) -> tuple[int, float]:
+        """What two calls in a row hold at most beyond the inputs, and the ms of the second.
+
+        The buffers of the pool count, as they stay.
+        """
         call = _caller(module, inputs, workload.train)
+        taken_ms = 0.0
+
+        def twice() -> None:
+            nonlocal taken_ms
+            call()
+            self._synchronize()
+            begin = time.perf_counter()
+            call()
+            self._synchronize()
+            taken_ms = (time.perf_counter() - begin) * 1e3
+
         POOL.clear()
-        if self._cuda:
-            torch.cuda.synchronize(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
-            before = torch.cuda.memory_allocated(self.device)
-            call()
-            call()
-            torch.cuda.synchronize(self.device)
-            return max(0, torch.cuda.max_memory_allocated(self.device) - before)
-        return _cpu_peak_bytes(lambda: (call(), call()))
+        if not self._cuda:
+            return _cpu_peak_bytes(twice), taken_ms
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        twice()
+        return max(0, torch.cuda.max_memory_allocated(self.device) - before), taken_ms
 
     def _synchronize(self) -> None:
         if self._cuda:

@@ -13,7 +13,7 @@ from ringattn.workload import Tunables, Workload
 
 from .budget import EffortPreset
 from .choose import Candidate
-from .evaluator import Checked, Clock, Evaluator, Fault
+from .evaluator import Checked, Clock, Evaluator, Fault, Proven
 from .probe import Preference, TrialOutcome
 from .race import Arena, Ledger, Limits
 from .space import Space, Value, candidate_key
@@ -22,7 +22,7 @@ from .store import Entry, StageRecord, Store
 
 CellState = Literal["tuned", "default", "refused", "inconclusive"]
 
-CALLS_BEFORE_HANG = 40  # a call may take this many times the default's before it counts as hung
+CALLS_BEFORE_HANG = 15  # a call may take this many times the default's before it counts as hung
 UNKNOWN_SIGMA = 0.05  # noise assumed before any was seen
 
 
@@ -45,7 +45,7 @@ class Measured:
     checked: Checked
     gain: Interval  # of log(t / t_default); a count of 0 says it was never timed
     median_ms: float
-    host_us: float
+    first_call_ms: float  # at a length never met before
 
 
 @dataclass(slots=True)
@@ -112,7 +112,7 @@ class CellContext:
         self.estimates: dict[Tunables, Interval] = {}  # best known log-ratio of every timed plan
         self.trials = 0
         self.note = ""
-        self.prove_s = 0.0  # what proving the default took
+        self.compared_with = ""  # part of the names of stages, once the heuristic's default had to be replaced
 
     # --- questions ----------------------------------------------------------------------------------------------
 
@@ -120,7 +120,7 @@ class CellContext:
         return plan.dtype in self.main_dtypes
 
     def has_failed(self, plan: Tunables) -> bool:
-        return isinstance(self.ledger.checked.get(plan), Fault) or self.ledger.proven.get(plan) is not None
+        return isinstance(self.ledger.checked.get(plan), Fault) or isinstance(self.ledger.proven.get(plan), Fault)
 
     def keeps_limits(self, plan: Tunables) -> bool:
         checked = self.ledger.checked.get(plan)
@@ -141,6 +141,12 @@ class CellContext:
 
     def sample_s(self) -> float:
         return max(self.preset.sample_target_ms / 1e3, self.call_s())
+
+    def prove_s(self) -> float:
+        """About what proving a plan takes: a first call at each ragged length, and their reference rows."""
+        known = self.ledger.checked.get(self.default)
+        cold_s = known.cold_ms / 1e3 if isinstance(known, Checked) else 0.0
+        return 0.3 + self.preset.ragged_lengths * (1.2 * cold_s + 2 * self.call_s())
 
     def timeout_s(self) -> float:
         return self.settings.hang_s + CALLS_BEFORE_HANG * self.call_s()
@@ -166,7 +172,8 @@ class CellContext:
         sampler: optuna.samplers.BaseSampler | None = None
         if stage == "explore":
             sampler = optuna.samplers.TPESampler(seed=self.settings.seed, n_startup_trials=8)
-        return self.store.stage(self.cell, stage, self.space.knobs if knobs is None else knobs, sampler)
+        name = stage + self.compared_with
+        return self.store.stage(self.cell, name, self.space.knobs if knobs is None else knobs, sampler)
 
     def arena(self, stage: str, record: StageRecord, default: Tunables | None = None) -> Arena:
         return Arena(
@@ -206,14 +213,24 @@ class CellContext:
             name = f"proven | {self.cell} | {candidate_key(plan)}"
             recalled = self.store.recall(name)
             if recalled is None:
-                fault = self.evaluator.prove(self.cell, plan, timeout_s=self.timeout_s())
-                recalled = [] if fault is None else [fault.kind, fault.message]
+                outcome = self.evaluator.prove(self.cell, plan, timeout_s=self.timeout_s())
+                recalled = (
+                    {"kind": outcome.kind, "message": outcome.message}
+                    if isinstance(outcome, Fault)
+                    else {"first_call_ms": outcome.first_call_ms}
+                )
                 self.store.remember(name, recalled)
-            fault = Fault(*recalled) if recalled else None
-            self.ledger.proven[plan] = fault
-            if fault is not None:
-                self.told(plan, TrialOutcome(fault.kind, "prove", message=fault.message))
-        return self.ledger.proven[plan]
+            self.ledger.proven[plan] = Fault(**recalled) if "kind" in recalled else Proven(**recalled)
+            if "kind" in recalled:
+                self.told(plan, TrialOutcome(recalled["kind"], "prove", message=recalled["message"]))
+        known = self.ledger.proven[plan]
+        return known if isinstance(known, Fault) else None
+
+    def measured(self, candidate: Candidate, median_ms: float) -> Measured:
+        """The candidate with everything a profile says of it."""
+        checked, proven = self.checked(candidate.tunables), self.ledger.proven.get(candidate.tunables)
+        first_ms = proven.first_call_ms if isinstance(proven, Proven) else checked.cold_ms
+        return Measured(candidate.tunables, checked, candidate.gain, median_ms, first_ms)
 
     def result(self, state: CellState, note: str = "") -> CellResult:
         """A result with everything but its choices."""
@@ -233,9 +250,8 @@ class CellContext:
         result = self.result("inconclusive", reason)
         checked = self.ledger.checked.get(self.default)
         if isinstance(checked, Checked):
-            result.default = Measured(
-                self.default, checked, Interval(0.0, 0.0, 0.0, 0), checked.call_ms, checked.host_us
-            )
+            untimed = Candidate(self.default, Interval(0.0, 0.0, 0.0, 0), checked.peak_bytes)
+            result.default = self.measured(untimed, checked.call_ms)
             result.choice = result.default
         return result
 

@@ -32,8 +32,8 @@ def choice_of(measured: Measured) -> Choice:
             ratio_high=measured.gain.ratio_high,
             peak_bytes=measured.checked.peak_bytes,
             error=measured.checked.error,
-            first_call_ms=measured.checked.first_call_ms,
-            host_us=measured.host_us,
+            first_call_ms=measured.first_call_ms,
+            host_us=measured.checked.host_us,
             blocks=measured.gain.count,
         ),
     )

@@ -41,14 +41,22 @@ class Checked:
     """A candidate that agreed with float64: what one look at it showed.
 
     ``call_ms`` is a warm call, good to plan with but not to compare; ``error`` the relative 2-norm against float64
-    on ordinary inputs, the worst of out and the gradients; ``peak_bytes`` what one call holds beyond the inputs.
+    on ordinary inputs, the worst of out and the gradients; ``peak_bytes`` what one call holds beyond the inputs;
+    ``cold_ms`` the very first call, with whatever had to be loaded, built or compiled for it.
     """
 
     call_ms: float
     error: float
     peak_bytes: int
-    first_call_ms: float
+    cold_ms: float
     host_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Proven:
+    """A candidate that is right at ragged lengths too; ``first_call_ms`` is a call at a length never met before."""
+
+    first_call_ms: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +82,17 @@ class Block:
 class Evaluator(Protocol):
     """A machine that can check and time plans. Nothing that a candidate does may raise out of these calls."""
 
-    def check(self, cell: Workload, candidate: Tunables, *, timeout_s: float) -> Checked | Fault:
-        """Run the candidate at the cell's own length and hold it against float64."""
+    def check(
+        self, cell: Workload, candidate: Tunables, *, timeout_s: float, pace_ms: float | None = None
+    ) -> Checked | Fault:
+        """Run the candidate at the cell's own length and hold it against float64.
+
+        One that turns out much slower than ``pace_ms`` a call is let go with fewer calls.
+        """
         ...
 
-    def prove(self, cell: Workload, candidate: Tunables, *, timeout_s: float) -> Fault | None:
-        """Hold the candidate against float64 at random ragged lengths of the cell's bucket; None: it passed."""
+    def prove(self, cell: Workload, candidate: Tunables, *, timeout_s: float) -> Proven | Fault:
+        """Hold the candidate against float64 at random ragged lengths of the cell's bucket."""
         ...
 
     def block(self, cell: Workload, order: Sequence[Tunables], *, timeout_s: float) -> Block:

@@ -1,4 +1,4 @@
-"""The last stage of a cell: finalists are proven and re-timed; only these numbers decide and are written."""
+"""The last stage of a cell: finalists are re-timed, and what is written is proven; only these numbers decide."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from ringattn.workload import Tunables
 
 from .budget import Deadline
 from .cell import CellContext, CellResult, Measured
-from .choose import NOISY_SIGMA, Candidate, choose, pareto_front
+from .choose import NOISY_SIGMA, TIE, Candidate, choose, distance, pareto_front
 from .evaluator import Checked
-from .race import Arena, final_race
+from .race import Arena, DefaultBroken, final_race
 from .statistics import Interval
 
 FINALISTS = 4  # the default among them
 FRONT_KEPT = 4
-WIDE = 0.10  # half-width of a finalist's interval from which nothing can be said
+RUNNERS_UP = 2
+CONTENDER = math.log(1.15)  # a plan this much slower than the best is no finalist
+WIDE = 0.10  # a possible gain (log-ratio) that a kept default must be able to exclude
 REFUSED_SIGMA = 0.25  # noise of one paired log-ratio from which no verdict is given
 AT_PAR = Interval(0.0, 0.0, 0.0, 2)
 
@@ -25,16 +27,18 @@ AT_PAR = Interval(0.0, 0.0, 0.0, 2)
 def reserve_s(context: CellContext) -> float:
     """Seconds that the final needs: re-timing, and proving what will be written."""
     blocks = (FINALISTS + 1) * context.preset.final_min_blocks * context.sample_s()
-    return 1.2 * blocks + (FINALISTS - 1) * context.prove_s
+    return 1.2 * blocks + context.prove_s()
 
 
 def final(context: CellContext, deadline: Deadline) -> CellResult:
-    """Prove, re-time, choose."""
+    """Re-time, choose, prove; a choice that cannot be proven gives way to the next.
+
+    Raises DefaultBroken when it is the default that would stay and cannot be proven.
+    """
     context.listener.stage(context.cell, "final")
     record = context.record("final")
     arena = context.arena("final", record)
-    finalists = _finalists(context, deadline)
-    entries = arena.admit([context.default, *finalists], deadline)
+    entries = arena.admit([context.default, *_finalists(context)], deadline)
     standing = final_race(arena, entries, context.preset, deadline)
     for entry in entries:
         arena.leave(entry, "final")
@@ -57,64 +61,121 @@ def _decide(
     sigma = context.ledger.noise_sigma()
     if sigma > REFUSED_SIGMA:
         return context.inconclusive(f"one plan timed twice differs by {100 * sigma:.0f} % here; quieten the machine")
+    noisy = sigma > NOISY_SIGMA or context.ledger.loaded
     default = context.candidate(context.default, replace(AT_PAR, count=len(arena.record.default_ms)))
     others = [
         context.candidate(plan, gain)
         for plan, gain in gains.items()
         if plan != context.default and context.is_main(plan)
     ]
-    noisy = sigma > NOISY_SIGMA or context.ledger.loaded
     try:
-        winner = choose(context.cell, default, others, noisy=noisy, prefer=context.settings.prefer)
+        winner = _proven_choice(context, default, others, noisy)
     except ValueError as nothing:
         return context.result("refused", f"{nothing}: {_nearest_to_limits(context)}")
-    result = context.result("default" if winner is default else "tuned")
-    front = _front(context, [default, *others], deadline)
-    rest = sorted((c for c in (default, *others) if c is not winner and c.allowed), key=lambda c: c.gain.median)
+    usable = [candidate for candidate in others if not context.has_failed(candidate.tunables)]
+    rest = _runners_up(context, winner, [default, *usable], deadline)
     narrow = _narrow(context, gains, winner)
+    front = _front(context, [default, *usable], deadline)
 
     def measured(candidate: Candidate) -> Measured:
-        checked = context.checked(candidate.tunables)
         ms = times_ms.get(candidate.tunables, times_ms[context.default] * candidate.gain.ratio)
-        return Measured(candidate.tunables, checked, candidate.gain, ms, checked.host_us)
+        return context.measured(candidate, ms)
 
+    result = context.result("default" if winner is default else "tuned")
     result.choice, result.default = measured(winner), measured(default)
-    result.runners_up = tuple(measured(c) for c in rest[:2])
+    result.runners_up = tuple(measured(c) for c in rest)
     result.auto = measured(narrow) if narrow is not None else None
     result.front = tuple(measured(c) for c in front)
     return _with_doubts(context, result, others, noisy)
+
+
+def _proven_choice(
+    context: CellContext, default: Candidate, others: Sequence[Candidate], noisy: bool
+) -> Candidate:
+    """The choice among what can be proven; ValueError when nothing is within the limits."""
+    left = list(others)
+    while True:
+        winner = choose(context.cell, default, left, noisy=noisy, prefer=context.settings.prefer)
+        fault = context.prove(winner.tunables)
+        if fault is None:
+            return winner
+        if winner is default:
+            raise DefaultBroken(fault)
+        left.remove(winner)
 
 
 def _with_doubts(
     context: CellContext, result: CellResult, others: Sequence[Candidate], noisy: bool
 ) -> CellResult:
     """What must be said of the numbers, up to that they say nothing."""
-    widest = max((candidate.gain.half_width for candidate in others), default=0.0)
+    missed = max((-candidate.gain.low for candidate in others if candidate.allowed), default=0.0)
     sigma = context.ledger.noise_sigma()
-    if widest > WIDE and result.state == "default":
+    if missed > WIDE and result.state == "default":
         result.state = "inconclusive"
-        result.note = f"plans could not be told apart to better than {100 * widest:.0f} %"
+        result.note = f"noise hides what may be a gain of up to {100 * missed:.0f} %"
     elif noisy:
         why = "under foreign load" if context.ledger.loaded else "noisy"
         result.note = "; ".join(filter(None, (result.note, f"timed {why}: {100 * sigma:.1f} % a pair")))
     return result
 
 
-def _finalists(context: CellContext, deadline: Deadline) -> list[Tunables]:
-    """At most FINALISTS - 1 beside the default, all proven: the fastest (or as preferred) and the best narrow one."""
+def _finalists(context: CellContext) -> list[Tunables]:
+    """At most FINALISTS - 1 beside the default: the fastest (or as preferred), and the best narrow one."""
     mains = context.ranked(p for p in context.estimates if context.is_main(p) and p != context.default)
     allowed = [plan for plan in mains if context.keeps_limits(plan)]
     if context.settings.prefer != "time":
         allowed = _preferred_first(context, allowed)
+    elif allowed and context.keeps_limits(context.default):
+        best = min(0.0, context.estimates[allowed[0]].median)
+        allowed = [plan for plan in allowed if context.estimates[plan].median < best + CONTENDER]
     narrow = context.ranked(p for p in context.estimates if not context.is_main(p))[:1]
     wanted = FINALISTS - 1 - len(narrow)
-    chosen: list[Tunables] = []
-    for plan in allowed:
-        if len(chosen) == wanted or (chosen and deadline.passed()):
+    simplest = _simplest_equal(context, allowed) if context.settings.prefer == "time" else []
+    return list(dict.fromkeys([*allowed[:1], *simplest, *allowed]))[:wanted] + narrow
+
+
+def _simplest_equal(context: CellContext, ranked: Sequence[Tunables]) -> list[Tunables]:
+    """Of what cannot be told from the best, the plan nearest to the default: frills that only luck favoured go."""
+    if not ranked:
+        return []
+    best = context.estimates[ranked[0]]
+    sigma = context.ledger.noise_sigma()
+    equal = []
+    for plan in ranked:
+        mine = context.estimates[plan]
+        doubt = sigma * math.sqrt(1 / mine.count + 1 / best.count) if math.isfinite(sigma) else 0.0
+        if mine.median <= best.median + max(TIE, doubt):
+            equal.append(plan)
+    return [min(equal, key=lambda plan: distance(context.cell, plan, context.default))]
+
+
+def _runners_up(
+    context: CellContext, winner: Candidate, finals: Sequence[Candidate], deadline: Deadline
+) -> list[Candidate]:
+    """The next two: finalists first, then what earlier stages timed, proven while there is time."""
+    known = {c.tunables: c for c in finals}
+    for plan, gain in context.estimates.items():
+        if plan not in known and context.is_main(plan) and gain.count >= 2 and not context.has_failed(plan):
+            known[plan] = context.candidate(plan, gain)
+    wanted = [c for c in known.values() if c is not winner and c.allowed]
+    wanted.sort(key=lambda c: (c not in finals, c.gain.median))
+    return _proven(context, wanted, RUNNERS_UP, deadline)
+
+
+def _proven(
+    context: CellContext, candidates: Sequence[Candidate], wanted: int, deadline: Deadline
+) -> list[Candidate]:
+    """The first of those that are right at ragged lengths; what there is no time to prove is left out."""
+    kept: list[Candidate] = []
+    for candidate in candidates:
+        plan = candidate.tunables
+        if len(kept) == wanted:
             break
+        if plan not in context.ledger.proven and not deadline.allows(context.prove_s()):
+            continue
         if context.prove(plan) is None:
-            chosen.append(plan)
-    return chosen + [plan for plan in narrow if context.prove(plan) is None]
+            kept.append(candidate)
+    return kept
 
 
 def _preferred_first(context: CellContext, plans: Sequence[Tunables]) -> list[Tunables]:
@@ -135,7 +196,8 @@ def _narrow(context: CellContext, gains: Mapping[Tunables, Interval], winner: Ca
     """The best plan with a narrower dtype, where it is surely faster than the winner."""
     narrow = [context.candidate(plan, gain) for plan, gain in gains.items() if not context.is_main(plan)]
     surely = [c for c in narrow if c.allowed and c.gain.high < winner.gain.median - 0.01]
-    return min(surely, key=lambda c: c.gain.median, default=None)
+    best = min(surely, key=lambda c: c.gain.median, default=None)
+    return best if best is not None and context.prove(best.tunables) is None else None
 
 
 def _nearest_to_limits(context: CellContext) -> str:
@@ -152,13 +214,4 @@ def _front(context: CellContext, finals: Sequence[Candidate], deadline: Deadline
         usable = context.is_main(plan) and not context.has_failed(plan) and context.keeps_limits(plan)
         if plan not in known and gain.count >= 2 and usable:
             known[plan] = context.candidate(plan, gain)
-    kept: list[Candidate] = []
-    for candidate in pareto_front(list(known.values())):
-        plan = candidate.tunables
-        if plan not in context.ledger.proven and not deadline.allows(context.prove_s):
-            continue
-        if context.prove(plan) is None:
-            kept.append(candidate)
-        if len(kept) == FRONT_KEPT:
-            break
-    return tuple(kept)
+    return tuple(_proven(context, pareto_front(list(known.values())), FRONT_KEPT, deadline))

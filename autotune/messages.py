@@ -18,6 +18,7 @@ class Request:
     workload: Workload | None = None
     plans: tuple[Tunables, ...] = ()
     profile_path: str = ""
+    pace_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,19 +18,21 @@ from ringattn.workload import Tunables, Workload
 
 from . import statistics
 from .budget import Deadline, EffortPreset
-from .evaluator import Block, Checked, Clock, Evaluator, Fault, Sample
+from .evaluator import Block, Checked, Clock, Evaluator, Fault, Proven, Sample
 from .probe import TrialOutcome
 from .statistics import Interval
 from .store import Entry, StageRecord
 
+DISMISSED = 3.0  # a candidate whose check already took so many times the best's is not timed at all
 FIRST_GATE = math.log(2.0)  # after its first repetition a candidate twice as slow as the best is out
 SURE_BLOCKS = 4  # paired repetitions before anything may be called surely slower
-DEFAULT_ATTEMPTS = 3  # blocks in a row whose default failed, before it counts as broken
+DEFAULT_ATTEMPTS = 2  # blocks in a row whose default failed, before it counts as broken
 PATIENCE = 0.15  # of a cell's time may go into blocks thrown away for foreign load; then the machine counts as loaded
 HOPELESS = 0.10  # chance of being faster below which a move is not timed again
 PROMISING = 0.75  # chance of being faster from which a move is tried further
 WORTH_TRYING = 0.003  # log-ratio: smaller gains are not worth a block
 MOVE_GATE = math.log(1.3)  # a single move this much slower than where it came from is dropped after one block
+LEAN_BLOCKS = 3  # repetitions of a slower plan that needs less memory
 FINAL_PRECISION = 0.008  # half-width of the interval at which the final stops early
 BLOCK_OVERHEAD = 1.15  # random order, flushes and messages, on top of the samples
 
@@ -70,9 +72,9 @@ class Ledger:
     """What one cell knows of its candidates, over all of its stages."""
 
     checked: dict[Tunables, Checked | Fault] = field(default_factory=dict)
-    proven: dict[Tunables, Fault | None] = field(default_factory=dict)
+    proven: dict[Tunables, Proven | Fault] = field(default_factory=dict)
     repeated_default: list[float] = field(default_factory=list)  # log of one default reading over the other
-    crashed_once: set[Tunables] = field(default_factory=set)
+    deaths: dict[Tunables, int] = field(default_factory=dict)  # while timed, after it had been checked
     disturbances: list[str] = field(default_factory=list)
     discarded: int = 0
     patience_s: float = 0.0  # left for blocks that are thrown away
@@ -85,7 +87,7 @@ class Ledger:
 
     def failures(self) -> dict[Tunables, Fault]:
         failed = {plan: result for plan, result in self.checked.items() if isinstance(result, Fault)}
-        return failed | {plan: fault for plan, fault in self.proven.items() if fault is not None}
+        return failed | {plan: result for plan, result in self.proven.items() if isinstance(result, Fault)}
 
 
 @dataclass(slots=True)
@@ -109,6 +111,7 @@ class Arena:
 
     def __post_init__(self) -> None:
         self._seed_stage = zlib.crc32(f"{self.cell}|{self.stage}".encode())
+        self.ledger.repeated_default.extend(self.record.repeated_default)  # of an earlier run
 
     # --- entering and leaving -----------------------------------------------------------------------------------
 
@@ -144,7 +147,9 @@ class Arena:
     def _check(self, entry: Entry) -> None:
         result = self.ledger.checked.get(entry.tunables)
         if result is None:
-            result = self.evaluator.check(self.cell, entry.tunables, timeout_s=self.timeout_s)
+            default = self.ledger.checked.get(self.default)
+            pace_ms = default.call_ms if isinstance(default, Checked) else None
+            result = self.evaluator.check(self.cell, entry.tunables, timeout_s=self.timeout_s, pace_ms=pace_ms)
             self.ledger.checked[entry.tunables] = result
         if isinstance(result, Fault):
             self._fail(entry, result)
@@ -179,6 +184,15 @@ class Arena:
                 message=reason,
             ),
         )
+
+    def dismiss(self, entry: Entry) -> None:
+        """Tell what a first look is enough for: the ratio is of two unpaired calls, and the reason says so."""
+        default = self.ledger.checked[self.default]
+        assert isinstance(default, Checked)
+        assert entry.checked is not None
+        self.record.default_ms.setdefault(0, default.call_ms)
+        self.record.report(entry, 0, math.log(entry.checked.call_ms / default.call_ms))
+        self.leave(entry, "far slower at its first look, not timed in pairs")
 
     # --- blocks -------------------------------------------------------------------------------------------------
 
@@ -218,10 +232,11 @@ class Arena:
             return False
         self._default_faults = 0
         logs = [math.log(ms) for ms in readings]
-        if len(logs) == 2:
-            self.ledger.repeated_default.append(logs[0] - logs[1])
+        repeated = logs[0] - logs[1] if len(logs) == 2 else None
+        if repeated is not None:
+            self.ledger.repeated_default.append(repeated)
         default_log = sum(logs) / len(logs)
-        self.record.begin_block(number, math.exp(default_log))
+        self.record.begin_block(number, math.exp(default_log), repeated)
         for entry in entries:
             if entry.tunables == self.default:
                 self.record.report(entry, number, 0.0)
@@ -244,12 +259,12 @@ class Arena:
             fault = faults.get(entry.tunables)
             if fault is None:
                 continue
-            # One that has run well before may have died of someone else's hand; it gets one more chance.
-            proved_itself = bool(entry.log_ratios) and fault.kind in ("crash", "timeout")
-            if proved_itself and entry.tunables not in self.ledger.crashed_once:
-                self.ledger.crashed_once.add(entry.tunables)
-                continue
-            self._fail(entry, fault)
+            # One that has run well before may have died of someone else's hand, once in a while.
+            deaths = self.ledger.deaths.get(entry.tunables, 0) + 1
+            self.ledger.deaths[entry.tunables] = deaths
+            external = fault.kind in ("crash", "timeout") and deaths <= math.ceil(len(entry.log_ratios) / 10)
+            if not external:
+                self._fail(entry, fault)
 
     # --- numbers ------------------------------------------------------------------------------------------------
 
@@ -305,7 +320,7 @@ def race(
     The first repetition drops what takes twice as long as the best; from SURE_BLOCKS on, what is surely slower
     than the leader by ``margin`` goes. Ends with ``keep`` left (after SURE_BLOCKS), at ``max_blocks`` or in time.
     """
-    alive = [entry for entry in entries if entry.fault is None and not entry.finished]
+    alive = _worth_timing(arena, [entry for entry in entries if entry.fault is None and not entry.finished])
     while alive:
         fewest = min(len(entry.log_ratios) for entry in alive)
         if fewest >= max_blocks or (len(alive) <= keep and fewest >= SURE_BLOCKS):
@@ -318,6 +333,19 @@ def race(
             continue
         alive = _eliminate(arena, [entry for entry in alive if entry.fault is None], keep, margin)
     return sorted((entry for entry in alive if entry.log_ratios), key=arena.median)
+
+
+def _worth_timing(arena: Arena, entries: Sequence[Entry]) -> list[Entry]:
+    """Those within reach of the best by their checks; the default is always."""
+    calls_ms = [entry.checked.call_ms for entry in entries if entry.checked is not None]
+    kept = []
+    for entry in entries:
+        slow = entry.checked is not None and entry.checked.call_ms > DISMISSED * min(calls_ms)
+        if slow and not entry.log_ratios and entry.tunables != arena.default:
+            arena.dismiss(entry)
+        else:
+            kept.append(entry)
+    return kept
 
 
 def _eliminate(arena: Arena, alive: list[Entry], keep: int, margin: float) -> list[Entry]:
@@ -364,11 +392,20 @@ def _still_hopeful(arena: Arena, entry: Entry, incumbent: Entry) -> bool:
     differences = arena.difference(entry, incumbent)
     if not differences:
         return True
-    if float(np.median(differences)) > MOVE_GATE:
+    slower_by = float(np.median(differences))
+    if len(differences) < LEAN_BLOCKS and slower_by <= FIRST_GATE and _leaner(entry, incumbent):
+        return True  # it may end on the front of time and memory, for which one repetition is too few
+    if slower_by > MOVE_GATE:
         return False
     if len(differences) < 4:
         return True
     return arena.chance_faster(entry, incumbent, by=WORTH_TRYING) > HOPELESS
+
+
+def _leaner(entry: Entry, other: Entry) -> bool:
+    assert entry.checked is not None
+    assert other.checked is not None
+    return entry.checked.peak_bytes < 0.95 * other.checked.peak_bytes
 
 
 def final_race(arena: Arena, entries: Sequence[Entry], preset: EffortPreset, deadline: Deadline) -> list[Entry]:
@@ -376,7 +413,8 @@ def final_race(arena: Arena, entries: Sequence[Entry], preset: EffortPreset, dea
     alive = [entry for entry in entries if entry.fault is None and not entry.finished]
     while alive:
         done = min(len(entry.log_ratios) for entry in alive)
-        if done >= preset.final_max_blocks:
+        alone = all(entry.tunables == arena.default for entry in alive)
+        if done >= (SURE_BLOCKS if alone else preset.final_max_blocks):
             break
         if done >= preset.final_min_blocks and _decided(arena, alive):
             break

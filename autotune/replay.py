@@ -20,7 +20,7 @@ import numpy as np
 from ringattn.profile_io import load_profile
 from ringattn.workload import Branch, Pattern, Tunables, Workload
 
-from .evaluator import Block, Checked, Evaluator, Fault, Sample
+from .evaluator import Block, Checked, Evaluator, Fault, Proven, Sample
 from .space import Machine, Space, Value, candidate_key, encode, from_key
 
 TABLE_SCHEMA = 1
@@ -203,13 +203,15 @@ class ReplayEvaluator:
     sample_target_s: float = 0.010
     restart_s: float = 3.0  # a new worker process after a crash or a hang
     unproven: Mapping[Tunables, Fault] = field(default_factory=dict)
-    calls: int = 0
+    calls: int = 0  # checks and readings
     _rng: np.random.Generator = field(init=False)
 
     def __post_init__(self) -> None:
         self._rng = np.random.default_rng(self.seed)
 
-    def check(self, cell: Workload, candidate: Tunables, *, timeout_s: float) -> Checked | Fault:
+    def check(
+        self, cell: Workload, candidate: Tunables, *, timeout_s: float, pace_ms: float | None = None
+    ) -> Checked | Fault:
         row = self.truth(cell, candidate)
         self.calls += 1
         if row.fault is not None:
@@ -217,17 +219,19 @@ class ReplayEvaluator:
             self.clock.advance(self.check_s + (timeout_s if hung else 0.0) + self._restart_after(row.fault))
             return row.fault
         assert row.checked is not None
-        seconds = self.check_s + row.checked.first_call_ms / 1e3 + 5 * row.median_ms / 1e3
+        slow = pace_ms is not None and row.median_ms > 2.5 * pace_ms
+        seconds = self.check_s + row.checked.cold_ms / 1e3 + (2 if slow else 8) * row.median_ms / 1e3
         if seconds > timeout_s:
             self.clock.advance(timeout_s + self.restart_s)
             return Fault("timeout", f"no answer within {timeout_s:.1f} s")
         self.clock.advance(seconds)
         return row.checked
 
-    def prove(self, cell: Workload, candidate: Tunables, *, timeout_s: float) -> Fault | None:
+    def prove(self, cell: Workload, candidate: Tunables, *, timeout_s: float) -> Proven | Fault:
         row = self.truth(cell, candidate)
-        self.clock.advance(self.prove_s + 16 * row.median_ms / 1e3)
-        return self.unproven.get(candidate)
+        assert row.checked is not None
+        self.clock.advance(self.prove_s + 8 * row.checked.cold_ms / 1e3)
+        return self.unproven.get(candidate) or Proven(row.checked.cold_ms)
 
     def obey(self, cell: Workload, profile_path: str, *, timeout_s: float) -> Tunables | Fault:
         entry = next(entry for entry in load_profile(profile_path).plans if entry.workload == cell)

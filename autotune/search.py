@@ -30,9 +30,9 @@ class CellSearch:
     # --- the default --------------------------------------------------------------------------------------------
 
     def settle(self, deadline: Deadline) -> Fault | None:
-        """Find and prove the plan everything is paired against: the heuristic's, or math where that fails its gate.
+        """Find the plan everything is paired against: the heuristic's, or math where that fails its check.
 
-        A Fault says that nothing could be run and proven, or that no time was left.
+        A Fault says that nothing could be run, or that no time was left.
         """
         context = self.context
         context.listener.stage(context.cell, "default")
@@ -41,31 +41,27 @@ class CellSearch:
         for plan in self._default_candidates():
             arena = context.arena("default", record, plan)
             entries = arena.admit([plan], deadline)
-            if not entries:
-                known = context.ledger.checked.get(plan)
-                if known is None:
-                    return Fault("timeout", "no time was left to check its default")
-                assert isinstance(known, Fault)
-                fault = known
-                continue
-            before = context.clock.now()
-            unproven = context.prove(plan)
-            context.prove_s = context.clock.now() - before
-            arena.record.complete(entries[0], 0.0, context.settings.limits.constraints(context.checked(plan)))
-            if unproven is None:
+            if entries:
+                arena.record.complete(entries[0], 0.0, context.settings.limits.constraints(context.checked(plan)))
                 if plan != context.space.default:
-                    context.note = f"the default failed its own check ({fault.message}); compared with math"
+                    context.note = f"the default failed ({fault.kind}: {fault.message}); compared with math"
+                    context.compared_with = " against math"
                 context.default = plan
                 return None
-            fault = unproven
+            known = context.ledger.failures().get(plan)
+            if known is None:
+                return Fault("timeout", "no time was left to check its default")
+            fault = known
         return fault
 
     def _default_candidates(self) -> Iterable[Tunables]:
         context = self.context
-        plain = [plan for plan in context.space.kernel_plans if all(b.forward == "math" for b in plan.branches)]
-        for plan in dict.fromkeys([context.space.default, *plain]):
-            if not context.has_failed(plan):
-                yield plan
+        plain = [
+            plan
+            for plan in context.space.kernel_plans
+            if context.is_main(plan) and all({b.forward, b.backward} <= {"math", ""} for b in plan.branches)
+        ]
+        yield from (plan for plan in dict.fromkeys([context.space.default, *plain]) if not context.has_failed(plan))
 
     # --- the whole ----------------------------------------------------------------------------------------------
 
@@ -107,9 +103,9 @@ class CellSearch:
                 context.ledger.checked[context.default] = broken.fault
                 context.estimates.clear()  # every ratio was against a plan that is gone
                 fault = broken.fault
-                if attempt == 0 and self.settle(deadline) is None:
-                    continue
-        return context.result("refused", f"the default stopped working: {fault.kind}, {fault.message}")
+                if attempt or self.settle(deadline) is not None:
+                    break
+        return context.result("refused", f"the default fails: {fault.kind}, {fault.message}")
 
     def _search(
         self, deadline: Deadline, seeds: Sequence[Tunables], left_out: Mapping[Tunables, str]

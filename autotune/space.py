@@ -6,11 +6,12 @@ in tests is any pair of functions. Plans that would execute the same steps are o
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ringattn.workload import BranchTunables, ParamValue, Tunables, Workload
 
@@ -77,54 +78,30 @@ def _identity(workload: Workload, plan: Tunables) -> Tunables:
 
 def candidate_key(tunables: Tunables) -> str:
     """One plan as one line of text, the same in every process: how records find it again."""
-    fields = [
-        tunables.dtype,
-        [[b.forward, b.backward, b.gather] for b in tunables.branches],
-        tunables.checkpoint,
-        tunables.window_tokens,
-        tunables.pattern_cache,
-        tunables.pool_threshold_mib,
-        tunables.pool_strategy,
-        tunables.compile,
-        tunables.schedule,
-        [list(pair) for pair in tunables.params],
-    ]
-    return json.dumps(fields, separators=(",", ":"))
+    return json.dumps(dataclasses.asdict(tunables), separators=(",", ":"))
 
 
 def from_key(key: str) -> Tunables:
     """The inverse of ``candidate_key``."""
-    dtype, branches, checkpoint, window, cache, pool, strategy, compiled, schedule, params = json.loads(key)
-    return Tunables(
-        dtype=dtype,
-        branches=tuple(BranchTunables(*branch) for branch in branches),
-        checkpoint=checkpoint,
-        window_tokens=window,
-        pattern_cache=cache,
-        pool_threshold_mib=pool,
-        pool_strategy=strategy,
-        compile=compiled,
-        schedule=schedule,
-        params=tuple((name, value) for name, value in params),
-    )
+    fields = json.loads(key)
+    fields["branches"] = tuple(BranchTunables(**branch) for branch in fields["branches"])
+    fields["params"] = tuple((name, value) for name, value in fields["params"])
+    return Tunables(**fields)
+
+
+# Knobs that hold for the whole plan, beside those of its branches; their plainest values are the fields' defaults.
+_WHOLE = tuple(f.name for f in dataclasses.fields(Tunables) if f.name not in ("branches", "params"))
 
 
 def encode(workload: Workload, tunables: Tunables) -> Assignment:
     """A plan as values of knobs; the names are those of ``knobs_of``."""
-    assignment: Assignment = {"dtype": tunables.dtype}
+    assignment: Assignment = {}
     for index, branch in enumerate(tunables.branches):
         assignment[f"forward.{index}"] = branch.forward
         if workload.train:
             assignment[f"backward.{index}"] = branch.backward
         assignment[f"gather.{index}"] = branch.gather
-    assignment |= {
-        "checkpoint": tunables.checkpoint,
-        "window_tokens": tunables.window_tokens,
-        "pattern_cache": tunables.pattern_cache,
-        "pool_threshold_mib": tunables.pool_threshold_mib,
-        "pool_strategy": tunables.pool_strategy,
-        "compile": tunables.compile,
-    }
+    assignment |= {name: getattr(tunables, name) for name in _WHOLE}
     return assignment | {f"param:{name}": value for name, value in tunables.params}
 
 
@@ -145,21 +122,14 @@ def decode(workload: Workload, assignment: Mapping[str, Value]) -> Tunables:
         for name, value in assignment.items()
         if name.startswith("param:") and value is not None and name.removeprefix("param:").rsplit(".", 1)[0] in used
     }
-    pool = assignment.get("pool_threshold_mib")
-    window = assignment.get("window_tokens")
-    assert pool is None or isinstance(pool, int)
-    assert window is None or isinstance(window, int)
-    return Tunables(
-        dtype=str(assignment["dtype"]),
-        branches=tuple(branches),
-        checkpoint=str(assignment.get("checkpoint", "selective")) if workload.train else "selective",
-        window_tokens=window if window is None or window < workload.seq_len else None,
-        pattern_cache=bool(assignment.get("pattern_cache", True)),
-        pool_threshold_mib=pool,
-        pool_strategy=str(assignment.get("pool_strategy", "shape")) if pool is not None else "shape",
-        compile=bool(assignment.get("compile", False)),
-        params=tuple(sorted((name, value) for name, value in params.items())),
-    )
+    whole: dict[str, Any] = {name: assignment[name] for name in _WHOLE if name in assignment}
+    if not workload.train:
+        whole.pop("checkpoint", None)
+    if whole.get("pool_threshold_mib") is None:
+        whole.pop("pool_strategy", None)
+    if (whole.get("window_tokens") or 0) >= workload.seq_len:
+        whole.pop("window_tokens", None)
+    return Tunables(branches=tuple(branches), params=tuple(sorted(params.items())), **whole)
 
 
 def _window_values(workload: Workload) -> tuple[Value, ...]:

@@ -14,8 +14,8 @@ from ringattn.workload import Tunables
 
 from .budget import Deadline
 from .cell import CellContext
-from .evaluator import Checked
-from .race import PROMISING, WORTH_TRYING, Arena, race, screen
+from .evaluator import Checked, Fault
+from .race import DISMISSED, PROMISING, WORTH_TRYING, Arena, race, screen
 from .space import Value, candidate_key, decode, encode, from_key
 from .store import Entry, StageRecord
 
@@ -35,7 +35,7 @@ def race_plans(
     arena = context.arena(stage, record)
     standing = record.noted("standing")
     if standing is None:
-        entries = arena.admit(plans, deadline)
+        entries = _admit_within_reach(context, arena, plans, deadline)
         groups = (
             ([entry for entry in entries if context.is_main(entry.tunables)], keep),
             ([entry for entry in entries if not context.is_main(entry.tunables)], 1),
@@ -50,6 +50,60 @@ def race_plans(
         record.note("standing", standing)
     context.learn(arena, record.entries())
     return [plan for plan in map(from_key, standing) if context.is_main(plan)]
+
+
+def _admit_within_reach(
+    context: CellContext, arena: Arena, plans: Sequence[Tunables], deadline: Deadline
+) -> list[Entry]:
+    """Check the plans nearest to the default first, and leave out those that their parts say are far too slow.
+
+    The time that two changes cost together is about the sum of what each costs alone. What is left out is noted.
+    """
+    changes = {plan: _changes(context, plan) for plan in plans}
+    entries: list[Entry] = []
+    left_out: dict[str, str] = {}
+    for plan in sorted(plans, key=lambda plan: len(changes[plan])):
+        hung = [done for done in changes if _timed_out(context, done) and changes[done] < changes[plan]]
+        if hung:
+            left_out[candidate_key(plan)] = "a part of it did not end in time"
+            continue
+        known = [entry for entry in entries if entry.checked is not None]
+        calls_ms = {changes[e.tunables]: e.checked.call_ms for e in known if e.checked is not None}
+        rivals = [e.tunables for e in known if context.is_main(e.tunables) == context.is_main(plan)]
+        rivals_ms = [calls_ms[changes[rival]] for rival in rivals]
+        predicted_ms, best_ms = _sum_of_parts(changes[plan], calls_ms), min(rivals_ms, default=math.inf)
+        if predicted_ms is not None and predicted_ms > DISMISSED * best_ms:
+            left_out[candidate_key(plan)] = f"its parts add up to {predicted_ms / best_ms:.1f} times the best"
+        else:
+            entries += arena.admit([plan], deadline)
+    arena.record.note("left_out", left_out)
+    return entries
+
+
+def _timed_out(context: CellContext, plan: Tunables) -> bool:
+    result = context.ledger.checked.get(plan)
+    return isinstance(result, Fault) and result.kind == "timeout"
+
+
+Changes = frozenset[tuple[str, Value]]
+
+
+def _changes(context: CellContext, plan: Tunables) -> Changes:
+    default = encode(context.cell, context.default)
+    return frozenset((name, v) for name, v in encode(context.cell, plan).items() if default.get(name) != v)
+
+
+def _sum_of_parts(wanted: Changes, calls_ms: Mapping[Changes, float]) -> float | None:
+    """The smallest sum over two known plans whose changes together are the wanted ones; None without such a pair."""
+    default_ms = calls_ms.get(frozenset())
+    if default_ms is None:
+        return None
+    sums = [
+        calls_ms[part] + calls_ms[wanted - part] - default_ms
+        for part in calls_ms
+        if part < wanted and part and wanted - part in calls_ms
+    ]
+    return min(sums, default=None)
 
 
 # --- stage 2: one knob at a time -------------------------------------------------------------------------------------

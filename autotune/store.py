@@ -36,6 +36,7 @@ from .space import Assignment, Value, candidate_key, encode, from_key
 
 HEADER = "probe"
 RUNS = "runs"  # the constraint every trial has: above 0 where the candidate gave no number
+_BLOCK = "default_ms:"
 _OPTUNA_LOCK_SUFFIXES = (".lock", ".rename")
 
 
@@ -121,6 +122,7 @@ class Entry:
     checked: Checked | None = None
     fault: Fault | None = None
     finished: bool = False
+    constrained: frozenset[str] = frozenset()  # constraints that a run cut off while telling had set already
 
 
 class StageRecord:
@@ -138,11 +140,11 @@ class StageRecord:
             name: CategoricalDistribution(values) for name, values in knobs.items()
         }
         self._entries: dict[str, Entry] = {}
-        self.default_ms = {
-            int(name.removeprefix("default_ms:")): ms
-            for name, ms in study.user_attrs.items()
-            if name.startswith("default_ms:")
-        }
+        self.default_ms: dict[int, float] = {}  # by block
+        self.repeated_default: list[float] = []  # log of one of two readings over the other
+        for name, value in study.user_attrs.items():
+            if name.startswith(_BLOCK):
+                self._keep_block(int(name.removeprefix(_BLOCK)), *value)
         for frozen in study.get_trials(deepcopy=False):
             self._recall(frozen)
 
@@ -159,6 +161,7 @@ class StageRecord:
             number=frozen.number,
             log_ratios=dict(frozen.intermediate_values),
             finished=not running,
+            constrained=frozenset(frozen.constraints),
         )
         if "checked" in frozen.user_attrs:
             entry.checked = Checked(**frozen.user_attrs["checked"])
@@ -246,15 +249,23 @@ class StageRecord:
         if entry.trial is not None:
             entry.trial.set_user_attr("checked", {name: getattr(checked, name) for name in Checked.__slots__})
 
-    def begin_block(self, block: int, default_ms: float) -> None:
-        """The default's own time in a block whose ratios are about to be reported."""
+    def begin_block(self, block: int, default_ms: float, repeated: float | None = None) -> None:
+        """The default's own time in a block whose ratios are about to be reported.
+
+        ``repeated`` is the log of one of its two readings over the other.
+        """
+        self._keep_block(block, default_ms, repeated)
+        self.study.set_user_attr(f"{_BLOCK}{block}", [default_ms, repeated])
+
+    def _keep_block(self, block: int, default_ms: float, repeated: float | None) -> None:
         self.default_ms[block] = default_ms
-        self.study.set_user_attr(f"default_ms:{block}", default_ms)
+        if repeated is not None:
+            self.repeated_default.append(repeated)
 
     def report(self, entry: Entry, block: int, log_ratio: float) -> None:
         """One paired repetition; a block is told once."""
         entry.log_ratios[block] = log_ratio
-        if entry.trial is not None:
+        if entry.trial is not None and not entry.finished:
             entry.trial.report(log_ratio, block)
 
     def complete(
@@ -266,8 +277,7 @@ class StageRecord:
             return
         for name, attribute in attributes.items():
             entry.trial.set_user_attr(name, attribute)
-        for name, constraint in {RUNS: 0.0, **constraints}.items():
-            entry.trial.set_constraint(name, constraint)
+        self._constrain(entry, {RUNS: 0.0, **constraints})
         self.study.tell(entry.trial, value)
         entry.finished = True
 
@@ -278,9 +288,15 @@ class StageRecord:
             return
         entry.trial.set_user_attr("kind", fault.kind)
         entry.trial.set_user_attr("message", fault.message)
-        entry.trial.set_constraint(RUNS, 1.0)
+        self._constrain(entry, {RUNS: 1.0})
         self.study.tell(entry.trial, state=TrialState.PRUNED)
         entry.finished = True
+
+    def _constrain(self, entry: Entry, constraints: Mapping[str, float]) -> None:
+        assert entry.trial is not None
+        for name, value in constraints.items():
+            if name not in entry.constrained:
+                entry.trial.set_constraint(name, value)
 
     def abandon_open(self, reason: str) -> None:
         """What was asked and never timed is told FAIL, which no sampler reads: it is neither good nor bad."""

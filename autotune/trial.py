@@ -20,7 +20,7 @@ from typing import IO, TYPE_CHECKING, Any
 from ringattn.errors import DeviceError
 from ringattn.workload import Tunables, Workload
 
-from .evaluator import Block, Checked, Fault, Sample
+from .evaluator import Block, Checked, Fault, Proven, Sample
 from .messages import REAL_BENCH, Message, Request
 
 if TYPE_CHECKING:
@@ -59,14 +59,16 @@ class WorkerEvaluator:
 
     # --- the protocol -------------------------------------------------------------------------------------------
 
-    def check(self, cell: Workload, candidate: Tunables, *, timeout_s: float) -> Checked | Fault:
-        result = self._ask(Request("check", cell, (candidate,)), timeout_s)
+    def check(
+        self, cell: Workload, candidate: Tunables, *, timeout_s: float, pace_ms: float | None = None
+    ) -> Checked | Fault:
+        result = self._ask(Request("check", cell, (candidate,), pace_ms=pace_ms), timeout_s)
         assert isinstance(result, (Checked, Fault))
         return result
 
-    def prove(self, cell: Workload, candidate: Tunables, *, timeout_s: float) -> Fault | None:
+    def prove(self, cell: Workload, candidate: Tunables, *, timeout_s: float) -> Proven | Fault:
         result = self._ask(Request("prove", cell, (candidate,)), timeout_s)
-        assert result is None or isinstance(result, Fault)
+        assert isinstance(result, (Proven, Fault))
         return result
 
     def obey(self, cell: Workload, profile_path: str, *, timeout_s: float) -> Tunables | Fault:

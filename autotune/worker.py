@@ -96,7 +96,7 @@ def _serve_one(connection: Connection, bench: Bench, request: Request) -> None:
 
     def run() -> Any:
         if request.action == "check":
-            return bench.check(workload, request.plans[0], phase)
+            return bench.check(workload, request.plans[0], phase, request.pace_ms)
         if request.action == "prove":
             return bench.prove(workload, request.plans[0], phase)
         return bench.obey(workload, request.profile_path)

@@ -1,0 +1,456 @@
+"""The search on invented machines: the right winner, the default kept, whatever goes wrong on the way."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+from machines import MIB, Setting, Truth, far_from, plan, workload
+
+from autotune.choose import Candidate, choose, distance, pareto_front
+from autotune.evaluator import Fault
+from autotune.race import Limits
+from autotune.replay import Trouble
+from autotune.search import skip_hopeless
+from autotune.statistics import Interval
+from autotune.store import Store
+from ringattn.workload import BranchTunables, Pattern, Tunables, Workload
+
+CELL = workload()
+DENSE = workload(pattern=Pattern())
+QUICK = plan(CELL)
+NOISE = Trouble()  # lognormal 3 %, 5 % outliers of +20-100 %, 5 % drift
+
+
+def branches(*triples: tuple[str, str, str]) -> tuple[BranchTunables, ...]:
+    return tuple(BranchTunables(*triple) for triple in triples)
+
+
+TARGET = Tunables(
+    "bf16",
+    branches(("swift", "quick", "view"), ("swift", "quick", "copy"), ("swift", "quick", "view")),
+    checkpoint="none",
+    pool_threshold_mib=16,
+)
+
+
+def by_kernels(**log_times: float) -> Truth:
+    """The sum of the first branch's kernels; every other knob away from the plainest costs 10 %."""
+
+    def truth(cell: Workload, tunables: Tunables) -> float:
+        first = tunables.branches[0]
+        uniform = plan(cell, first.forward, first.backward or None, dtype=tunables.dtype)
+        frills = 0.1 * distance(cell, tunables, uniform)
+        return frills + log_times[first.forward] + (log_times[first.backward] if first.backward else 0.0)
+
+    return truth
+
+
+def lossy(tunables: Tunables) -> float:
+    return 1e-2 if tunables.branches[0].forward == "swift" else 1e-3
+
+
+# --- the winner ------------------------------------------------------------------------------------------------------
+
+
+def test_without_noise_the_top_of_one_hill_is_found() -> None:
+    trial = Setting(CELL, far_from(CELL, TARGET), QUICK, budget_s=30).run()
+    assert trial.result.state == "tuned"
+    assert trial.result.choice is not None
+    assert trial.result.choice.tunables == TARGET
+    assert trial.result.choice.gain.ratio == pytest.approx(math.exp(-0.08 * distance(CELL, QUICK, TARGET)))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_with_noise_most_of_the_hill_is_climbed_and_never_below_the_default(seed: int) -> None:
+    truth = far_from(CELL, TARGET)
+    base = truth(CELL, QUICK)
+    trial = Setting(CELL, lambda cell, t: truth(cell, t) - base, QUICK, trouble=NOISE, budget_s=12).run(seed)
+    assert trial.result.choice is not None
+    gained = truth(CELL, trial.result.choice.tunables) - base
+    assert gained <= 0.0
+    assert gained <= -0.7 * base
+    assert trial.clock.now() <= 12 * 1.1
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_default_stays_where_nothing_is_faster(seed: int) -> None:
+    trial = Setting(DENSE, by_kernels(quick=0.0, swift=0.004, math=1.0), plan(DENSE), trouble=NOISE).run(seed)
+    assert trial.result.state == "default"
+    assert trial.result.choice is not None
+    assert trial.result.choice.tunables == plan(DENSE)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_gain_below_the_margin_is_no_reason_to_leave_the_default(seed: int) -> None:
+    trial = Setting(DENSE, by_kernels(quick=0.0, swift=-0.003, math=1.0), plan(DENSE)).run(seed)
+    assert trial.result.state == "default"
+
+
+def test_forward_and_backward_kernels_are_chosen_apart() -> None:
+    def truth(cell: Workload, tunables: Tunables) -> float:
+        first = tunables.branches[0]
+        return {"quick": 0.2, "swift": 0.0, "math": 1.0}[first.forward] + {"quick": 0.0, "swift": 0.2, "math": 1.0}[
+            first.backward
+        ]
+
+    trial = Setting(DENSE, truth, plan(DENSE)).run()
+    assert trial.result.choice is not None
+    assert trial.result.choice.tunables.branches == branches(("swift", "quick", "view"))
+
+
+def test_each_branch_gets_its_own_kernel_and_gather() -> None:
+    target = replace(
+        QUICK, branches=branches(("quick", "quick", "view"), ("swift", "quick", "copy"), ("math", "swift", "copy"))
+    )
+    trial = Setting(CELL, far_from(CELL, target, per_knob=0.05), QUICK, budget_s=30).run()
+    assert trial.result.choice is not None
+    assert trial.result.choice.tunables == target
+
+
+def test_the_same_seed_gives_the_same_result_and_small_spaces_the_same_plan_for_any_seed() -> None:
+    setting = Setting(DENSE, by_kernels(quick=0.0, swift=-0.05, math=1.0), plan(DENSE), trouble=NOISE)
+    first, again = setting.run(3).result, setting.run(3).result
+    assert first.choice == again.choice
+    chosen = {setting.run(seed).result.choice.tunables for seed in range(6)}  # type: ignore[union-attr]
+    assert chosen == {plan(DENSE, "swift")}
+
+
+def test_between_equals_the_plan_nearest_to_the_default_wins() -> None:
+    """Many plans tie for the best time; two probes must not pick two of them."""
+    trial = Setting(CELL, lambda cell, t: -0.1 if t.pool_threshold_mib else 0.0, QUICK, budget_s=20).run()
+    assert trial.result.choice is not None
+    assert distance(CELL, trial.result.choice.tunables, QUICK) == 1
+
+
+# --- trouble ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["crash", "oom", "timeout", "wrong", "compile", "error"])
+def test_a_failing_candidate_costs_one_trial_and_is_told_apart(kind: str) -> None:
+    bad = plan(DENSE, "swift", "quick")
+    setting = Setting(
+        DENSE,
+        by_kernels(quick=0.0, swift=-0.1, math=1.0),
+        plan(DENSE),
+        rows={"faults": {bad: Fault(kind, "as injected")}},  # type: ignore[arg-type]
+    )
+    trial = setting.run()
+    assert trial.result.failures[bad] == Fault(kind, "as injected")  # type: ignore[arg-type]
+    assert trial.result.choice is not None
+    assert trial.result.choice.tunables == plan(DENSE, "swift")
+    assert trial.clock.now() <= setting.budget_s * 1.1
+
+
+def test_a_candidate_that_is_wrong_at_ragged_lengths_cannot_win() -> None:
+    best = plan(DENSE, "swift")
+    trial = Setting(
+        DENSE,
+        by_kernels(quick=0.0, swift=-0.1, math=1.0),
+        plan(DENSE),
+        unproven={best: Fault("wrong", "out errs at S=3001, negative inputs, seed 0")},
+    ).run()
+    result = trial.result
+    assert result.choice is not None
+    assert result.choice.tunables != best
+    assert result.failures[best].message.startswith("out errs at S=3001")
+    everywhere = [result.choice, *result.runners_up, *result.front, result.default]
+    assert all(measured is None or measured.tunables != best for measured in everywhere)
+
+
+def test_a_default_that_fails_its_gate_gives_way_to_math() -> None:
+    trial = Setting(
+        DENSE,
+        by_kernels(quick=0.2, swift=-0.5, math=0.0),
+        plan(DENSE),
+        rows={"faults": {plan(DENSE): Fault("wrong", "dq errs")}},
+    ).run()
+    assert trial.context.default == plan(DENSE, "math")
+    assert "default failed" in trial.result.note
+    assert trial.result.choice is not None
+    assert trial.result.choice.tunables == plan(DENSE, "swift")
+
+
+def test_a_default_that_stops_working_gives_way_too() -> None:
+    """It passed its check and fails every time it is timed."""
+
+    class Breaking(Setting):
+        pass
+
+    setting = Breaking(DENSE, by_kernels(quick=0.0, swift=-0.5, math=0.1), plan(DENSE))
+    trial_ok = setting.run()
+    rows = trial_ok.evaluator.truth
+    checks = 0
+
+    def truth(cell: Workload, tunables: Tunables):  # type: ignore[no-untyped-def]
+        nonlocal checks
+        row = rows(cell, tunables)
+        if tunables == plan(DENSE):
+            checks += 1
+            if checks > 1:
+                return dataclasses.replace(row, fault=Fault("crash", "killed by SIGSEGV"))
+        return row
+
+    from autotune.budget import EFFORTS, Budget
+    from autotune.cell import CellContext, NoListener, SearchSettings
+    from autotune.replay import ReplayEvaluator, SimulatedClock
+    from autotune.search import CellSearch
+
+    clock = SimulatedClock()
+    context = CellContext(
+        trial_ok.space,
+        ReplayEvaluator(truth, clock, restart_s=0.5),
+        Store(None),
+        SearchSettings(EFFORTS["quick"], 0, hang_s=1.0),
+        NoListener(),
+        clock,
+        main_dtypes=("bf16",),
+    )
+    search = CellSearch(context)
+    budget = Budget(30, clock)
+    assert search.settle(budget.deadline(30)) is None
+    result = search.run(budget.deadline(30))
+    assert context.default == plan(DENSE, "math")
+    assert result.choice is not None
+    assert result.choice.tunables == plan(DENSE, "swift")
+
+
+def test_when_nothing_runs_the_cell_is_refused_with_the_reason() -> None:
+    pairs = itertools.product(("quick", "swift", "math"), repeat=2)
+    every = {plan(DENSE, forward, backward): Fault("oom", "out of memory") for forward, backward in pairs}
+    trial = Setting(DENSE, by_kernels(quick=0.0, swift=0.0, math=0.0), plan(DENSE), rows={"faults": every}).run()
+    assert trial.result.state == "refused"
+    assert trial.result.choice is None
+    assert "out of memory" in trial.result.note
+
+
+def test_a_candidate_a_hundred_times_too_slow_does_not_eat_the_budget() -> None:
+    truth = by_kernels(quick=0.0, swift=-0.1, math=math.log(100))
+    setting = Setting(DENSE, truth, plan(DENSE), rows={"base_ms": 40.0}, budget_s=30)
+    trial = setting.run()
+    assert trial.clock.now() <= setting.budget_s * 1.1
+    assert trial.result.choice is not None
+    assert trial.result.choice.tunables == plan(DENSE, "swift")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_kills_of_the_worker_leave_the_right_winner(seed: int) -> None:
+    trial = Setting(
+        DENSE,
+        by_kernels(quick=0.0, swift=-0.1, math=1.0),
+        plan(DENSE),
+        trouble=Trouble(crash_share=0.005),
+        budget_s=60,
+    ).run(seed)
+    assert trial.result.choice is not None
+    assert trial.result.choice.tunables == plan(DENSE, "swift")
+
+
+@pytest.mark.parametrize("at_s", [1.0, 3.0, 6.0])
+def test_a_step_of_the_clock_rate_in_the_middle_changes_nothing(at_s: float) -> None:
+    truth = by_kernels(quick=0.0, swift=-0.05, math=1.0)
+    trial = Setting(DENSE, truth, plan(DENSE), trouble=Trouble(step=0.2, step_at_s=at_s)).run(1)
+    assert trial.result.choice is not None
+    assert trial.result.choice.tunables == plan(DENSE, "swift")
+
+
+def test_disturbed_blocks_are_repeated_and_reported() -> None:
+    truth = by_kernels(quick=0.0, swift=-0.1, math=1.0)
+    trial = Setting(DENSE, truth, plan(DENSE), trouble=Trouble(disturbed_share=0.1)).run()
+    assert trial.context.ledger.discarded > 0
+    assert trial.result.disturbances == ("foreign load (replayed)",)
+    assert trial.result.choice is not None
+    assert trial.result.choice.tunables == plan(DENSE, "swift")
+
+
+def test_a_machine_that_is_never_left_alone_needs_the_wider_margin_and_says_so() -> None:
+    truth = by_kernels(quick=0.0, swift=-0.0075, math=1.0)  # both: 1.5 %
+    quiet = Setting(DENSE, truth, plan(DENSE)).run()
+    loaded = Setting(DENSE, truth, plan(DENSE), trouble=replace(Trouble(0, 0, drift=0), disturbed_share=1.0)).run()
+    assert quiet.result.state == "tuned"
+    assert loaded.result.state == "default"
+    assert "foreign load" in loaded.result.note
+
+
+def test_noise_beyond_all_bounds_is_inconclusive_and_keeps_the_default() -> None:
+    truth = by_kernels(quick=0.0, swift=-0.1, math=1.0)
+    trial = Setting(DENSE, truth, plan(DENSE), trouble=Trouble(sigma=0.6)).run()
+    assert trial.result.state == "inconclusive"
+    assert trial.result.choice is not None
+    assert trial.result.choice.tunables == plan(DENSE)
+    assert trial.result.choice.gain.count == 0
+
+
+# --- limits, memory, dtypes ------------------------------------------------------------------------------------------
+
+
+def test_a_plan_over_the_memory_limit_is_timed_and_does_not_win() -> None:
+    trial = Setting(
+        DENSE,
+        by_kernels(quick=0.0, swift=-0.2, math=1.0),
+        plan(DENSE),
+        limits=Limits(peak_bytes=10 * MIB),
+        rows={"peak": lambda t: (20 if t.branches[0].forward == "swift" else 5) * MIB},
+    ).run()
+    assert trial.result.choice is not None
+    assert trial.result.choice.tunables == plan(DENSE, "quick", "swift")
+    assert plan(DENSE, "swift") in trial.context.estimates
+    assert plan(DENSE, "swift") not in trial.result.failures
+
+
+def test_when_no_plan_keeps_the_limits_the_refusal_says_how_near_it_got() -> None:
+    trial = Setting(
+        DENSE,
+        by_kernels(quick=0.0, swift=-0.2, math=1.0),
+        plan(DENSE),
+        limits=Limits(peak_bytes=MIB),
+        rows={"peak": lambda t: 8 * MIB},
+    ).run()
+    assert trial.result.state == "refused"
+    assert "8 MiB" in trial.result.note
+
+
+def test_an_error_bound_excludes_the_inexact_default_as_well() -> None:
+    trial = Setting(
+        DENSE,
+        by_kernels(quick=0.5, swift=0.0, math=0.7),
+        plan(DENSE, "swift"),
+        limits=Limits(error=5e-3),
+        rows={"error": lossy},
+    ).run()
+    assert trial.result.choice is not None
+    assert trial.result.choice.tunables.branches[0].forward == "quick"
+
+
+def test_a_narrower_dtype_competes_for_auto_only() -> None:
+    cell = workload(pattern=Pattern(), dtype="fp32")
+    trial = Setting(
+        cell,
+        lambda _, t: -0.5 if t.dtype == "bf16" else 0.0,
+        plan(cell, dtype="fp32"),
+        dtypes=("fp32", "bf16"),
+        main_dtypes=("fp32",),
+    ).run()
+    result = trial.result
+    assert result.state == "default"
+    assert result.auto is not None
+    assert result.auto.tunables.dtype == "bf16"
+    assert result.auto.gain.ratio == pytest.approx(math.exp(-0.5))
+    assert all(measured.tunables.dtype == "fp32" for measured in (*result.runners_up, *result.front))
+
+
+def test_a_wider_dtype_may_win() -> None:
+    truth = lambda _, t: -0.3 if t.dtype == "fp32" else 0.0  # noqa: E731
+    dtypes = ("bf16", "fp32")
+    trial = Setting(DENSE, truth, plan(DENSE), dtypes=dtypes, main_dtypes=dtypes).run()
+    assert trial.result.choice is not None
+    assert trial.result.choice.tunables.dtype == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("prefer", "checkpoint"), [("time", "selective"), ("memory", "full"), ("balanced", "offload")]
+)
+def test_preferences_choose_along_the_front(prefer: str, checkpoint: str) -> None:
+    """selective: 1.0 in 100 MiB; offload: 1.1 in 40; full: 1.5 in 36."""
+    times = {"selective": 0.0, "offload": math.log(1.1), "full": math.log(1.5), "none": 0.5}
+    peaks = {"selective": 100, "offload": 40, "full": 36, "none": 120}
+    trial = Setting(
+        DENSE,
+        lambda _, t: times[t.checkpoint] + (0.6 if t.branches != plan(DENSE).branches else 0.0),
+        plan(DENSE),
+        prefer=prefer,  # type: ignore[arg-type]
+        rows={"peak": lambda t: peaks[t.checkpoint] * MIB},
+        budget_s=20,
+    ).run()
+    assert trial.result.choice is not None
+    assert trial.result.choice.tunables.checkpoint == checkpoint
+    front = [(m.tunables.checkpoint, m.checked.peak_bytes // MIB) for m in trial.result.front]
+    assert front == [("selective", 100), ("offload", 40), ("full", 36)]
+
+
+# --- budget, seeds, resume -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget_s", [2.0, 5.0, 20.0])
+def test_the_budget_of_a_cell_is_kept(budget_s: float) -> None:
+    setting = Setting(CELL, far_from(CELL, TARGET), QUICK, trouble=NOISE, budget_s=budget_s)
+    for seed in range(3):
+        assert setting.run(seed).clock.now() <= 1.1 * budget_s + 0.3
+
+
+def test_a_finished_cell_is_found_in_the_record_without_asking_the_machine() -> None:
+    store = Store(None)
+    setting = Setting(CELL, far_from(CELL, TARGET), QUICK, budget_s=20)
+    first = setting.run(store=store)
+    again = setting.run(store=store)
+    assert first.evaluator.calls > 50
+    assert again.evaluator.calls == 0
+    assert again.result.choice is not None
+    assert first.result.choice is not None
+    assert again.result.choice.tunables == first.result.choice.tunables
+    assert again.result.choice.gain == first.result.choice.gain
+
+
+def test_kernels_far_slower_at_a_neighbouring_length_are_not_tried_again() -> None:
+    truth = by_kernels(quick=0.0, swift=-0.1, math=1.5)
+    done = Setting(DENSE, truth, plan(DENSE)).run()
+    longer = Setting(DENSE.at(8192), truth, plan(DENSE)).run()
+    left_out = skip_hopeless(longer.context, done.context, 3.0)
+    assert left_out
+    assert all("math" in (t.branches[0].forward, t.branches[0].backward) for t in left_out)
+    assert "S=4096" in next(iter(left_out.values()))
+    assert skip_hopeless(longer.context, None, 3.0) == {}
+
+
+# --- the choice itself -----------------------------------------------------------------------------------------------
+
+
+def interval(centre: float, width: float = 0.005) -> Interval:
+    return Interval(centre - width, centre, centre + width, 12)
+
+
+def candidate(
+    tunables: Tunables, centre: float, width: float = 0.005, peak: int = MIB, *, allowed: bool = True
+) -> Candidate:
+    return Candidate(tunables, interval(centre, width), peak, allowed)
+
+
+DEFAULT = candidate(QUICK, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("centre", "width", "noisy", "leaves"),
+    [
+        (-0.02, 0.005, False, True),
+        (-0.02, 0.012, False, False),  # the interval reaches 0.8 %
+        (-0.008, 0.001, False, False),  # surely faster, by too little
+        (-0.02, 0.005, True, False),  # a noisy machine needs 2 %
+        (-0.03, 0.005, True, True),
+        (0.05, 0.001, False, False),
+    ],
+)
+def test_the_default_stays_unless_the_interval_excludes_the_margin(
+    centre: float, width: float, noisy: bool, leaves: bool
+) -> None:
+    other = candidate(plan(CELL, "swift"), centre, width)
+    chosen = choose(CELL, DEFAULT, [other], noisy=noisy)
+    assert (chosen is other) is leaves
+
+
+def test_what_is_not_allowed_is_not_chosen() -> None:
+    fast = candidate(plan(CELL, "swift"), -0.5, allowed=False)
+    slow = candidate(plan(CELL, "math"), 0.3)
+    assert choose(CELL, DEFAULT, [fast, slow], noisy=False) is DEFAULT
+    banned = replace(DEFAULT, allowed=False)
+    assert choose(CELL, banned, [fast, slow], noisy=False) is slow
+    with pytest.raises(ValueError, match="limits"):
+        choose(CELL, banned, [fast], noisy=False)
+
+
+def test_the_front_holds_what_nothing_beats_in_both() -> None:
+    points = [(0.0, 100), (0.1, 50), (0.2, 60), (0.3, 20), (0.05, 99.9)]
+    front = pareto_front([candidate(QUICK, t, peak=round(m * MIB)) for t, m in points])
+    assert [(c.gain.median, c.peak_bytes // MIB) for c in front] == [(0.0, 100), (0.1, 50), (0.3, 20)]

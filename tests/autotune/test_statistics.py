@@ -1,0 +1,88 @@
+"""Medians, intervals and noise: what the search believes of its timings."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autotune import statistics
+
+
+def drawn(count: int, sigma: float, centre: float = 0.0, seed: int = 0) -> list[float]:
+    return list(np.random.default_rng(seed).normal(centre, sigma, size=count))
+
+
+def test_interval_holds_the_median_and_is_the_same_for_the_same_seed() -> None:
+    samples = drawn(20, 0.03, centre=-0.1)
+    interval = statistics.interval_of(samples, seed=5)
+    assert interval.low <= interval.median <= interval.high
+    assert interval.median == pytest.approx(float(np.median(samples)))
+    assert interval == statistics.interval_of(samples, seed=5)
+    assert interval.count == 20
+
+
+def test_one_sample_has_no_known_width() -> None:
+    interval = statistics.interval_of([0.2], seed=0)
+    assert (interval.low, interval.median, interval.high) == (-math.inf, 0.2, math.inf)
+
+
+def test_intervals_cover_the_truth_about_as_often_as_they_say() -> None:
+    covered = 0
+    for seed in range(300):
+        interval = statistics.interval_of(drawn(16, 0.05, centre=-0.07, seed=seed), seed=seed)
+        covered += interval.low <= -0.07 <= interval.high
+    assert 0.90 <= covered / 300 <= 0.99
+
+
+def test_outliers_move_neither_median_nor_noise_floor_much() -> None:
+    clean = drawn(40, 0.02, seed=3)
+    spoiled = [*clean[:-4], 0.7, 0.6, 0.5, 0.9]
+    assert abs(statistics.interval_of(spoiled, seed=0).median - statistics.interval_of(clean, seed=0).median) < 0.01
+    assert statistics.noise_floor(spoiled) == pytest.approx(statistics.noise_floor(clean), rel=0.4)
+
+
+def test_noise_floor_estimates_the_standard_deviation_around_zero() -> None:
+    assert statistics.noise_floor(drawn(2000, 0.03)) == pytest.approx(0.03, rel=0.1)
+    assert statistics.noise_floor([0.01]) == math.inf
+
+
+@given(st.lists(st.floats(-1, 1), min_size=2, max_size=30), st.floats(-1, 1))
+def test_moving_every_sample_moves_the_interval_by_as_much(samples: list[float], shift: float) -> None:
+    here = statistics.interval_of(samples, seed=1)
+    there = statistics.interval_of([value + shift for value in samples], seed=1)
+    assert there.median == pytest.approx(here.median + shift, abs=1e-9)
+    assert there.low == pytest.approx(here.low + shift, abs=1e-9)
+    assert there.high == pytest.approx(here.high + shift, abs=1e-9)
+
+
+def test_probability_below_tells_faster_from_slower_and_ties_from_both() -> None:
+    assert statistics.probability_below(drawn(12, 0.02, centre=-0.1), seed=0) > 0.99
+    assert statistics.probability_below(drawn(12, 0.02, centre=0.1), seed=0) < 0.01
+    assert statistics.probability_below([0.0] * 8, seed=0) == 0.5
+
+
+def test_paired_differences_use_common_blocks_only_so_that_drift_cancels() -> None:
+    drift = {block: 0.01 * block for block in range(10)}
+    one = {block: -0.05 + drift[block] for block in range(10)}
+    other = {block: drift[block] for block in range(3, 12) if block in drift}
+    assert statistics.paired_differences(one, other) == pytest.approx([-0.05] * 7)
+
+
+def test_trend_sees_a_warm_up_and_not_noise() -> None:
+    assert statistics.trend([2.0, 1.8, 1.0, 1.0]) == pytest.approx(math.log(1.0 / 1.9))
+    assert abs(statistics.trend([1.0, 1.01, 0.99, 1.0])) < 0.02
+    assert statistics.trend([1.0, 1.0]) == math.inf
+
+
+def test_blocks_needed_grows_with_the_square_of_noise_over_precision() -> None:
+    few, many = statistics.blocks_needed(0.01, 0.01), statistics.blocks_needed(0.02, 0.01)
+    assert few >= 2
+    assert many / few == pytest.approx(4, rel=0.2)
+    assert statistics.blocks_needed(math.inf, 0.01) == 2
+
+
+def test_robust_sigma_ignores_a_minority() -> None:
+    assert statistics.robust_sigma([*drawn(30, 0.02), 5.0, 6.0]) < 0.03
+    assert statistics.robust_sigma([1.0]) == math.inf

@@ -68,19 +68,21 @@ class Case:
             pattern=self.pattern,
         )
 
-    def inputs(self, dtype: torch.dtype = torch.float64, size: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    def inputs(
+        self, dtype: torch.dtype = torch.float64, size: float = 1.0, device: str = "cpu"
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v as leaves that require a gradient, laid out as the case says."""
         generator = torch.Generator().manual_seed(self.seed)
         q, k, v = (
             torch.randn(self.batch, self.length, heads, self.head_dim, generator=generator, dtype=torch.float64) * size
             for heads in (self.heads, self.kv_heads, self.kv_heads)
         )
-        return tuple(laid_out(x.to(dtype), self.layout).requires_grad_() for x in (q, k, v))  # type: ignore[return-value]
+        return tuple(laid_out(x.to(device, dtype), self.layout).requires_grad_() for x in (q, k, v))  # type: ignore[return-value]
 
-    def dout(self, dtype: torch.dtype = torch.float64) -> Tensor:
+    def dout(self, dtype: torch.dtype = torch.float64, device: str = "cpu") -> Tensor:
         generator = torch.Generator().manual_seed(self.seed + 1)
         shape = (self.batch, self.length, self.heads, self.head_dim)
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
 
     def module(self, **arguments: Any) -> RingAttention:
         """A module for this case on the CPU; no profile unless one is given."""
@@ -90,7 +92,8 @@ class Case:
 
     def running(self, tunables: Tunables, dtype: str = "fp64", mode: Any = "train", **arguments: Any) -> RingAttention:
         """A module that obeys exactly ``tunables``: its profile holds this one plan, and must run."""
-        profile = Profile.single(cpu(), self.workload(dtype, mode), tunables)
+        facts = detect(arguments["device"]) if "device" in arguments else cpu()
+        profile = Profile.single(facts, self.workload(dtype, mode), tunables)
         return self.module(profile=profile, **arguments)
 
 
@@ -249,7 +252,7 @@ def times_seen(case: Case) -> Tensor:
 
 def absolute_norms(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict[str, float]:
     """|a| of out and of every gradient: each sum of its formula with all terms made positive."""
-    q, k, v, dout = (x.detach().double() for x in (q, k, v, dout))
+    q, k, v, dout = (x.detach().cpu().double() for x in (q, k, v, dout))
     group = case.heads // case.kv_heads
     counts = times_seen(case)
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
@@ -266,12 +269,22 @@ def absolute_norms(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) ->
     return {name: x.norm().item() for name, x in (("out", out), ("dq", dq), ("dk", dk), ("dv", dv))}
 
 
-def assert_within_rule(case: Case, forward: str, backward: str, dtype: torch.dtype, **arguments: Any) -> None:
-    """The module's results in ``dtype`` pass the rule against one dense call of the same kernels."""
-    q, k, v = case.inputs(dtype)
-    dout = case.dout(dtype)
-    compute = {"backend": (forward, backward), "dtype": dtype}
-    results = found(case.module(**compute, **arguments), q, k, v, dout)
+def assert_within_rule(
+    case: Case,
+    forward: str,
+    backward: str,
+    dtype: torch.dtype,
+    module: RingAttention | None = None,
+    device: str = "cpu",
+) -> None:
+    """The module's results in ``dtype`` pass the rule against one dense call of the same kernels.
+
+    ``module`` is one that runs these kernels on the case; None makes the plainest.
+    """
+    q, k, v = case.inputs(dtype, device=device)
+    dout = case.dout(dtype, device)
+    compute = {"backend": (forward, backward), "dtype": dtype, "device": device}
+    results = found(module or case.module(**compute), q, k, v, dout)
     expected = exact(case, q, k, v, dout)
     dense = replace(case, pattern=DENSE)
     dense_results = found(dense.module(**compute), q, k, v, dout)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,20 +29,26 @@ from .workspace import Lease
 
 _TL_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 _INT32_END = 2**31
+_WIDEST_ACCESS = 16  # bytes
 _LSE_ONLY_ROWS = 1024
 # Elements of a tile that four warps keep in flight: 8 16-byte loads a thread in 16-bit.
 _TILE_ELEMENTS = {"merge": 4096, "sum": 4096, "gather": 8192}
 
 
 class _Launch(NamedTuple):
-    """One launch but for its addresses. ``order`` is the call of each slot, ``bits`` all strides in bytes, or-ed."""
+    """One launch but for its addresses. ``order`` is the call of each slot, ``bits`` all strides in bytes, or-ed.
 
-    grid: tuple[int, ...]
+    ``ready`` keeps, by device, what launches the compiled kernel without Triton's look at every argument, which costs
+    as much as the launch itself.
+    """
+
+    grid: tuple[int, int, int]
     order: tuple[int | None, ...]
     words: tuple[Any, ...]
     scalars: tuple[int, ...]
     constants: dict[str, Any]
     bits: int
+    ready: dict[int, Callable[..., None]]
 
 
 class TritonOps:
@@ -113,7 +119,8 @@ class TritonOps:
         for launch in launches:
             out_strides, lse_strides, slots, target_strides = launch.words
             self._run(
-                fused_kernels.merge_partials, launch, out_BSHD, (out_address, *out_addresses),
+                fused_kernels.merge_partials, launch, out_BSHD,
+                (out_address, lse_address, *out_addresses, *lse_addresses),
                 _of_slots(launch.order, out_addresses, out_address),
                 _of_slots(launch.order, lse_addresses, lse_address),
                 out_strides, lse_strides, slots, out_address, lse_address, target_strides,
@@ -141,7 +148,7 @@ class TritonOps:
         }
         return tuple(
             _Launch(
-                grid=(triton.cdiv(window.end - window.begin, block) * key.heads, layout.batch_end - layout.batch_begin),
+                grid=_grid(window, block, key.heads, layout),
                 order=tuple(slot.call for slot in layout.slots),
                 words=(
                     _stride_words(layout, [out_strides]),
@@ -150,8 +157,9 @@ class TritonOps:
                     (*target.words(), *_strides_of_lse(lse_BHS).words()),
                 ),
                 scalars=(window.begin, window.end, layout.batch_begin),
-                constants={**constants, "BRANCHES": tuple(map(tuple, layout.branches))},
+                constants=_in_order(fused_kernels.merge_partials, constants, layout),
                 bits=_bits([target, *out_strides], out_BSHD),
+                ready={},
             )
             for layout in slot_layouts(key, window)
         )
@@ -198,12 +206,13 @@ class TritonOps:
         }
         return tuple(
             _Launch(
-                grid=(triton.cdiv(window.end - window.begin, block) * heads, layout.batch_end - layout.batch_begin),
+                grid=_grid(window, block, heads, layout),
                 order=tuple(slot.call for slot in layout.slots),
                 words=(_stride_words(layout, strides), _slot_words(layout), sum((t.words() for t in targets), ())),
                 scalars=(window.begin, window.end, layout.batch_begin),
-                constants={**constants, "BRANCHES": tuple(map(tuple, layout.branches))},
+                constants=_in_order(fused_kernels.sum_partials, constants, layout),
                 bits=_bits(every, first),
+                ready={},
             )
             for layout in slot_layouts(key, window)
         )
@@ -239,7 +248,8 @@ class TritonOps:
         rows_addresses = tuple([x.data_ptr() for x in rows])
         strides, runs, lse_strides = launch.words
         self._run(
-            fused_kernels.gather_rows, launch, some, source_addresses + rows_addresses, source_addresses, strides,
+            fused_kernels.gather_rows, launch, some,
+            (*source_addresses, *rows_addresses, lse_address, lse_rows_address), source_addresses, strides,
             rows_addresses, runs, lse_address, lse_strides, lse_rows_address,
         )  # fmt: skip
         return rows, lse_rows
@@ -264,7 +274,7 @@ class TritonOps:
         span = block * call.rate * max(s.row for s in (*strides, of_lse))
         dtype = sources[0].tensor.dtype if sources else torch.float32
         return _Launch(
-            grid=(call.batch * call.segments * row_blocks * call.kv_heads * heads_per_kv,),
+            grid=(call.batch * call.segments * row_blocks * call.kv_heads * heads_per_kv, 1, 1),
             order=(),
             words=(sum((s.words() for s in strides), ()), _run_words(geometry, placed), of_lse.words()),
             scalars=(
@@ -277,18 +287,22 @@ class TritonOps:
                 call.kv_heads,
                 row_blocks,
             ),
-            constants={
-                "GROUPS": groups,
-                "HEADS_PER_KV": heads_per_kv,
-                "WITH_ROWS": bool(sources),
-                "WITH_LSE": lse_BHS is not None,
-                "HEAD_DIM": head_dim,
-                "CHUNK": _chunk(head_dim, dtype.itemsize),
-                "BLOCK": block,
-                "NARROW": span < _INT32_END,
-                "DTYPE": _TL_DTYPES[dtype],
-            },
+            constants=_in_order(
+                fused_kernels.gather_rows,
+                {
+                    "GROUPS": groups,
+                    "HEADS_PER_KV": heads_per_kv,
+                    "WITH_ROWS": bool(sources),
+                    "WITH_LSE": lse_BHS is not None,
+                    "HEAD_DIM": head_dim,
+                    "CHUNK": _chunk(head_dim, dtype.itemsize),
+                    "BLOCK": block,
+                    "NARROW": span < _INT32_END,
+                    "DTYPE": _TL_DTYPES[dtype],
+                },
+            ),
             bits=_bits(strides, sources[0].tensor) | head_dim * dtype.itemsize if sources else 0,
+            ready={},
         )
 
     def _constants(
@@ -311,14 +325,40 @@ class TritonOps:
         chosen = self._blocks[step]
         return chosen or max(16, min(128, _TILE_ELEMENTS[step] // triton.next_power_of_2(head_dim)))
 
-    def _run(self, kernel: Any, launch: _Launch, on: Tensor, addresses: tuple[int, ...], *args: Any) -> None:
-        bits = functools.reduce(operator.or_, addresses, launch.bits | 16)
-        align = bits & -bits  # bytes that divide every address and stride, 16 at most
-        if on.device.index is None or on.device.index == torch.cuda.current_device():
-            kernel[launch.grid](*args, *launch.scalars, **launch.constants, ALIGN=align, num_warps=self._warps)
+    def _run(self, kernel: Any, launch: _Launch, on: Tensor, addresses: Iterable[int], *args: Any) -> None:
+        """``addresses`` decide how wide an access may be: what divides them all is a constant of the kernel."""
+        bits = functools.reduce(operator.or_, addresses, launch.bits | _WIDEST_ACCESS)
+        align = bits & -bits
+        device = on.device.index
+        if device is None or device == torch.cuda.current_device():
+            self._launch(kernel, launch, device, align, args)
             return
-        with torch.cuda.device(on.device):
-            kernel[launch.grid](*args, *launch.scalars, **launch.constants, ALIGN=align, num_warps=self._warps)
+        with torch.cuda.device(device):
+            self._launch(kernel, launch, device, align, args)
+
+    def _launch(self, kernel: Any, launch: _Launch, device: int | None, align: int, args: tuple[Any, ...]) -> None:
+        if device is not None and align == _WIDEST_ACCESS:
+            ready = launch.ready.get(device)
+            if ready is not None:
+                ready(*args, *launch.scalars, *launch.constants.values())
+                return
+        constants = {**launch.constants, "ALIGN": align}
+        options = {"num_warps": self._warps, "enable_fp_fusion": True}
+        compiled = kernel[launch.grid](*args, *launch.scalars, **constants, **options)
+        if device is not None and align == _WIDEST_ACCESS:
+            launch.ready[device] = compiled[launch.grid]
+
+
+def _grid(window: Window, block: int, heads: int, layout: SlotLayout) -> tuple[int, int, int]:
+    return triton.cdiv(window.end - window.begin, block) * heads, layout.batch_end - layout.batch_begin, 1
+
+
+def _in_order(kernel: Any, constants: dict[str, Any], layout: SlotLayout | None = None) -> dict[str, Any]:
+    """The constants of a kernel in the order of its signature."""
+    given = {**constants, "ALIGN": _WIDEST_ACCESS}
+    if layout is not None:
+        given["BRANCHES"] = tuple(map(tuple, layout.branches))
+    return {name: given.pop(name) for name in kernel.arg_names if name in given}
 
 
 def _chunk(head_dim: int, element_bytes: int) -> int:

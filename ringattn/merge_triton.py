@@ -68,7 +68,7 @@ class TritonOps:
     ) -> None:
         self._blocks = {"merge": merge_block, "sum": sum_block, "gather": gather_block}
         self._warps = warps
-        self._setting = (merge_block, sum_block, gather_block)
+        self._setting = (merge_block, sum_block, gather_block, warps)
 
     def gather(self, geometry: Geometry, placed: PlacedCall, sources: Sequence[Source], lease: Lease) -> list[Tensor]:
         rows, _ = self._gather(geometry, placed, sources, None, 0, lease)

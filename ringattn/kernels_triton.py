@@ -12,7 +12,9 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+import operator
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -58,17 +60,42 @@ class _Layout(NamedTuple):
         return cls([stride // align for stride in strides], align, max(strides[1::3]) > _MAX_ROW_STRIDE)
 
 
+class _Compiled:
+    """One compilation of one step: its tile, its constants, and from the first launch on the compiled kernel."""
+
+    def __init__(self, kernel: Any, tile: Tile, constants: dict[str, object]) -> None:
+        self.tile = tile
+        self._kernel = kernel
+        self._constants = constants
+        self._values = tuple(constants.values())
+        self._ready: Any = None
+
+    def launch(self, programs: int, tensors: Sequence[Tensor], scalars: Sequence[float]) -> None:
+        """On the current device, where the tensors are.
+
+        Triton looks at every argument to find the compiled kernel, which takes longer than the launch. Here that
+        depends on nothing but whether all tensors start at a multiple of 16 bytes, so one that does is kept.
+        """
+        aligned = not functools.reduce(operator.or_, [x.data_ptr() for x in tensors]) % 16
+        if self._ready is not None and aligned:
+            self._ready[programs, 1, 1](*tensors, *scalars, *self._values)
+            return
+        options = {"num_warps": self.tile.warps, "num_stages": self.tile.stages, "enable_fp_fusion": False}
+        compiled = self._kernel[programs, 1, 1](*tensors, *scalars, **self._constants, **options)
+        if aligned:
+            self._ready = compiled
+
+
 class _Launcher:
     """The kernels with causality and scale fixed; tiles that nobody chose follow from dtype, head dimension and GPU."""
 
     def __init__(self, device_side: Any, config: KernelConfig, chosen: dict[Step, Tile]) -> None:
-        self._forward_kernel = device_side.forward_kernel
-        self._dq_kernel = device_side.dq_kernel
-        self._dkdv_kernel = device_side.dkdv_kernel
+        self._device_side = device_side
         self._chosen = chosen
         self._causal = config.causal
         self._scale = config.scale
         self._tf32 = config.dtype == "tf32"
+        self._compiled: dict[tuple[object, ...], _Compiled] = {}
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
         n, rows, heads, head_dim = q.shape
@@ -77,16 +104,13 @@ class _Launcher:
         out = torch.empty((n, rows, heads, head_dim), dtype=q.dtype, device=q.device)
         lse = torch.empty((n, heads, rows), dtype=torch.float32, device=q.device)
         layout = _Layout.of(q, k, v, out)
-        tile = self._tile("forward", q)
-        row_tiles = -(-rows // tile.block_m)
+        step = self._step("forward", q, layout)
+        row_tiles = -(-rows // step.tile.block_m)
         magnitude = abs(self._scale) or 2.0**-126  # masked scores times 0 would be no number
-        self._launch(
-            *(self._forward_kernel, tile, q, layout, row_tiles * lanes),
-            *(q, k, v, out, lse, *layout.strides[:9]),
-            *(rows, keys, heads, group, row_tiles, lanes, _section(q, keys, lanes, group)),
-            *(magnitude, magnitude * math.log2(math.e)),
-            NEGATE=self._scale < 0,
-        )
+        sizes = (rows, keys, heads, group, row_tiles, lanes, _section(q, keys, lanes, group))
+        scales = (magnitude, magnitude * math.log2(math.e))
+        with _current(q.device):
+            step.launch(row_tiles * lanes, (q, k, v, out, lse), (*layout.strides[:9], *sizes, *scales))
         return out, lse
 
     def backward(
@@ -100,57 +124,53 @@ class _Launcher:
         if dout.stride(3) != 1:  # the gradient of out.sum() is one number, expanded
             dout = dout.contiguous()
         delta = torch.empty_like(lse)
+        with _current(q.device):
+            layout = _Layout.of(dout, q, k, v, out, dq)
+            step = self._step("dq", q, layout)
+            row_tiles = -(-rows // step.tile.block_m)
+            sizes = (rows, keys, heads, group, row_tiles, lanes, _section(q, keys, lanes, group))
+            tensors = (dout, q, k, v, out, lse, dq, delta)
+            step.launch(row_tiles * lanes, tensors, (*layout.strides, *sizes, self._scale))
 
-        layout = _Layout.of(dout, q, k, v, out, dq)
-        tile = self._tile("dq", q)
-        row_tiles = -(-rows // tile.block_m)
-        self._launch(
-            *(self._dq_kernel, tile, q, layout, row_tiles * lanes),
-            *(dout, q, k, v, out, lse, dq, delta, *layout.strides),
-            *(rows, keys, heads, group, row_tiles, lanes, _section(q, keys, lanes, group), self._scale),
-        )
-        layout = _Layout.of(dout, q, k, v, dk, dv)
-        tile = self._tile("dkdv", q)
-        key_tiles = -(-keys // tile.block_n)
-        self._launch(
-            *(self._dkdv_kernel, tile, q, layout, key_tiles * kv_lanes),
-            *(dout, q, k, v, lse, delta, dk, dv, *layout.strides),
-            *(rows, keys, heads, group, key_tiles, kv_lanes, _section(q, rows * group, kv_lanes, 1), self._scale),
-        )
+            layout = _Layout.of(dout, q, k, v, dk, dv)
+            step = self._step("dkdv", q, layout)
+            key_tiles = -(-keys // step.tile.block_n)
+            sizes = (rows, keys, heads, group, key_tiles, kv_lanes, _section(q, rows * group, kv_lanes, 1))
+            tensors = (dout, q, k, v, lse, delta, dk, dv)
+            step.launch(key_tiles * kv_lanes, tensors, (*layout.strides, *sizes, self._scale))
         return dq, dk, dv
 
-    def _tile(self, step: Step, q: Tensor) -> Tile:
-        chosen = self._chosen.get(step)
-        if chosen is not None:
-            return chosen
-        dtype = "tf32" if self._tf32 else "fp32" if q.element_size() == 4 else "fp16"
-        return tiles(step, _machine(q.device).sm, dtype, q.shape[3])[0]
+    def _step(self, step: Step, q: Tensor, layout: _Layout) -> _Compiled:
+        key = (step, q.dtype, q.shape[3], q.device, layout.align, layout.wide)
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiled = self._compiled[key] = self._prepare(step, q, layout)
+        return compiled
 
-    def _launch(
-        self, kernel: Any, tile: Tile, q: Tensor, layout: _Layout, programs: int, *arguments: object, **constants: bool
-    ) -> None:
+    def _prepare(self, step: Step, q: Tensor, layout: _Layout) -> _Compiled:
         head_dim, device = q.shape[3], q.device
-        index = device.index
-        if index is not None and index != torch.cuda.current_device():
-            with torch.cuda.device(index):
-                self._launch(kernel, tile, q, layout, programs, *arguments, **constants)
-            return
-        kernel[(programs,)](
-            *arguments,
-            CAUSAL=self._causal,
-            HEAD_DIM=head_dim,
-            BLOCK_D=max(SMALLEST_BLOCK, 1 << (head_dim - 1).bit_length()),
-            BLOCK_M=tile.block_m,
-            BLOCK_N=tile.block_n,
-            ALIGN=layout.align,
-            WIDE=layout.wide,
-            PRECISION="tf32" if self._tf32 else tile.precision or "ieee",
-            ROUND=self._tf32 and device.type == "cuda",
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-            enable_fp_fusion=False,
-            **constants,
-        )
+        dtype = "tf32" if self._tf32 else "fp32" if q.dtype is torch.float32 else "fp16"
+        tile = self._chosen.get(step) or tiles(step, _machine(device).sm, dtype, head_dim)[0]
+        constants: dict[str, object] = {
+            "CAUSAL": self._causal,
+            **({"NEGATE": self._scale < 0} if step == "forward" else {}),
+            "HEAD_DIM": head_dim,
+            "BLOCK_D": max(SMALLEST_BLOCK, 1 << (head_dim - 1).bit_length()),
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+            "ALIGN": layout.align,
+            "WIDE": layout.wide,
+            "PRECISION": "tf32" if self._tf32 else tile.precision or "ieee",
+            "ROUND": self._tf32 and device.type == "cuda",
+        }
+        return _Compiled(getattr(self._device_side, f"{step}_kernel"), tile, constants)
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Makes the device current where it is not: Triton launches on the current one."""
+    if device.index is None or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def _empty_like(x: Tensor) -> Tensor:

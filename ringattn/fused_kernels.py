@@ -93,12 +93,12 @@ def _store_rows(
 
 
 @triton.jit
-def _selection(at, BRANCHES: tl.constexpr, N: tl.constexpr, ALIGNED: tl.constexpr):
-    """What a branch selects among the positions of ``at``.
+def _origin(at, BRANCHES: tl.constexpr, N: tl.constexpr, ALIGNED: tl.constexpr):
+    """The segment of the positions ``at``, where they start among its selected ones, and their first row.
 
-    Gives the segment (a scalar if ALIGNED), the first row (a scalar), rows counted from it, and which are selected.
+    All scalars if ALIGNED. Else segment and origin are of each of BLOCK positions, and the first row is 0.
     """
-    kv_head, batch, position, index, valid = at
+    kv_head, batch, position, index = at
     SEGMENT: tl.constexpr = BRANCHES[N][0]
     RATE: tl.constexpr = BRANCHES[N][1]
     if BRANCHES[N][2] == 0:
@@ -107,17 +107,23 @@ def _selection(at, BRANCHES: tl.constexpr, N: tl.constexpr, ALIGNED: tl.constexp
         offset = kv_head // BRANCHES[N][2]
     if ALIGNED:
         segment = position // SEGMENT
-        from_offset = position - segment * SEGMENT - offset
-        first_row = tl.maximum(from_offset, 0) // RATE
-        # A position before the offset becomes a huge unsigned number, which the comparison below drops.
-        within = (from_offset + index).to(tl.uint32)
+        origin = position - segment * SEGMENT - offset
+        first_row = tl.maximum(origin, 0) // RATE
     else:
         segment = (position + index) // SEGMENT
+        origin = position - segment * SEGMENT - offset
         first_row = 0
-        within = (position + index - segment * SEGMENT - offset).to(tl.uint32)
+    return segment, origin, first_row
+
+
+@triton.jit
+def _selection(origin, first_row, index, valid, BRANCHES: tl.constexpr, N: tl.constexpr):
+    """Rows counted from the first, and which positions are selected at all."""
+    RATE: tl.constexpr = BRANCHES[N][1]
+    # A position before the offset becomes a huge unsigned number, which the comparison below drops.
+    within = (origin + index).to(tl.uint32)
     row = within // RATE
-    selected = valid & (row * RATE == within) & (within < SEGMENT)
-    return segment, first_row, row.to(tl.int32) - first_row, selected
+    return row.to(tl.int32) - first_row, valid & (row * RATE == within) & (within < BRANCHES[N][0])
 
 
 @triton.jit
@@ -140,7 +146,7 @@ def _of_job(values, job, FIRST: tl.constexpr, PER_JOB: tl.constexpr, JOBS: tl.co
 @triton.jit
 def _place(slots, at, segment, BRANCHES: tl.constexpr, N: tl.constexpr):
     """Which slot of the branch holds (batch, head, segment), and where: block of the call, its key/value head."""
-    kv_head, batch, position, index, valid = at
+    kv_head, batch, position, index = at
     STEP: tl.constexpr = BRANCHES[N][3]
     FIRST_SLOT: tl.constexpr = BRANCHES[N][4]
     END_SLOT: tl.constexpr = BRANCHES[N][5]
@@ -159,11 +165,11 @@ def _place(slots, at, segment, BRANCHES: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def _rows_of(
-    addresses, strides, holds, job, block, head, first_row, row, BRANCHES: tl.constexpr, N: tl.constexpr,
+def _first_row_of(
+    addresses, strides, holds, job, block, head, first_row, BRANCHES: tl.constexpr, N: tl.constexpr,
     JOBS: tl.constexpr, BYTES: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
-    """Address of ``first_row`` in the partial result that holds it, and element offsets of ``row`` from there."""
+    """Address of ``first_row`` in the partial result that holds it, and the elements between rows there."""
     FIRST_SLOT: tl.constexpr = BRANCHES[N][4]
     far = _pick(strides, holds, job, 2 * JOBS * FIRST_SLOT, 2 * JOBS, 2, JOBS)
     near = _pick(strides, holds, job, 2 * JOBS * FIRST_SLOT + 1, 2 * JOBS, 2, JOBS)
@@ -172,33 +178,40 @@ def _rows_of(
     address += (block * _far(far) + head * _head_stride(near) + first_row * row_stride) * BYTES
     if NARROW:
         row_stride = row_stride.to(tl.int32)
-    return address, row * row_stride
+    return address, row_stride
 
 
 @triton.jit
-def _target(address, far, near, batch, position, head, index, BYTES: tl.constexpr, NARROW: tl.constexpr):
+def _target(address, far, near, batch, position, head, BYTES: tl.constexpr, NARROW: tl.constexpr):
     row_stride = _row_stride(near)
     address += (batch * _far(far) + position * row_stride + head * _head_stride(near)) * BYTES
     if NARROW:
         row_stride = row_stride.to(tl.int32)
-    return address, index * row_stride
+    return address, row_stride
 
 
 @triton.jit
-def _load_lse(
+def _find_partial(
     outs, lses, out_strides, lse_strides, slots, query, at, BRANCHES: tl.constexpr, N: tl.constexpr,
     GROUP: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr, BYTES: tl.constexpr,
 ):  # fmt: skip
-    """A branch's lse at each position, -inf where it selects nothing, and where its out is."""
-    segment, first_row, row, selected = _selection(at, BRANCHES, N, ALIGNED)
+    """Where a branch has its lse and out of the positions ``at``."""
+    segment, origin, first_row = _origin(at, BRANCHES, N, ALIGNED)
     holds, block, j = _place(slots, at, segment, BRANCHES, N)
     head = j * GROUP + query
-    address, offsets = _rows_of(
-        lses, lse_strides, holds, 0, block, head, first_row, row, BRANCHES, N, 1, 4, NARROW
-    )  # fmt: skip
-    lse = tl.load(address.to(tl.pointer_type(tl.float32)) + offsets, mask=selected, other=float("-inf"))
-    address, offsets = _rows_of(outs, out_strides, holds, 0, block, head, first_row, row, BRANCHES, N, 1, BYTES, NARROW)
-    return lse, address, offsets, selected
+    lse = _first_row_of(lses, lse_strides, holds, 0, block, head, first_row, BRANCHES, N, 1, 4, NARROW)
+    out = _first_row_of(outs, out_strides, holds, 0, block, head, first_row, BRANCHES, N, 1, BYTES, NARROW)
+    return origin, first_row, lse, out
+
+
+@triton.jit
+def _load_lse(found, index, valid, BRANCHES: tl.constexpr, N: tl.constexpr):
+    """The lse of a branch at each position, -inf where it selects nothing, and where its out is."""
+    origin, first_row, lse_rows, out_rows = found
+    row, selected = _selection(origin, first_row, index, valid, BRANCHES, N)
+    lse_pointers = lse_rows[0].to(tl.pointer_type(tl.float32)) + row * lse_rows[1]
+    lse = tl.load(lse_pointers, mask=selected, other=float("-inf"))
+    return lse, out_rows[0], row * out_rows[1], selected
 
 
 @triton.jit
@@ -215,30 +228,15 @@ def _weighted_sum(
     return merged
 
 
-@triton.jit(do_not_specialize=["begin", "end", "batch_begin"])
-def merge_partials(
-    outs, lses, out_strides, lse_strides, slots, out_address, lse_address, target_strides, begin, end, batch_begin,
-    BRANCHES: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr,
-    ALIGN: tl.constexpr, DTYPE: tl.constexpr,
+@triton.jit
+def _merge_block(
+    found, out, lse, index, valid, BRANCHES: tl.constexpr, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr, ALIGN: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of ``BLOCK`` positions of one head: programs (position blocks x heads, batch elements)."""
-    BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    HEADS: tl.constexpr = KV_HEADS * GROUP
-    head = tl.program_id(0) % HEADS
-    position = tl.program_id(0) // HEADS * BLOCK
-    batch = batch_begin + tl.program_id(1)
-    index = tl.arange(0, BLOCK)
-    valid = index < end - begin - position
-    at = (head // GROUP, batch, position, index, valid)
-
     partials = ()
     highest = tl.full((BLOCK,), float("-inf"), tl.float32)
     for n in tl.static_range(len(BRANCHES)):
-        partial = _load_lse(
-            outs, lses, out_strides, lse_strides, slots, head % GROUP, at, BRANCHES, n, GROUP, ALIGNED,
-            NARROW, BYTES,
-        )  # fmt: skip
+        partial = _load_lse(found[n], index, valid, BRANCHES, n)
         partials = partials + (partial,)
         highest = tl.maximum(highest, partial[0])
     shift = tl.where(highest == float("-inf"), 0.0, highest)  # -inf - -inf would be NaN
@@ -250,17 +248,42 @@ def merge_partials(
     merged = ()
     for chunk in tl.static_range((HEAD_DIM + CHUNK - 1) // CHUNK):
         merged = merged + (_weighted_sum(partials, shift, scale, chunk, HEAD_DIM, CHUNK, DTYPE, ALIGN),)
-
-    position += begin
-    address, offsets = _target(
-        out_address, target_strides[0], target_strides[1], batch, position, head, index, BYTES, NARROW
-    )
-    _store_rows(address, offsets, merged, valid, HEAD_DIM, CHUNK, DTYPE, ALIGN)
-    address, offsets = _target(
-        lse_address, target_strides[2], target_strides[3], batch, position, head, index, 4, NARROW
-    )
-    lse_pointers = address.to(tl.pointer_type(tl.float32)) + offsets
+    _store_rows(out[0], index * out[1], merged, valid, HEAD_DIM, CHUNK, DTYPE, ALIGN)
+    lse_pointers = lse[0].to(tl.pointer_type(tl.float32)) + index * lse[1]
     tl.store(lse_pointers, shift + tl.log(total), mask=valid)  # log(0) is -inf
+
+
+@triton.jit(do_not_specialize=["begin", "end", "batch_begin", "blocks"])
+def merge_partials(
+    outs, lses, out_strides, lse_strides, slots, out_address, lse_address, target_strides, begin, end, batch_begin,
+    blocks, BRANCHES: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr, ALIGN: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """out and lse of ``blocks * BLOCK`` positions of one head: programs (such positions x heads, batch elements)."""
+    BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    HEADS: tl.constexpr = KV_HEADS * GROUP
+    head = tl.program_id(0) % HEADS
+    position = tl.program_id(0) // HEADS * (blocks * BLOCK)
+    batch = batch_begin + tl.program_id(1)
+    index = tl.arange(0, BLOCK)
+    at = (head // GROUP, batch, position, index)
+    found = ()
+    for n in tl.static_range(len(BRANCHES)):
+        partial = _find_partial(
+            outs, lses, out_strides, lse_strides, slots, head % GROUP, at, BRANCHES, n, GROUP, ALIGNED,
+            NARROW, BYTES,
+        )  # fmt: skip
+        found = found + (partial,)
+    first = position + begin
+    out = _target(out_address, target_strides[0], target_strides[1], batch, first, head, BYTES, NARROW)
+    lse = _target(lse_address, target_strides[2], target_strides[3], batch, first, head, 4, NARROW)
+    covered = tl.minimum(end - begin - position, blocks * BLOCK)
+    start = 0
+    while start < covered:
+        own = index + start
+        _merge_block(found, out, lse, own, own < covered, BRANCHES, HEAD_DIM, CHUNK, BLOCK, ALIGN, DTYPE)
+        start += BLOCK
 
 
 @triton.jit
@@ -281,69 +304,76 @@ def _job_of_head(head, kv_heads, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def _rows_of_job(
+def _find_grad(
     grads, strides, slots, job, group, query, at, BRANCHES: tl.constexpr, N: tl.constexpr, JOBS: tl.constexpr,
     ALIGNED: tl.constexpr, NARROW: tl.constexpr, BYTES: tl.constexpr,
 ):  # fmt: skip
-    """Where a branch's gradient of each position is, and whether it has one."""
-    segment, first_row, row, selected = _selection(at, BRANCHES, N, ALIGNED)
+    """Where a branch has its gradient of the positions ``at``."""
+    segment, origin, first_row = _origin(at, BRANCHES, N, ALIGNED)
     holds, block, j = _place(slots, at, segment, BRANCHES, N)
-    address, offsets = _rows_of(
-        grads, strides, holds, job, block, j * group + query, first_row, row, BRANCHES, N, JOBS, BYTES, NARROW
-    )
-    return address, offsets, selected
+    head = j * group + query
+    rows = _first_row_of(grads, strides, holds, job, block, head, first_row, BRANCHES, N, JOBS, BYTES, NARROW)
+    return origin, first_row, rows
 
 
 @triton.jit
-def _sum(
-    parts, chunk, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr, DTYPE: tl.constexpr,
-    ALIGN: tl.constexpr,
+def _sum_chunk(
+    found, index, valid, chunk, BRANCHES: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
+    CHUNK: tl.constexpr, DTYPE: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     total = tl.zeros((BLOCK, CHUNK), tl.float32)
-    for n in tl.static_range(len(parts)):
-        address, offsets, selected = parts[n]
-        pointers = _tile(address, offsets, chunk, CHUNK, DTYPE, ALIGN)
+    for n in tl.static_range(len(BRANCHES)):
+        origin, first_row, rows = found[n]
+        row, selected = _selection(origin, first_row, index, valid, BRANCHES, n)
+        pointers = _tile(rows[0], row * rows[1], chunk, CHUNK, DTYPE, ALIGN)
         total += tl.load(pointers, mask=_mask(selected, HEAD_DIM, CHUNK), other=0.0).to(tl.float32)
     return total
 
 
-@triton.jit(do_not_specialize=["begin", "end", "batch_begin"])
-def sum_partials(
-    grads, strides, slots, targets, target_strides, begin, end, batch_begin, BRANCHES: tl.constexpr,
-    KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr,
-    ALIGN: tl.constexpr, DTYPE: tl.constexpr,
+@triton.jit
+def _sum_block(
+    found, target, index, valid, BRANCHES: tl.constexpr, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr, ALIGN: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """``BLOCK`` positions of one head of one gradient (a *job*): programs (position blocks x heads of all jobs, batch).
+    sums = ()
+    for chunk in tl.static_range((HEAD_DIM + CHUNK - 1) // CHUNK):
+        sums = sums + (_sum_chunk(found, index, valid, chunk, BRANCHES, BLOCK, HEAD_DIM, CHUNK, DTYPE, ALIGN),)
+    _store_rows(target[0], index * target[1], sums, valid, HEAD_DIM, CHUNK, DTYPE, ALIGN)
+
+
+@triton.jit(do_not_specialize=["begin", "end", "batch_begin", "blocks"])
+def sum_partials(
+    grads, strides, slots, targets, target_strides, begin, end, batch_begin,
+    blocks, BRANCHES: tl.constexpr, KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+    NARROW: tl.constexpr, ALIGN: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """``blocks * BLOCK`` positions of one head of one gradient, a *job*: programs as for ``merge_partials``.
 
     ``GROUPS`` has the G of each job, ``HEADS`` counts the heads of all. What is stored at an element depends on what
     was loaded from it, so a partial may lie in the target itself.
     """
     JOBS: tl.constexpr = len(GROUPS)
     BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    position = tl.program_id(0) // HEADS * BLOCK
+    position = tl.program_id(0) // HEADS * (blocks * BLOCK)
     batch = batch_begin + tl.program_id(1)
     job, group, kv_head, query = _job_of_head(tl.program_id(0) % HEADS, KV_HEADS, GROUPS)
     index = tl.arange(0, BLOCK)
-    valid = index < end - begin - position
-    at = (kv_head, batch, position, index, valid)
-
-    parts = ()
+    at = (kv_head, batch, position, index)
+    found = ()
     for n in tl.static_range(len(BRANCHES)):
-        part = _rows_of_job(
-            grads, strides, slots, job, group, query, at, BRANCHES, n, JOBS, ALIGNED, NARROW, BYTES
-        )  # fmt: skip
-        parts = parts + (part,)
-    sums = ()
-    for chunk in tl.static_range((HEAD_DIM + CHUNK - 1) // CHUNK):
-        sums = sums + (_sum(parts, chunk, BLOCK, HEAD_DIM, CHUNK, DTYPE, ALIGN),)
-
-    address, offsets = _target(
+        grad = _find_grad(grads, strides, slots, job, group, query, at, BRANCHES, n, JOBS, ALIGNED, NARROW, BYTES)
+        found = found + (grad,)
+    target = _target(
         _of_job(targets, job, 0, 1, JOBS), _of_job(target_strides, job, 0, 2, JOBS),
-        _of_job(target_strides, job, 1, 2, JOBS), batch, position + begin, kv_head * group + query, index, BYTES,
-        NARROW,
+        _of_job(target_strides, job, 1, 2, JOBS), batch, position + begin, kv_head * group + query, BYTES, NARROW,
     )  # fmt: skip
-    _store_rows(address, offsets, sums, valid, HEAD_DIM, CHUNK, DTYPE, ALIGN)
+    covered = tl.minimum(end - begin - position, blocks * BLOCK)
+    start = 0
+    while start < covered:
+        own = index + start
+        _sum_block(found, target, own, own < covered, BRANCHES, HEAD_DIM, CHUNK, BLOCK, ALIGN, DTYPE)
+        start += BLOCK
 
 
 @triton.jit
@@ -391,9 +421,10 @@ def gather_rows(
     if WITH_ROWS:
         far = _of_job(strides, source, 0, 2, SOURCES)
         near = _of_job(strides, source, 1, 2, SOURCES)
-        address, offsets = _target(
-            _of_job(sources, source, 0, 1, SOURCES), far, near, batch, position, head, index * rate, BYTES, NARROW
+        address, row_stride = _target(
+            _of_job(sources, source, 0, 1, SOURCES), far, near, batch, position, head, BYTES, NARROW
         )
+        offsets = index * rate * row_stride
         values = ()
         for chunk in tl.static_range((HEAD_DIM + CHUNK - 1) // CHUNK):
             pointers = _tile(address, offsets, chunk, CHUNK, DTYPE, ALIGN)
@@ -404,10 +435,8 @@ def gather_rows(
         _store_rows(address, index * (heads * HEAD_DIM), values, valid, HEAD_DIM, CHUNK, DTYPE, ALIGN)
     if WITH_LSE:
         mine = index < tl.where(source == 0, rows_per_block - first_row, 0)
-        address, offsets = _target(
-            lse_address, lse_strides[0], lse_strides[1], batch, position, head, index * rate, 4, NARROW
-        )
-        lse = tl.load(address.to(tl.pointer_type(tl.float32)) + offsets, mask=mine)
+        address, row_stride = _target(lse_address, lse_strides[0], lse_strides[1], batch, position, head, 4, NARROW)
+        lse = tl.load(address.to(tl.pointer_type(tl.float32)) + index * rate * row_stride, mask=mine)
         lse_row = (block.to(tl.int64) * kv_heads * group + head_of_rows) * rows_per_block + first_row
         address = lse_rows_address + lse_row * 4
         tl.store(address.to(tl.pointer_type(tl.float32)) + index, lse, mask=mine)

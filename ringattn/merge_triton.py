@@ -31,6 +31,9 @@ _TL_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.floa
 _INT32_END = 2**31
 _WIDEST_ACCESS = 16  # bytes
 _LSE_ONLY_ROWS = 1024
+# A program of merge or sum finds its rows once and handles up to four blocks of them, if there are programs enough.
+_MOST_BLOCKS = 4
+_ENOUGH_PROGRAMS = 1024
 # Elements of a tile that four warps keep in flight: 8 16-byte loads a thread in 16-bit.
 _TILE_ELEMENTS = {"merge": 4096, "sum": 4096, "gather": 8192}
 
@@ -54,8 +57,9 @@ class _Launch(NamedTuple):
 class TritonOps:
     """``merge.Ops`` as fused kernels.
 
-    ``merge_block``, ``sum_block`` and ``gather_block`` are the positions (rows) that one program handles, powers of
-    two; None takes what suits the head dim.
+    ``merge_block``, ``sum_block`` and ``gather_block`` are the positions (rows) that one program handles at a time,
+    powers of two; None takes what suits the head dim. ``access_bytes`` of a row are read side by side, by a thread per
+    16 bytes.
     """
 
     def __init__(
@@ -65,10 +69,12 @@ class TritonOps:
         sum_block: int | None = None,
         gather_block: int | None = None,
         warps: int = 4,
+        access_bytes: int = 128,
     ) -> None:
         self._blocks = {"merge": merge_block, "sum": sum_block, "gather": gather_block}
         self._warps = warps
-        self._setting = (merge_block, sum_block, gather_block, warps)
+        self._access_bytes = access_bytes
+        self._setting = (merge_block, sum_block, gather_block, warps, access_bytes)
 
     def gather(self, geometry: Geometry, placed: PlacedCall, sources: Sequence[Source], lease: Lease) -> list[Tensor]:
         rows, _ = self._gather(geometry, placed, sources, None, 0, lease)
@@ -137,7 +143,8 @@ class TritonOps:
     ) -> tuple[_Launch, ...]:
         key = geometry.key
         head_dim = out_BSHD.shape[3]
-        block = self._block("merge", head_dim)
+        block, length = self._block("merge", head_dim), window.end - window.begin
+        blocks = _blocks(length, block, key.batch * key.heads)
         out_strides = [Strides.of(x.shape, x.stride()) for x in outs]
         lse_strides = [_strides_of_lse(x) for x in lses]
         target = Strides.of(out_BSHD.shape, out_BSHD.stride())
@@ -148,7 +155,7 @@ class TritonOps:
         }
         return tuple(
             _Launch(
-                grid=_grid(window, block, key.heads, layout),
+                grid=(triton.cdiv(length, block * blocks) * key.heads, layout.batch_end - layout.batch_begin, 1),
                 order=tuple(slot.call for slot in layout.slots),
                 words=(
                     _stride_words(layout, [out_strides]),
@@ -156,7 +163,7 @@ class TritonOps:
                     _slot_words(layout),
                     (*target.words(), *_strides_of_lse(lse_BHS).words()),
                 ),
-                scalars=(window.begin, window.end, layout.batch_begin),
+                scalars=(window.begin, window.end, layout.batch_begin, blocks),
                 constants=_in_order(fused_kernels.merge_partials, constants, layout),
                 bits=_bits([target, *out_strides], out_BSHD),
                 ready={},
@@ -193,11 +200,12 @@ class TritonOps:
     ) -> tuple[_Launch, ...]:
         key = geometry.key
         first = jobs[0].target
-        block = self._block("sum", first.shape[3])
+        block, length = self._block("sum", first.shape[3]), window.end - window.begin
         strides = [[Strides.of(x.shape, x.stride()) for x in own] for own in grads]
         targets = [Strides.of(job.target.shape, job.target.stride()) for job in jobs]
         every = [*targets, *[s for own in strides for s in own]]
         heads = key.kv_heads * sum(job.group for job in jobs)
+        blocks = _blocks(length, block, key.batch * heads)
         constants = {
             "KV_HEADS": key.kv_heads,
             "GROUPS": tuple(job.group for job in jobs),
@@ -206,10 +214,10 @@ class TritonOps:
         }
         return tuple(
             _Launch(
-                grid=_grid(window, block, heads, layout),
+                grid=(triton.cdiv(length, block * blocks) * heads, layout.batch_end - layout.batch_begin, 1),
                 order=tuple(slot.call for slot in layout.slots),
                 words=(_stride_words(layout, strides), _slot_words(layout), sum((t.words() for t in targets), ())),
-                scalars=(window.begin, window.end, layout.batch_begin),
+                scalars=(window.begin, window.end, layout.batch_begin, blocks),
                 constants=_in_order(fused_kernels.sum_partials, constants, layout),
                 bits=_bits(every, first),
                 ready={},
@@ -295,7 +303,7 @@ class TritonOps:
                     "WITH_ROWS": bool(sources),
                     "WITH_LSE": lse_BHS is not None,
                     "HEAD_DIM": head_dim,
-                    "CHUNK": _chunk(head_dim, dtype.itemsize),
+                    "CHUNK": _chunk(head_dim, dtype.itemsize, self._access_bytes),
                     "BLOCK": block,
                     "NARROW": span < _INT32_END,
                     "DTYPE": _TL_DTYPES[dtype],
@@ -311,13 +319,14 @@ class TritonOps:
         """What merge and sum have in common."""
         key = geometry.key
         head_dim = target.shape[3]
-        aligned = all(branch.segment % block == 0 for branch in key.pattern.resolved(key.seq_len))
+        span = block * _MOST_BLOCKS
+        aligned = all(branch.segment % span == 0 for branch in key.pattern.resolved(key.seq_len))
         return {
             "HEAD_DIM": head_dim,
-            "CHUNK": _chunk(head_dim, target.element_size()),
+            "CHUNK": _chunk(head_dim, target.element_size(), self._access_bytes),
             "BLOCK": block,
             "ALIGNED": aligned,
-            "NARROW": aligned and block * max(s.row for s in strides) < _INT32_END,
+            "NARROW": aligned and span * max(s.row for s in strides) < _INT32_END,
             "DTYPE": _TL_DTYPES[target.dtype],
         }
 
@@ -349,8 +358,12 @@ class TritonOps:
             launch.ready[device] = compiled[launch.grid]
 
 
-def _grid(window: Window, block: int, heads: int, layout: SlotLayout) -> tuple[int, int, int]:
-    return triton.cdiv(window.end - window.begin, block) * heads, layout.batch_end - layout.batch_begin, 1
+def _blocks(length: int, block: int, lanes: int) -> int:
+    """How many blocks of positions one program handles; ``lanes`` are (batch, head) pairs."""
+    blocks = _MOST_BLOCKS
+    while blocks > 1 and triton.cdiv(length, block * blocks) * lanes < _ENOUGH_PROGRAMS:
+        blocks //= 2
+    return blocks
 
 
 def _in_order(kernel: Any, constants: dict[str, Any], layout: SlotLayout | None = None) -> dict[str, Any]:
@@ -361,12 +374,13 @@ def _in_order(kernel: Any, constants: dict[str, Any], layout: SlotLayout | None 
     return {name: given.pop(name) for name in kernel.arg_names if name in given}
 
 
-def _chunk(head_dim: int, element_bytes: int) -> int:
-    """Columns per access: 128 bytes, so that eight threads share the arithmetic of a row, or what divides the row.
+def _chunk(head_dim: int, element_bytes: int, access_bytes: int) -> int:
+    """Columns per access: ``access_bytes``, or what divides the row.
 
-    Rows that no 32 bytes divide are one chunk, wider than they are.
+    The fewer there are, the fewer threads repeat the arithmetic of a row. Rows that no 32 bytes divide are one chunk,
+    wider than they are.
     """
-    divides = min(head_dim & -head_dim, 128 // element_bytes)
+    divides = min(head_dim & -head_dim, access_bytes // element_bytes)
     return divides if divides * element_bytes >= 32 else triton.next_power_of_2(head_dim)
 
 

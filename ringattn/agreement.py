@@ -41,6 +41,7 @@ class Statement:
 
 def plan_together(
     watch: Watch,
+    group: dist.ProcessGroup,
     module: int,
     arguments: tuple[tuple[str, str], ...],
     build: Callable[[], tuple[Setup, PlanTable]],
@@ -57,7 +58,7 @@ def plan_together(
         statement = _statement(arguments, *built)
     except RingAttentionError as error:
         own, statement = error, Statement(error=f"{type(error).__name__}: {error}")
-    said = _gather(watch, module, "resolved", statement)
+    said = _gather(watch, group, module, "resolved", statement)
     failed = [rank for rank, each in enumerate(said) if each.error]
     if own is not None:
         raise own
@@ -67,7 +68,7 @@ def plan_together(
     _check_equal(said)
     if all(each.table == said[0].table for each in said):
         return built
-    return _common(watch, module, built, said)
+    return _common(watch, group, module, built, said)
 
 
 def _statement(arguments: tuple[tuple[str, str], ...], setup: Setup, table: PlanTable) -> Statement:
@@ -76,13 +77,13 @@ def _statement(arguments: tuple[tuple[str, str], ...], setup: Setup, table: Plan
     return Statement("", arguments, setup.facts, repr(table.rows), source, setup.entries, setup.policy)
 
 
-def _gather(watch: Watch, module: int, what: str, mine: Any) -> list[Any]:
+def _gather(watch: Watch, group: dist.ProcessGroup, module: int, what: str, mine: Any) -> list[Any]:
     """Every rank's object; PeerError names the ranks that do not come within the group's timeout."""
     keys = [f"init/{module}/{what}/{rank}" for rank in range(watch.size)]
     watch._store.set(keys[watch.rank], "here")
     watch.meet(keys, "did not build the same RingAttention")
     gathered: list[Any] = [None] * watch.size
-    dist.all_gather_object(gathered, mine, group=watch.group)
+    dist.all_gather_object(gathered, mine, group=group)
     return gathered
 
 
@@ -109,7 +110,7 @@ def _check_equal(said: Sequence[Statement]) -> None:
 
 
 def _common(
-    watch: Watch, module: int, built: tuple[Setup, PlanTable], said: Sequence[Statement]
+    watch: Watch, group: dist.ProcessGroup, module: int, built: tuple[Setup, PlanTable], said: Sequence[Statement]
 ) -> tuple[Setup, PlanTable]:
     """The first of the ranks' profiles, the most frequent first, whose table is the same on all; else the heuristic."""
     setup, table = built
@@ -125,15 +126,17 @@ def _common(
     candidates: list[Entries] = [*(entries for entries, _ in counts.most_common()), ()]
     tables = [_try_table(entries, policy, facts, table) for entries in candidates]
     mine = [repr(each.rows) if isinstance(each, PlanTable) else "" for each in tables]
-    everyones = _gather(watch, module, "common", mine)
+    everyones = _gather(watch, group, module, "common", mine)
     for number, entries in enumerate(candidates):
         texts = {each[number] for each in everyones}
         if len(texts) == 1 and "" not in texts:
             chosen = tables[number]
             assert isinstance(chosen, PlanTable)
+            text = _common_text(said, entries)
             if watch.rank == 0:
-                _say_common(said, entries)
-            return replace(setup, facts=facts, entries=entries, policy=policy), chosen
+                logger.warning(text)
+            # What this rank found for itself does not serve, so there is nothing of it left to announce.
+            return replace(setup, facts=facts, resolution=None, entries=(), trace=(*setup.trace, text)), chosen
     reasons = {f"rank {rank}": (each.source,) for rank, each in enumerate(said)}
     raise PlanError(
         "ranks resolved different plans and none runs on all of them", reasons, "Probe these machines again"
@@ -156,7 +159,7 @@ def _try_table(entries: Entries, policy: Policy, facts: HardwareFacts, like: Pla
         return error
 
 
-def _say_common(said: Sequence[Statement], entries: Entries) -> None:
-    source = next((each.source for each in said if each.entries == entries), "the heuristic") if entries else ""
+def _common_text(said: Sequence[Statement], entries: Entries) -> str:
+    source = next((each.source for each in said if each.entries == entries), "") if entries else "the heuristic"
     found = "; ".join(f"rank {rank}: {each.source}" for rank, each in enumerate(said))
-    logger.warning("ranks resolved different plans (%s); all use %s", found, source or "the heuristic")
+    return f"ranks resolved different plans ({found}); all use {source}"

@@ -79,6 +79,17 @@ class Comm:
             raise CommError(f"communication failed: {_first_line(error)}") from error
         return Pending(works, [operation.tensor for operation in operations], after)
 
+    def vote(self, well: bool) -> bool:
+        """Whether all is well with every rank: one byte to and from each."""
+        mine = torch.tensor([well], dtype=torch.uint8)
+        theirs = torch.empty(self.size, 1, dtype=torch.uint8)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        sent_bytes = self.sent_bytes
+        self.exchange([Message(mine, rank) for rank in others], [Message(theirs[rank], rank) for rank in others]).wait()
+        self.sent_bytes = sent_bytes  # the count is of rows
+        theirs[self.rank] = mine
+        return bool(theirs.all())
+
     def gather_rows(self, local: Tensor, sizes: Sequence[tuple[int, ...]]) -> list[Tensor]:
         """Every rank's tensor, in the order of ranks, where ``sizes`` are their shapes."""
         local = local.contiguous()

@@ -27,6 +27,14 @@ from .ring_schedules import Hop, Lane, Rectangle, RingGeometry, Transfer
 Result = TypeVar("Result")
 
 
+class DrainedError(Exception):
+    """A step failed, and every message of the call was exchanged all the same; ``error`` is what to raise."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 class Failsafe:
     """Runs steps until one fails; from then on none runs, so that what must still be sent can be sent.
 
@@ -48,13 +56,13 @@ class Failsafe:
             raise
         except Exception as error:  # noqa: BLE001  raised again by ``close``, after the last message
             if self._error is None:
-                self._error = error
-                self._report(error)
+                self._error = error.error if isinstance(error, DrainedError) else error
+                self._report(self._error)
             return None
 
     def close(self) -> None:
         if self._error is not None:
-            raise self._error
+            raise DrainedError(self._error) from self._error
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,7 +78,7 @@ class RingContext:
         """The plans that every rank runs; see ``agreement``."""
         named = {field.name: str(getattr(shape, field.name)) for field in fields(shape)}
         arguments = (*named.items(), ("scale", repr(scale)), ("layout", self.layout))
-        return plan_together(self.watch, self.module, arguments, resolve)
+        return plan_together(self.watch, self.comm.group, self.module, arguments, resolve)
 
     def planned_length(self, local_length: int, total_length: int | None) -> int:
         """The local length that plans are looked up by: the same on every rank, also where lengths differ."""
@@ -94,6 +94,12 @@ class RingContext:
             return assemble(self.comm.gather_rows(x, sizes), parts, dim)
         except CommError as error:
             raise self.watch.lost(error) from error
+
+    @staticmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def outside_graphs(call: Callable[..., tuple[Tensor, Tensor]], *arguments: Any) -> tuple[Tensor, Tensor]:
+        """A call that torch.compile leaves alone: a graph breaks around it."""
+        return call(*arguments)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RingContext:
         return self

@@ -23,7 +23,7 @@ from .layout import Share, grouped
 from .merge import accumulator_dtype
 from .plan import Plan
 from .program import ALL, TORCH_DTYPES, Grads, Kept, Program, Triple, Wanted
-from .ring import BranchKernels, Failsafe, Ring, RingSetting
+from .ring import BranchKernels, DrainedError, Failsafe, Ring, RingSetting
 from .ring_schedules import HeadRange, ring_geometry, ulysses_degree
 from .workload import BranchTunables
 
@@ -36,8 +36,8 @@ class Watch(Protocol):
     def report(self, error: BaseException) -> None:
         """This rank failed: the others are to know."""
 
-    def settle(self) -> None:
-        """Raises if another rank failed during the call that ends now."""
+    def settle(self, comm: Comm, *, well: bool) -> None:
+        """The call ends, ``well`` or not, with every message exchanged; raises if another rank failed in it."""
 
     def lost(self, error: CommError) -> Exception:
         """What to raise instead of ``error``: the rank that is gone and its reason, as far as anybody knows."""
@@ -128,14 +128,18 @@ class RingProgram:
     def _watched(self, call: Callable[[], Result]) -> Result:
         """The call, with what goes wrong here told to the others, and what went wrong there raised here."""
         try:
-            result = call()
+            try:
+                result = call()
+            except DrainedError as drained:
+                self._watch.settle(self._comm, well=False)
+                raise drained.error from None
+            self._watch.settle(self._comm, well=True)
+            return result
         except CommError as error:
             raise self._watch.lost(error) from error
         except Exception as error:
             self._watch.report(error)
             raise
-        self._watch.settle()
-        return result
 
     def _ring_forward(self, q: Tensor, k: Tensor, v: Tensor, kept: Kept | None) -> tuple[Tensor, Tensor]:
         return self._rings[0].forward(q, k, v)

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from .comm import Comm
 from .errors import InputError, RingAttentionError
 
 logger = logging.getLogger("ringattn")
@@ -35,6 +36,7 @@ BEAT_S = 1.0
 # After an error of the network: a rank that beats no more for so long is gone.
 _SILENT_AFTER_ERROR_S = 3.5
 _LEFT = "left"
+_TOLD = "_ringattn_told"  # marks an exception that the other ranks know of
 
 Store = Any  # torch.distributed.Store has no type stubs
 
@@ -58,7 +60,7 @@ class Watch:
     """The view of one rank on the others of a group. ``timeout_s`` is the group's own."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group, self.rank, self.size = group, group.rank(), group.size()
+        self.rank, self.size = group.rank(), group.size()
         self._global = [dist.get_global_rank(group, rank) for rank in range(self.size)]
         self._store: Store = dist.PrefixStore(  # type: ignore[attr-defined]
             "ringattn", group.get_group_store()
@@ -66,33 +68,37 @@ class Watch:
         self.timeout_s = _timeout_s(group, device, self._store)
         self._synchronous = device.type == "cpu"
         self._seen = self._count()
-        self._reported: weakref.WeakSet[BaseException] = weakref.WeakSet()
         self._broken: Failure | None = None
         self._heard: Failure | None = None
         self._calls: dict[int, tuple[int, str]] = {}  # by module: calls begun, and what the last one looked like
         self._modules = 0
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="ringattn-watch", daemon=True)
+        # The thread must not keep the watch alive: a group that is dropped ends it.
+        arguments = (weakref.ref(self), self._stop, self._store)
+        self._thread = threading.Thread(target=_beat, args=arguments, name="ringattn-watch", daemon=True)
         self._thread.start()
-        atexit.register(self.close)
 
     # -- failures --
 
     def report(self, error: BaseException) -> None:
         """Tells the others that this rank failed; once for each error."""
-        if error in self._reported or isinstance(error, PeerError):
+        if _TOLD in vars(error) or isinstance(error, PeerError):
             return
-        self._reported.add(error)
+        vars(error)[_TOLD] = True
         text = str(error).strip().splitlines()
         reason = f"failed: {type(error).__name__}: {text[0] if text else 'no message'}"
         self._write(self._store, Failure(self._global[self.rank], self.rank, reason))
 
-    def settle(self) -> None:
-        """Raises PeerError if another rank failed since the last time.
+    def settle(self, comm: Comm, *, well: bool) -> None:
+        """Ends a call in which every message was exchanged; raises PeerError if another rank failed in it.
 
-        On CPUs the ledger is read; on GPUs, where calls return before they have run, what the thread last heard.
+        On CPUs ranks vote, so that all leave the same call. On GPUs, where a call returns before it has run, what
+        counts is what the thread has heard so far.
         """
-        if not self._synchronous and self._heard is None:
+        if self._synchronous:
+            if comm.vote(well) or not well:
+                return
+        elif self._heard is None or not well:
             return
         failure = self._new_failure(self._store)
         if failure is not None:
@@ -183,10 +189,12 @@ class Watch:
         different = [rank for rank in range(self.size) if told[rank] != told[0]]
         if different:
             rank = different[0]
-            raise InputError(
+            error = InputError(
                 f"ranks call with different inputs: rank {self._global[0]} {told[0]}, rank {self._global[rank]} "
                 f"{told[rank]}; give every rank its share of one sequence, or total_length where they differ"
             )
+            vars(error)[_TOLD] = True  # every rank sees it for itself
+            raise error
 
     def meet(self, keys: Sequence[str], absence: str, probe: Callable[[int], str] = lambda rank: "") -> None:
         """Waits for the keys of all ranks in the store.
@@ -268,56 +276,61 @@ class Watch:
             return {}
         return {rank: f"in call {call}" for rank, call in calls.items()}
 
-    def _beat(self) -> None:
-        """The thread: beats, listens to the next rank and to the ledger."""
-        try:
-            store = self._store.clone()
-            listen = _Listener(self, store)
-            number = 0
-            while not self._stop.wait(BEAT_S if number else 0):
-                number += 1
-                calls = {str(module): call for module, call in list(self._calls.items())}
-                store.set(f"beat/{self.rank}", json.dumps({"beat": number, "pid": os.getpid(), "calls": calls}))
-                if number > 1:
-                    listen()
-            store.set(f"beat/{self.rank}", _LEFT)
-        except RuntimeError as error:
-            if not self._stop.is_set():
-                logger.debug("the store of the process group is gone: %s", _first_line(error))
+
+def _beat(of: weakref.ref[Watch], stop: threading.Event, shared: Store) -> None:
+    """The thread of a watch: beats, and listens to the ledger and to the next rank."""
+    try:
+        store = shared.clone()  # a connection of its own: the main thread may sit in a call of the other
+        listen: _Listener | None = None
+        number = 0
+        while not stop.wait(BEAT_S if number else 0):
+            watch = of()
+            if watch is None:
+                break
+            listen = listen or _Listener(watch)
+            number += 1
+            calls = {str(module): call for module, call in list(watch._calls.items())}
+            store.set(f"beat/{listen.rank}", json.dumps({"beat": number, "pid": os.getpid(), "calls": calls}))
+            if number > 1:
+                listen(watch, store)
+            del watch
+        if listen is not None:
+            store.set(f"beat/{listen.rank}", _LEFT)
+    except RuntimeError as error:
+        logger.debug("the store of the process group is gone: %s", _first_line(error))
 
 
 class _Listener:
     """Notes new failures for the main thread and says them, in case that one is stuck; watches the next rank."""
 
-    def __init__(self, watch: Watch, store: Store) -> None:
-        self._watch, self._store = watch, store
+    def __init__(self, watch: Watch) -> None:
+        self.rank = watch.rank
         self._next = (watch.rank + 1) % watch.size
         self._silence_s = min(watch.timeout_s / 2, 60.0)
         self._last: tuple[str, float] = ("", time.monotonic())
         self._told = watch._seen
         self._lost = False
 
-    def __call__(self) -> None:
-        watch = self._watch
-        count = int(self._store.add("failures", 0))
+    def __call__(self, watch: Watch, store: Store) -> None:
+        count = int(store.add("failures", 0))
         while self._told < count:
-            failure = Failure(*json.loads(self._store.get(f"failure/{self._told}")))
+            failure = Failure(*json.loads(store.get(f"failure/{self._told}")))
             self._told += 1
             if failure.told_by != watch.rank:
                 watch._heard = failure
                 logger.error("%s", failure)
-        self._follow_next()
+        self._follow_next(watch, store)
 
-    def _follow_next(self) -> None:
+    def _follow_next(self, watch: Watch, store: Store) -> None:
         key, now = f"beat/{self._next}", time.monotonic()
-        beat = self._store.get(key).decode() if self._store.check([key]) else ""
+        beat = store.get(key).decode() if store.check([key]) else ""
         if beat != self._last[0]:
             self._last = (beat, now)
         elif not self._lost and beat not in ("", _LEFT) and now - self._last[1] > self._silence_s:
             self._lost = True
-            failure = Failure(self._watch._global[self._next], self._watch.rank, _gone(beat))
-            self._watch._write(self._store, failure)
-            self._watch._heard = failure
+            failure = Failure(watch._global[self._next], watch.rank, _gone(beat))
+            watch._write(store, failure)
+            watch._heard = failure
             logger.error("%s", failure)
 
 
@@ -339,6 +352,12 @@ def _first_line(error: BaseException) -> str:
 
 
 _watches: weakref.WeakKeyDictionary[dist.ProcessGroup, Watch] = weakref.WeakKeyDictionary()
+
+
+@atexit.register
+def _leave() -> None:
+    for watch in list(_watches.values()):
+        watch.close()
 
 
 def watch_of(group: dist.ProcessGroup, device: torch.device) -> Watch:

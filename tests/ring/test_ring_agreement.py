@@ -1,0 +1,153 @@
+"""At init ranks compare what they resolved: one common plan, or one clear error on every rank."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from oracle import Case, assert_equal_to, cpu, exact, found
+from pool import Pool
+from ring_cases import RingCase, run_ring
+from test_ring_faults import Told, _told
+
+from ringattn import Profile, RingAttention
+from ringattn.plan import describe
+from ringattn.workload import BranchTunables, Tunables
+
+CASE = Case(24, 2, 2, 4, causal=True)
+
+
+def _profile(schedule: str, kernel: str, world: int = 2) -> Profile:
+    workload = replace(CASE.workload("fp32", "train"), seq_len=CASE.length // world, world=world)
+    tunables = Tunables("fp32", (BranchTunables(kernel, kernel),), schedule=schedule, layout="zigzag")
+    return Profile.single(cpu(), workload, tunables)
+
+
+def _module(profile: Any, **arguments: Any) -> RingAttention:
+    given = {"causal": True, "profile": profile, "device": "cpu", "process_group": dist.group.WORLD}
+    return RingAttention(2, 4, **(given | arguments))
+
+
+class _Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def _with_profiles(profiles: list[Any]) -> tuple[str, list[str]]:
+    """The plan that serves, and what was said; results are right whatever it is."""
+    kept = _Kept()
+    logging.getLogger("ringattn").addHandler(kept)
+    try:
+        module = _module(profiles[dist.get_rank()])
+    finally:
+        logging.getLogger("ringattn").removeHandler(kept)
+    q, k, v = (x.detach().float() for x in CASE.inputs())
+    dout = CASE.dout(torch.float32)
+    results = run_ring(RingCase(CASE, "", "zigzag"), module, q, k, v, dout)
+    assert_equal_to(results, exact(CASE, q, k, v, dout), tolerance=1e-5)
+    plan = module.plan_for(CASE.length // 2, torch.float32, True)
+    return describe(plan.tunables), [line for line in kept.said if "different plans" in line]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_different_profiles_give_one_common_plan_said_once(order: int, ranks: Callable[[int], Pool]) -> None:
+    profiles = [_profile("ring", "math"), _profile("ulysses", "flash-cpu")][::order]
+    first, second = ranks(2).run(_with_profiles, profiles)
+    assert first[0] == second[0]
+    assert ("ring/zigzag" if order == 1 else "ulysses/zigzag") in first[0]  # rank 0's: it is as frequent as the other
+    assert len(first[1]) == 1
+    assert second[1] == []
+
+
+def test_the_profile_of_some_ranks_serves_all(ranks: Callable[[int], Pool]) -> None:
+    (first, _), (second, _) = ranks(2).run(_with_profiles, [None, _profile("all-gather", "math")])
+    assert first == second
+    assert "all-gather/zigzag" in first
+
+
+def test_equal_profiles_say_nothing(ranks: Callable[[int], Pool]) -> None:
+    for plan, said in ranks(2).run(_with_profiles, [_profile("ulysses", "math")] * 2):
+        assert "ulysses/zigzag" in plan
+        assert said == []
+
+
+def _told_to_build(arguments: list[dict[str, Any]]) -> Told:
+    own = dict(arguments[dist.get_rank()])
+    return _told(lambda: _module(own.pop("profile", None), **own))
+
+
+def test_arguments_that_must_be_equal(ranks: Callable[[int], Pool]) -> None:
+    for name, values in {
+        "causal": (True, False),
+        "scale": (0.5, 0.25),
+        "layout": ("zigzag", "contiguous"),
+        "segment_lengths": ([8], [4]),
+    }.items():
+        more = {"dilation_rates": [1]} if name == "segment_lengths" else {}
+        told = ranks(2).run(_told_to_build, [{name: value, **more} for value in values])
+        for error, message, seconds in told:
+            assert error == "InputError"
+            assert "on rank 0 of the group and" in message
+            assert seconds < 5
+
+
+def test_an_error_of_one_rank_is_one_of_all(tmp_path: Path, ranks: Callable[[int], Pool]) -> None:
+    told = ranks(2).run(_told_to_build, [{}, {"profile": str(tmp_path / "missing.yaml")}])
+    assert told[1][0] == "ProfileError"
+    assert told[0][0] == "PeerError"
+    assert "rank 1 of the group could not build its module: ProfileError" in told[0][1]
+    assert "missing.yaml" in told[0][1]
+
+
+def test_a_profile_that_cannot_run_here(ranks: Callable[[int], Pool]) -> None:
+    """Ulysses over two ranks needs an even number of key/value heads."""
+    for error, message, _ in ranks(2).run(
+        _told_to_build, [{"num_kv_heads": 1, "profile": _profile("ulysses", "math")}] * 2
+    ):
+        assert error == "PlanError"
+        assert "needs a multiple of 2 key/value heads, there are 1" in message
+
+
+def _copies() -> None:
+    module = _module(None)
+    q, k, v = CASE.inputs()
+    leaves = [module.shard(x.detach()) for x in (q, k, v)]
+    expected = module(*leaves)
+    assert torch.equal(copy.deepcopy(module)(*leaves), expected)
+    assert _told(lambda: pickle.dumps(module))[0] == "RingAttentionError"
+    assert module.state_dict() == {}
+    compiled = torch.compile(lambda *inputs: module(*inputs).sin() + 1, backend="eager")
+    assert torch.equal(compiled(*leaves), expected.sin() + 1)
+
+
+def test_copies_share_the_group_and_graphs_break_around_a_call(ranks: Callable[[int], Pool]) -> None:
+    ranks(2).run(_copies)
+
+
+def _a_group_of_one() -> None:
+    group = dist.new_group([0])
+    if dist.get_rank() == 0:
+        module = _module(None, process_group=group)
+        q, k, v = CASE.inputs()
+        assert_equal_to(found(module, q, k, v, CASE.dout()), exact(CASE, q, k, v, CASE.dout()))
+        assert module.layout == "zigzag"
+        assert torch.equal(module.positions(24), torch.arange(24))
+        assert torch.equal(module.unshard(module.shard(q)), q)
+        assert _told(lambda: module(q, k, v, total_length=25))[0] == "InputError"
+    dist.barrier()
+
+
+def test_a_group_of_one_rank_is_one_rank(ranks: Callable[[int], Pool]) -> None:
+    ranks(2).run(_a_group_of_one)

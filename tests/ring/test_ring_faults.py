@@ -1,0 +1,257 @@
+"""Nothing hangs: whatever goes wrong on one rank, the others name it within the group's timeout and 5 s."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from oracle import Case, assert_equal_to, exact
+from pool import Pool
+from ring_cases import RingCase, run_ring
+
+from ringattn import RingAttention
+from ringattn.block_kernel import BoundKernel
+from ringattn.kernels import KERNELS
+
+TIMEOUT_S = 6.0
+CASE = Case(24, 6, 3, 4, causal=True)
+Told = tuple[str, str, float]  # (error, its message, seconds until it was raised)
+
+
+@pytest.fixture
+def fragile() -> Iterator[Pool]:
+    """Three ranks that a test may break."""
+    pool = Pool(3, TIMEOUT_S)
+    yield pool
+    pool.kill()
+
+
+def _told(step: Callable[[], object]) -> Told:
+    begin = time.monotonic()
+    try:
+        step()
+    except Exception as error:  # noqa: BLE001  the test looks at it
+        return type(error).__name__, str(error), time.monotonic() - begin
+    return "", "", time.monotonic() - begin
+
+
+def _leaves(module: RingAttention, case: Case = CASE) -> list[torch.Tensor]:
+    return [module.shard(x.detach()).clone().requires_grad_() for x in case.inputs()]
+
+
+def _assert_works(schedule: str = "ring") -> None:
+    ring = RingCase(CASE, schedule, "zigzag")
+    q, k, v = CASE.inputs()
+    assert_equal_to(run_ring(ring, ring.module(), q, k, v, CASE.dout()), exact(CASE, q, k, v, CASE.dout()))
+
+
+# --- a rank dies -------------------------------------------------------------------------------------------------
+
+
+def _die_or_call(schedule: str, backward: bool) -> Told:
+    module = RingCase(CASE, schedule, "zigzag").module()
+    leaves = _leaves(module)
+    out = module(*leaves)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return _told((lambda: out.sum().backward()) if backward else (lambda: module(*leaves)))
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("schedule", ["ring", "ulysses"])
+def test_a_killed_rank_is_named(schedule: str, backward: bool, fragile: Pool) -> None:
+    fragile.start(_die_or_call, schedule, backward)
+    for error, message, seconds in fragile.results_of([0, 2], TIMEOUT_S + 10):
+        assert error == "PeerError"
+        assert "rank 1 stopped responding" in message
+        assert seconds < TIMEOUT_S + 5
+
+
+def _build_or_die() -> Told:
+    if dist.get_rank() == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return _told(lambda: RingCase(CASE, "ring", "zigzag").module())
+
+
+def test_a_rank_that_is_not_there_at_init_is_named(fragile: Pool) -> None:
+    fragile.start(_build_or_die)
+    for error, message, seconds in fragile.results_of([0, 1], TIMEOUT_S + 10):
+        assert error == "PeerError"
+        assert "rank 2 did not build the same RingAttention" in message
+        assert seconds < TIMEOUT_S + 5
+
+
+def _sleep_or_call() -> Told:
+    module = RingCase(CASE, "ring", "zigzag").module()
+    if dist.get_rank() == 1:
+        time.sleep(TIMEOUT_S + 4)
+        return "", "", 0.0
+    return _told(lambda: module(*_leaves(module)))
+
+
+def test_a_rank_that_does_not_call_is_named(fragile: Pool) -> None:
+    fragile.start(_sleep_or_call)
+    for error, message, seconds in fragile.results_of([0, 2], TIMEOUT_S + 10):
+        assert error == "PeerError"
+        assert "rank 1 did not make this call" in message
+        assert seconds < TIMEOUT_S + 5
+
+
+# --- a rank raises -----------------------------------------------------------------------------------------------
+
+
+class _Breaking:
+    """The math kernel, raising at one of its calls."""
+
+    def __init__(self, at: int, error: Exception) -> None:
+        self.at, self.error, self.calls = at, error, 0
+        self.original = KERNELS["math"].load
+
+    def load(self, config: object) -> BoundKernel:
+        kernel = self.original(config)  # type: ignore[arg-type]
+
+        def breaking(step: Callable[..., object]) -> Callable[..., object]:
+            def run(*args: object, **kwargs: object) -> object:
+                self.calls += 1
+                if self.calls == self.at:
+                    raise self.error
+                return step(*args, **kwargs)
+
+            return run
+
+        return BoundKernel(breaking(kernel.forward), breaking(kernel.backward))  # type: ignore[arg-type]
+
+
+def _one_rank_breaks(schedule: str, at: int, error: Exception) -> Told:
+    ring = RingCase(CASE, schedule, "zigzag")
+    module = ring.module()
+    kernel = KERNELS["math"]
+    breaking = _Breaking(at, error)
+    if dist.get_rank() == 1:
+        object.__setattr__(kernel, "load", breaking.load)
+    try:
+        leaves = _leaves(module)
+        told = _told(lambda: module(*leaves).sum().backward())
+    finally:
+        object.__setattr__(kernel, "load", breaking.original)
+    assert told[0], "the call went through"
+    dist.barrier()
+    _assert_works(schedule)  # the group is as good as before
+    return told
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4, 5, 6])
+def test_an_exception_in_the_middle_of_a_ring(at: int, ranks: Callable[[int], Pool]) -> None:
+    told = ranks(3).run(_one_rank_breaks, "ring", at, ValueError("kernel broke"))
+    _assert_told(told, "ValueError", "kernel broke")
+
+
+@pytest.mark.parametrize("schedule", ["all-gather", "ulysses"])
+@pytest.mark.parametrize("at", [1, 2])
+def test_an_exception_in_other_schedules(schedule: str, at: int, ranks: Callable[[int], Pool]) -> None:
+    told = ranks(3).run(_one_rank_breaks, schedule, at, ValueError("kernel broke"))
+    _assert_told(told, "ValueError", "kernel broke")
+
+
+def test_out_of_memory(ranks: Callable[[int], Pool]) -> None:
+    told = ranks(3).run(_one_rank_breaks, "ring", 2, torch.OutOfMemoryError("CUDA out of memory"))
+    _assert_told(told, "OutOfMemoryError", "CUDA out of memory")
+
+
+def _assert_told(told: list[Told], error: str, message: str) -> None:
+    assert told[1][:2] == (error, message)
+    for rank in (0, 2):
+        assert told[rank][0] == "PeerError"
+        assert told[rank][1] == f"rank 1 failed: {error}: {message}"
+        assert told[rank][2] < 5
+
+
+# --- ranks disagree about a call ---------------------------------------------------------------------------------
+
+
+def _other_length_at_once() -> Told:
+    module = RingCase(CASE, "ring", "zigzag").module()
+    leaves = _leaves(module)
+    if dist.get_rank() == 1:
+        leaves = [x[:, :6] for x in leaves]
+    told = _told(lambda: module(*leaves))
+    _assert_works()
+    return told
+
+
+def test_another_length_on_one_rank(ranks: Callable[[int], Pool]) -> None:
+    for error, message, seconds in ranks(3).run(_other_length_at_once):
+        assert error == "InputError"
+        assert "rank 0 calls with batch 1, 8 positions of 24 in all" in message
+        assert "rank 1 calls with batch 1, 6 positions of 18 in all" in message
+        assert seconds < 5
+
+
+def _other_length_later() -> Told:
+    module = RingCase(CASE, "ring", "zigzag").module()
+    leaves = _leaves(module)
+    module(*leaves)
+    if dist.get_rank() == 1:
+        leaves = [x[:, :6] for x in leaves]
+    return _told(lambda: module(*leaves))
+
+
+def test_another_length_on_one_rank_after_calls_that_agreed(fragile: Pool) -> None:
+    for error, message, seconds in fragile.run(_other_length_later, limit_s=TIMEOUT_S + 10):
+        assert error in ("InputError", "PeerError")
+        assert "6 positions of 18 in all" in message
+        assert seconds < TIMEOUT_S + 5
+
+
+def _bad_input_on_one_rank() -> Told:
+    module = RingCase(CASE, "ring", "zigzag").module()
+    leaves = _leaves(module)
+    if dist.get_rank() == 1:
+        leaves[1] = leaves[1].float()
+    told = _told(lambda: module(*leaves))
+    _assert_works()
+    return told
+
+
+def test_a_bad_input_on_one_rank(ranks: Callable[[int], Pool]) -> None:
+    told = ranks(3).run(_bad_input_on_one_rank)
+    assert told[1][0] == "InputError"
+    for rank in (0, 2):
+        assert told[rank][0] == "PeerError"
+        assert told[rank][1].startswith("rank 1 failed: InputError: k is torch.float32")
+        assert told[rank][2] < 5
+
+
+def _gradients_on_one_rank() -> Told:
+    module = RingCase(CASE, "ring", "zigzag").module()
+    leaves = _leaves(module)
+    if dist.get_rank() == 1:
+        leaves = [x.detach() for x in leaves]
+    told = _told(lambda: module(*leaves))
+    _assert_works()
+    return told
+
+
+def test_gradients_wanted_on_some_ranks_alone(ranks: Callable[[int], Pool]) -> None:
+    for error, message, _ in ranks(3).run(_gradients_on_one_rank):
+        assert error == "InputError"
+        assert "without gradients" in message
+
+
+def _wrong_share() -> Told:
+    module = RingCase(CASE, "ring", "zigzag").module()
+    return _told(lambda: module(*(x.detach() for x in _leaves(module)), total_length=23))
+
+
+def test_a_length_that_is_not_the_share_of_the_total(ranks: Callable[[int], Pool]) -> None:
+    told = ranks(3).run(_wrong_share)
+    wrong = [each for each in told if each[0] == "InputError"]
+    assert wrong
+    for _, message, _ in wrong:
+        assert "of total_length 23 rank" in message

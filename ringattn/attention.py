@@ -194,11 +194,11 @@ class RingAttention(nn.Module):
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         if self._ring is None and total_length is not None and total_length != q.shape[1]:
             raise InputError(f"total_length is {total_length!r}, but this rank holds all {q.shape[1]}; leave it out")
-        if torch.compiler.is_compiling():
+        if self._ring is not None:
+            out, lse = self._ring.outside_graphs(self._over_ranks, q, k, v, train, total_length, autocast)
+        elif torch.compiler.is_compiling():
             out, lse = self._trace(q, k, v, train, autocast)
         else:
-            if self._ring is not None:
-                self._enter_ring(self._ring, q, k, v, train, total_length)
             key = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, train)
             run = self._runners.get((key, q.device, k.device, v.device, total_length, autocast))
             if run is None:
@@ -326,10 +326,6 @@ class RingAttention(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, train: bool, autocast: torch.dtype | None
     ) -> tuple[Tensor, Tensor]:
         """The call as torch.compile sees it: one operator, conversions around it."""
-        if self._ring is not None:
-            raise InputError(
-                "a sequence over several ranks is not supported under torch.compile; leave this call eager"
-            )
         wished = self.plan.wishes.checkpoint
         if train and wished not in (None, "selective"):
             raise InputError(
@@ -390,16 +386,23 @@ class RingAttention(nn.Module):
 
         return run
 
-    def _enter_ring(
-        self, ring: RingContext, q: Tensor, k: Tensor, v: Tensor, train: bool, total_length: int | None
-    ) -> None:
-        """Keeps this call in step with the other ranks; what is wrong with it here is told to them."""
+    def _over_ranks(
+        self, q: Tensor, k: Tensor, v: Tensor, train: bool, total_length: int | None, autocast: torch.dtype | None
+    ) -> tuple[Tensor, Tensor]:
+        """The call in step with the other ranks; what is wrong with it here is told to them."""
+        assert self._ring is not None
         try:
             self._check(q, k, v)
-            ring.enter(q, train, total_length)
+            self._ring.enter(q, train, total_length)
+            shapes = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, train)
+            key = (shapes, total_length, autocast)
+            run = self._runners.get(key)
+            if run is None:
+                run = self._new_runner(q, k, v, train, key)
         except Exception as error:
-            ring.watch.report(error)
+            self._ring.watch.report(error)
             raise
+        return run(q, k, v)
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
         """(B, S) of well-formed inputs; InputError names what does not fit."""

@@ -159,6 +159,9 @@ def space_for(cell: Cell, edge: Edge, *, compiles: bool) -> Space:
     from ringattn.plan import heuristic_tunables
 
     default = heuristic_tunables(cell.workload, edge.policy, edge.facts)
+    reasons = edge.machine.reasons(cell.workload, default)
+    if reasons:
+        raise PlanError(f"cannot run {cell.workload}", {describe(default): reasons})
     dtypes = tuple(dict.fromkeys((*cell.main_dtypes, default.dtype, *cell.narrow_dtypes)))
     return build_space(cell.workload, edge.machine, default, dtypes, compiles=compiles)
 

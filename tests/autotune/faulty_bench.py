@@ -1,0 +1,96 @@
+"""What a worker runs in tests: a bench that dies, hangs or errs on command. The command is the name of the kernel."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from pathlib import Path
+
+from autotune.benchmark import BenchSettings, Phase, WrongAnswer
+from autotune.evaluator import Checked, Proven, Sample
+from ringattn.workload import Tunables, Workload
+
+TIMES_MS = {"quick": 2.0, "swift": 1.0}
+
+
+class FaultyBench:
+    """Right and instant for the kernels of TIMES_MS; every other kernel name is a way to fail."""
+
+    def __init__(self, settings: BenchSettings) -> None:
+        self.settings = settings
+        self.forgotten = 0
+        if settings.device == "bug-at-start":
+            raise ZeroDivisionError("a bug of ours")
+
+    def check(self, workload: Workload, tunables: Tunables, phase: Phase, pace_ms: float | None) -> Checked:
+        phase("candidate")
+        ms = self._obey(tunables.branches[0].forward)
+        return Checked(ms, 1e-3, 1000, ms, float(os.getpid()))
+
+    def prove(self, workload: Workload, tunables: Tunables, phase: Phase) -> Proven:
+        phase("candidate")
+        return Proven(self._obey(tunables.branches[0].forward))
+
+    def obey(self, workload: Workload, profile_path: str) -> Tunables:
+        raise NotImplementedError
+
+    def sample(self, workload: Workload, tunables: Tunables) -> Sample:
+        return Sample(self._obey(tunables.branches[0].forward), 10.0)
+
+    def begin_block(self) -> None:
+        pass
+
+    def end_block(self) -> tuple[str, ...]:
+        return ()
+
+    def blind_spots(self) -> tuple[str, ...]:
+        return ("nothing is watched here",)
+
+    def forget(self) -> None:
+        self.forgotten += 1
+
+    def _obey(self, kernel: str) -> float:
+        if kernel in TIMES_MS:
+            return TIMES_MS[kernel]
+        if kernel == "segfault":
+            ctypes.string_at(0)
+        elif kernel == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif kernel == "exit":
+            print("the library's last words", flush=True)
+            os._exit(3)
+        elif kernel == "hang":
+            time.sleep(3600)
+        elif kernel == "oom":
+            raise RuntimeError("CUDA out of memory. Tried to allocate 80.00 GiB")
+        elif kernel == "oom-once":
+            if not self.forgotten:
+                raise RuntimeError("[enforce fail at alloc_cpu.cpp] . DefaultCPUAllocator: can't allocate memory")
+            return 4.0
+        elif kernel == "too-much":
+            import torch
+
+            torch.empty(1 << 44, dtype=torch.uint8).fill_(1)
+        elif kernel == "wrong":
+            raise WrongAnswer("out errs by 3e-01; S=3001, negative inputs, seed 0")
+        elif kernel == "sticky":
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        elif kernel == "compile":
+            raise _CompilationError("at 12:34: unsupported tile")
+        elif kernel == "error":
+            raise ValueError("several\nlines of\ntext")
+        elif kernel == "bug":
+            raise AssertionError("a bug of ours")
+        elif kernel == "late-orphan":
+            Path(os.environ["ORPHAN_FILE"]).write_text(str(os.getpid()))
+            time.sleep(3600)
+        raise AssertionError(f"unknown command {kernel}")
+
+
+class _CompilationError(Exception):
+    pass
+
+
+_CompilationError.__name__ = "CompilationError"

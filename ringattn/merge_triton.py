@@ -11,6 +11,7 @@ J heads of a run, G = H / Hkv.
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -52,6 +53,15 @@ class _Launch(NamedTuple):
     constants: dict[str, Any]
     bits: int
     ready: dict[int, Callable[..., None]]
+
+
+class _Tiling(NamedTuple):
+    """Positions a program handles at a time, how many times, and how many programs cover a window."""
+
+    block: int
+    blocks: int
+    programs: int
+    aligned: bool
 
 
 class TritonOps:
@@ -117,7 +127,8 @@ class TritonOps:
         )  # fmt: skip
         launches = geometry.fused.get(key)
         if launches is None:
-            _check_order(window, partials)
+            _check(window, partials, outs, out_BSHD.dtype)
+            assert all(lse.dtype is torch.float32 for lse in lses), "every lse is float32 here"
             launches = geometry.fused[key] = self._plan_merge(geometry, window, outs, lses, out_BSHD, lse_BHS)
         out_addresses = [x.data_ptr() for x in outs]
         lse_addresses = [x.data_ptr() for x in lses]
@@ -143,19 +154,18 @@ class TritonOps:
     ) -> tuple[_Launch, ...]:
         key = geometry.key
         head_dim = out_BSHD.shape[3]
-        block, length = self._block("merge", head_dim), window.end - window.begin
-        blocks = _blocks(length, block, key.batch * key.heads)
+        tiling = self._tiling("merge", geometry, window, head_dim, key.batch * key.heads)
         out_strides = [Strides.of(x.shape, x.stride()) for x in outs]
         lse_strides = [_strides_of_lse(x) for x in lses]
         target = Strides.of(out_BSHD.shape, out_BSHD.stride())
         constants = {
             "KV_HEADS": key.kv_heads,
             "GROUP": key.heads // key.kv_heads,
-            **self._constants(geometry, window, out_BSHD, block, [target, *out_strides]),
+            **self._constants(out_BSHD, tiling, [target, *out_strides, *lse_strides]),
         }
         return tuple(
             _Launch(
-                grid=(triton.cdiv(length, block * blocks) * key.heads, layout.batch_end - layout.batch_begin, 1),
+                grid=(tiling.programs * key.heads, layout.batch_end - layout.batch_begin, 1),
                 order=tuple(slot.call for slot in layout.slots),
                 words=(
                     _stride_words(layout, [out_strides]),
@@ -163,7 +173,7 @@ class TritonOps:
                     _slot_words(layout),
                     (*target.words(), *_strides_of_lse(lse_BHS).words()),
                 ),
-                scalars=(window.begin, window.end, layout.batch_begin, blocks),
+                scalars=(window.begin, window.end, layout.batch_begin, tiling.blocks),
                 constants=_in_order(fused_kernels.merge_partials, constants, layout),
                 bits=_bits([target, *out_strides], out_BSHD),
                 ready={},
@@ -181,8 +191,8 @@ class TritonOps:
         )  # fmt: skip
         launches = geometry.fused.get(key)
         if launches is None:
-            for job in jobs:
-                _check_order(window, job.partials)
+            for job, own in zip(jobs, grads, strict=True):
+                _check(window, job.partials, own, first.dtype)
             launches = geometry.fused[key] = self._plan_sum(geometry, window, jobs, grads)
         targets = tuple([job.target.data_ptr() for job in jobs])
         addresses = [[x.data_ptr() for x in own] for own in grads]
@@ -200,24 +210,23 @@ class TritonOps:
     ) -> tuple[_Launch, ...]:
         key = geometry.key
         first = jobs[0].target
-        block, length = self._block("sum", first.shape[3]), window.end - window.begin
         strides = [[Strides.of(x.shape, x.stride()) for x in own] for own in grads]
         targets = [Strides.of(job.target.shape, job.target.stride()) for job in jobs]
         every = [*targets, *[s for own in strides for s in own]]
         heads = key.kv_heads * sum(job.group for job in jobs)
-        blocks = _blocks(length, block, key.batch * heads)
+        tiling = self._tiling("sum", geometry, window, first.shape[3], key.batch * heads)
         constants = {
             "KV_HEADS": key.kv_heads,
             "GROUPS": tuple(job.group for job in jobs),
             "HEADS": heads,
-            **self._constants(geometry, window, first, block, every),
+            **self._constants(first, tiling, every),
         }
         return tuple(
             _Launch(
-                grid=(triton.cdiv(length, block * blocks) * heads, layout.batch_end - layout.batch_begin, 1),
+                grid=(tiling.programs * heads, layout.batch_end - layout.batch_begin, 1),
                 order=tuple(slot.call for slot in layout.slots),
                 words=(_stride_words(layout, strides), _slot_words(layout), sum((t.words() for t in targets), ())),
-                scalars=(window.begin, window.end, layout.batch_begin, blocks),
+                scalars=(window.begin, window.end, layout.batch_begin, tiling.blocks),
                 constants=_in_order(fused_kernels.sum_partials, constants, layout),
                 bits=_bits(every, first),
                 ready={},
@@ -313,26 +322,35 @@ class TritonOps:
             ready={},
         )
 
-    def _constants(
-        self, geometry: Geometry, window: Window, target: Tensor, block: int, strides: Sequence[Strides]
-    ) -> dict[str, Any]:
+    def _constants(self, target: Tensor, tiling: _Tiling, strides: Sequence[Strides]) -> dict[str, Any]:
         """What merge and sum have in common."""
-        key = geometry.key
         head_dim = target.shape[3]
-        span = block * _MOST_BLOCKS
-        aligned = all(branch.segment % span == 0 for branch in key.pattern.resolved(key.seq_len))
+        widest = max(s.row for s in strides)
         return {
             "HEAD_DIM": head_dim,
             "CHUNK": _chunk(head_dim, target.element_size(), self._access_bytes),
-            "BLOCK": block,
-            "ALIGNED": aligned,
-            "NARROW": aligned and span * max(s.row for s in strides) < _INT32_END,
+            "BLOCK": tiling.block,
+            "ALIGNED": tiling.aligned,
+            "NARROW": tiling.aligned and tiling.block * _MOST_BLOCKS * widest < _INT32_END,
             "DTYPE": _TL_DTYPES[target.dtype],
         }
 
     def _block(self, step: str, head_dim: int) -> int:
         chosen = self._blocks[step]
         return chosen or max(16, min(128, _TILE_ELEMENTS[step] // triton.next_power_of_2(head_dim)))
+
+    def _tiling(self, step: str, geometry: Geometry, window: Window, head_dim: int, lanes: int) -> _Tiling:
+        """Blocks such that every segment is a multiple of what a program handles; ``lanes`` are (batch, head) pairs."""
+        segments = [branch.segment for branch in geometry.key.pattern.resolved(geometry.key.seq_len)]
+        block, length = self._block(step, head_dim), window.end - window.begin
+        shared = math.gcd(block, *segments)
+        if self._blocks[step] is None and shared >= 16:
+            block = shared
+        most = math.gcd(_MOST_BLOCKS * block, *segments) // block  # 0 where even one block crosses segments
+        blocks = max(most, 1)
+        while blocks > 1 and triton.cdiv(length, block * blocks) * lanes < _ENOUGH_PROGRAMS:
+            blocks //= 2
+        return _Tiling(block, blocks, triton.cdiv(length, block * blocks), aligned=most > 0)
 
     def _run(self, kernel: Any, launch: _Launch, on: Tensor, addresses: Iterable[int], *args: Any) -> None:
         """``addresses`` decide how wide an access may be: what divides them all is a constant of the kernel."""
@@ -358,14 +376,6 @@ class TritonOps:
             launch.ready[device] = compiled[launch.grid]
 
 
-def _blocks(length: int, block: int, lanes: int) -> int:
-    """How many blocks of positions one program handles; ``lanes`` are (batch, head) pairs."""
-    blocks = _MOST_BLOCKS
-    while blocks > 1 and triton.cdiv(length, block * blocks) * lanes < _ENOUGH_PROGRAMS:
-        blocks //= 2
-    return blocks
-
-
 def _in_order(kernel: Any, constants: dict[str, Any], layout: SlotLayout | None = None) -> dict[str, Any]:
     """The constants of a kernel in the order of its signature."""
     given = {**constants, "ALIGN": _WIDEST_ACCESS}
@@ -389,9 +399,13 @@ def _with_contiguous_rows(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 else x.contiguous()
 
 
-def _check_order(window: Window, partials: Sequence[Partial] | Sequence[GradPartial]) -> None:
+def _check(
+    window: Window, partials: Sequence[Partial] | Sequence[GradPartial], rows: Sequence[Tensor], dtype: torch.dtype
+) -> None:
+    """What an address does not tell a kernel."""
     calls = [partial.placed.index for partial in partials]
     assert calls == [placed.index for placed in window.calls], "partial results come in the order of the window's calls"
+    assert all(x.dtype is dtype for x in rows), f"partial results are {dtype} as the target is"
 
 
 def _of_slots(order: Sequence[int | None], addresses: Sequence[int], padding: int) -> tuple[int, ...]:

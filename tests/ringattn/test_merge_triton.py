@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from oracle import Case, cases
 from torch import Tensor
 
+from ringattn.errors import PlanError
 from ringattn.fused_layout import (
     BATCH_BITS,
     FAR_BITS,
@@ -29,9 +31,12 @@ from ringattn.fused_layout import (
     word,
 )
 from ringattn.geometry import LayoutKey, PlacedCall, Window, build_geometry
-from ringattn.merge import GradJob, GradPartial, Partial, Source
+from ringattn.hardware import HardwareFacts
+from ringattn.merge import GradJob, GradPartial, Partial, Source, TorchOps
 from ringattn.pattern import head_offset_of
-from ringattn.workload import Pattern
+from ringattn.plan import Plan, build_plan
+from ringattn.program import Program
+from ringattn.workload import BranchTunables, Pattern, Tunables, Workload
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the triton package")
 
@@ -168,15 +173,6 @@ def fused(case: FusedCase) -> Any:
     return TritonOps(merge_block=block, sum_block=block, gather_block=block)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("case", [*SMALL, *LARGE], ids=lambda case: case.name)
-def test_a_gpu_agrees_with_plain_torch(case: FusedCase, dtype: torch.dtype) -> None:
-    check = FusedCheck(case, fused(case), "cuda", dtype)
-    check.run()
-    check.run()  # again, through the launches that were kept
-
-
 @needs_triton
 @pytest.mark.parametrize("step", ["gather", "merge", "sum"])
 def test_what_a_gpu_would_run(step: str) -> None:
@@ -223,7 +219,90 @@ def compiled_for_sm_90(kernel: Any, values: tuple[Any, ...]) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "enable_fp_fusion": True})
 
 
+# --- choice ------------------------------------------------------------------------------------------------------
+
+HOPPER = HardwareFacts("nvidia", "NVIDIA H100", "h100-sxm", "sm_90", 132, 81559, 50, packages=("triton",))
+NESTED = Pattern.of([1024, 2048], [1, 2])
+
+
+def plan_for(
+    facts: HardwareFacts, dtype: str = "bf16", pattern: Pattern = NESTED, mode: Any = "train", **params: Any
+) -> Plan:
+    workload = Workload(mode, True, 8192, 8, 64, dtype, pattern=pattern)
+    branch = BranchTunables("math", "math" if mode == "train" else "")
+    named = tuple(sorted((name.replace("_", "."), value) for name, value in params.items()))
+    tunables = Tunables(dtype, (branch,) * len(pattern.resolved(8192)), params=named)
+    return build_plan(workload, tunables, facts)
+
+
+@needs_triton
+def test_a_gpu_with_triton_runs_the_fused_steps_with_the_blocks_of_the_plan() -> None:
+    from ringattn.merge_triton import TritonOps
+
+    ops = Program(plan_for(HOPPER, merge_block=64, gather_block=32), 0.125)._ops
+    assert isinstance(ops, TritonOps)
+    assert ops._blocks == {"merge": 64, "sum": None, "gather": 32}
+
+
+@pytest.mark.parametrize(
+    ("facts", "dtype"),
+    [
+        (HOPPER, "fp64"),
+        (replace(HOPPER, packages=()), "bf16"),
+        (replace(HOPPER, arch="sm_61"), "fp32"),
+        (HardwareFacts("cpu", "x", "epyc-9004", "x86_64", 2, 1000, 10, packages=("triton",)), "fp32"),
+    ],
+    ids=["float64", "no triton", "sm_61", "cpu"],
+)
+def test_everything_else_runs_torch_operations(facts: HardwareFacts, dtype: str) -> None:
+    plan = plan_for(facts, dtype)
+    assert not plan.fused
+    assert isinstance(Program(plan, 0.125)._ops, TorchOps)
+    with pytest.raises(PlanError, match=r"merge\.block: the steps between kernels are not fused here"):
+        plan_for(facts, dtype, merge_block=32)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"merge_block": 48}, "merge.block=48: use one of 16, 32, 64, 128"),
+        ({"merge_block": True}, "merge.block=True: use one of"),
+        ({"merge_warps": 4}, "merge.warps: no step between kernels has it"),
+        ({"sum_block": 32, "mode": "infer"}, "sum.block: only training sums gradients"),
+        ({"gather_block": 32, "pattern": Pattern()}, "gather.block: a dense plan has no steps between kernels"),
+    ],
+)
+def test_a_parameter_that_would_be_ignored_is_refused(given: dict[str, Any], reason: str) -> None:
+    with pytest.raises(PlanError, match=reason):
+        plan_for(HOPPER, **given)
+
+
+@pytest.mark.parametrize(
+    ("segments", "block", "blocks", "aligned"),
+    [((1024, 2048), 32, 4, True), ((192, 64), 32, 2, True), ((2000, 4000), 16, 1, True), ((1000, 500), 32, 1, False)],
+)
+@needs_triton
+def test_blocks_do_not_cross_segments_if_it_can_be_helped(
+    segments: tuple[int, ...], block: int, blocks: int, aligned: bool
+) -> None:
+    from ringattn.merge_triton import TritonOps
+
+    key = LayoutKey(Pattern.of(segments, [1, 2]), ("view", "view"), None, 1, 2**20, 8, 8, True)
+    geometry = build_geometry(key)
+    tiling = TritonOps()._tiling("merge", geometry, geometry.windows[0], 128, 8)
+    assert tiling == (block, blocks, -(-(2**20) // (block * blocks)), aligned)
+
+
 # --- on a GPU ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("case", [*SMALL, *LARGE], ids=lambda case: case.name)
+def test_a_gpu_agrees_with_plain_torch(case: FusedCase, dtype: torch.dtype) -> None:
+    check = FusedCheck(case, fused(case), "cuda", dtype)
+    check.run()
+    check.run()  # again, through the launches that were kept
 
 
 @pytest.mark.gpu

@@ -53,10 +53,11 @@ class HeadExchange:
         receives: list[Message] = []
         after: list[Callable[[], object]] = []
         for member, rank in enumerate(self.members):
-            packed = torch.cat([x[:, :, self.heads_of(x.shape[2], member, group)].to(dtype) for x in tensors], 2)
+            parts = [x[:, :, self.heads_of(x.shape[2], member, group)] for x in tensors]
             if member == self.me:
-                self._place(rows, packed, member)
+                self._place(torch.split(rows, counts, 2), parts, member)
                 continue
+            packed = torch.cat([part.to(dtype) for part in parts], 2)
             sends += [Message(part, rank) for part in self._pieces(packed, self.me, 0)]
             self._receive(rows, member, rank, receives, after)
         return self.comm.exchange(sends, receives, after), list(torch.split(rows, counts, 2))
@@ -97,9 +98,10 @@ class HeadExchange:
         """The messages that hold a member's rows of ``x``: one a span, and contiguous as they are at batch size 1."""
         return [x[:, rows[which]].contiguous() for rows in self._rows(member)]
 
-    def _place(self, rows: Tensor, part: Tensor, member: int) -> None:
+    def _place(self, rows: Sequence[Tensor], parts: Sequence[Tensor], member: int) -> None:
         for here, there in self._rows(member):
-            rows[:, there].copy_(part[:, here])
+            for target, part in zip(rows, parts, strict=True):
+                target[:, there].copy_(part[:, here])
 
     def _receive(
         self, rows: Tensor, member: int, rank: int, receives: list[Message], after: list[Callable[[], object]]

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from ringattn import detect
 from ringattn.block_kernel import KernelConfig, KernelNeed
 from ringattn.kernels import KERNELS
-
-Forward = Callable[[], object]
+from ringattn.program import DTYPE_NAMES
 
 
 class BareKernel:
-    """One kernel bound to q, k, v (N, M, H, D) of its own; ``forward`` and ``backward`` are the two launches."""
+    """One kernel bound to compact q, k, v (N, M, H, D); ``forward`` and ``backward`` are the two launches.
 
-    def __init__(self, name: str, blocks: int, rows: int, heads: int, head_dim: int, dtype: torch.dtype, causal: bool):
+    The rows are the first N * M of ``tensors`` (q, k, v, dout; each (1, S, H, D), contiguous), so that the kernels of
+    many branches need no memory of their own for inputs.
+    """
+
+    def __init__(self, name: str, tensors: Sequence[Tensor], blocks: int, rows: int, causal: bool):
+        heads, head_dim = tensors[0].shape[2:]
         self.q, self.k, self.v, self.dout = (
-            torch.randn(blocks, rows, heads, head_dim, device="cuda", dtype=dtype) for _ in range(4)
+            x.detach().view(-1)[: blocks * rows * heads * head_dim].view(blocks, rows, heads, head_dim) for x in tensors
         )
-        self._bound = KERNELS[name].load(KernelConfig(causal=causal, scale=head_dim**-0.5))
+        config = KernelConfig(causal=causal, scale=head_dim**-0.5, dtype=DTYPE_NAMES[tensors[0].dtype])
+        self._bound = KERNELS[name].load(config)
         self.out, self.lse = (x.contiguous() for x in self._bound.forward(self.q, self.k, self.v))
 
     def forward(self) -> tuple[Tensor, Tensor]:

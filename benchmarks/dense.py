@@ -32,8 +32,9 @@ def module_steps(attn: RingAttention, batch: int, length: int):
 
 def measure(record: Record, clock: Clock, attn: RingAttention, batch: int, length: int) -> None:
     forward, both = module_steps(attn, batch, length)
+    tensors = [torch.randn(1, batch * length, HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
     kernels = {
-        name: BareKernel(name, batch, length, HEADS, HEAD_DIM, torch.bfloat16, True)
+        name: BareKernel(name, tensors, batch, length, True)
         for name in runnable("bf16", HEAD_DIM, HEADS, length, batch, True)
     }
     forwards = {"module": forward} | {name: kernel.forward for name, kernel in kernels.items()}

@@ -40,9 +40,9 @@ def test_a_query_changes_the_gradients_of_the_keys_it_sees_alone(
     case = data.draw(cases(layouts=("plain",), longest=24))
     batch, query, head = (data.draw(st.integers(0, n - 1)) for n in (case.batch, case.length, case.heads))
     inputs, dout = case.inputs(dtype), case.dout(dtype)
-    before = grads_of(case, inputs, dout, backend=backend)
+    before, exact_before = grads_of(case, inputs, dout, backend=backend), exact(case, *inputs, dout)
     dout[batch, query, head] += 3.0
-    after = grads_of(case, inputs, dout, backend=backend)
+    after, exact_after = grads_of(case, inputs, dout, backend=backend), exact(case, *inputs, dout)
 
     seen = times_seen(case)[head, query] > 0
     kv_head = head // (case.heads // case.kv_heads)
@@ -52,7 +52,8 @@ def test_a_query_changes_the_gradients_of_the_keys_it_sees_alone(
     touched_kv[batch, :, kv_head] = seen
     for grad, changed, touched in zip(before, after, (touched_q, touched_kv, touched_kv), strict=True):
         assert torch.equal(grad[~touched], changed[~touched])  # bit for bit
-    assert (before[2][touched_kv] != after[2][touched_kv]).any(-1).all()
+    moved = (exact_before.dv - exact_after.dv).abs().amax(-1) > 1e-4  # by more than float32 rounds
+    assert (before[2] != after[2]).any(-1)[moved].all()
 
 
 @pytest.mark.parametrize(("backend", "dtype"), KERNELS_BY_DTYPE)

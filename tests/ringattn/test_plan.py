@@ -253,14 +253,16 @@ def test_float64_runs_on_math_whatever_the_policy() -> None:
 
 
 def test_the_heuristic_goes_window_by_window_where_the_pattern_nests_and_the_sequence_is_long() -> None:
-    def window(segments: list[int], length: int) -> int | None:
-        workload = asked(pattern_of(segments, [1] * len(segments)), seq_len=length)
+    def window(segments: list[int], length: int, mode: str = "train") -> int | None:
+        workload = asked(pattern_of(segments, [1] * len(segments)), seq_len=length, mode=mode)
         return heuristic_tunables(workload, policy("flash"), A100).window_tokens
 
-    assert window([2048, 32768], 1 << 20) == 131072
-    assert window([2048, 32768], 131072) is None
+    assert window([2048, 32768], 1 << 20) == 65536
+    assert window([2048, 32768], 65536) is None
     assert window([2048, 3000], 1 << 20) is None
     assert window([1 << 18], 1 << 20) == 1 << 18  # one segment at least
+    assert window([2048, 32768], 1 << 20, "infer") == 1 << 18  # a forward needs a third of the workspace
+    assert window([2048, 32768], 1 << 18, "infer") is None
     assert heuristic_tunables(asked(seq_len=1 << 20), policy("flash"), A100).window_tokens is None
 
 

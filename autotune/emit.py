@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from ringattn import __version__
 from ringattn.hardware import HardwareFacts
@@ -121,9 +120,6 @@ def merged(old: Profile | None, entries: Mapping[Workload, PlanEntry]) -> dict[W
     return kept | dict(entries)
 
 
-def with_notes(profile: Profile, notes: Sequence[str]) -> Profile:
-    provenance = replace(profile.provenance, notes=tuple(dict.fromkeys((*profile.provenance.notes, *notes))))
-    return replace(profile, provenance=provenance)
 
 
 def check_obeyed(entry: PlanEntry, planned: Tunables | Fault) -> None:

@@ -1,0 +1,258 @@
+"""What a bench measures on a real device (the CPU), and what it notices of the machine around it."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from autotune import benchmark, health, numerics
+from autotune.benchmark import BenchSettings, DeviceBench, WrongAnswer
+from autotune.health import HostReading, cpu_seconds, host_disturbances, throttle_reasons, throttled_seconds
+from autotune.trial import WorkerEvaluator
+from ringattn import detect
+from ringattn.workload import BranchTunables, Pattern, Tunables, Workload
+
+DILATED = Pattern.of([64, 128], [1, 2])
+CELL = Workload("train", True, 200, 2, 32, "fp32", pattern=DILATED)
+MIB = 2**20
+
+
+def plan(kernel: str = "flash-cpu", cell: Workload = CELL, **changes: object) -> Tunables:
+    back = kernel if cell.train else ""
+    branches = tuple(
+        BranchTunables(kernel, back, "copy" if branch.rate > 1 else "view")
+        for branch in cell.pattern.resolved(cell.seq_len)
+    )
+    return Tunables(cell.dtype, branches, **changes)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def bench() -> DeviceBench:
+    settings = BenchSettings("cpu", detect("cpu"), seed=0, sample_target_ms=1.0, ragged_lengths=3)
+    return DeviceBench(settings)
+
+
+def no_phase(name: str) -> None:
+    pass
+
+
+# --- the real bench --------------------------------------------------------------------------------------------------
+
+
+def test_a_right_plan_is_checked_proven_and_timed(bench: DeviceBench) -> None:
+    checked = bench.check(CELL, plan(), no_phase, None)
+    assert 0 < checked.error < 1e-5
+    assert checked.call_ms > 0
+    assert checked.cold_ms > 0
+    # out, dq, dk and dv at least, 200 x 2 x 32 floats each
+    assert checked.peak_bytes >= 4 * 200 * 2 * 32 * 4
+    assert bench.prove(CELL, plan(), no_phase).first_call_ms > 0
+    bench.begin_block()
+    sample = bench.sample(CELL, plan())
+    assert sample.ms > 0
+    assert isinstance(bench.end_block(), tuple)
+
+
+def test_inference_holds_less_than_training(bench: DeviceBench) -> None:
+    infer = replace(CELL, mode="infer")
+    lean = bench.check(infer, plan(cell=infer), no_phase, None)
+    full = bench.check(CELL, plan(), no_phase, None)
+    assert lean.peak_bytes < full.peak_bytes
+
+
+def test_peak_memory_is_exact_and_the_same_every_time(bench: DeviceBench) -> None:
+    def two_buffers() -> None:
+        one = torch.empty(MIB, dtype=torch.uint8)
+        other = torch.empty(2 * MIB, dtype=torch.uint8)
+        del one, other
+        torch.empty(MIB, dtype=torch.uint8)
+
+    peaks = {benchmark._cpu_peak_bytes(two_buffers) for _ in range(3)}
+    assert len(peaks) == 1
+    assert peaks.pop() == pytest.approx(3 * MIB, abs=4096)
+
+
+def test_a_pool_counts_as_memory_that_stays(bench: DeviceBench) -> None:
+    cell = replace(CELL, seq_len=2000)
+    bare = bench.check(cell, plan(cell=cell), no_phase, None)
+    pooled = bench.check(cell, plan(cell=cell, pool_threshold_mib=0), no_phase, None)
+    assert pooled.peak_bytes >= bare.peak_bytes
+
+
+@pytest.mark.parametrize("length_is_ragged", [False, True])
+def test_a_wrong_plan_is_caught_with_the_input_that_broke_it(
+    bench: DeviceBench, monkeypatch: pytest.MonkeyPatch, length_is_ragged: bool
+) -> None:
+    """Wrong at the cell's own length, or only at another: as public kernels are."""
+    real = benchmark._results
+
+    def wrong(module, inputs, train):  # type: ignore[no-untyped-def]
+        out, lse, grads = real(module, inputs, train)
+        if (inputs.q.shape[1] != CELL.seq_len) is length_is_ragged:
+            out = out.clone()
+            out[:, 0] += 1.0
+            out[:, -1] += 1.0
+            out[:, 5:] *= 1.1
+        return out, lse, grads
+
+    monkeypatch.setattr(benchmark, "_results", wrong)
+    if length_is_ragged:
+        bench.check(CELL, plan(), no_phase, None)
+        with pytest.raises(WrongAnswer, match=r"out (errs|has a row).*S=\d+, \w+ inputs, seed 0"):
+            bench.prove(CELL, plan(), no_phase)
+    else:
+        with pytest.raises(WrongAnswer, match="S=200, ordinary inputs, seed 0"):
+            bench.check(CELL, plan(), no_phase, None)
+
+
+def test_a_slow_candidate_is_let_go_after_a_first_look(bench: DeviceBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds: list[str] = []
+    real = DeviceBench._hold_against_reference
+
+    def counting(self, module, workload, tunables, length, kind, phase):  # type: ignore[no-untyped-def]
+        kinds.append(kind)
+        return real(self, module, workload, tunables, length, kind, phase)
+
+    monkeypatch.setattr(DeviceBench, "_hold_against_reference", counting)
+    bench.check(CELL, plan("math"), no_phase, pace_ms=1e-6)
+    assert kinds == ["ordinary"]
+    kinds.clear()
+    bench.check(CELL, plan("math"), no_phase, pace_ms=1e6)
+    assert kinds == ["ordinary", "negative"]
+
+
+def test_the_reference_is_worked_out_once_for_all_candidates(
+    bench: DeviceBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell = replace(CELL, seq_len=190)
+    bench.check(cell, plan(cell=cell), no_phase, None)
+
+    def never(*args: object, **kwargs: object) -> None:
+        raise AssertionError("worked out again")
+
+    monkeypatch.setattr(numerics, "compute_rows", never)
+    bench.check(cell, plan("math", cell), no_phase, None)
+    infer = replace(cell, mode="infer")
+    bench.check(infer, plan(cell=infer), no_phase, None)
+
+
+def test_samples_repeat_short_calls_until_they_are_long_enough(bench: DeviceBench) -> None:
+    bench.check(CELL, plan(), no_phase, None)
+    counted = 0
+    runner = bench._runner(CELL, plan())
+    call = runner.call
+
+    def counting() -> None:
+        nonlocal counted
+        counted += 1
+        call()
+
+    runner.call = counting
+    runner.call_ms = 0.25
+    bench.sample(CELL, plan())
+    assert counted == 4  # to reach the sample target of 1 ms
+    counted, runner.call_ms = 0, 50.0
+    bench.sample(CELL, plan())
+    assert counted == 1
+
+
+def test_candidates_used_longest_ago_make_room(bench: DeviceBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmark, "RUNNERS_KEPT", 2)
+    bench.forget()
+    plans = [plan(), plan("math"), plan(pattern_cache=False)]
+    for tunables in plans:
+        bench.sample(CELL, tunables)
+    assert list(bench._runners) == [(CELL, plans[1]), (CELL, plans[2])]
+
+
+def test_with_varied_lengths_a_first_call_counts_in_every_sample() -> None:
+    settings = BenchSettings("cpu", detect("cpu"), 0, 1.0, 2, varied_lengths=True)
+    varied = DeviceBench(settings)
+    varied.check(CELL, plan(), no_phase, None)
+    assert varied._first_calls[CELL, plan()] > 0
+    varied._first_calls[CELL, plan()] = 32_000.0
+    assert varied.sample(CELL, plan()).ms > 1000
+
+
+def test_a_narrower_compute_dtype_runs_as_itself(bench: DeviceBench) -> None:
+    narrow = replace(plan(), dtype="bf16")
+    checked = bench.check(CELL, narrow, no_phase, None)
+    assert 1e-4 < checked.error < 3e-2
+
+
+def test_the_worker_runs_the_real_bench() -> None:
+    settings = BenchSettings("cpu", detect("cpu"), 0, 1.0, 1)
+    evaluator = WorkerEvaluator(settings)
+    try:
+        checked = evaluator.check(CELL, plan(), timeout_s=60)
+        assert not hasattr(checked, "kind"), checked
+        block = evaluator.block(CELL, [plan(), plan("math"), plan()], timeout_s=60)
+        assert all(getattr(result, "ms", 0) > 0 for result in block.results)
+    finally:
+        evaluator.close()
+
+
+# --- the machine around it -------------------------------------------------------------------------------------------
+
+STAT = """cpu  100 0 100 1000 0 0 0 50 0 0
+cpu0 60 1 39 500 0 5 6 30 0 0
+cpu1 40 0 61 500 0 0 0 20 0 0
+cpu10 9999 0 0 0 0 0 0 0 0 0
+intr 1 2 3
+"""
+
+
+def test_only_the_cpus_we_may_use_are_counted() -> None:
+    assert cpu_seconds(STAT, frozenset({0}), 100) == (1.11, 0.30)
+    assert cpu_seconds(STAT, frozenset({0, 1}), 100) == (2.12, 0.50)
+
+
+def test_a_quota_is_read_where_there_is_one() -> None:
+    assert throttled_seconds("usage_usec 5\nnr_throttled 3\nthrottled_usec 2500000\n") == 2.5
+    assert throttled_seconds("usage_usec 5\n") == 0.0
+
+
+def reading(
+    at_s: float, busy: float = 0.0, steal: float = 0.0, own: float = 0.0, throttled: float = 0.0
+) -> HostReading:
+    return HostReading(at_s, busy, steal, own, throttled)
+
+
+@pytest.mark.parametrize(
+    ("after", "said"),
+    [
+        (reading(1.0, busy=2.0, own=2.0), ""),  # both CPUs busy, with us
+        (reading(1.0, busy=1.9, own=1.0), "other processes used 45 %"),
+        (reading(1.0, busy=1.2, own=1.0), ""),  # a tenth is what any machine does
+        (reading(1.0, busy=1.0, own=1.0, steal=0.5), "the hypervisor took 25 %"),
+        (reading(1.0, busy=1.0, own=1.0, throttled=0.3), "held the process back for 30 %"),
+        (reading(0.05, busy=0.1, own=0.0), ""),  # too short to say
+    ],
+)
+def test_foreign_load_is_told_from_our_own(after: HostReading, said: str) -> None:
+    found = host_disturbances(reading(0.0), after, cpu_count=2)
+    assert (found == ()) if not said else any(said in line for line in found)
+
+
+def test_only_throttling_from_outside_the_workload_spoils_a_timing() -> None:
+    assert throttle_reasons(0x0) == ()
+    assert throttle_reasons(0x1 | 0x4) == ()  # idle, and the software power cap that heavy work always meets
+    assert throttle_reasons(0x40) == ("GPU clocks held down: hardware thermal limit",)
+    assert len(throttle_reasons(0x08 | 0x20 | 0x40 | 0x80)) == 4
+
+
+def test_a_watch_sees_this_machine_and_names_what_it_cannot_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = health.Watch()
+    watch.begin()
+    end = time.perf_counter() + 0.2
+    while time.perf_counter() < end:
+        math.sqrt(2.0)
+    assert isinstance(watch.end(), tuple)
+    monkeypatch.setattr(health, "_PROC_STAT", Path("/nowhere/stat"))
+    assert any("cannot be seen" in spot for spot in health.Watch().blind_spots)
+    assert any("throttling" in spot for spot in health.Watch("GPU-no-such-card").blind_spots)

@@ -263,9 +263,7 @@ class DeviceBench:
                 break
             last = reading.ms
 
-    def _peak_bytes(
-        self, module: RingAttention, workload: Workload, inputs: numerics.Inputs
-    ) -> tuple[int, float]:
+    def _peak_bytes(self, module: RingAttention, workload: Workload, inputs: numerics.Inputs) -> tuple[int, float]:
         """What two calls in a row hold at most beyond the inputs, and the ms of the second.
 
         The buffers of the pool count, as they stay.
@@ -468,9 +466,7 @@ class _References:
         inputs = self._last[1]
         if key not in self._kept:
             sampled = numerics.sample_positions(widest, length, self._settings.seed)
-            self._kept[key] = _Reference(
-                sampled, numerics.compute_rows(widest, inputs, sampled, numerics.EXACT), {}
-            )
+            self._kept[key] = _Reference(sampled, numerics.compute_rows(widest, inputs, sampled, numerics.EXACT), {})
         reference = self._kept[key]
         if compute_dtype not in reference.expected:
             reference.expected[compute_dtype] = numerics.expect(

@@ -254,4 +254,3 @@ class CellContext:
             result.default = self.measured(untimed, checked.call_ms)
             result.choice = result.default
         return result
-

@@ -120,8 +120,6 @@ def merged(old: Profile | None, entries: Mapping[Workload, PlanEntry]) -> dict[W
     return kept | dict(entries)
 
 
-
-
 def check_obeyed(entry: PlanEntry, planned: Tunables | Fault) -> None:
     """The runtime, reading the file, must plan what the search chose; anything else is a failure."""
     assert entry.choice is not None

@@ -89,9 +89,7 @@ def _decide(
     return _with_doubts(context, result, others, noisy)
 
 
-def _proven_choice(
-    context: CellContext, default: Candidate, others: Sequence[Candidate], noisy: bool
-) -> Candidate:
+def _proven_choice(context: CellContext, default: Candidate, others: Sequence[Candidate], noisy: bool) -> Candidate:
     """The choice among what can be proven; ValueError when nothing is within the limits."""
     left = list(others)
     while True:
@@ -104,9 +102,7 @@ def _proven_choice(
         left.remove(winner)
 
 
-def _with_doubts(
-    context: CellContext, result: CellResult, others: Sequence[Candidate], noisy: bool
-) -> CellResult:
+def _with_doubts(context: CellContext, result: CellResult, others: Sequence[Candidate], noisy: bool) -> CellResult:
     """What must be said of the numbers, up to that they say nothing."""
     missed = max((-candidate.gain.low for candidate in others if candidate.allowed), default=0.0)
     sigma = context.ledger.noise_sigma()
@@ -162,9 +158,7 @@ def _runners_up(
     return _proven(context, wanted, RUNNERS_UP, deadline)
 
 
-def _proven(
-    context: CellContext, candidates: Sequence[Candidate], wanted: int, deadline: Deadline
-) -> list[Candidate]:
+def _proven(context: CellContext, candidates: Sequence[Candidate], wanted: int, deadline: Deadline) -> list[Candidate]:
     """The first of those that are right at ragged lengths; what there is no time to prove is left out."""
     kept: list[Candidate] = []
     for candidate in candidates:

@@ -393,9 +393,7 @@ def _key_gradients(
         for head, part in zip(range(kv_head * group, (kv_head + 1) * group), attended, strict=True):
             assert part.dlogits is not None
             assert part.weights is not None
-            q, dout = (
-                arithmetic.operand(x[batch, rows_R, head].to(arithmetic.dtype)) for x in (inputs.q, inputs.dout)
-            )
+            q, dout = (arithmetic.operand(x[batch, rows_R, head].to(arithmetic.dtype)) for x in (inputs.q, inputs.dout))
             dk[here] += part.dlogits[:, columns].T @ q * scale
             dv[here] += arithmetic.operand(part.weights[:, columns]).T @ dout
     return arithmetic.result(dk), arithmetic.result(dv)

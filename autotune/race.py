@@ -365,9 +365,7 @@ def _eliminate(arena: Arena, alive: list[Entry], keep: int, margin: float) -> li
     return kept
 
 
-def screen(
-    arena: Arena, incumbent: Entry, moves: Sequence[Entry], max_blocks: int, deadline: Deadline
-) -> list[Entry]:
+def screen(arena: Arena, incumbent: Entry, moves: Sequence[Entry], max_blocks: int, deadline: Deadline) -> list[Entry]:
     """Those moves that are probably faster than the incumbent, best first.
 
     Everything is timed in the same blocks as the incumbent; what is clearly slower or hopeless drops out early.

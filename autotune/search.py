@@ -107,9 +107,7 @@ class CellSearch:
                     break
         return context.result("refused", f"the default fails: {fault.kind}, {fault.message}")
 
-    def _search(
-        self, deadline: Deadline, seeds: Sequence[Tunables], left_out: Mapping[Tunables, str]
-    ) -> CellResult:
+    def _search(self, deadline: Deadline, seeds: Sequence[Tunables], left_out: Mapping[Tunables, str]) -> CellResult:
         context, preset = self.context, self.context.preset
         searching = deadline.earlier_by(min(reserve_s(context), 0.5 * deadline.remaining_s()))
         everything = context.space.all_plans(preset.brute_force_plans)
@@ -129,9 +127,7 @@ class CellSearch:
         return final(context, deadline)
 
 
-def skip_hopeless(
-    context: CellContext, neighbour: CellContext | None, factor: float
-) -> dict[Tunables, str]:
+def skip_hopeless(context: CellContext, neighbour: CellContext | None, factor: float) -> dict[Tunables, str]:
     """Kernel plans that took ``factor`` times the best's time at a neighbouring length, and so are not tried here."""
     if neighbour is None:
         return {}
@@ -152,4 +148,3 @@ def skip_hopeless(
 
 def _kernels(plan: Tunables) -> tuple[object, ...]:
     return (plan.dtype, *((branch.forward, branch.backward) for branch in plan.branches))
-

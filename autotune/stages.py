@@ -244,9 +244,7 @@ def _teach(context: CellContext, record: StageRecord) -> None:
         record.learn(plan, None, {})
 
 
-def _ask_batch(
-    context: CellContext, arena: Arena, record: StageRecord, deadline: Deadline
-) -> tuple[list[Entry], int]:
+def _ask_batch(context: CellContext, arena: Arena, record: StageRecord, deadline: Deadline) -> tuple[list[Entry], int]:
     """Up to BATCH new plans of the sampler that can run, and how many asks that took."""
     fresh: list[Entry] = []
     asks = 0

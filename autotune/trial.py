@@ -218,4 +218,3 @@ class WorkerEvaluator:
         if self._errors is not None:
             self._errors.close()
             self._errors = None
-

@@ -541,4 +541,3 @@ class _Probe:
         save_profile(profile, self.path)
         store.remember("finished", True)
         return ProbeResult(self.path, profile, tuple(self.reports.values()), budget.elapsed_s(), inconclusive)
-

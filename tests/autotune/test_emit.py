@@ -120,7 +120,12 @@ def test_a_profile_survives_its_own_text() -> None:
 
 
 def test_rows_are_in_a_readable_order() -> None:
-    cells = [workload(n, mode, pattern) for n in (4096, 512) for mode in ("train", "infer") for pattern in (Pattern(), workload().pattern)]  # noqa: E501
+    cells = [
+        workload(n, mode, pattern)
+        for n in (4096, 512)
+        for mode in ("train", "infer")
+        for pattern in (Pattern(), workload().pattern)
+    ]
     profile = profile_of(*(PlanEntry(cell, refusal="none") for cell in cells))
     order = [(e.workload.pattern.dense, e.workload.mode, e.workload.seq_len) for e in profile.plans]
     assert order == sorted(order, key=lambda key: (not key[0], key[1], key[2]))

@@ -132,8 +132,9 @@ def with_knobs(cell: Workload, **values: object) -> Tunables:
 def test_a_synthetic_machine_has_main_effects_and_interactions_and_a_default_at_zero() -> None:
     machine = SyntheticMachine(CELL, KNOBS, seed=3)  # type: ignore[arg-type]
     assert machine.log_ratio(QUICK) == 0.0
-    full, bare = machine.log_ratio(with_knobs(CELL, checkpoint="full")), machine.log_ratio(
-        with_knobs(CELL, pattern_cache=False)
+    full, bare = (
+        machine.log_ratio(with_knobs(CELL, checkpoint="full")),
+        machine.log_ratio(with_knobs(CELL, pattern_cache=False)),
     )
     both = machine.log_ratio(with_knobs(CELL, checkpoint="full", pattern_cache=False))
     assert both != pytest.approx(full + bare)  # they interact

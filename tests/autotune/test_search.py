@@ -350,9 +350,7 @@ def test_a_wider_dtype_may_win() -> None:
     assert trial.result.choice.tunables.dtype == "fp32"
 
 
-@pytest.mark.parametrize(
-    ("prefer", "checkpoint"), [("time", "selective"), ("memory", "full"), ("balanced", "offload")]
-)
+@pytest.mark.parametrize(("prefer", "checkpoint"), [("time", "selective"), ("memory", "full"), ("balanced", "offload")])
 def test_preferences_choose_along_the_front(prefer: str, checkpoint: str) -> None:
     """selective: 1.0 in 100 MiB; offload: 1.1 in 40; full: 1.5 in 36."""
     times = {"selective": 0.0, "offload": math.log(1.1), "full": math.log(1.5), "none": 0.5}

@@ -85,9 +85,7 @@ def test_outcomes_are_told_as_the_sampler_must_read_them(tmp_path: Path) -> None
         record.fail(record.open(SWIFT), Fault("oom", "out of memory"))
         record.open(MATH)
         record.abandon_open("no time")
-    storage = optuna.storages.JournalStorage(
-        optuna.storages.journal.JournalFileBackend(str(tmp_path / "p.journal"))
-    )
+    storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(tmp_path / "p.journal")))
     study = optuna.load_study(study_name=f"{CELL} | race", storage=storage)
     over, failed, left = study.trials
     assert (over.state, over.value, over.constraints) == (TrialState.COMPLETE, 0.3, {"runs": 0.0, "memory": 0.25})

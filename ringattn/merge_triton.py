@@ -40,14 +40,14 @@ _TILE_ELEMENTS = {"merge": 4096, "sum": 4096, "gather": 8192}
 
 
 class _Launch(NamedTuple):
-    """One launch but for its addresses. ``order`` is the call of each slot, ``bits`` all strides in bytes, or-ed.
+    """One launch but for its addresses. ``picks`` order those for the kernel, ``bits`` are all strides in bytes, or-ed.
 
     ``ready`` keeps, by device, what launches the compiled kernel without Triton's look at every argument, which costs
     as much as the launch itself.
     """
 
     grid: tuple[int, int, int]
-    order: tuple[int | None, ...]
+    picks: tuple[Callable[[Sequence[int]], tuple[int, ...]], ...]
     words: tuple[Any, ...]
     scalars: tuple[int, ...]
     constants: dict[str, Any]
@@ -119,7 +119,7 @@ class TritonOps:
         group: int,
         lease: Lease,
     ) -> None:
-        outs = [_with_contiguous_rows(partial.out) for partial in partials]
+        outs = [partial.out for partial in partials]
         lses = [partial.lse for partial in partials]
         key = (
             "merge", window.begin, self._setting, out_BSHD.dtype, out_BSHD.shape[3], out_BSHD.stride(),
@@ -130,17 +130,13 @@ class TritonOps:
             _check(window, partials, outs, out_BSHD.dtype)
             assert all(lse.dtype is torch.float32 for lse in lses), "every lse is float32 here"
             launches = geometry.fused[key] = self._plan_merge(geometry, window, outs, lses, out_BSHD, lse_BHS)
-        out_addresses = [x.data_ptr() for x in outs]
-        lse_addresses = [x.data_ptr() for x in lses]
-        out_address, lse_address = out_BSHD.data_ptr(), lse_BHS.data_ptr()
+        addresses = [x.data_ptr() for x in (out_BSHD, lse_BHS, *outs, *lses)]
         for launch in launches:
+            pick_outs, pick_lses = launch.picks
             out_strides, lse_strides, slots, target_strides = launch.words
             self._run(
-                fused_kernels.merge_partials, launch, out_BSHD,
-                (out_address, lse_address, *out_addresses, *lse_addresses),
-                _of_slots(launch.order, out_addresses, out_address),
-                _of_slots(launch.order, lse_addresses, lse_address),
-                out_strides, lse_strides, slots, out_address, lse_address, target_strides,
+                fused_kernels.merge_partials, launch, out_BSHD, addresses, pick_outs(addresses), pick_lses(addresses),
+                out_strides, lse_strides, slots, addresses[0], addresses[1], target_strides,
             )  # fmt: skip
 
     def _plan_merge(
@@ -166,7 +162,7 @@ class TritonOps:
         return tuple(
             _Launch(
                 grid=(tiling.programs * key.heads, layout.batch_end - layout.batch_begin, 1),
-                order=tuple(slot.call for slot in layout.slots),
+                picks=(_pick(layout, (0,), (2,)), _pick(layout, (1,), (2 + len(outs),))),
                 words=(
                     _stride_words(layout, [out_strides]),
                     _stride_words(layout, [lse_strides]),
@@ -182,7 +178,7 @@ class TritonOps:
         )
 
     def scatter_sum(self, geometry: Geometry, window: Window, jobs: Sequence[GradJob], lease: Lease) -> None:
-        grads = [[_with_contiguous_rows(partial.grad) for partial in job.partials] for job in jobs]
+        grads = [[partial.grad for partial in job.partials] for job in jobs]
         first = jobs[0].target
         key = (
             "sum", window.begin, self._setting, first.dtype, first.shape[3],
@@ -194,15 +190,15 @@ class TritonOps:
             for job, own in zip(jobs, grads, strict=True):
                 _check(window, job.partials, own, first.dtype)
             launches = geometry.fused[key] = self._plan_sum(geometry, window, jobs, grads)
-        targets = tuple([job.target.data_ptr() for job in jobs])
-        addresses = [[x.data_ptr() for x in own] for own in grads]
+        addresses = [job.target.data_ptr() for job in jobs]
+        targets = tuple(addresses)
+        for own in grads:
+            addresses += [x.data_ptr() for x in own]
         for launch in launches:
             strides, slots, target_strides = launch.words
-            of_jobs = [_of_slots(launch.order, own, target) for own, target in zip(addresses, targets, strict=True)]
             self._run(
-                fused_kernels.sum_partials, launch, first, (*targets, *[a for own in addresses for a in own]),
-                tuple([address for slot in zip(*of_jobs, strict=True) for address in slot]),
-                strides, slots, targets, target_strides,
+                fused_kernels.sum_partials, launch, first, addresses, launch.picks[0](addresses), strides, slots,
+                targets, target_strides,
             )  # fmt: skip
 
     def _plan_sum(
@@ -213,6 +209,7 @@ class TritonOps:
         strides = [[Strides.of(x.shape, x.stride()) for x in own] for own in grads]
         targets = [Strides.of(job.target.shape, job.target.stride()) for job in jobs]
         every = [*targets, *[s for own in strides for s in own]]
+        begins = [len(jobs) + number * len(window.calls) for number in range(len(jobs))]
         heads = key.kv_heads * sum(job.group for job in jobs)
         tiling = self._tiling("sum", geometry, window, first.shape[3], key.batch * heads)
         constants = {
@@ -224,7 +221,7 @@ class TritonOps:
         return tuple(
             _Launch(
                 grid=(tiling.programs * heads, layout.batch_end - layout.batch_begin, 1),
-                order=tuple(slot.call for slot in layout.slots),
+                picks=(_pick(layout, range(len(jobs)), begins),),
                 words=(_stride_words(layout, strides), _slot_words(layout), sum((t.words() for t in targets), ())),
                 scalars=(window.begin, window.end, layout.batch_begin, tiling.blocks),
                 constants=_in_order(fused_kernels.sum_partials, constants, layout),
@@ -292,7 +289,7 @@ class TritonOps:
         dtype = sources[0].tensor.dtype if sources else torch.float32
         return _Launch(
             grid=(call.batch * call.segments * row_blocks * call.kv_heads * heads_per_kv, 1, 1),
-            order=(),
+            picks=(),
             words=(sum((s.words() for s in strides), ()), _run_words(geometry, placed), of_lse.words()),
             scalars=(
                 call.start,
@@ -394,11 +391,6 @@ def _chunk(head_dim: int, element_bytes: int, access_bytes: int) -> int:
     return divides if divides * element_bytes >= 32 else triton.next_power_of_2(head_dim)
 
 
-def _with_contiguous_rows(x: Tensor) -> Tensor:
-    """No kernel of the table gives anything else; one that did would cost this copy, not a wrong result."""
-    return x if x.stride(3) == 1 else x.contiguous()
-
-
 def _check(
     window: Window, partials: Sequence[Partial] | Sequence[GradPartial], rows: Sequence[Tensor], dtype: torch.dtype
 ) -> None:
@@ -406,10 +398,22 @@ def _check(
     calls = [partial.placed.index for partial in partials]
     assert calls == [placed.index for placed in window.calls], "partial results come in the order of the window's calls"
     assert all(x.dtype is dtype for x in rows), f"partial results are {dtype} as the target is"
+    assert all(x.stride(3) == 1 or x.shape[3] == 1 for x in rows), "rows of partial results are contiguous"
 
 
-def _of_slots(order: Sequence[int | None], addresses: Sequence[int], padding: int) -> tuple[int, ...]:
-    return tuple([padding if call is None else addresses[call] for call in order])
+def _pick(
+    layout: SlotLayout, padding: Sequence[int], begins: Sequence[int]
+) -> Callable[[Sequence[int]], tuple[int, ...]]:
+    """Of a list of addresses those of every job of every slot: ``begins`` is where the calls of a job begin there."""
+    indices = [
+        at if slot.call is None else begin + slot.call
+        for slot in layout.slots
+        for at, begin in zip(padding, begins, strict=True)
+    ]
+    if len(indices) == 1:
+        (index,) = indices
+        return lambda addresses: (addresses[index],)
+    return operator.itemgetter(*indices)
 
 
 def _strides_of_lse(lse_NHM: Tensor) -> Strides:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .block_kernel import Backward, Forward
 from .comm import NOTHING, Comm, CommError, Message, Pending
-from .lane_rows import add_rows, gather_lse, gather_rows, merge_block, merge_rows, set_rows
+from .lane_rows import add_rows, gather_lse, gather_rows, merge_rows, set_rows
 from .merge import accumulator_dtype
 from .program import Program, Triple
 from .ring_schedules import Hop, Lane, Rectangle, RingGeometry, Transfer
@@ -82,6 +82,7 @@ class RingSetting:
     ``rank_of`` gives the group's rank of a ring member. Keys and values travel in the ``wire`` dtype, their gradients
     in ``grad_wire``; blocks are computed in ``dtype``. ``local`` runs the branches that stay on this rank.
     ``whole``: every position and head is a row of exactly one lane, so results are written and not merged.
+    ``merge`` is ``lane_rows.merge_block``, or what does the same on a GPU.
     """
 
     comm: Comm
@@ -92,6 +93,7 @@ class RingSetting:
     wire: torch.dtype
     grad_wire: torch.dtype
     whole: bool
+    merge: Callable[[Tensor, Tensor, Tensor, Tensor], None]
     report: Callable[[BaseException], None]
 
 
@@ -295,7 +297,7 @@ class _ForwardLane(_Lane):
                 queries, keys = slice(q_begin, q_end), slice(k_begin, k_end)
                 out, lse = self.kernels.full_forward(self.q[:, queries], k[:, keys], v[:, keys])
                 total, total_lse = self.out[:, queries], self.lse[:, :, queries].transpose(1, 2)
-                merge_block(total, total_lse, out, lse.transpose(1, 2))
+                self.setting.merge(total, total_lse, out, lse.transpose(1, 2))
 
 
 class _BackwardLane(_Lane):

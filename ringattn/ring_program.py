@@ -19,6 +19,7 @@ from .block_kernel import BoundKernel, KernelConfig
 from .comm import Comm, CommError, Pending
 from .head_exchange import HeadExchange
 from .kernels import KERNELS
+from .lane_rows import merge_block
 from .layout import Share, grouped
 from .merge import accumulator_dtype
 from .plan import Plan
@@ -86,6 +87,7 @@ class RingProgram:
                 wire=self._wire,
                 grad_wire=self.dtype if tunables.grad_wire == "compute" else self._wire,
                 whole=len(kernels) == 1 and all(call.rate == 1 for lane in geometry.lanes for call in lane.calls),
+                merge=_merge_of(plan),
                 report=watch.report,
             )
             self._rings.append(Ring(setting, geometry))
@@ -209,6 +211,15 @@ class RingProgram:
             pending.wait()
         safe.close()
         return targets[0], targets[1], targets[2]
+
+
+def _merge_of(plan: Plan) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
+    """How the blocks of a lane are merged, one after the other."""
+    if plan.fused and plan.tunables.dtype != "fp64":
+        from .ring_triton import merge_block as fused  # triton: only where there is a GPU for it
+
+        return fused
+    return merge_block
 
 
 def _kernels(plan: Plan, branch: BranchTunables, scale: float) -> BranchKernels:

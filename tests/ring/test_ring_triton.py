@@ -1,0 +1,52 @@
+"""The fused merge of a ring step equals the one in torch operations, also under Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ringattn.lane_rows import merge_block
+
+
+def check_fused_merge(device: str) -> None:
+    from ringattn import ring_triton
+
+    generator = torch.Generator(device).manual_seed(0)
+    for n, rows, heads, head_dim, dtype in (
+        (1, 70, 3, 64, torch.bfloat16),
+        (2, 33, 2, 40, torch.float16),
+        (2, 5, 1, 128, torch.float32),
+        (1, 130, 2, 7, torch.bfloat16),
+    ):
+        # As a ring has them: the later rows of a running result, a block's out as a slice, LSEs with heads first.
+        out = torch.randn(n, rows + 4, heads, head_dim, generator=generator, device=device)
+        lse = torch.randn(n, heads, rows + 4, generator=generator, device=device) * 30
+        wide = torch.randn(n, rows, heads, head_dim + 3, generator=generator, device=device).to(dtype)
+        part, part_lse = wide[..., :head_dim], torch.randn(n, heads, rows, generator=generator, device=device) * 30
+        expected, expected_lse = out.clone(), lse.clone()
+        merge_block(expected[:, 4:], expected_lse[:, :, 4:].transpose(1, 2), part, part_lse.transpose(1, 2))
+        ring_triton.merge_block(out[:, 4:], lse[:, :, 4:].transpose(1, 2), part, part_lse.transpose(1, 2))
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=1e-6)
+
+
+def test_under_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    check_fused_merge("cuda")
+
+
+if __name__ == "__main__":
+    check_fused_merge("cpu")

@@ -34,6 +34,7 @@ class RingContext:
         self._calls = 0
         self._agreed = 0  # the last call that ranks compared
         self._looks: tuple[Any, ...] = ()
+        self._told = ""  # the same in words
         self.parts = lru_cache(maxsize=1024)(lambda total: shares(layout, total, self.comm.size))
 
     def share(self, total: int) -> Share:
@@ -58,19 +59,22 @@ class RingContext:
         """Begins a call: where it differs from the last, ranks wait for each other and compare."""
         self._calls += 1
         looks = (q.shape[:2], q.dtype, train, total_length)
-        total = self.total_of(q.shape[1], total_length)
-        text = (
-            f"calls with batch {q.shape[0]}, {q.shape[1]} positions of {total} in all, {str(q.dtype)[6:]}, "
-            f"{'with' if train else 'without'} gradients"
-        )
-        told = text if total_length is None else text.replace(f"{q.shape[1]} positions of ", "a share of ")
-        self.watch.begin(self.module, self._calls, told)
         if looks == self._looks:
+            self.watch.begin(self.module, self._calls, self._told)
             return
-        self.watch.lockstep(self.module, self._calls, told)
+        self._told = self._text(q, train, total_length)
+        self.watch.begin(self.module, self._calls, self._told)
+        self.watch.lockstep(self.module, self._calls, self._told)
         if self._agreed:
             self.watch.forget(self.module, self._agreed)
         self._looks, self._agreed = looks, self._calls
+
+    def _text(self, q: Tensor, train: bool, total_length: int | None) -> str:
+        """What a call looks like, the same on every rank of a right one."""
+        total = self.total_of(q.shape[1], total_length)
+        length = f"{q.shape[1]} positions" if total_length is None else "a share"
+        gradients = "with" if train else "without"
+        return f"calls with batch {q.shape[0]}, {length} of {total} in all, {str(q.dtype)[6:]}, {gradients} gradients"
 
     def plan_together(
         self, resolve: Callable[[], tuple[Setup, PlanTable]], shape: ModuleShape, scale: float

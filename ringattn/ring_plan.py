@@ -137,13 +137,30 @@ def _keeping_reasons(workload: Workload, tunables: Tunables, travelling: Sequenc
     reasons = []
     if tunables.checkpoint == "none" and tunables.schedule not in ("local", *_EXCHANGES):
         reasons.append(f"checkpoint none: {tunables.schedule} keeps nothing that it receives; use selective")
-    if tunables.window_tokens is not None and tunables.schedule != "local":
-        reasons.append("window_tokens: only schedule local goes window by window")
+    if tunables.schedule != "local":
+        reasons += _unused(workload, tunables, staying=len(travelling) < len(tunables.branches))
     reasons += [
         f"branch {n}: rows that travel are always gathered; use view"
         for n in travelling
         if tunables.branches[n].gather == "copy"
     ]
+    return reasons
+
+
+def _unused(workload: Workload, tunables: Tunables, *, staying: bool) -> list[str]:
+    """What belongs to branches that stay on single ranks, where there are none (a dense plan has none anyway)."""
+    reasons = []
+    if tunables.window_tokens is not None:
+        reasons.append("window_tokens: only schedule local goes window by window")
+    if staying or workload.pattern.dense:
+        return reasons
+    for name, is_used in (
+        ("compile", tunables.compile),
+        ("pool_threshold_mib", tunables.pool_threshold_mib is not None),
+        ("pattern_cache off", not tunables.pattern_cache),
+    ):
+        if is_used:
+            reasons.append(f"{name}: every branch travels, and this is for those that do not")
     return reasons
 
 

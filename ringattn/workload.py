@@ -139,6 +139,8 @@ class Workload:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InputError(f"{name} is {value!r}; it must be an integer >= 1")
+        if isinstance(self.total_length, bool) or not isinstance(self.total_length, int) or self.total_length < 0:
+            raise InputError(f"total_length is {self.total_length!r}; it must be an integer >= 0")
         if self.heads % self.kv_heads:
             raise InputError(f"heads is {self.heads}, not a multiple of kv_heads, {self.kv_heads}")
 

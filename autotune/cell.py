@@ -175,7 +175,9 @@ class CellContext:
         name = stage + self.compared_with
         return self.store.stage(self.cell, name, self.space.knobs if knobs is None else knobs, sampler)
 
-    def arena(self, stage: str, record: StageRecord, default: Tunables | None = None) -> Arena:
+    def arena(
+        self, stage: str, record: StageRecord, default: Tunables | None = None, timeout_s: float | None = None
+    ) -> Arena:
         return Arena(
             cell=self.cell,
             stage=stage,
@@ -185,7 +187,7 @@ class CellContext:
             default=default or self.default,
             limits=self.settings.limits,
             seed=self.settings.seed,
-            timeout_s=self.timeout_s(),
+            timeout_s=self.timeout_s() if timeout_s is None else timeout_s,
             sample_s=self.preset.sample_target_ms / 1e3,
             clock=self.clock,
             listener=self.told,

@@ -41,7 +41,7 @@ def choice_of(measured: Measured) -> Choice:
 def entry_of(result: CellResult) -> PlanEntry:
     """One row of the profile."""
     failures = [_failure(plan, fault) for plan, fault in result.failures.items()]
-    failures += [Failure(name, "rejected", "; ".join(reasons)) for name, reasons in result.rejected]
+    failures += ruled_out(result.rejected, result.workload.dtype)
     if result.choice is None:
         return PlanEntry(result.workload, failures=tuple(failures[:FAILURES_KEPT]), refusal=result.note or "refused")
     return PlanEntry(
@@ -53,6 +53,17 @@ def entry_of(result: CellResult) -> PlanEntry:
         default=choice_of(result.default) if result.default is not None else None,
         failures=tuple(failures[:FAILURES_KEPT]),
     )
+
+
+def ruled_out(rejected: Sequence[tuple[str, tuple[str, ...]]], dtype: str) -> list[Failure]:
+    """Each kernel that could not be tried, once: by its plan in ``dtype`` if that is among them, and never in pairs."""
+    kept: dict[str, Failure] = {}
+    for name, reasons in rejected:
+        kernels, _, compute_dtype = name.rpartition(" ")
+        forward, _, backward = kernels.partition("/")
+        if backward in ("", forward) and (forward not in kept or compute_dtype == dtype):
+            kept[forward] = Failure(name, "rejected", "; ".join(reasons))
+    return list(kept.values())
 
 
 def _failure(plan: Tunables, fault: Fault) -> Failure:

@@ -19,6 +19,7 @@ from .race import PATIENCE, DefaultBroken
 from .stages import explore, improve, race_plans
 
 RACE_SHARE = 0.5  # of the time for searching that stage 1 may take
+DEFAULT_PATIENCE = 4.0  # times what another plan is given to answer: a cell without its default is lost
 
 
 class CellSearch:
@@ -39,7 +40,7 @@ class CellSearch:
         fault = Fault("error", "there is no plan to try")
         record = context.record("default", {})
         for plan in self._default_candidates():
-            arena = context.arena("default", record, plan)
+            arena = context.arena("default", record, plan, timeout_s=DEFAULT_PATIENCE * context.timeout_s())
             entries = arena.admit([plan], deadline)
             if entries:
                 arena.record.complete(entries[0], 0.0, context.settings.limits.constraints(context.checked(plan)))
@@ -52,6 +53,8 @@ class CellSearch:
             if known is None:
                 return Fault("timeout", "no time was left to check its default")
             fault = known
+            if fault.kind == "timeout":  # says nothing of the plan on a busy machine: math would be worse
+                return fault
         return fault
 
     def _default_candidates(self) -> Iterable[Tunables]:
@@ -105,6 +108,8 @@ class CellSearch:
                 fault = broken.fault
                 if attempt or self.settle(deadline) is not None:
                     break
+        if fault.kind == "timeout":
+            return context.inconclusive(f"the default did not end in time: {fault.message}")
         return context.result("refused", f"the default fails: {fault.kind}, {fault.message}")
 
     def _search(self, deadline: Deadline, seeds: Sequence[Tunables], left_out: Mapping[Tunables, str]) -> CellResult:

@@ -374,7 +374,7 @@ class _Probe:
             fault = search.settle(budget.deadline(max(0.0, budget.available_s() - 0.5 * self.preset.budget_s)))
             if fault is None:
                 searches[cell.workload] = search
-            elif fault.kind == "timeout" and "no time" in fault.message:
+            elif fault.kind == "timeout":  # too little time is no verdict on any plan
                 self._finish(store, search.context.inconclusive(fault.message), 0.0)
             else:
                 refused = search.context.result("refused", f"no plan could be run and proven: {fault.message}")
@@ -530,11 +530,17 @@ class _Probe:
         if len(inconclusive) == len(self.reports):
             raise Inconclusive(f"no cell could be measured; {inconclusive[0]}")
         self.notes.extend(getattr(evaluator, "blind_spots", ()))
-        profile = self._profile(merged(old, self.entries), budget.elapsed_s())
+        # A row without a plan makes the runtime refuse: only what nothing can run may be one.
+        entries = {
+            workload: entry
+            for workload, entry in self.entries.items()
+            if entry.choice is not None or self.reports[workload].status == "refused"
+        }
+        profile = self._profile(merged(old, entries), budget.elapsed_s())
         with tempfile.TemporaryDirectory(prefix="ringtune-") as folder:
             rehearsal = Path(folder) / self.path.name
             save_profile(profile, rehearsal)
-            for entry in self.entries.values():
+            for entry in entries.values():
                 if entry.choice is not None:
                     planned = evaluator.obey(entry.workload, str(rehearsal), timeout_s=60.0)
                     check_obeyed(entry, planned)

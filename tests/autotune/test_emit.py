@@ -18,6 +18,7 @@ from autotune.emit import (
     entry_of,
     merged,
     report_of,
+    ruled_out,
     same_machine,
 )
 from autotune.evaluator import Checked, Fault
@@ -79,6 +80,18 @@ def test_a_row_carries_the_choice_its_evidence_and_every_failure() -> None:
         (describe(MATH), "oom", "CUDA out of memory"),
         ("swift fp32", "rejected", "no fp32"),
     ]
+
+
+def test_what_was_ruled_out_is_kept_once_a_kernel_and_in_the_input_dtype() -> None:
+    rejected = (
+        ("swift/swift fp32", ("no fp32",)),
+        ("swift/swift bf16", ("not installed",)),
+        ("swift/quick bf16", ("not installed",)),
+        ("slow tf32", ("no tf32", "no view")),
+        ("quick/slow bf16", ("no backward",)),
+    )
+    kept = [(f.candidate, f.kind, f.message) for f in ruled_out(rejected, "bf16")]
+    assert kept == [("swift/swift bf16", "rejected", "not installed"), ("slow tf32", "rejected", "no tf32; no view")]
 
 
 def test_what_was_never_timed_has_no_evidence() -> None:

@@ -392,6 +392,8 @@ def test_too_small_a_budget_says_which_cells_were_not_measured(tmp_path: Path) -
     machine = Machine(tmp_path)
     result = probe(request_for(tmp_path / "m.yaml", budget_s=4.0), Watching(), machine.edge)
     assert result.inconclusive
+    assert result.profile is not None
+    assert all(entry.refusal == "" for entry in result.profile.plans)  # a row without a plan would stop the runtime
     assert all("budget" in line or "no time" in line for line in result.inconclusive)
     assert result.elapsed_s <= 4.4
 

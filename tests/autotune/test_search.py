@@ -174,6 +174,19 @@ def test_a_default_that_fails_its_gate_gives_way_to_math() -> None:
     assert trial.result.choice.tunables == plan(DENSE, "swift")
 
 
+def test_a_default_that_does_not_answer_in_time_is_no_verdict_on_it() -> None:
+    """A busy machine makes anything time out: math, far slower, must not become the plan for that."""
+    trial = Setting(
+        DENSE,
+        by_kernels(quick=0.0, math=2.0),
+        plan(DENSE),
+        rows={"faults": {plan(DENSE): Fault("timeout", "no answer within 20.0 s")}},
+    ).run()
+    assert trial.context.default == plan(DENSE)
+    assert trial.result.choice is None
+    assert "no answer" in trial.result.note
+
+
 def test_a_default_that_stops_working_gives_way_too() -> None:
     """It passed its check and fails every time it is timed."""
 

@@ -294,10 +294,14 @@ def main() -> None:
     parser.add_argument("--schedules", nargs="*", help="only these, as ring ulysses; all without it")
     parser.add_argument("--profile", help="also the module with this profile: auto, or a file")
     parser.add_argument("--patterns", action=argparse.BooleanOptionalAction, default=True, help="LongNet's, too")
+    parser.add_argument("--high-priority", action=argparse.BooleanOptionalAction, default=True, help="NCCL's stream")
     parser.add_argument("--blocks", type=int, default=11)
     arguments = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    # Messages start while attention kernels hold every processor only if their stream goes first.
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=arguments.high_priority)
+    device = torch.device("cuda", torch.cuda.current_device())
+    dist.init_process_group("nccl", device_id=device, pg_options=options)
     l2_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
     flush = torch.empty(2 * l2_bytes, dtype=torch.uint8, device="cuda")
     say(json.dumps(machine()))

@@ -8,9 +8,10 @@ Legend: B batch, S local length, T length of the rows of an exchange, H query he
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -153,12 +154,10 @@ class RingProgram:
         batch, length, heads, _ = q.shape
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty((batch, length, heads, 1), dtype=accumulator_dtype(self.dtype), device=q.device)
-        arriving = exchange.spread((q, k, v), 0, self._wire)
+        arriving = _Ahead(lambda group: exchange.spread((q, k, v), group, self._wire), len(self._rings))
         returning: list[Pending] = []
         for group, ring in enumerate(self._rings):
-            pending, inputs = arriving
-            if group + 1 < len(self._rings):
-                arriving = exchange.spread((q, k, v), group + 1, self._wire)
+            pending, inputs = arriving.next()
             pending.wait()
             result = safe.attempt(ring.forward, *inputs)
             if result is None:  # what is sent now will not be used
@@ -189,12 +188,10 @@ class RingProgram:
             pending_lse, (lse_here,) = exchange.spread((lse_rows,), group, lse.dtype)
             return [pending, pending_lse], [dout_here, *inputs, out_here, lse_here]
 
-        arriving = spread(0)
+        arriving = _Ahead(spread, len(self._rings))
         returning: list[Pending] = []
         for group, ring in enumerate(self._rings):
-            pendings, (dout_here, q_here, k_here, v_here, out_here, lse_here) = arriving
-            if group + 1 < len(self._rings):
-                arriving = spread(group + 1)
+            pendings, (dout_here, q_here, k_here, v_here, out_here, lse_here) = arriving.next()
             for pending in pendings:
                 pending.wait()
             if not kept:
@@ -211,6 +208,29 @@ class RingProgram:
             pending.wait()
         safe.close()
         return targets[0], targets[1], targets[2]
+
+
+class _Ahead(Generic[Result]):
+    """Starts the exchanges of head groups a few groups before they are needed."""
+
+    # A message that is sent while a kernel holds every processor of a GPU waits for that kernel: with two under way
+    # the next group is there all the same.
+    GROUPS = 2
+
+    def __init__(self, start: Callable[[int], Result], groups: int) -> None:
+        self._start, self._groups, self._begun = start, groups, 0
+        self._under_way: deque[Result] = deque()
+        self._fill()
+
+    def next(self) -> Result:
+        first = self._under_way.popleft()
+        self._fill()
+        return first
+
+    def _fill(self) -> None:
+        while self._begun < self._groups and len(self._under_way) < self.GROUPS:
+            self._under_way.append(self._start(self._begun))
+            self._begun += 1
 
 
 def _merge_of(plan: Plan) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:

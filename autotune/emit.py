@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 from collections.abc import Mapping, Sequence
 
 from ringattn import __version__
@@ -16,6 +17,7 @@ from .exit_codes import ProbeFailure
 from .probe import CellReport, ProbeRequest, describe
 
 FAILURES_KEPT = 24  # per cell; the journal holds all of them
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
 def choice_of(measured: Measured) -> Choice:
@@ -25,23 +27,27 @@ def choice_of(measured: Measured) -> Choice:
     return Choice(
         measured.tunables,
         Evidence(
-            median_ms=measured.median_ms,
-            default_ratio=measured.gain.ratio,
-            ratio_low=measured.gain.ratio_low,
-            ratio_high=measured.gain.ratio_high,
+            median_ms=_rounded(measured.median_ms),
+            default_ratio=_rounded(measured.gain.ratio),
+            ratio_low=_rounded(measured.gain.ratio_low),
+            ratio_high=_rounded(measured.gain.ratio_high),
             peak_bytes=measured.checked.peak_bytes,
-            error=measured.checked.error,
-            first_call_ms=measured.first_call_ms,
-            host_us=measured.checked.host_us,
+            error=_rounded(measured.checked.error),
+            first_call_ms=_rounded(measured.first_call_ms),
+            host_us=_rounded(measured.checked.host_us),
             blocks=measured.gain.count,
         ),
     )
 
 
+def _rounded(value: float) -> float:
+    """Four digits: more than any of these numbers is known to."""
+    return float(f"{value:.4g}")
+
+
 def entry_of(result: CellResult) -> PlanEntry:
-    """One row of the profile."""
+    """One row of the profile. What was ruled out before it ran is not in it: any machine can work that out again."""
     failures = [_failure(plan, fault) for plan, fault in result.failures.items()]
-    failures += ruled_out(result.rejected, result.workload.dtype)
     if result.choice is None:
         return PlanEntry(result.workload, failures=tuple(failures[:FAILURES_KEPT]), refusal=result.note or "refused")
     return PlanEntry(
@@ -49,21 +55,10 @@ def entry_of(result: CellResult) -> PlanEntry:
         choice=choice_of(result.choice),
         runners_up=tuple(choice_of(m) for m in result.runners_up),
         auto=choice_of(result.auto) if result.auto is not None else None,
-        front=tuple(choice_of(m) for m in result.front),
+        front=tuple(choice_of(m) for m in result.front) if len(result.front) > 1 else (),
         default=choice_of(result.default) if result.default is not None else None,
         failures=tuple(failures[:FAILURES_KEPT]),
     )
-
-
-def ruled_out(rejected: Sequence[tuple[str, tuple[str, ...]]], dtype: str) -> list[Failure]:
-    """Each kernel that could not be tried, once: by its plan in ``dtype`` if that is among them, and never in pairs."""
-    kept: dict[str, Failure] = {}
-    for name, reasons in rejected:
-        kernels, _, compute_dtype = name.rpartition(" ")
-        forward, _, backward = kernels.partition("/")
-        if backward in ("", forward) and (forward not in kept or compute_dtype == dtype):
-            kept[forward] = Failure(name, "rejected", "; ".join(reasons))
-    return list(kept.values())
 
 
 def _failure(plan: Tunables, fault: Fault) -> Failure:
@@ -115,9 +110,19 @@ def build_profile(
             budget_s=budget_s,
             elapsed_s=round(elapsed_s, 1),
             seed=request.seed,
-            notes=tuple(notes),
+            notes=without_repeats(notes),
         ),
     )
+
+
+def without_repeats(notes: Sequence[str]) -> tuple[str, ...]:
+    """Of notes that differ in their numbers alone the one with the largest first number."""
+    largest: dict[str, tuple[float, str]] = {}
+    for note in notes:
+        numbers = [float(number) for number in _NUMBER.findall(note)]
+        kind = _NUMBER.sub("#", note)
+        largest[kind] = max(largest.get(kind, (-1.0, "")), (numbers[0] if numbers else 0.0, note))
+    return tuple(note for _, note in largest.values())
 
 
 def same_machine(profile: Profile, facts: HardwareFacts) -> bool:

@@ -198,6 +198,12 @@ def _own_copy(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(x.shape, dtype=dtype, device=x.device).copy_(x)
 
 
+def _own_copies(given: list[Tensor], dtype: torch.dtype) -> Triple:
+    """Copies of three tensors, each of which is let go before the next is copied."""
+    q, k, v = (_own_copy(given.pop(0), dtype) for _ in range(3))
+    return q, k, v
+
+
 @dataclass(slots=True)
 class _Batch:
     """The messages of one step of all lanes."""
@@ -244,6 +250,7 @@ class _Lane:
             assert rows is not None
             part = rows[:, transfer.begin : transfer.begin + transfer.rows].contiguous()
             batch.sends.append(Message(part, self.rank(transfer.peer)))
+        self._own = None  # it goes out with the first hop alone, and the messages hold it until they are sent
         self._brought.pop(hop.step - 2, None)
         buffer = self._brought[hop.step] = self._buffer(hop.rows, self.setting.wire)
         for transfer in hop.receives:
@@ -323,11 +330,12 @@ class _BackwardLane(_Lane):
 
     def diagonal(self) -> None:
         assert self.kernels.diagonal_backward is not None, "a plan for inference has no backward"
-        grads = self.kernels.diagonal_backward(self.dout, self.q, self.k, self.v, self.rows_out, self.rows_lse)
+        inputs = self.dout, self.q, self.k, self.v, self.rows_out, self.rows_lse
         if self.lane.hops:
-            wide = accumulator_dtype(self.setting.dtype)
-            grads = _own_copy(grads[0], wide), _own_copy(grads[1], wide), _own_copy(grads[2], wide)
-        self.grads = grads
+            given = list(self.kernels.diagonal_backward(*inputs))
+            self.grads = _own_copies(given, accumulator_dtype(self.setting.dtype))
+        else:
+            self.grads = self.kernels.diagonal_backward(*inputs)
 
     def work(self, step: int) -> None:
         for hop in self.lane.hops:

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from ringattn import __version__
 from ringattn.hardware import HardwareFacts
 from ringattn.profile import Choice, Evidence, Failure, Fingerprint, PlanEntry, Profile, Provenance
-from ringattn.workload import Tunables, Workload
+from ringattn.workload import Tunables, Workload, describe
 
 from .cell import CellResult, Measured
 from .evaluator import Fault
 from .exit_codes import ProbeFailure
-from .probe import CellReport, ProbeRequest, describe
+from .probe import CellReport, ProbeRequest
 
 FAILURES_KEPT = 24  # per cell; the journal holds all of them
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")

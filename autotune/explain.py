@@ -166,7 +166,8 @@ def _reasons(
 
 def _known_of(name: str, direction: Direction, entry: PlanEntry | None) -> str:
     """What the profile recorded of a kernel in one direction: its best plan, a failure, or nothing."""
-    from .probe import describe
+    from ringattn.workload import describe
+
     from .report import kernels_named, recorded_choices, relative_time
     from .terminal import format_factor
 
@@ -197,7 +198,8 @@ def explanation_summary(explanation: Explanation) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    from .probe import describe
+    from ringattn.workload import describe
+
     from .terminal import format_bytes, format_ms, plain
 
     e = explanation

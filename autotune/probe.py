@@ -192,33 +192,6 @@ def verify_profile(path: Path, request: ProbeRequest, observer: ProbeObserver | 
     return verify(path, request, observer or SilentObserver())
 
 
-def describe(tunables: Tunables) -> str:
-    """One plan as a short line: what differs from branch to branch, then what is not the plainest value.
-
-    >>> describe(Tunables("bf16", (BranchTunables("cudnn", "flash"),)))
-    'cudnn/flash bf16'
-    """
-    names = [f"{b.forward}/{b.backward}" if b.backward else b.forward for b in tunables.branches]
-    gathers = [b.gather for b in tunables.branches]
-    parts = [names[0] if len(set(names)) == 1 else ",".join(names), tunables.dtype]
-    if set(gathers) != {"view"}:
-        parts.append("copy" if set(gathers) == {"copy"} else "gather=" + ",".join(g[0] for g in gathers))
-    if tunables.checkpoint != "selective":
-        parts.append(f"checkpoint={tunables.checkpoint}")
-    if tunables.window_tokens is not None:
-        parts.append(f"window={tunables.window_tokens}")
-    if not tunables.pattern_cache:
-        parts.append("no-pattern-cache")
-    if tunables.pool_threshold_mib is not None:
-        parts.append(f"pool>={tunables.pool_threshold_mib}MiB/{tunables.pool_strategy}")
-    if tunables.compile:
-        parts.append("compile")
-    if tunables.schedule != "local":
-        parts.append(tunables.schedule)
-    parts.extend(f"{name}={value}" for name, value in tunables.params)
-    return " ".join(parts)
-
-
 def entry_of(profile: Profile, workload: Workload) -> PlanEntry | None:
     """The entry measured for exactly this workload, or None."""
     return next((entry for entry in profile.plans if entry.workload == workload), None)

@@ -13,9 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ringattn.workload import Tunables, Workload
+from ringattn.workload import Tunables, Workload, describe
 
-from .probe import describe
 from .terminal import format_bytes, format_factor, format_length, format_ms, plain, plural
 
 if TYPE_CHECKING:

@@ -11,9 +11,8 @@ from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from ringattn.workload import BranchTunables, Workload
+from ringattn.workload import BranchTunables, Workload, describe
 
-from .probe import describe
 from .report import (
     FAILURE_MEANINGS,
     FailureGroup,

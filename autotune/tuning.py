@@ -26,7 +26,7 @@ from ringattn.profile import PlanEntry, Policy, Profile
 from ringattn.profile_io import dump_profile, load_profile, parse_profile, save_profile
 from ringattn.profile_paths import collect, user_folder
 from ringattn.resolve import resolve
-from ringattn.workload import Tunables, Workload
+from ringattn.workload import Tunables, Workload, describe
 
 from .budget import EFFORTS, Budget, EffortPreset, Progress, allot
 from .emit import build_profile, check_obeyed, entry_of, merged, report_of, same_machine
@@ -42,7 +42,6 @@ from .probe import (
     ProbeResult,
     TrialOutcome,
     VerifyResult,
-    describe,
 )
 from .space import Machine, Space, build_space, machine_of
 

@@ -11,14 +11,14 @@ from ringattn.errors import PlanError
 from ringattn.hardware import HardwareFacts
 from ringattn.plan import build_plan
 from ringattn.profile import Fingerprint, PlanEntry, Profile
-from ringattn.workload import Tunables
+from ringattn.workload import Tunables, describe
 
 from .budget import Budget, Deadline, EffortPreset
 from .choose import GAIN_MARGIN, NOISY_GAIN_MARGIN, NOISY_SIGMA
 from .evaluator import Checked, Evaluator, Fault
 from .exit_codes import ExitCode, ProbeFailure
 from .final import REFUSED_SIGMA
-from .probe import ProbeObserver, ProbeRequest, TrialOutcome, VerifiedCell, VerifyResult, describe
+from .probe import ProbeObserver, ProbeRequest, TrialOutcome, VerifiedCell, VerifyResult
 from .race import PATIENCE, Arena, DefaultBroken, Ledger, Limits, final_race
 from .store import Entry, Store
 

@@ -16,7 +16,7 @@ from .kernels import KERNELS
 from .pattern import nests
 from .profile import Policy
 from .ring_plan import blocks_of, one_rank_reasons, ring_heuristic, ring_reasons
-from .workload import BranchTunables, ParamValue, Tunables, Workload
+from .workload import BranchTunables, ParamValue, Tunables, Workload, describe
 
 Direction = Literal["forward", "backward"]
 
@@ -55,36 +55,6 @@ class Plan:
 
     def __str__(self) -> str:
         return f"{self.workload}: {describe(self.tunables)}"
-
-
-def describe(tunables: Tunables) -> str:
-    """The tunables in one line, equal branches named once; what is at its default is left out."""
-    branches = [_describe_branch(branch) for branch in tunables.branches]
-    same = branches[0] if len(set(branches)) == 1 else " | ".join(branches)
-    parts = [same, f"dtype={tunables.dtype}"]
-    if tunables.checkpoint != "selective":
-        parts.append(f"checkpoint={tunables.checkpoint}")
-    if tunables.window_tokens is not None:
-        parts.append(f"window={tunables.window_tokens}")
-    if not tunables.pattern_cache:
-        parts.append("pattern_cache=off")
-    if tunables.pool_threshold_mib is not None:
-        parts.append(f"pool>={tunables.pool_threshold_mib}MiB/{tunables.pool_strategy}")
-    if tunables.compile:
-        parts.append("compile")
-    if tunables.layout:
-        parts.append(f"{tunables.schedule}/{tunables.layout}")
-    parts += [f"{name}={getattr(tunables, name)}" for name in _RING_FIELDS if getattr(tunables, name)]
-    parts += [f"{name}={value}" for name, value in tunables.params]
-    return " ".join(parts)
-
-
-_RING_FIELDS = ("ulysses", "head_groups", "grad_wire")
-
-
-def _describe_branch(branch: BranchTunables) -> str:
-    kernels = branch.forward if branch.backward in ("", branch.forward) else f"{branch.forward}+{branch.backward}"
-    return f"{kernels}/{branch.gather}"
 
 
 def fuses(facts: HardwareFacts, dtype: str) -> bool:

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 from .errors import PlanError
 from .hardware import HardwareFacts
-from .plan import FUSED_STEPS, NO_WISHES, ORDINARY, Conditions, Plan, Wishes, build_plan, describe, heuristic_tunables
+from .plan import FUSED_STEPS, NO_WISHES, ORDINARY, Conditions, Plan, Wishes, build_plan, heuristic_tunables
 from .profile import Choice, PlanEntry, Policy
-from .workload import INPUT_DTYPES, Mode, Pattern, Tunables, Workload, nearest_bucket, not_narrower
+from .workload import INPUT_DTYPES, Mode, Pattern, Tunables, Workload, describe, nearest_bucket, not_narrower
 
 # Where no length was measured a row is made for this one, to know at init whether anything can run at all.
 _REPRESENTATIVE_LENGTH = 4096

@@ -241,6 +241,37 @@ class Tunables:
         return {name.removeprefix(prefix): value for name, value in self.params if name.startswith(prefix)}
 
 
+def describe(tunables: Tunables) -> str:
+    """One choice as a short line: what differs from branch to branch, then what is not the plainest value.
+
+    >>> describe(Tunables("bf16", (BranchTunables("cudnn", "flash"),)))
+    'cudnn/flash bf16'
+    """
+    names = [f"{b.forward}/{b.backward}" if b.backward else b.forward for b in tunables.branches]
+    gathers = [b.gather for b in tunables.branches]
+    parts = [names[0] if len(set(names)) == 1 else ",".join(names), tunables.dtype]
+    if set(gathers) != {"view"}:
+        parts.append("copy" if set(gathers) == {"copy"} else "gather=" + ",".join(g[0] for g in gathers))
+    if tunables.checkpoint != "selective":
+        parts.append(f"checkpoint={tunables.checkpoint}")
+    if tunables.window_tokens is not None:
+        parts.append(f"window={tunables.window_tokens}")
+    if not tunables.pattern_cache:
+        parts.append("no-pattern-cache")
+    if tunables.pool_threshold_mib is not None:
+        parts.append(f"pool>={tunables.pool_threshold_mib}MiB/{tunables.pool_strategy}")
+    if tunables.compile:
+        parts.append("compile")
+    if tunables.schedule != "local":
+        parts.append(f"{tunables.schedule}/{tunables.layout}" if tunables.layout else tunables.schedule)
+    parts += [f"{name}={getattr(tunables, name)}" for name in _RING_FIELDS if getattr(tunables, name)]
+    parts += [f"{name}={value}" for name, value in tunables.params]
+    return " ".join(parts)
+
+
+_RING_FIELDS = ("ulysses", "head_groups", "grad_wire")
+
+
 def nearest_bucket(seq_len: int, measured: Sequence[int]) -> int | None:
     """The measured length nearest to ``seq_len`` in log2, or None beyond [shortest/sqrt 2, longest*sqrt 2].
 

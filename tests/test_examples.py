@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from ringattn.hardware import detect
-from ringattn.plan import describe
 from ringattn.profile import Choice, Fingerprint, PlanEntry, Profile
 from ringattn.profile_io import save_profile
-from ringattn.workload import Branch, BranchTunables, Pattern, Tunables, Workload
+from ringattn.workload import Branch, BranchTunables, Pattern, Tunables, Workload, describe
 
 ROOT = Path(__file__).parents[1]
 PLANS = {

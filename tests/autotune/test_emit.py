@@ -23,11 +23,11 @@ from autotune.emit import (
 )
 from autotune.evaluator import Checked, Fault
 from autotune.exit_codes import ProbeFailure
-from autotune.probe import ProbeRequest, describe
+from autotune.probe import ProbeRequest
 from autotune.statistics import Interval
 from ringattn.profile import PlanEntry, Profile
 from ringattn.profile_io import dump_profile, parse_profile
-from ringattn.workload import Pattern, Tunables
+from ringattn.workload import Pattern, Tunables, describe
 
 CELL = workload(pattern=Pattern())
 QUICK, SWIFT, MATH = (plan(CELL, name) for name in ("quick", "swift", "math"))

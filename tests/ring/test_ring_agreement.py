@@ -19,8 +19,7 @@ from ring_cases import RingCase, run_ring
 from test_ring_faults import Told, _told
 
 from ringattn import Profile, RingAttention
-from ringattn.plan import describe
-from ringattn.workload import BranchTunables, Tunables
+from ringattn.workload import BranchTunables, Tunables, describe
 
 CASE = Case(24, 2, 2, 4, causal=True)
 

@@ -19,7 +19,6 @@ from ringattn.plan import (
     Conditions,
     Wishes,
     build_plan,
-    describe,
     fuses,
     heuristic_tunables,
     kernel_need,
@@ -27,7 +26,7 @@ from ringattn.plan import (
 )
 from ringattn.profile import Policy
 from ringattn.resolve import built_in_heuristic
-from ringattn.workload import BranchTunables, Pattern, Tunables, Workload
+from ringattn.workload import BranchTunables, Pattern, Tunables, Workload, describe
 
 V100 = gpu("Tesla V100-SXM2-32GB", (7, 0), 80, 32)
 P40 = gpu("Tesla P40", (6, 1), 30, 24)
@@ -319,7 +318,7 @@ def test_the_plans_of_these_tests_pass_the_constraint_function(data: st.DataObje
 
 def test_a_plan_prints_what_is_not_at_its_default() -> None:
     plan = build_plan(asked(), chosen("cudnn"), H100)
-    assert str(plan) == "train dense causal B1 S8192 H16 D128 bf16: cudnn/view dtype=bf16"
+    assert str(plan) == "train dense causal B1 S8192 H16 D128 bf16: cudnn/cudnn bf16"
     tunables = chosen(
         "cudnn+flash",
         "math",
@@ -333,10 +332,10 @@ def test_a_plan_prints_what_is_not_at_its_default() -> None:
         params=(("a.b", 1),),
     )
     assert describe(tunables) == (
-        "cudnn+flash/view | math/copy dtype=bf16 checkpoint=none window=4096 pattern_cache=off pool>=16MiB/bucket "
+        "cudnn/flash,math/math bf16 gather=v,c checkpoint=none window=4096 no-pattern-cache pool>=16MiB/bucket "
         "compile a.b=1"
     )
-    assert describe(chosen("math", "math")) == "math/view dtype=bf16"  # equal branches once
+    assert describe(chosen("math", "math")) == "math/math bf16"  # equal branches once
 
 
 def test_fused_steps_need_triton_a_gpu_that_has_it_and_no_float64() -> None:

@@ -11,9 +11,11 @@ import optuna
 
 from ringattn.workload import Tunables, Workload
 
+from . import statistics
 from .budget import EffortPreset
 from .choose import Candidate
 from .evaluator import Checked, Clock, Evaluator, Fault, Proven
+from .model import AdditiveModel
 from .probe import Preference, TrialOutcome
 from .race import Arena, Ledger, Limits
 from .space import Space, Value, candidate_key
@@ -109,7 +111,8 @@ class CellContext:
         self.main_dtypes = frozenset(main_dtypes)
         self.default = space.default
         self.ledger = Ledger()
-        self.estimates: dict[Tunables, Interval] = {}  # best known log-ratio of every timed plan
+        self.estimates: dict[Tunables, Interval] = {}  # log-ratio of every timed plan, over all stages
+        self._readings: dict[Tunables, dict[str, list[float]]] = {}  # by stage
         self.trials = 0
         self.note = ""
         self.compared_with = ""  # part of the names of stages, once the heuristic's default had to be replaced
@@ -151,16 +154,18 @@ class CellContext:
     def timeout_s(self) -> float:
         return self.settings.hang_s + CALLS_BEFORE_HANG * self.call_s()
 
-    def ranked(self, plans: Iterable[Tunables]) -> list[Tunables]:
-        """Fastest first, by a cautious estimate: few repetitions must not look better than many."""
+    def sigma(self) -> float:
+        """Standard deviation of one paired log-ratio, assumed before it was seen."""
         sigma = self.ledger.noise_sigma()
-        sigma = sigma if math.isfinite(sigma) else UNKNOWN_SIGMA
+        return sigma if math.isfinite(sigma) else UNKNOWN_SIGMA
 
-        def cautious(plan: Tunables) -> float:
-            interval = self.estimates[plan]
-            return interval.median + 0.5 * sigma / math.sqrt(interval.count)
-
-        return sorted((p for p in plans if p in self.estimates and not self.has_failed(p)), key=cautious)
+    def ranked(self, plans: Iterable[Tunables]) -> list[Tunables]:
+        """Fastest first, each reading drawn towards what its parts did elsewhere: the luckiest of many must not win."""
+        timed = {plan: (i.median, i.count) for plan, i in self.estimates.items() if not self.has_failed(plan)}
+        if not timed:
+            return []
+        model = AdditiveModel(self.cell, self.default, timed, sigma=self.sigma())
+        return sorted((plan for plan in plans if plan in timed), key=model.believed)
 
     def best_plan(self) -> Tunables:
         ranked = self.ranked(p for p in self.estimates if self.is_main(p) and self.keeps_limits(p))
@@ -198,16 +203,21 @@ class CellContext:
         self.listener.trial(self.cell, plan, outcome)
 
     def learn(self, arena: Arena, entries: Iterable[Entry]) -> None:
-        """Keep the estimate that most repetitions stand behind, and every outcome of an earlier run."""
+        """Pool what a stage timed with what the others did, and keep every outcome of an earlier run."""
+        polished = arena.polished()
         for entry in entries:
             result = entry.fault or entry.checked
             if result is not None:
                 self.ledger.checked.setdefault(entry.tunables, result)
             if entry.log_ratios and entry.fault is None:
-                interval = arena.interval(entry)
-                known = self.estimates.get(entry.tunables)
-                if known is None or known.count <= interval.count:
-                    self.estimates[entry.tunables] = interval
+                readings = self._readings.setdefault(entry.tunables, {})
+                readings[arena.stage] = polished[entry]
+                pooled = [ratio for of_stage in readings.values() for ratio in of_stage]
+                self.estimates[entry.tunables] = statistics.interval_of(pooled, seed=self.settings.seed)
+
+    def forget_times(self) -> None:
+        self.estimates.clear()
+        self._readings.clear()
 
     def prove(self, plan: Tunables) -> Fault | None:
         """The ragged lengths of the bucket, once per plan and probe; None when it passed."""

@@ -135,11 +135,10 @@ def _simplest_equal(context: CellContext, ranked: Sequence[Tunables]) -> list[Tu
     if not ranked:
         return []
     best = context.estimates[ranked[0]]
-    sigma = context.ledger.noise_sigma()
     equal = []
     for plan in ranked:
         mine = context.estimates[plan]
-        doubt = sigma * math.sqrt(1 / mine.count + 1 / best.count) if math.isfinite(sigma) else 0.0
+        doubt = context.sigma() * math.sqrt(1 / mine.count + 1 / best.count)
         if mine.median <= best.median + max(TIE, doubt):
             equal.append(plan)
     return [min(equal, key=lambda plan: distance(context.cell, plan, context.default))]

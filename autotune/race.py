@@ -32,6 +32,7 @@ HOPELESS = 0.10  # chance of being faster below which a move is not timed again
 PROMISING = 0.75  # chance of being faster from which a move is tried further
 WORTH_TRYING = 0.003  # log-ratio: smaller gains are not worth a block
 MOVE_GATE = math.log(1.3)  # a single move this much slower than where it came from is dropped after one block
+POLISHES = 3  # rounds of the median polish
 LEAN_BLOCKS = 3  # repetitions of a slower plan that needs less memory
 FINAL_PRECISION = 0.008  # half-width of the interval at which the final stops early
 BLOCK_OVERHEAD = 1.15  # random order, flushes and messages, on top of the samples
@@ -262,7 +263,8 @@ class Arena:
             # One that has run well before may have died of someone else's hand, once in a while.
             deaths = self.ledger.deaths.get(entry.tunables, 0) + 1
             self.ledger.deaths[entry.tunables] = deaths
-            external = fault.kind in ("crash", "timeout") and deaths <= math.ceil(len(entry.log_ratios) / 10)
+            repetitions = len(entry.log_ratios)
+            external = fault.kind in ("crash", "timeout") and repetitions > 0 and deaths <= 1 + repetitions // 5
             if not external:
                 self._fail(entry, fault)
 
@@ -271,6 +273,24 @@ class Arena:
     def interval(self, entry: Entry) -> Interval:
         """log(t / t_default) of the entry."""
         return statistics.interval_of(list(entry.log_ratios.values()), seed=self.seed)
+
+    def polished(self) -> dict[Entry, list[float]]:
+        """log(t / t_default) of every timed entry, with the misreadings of the default taken out of each block.
+
+        A default that was slow by chance makes everything in its block look fast. What the other entries of the
+        block, known from elsewhere, agree on is that misreading (median polish).
+        """
+        timed = [entry for entry in self.record.entries() if entry.log_ratios and entry.fault is None]
+        medians = {entry: self.median(entry) for entry in timed}
+        offsets: dict[int, float] = {}
+        for _ in range(POLISHES):
+            for block in {block for entry in timed for block in entry.log_ratios}:
+                known = [e for e in timed if block in e.log_ratios and len(e.log_ratios) > 1]
+                # The default itself says 0, with two readings behind it.
+                votes = [0.0, 0.0, *(entry.log_ratios[block] - medians[entry] for entry in known)]
+                offsets[block] = float(np.median(votes))
+            medians = {e: float(np.median([r - offsets[b] for b, r in e.log_ratios.items()])) for e in timed}
+        return {entry: [ratio - offsets[b] for b, ratio in entry.log_ratios.items()] for entry in timed}
 
     def median(self, entry: Entry) -> float:
         return float(np.median(list(entry.log_ratios.values()))) if entry.log_ratios else math.inf

@@ -7,6 +7,7 @@ would have cost.
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 import math
@@ -280,6 +281,12 @@ def truth_of(tables: Iterable[Table]) -> TrueTime:
 # --- machines that never were ----------------------------------------------------------------------------------------
 
 
+@functools.lru_cache(maxsize=100_000)
+def _standard_normal(seed: int, where: tuple[int, ...]) -> float:
+    """One draw per place, the same whenever and in whatever order it is asked for."""
+    return float(np.random.default_rng((seed, *where)).standard_normal())
+
+
 @dataclass(frozen=True, slots=True)
 class SyntheticMachine:
     """Knobs with main effects and an interaction of every pair of their values, all drawn from a seed.
@@ -310,9 +317,7 @@ class SyntheticMachine:
         return total
 
     def _effect(self, sigma: float, *where: int) -> float:
-        if where[1] == 0:
-            return 0.0
-        return float(np.random.default_rng((self.seed, *where)).normal(0.0, sigma))
+        return sigma * _standard_normal(self.seed, where) if where[1] else 0.0
 
     def row(self, workload: Workload, plan: Tunables) -> Row:
         ms = self.base_ms * math.exp(self.log_ratio(plan))

@@ -13,11 +13,13 @@ from ringattn.workload import Tunables
 
 from .budget import CellNeed, Deadline
 from .cell import CellContext, CellResult
+from .climb import climb
 from .evaluator import Fault
 from .final import FINALISTS, final, reserve_s
 from .race import PATIENCE, DefaultBroken
-from .stages import explore, improve, race_plans
+from .stages import explore, race_plans
 
+CLIMB_SHARE = 0.85  # of what is left then, for each climb in turn; one that is at its top gives the rest back
 RACE_SHARE = 0.5  # of the time for searching that stage 1 may take
 DEFAULT_PATIENCE = 4.0  # times what another plan is given to answer: a cell without its default is lost
 
@@ -104,7 +106,7 @@ class CellSearch:
                 return self._search(deadline, seeds, left_out or {})
             except DefaultBroken as broken:
                 context.ledger.checked[context.default] = broken.fault
-                context.estimates.clear()  # every ratio was against a plan that is gone
+                context.forget_times()  # every ratio was against a plan that is gone
                 fault = broken.fault
                 if attempt or self.settle(deadline) is not None:
                     break
@@ -125,8 +127,7 @@ class CellSearch:
         plans = list(dict.fromkeys([context.default, *usable, *kernels]))
         leaders = race_plans(context, "race", plans, keep=preset.survivors, deadline=searching.part(RACE_SHARE))
         for number, leader in enumerate(leaders[: preset.survivors]):
-            rivals_left = preset.survivors - number
-            improve(context, leader, number, searching.part(1 / (rivals_left + 0.5)))
+            climb(context, leader, number, searching.part(CLIMB_SHARE))
         if preset.explore_plans:
             explore(context, searching)
         return final(context, deadline)

@@ -1,6 +1,7 @@
-"""The three stages that look for a better plan. Each takes a cell's context and leaves estimates in it.
+"""Stages 1 and 3: whole kernels against each other, and the whole space by TPE; ``climb`` is stage 2.
 
-A stage that an earlier run finished is recognised by its note in the record and not entered again.
+Each takes a cell's context and leaves estimates in it. A stage that an earlier run finished is recognised by its
+note in the record and not entered again.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from .race import DISMISSED, PROMISING, WORTH_TRYING, Arena, race, screen
 from .space import Value, candidate_key, decode, encode, from_key
 from .store import Entry, StageRecord
 
-MOST_STEPS = 8  # of coordinate improvement
 BATCH = 4  # plans asked of TPE at a time; one block serves them all
 
 
@@ -104,102 +104,6 @@ def _sum_of_parts(wanted: Changes, calls_ms: Mapping[Changes, float]) -> float |
         if part < wanted and part and wanted - part in calls_ms
     ]
     return min(sums, default=None)
-
-
-# --- stage 2: one knob at a time -------------------------------------------------------------------------------------
-
-
-def improve(context: CellContext, start: Tunables, number: int, deadline: Deadline) -> Tunables:
-    """Every single move away from the incumbent is screened, the good ones are combined, repeat until none is."""
-    incumbent = start
-    tried = {start}
-    for step in range(MOST_STEPS):
-        moves = {
-            move.tunables: move.knob
-            for move in context.space.neighbours(incumbent)
-            if move.tunables not in tried and context.is_main(move.tunables) and move.knob != "dtype"
-        }
-        if not moves or deadline.passed():
-            break
-        tried.update(moves)
-        better = _step(context, f"improve {number}.{step}", incumbent, moves, deadline)
-        if better == incumbent:
-            break
-        incumbent = better
-        tried.add(incumbent)
-    return incumbent
-
-
-def _step(
-    context: CellContext, stage: str, incumbent: Tunables, moves: Mapping[Tunables, str], deadline: Deadline
-) -> Tunables:
-    context.listener.stage(context.cell, stage)
-    record = context.record(stage)
-    arena = context.arena(stage, record)
-    best = record.noted("best")
-    if best is None:
-        entries = arena.admit([incumbent, *moves], deadline)
-        if not entries or entries[0].tunables != incumbent:
-            return incumbent
-        good = screen(arena, entries[0], entries[1:], context.preset.race_blocks, deadline)
-        best = candidate_key(_combine(context, arena, entries[0], good, moves, deadline))
-        for entry in record.entries():
-            arena.leave(entry, "screened")
-        record.abandon_open("not timed: the stage was over")
-        record.note("best", best)
-    context.learn(arena, record.entries())
-    return from_key(best)
-
-
-def _combine(
-    context: CellContext,
-    arena: Arena,
-    incumbent: Entry,
-    good: Sequence[Entry],
-    moves: Mapping[Tunables, str],
-    deadline: Deadline,
-) -> Tunables:
-    """Good moves taken together: all of them, the better half, and the best alone race the incumbent."""
-    if not good:
-        return incumbent.tunables
-    singles = [entry for entry in good[:2] if not entry.finished]
-    plans = _combinations(context, incumbent.tunables, good, moves)
-    combined = [entry for entry in arena.admit(plans, deadline) if entry not in singles]
-    rivals = [incumbent, *singles, *combined]
-    wanted = {id(entry): len(entry.log_ratios) + max(4, context.preset.race_blocks // 2) for entry in rivals}
-    while True:
-        alive = [entry for entry in rivals if entry.fault is None]
-        short = [entry for entry in alive if len(entry.log_ratios) < wanted[id(entry)]]
-        if not short or len(alive) < 2 or incumbent.fault is not None or not deadline.allows(arena.estimate_s(alive)):
-            break
-        arena.block(alive)
-    met = [e for e in rivals[1:] if e.fault is None and len(arena.difference(e, incumbent)) >= 2]
-    if not met:
-        return incumbent.tunables
-    best = min(met, key=lambda entry: float(np.median(arena.difference(entry, incumbent))))
-    if arena.chance_faster(best, incumbent, by=WORTH_TRYING / 2) >= PROMISING:
-        return best.tunables
-    return incumbent.tunables
-
-
-def _combinations(
-    context: CellContext, incumbent: Tunables, good: Sequence[Entry], moves: Mapping[Tunables, str]
-) -> list[Tunables]:
-    base = encode(context.cell, incumbent)
-    changes: dict[str, dict[str, Value]] = {}
-    for entry in good:  # best first, so the first of a knob is its best value
-        turned = {name: v for name, v in encode(context.cell, entry.tunables).items() if base.get(name) != v}
-        changes.setdefault(moves[entry.tunables], turned)
-    ordered = list(changes.values())
-    plans: dict[Tunables, None] = {}
-    for count in sorted({len(ordered), -(-len(ordered) // 2), min(2, len(ordered))}, reverse=True):
-        merged: dict[str, Value] = {}
-        for turned in reversed(ordered[:count]):
-            merged |= turned
-        plan = context.space.combine(incumbent, merged)
-        if plan is not None and count > 1:
-            plans[plan] = None
-    return list(plans)
 
 
 # --- stage 3: the whole space ----------------------------------------------------------------------------------------

@@ -128,7 +128,7 @@ def journal_path(profile: Path, environ: Mapping[str, str], home: Path) -> Path:
     return state / beside.name
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Entry:
     """One candidate in one stage: its place in the journal, and everything known of it so far.
 

@@ -246,7 +246,7 @@ class Space:
         plans = tuple(itertools.islice(self.distinct(every), None if limit is None else limit + 1))
         return None if limit is not None and len(plans) > limit else plans
 
-    def size(self, limit: int = 4096) -> int:
+    def size(self, limit: int = 256) -> int:
         """The number of distinct plans, or the number of spellings where counting would take too long."""
         plans = self.all_plans(limit)
         if plans is not None:

@@ -24,7 +24,7 @@ from ringattn.errors import DeviceError, PlanError
 from ringattn.hardware import HardwareFacts, fingerprint_name
 from ringattn.profile import PlanEntry, Policy, Profile
 from ringattn.profile_io import dump_profile, load_profile, parse_profile, save_profile
-from ringattn.profile_paths import collect, user_folder
+from ringattn.profile_paths import collect, home_folder, user_folder
 from ringattn.resolve import resolve
 from ringattn.workload import Tunables, Workload, describe
 
@@ -89,7 +89,7 @@ def real_edge(request: ProbeRequest) -> Edge:
         evaluator=_worker_evaluator,
         clock=MonotonicClock(),
         environ=os.environ,
-        home=Path.home(),
+        home=home_folder(),
         today=datetime.datetime.now(tz=datetime.UTC).date(),
     )
 

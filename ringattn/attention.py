@@ -151,6 +151,7 @@ class RingAttention(nn.Module):
                 wishes=wishes_of(backend, dtype, checkpoint),
                 auto_dtype=dtype == "auto",
                 strict=setup.named,
+                place_of=setup.place_of,
             )
             return setup, table
 

@@ -10,6 +10,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 
+def one_line(text: str) -> str:
+    r"""``text`` with all that steers a terminal written out, line ends too (``\n``): a profile's words are others'."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 class RingAttentionError(Exception):
     """Base of every error this package raises on purpose."""
 
@@ -30,7 +35,7 @@ class ProfileError(RingAttentionError, ValueError):
         self.key = key
         self._message = message
         where = f"{source}: {key}" if key else source
-        super().__init__(f"{where}: {message}")
+        super().__init__(one_line(f"{where}: {message}"))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.source, self._message, self.key)
@@ -43,7 +48,7 @@ class PlanError(RingAttentionError, RuntimeError):
         self.rejected = {name: tuple(reasons) for name, reasons in rejected.items()}
         self._subject, self._remedy = subject, remedy
         listed = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in self.rejected.items())
-        super().__init__(f"{subject}: {listed}" + (f". {remedy}" if remedy else ""))
+        super().__init__(one_line(f"{subject}: {listed}" + (f". {remedy}" if remedy else "")))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._subject, self.rejected, self._remedy)

@@ -57,6 +57,8 @@ def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
         target = Path(path).resolve()  # through a symbolic link, which stays one
         if target.is_dir():
             raise ProfileError(os.fspath(path), "is a directory; name a file in it")
+        if target.exists() and not target.is_file():  # a device or pipe, which a file would replace
+            raise ProfileError(os.fspath(path), "is not a regular file; name another one")
         target.parent.mkdir(parents=True, exist_ok=True)
         _replace_file(target, content)
     except OSError as error:
@@ -107,6 +109,8 @@ def _read_bounded(path: Path) -> bytes:
             content = file.read(MAX_FILE_BYTES + 1)
     except FileNotFoundError:
         raise ProfileError(str(path), "no such file; write one with `ringtune probe --output FILE`") from None
+    except ProfileError:
+        raise
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise ProfileError(str(path), f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if len(content) > MAX_FILE_BYTES:

@@ -59,6 +59,14 @@ def user_folder(environ: Mapping[str, str], home: Path) -> Path:
     return base / "ringtune"
 
 
+def home_folder() -> Path:
+    """The user's home. Where the user has none (a number without a name, in a container) a folder that nobody has."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return Path("/nonexistent")
+
+
 def shipped_folder() -> Path:
     """The profiles that come with the package: inside it when installed, beside it in a checkout."""
     package = Path(__file__).resolve().parent
@@ -80,7 +88,7 @@ def collect(
     process's unless given.
     """
     environ = os.environ if environ is None else environ
-    places = search_paths(environ, Path.home() if home is None else home)
+    places = search_paths(environ, home_folder() if home is None else home)
     located: list[Located] = []
     notes: list[str] = []
     if named is not None and not heuristics_only:

@@ -51,6 +51,12 @@ class Setup:
     trace: tuple[str, ...]
     shape: ModuleShape
 
+    def place_of(self, entry: PlanEntry) -> str:
+        """File and key path of one of ``entries``."""
+        assert self.resolution is not None
+        assert self.resolution.profile is not None
+        return f"{self.resolution.path}: plans[{self.resolution.profile.plans.index(entry)}]"
+
     def announce(self) -> None:
         """Which profile serves, said once a process: INFO for a profile, WARNING for the bare heuristic."""
         tier = self.resolution.tier if self.resolution else "heuristic"

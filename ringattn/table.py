@@ -8,7 +8,7 @@ choice, then its runners-up, then the heuristic; the first that the constraint f
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 
 from .errors import PlanError
@@ -220,11 +220,13 @@ def build_table(
     wishes: Wishes = NO_WISHES,
     auto_dtype: bool = False,
     strict: bool = False,
+    place_of: Callable[[PlanEntry], str] | None = None,
 ) -> PlanTable:
     """Every row for ``shape``. ``entries`` are those of the profile that match it.
 
     ``strict``: a profile named by the user must run; PlanError when an entry's own choice cannot. Without it a
     choice that cannot run gives way to the next and to the heuristic. PlanError too when *no* row can run.
+    ``place_of`` says where an entry is written, for that error.
     """
     table = PlanTable(shape, (), entries, policy, facts, conditions, wishes, auto_dtype)
     rows: list[Row] = []
@@ -236,8 +238,10 @@ def build_table(
                 if strict and (row.note or row.origin.startswith("heuristic")) and wishes == NO_WISHES:
                     narrower = f"it computes in less than {dtype}, which only dtype='auto' may"
                     why = row.note or str(row.refusal or narrower)
+                    workload = shape.workload(bucket, dtype, mode == "train")
+                    place = f"{place_of(table._entry(bucket, workload))}: " if place_of else ""
                     raise PlanError(
-                        f"the profile's plan for {shape.workload(bucket, dtype, mode == 'train')} cannot run here",
+                        f"{place}the profile's plan for {workload} cannot run here",
                         {"plan": (why,)},
                         "Probe this machine again, or use profile='auto'",
                     )

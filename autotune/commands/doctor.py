@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import click
@@ -49,10 +48,10 @@ def search_path_contents() -> list[dict[str, object]]:
     """Every place that profiles are looked for, in order, with the files there and whether each can be read."""
     from ringattn.errors import ProfileError
     from ringattn.profile_io import load_profile
-    from ringattn.resolve import search_paths
+    from ringattn.profile_paths import home_folder, search_paths
 
     places: list[dict[str, object]] = []
-    for origin, place in search_paths(os.environ, Path.home()):
+    for origin, place in search_paths(os.environ, home_folder()):
         try:
             files = (
                 [place] if place.is_file() else sorted(p for p in place.glob("*.y*ml") if p.suffix in (".yaml", ".yml"))

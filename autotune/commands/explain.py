@@ -63,7 +63,7 @@ def explain(profile: Path | None, as_json: bool, **asked: Any) -> None:
     pattern = Pattern.of(asked["segment_lengths"], asked["dilation_rates"])
     shape = ModuleShape(heads, kv_heads, asked["head_dim"], asked["causal"], pattern)
     setup = set_up("auto" if profile is None else profile, asked["device"], shape)
-    table = build_table(shape, setup.entries, setup.policy, setup.facts, strict=setup.named)
+    table = build_table(shape, setup.entries, setup.policy, setup.facts, strict=setup.named, place_of=setup.place_of)
     dtype = asked["dtype"] or ("fp32" if setup.facts.vendor == "cpu" else "bf16")
     workload = shape.workload(asked["seq_len"], dtype, asked["mode"] == "train", asked["batch_size"])
     explanation = explain_workload(workload, setup, table)

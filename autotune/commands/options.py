@@ -65,7 +65,7 @@ device_option = click.option(
     help="cpu, cuda, cuda:N or N.  [default: the current CUDA device, else cpu]",
 )
 
-profile_argument = click.argument("profile", required=False, type=click.Path(path_type=Path))
+profile_argument = click.argument("profile", required=False, type=click.Path(path_type=Path, readable=False))
 
 
 def shape_options(heads: int | None = None, head_dim: int | None = None) -> Callable[[Command], Command]:

@@ -152,6 +152,8 @@ def check_writable(output: Path) -> None:
         )
     if output.is_dir():
         raise ProbeFailure(f"{output}: is a folder; --output names a file")
+    if output.exists() and not output.is_file():
+        raise ProbeFailure(f"{output}: is not a regular file; choose another --output")
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".ringtune-"):
             pass

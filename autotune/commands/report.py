@@ -62,6 +62,9 @@ def write_page(page: str, target: Path, source: Path) -> None:
         raise ProbeFailure(f"{target}: is a folder; --output names a file")
     if not target.parent.is_dir():
         raise ProbeFailure(f"{target}: the folder {target.parent} does not exist; make it or choose another --output")
+    if target.exists() and not target.is_file():  # a device or pipe, which the page would replace
+        raise ProbeFailure(f"{target}: is not a regular file; name another one, or use --output - for stdout")
+    target = target.resolve()  # through a symbolic link, which stays one
     temporary = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.tmp")
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)

@@ -29,7 +29,7 @@ class Verdict:
 
 
 @click.command(short_help="Check profiles, with --here on this machine.")
-@click.argument("profiles", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("profiles", nargs=-1, required=True, type=click.Path(path_type=Path, readable=False))
 @click.option("--here", is_flag=True, help="Also check that every plan can run on this machine.")
 @device_option
 @json_option

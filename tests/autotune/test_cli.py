@@ -575,6 +575,41 @@ def test_report_never_overwrites_its_profile(gpu_file: Path, tmp_path: Path) -> 
     assert gpu_file.read_bytes() == content
 
 
+def test_report_never_replaces_a_pipe_or_device(gpu_file: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert "not a regular file" in one_line_error(ringtune("report", gpu_file, "--output", tmp_path / "pipe"), 1)
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_report_goes_through_a_symbolic_link(gpu_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "link.html").symlink_to("page.html")
+    assert ringtune("report", gpu_file, "--output", tmp_path / "link.html").exit_code == 0
+    assert (tmp_path / "link.html").is_symlink()
+    assert (tmp_path / "page.html").read_text("utf-8").startswith("<!DOCTYPE html>")
+
+
+def test_probe_refuses_a_pipe_before_it_measures(asked: list[ProbeRequest], tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert "not a regular file" in one_line_error(ringtune("probe", "--fresh", "--output", tmp_path / "pipe"), 1)
+    assert asked == []
+
+
+@pytest.mark.parametrize("command", ["show", "validate", "report", "explain", "verify"])
+def test_a_file_that_may_not_be_read_is_an_error_and_not_misuse(
+    command: str, gpu_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ordinary = Path.open
+
+    def refuse(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if path == gpu_file:
+            raise PermissionError(13, "Permission denied", str(path))
+        return ordinary(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # tests may run as root, who may read all
+    monkeypatch.setattr(Path, "open", refuse)
+    assert "cannot be read: Permission denied" in one_line_error(ringtune(command, gpu_file), 1)
+
+
 def test_report_writes_the_page(gpu_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert ringtune("report", gpu_file).stdout == "Report written: gpu.html\n"

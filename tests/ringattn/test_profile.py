@@ -552,6 +552,7 @@ def test_paths_that_are_no_profile(tmp_path: Path) -> None:
         with pytest.raises(ProfileError, match=message) as caught:
             load_profile(tmp_path / name)
         assert_one_line(caught.value, str(tmp_path / name))
+        assert str(caught.value).count(str(tmp_path)) == 1
     for path in (tmp_path / "none.yaml" / "p.yaml", "nul\0l.yaml", tmp_path / ("x" * 300)):
         with pytest.raises(ProfileError):
             load_profile(path)
@@ -663,6 +664,16 @@ def test_save_refuses_places_that_cannot_hold_a_file(tmp_path: Path) -> None:
     with pytest.raises(ProfileError, match="cannot be written"):
         save_profile(RICH, tmp_path / "file" / "p.yaml")
     assert (tmp_path / "file").read_bytes() == OLD
+
+
+def test_save_never_replaces_a_pipe_or_device(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    for name in ("pipe", "link"):
+        with pytest.raises(ProfileError, match="not a regular file"):
+            save_profile(RICH, tmp_path / name)
+    assert stat.S_ISFIFO((tmp_path / "pipe").lstat().st_mode)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "pipe"]
 
 
 def test_what_could_not_be_read_back_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

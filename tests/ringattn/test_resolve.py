@@ -406,6 +406,16 @@ def test_a_changed_file_is_read_again(tmp_path: Path, places: dict[str, str]) ->
         assert collect(environ=places, home=tmp_path)[0][0].profile == profile
 
 
+def test_a_user_without_a_home_is_served_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    located, notes = collect(environ={})
+    assert located
+    assert not notes
+
+
 def test_collect_reads_this_process_unless_told_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     save_profile(measured(H100), tmp_path / "ringtune" / "p.yaml")

@@ -355,8 +355,19 @@ def test_a_plan_that_cannot_run_here_raises_where_the_profile_was_named(
     if naming == "variable":
         monkeypatch.setenv("RINGTUNE_PROFILE", str(path))
     argument: Any = {"argument": path, "profile": profile, "variable": "auto"}[naming]
-    with pytest.raises(PlanError, match=r"^the profile's plan for infer dense full .* cannot run here: [^\n]*NVIDIA"):
+    file = "<profile argument>" if naming == "profile" else str(path)
+    with pytest.raises(
+        PlanError,
+        match=rf"^{file}: plans\[0\]: the profile's plan for infer dense full .* cannot run here: [^\n]*NVIDIA",
+    ):
         Case(64).module(profile=argument)
+
+
+def test_what_a_profile_says_cannot_break_the_line_of_an_error() -> None:
+    with pytest.raises(PlanError, match=r"cannot run here") as caught:
+        Case(64).module(profile=measured_here(small(64, "two\nlines \x1b[2J")))
+    assert str(caught.value).isprintable()
+    assert r"two\nlines \x1b[2J" in str(caught.value)
 
 
 @pytest.mark.parametrize("variable", [False, True])

@@ -31,7 +31,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from ringattn.workload import Tunables, Workload
 
 from .evaluator import Checked, Fault
-from .exit_codes import DeviceBusy
+from .exit_codes import DeviceBusy, ProbeFailure
 from .space import Assignment, Value, candidate_key, encode, from_key
 
 HEADER = "probe"
@@ -56,6 +56,17 @@ def _cut_to_whole_lines(path: Path) -> int:
     if keep < size:
         os.truncate(path, keep)
     return size - keep
+
+
+def _is_foreign(path: Path) -> bool:
+    """Whether the first whole line is no JSON: no record cut off while it was written, but somebody's file."""
+    with path.open("rb") as file:
+        first = file.readline(2**20)
+    try:
+        json.loads(first)
+    except ValueError:
+        return first.endswith(b"\n")
+    return False
 
 
 def _clear_optuna_locks(path: Path) -> list[str]:
@@ -89,11 +100,18 @@ class _JournalFile(JournalFileBackend):
         self._lines.close()
 
 
+def _check_regular(path: Path) -> None:
+    """ProbeFailure for a pipe, device or folder in a file's place: opening a pipe would wait forever."""
+    if path.exists() and not path.is_file():
+        raise ProbeFailure(f"{path}: is not a regular file; move it away or choose another --output")
+
+
 class _WriterLock:
     """An advisory lock on a file beside the journal; the kernel drops it when the process ends, however it ends."""
 
     def __init__(self, journal: Path) -> None:
         self._path = journal.with_name(journal.name + ".writer")
+        _check_regular(self._path)
         self._file = self._path.open("a+")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -386,17 +404,31 @@ class Store:
         self._header.set_user_attr("identity", self._identity)
 
     def _open_journal(self, path: Path, fresh: bool) -> JournalStorage:
+        _check_regular(path)
         cleared = _clear_optuna_locks(path)
         if cleared:
             self.notes.append(f"removed orphaned locks: {', '.join(cleared)}")
         if fresh:
             path.unlink(missing_ok=True)
+        if path.exists() and _is_foreign(path):
+            self._set_aside(path)
         if path.exists():
             dropped = _cut_to_whole_lines(path)
             if dropped:
                 self.notes.append(f"{path.name}: dropped {dropped} bytes of a half-written record")
         self._file = _JournalFile(path)
-        return JournalStorage(self._file)
+        try:
+            return JournalStorage(self._file)
+        except (LookupError, TypeError, ValueError, AssertionError, AttributeError):  # what Optuna ends with on it
+            self._file.close()
+            self._set_aside(path)
+            self._file = _JournalFile(path)
+            return JournalStorage(self._file)
+
+    def _set_aside(self, path: Path) -> None:
+        aside = path.with_name(path.name + ".unreadable")
+        path.replace(aside)
+        self.notes.append(f"{path.name}: holds no records of a probe; moved to {aside.name}, starting over")
 
     def _study(self, name: str, sampler: optuna.samplers.BaseSampler | None) -> Study:
         with _quiet_optuna():

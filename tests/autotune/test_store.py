@@ -17,7 +17,7 @@ from machines import invented, plan, workload
 from optuna.trial import TrialState
 
 from autotune.evaluator import Checked, Fault
-from autotune.exit_codes import DeviceBusy, ExitCode
+from autotune.exit_codes import DeviceBusy, ExitCode, ProbeFailure
 from autotune.space import build_space, candidate_key
 from autotune.store import StageRecord, Store, journal_path
 
@@ -139,6 +139,26 @@ def test_a_journal_cut_at_any_byte_opens_and_goes_on(tmp_path: Path) -> None:
             found = stage_of(store).find(QUICK)
             assert found is not None
             assert found.finished
+
+
+@pytest.mark.parametrize("content", ["my diary\n", "{}\n", "[1]\n", "1\n", '{"op_code": 99, "worker_id": "x"}\n'])
+def test_a_file_of_something_else_is_set_aside_whole(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "p.journal"
+    path.write_text(content)
+    with Store(path, identity="a") as store:
+        assert not store.resumed
+        assert any("p.journal.unreadable" in note for note in store.notes)
+        finish_one(stage_of(store))
+    assert (tmp_path / "p.journal.unreadable").read_text() == content
+    with Store(path, identity="a") as store:
+        assert store.resumed
+
+
+@pytest.mark.parametrize("name", ["p.journal", "p.journal.writer"])
+def test_a_pipe_in_the_place_of_the_journal_is_refused_and_not_waited_for(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ProbeFailure, match=f"{name}: is not a regular file"):
+        Store(tmp_path / "p.journal")
 
 
 def test_orphaned_locks_of_optuna_cost_no_time(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ringattn import __version__
-from ringattn.errors import DeviceError, PlanError
+from ringattn.errors import DeviceError, PlanError, ProfileError
 from ringattn.hardware import HardwareFacts, fingerprint_name
 from ringattn.profile import PlanEntry, Policy, Profile
 from ringattn.profile_io import dump_profile, load_profile, parse_profile, save_profile
@@ -153,7 +153,7 @@ def default_profile_path(edge: Edge) -> Path:
 # --- preparation -----------------------------------------------------------------------------------------------------
 
 
-def space_for(cell: Cell, edge: Edge, *, compiles: bool) -> Space:
+def space_for(cell: Cell, edge: Edge) -> Space:
     """The space around the default plan; raises PlanError when nothing can run the workload."""
     from ringattn.plan import heuristic_tunables
 
@@ -162,14 +162,14 @@ def space_for(cell: Cell, edge: Edge, *, compiles: bool) -> Space:
     if reasons:
         raise PlanError(f"cannot run {cell.workload}", {describe(default): reasons})
     dtypes = tuple(dict.fromkeys((*cell.main_dtypes, default.dtype, *cell.narrow_dtypes)))
-    return build_space(cell.workload, edge.machine, default, dtypes, compiles=compiles)
+    return build_space(cell.workload, edge.machine, default, dtypes)
 
 
 def _dry_run(request: ProbeRequest, observer: ProbeObserver, edge: Edge, cells: Sequence[Cell]) -> ProbeResult:
     """What a probe would do. The time of a call is unknown without measuring, so the estimate is the budget's split."""
     preset = EFFORTS[request.effort].with_budget(request.budget_s)
     rows, knobs = [], dict[str, dict[str, None]]()
-    spaces = [(cell, _space_or_refusal(cell, edge, preset)) for cell in cells]
+    spaces = [(cell, _space_or_refusal(cell, edge)) for cell in cells]
     sizes = [space.size() if isinstance(space, Space) else 0 for _, space in spaces]
     share = max(0.0, preset.budget_s - RESERVE_S) / max(1, sum(size > 0 for size in sizes))
     for (cell, space), size in zip(spaces, sizes, strict=True):
@@ -188,9 +188,9 @@ def _dry_run(request: ProbeRequest, observer: ProbeObserver, edge: Edge, cells: 
     return result
 
 
-def _space_or_refusal(cell: Cell, edge: Edge, preset: EffortPreset) -> Space | PlanError:
+def _space_or_refusal(cell: Cell, edge: Edge) -> Space | PlanError:
     try:
-        return space_for(cell, edge, compiles=preset.refine_anchors)
+        return space_for(cell, edge)
     except PlanError as error:
         return error
 
@@ -257,7 +257,7 @@ class _Probe:
         budget = Budget(self.preset.budget_s, self.edge.clock, reserve_s=RESERVE_S)
         old = self._old_profile()
         if old is not None:
-            verified = self._verify(old)
+            verified = self._verify(old) if self.request.resume else None
             if verified is not None:
                 return verified
         from .store import Store, journal_path
@@ -287,10 +287,19 @@ class _Probe:
     # --- what is there already ------------------------------------------------------------------------------------
 
     def _old_profile(self) -> Profile | None:
-        """A profile of this very machine and software at the output path; another one is going to be replaced."""
-        if not self.request.resume or not self.path.exists():
+        """A profile of this very machine and software at the output path, whose other rows stay; others are replaced.
+
+        A broken file is replaced by ``--fresh`` alone: nobody's file is overwritten unseen.
+        """
+        if not self.path.exists():
             return None
-        profile = load_profile(self.path)  # broken: one line, and nobody's file is overwritten unseen
+        try:
+            profile = load_profile(self.path)
+        except ProfileError as error:
+            if self.request.resume:
+                raise
+            self.observer.note(f"{error}; it will be replaced")
+            return None
         if profile.source != "measured" or not same_machine(profile, self.edge.facts):
             self.observer.note(f"{self.path.name}: of another machine or other software; it will be replaced")
             return None
@@ -301,7 +310,11 @@ class _Probe:
         from .verifying import verify_cells
 
         wanted = {cell.workload for cell in self.cells}
-        recorded = [entry for entry in old.plans if entry.workload in wanted and entry.choice is not None]
+        recorded = [
+            entry
+            for entry in old.plans
+            if entry.workload in wanted and entry.choice is not None and entry.choice.evidence is not None
+        ]
         if len(recorded) < len(wanted):
             return None
         self.observer.note(f"{self.path.name}: of this machine already; verifying instead of searching")
@@ -384,7 +397,7 @@ class _Probe:
         from .cell import CellContext
         from .search import CellSearch
 
-        space = _space_or_refusal(cell, self.edge, self.preset)
+        space = _space_or_refusal(cell, self.edge)
         if isinstance(space, PlanError):
             self.entries[cell.workload] = PlanEntry(cell.workload, refusal=str(space))
             self.reports[cell.workload] = CellReport(cell.workload, "refused", note=str(space))
@@ -527,6 +540,7 @@ class _Probe:
             f"{report.workload}: {report.note}" for report in self.reports.values() if report.status == "inconclusive"
         )
         if len(inconclusive) == len(self.reports):
+            store.remember("finished", True)  # the next run must measure anew, not read the same numbers again
             raise Inconclusive(f"no cell could be measured; {inconclusive[0]}")
         self.notes.extend(getattr(evaluator, "blind_spots", ()))
         # A row without a plan makes the runtime refuse: only what nothing can run may be one.

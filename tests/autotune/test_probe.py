@@ -247,7 +247,7 @@ def test_new_cells_join_the_rows_that_are_there(machine: Machine, tmp_path: Path
     probe(request_for(path, seq_lens=(4096,)), Watching(), machine.edge)
     assert {entry.workload.seq_len for entry in load_profile(path).plans} == {512, 4096}
     probe(request_for(path, seq_lens=(2048,), resume=False), Watching(), machine.edge)
-    assert {entry.workload.seq_len for entry in load_profile(path).plans} == {2048}
+    assert {entry.workload.seq_len for entry in load_profile(path).plans} == {512, 2048, 4096}
 
 
 def test_other_software_replaces_the_profile(machine: Machine, tmp_path: Path) -> None:
@@ -266,6 +266,10 @@ def test_a_broken_file_at_the_output_is_not_overwritten_unseen(machine: Machine,
     with pytest.raises(ProfileError, match=r"m\.yaml"):
         probe(request_for(path), Watching(), machine.edge)
     assert path.read_text() == "schema: ["
+    observer = Watching()
+    probe(request_for(path, resume=False), observer, machine.edge)
+    assert any("it will be replaced" in note for note in observer.notes)
+    assert load_profile(path).plans
 
 
 # --- interrupted -----------------------------------------------------------------------------------------------------
@@ -386,6 +390,9 @@ def test_when_every_cell_is_inconclusive_nothing_is_written(tmp_path: Path) -> N
         probe(request_for(tmp_path / "m.yaml"), Watching(), machine.edge)
     assert caught.value.exit_code == ExitCode.INCONCLUSIVE
     assert not (tmp_path / "m.yaml").exists()
+    quiet = Machine(tmp_path)
+    probe(request_for(tmp_path / "m.yaml"), Watching(), quiet.edge)  # the same command measures anew
+    assert len(load_profile(tmp_path / "m.yaml").plans) == 8
 
 
 def test_too_small_a_budget_says_which_cells_were_not_measured(tmp_path: Path) -> None:

@@ -52,8 +52,9 @@ $(VENV)/.ringtune-ready-dev: pyproject.toml constraints.txt | $(VENV)/bin/pip
 	@$(PIP_INSTALL) --no-build-isolation --editable '.[dev]'
 	@touch $(VENV)/.ringtune-ready $@
 
+# 6 is no failure of make's: cells that could not be measured keep their default, and the command has said which.
 probe: $(READY)
-	@$(RUN) -m autotune probe $(PROBE_ARGS)
+	@$(RUN) -m autotune probe $(PROBE_ARGS) || [ $$? -eq 6 ]
 
 test: $(READY_DEV)
 	@$(RUN) -m pytest $(PYTEST_ARGS)

@@ -25,6 +25,8 @@ parser.add_argument("--head-dim", type=int, default=128 if on_gpu else 64)
 parser.add_argument("--segments", type=integers, help="segment lengths, such as 512,1024,2048")
 parser.add_argument("--rates", type=integers, help="dilation rates, such as 1,2,4")
 args = parser.parse_args()
+if (args.segments is None) != (args.rates is None):
+    parser.error("--segments and --rates go together")
 
 device = "cuda" if on_gpu else "cpu"
 dtype = torch.bfloat16 if on_gpu else torch.float32

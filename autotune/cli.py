@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
@@ -35,7 +36,8 @@ def _fail(message: str, code: ExitCode, as_json: bool) -> click.exceptions.Exit:
     message = plain(message)
     click.echo(f"Error: {message}", err=True)
     if as_json:
-        click.echo(json.dumps({"error": message, "exit_code": int(code)}))
+        with contextlib.suppress(OSError):  # stdout may be what is full; the line above has said so
+            click.echo(json.dumps({"error": message, "exit_code": int(code)}))
     return click.exceptions.Exit(code)
 
 

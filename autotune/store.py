@@ -91,10 +91,20 @@ class _JournalFile(JournalFileBackend):
         self._lines = path.open("ab", buffering=0)
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
-        self._lines.write("".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs).encode())
+        with self._naming_the_file():
+            self._lines.write("".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs).encode())
 
     def sync(self) -> None:
-        os.fsync(self._lines.fileno())
+        with self._naming_the_file():
+            os.fsync(self._lines.fileno())
+
+    @contextlib.contextmanager
+    def _naming_the_file(self) -> Iterator[None]:
+        """A full disk is reported without a name."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self._lines.name) from error
 
     def close(self) -> None:
         self._lines.close()

@@ -610,6 +610,16 @@ def test_a_file_that_may_not_be_read_is_an_error_and_not_misuse(
     assert "cannot be read: Permission denied" in one_line_error(ringtune(command, gpu_file), 1)
 
 
+def test_a_full_stdout_is_one_line_with_json_too(gpu_file: Path) -> None:
+    for arguments in (["show", str(gpu_file), "--json"], ["show", "missing.yaml", "--json"]):
+        with Path("/dev/full").open("w") as full:
+            ended = subprocess.run(
+                [sys.executable, "-m", "autotune", *arguments], stdout=full, stderr=subprocess.PIPE, text=True
+            )
+        assert ended.returncode == 1
+        assert len(ended.stderr.splitlines()) == 1, ended.stderr
+
+
 def test_report_writes_the_page(gpu_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert ringtune("report", gpu_file).stdout == "Report written: gpu.html\n"

@@ -16,10 +16,11 @@ import pytest
 from machines import invented, plan, workload
 from optuna.trial import TrialState
 
+from autotune.cli import exit_code_of
 from autotune.evaluator import Checked, Fault
 from autotune.exit_codes import DeviceBusy, ExitCode, ProbeFailure
 from autotune.space import build_space, candidate_key
-from autotune.store import StageRecord, Store, journal_path
+from autotune.store import StageRecord, Store, _JournalFile, journal_path
 
 CELL = workload()
 SPACE = build_space(CELL, invented(), plan(CELL), ("bf16",))
@@ -159,6 +160,13 @@ def test_a_pipe_in_the_place_of_the_journal_is_refused_and_not_waited_for(tmp_pa
     os.mkfifo(tmp_path / name)
     with pytest.raises(ProbeFailure, match=f"{name}: is not a regular file"):
         Store(tmp_path / "p.journal")
+
+
+def test_a_full_disk_is_told_with_the_name_of_the_journal(tmp_path: Path) -> None:
+    full = _JournalFile(Path("/dev/full"))
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'") as caught:
+        full.append_logs([{"op_code": 0}])
+    assert exit_code_of(caught.value) == ExitCode.ERROR
 
 
 def test_orphaned_locks_of_optuna_cost_no_time(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ class EffortPreset:
     brute_force_plans: int  # valid spaces up to this size are raced whole
     explore_plans: int  # asks of TPE in stage 3, at most
     refine_anchors: bool
+    compile_finalists: bool
 
     def with_budget(self, budget_s: float | None) -> EffortPreset:
         return self if budget_s is None else replace(self, budget_s=budget_s)
@@ -41,9 +42,11 @@ EFFORTS: Mapping[str, EffortPreset] = MappingProxyType(
     {
         preset.name: preset
         for preset in (
-            EffortPreset("quick", 50.0, 1, 8, 6, 12, 10.0, 8, 24, 0, refine_anchors=False),
-            EffortPreset("standard", 170.0, 2, 12, 8, 24, 10.0, 8, 48, 120, refine_anchors=True),
-            EffortPreset("full", 1800.0, 3, 24, 20, 60, 20.0, 8, 128, 600, refine_anchors=True),
+            EffortPreset("quick", 50.0, 1, 8, 6, 12, 10.0, 8, 24, 0, refine_anchors=False, compile_finalists=False),
+            EffortPreset(
+                "standard", 170.0, 2, 12, 8, 24, 10.0, 8, 48, 120, refine_anchors=True, compile_finalists=False
+            ),
+            EffortPreset("full", 1800.0, 3, 24, 20, 60, 20.0, 8, 128, 600, refine_anchors=True, compile_finalists=True),
         )
     }
 )

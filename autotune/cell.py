@@ -25,6 +25,7 @@ from .store import Entry, StageRecord, Store
 CellState = Literal["tuned", "default", "refused", "inconclusive"]
 
 CALLS_BEFORE_HANG = 15  # a call may take this many times the default's before it counts as hung
+COMPILING = ("compile", "final")  # stages whose plans may be compiled ones
 UNKNOWN_SIGMA = 0.05  # noise assumed before any was seen
 
 
@@ -177,8 +178,9 @@ class CellContext:
         sampler: optuna.samplers.BaseSampler | None = None
         if stage == "explore":
             sampler = optuna.samplers.TPESampler(seed=self.settings.seed, n_startup_trials=8)
-        name = stage + self.compared_with
-        return self.store.stage(self.cell, name, self.space.knobs if knobs is None else knobs, sampler)
+        if knobs is None:
+            knobs = {**self.space.knobs, "compile": (False, True)} if stage in COMPILING else self.space.knobs
+        return self.store.stage(self.cell, stage + self.compared_with, knobs, sampler)
 
     def arena(
         self, stage: str, record: StageRecord, default: Tunables | None = None, timeout_s: float | None = None

@@ -8,6 +8,7 @@ goes on as it would have.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from ringattn.workload import Tunables
 
@@ -130,6 +131,11 @@ class CellSearch:
             climb(context, leader, number, searching.part(CLIMB_SHARE))
         if preset.explore_plans:
             explore(context, searching)
+        if preset.compile_finalists:
+            best = context.best_plan()
+            compiled = replace(best, compile=True)
+            if context.space.valid(compiled):
+                race_plans(context, "compile", [best, compiled], keep=2, deadline=searching)
         return final(context, deadline)
 
 

@@ -44,7 +44,6 @@ class Machine:
     reasons: Callable[[Workload, Tunables], tuple[str, ...]]
     identity: Callable[[Workload, Tunables], Hashable]
     params: Callable[[Workload, str, str], Mapping[str, tuple[ParamValue, ...]]] = lambda workload, kernel, dtype: {}
-    compiles: bool = False  # whether this machine can compile at all (a GPU with triton, a CPU with a compiler)
 
 
 def machine_of(facts: HardwareFacts) -> Machine:
@@ -65,7 +64,6 @@ def machine_of(facts: HardwareFacts) -> Machine:
         reasons=lambda workload, plan: rejection_reasons(workload, plan, facts),
         identity=_identity,
         params=params,
-        compiles=True,  # where it cannot, the constraint function or the trial says so
     )
 
 
@@ -143,12 +141,9 @@ def _window_values(workload: Workload) -> tuple[Value, ...]:
     return (None, *(widest * n for n in WINDOW_MULTIPLES if widest * n < workload.seq_len))
 
 
-def knobs_of(
-    workload: Workload, machine: Machine, dtypes: tuple[str, ...], *, compiles: bool = False
-) -> dict[str, tuple[Value, ...]]:
+def knobs_of(workload: Workload, machine: Machine, dtypes: tuple[str, ...]) -> dict[str, tuple[Value, ...]]:
     """Every knob of a workload with its values, the plainest first; knobs with one value are left out of nothing."""
     dilated = any(branch.rate > 1 for branch in workload.pattern.branches)
-    merged = len(workload.pattern.branches) > 1
     knobs: dict[str, tuple[Value, ...]] = {"dtype": dtypes}
     for index, branch in enumerate(workload.pattern.resolved(workload.seq_len)):
         knobs[f"forward.{index}"] = machine.kernels
@@ -160,7 +155,7 @@ def knobs_of(
     knobs["pattern_cache"] = (True, False) if dilated else (True,)
     knobs["pool_threshold_mib"] = POOL_THRESHOLDS_MIB
     knobs["pool_strategy"] = ("shape", "bucket")
-    knobs["compile"] = (False, True) if compiles and merged and machine.compiles else (False,)
+    knobs["compile"] = (False,)  # tried on finalists only: it costs seconds a plan
     for kernel in machine.kernels:
         for dtype in dtypes:
             for name, values in machine.params(workload, kernel, dtype).items():
@@ -281,11 +276,9 @@ def _uniform_plans(
         yield f"{kernels} {dtype}", plan
 
 
-def build_space(
-    workload: Workload, machine: Machine, default: Tunables, dtypes: tuple[str, ...], *, compiles: bool = False
-) -> Space:
+def build_space(workload: Workload, machine: Machine, default: Tunables, dtypes: tuple[str, ...]) -> Space:
     """The space of ``workload`` for these compute dtypes, around ``default`` (which must be able to run)."""
-    knobs = knobs_of(workload, machine, dtypes, compiles=compiles)
+    knobs = knobs_of(workload, machine, dtypes)
     space = Space(workload, machine, default, knobs, (), ())
     assert space.valid(default), f"the default plan cannot run: {machine.reasons(workload, default)}"
     rejected, plans = [], [default]

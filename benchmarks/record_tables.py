@@ -137,7 +137,7 @@ def main() -> None:
     tables = []
     try:
         for cell in chosen:
-            space = restricted(space_for(cell, edge, compiles=False))
+            space = restricted(space_for(cell, edge))
             tables.append(record(space, evaluator, options.seed))
             save_tables(tables, options.output, machine=edge.facts.device_name, software=dict(edge.facts.software))
     finally:

@@ -465,3 +465,15 @@ def test_the_front_holds_what_nothing_beats_in_both() -> None:
     points = [(0.0, 100), (0.1, 50), (0.2, 60), (0.3, 20), (0.05, 99.9)]
     front = pareto_front([candidate(QUICK, t, peak=round(m * MIB)) for t, m in points])
     assert [(c.gain.median, c.peak_bytes // MIB) for c in front] == [(0.0, 100), (0.1, 50), (0.3, 20)]
+
+
+# --- compiling -------------------------------------------------------------------------------------------------------
+
+
+def test_only_a_full_probe_compiles_and_only_its_best_plan() -> None:
+    truth = lambda _, t: -0.3 if t.compile else 0.0  # noqa: E731
+    for effort, compiled in (("standard", False), ("full", True)):
+        trial = Setting(DENSE, truth, plan(DENSE), effort=effort, budget_s=60).run()
+        assert trial.result.choice is not None
+        assert trial.result.choice.tunables.compile is compiled
+        assert sum(tunables.compile for tunables in trial.context.ledger.checked) == int(compiled)

@@ -35,6 +35,11 @@ class Fault:
     kind: FailureKind
     message: str
 
+    @property
+    def from_outside(self) -> bool:
+        """Whether the machine may be to blame: it was too slow to answer, or somebody killed the worker."""
+        return self.kind == "timeout" or (self.kind == "crash" and "SIGKILL" in self.message)
+
 
 @dataclass(frozen=True, slots=True)
 class Checked:

@@ -21,6 +21,9 @@ from .race import PATIENCE, DefaultBroken
 from .stages import explore, race_plans
 
 CLIMB_SHARE = 0.85  # of what is left then, for each climb in turn; one that is at its top gives the rest back
+# A forward and a backward kernel together take about what each adds alone, so most pairs need no look: in a race
+# those near to the best by their parts, which a climb can still leave; more where everything else is decided.
+RACE_REACH, BRUTE_REACH = 1.25, 1.6
 RACE_SHARE = 0.5  # of the time for searching that stage 1 may take
 DEFAULT_PATIENCE = 4.0  # times what another plan is given to answer: a cell without its default is lost
 
@@ -56,7 +59,7 @@ class CellSearch:
             if known is None:
                 return Fault("timeout", "no time was left to check its default")
             fault = known
-            if fault.kind == "timeout":  # says nothing of the plan on a busy machine: math would be worse
+            if fault.from_outside:  # no verdict on the plan: math would be far worse
                 return fault
         return fault
 
@@ -111,7 +114,7 @@ class CellSearch:
                 fault = broken.fault
                 if attempt or self.settle(deadline) is not None:
                     break
-        if fault.kind == "timeout":
+        if fault.from_outside:
             return context.inconclusive(f"the default did not end in time: {fault.message}")
         return context.result("refused", f"the default fails: {fault.kind}, {fault.message}")
 
@@ -121,12 +124,14 @@ class CellSearch:
         everything = context.space.all_plans(preset.brute_force_plans)
         if everything is not None:
             wanted = [plan for plan in everything if plan not in left_out]
-            race_plans(context, "brute", wanted, keep=FINALISTS, deadline=searching)
+            race_plans(context, "brute", wanted, keep=FINALISTS, deadline=searching, reach=BRUTE_REACH)
             return final(context, deadline)
         usable = [plan for plan in seeds if context.space.valid(plan)]
         kernels = [plan for plan in context.space.kernel_plans if plan not in left_out]
         plans = list(dict.fromkeys([context.default, *usable, *kernels]))
-        leaders = race_plans(context, "race", plans, keep=preset.survivors, deadline=searching.part(RACE_SHARE))
+        leaders = race_plans(
+            context, "race", plans, keep=preset.survivors, deadline=searching.part(RACE_SHARE), reach=RACE_REACH
+        )
         for number, leader in enumerate(leaders[: preset.survivors]):
             climb(context, leader, number, searching.part(CLIMB_SHARE))
         if preset.explore_plans:
@@ -135,7 +140,7 @@ class CellSearch:
             best = context.best_plan()
             compiled = replace(best, compile=True)
             if context.space.valid(compiled):
-                race_plans(context, "compile", [best, compiled], keep=2, deadline=searching)
+                race_plans(context, "compile", [best, compiled], keep=2, deadline=searching, reach=BRUTE_REACH)
         return final(context, deadline)
 
 

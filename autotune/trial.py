@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from .benchmark import BenchSettings
 
 START_TIMEOUT_S = 120.0  # importing torch from a cold disk, making a CUDA context
-REFERENCE_TIMEOUT_S = 300.0  # float64 rows of a very long cell; no candidate runs then
 STOP_TIMEOUT_S = 5.0
 _TAIL_BYTES = 2000
 
@@ -47,8 +46,12 @@ class _Died(Exception):
 class WorkerEvaluator:
     """Answers the Evaluator protocol from one device."""
 
-    def __init__(self, settings: BenchSettings, *, bench: str = REAL_BENCH) -> None:
-        """``bench`` is ``module:class`` of what the worker runs; tests put faulty ones there."""
+    def __init__(self, settings: BenchSettings, *, bench: str = REAL_BENCH, reference_timeout_s: float = 300.0) -> None:
+        """``bench`` is ``module:class`` of what the worker runs; tests put faulty ones there.
+
+        ``reference_timeout_s`` is for the float64 rows of a long cell, during which no candidate runs.
+        """
+        self._reference_timeout_s = reference_timeout_s
         self._settings = settings
         self._bench = bench
         self._process: subprocess.Popen[bytes] | None = None
@@ -124,7 +127,7 @@ class WorkerEvaluator:
             while True:
                 message = self._receive(limit)
                 if message.kind == "phase":
-                    limit = REFERENCE_TIMEOUT_S if message.value == "reference" else timeout_s
+                    limit = self._reference_timeout_s if message.value == "reference" else timeout_s
                 elif message.kind == "done":
                     if isinstance(message.value, Fault) and message.value.kind == "crash":
                         self._kill()  # a sticky error: its process cannot be used again

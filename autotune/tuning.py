@@ -113,7 +113,8 @@ def _worker_evaluator(facts: HardwareFacts, request: ProbeRequest, preset: Effor
             ragged_lengths=preset.ragged_lengths,
             train_too=not request.modes or "train" in request.modes,
             varied_lengths=request.varied_lengths,
-        )
+        ),
+        reference_timeout_s=preset.budget_s,
     )
 
 
@@ -386,7 +387,7 @@ class _Probe:
             fault = search.settle(budget.deadline(max(0.0, budget.available_s() - 0.5 * self.preset.budget_s)))
             if fault is None:
                 searches[cell.workload] = search
-            elif fault.kind == "timeout":  # too little time is no verdict on any plan
+            elif fault.from_outside:  # no verdict on any plan
                 self._finish(store, search.context.inconclusive(fault.message), 0.0)
             else:
                 refused = search.context.result("refused", f"no plan could be run and proven: {fault.message}")

@@ -414,8 +414,9 @@ class RingAttention(nn.Module):
             if x.dim() != 4:
                 raise InputError(f"{name} has shape {tuple(x.shape)}; it must be (batch, sequence, heads, head_dim)")
             if x.shape[2] != heads or x.shape[3] != s.head_dim:
+                argument = "num_heads" if name == "q" else "num_kv_heads"
                 raise InputError(
-                    f"{name} has shape {tuple(x.shape)}; the module has {heads} heads there and head_dim {s.head_dim}, "
+                    f"{name} has shape {tuple(x.shape)}; the module has {argument} {heads} and head_dim {s.head_dim}, "
                     f"so it must be (batch, sequence, {heads}, {s.head_dim})"
                 )
             if x.device != self.device:

@@ -66,8 +66,8 @@ class Setup:
         elif self.resolution is not None:  # None: the heuristic was asked for
             say_once(
                 logging.WARNING,
-                f"{self.facts.device_name}: no plan was measured for this workload, using the "
-                "heuristic; `ringtune probe` measures one",
+                f"{self.facts.device_name}: no plan was measured for this workload, using the heuristic; "
+                f"`ringtune probe {probe_options(self.shape)}` measures one",
             )
 
     def dropout_reasons(self) -> Mapping[str, tuple[str, ...]]:
@@ -78,6 +78,19 @@ class Setup:
         )
         reasons = {name: kernel.unsupported_reasons(need, self.facts) for name, kernel in KERNELS.items()}
         return {name: why for name, why in reasons.items() if why}
+
+
+def probe_options(shape: ModuleShape) -> str:
+    """What to tell `ringtune probe` so that it measures this module's workload."""
+    options = [f"--heads {shape.heads}", f"--head-dim {shape.head_dim}"]
+    if shape.kv_heads != shape.heads:
+        options.insert(1, f"--kv-heads {shape.kv_heads}")
+    options.append("--causal" if shape.causal else "--no-causal")
+    if not shape.pattern.dense:
+        segments = ",".join(str(branch.segment) for branch in shape.pattern.branches)
+        rates = ",".join(str(branch.rate) for branch in shape.pattern.branches)
+        options += [f"--segment-lengths {segments}", f"--dilation-rates {rates}"]
+    return " ".join(options)
 
 
 def set_up(profile: Any, device: Any, shape: ModuleShape) -> Setup:

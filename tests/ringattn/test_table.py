@@ -395,6 +395,7 @@ def test_a_module_without_matching_plans_uses_the_heuristic_and_says_so_once(sai
     assert len(messages) == 1
     assert messages[0][0] == "WARNING"
     assert "no plan was measured for this workload, using the heuristic" in messages[0][1]
+    assert "`ringtune probe --heads 2 " in messages[0][1]
 
 
 def test_the_tier_is_said_once_at_info(said: pytest.LogCaptureFixture) -> None:

@@ -30,7 +30,7 @@ def report(profile: Path | None, output: Path | None, device: str | None, as_jso
     machine resolves unless given.
 
     \b
-        ringtune report profiles/nvidia-h100-sxm-80g.yaml --output h100.html
+        ringtune report this-machine.yaml --output this-machine.html
     """
     from ringattn.profile_io import load_profile
 

@@ -21,7 +21,7 @@ def show(profile: Path | None, device: str | None, as_json: bool) -> None:
 
     \b
         ringtune show
-        ringtune show profiles/nvidia-h100-sxm-80g.yaml
+        ringtune show this-machine.yaml
     """
     from ringattn.profile_io import load_profile
 

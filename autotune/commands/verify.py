@@ -56,9 +56,12 @@ def verify(
         for cell in result.cells:
             state = "stale" if cell.stale else "holds"
             click.echo(f"{state}  {cell.workload}" + (f"  ({cell.note})" if cell.note else ""))
-        verdict = (
-            f"{plural(len(result.stale), 'winner')} no longer winning" if result.stale else "every winner still wins"
-        )
+        if not result.cells:
+            verdict = "nothing could be judged"
+        elif result.stale:
+            verdict = f"{plural(len(result.stale), 'winner')} no longer winning"
+        else:
+            verdict = "every winner still wins"
         click.echo(f"{path}: {verdict} ({plural(len(result.cells), 'cell')}, {format_duration(result.elapsed_s)})")
     for line in result.stale:
         warn(f"stale: {line}")

@@ -829,6 +829,17 @@ def test_verify(
     assert document["stale"] == list(stale)
 
 
+def test_a_verify_that_judged_nothing_does_not_say_that_winners_win(
+    monkeypatch: pytest.MonkeyPatch, gpu_file: Path
+) -> None:
+    nothing = VerifyResult((), (), 4.0, ("train dense: no time was left",))
+    monkeypatch.setattr(autotune.probe, "verify_profile", lambda path, request, observer: nothing)
+    result = ringtune("verify", gpu_file)
+    assert result.exit_code == ExitCode.INCONCLUSIVE
+    assert "nothing could be judged" in result.stdout
+    assert "wins" not in result.stdout
+
+
 def test_heuristics_have_nothing_to_show_but_their_policy(tmp_path: Path) -> None:
     path = tmp_path / "h.yaml"
     save_profile(heuristic_profile(), path)

@@ -62,6 +62,7 @@ class CellResult:
     runners_up: tuple[Measured, ...] = ()
     auto: Measured | None = None
     front: tuple[Measured, ...] = ()
+    singles: tuple[Measured, ...] = ()  # of each kernel used alone in both directions, its fastest plan
     failures: dict[Tunables, Fault] = field(default_factory=dict)
     rejected: tuple[tuple[str, tuple[str, ...]], ...] = ()
     trials: int = 0
@@ -245,6 +246,19 @@ class CellContext:
         checked, proven = self.checked(candidate.tunables), self.ledger.proven.get(candidate.tunables)
         first_ms = proven.first_call_ms if isinstance(proven, Proven) else checked.cold_ms
         return Measured(candidate.tunables, checked, candidate.gain, median_ms, first_ms)
+
+    def singles(self, default_ms: float) -> tuple[Measured, ...]:
+        """The fastest plan of each kernel that was timed alone, in both directions and every branch."""
+        best: dict[str, Tunables] = {}
+        timed = [plan for plan, gain in self.estimates.items() if math.isfinite(gain.half_width)]  # more than once
+        for plan in self.ranked(plan for plan in timed if self.is_main(plan)):
+            kernels = {name for branch in plan.branches for name in (branch.forward, branch.backward) if name}
+            if len(kernels) == 1:
+                best.setdefault(kernels.pop(), plan)
+        return tuple(
+            self.measured(self.candidate(plan, self.estimates[plan]), default_ms * self.estimates[plan].ratio)
+            for plan in best.values()
+        )
 
     def result(self, state: CellState, note: str = "") -> CellResult:
         """A result with everything but its choices."""

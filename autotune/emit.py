@@ -57,6 +57,7 @@ def entry_of(result: CellResult) -> PlanEntry:
         auto=choice_of(result.auto) if result.auto is not None else None,
         front=tuple(choice_of(m) for m in result.front) if len(result.front) > 1 else (),
         default=choice_of(result.default) if result.default is not None else None,
+        singles=tuple(choice_of(m) for m in result.singles if m.tunables != result.choice.tunables),
         failures=tuple(failures[:FAILURES_KEPT]),
     )
 

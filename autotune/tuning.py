@@ -443,6 +443,8 @@ class _Probe:
             seeds=self._seeds(cell),
             left_out=skip_hopeless(context, neighbour, HOPELESS_FACTOR),
         )
+        if result.choice is not None and result.default is not None:
+            result.singles = context.singles(result.default.median_ms)
         taken = self.edge.clock.now() - began
         self._current = None
         self.progress.finish(cell, taken)

@@ -46,6 +46,7 @@ RESULT = CellResult(
     runners_up=(measured(QUICK, 0.0),),
     auto=measured(replace(SWIFT, dtype="fp16"), -0.5),
     front=(measured(SWIFT, -0.2), measured(QUICK, 0.0)),
+    singles=(measured(SWIFT, -0.2), measured(MATH, 2.0)),
     failures={MATH: Fault("oom", "CUDA out of memory")},
     rejected=(("swift fp32", ("no fp32",)),),
     trials=17,
@@ -74,6 +75,7 @@ def test_a_row_carries_the_choice_its_evidence_and_every_failure() -> None:
     assert (evidence.ratio_low, evidence.ratio_high) == (round(math.exp(-0.21), 4), round(math.exp(-0.18), 4))
     assert (evidence.median_ms, evidence.peak_bytes, evidence.error) == (4.5, 3 * MIB, 2e-3)
     assert (evidence.first_call_ms, evidence.host_us, evidence.blocks) == (70.0, 25.0, 9)
+    assert [choice.tunables for choice in entry.singles] == [MATH]  # the winner is one of them already
     assert entry.auto is not None
     assert entry.auto.tunables.dtype == "fp16"
     assert [(f.candidate, f.kind, f.message) for f in entry.failures] == [

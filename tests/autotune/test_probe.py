@@ -130,6 +130,18 @@ def test_a_probe_writes_what_is_fastest_at_each_length(machine: Machine, tmp_pat
     assert {report.status for report in result.cells} == {"tuned", "default"}
 
 
+def test_each_kernel_used_alone_is_in_the_profile(machine: Machine, tmp_path: Path) -> None:
+    path = tmp_path / "machine.yaml"
+    probe(request_for(path), Watching(), machine.edge)
+    for entry in load_profile(path).plans:
+        assert entry.choice is not None
+        alone = [entry.choice.tunables, *(single.tunables for single in entry.singles)]
+        kernels = [{name for b in plan.branches for name in (b.forward, b.backward) if name} for plan in alone]
+        assert {"flash-cpu"} in kernels
+        assert all(len(names) == 1 for names in kernels[1:])
+        assert all(single.evidence is not None for single in entry.singles)
+
+
 def test_nothing_in_a_profile_says_where_it_was_made(machine: Machine, tmp_path: Path) -> None:
     probe(request_for(tmp_path / "machine.yaml"), Watching(), machine.edge)
     assert str(tmp_path) not in (tmp_path / "machine.yaml").read_text()

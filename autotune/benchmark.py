@@ -114,6 +114,8 @@ class DeviceBench:
             torch.cuda.set_device(self.device)
         self._watch = Watch(str(torch.cuda.get_device_properties(self.device).uuid) if self._cuda else None)
         self._timer = _CudaTimer(self.device, settings.facts) if self._cuda else _HostTimer()
+        if self._cuda:
+            _wake(self.device)
         self._references = _References(settings, self.device)
         self._runners: OrderedDict[tuple[Workload, Tunables], Runner] = OrderedDict()
         self._inputs: tuple[Workload, numerics.Inputs] | None = None
@@ -201,7 +203,7 @@ class DeviceBench:
     def sample(self, workload: Workload, tunables: Tunables) -> Sample:
         """One repetition: the median call of as many as make the sample long enough against the timer's noise."""
         runner = self._runner(workload, tunables)
-        repeats = math.ceil(self.settings.sample_target_ms / max(runner.call_ms, 1e-3))
+        repeats = math.ceil(self.settings.sample_target_ms / (runner.call_ms + self._timer.overhead_ms))
         readings = self._timer.time(runner.call, min(max(1, repeats), MOST_REPEATS))
         if len(readings) > 2:
             del readings[0]  # it paid for whatever the candidate before it left in the caches of the host
@@ -369,6 +371,14 @@ def _results(module: RingAttention, inputs: numerics.Inputs, train: bool) -> tup
     return out.detach(), lse, grads
 
 
+def _wake(device: torch.device) -> None:
+    """Make the context and load the libraries of matrix products: no candidate's first call pays for them."""
+    for dtype in (torch.float64, torch.float32, torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16):
+        square = torch.ones(64, 64, dtype=dtype, device=device)
+        torch.mm(square, square)
+    torch.cuda.synchronize(device)
+
+
 def _cpu_peak_bytes(calls: Callable[[], object]) -> int:
     """The largest sum of live allocations during ``calls``, from the profiler's record of every one of them."""
     from torch.profiler import ProfilerActivity, profile
@@ -397,6 +407,8 @@ class Reading:
 class _HostTimer:
     """Wall-clock of a call that is over when it returns."""
 
+    overhead_ms = 1e-3
+
     def time(self, call: Callable[[], None], repeats: int) -> list[Reading]:
         readings = []
         for _ in range(repeats):
@@ -414,10 +426,11 @@ class _CudaTimer:
     and the host's. The flush gives the host a head start, which hides launch gaps a real model hides too.
     """
 
+    overhead_ms = 0.06  # of the flush
+
     def __init__(self, device: torch.device, facts: HardwareFacts) -> None:
         self._device = device
-        flush_bytes = max(64, 4 * facts.l2_mib) * 2**20
-        self._flush = torch.empty(flush_bytes, dtype=torch.int8, device=device)
+        self._flush = torch.empty(max(64, 2 * facts.l2_mib) * 2**20, dtype=torch.int8, device=device)
 
     def time(self, call: Callable[[], None], repeats: int) -> list[Reading]:
         def event() -> torch.cuda.Event:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from ringattn.workload import Tunables
 
+from . import statistics
 from .budget import Deadline
 from .cell import CellContext, CellResult, Measured
 from .choose import NOISY_SIGMA, TIE, Candidate, choose, distance, pareto_front
@@ -18,16 +19,19 @@ from .statistics import Interval
 FINALISTS = 4  # the default among them
 FRONT_KEPT = 4
 RUNNERS_UP = 2
+FINAL_WIDTH = 0.015  # half-width (log-ratio) that the re-timing should reach, where the preset's maximum allows
 CONTENDER = math.log(1.15)  # a plan this much slower than the best is no finalist
 WIDE = 0.10  # a possible gain (log-ratio) that a kept default must be able to exclude
-REFUSED_SIGMA = 0.25  # noise of one paired log-ratio from which no verdict is given
+REFUSED_SIGMA = 0.5  # noise of one paired log-ratio from which no verdict is given
 AT_PAR = Interval(0.0, 0.0, 0.0, 2)
 
 
 def reserve_s(context: CellContext) -> float:
     """Seconds that the final needs: re-timing, and proving what will be written."""
-    blocks = (FINALISTS + 1) * context.preset.final_min_blocks * context.sample_s()
-    return 1.2 * blocks + context.prove_s()
+    preset = context.preset
+    blocks = statistics.blocks_needed(context.sigma(), FINAL_WIDTH)
+    blocks = min(max(blocks, preset.final_min_blocks), preset.final_max_blocks)
+    return 1.2 * (FINALISTS + 1) * blocks * context.sample_s() + context.prove_s()
 
 
 def final(context: CellContext, deadline: Deadline) -> CellResult:

@@ -32,6 +32,7 @@ HOPELESS = 0.10  # chance of being faster below which a move is not timed again
 PROMISING = 0.75  # chance of being faster from which a move is tried further
 WORTH_TRYING = 0.003  # log-ratio: smaller gains are not worth a block
 MOVE_GATE = math.log(1.3)  # a single move this much slower than where it came from is dropped after one block
+LEAST_APART = 0.02  # noise (log-ratio) below which two readings of the default are never called too far apart
 POLISHES = 3  # rounds of the median polish
 LEAN_BLOCKS = 3  # repetitions of a slower plan that needs less memory
 FINAL_PRECISION = 0.008  # half-width of the interval at which the final stops early
@@ -236,7 +237,7 @@ class Arena:
         repeated = logs[0] - logs[1] if len(logs) == 2 else None
         if repeated is not None:
             self.ledger.repeated_default.append(repeated)
-        default_log = sum(logs) / len(logs)
+        default_log = self._settled(logs)
         self.record.begin_block(number, math.exp(default_log), repeated)
         for entry in entries:
             if entry.tunables == self.default:
@@ -244,6 +245,15 @@ class Arena:
             elif entry.tunables in times:
                 self.record.report(entry, number, math.log(times[entry.tunables][0]) - default_log)
         return True
+
+    def _settled(self, logs: Sequence[float]) -> float:
+        """One log time out of the default's readings: their mean, or the faster where they are too far apart.
+
+        What disturbs a reading makes it slower, and a slow default makes everything else in its block look fast.
+        """
+        sigma = self.ledger.noise_sigma()
+        apart = max(logs) - min(logs)
+        return min(logs) if apart > 3 * max(sigma, LEAST_APART) else sum(logs) / len(logs)
 
     def _accepts(self, block: Block, took_s: float) -> bool:
         """Whether a disturbed block counts: not while there is time to repeat it."""
@@ -271,8 +281,8 @@ class Arena:
     # --- numbers ------------------------------------------------------------------------------------------------
 
     def interval(self, entry: Entry) -> Interval:
-        """log(t / t_default) of the entry."""
-        return statistics.interval_of(list(entry.log_ratios.values()), seed=self.seed)
+        """log(t / t_default) of the entry, misreadings of the default taken out."""
+        return statistics.interval_of(self.polished()[entry], seed=self.seed)
 
     def polished(self) -> dict[Entry, list[float]]:
         """log(t / t_default) of every timed entry, with the misreadings of the default taken out of each block.
@@ -291,6 +301,11 @@ class Arena:
                 offsets[block] = float(np.median(votes))
             medians = {e: float(np.median([r - offsets[b] for b, r in e.log_ratios.items()])) for e in timed}
         return {entry: [ratio - offsets[b] for b, ratio in entry.log_ratios.items()] for entry in timed}
+
+    def first_gate(self) -> float:
+        """The log-ratio beyond which one repetition is enough to drop a candidate; wider where one says little."""
+        sigma = self.ledger.noise_sigma()
+        return max(FIRST_GATE, 4 * sigma) if math.isfinite(sigma) else FIRST_GATE
 
     def median(self, entry: Entry) -> float:
         return float(np.median(list(entry.log_ratios.values()))) if entry.log_ratios else math.inf
@@ -376,7 +391,7 @@ def _eliminate(arena: Arena, alive: list[Entry], keep: int, margin: float) -> li
     kept: list[Entry] = []
     for entry in standing:
         slower_by = arena.median(entry) - arena.median(leader)
-        if entry.log_ratios and slower_by > FIRST_GATE:
+        if entry.log_ratios and slower_by > arena.first_gate():
             arena.leave(entry, "more than twice as slow as the best")
         elif len(kept) >= keep and arena.surely_slower(entry, leader, margin):
             arena.leave(entry, "surely slower than the best")

@@ -118,9 +118,12 @@ class CellSearch:
             return context.inconclusive(f"the default did not end in time: {fault.message}")
         return context.result("refused", f"the default fails: {fault.kind}, {fault.message}")
 
+    def _until_final(self, deadline: Deadline) -> Deadline:
+        return deadline.earlier_by(min(reserve_s(self.context), 0.5 * deadline.remaining_s()))
+
     def _search(self, deadline: Deadline, seeds: Sequence[Tunables], left_out: Mapping[Tunables, str]) -> CellResult:
         context, preset = self.context, self.context.preset
-        searching = deadline.earlier_by(min(reserve_s(context), 0.5 * deadline.remaining_s()))
+        searching = self._until_final(deadline)
         everything = context.space.all_plans(preset.brute_force_plans)
         if everything is not None:
             wanted = [plan for plan in everything if plan not in left_out]
@@ -132,6 +135,7 @@ class CellSearch:
         leaders = race_plans(
             context, "race", plans, keep=preset.survivors, deadline=searching.part(RACE_SHARE), reach=RACE_REACH
         )
+        searching = self._until_final(deadline)  # the race has shown how noisy this cell is
         for number, leader in enumerate(leaders[: preset.survivors]):
             climb(context, leader, number, searching.part(CLIMB_SHARE))
         if preset.explore_plans:

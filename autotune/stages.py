@@ -16,7 +16,7 @@ from ringattn.workload import Tunables
 from .budget import Deadline
 from .cell import CellContext
 from .evaluator import Checked, Fault
-from .race import DISMISSED, PROMISING, WORTH_TRYING, Arena, race, screen
+from .race import PROMISING, WORTH_TRYING, Arena, race, screen
 from .space import Value, candidate_key, decode, encode, from_key
 from .store import Entry, StageRecord
 
@@ -27,15 +27,18 @@ BATCH = 4  # plans asked of TPE at a time; one block serves them all
 
 
 def race_plans(
-    context: CellContext, stage: str, plans: Sequence[Tunables], *, keep: int, deadline: Deadline
+    context: CellContext, stage: str, plans: Sequence[Tunables], *, keep: int, deadline: Deadline, reach: float
 ) -> list[Tunables]:
-    """Successive elimination; main and narrower dtypes race each to their own leader. Returns the main ones left."""
+    """Successive elimination; main and narrower dtypes race each to their own leader. Returns the main ones left.
+
+    Plans whose parts add up to more than ``reach`` times the best are left out.
+    """
     context.listener.stage(context.cell, stage)
     record = context.record(stage)
     arena = context.arena(stage, record)
     standing = record.noted("standing")
     if standing is None:
-        entries = _admit_within_reach(context, arena, plans, deadline)
+        entries = _admit_within_reach(context, arena, plans, deadline, reach)
         groups = (
             ([entry for entry in entries if context.is_main(entry.tunables)], keep),
             ([entry for entry in entries if not context.is_main(entry.tunables)], 1),
@@ -53,7 +56,7 @@ def race_plans(
 
 
 def _admit_within_reach(
-    context: CellContext, arena: Arena, plans: Sequence[Tunables], deadline: Deadline
+    context: CellContext, arena: Arena, plans: Sequence[Tunables], deadline: Deadline, reach: float
 ) -> list[Entry]:
     """Check the plans nearest to the default first, and leave out those that their parts say are far too slow.
 
@@ -72,7 +75,7 @@ def _admit_within_reach(
         rivals = [e.tunables for e in known if context.is_main(e.tunables) == context.is_main(plan)]
         rivals_ms = [calls_ms[changes[rival]] for rival in rivals]
         predicted_ms, best_ms = _sum_of_parts(changes[plan], calls_ms), min(rivals_ms, default=math.inf)
-        if predicted_ms is not None and predicted_ms > DISMISSED * best_ms:
+        if predicted_ms is not None and predicted_ms > reach * best_ms:
             left_out[candidate_key(plan)] = f"its parts add up to {predicted_ms / best_ms:.1f} times the best"
         else:
             entries += arena.admit([plan], deadline)

@@ -42,7 +42,7 @@ BAD_TENSORS = {
     "rank 5": ({"q": torch.zeros(1, 2, 8, 4, 16)}, r"q has shape \(1, 2, 8, 4, 16\); it must be"),
     "a number": ({"q": torch.tensor(1.0)}, r"q has shape \(\); it must be"),
     "heads first": ({"q": torch.zeros(2, 4, 8, 16)}, r"q has shape \(2, 4, 8, 16\); the module has num_heads 4 and"),
-    "heads of q for k": ({"k": torch.zeros(2, 8, 4, 16)}, r"k has shape \(2, 8, 4, 16\); the module has num_kv_heads 2 "),
+    "heads of q for k": ({"k": torch.zeros(2, 8, 4, 16)}, r"k has shape \(2, 8, 4, 16\); .* has num_kv_heads 2"),
     "head_dim": ({"v": torch.zeros(2, 8, 2, 8)}, r"v has .*head_dim 16, so it must be \(batch, sequence, 2, 16\)"),
     "device": ({"k": torch.zeros(2, 8, 2, 16, device="meta")}, "k is on meta, the module's plans are for cpu; move it"),
     "all on another device": (

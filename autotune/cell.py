@@ -181,7 +181,8 @@ class CellContext:
             sampler = optuna.samplers.TPESampler(seed=self.settings.seed, n_startup_trials=8)
         if knobs is None:
             knobs = {**self.space.knobs, "compile": (False, True)} if stage in COMPILING else self.space.knobs
-        return self.store.stage(self.cell, stage + self.compared_with, knobs, sampler)
+        base = None if sampler is not None else self.default
+        return self.store.stage(self.cell, stage + self.compared_with, knobs, sampler, base)
 
     def arena(
         self, stage: str, record: StageRecord, default: Tunables | None = None, timeout_s: float | None = None

@@ -129,7 +129,7 @@ class CellSearch:
             wanted = [plan for plan in everything if plan not in left_out]
             race_plans(context, "brute", wanted, keep=FINALISTS, deadline=searching, reach=BRUTE_REACH)
             return final(context, deadline)
-        usable = [plan for plan in seeds if context.space.valid(plan)]
+        usable = [plan for plan in seeds if context.space.holds(plan)]
         kernels = [plan for plan in context.space.kernel_plans if plan not in left_out]
         plans = list(dict.fromkeys([context.default, *usable, *kernels]))
         leaders = race_plans(

@@ -188,6 +188,12 @@ class Space:
     rejected: tuple[tuple[str, tuple[str, ...]], ...]  # uniform plans that cannot run, by name, and why
     _identities: dict[Tunables, Hashable] = field(default_factory=dict, compare=False, repr=False)
 
+    def holds(self, tunables: Tunables) -> bool:
+        """Whether every value of the plan is one of its knob here, and it can run."""
+        there = encode(self.workload, tunables)
+        known = all(there.get(name, values[0]) in values for name, values in self.knobs.items())
+        return known and self.valid(tunables)
+
     def valid(self, tunables: Tunables) -> bool:
         return self.identity(tunables) is not None
 

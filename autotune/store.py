@@ -37,14 +37,22 @@ from .space import Assignment, Value, candidate_key, encode, from_key
 HEADER = "probe"
 RUNS = "runs"  # the constraint every trial has: above 0 where the candidate gave no number
 _BLOCK = "default_ms:"
+_TAIL_BYTES = 2**20
 _OPTUNA_LOCK_SUFFIXES = (".lock", ".rename")
 
 
 def _cut_to_whole_lines(path: Path) -> int:
-    """Drops a half-written tail, and everything from the first line that is no JSON; returns the bytes dropped."""
+    """Drops a half-written tail, and what follows the first line in it that is no JSON; returns the bytes dropped.
+
+    Only the end of an appended file can be damaged by a process or a machine that stopped.
+    """
     size = path.stat().st_size
     keep = 0
     with path.open("rb") as journal:
+        if size > _TAIL_BYTES:
+            journal.seek(size - _TAIL_BYTES)
+            journal.readline()  # the rest of a line
+            keep = journal.tell()
         for line in journal:
             if not line.endswith(b"\n"):
                 break
@@ -179,10 +187,17 @@ class StageRecord:
 
     Constraints: ``runs`` is above 0 for a candidate that gave no number (told PRUNED, with its kind), ``memory``
     and ``error`` above 0 for one over a limit (told COMPLETE: its time is as true as any other).
+
+    With a ``base`` plan the parameters of a trial are what its candidate changes of it. A sampler needs all of them.
     """
 
     def __init__(
-        self, study: Study, workload: Workload, knobs: Mapping[str, tuple[Value, ...]], sync: Callable[[], None]
+        self,
+        study: Study,
+        workload: Workload,
+        knobs: Mapping[str, tuple[Value, ...]],
+        sync: Callable[[], None],
+        base: Tunables | None,
     ) -> None:
         self.study = study
         self._sync = sync
@@ -191,6 +206,7 @@ class StageRecord:
         self._distributions: dict[str, BaseDistribution] = {
             name: CategoricalDistribution(values) for name, values in knobs.items()
         }
+        self._base = {} if base is None else encode(workload, base)
         self._entries: dict[str, Entry] = {}
         self.default_ms: dict[int, float] = {}  # by block
         self.repeated_default: list[float] = []  # log of one of two readings over the other
@@ -241,8 +257,9 @@ class StageRecord:
             return self._entries[key]
         params = self._params(tunables)
         assert params is not None, f"a plan outside its own space: {key}"
-        self.study.enqueue_trial(params, user_attrs={"candidate": key})
-        trial = self.study.ask(self._distributions)
+        changed = {name: value for name, value in params.items() if name not in self._base or self._base[name] != value}
+        self.study.enqueue_trial(changed, user_attrs={"candidate": key})
+        trial = self.study.ask({name: self._distributions[name] for name in changed})
         return self._add(key, Entry(tunables, trial, trial.number))
 
     def _params(self, tunables: Tunables) -> Assignment | None:
@@ -452,10 +469,14 @@ class Store:
         stage: str,
         knobs: Mapping[str, tuple[Value, ...]],
         sampler: optuna.samplers.BaseSampler | None = None,
+        base: Tunables | None = None,
     ) -> StageRecord:
-        """The study of one stage of one cell, with everything an earlier run recorded in it."""
+        """The study of one stage of one cell, with everything an earlier run recorded in it.
+
+        ``base``: see StageRecord. Most of a journal, and of the time to open it, would be unchanged parameters.
+        """
         study = self._study(f"{workload} | {stage}", sampler or optuna.samplers.RandomSampler(seed=0))
-        return StageRecord(study, workload, knobs, self._sync)
+        return StageRecord(study, workload, knobs, self._sync, base)
 
     def remember(self, name: str, value: Any) -> None:
         """A fact of the whole probe (JSON), such as a cell that is done."""

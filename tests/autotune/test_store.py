@@ -104,6 +104,22 @@ def test_a_plan_is_one_trial_of_a_stage(tmp_path: Path) -> None:
         assert set(params) == set(SPACE.knobs)
 
 
+def test_beside_a_base_only_what_changes_is_written(tmp_path: Path) -> None:
+    with Store(tmp_path / "p.journal") as store:
+        record = store.stage(CELL, "race", SPACE.knobs, base=QUICK)
+        record.open(QUICK)
+        record.open(SWIFT)
+        assert [trial.params for trial in record.study.trials] == [
+            {},
+            {f"{side}.{n}": "swift" for n in range(3) for side in ("forward", "backward")},
+        ]
+    with Store(tmp_path / "p.journal") as store:
+        assert {entry.tunables for entry in store.stage(CELL, "race", SPACE.knobs, base=QUICK).entries()} == {
+            QUICK,
+            SWIFT,
+        }
+
+
 @pytest.mark.parametrize("tail", [b'{"op_code": 5, "wor', b"\x00\x00\x00", b'{"op_code": 9}garbage\n', b"\n{"])
 def test_a_half_written_tail_is_cut(tmp_path: Path, tail: bytes) -> None:
     path = tmp_path / "p.journal"

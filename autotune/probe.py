@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from ringattn.workload import Mode, Tunables, Workload
 
 if TYPE_CHECKING:
-    from ringattn.profile import PlanEntry, Profile
+    from ringattn.profile import Profile
 
 Effort = Literal["quick", "standard", "full"]
 Precision = Literal["auto", "bf16", "fp16", "tf32", "fp32"]
@@ -190,8 +190,3 @@ def verify_profile(path: Path, request: ProbeRequest, observer: ProbeObserver | 
     from .tuning import verify
 
     return verify(path, request, observer or SilentObserver())
-
-
-def entry_of(profile: Profile, workload: Workload) -> PlanEntry | None:
-    """The entry measured for exactly this workload, or None."""
-    return next((entry for entry in profile.plans if entry.workload == workload), None)

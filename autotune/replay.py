@@ -21,7 +21,7 @@ import numpy as np
 from ringattn.profile_io import load_profile
 from ringattn.workload import Branch, Pattern, Tunables, Workload
 
-from .evaluator import Block, Checked, Evaluator, Fault, Proven, Sample
+from .evaluator import Block, Checked, Fault, Proven, Sample
 from .space import Machine, Space, Value, candidate_key, encode, from_key
 
 TABLE_SCHEMA = 1
@@ -322,8 +322,3 @@ class SyntheticMachine:
     def row(self, workload: Workload, plan: Tunables) -> Row:
         ms = self.base_ms * math.exp(self.log_ratio(plan))
         return Row(plan, (ms,), Checked(ms, 1e-3, 2**20, ms, 30.0))
-
-
-def close_all(evaluators: Iterable[Evaluator]) -> None:
-    for evaluator in evaluators:
-        evaluator.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,14 +84,6 @@ def paired_differences(candidate: Mapping[int, float], other: Mapping[int, float
     return [candidate[block] - other[block] for block in sorted(candidate.keys() & other.keys())]
 
 
-def robust_sigma(values: Iterable[float]) -> float:
-    """A standard deviation that up to half of the values cannot spoil (median absolute deviation)."""
-    array = np.asarray(list(values), dtype=np.float64)
-    if array.size < 2:
-        return math.inf
-    return float(_MAD_TO_SIGMA * np.median(np.abs(array - np.median(array))))
-
-
 def noise_floor(repeated_log_ratios: Sequence[float]) -> float:
     """The standard deviation of one paired log-ratio when a plan is timed against itself.
 
@@ -102,15 +94,6 @@ def noise_floor(repeated_log_ratios: Sequence[float]) -> float:
     if array.size < 2:
         return math.inf
     return float(_MAD_TO_SIGMA * np.median(array))
-
-
-def trend(values: Sequence[float]) -> float:
-    """Relative change from the first to the second half of ``values`` (medians): the drift a warm-up must outlast."""
-    if len(values) < 4:
-        return math.inf
-    half = len(values) // 2
-    first, second = float(np.median(values[:half])), float(np.median(values[half:]))
-    return math.log(second / first)
 
 
 def blocks_needed(sigma: float, half_width: float) -> int:

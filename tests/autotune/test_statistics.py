@@ -70,19 +70,8 @@ def test_paired_differences_use_common_blocks_only_so_that_drift_cancels() -> No
     assert statistics.paired_differences(one, other) == pytest.approx([-0.05] * 7)
 
 
-def test_trend_sees_a_warm_up_and_not_noise() -> None:
-    assert statistics.trend([2.0, 1.8, 1.0, 1.0]) == pytest.approx(math.log(1.0 / 1.9))
-    assert abs(statistics.trend([1.0, 1.01, 0.99, 1.0])) < 0.02
-    assert statistics.trend([1.0, 1.0]) == math.inf
-
-
 def test_blocks_needed_grows_with_the_square_of_noise_over_precision() -> None:
     few, many = statistics.blocks_needed(0.01, 0.01), statistics.blocks_needed(0.02, 0.01)
     assert few >= 2
     assert many / few == pytest.approx(4, rel=0.2)
     assert statistics.blocks_needed(math.inf, 0.01) == 2
-
-
-def test_robust_sigma_ignores_a_minority() -> None:
-    assert statistics.robust_sigma([*drawn(30, 0.02), 5.0, 6.0]) < 0.03
-    assert statistics.robust_sigma([1.0]) == math.inf

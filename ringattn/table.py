@@ -172,6 +172,7 @@ class PlanTable:
         elif self.wishes.dtype is None:
             listed = [choice for choice in listed if choice.tunables.dtype in not_narrower(workload.dtype)]
         else:
+            listed += [entry.auto] if entry.auto is not None else []
             listed = [choice for choice in listed if choice.tunables.dtype == self.wishes.dtype]
         return [Choice(as_wished(c.tunables, self.wishes, workload.train), c.evidence) for c in listed]
 

@@ -183,7 +183,7 @@ def test_only_auto_computes_in_less_than_the_inputs() -> None:
         for arguments in ({}, {"auto_dtype": True}, {"wishes": Wishes(dtype="bf16")})
     )
     assert [row.plan.tunables.dtype for row in (plain, auto, narrow) if row.plan] == ["fp32", "bf16", "bf16"]
-    assert (plain.origin, auto.origin, narrow.origin) == ("profile", "profile", "heuristic + user")
+    assert (plain.origin, auto.origin, narrow.origin) == ("profile", "profile", "profile + user")
     assert kernels_of(auto) == ("cudnn", "cudnn")
 
 

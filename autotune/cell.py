@@ -64,7 +64,6 @@ class CellResult:
     front: tuple[Measured, ...] = ()
     singles: tuple[Measured, ...] = ()  # of each kernel used alone in both directions, its fastest plan
     failures: dict[Tunables, Fault] = field(default_factory=dict)
-    rejected: tuple[tuple[str, tuple[str, ...]], ...] = ()
     trials: int = 0
     noise_sigma: float = math.inf
     note: str = ""
@@ -267,7 +266,6 @@ class CellContext:
             self.cell,
             state,
             failures=self.ledger.failures(),
-            rejected=self.space.rejected,
             trials=self.trials,
             noise_sigma=self.ledger.noise_sigma(),
             note="; ".join(filter(None, (self.note, note))),

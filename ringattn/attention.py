@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from .ring_context import RingContext
     from .ring_program import RingProgram
 
-logger = logging.getLogger("ringattn")
-
 # Shapes whose runner is remembered; a program that meets more forgets them all and looks them up again.
 _MOST_SHAPES = 4096
 

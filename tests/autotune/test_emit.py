@@ -48,7 +48,6 @@ RESULT = CellResult(
     front=(measured(SWIFT, -0.2), measured(QUICK, 0.0)),
     singles=(measured(SWIFT, -0.2), measured(MATH, 2.0)),
     failures={MATH: Fault("oom", "CUDA out of memory")},
-    rejected=(("swift fp32", ("no fp32",)),),
     trials=17,
     note="noisy",
 )

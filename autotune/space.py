@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from ringattn.fused_steps import FUSED_PARAMS, FUSED_STEPS, steps_not_taken
 from ringattn.workload import BranchTunables, ParamValue, Tunables, Workload
 
 if TYPE_CHECKING:
@@ -37,19 +38,21 @@ class Machine:
     """What a space has to know of a machine: its kernels, what they refuse, and which plans are the same.
 
     ``reasons`` is the one constraint function; ``identity`` maps a plan that can run to something equal for plans
-    with equal steps; ``params`` gives a kernel's tunable parameters for a workload and compute dtype.
+    with equal steps; ``params`` gives a kernel's tunable parameters for a workload and compute dtype. ``fuses`` says
+    whether the steps between kernels are GPU kernels with parameters of their own.
     """
 
     kernels: tuple[str, ...]
     reasons: Callable[[Workload, Tunables], tuple[str, ...]]
     identity: Callable[[Workload, Tunables], Hashable]
     params: Callable[[Workload, str, str], Mapping[str, tuple[ParamValue, ...]]] = lambda workload, kernel, dtype: {}
+    fuses: Callable[[str], bool] = lambda dtype: False
 
 
 def machine_of(facts: HardwareFacts) -> Machine:
     """The real machine: ``ringattn.plan`` bound to its facts."""
     from ringattn.kernels import KERNELS
-    from ringattn.plan import kernel_need, rejection_reasons
+    from ringattn.plan import fuses, kernel_need, rejection_reasons
 
     def params(workload: Workload, kernel: str, dtype: str) -> Mapping[str, tuple[ParamValue, ...]]:
         needs = [
@@ -64,6 +67,7 @@ def machine_of(facts: HardwareFacts) -> Machine:
         reasons=lambda workload, plan: rejection_reasons(workload, plan, facts),
         identity=_identity,
         params=params,
+        fuses=lambda dtype: fuses(facts, dtype),
     )
 
 
@@ -115,6 +119,7 @@ def decode(workload: Workload, assignment: Mapping[str, Value]) -> Tunables:
         backward = str(assignment[f"backward.{index}"]) if workload.train else ""
         branches.append(BranchTunables(str(assignment[f"forward.{index}"]), backward, gather))
     used = {b.forward for b in branches} | {b.backward for b in branches}
+    used |= set(FUSED_STEPS) - set(steps_not_taken(workload, branches))
     params = {
         name.removeprefix("param:"): value
         for name, value in assignment.items()
@@ -161,6 +166,10 @@ def knobs_of(workload: Workload, machine: Machine, dtypes: tuple[str, ...]) -> d
             for name, values in machine.params(workload, kernel, dtype).items():
                 # The first value is the kernel's own choice, which a plan says by saying nothing.
                 knobs.setdefault(f"param:{kernel}.{name}", (None, *values[1:]))
+    if dilated and any(map(machine.fuses, dtypes)):
+        for name, blocks in FUSED_PARAMS.items():
+            if name != "sum.block" or workload.train:
+                knobs[f"param:{name}"] = (None, *blocks)
     return knobs
 
 
@@ -312,10 +321,11 @@ def _within_reach(
         for name, value in encode(workload, plan).items():
             taken.setdefault(name, {})[value] = None
     kernels = {str(value) for name in taken if name.startswith(("forward.", "backward.")) for value in taken[name]}
+    parts = kernels.union(FUSED_STEPS)
     reached: dict[str, tuple[Value, ...]] = {}
     for name, values in knobs.items():
         if name == "dtype" or name.startswith(("forward.", "backward.")):
             reached[name] = tuple(value for value in values if value in taken[name])
-        elif not name.startswith("param:") or name.removeprefix("param:").rsplit(".", 1)[0] in kernels:
+        elif not name.startswith("param:") or name.removeprefix("param:").rsplit(".", 1)[0] in parts:
             reached[name] = tuple(dict.fromkeys((*values, *taken.get(name, ()))))
     return reached

@@ -11,6 +11,7 @@ from typing import Literal
 
 from .block_kernel import KernelNeed
 from .errors import PlanError
+from .fused_steps import FUSED_PARAMS, FUSED_STEPS, steps_not_taken
 from .hardware import HardwareFacts
 from .kernels import KERNELS
 from .pattern import nests
@@ -33,12 +34,6 @@ class Conditions:
 
 
 ORDINARY = Conditions()
-
-# Parameters of the fused steps between kernels: how many rows one program handles. Without one the step takes what
-# suits the head dim.
-FUSED_BLOCKS = (16, 32, 64, 128)
-FUSED_PARAMS = {"merge.block": FUSED_BLOCKS, "gather.block": FUSED_BLOCKS, "sum.block": FUSED_BLOCKS}
-FUSED_STEPS = {name.partition(".")[0] for name in FUSED_PARAMS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,12 +238,11 @@ def _fused_param_reasons(
 ) -> list[str]:
     if not fuses(facts, tunables.dtype):
         return [f"parameter {name}: the steps between kernels are not fused here"]
-    if workload.pattern.dense:
-        return [f"parameter {name}: a dense plan has no steps between kernels"]
     if name not in FUSED_PARAMS:
         return [f"parameter {name}: no step between kernels has it; there are {', '.join(FUSED_PARAMS)}"]
-    if name == "sum.block" and not workload.train:
-        return [f"parameter {name}: only training sums gradients"]
+    not_taken = steps_not_taken(workload, tunables.branches).get(name.partition(".")[0])
+    if not_taken:
+        return [f"parameter {name}: {not_taken}"]
     if isinstance(value, bool) or value not in FUSED_PARAMS[name]:
         return [f"{name}={value!r}: use one of {', '.join(map(str, FUSED_PARAMS[name]))}"]
     return []

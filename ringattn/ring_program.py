@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .block_kernel import BoundKernel, KernelConfig
 from .comm import Comm, CommError, Pending
+from .fused_steps import FUSED_STEPS
 from .head_exchange import HeadExchange
 from .kernels import KERNELS
 from .lane_rows import merge_block
@@ -267,6 +268,6 @@ def _local_program(plan: Plan, local: tuple[int, ...], scale: float) -> Program 
     some = replace(
         tunables,
         branches=tuple(tunables.branches[n] for n in local),
-        params=tuple(p for p in tunables.params if p[0].rpartition(".")[0] in names | {"merge", "gather", "sum"}),
+        params=tuple(p for p in tunables.params if p[0].rpartition(".")[0] in names.union(FUSED_STEPS)),
     )
     return Program(replace(plan, workload=replace(plan.workload, pattern=some_pattern), tunables=some), scale)

@@ -12,8 +12,9 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 
 from .errors import PlanError
+from .fused_steps import FUSED_STEPS
 from .hardware import HardwareFacts
-from .plan import FUSED_STEPS, NO_WISHES, ORDINARY, Conditions, Plan, Wishes, build_plan, heuristic_tunables
+from .plan import NO_WISHES, ORDINARY, Conditions, Plan, Wishes, build_plan, heuristic_tunables
 from .profile import Choice, PlanEntry, Policy
 from .workload import INPUT_DTYPES, Mode, Pattern, Tunables, Workload, describe, nearest_bucket, not_narrower
 

@@ -23,7 +23,7 @@ from autotune.space import (
 )
 from ringattn.hardware import HardwareFacts
 from ringattn.plan import rejection_reasons
-from ringattn.workload import BranchTunables, Pattern, Tunables, Workload
+from ringattn.workload import BranchTunables, Mode, Pattern, Tunables, Workload
 
 CPU = HardwareFacts("cpu", "Invented", "invented", "x86_64", 4, 16384, 32, threads=4)
 H100 = HardwareFacts("nvidia", "H100", "h100-sxm", "sm_90", 132, 81559, 50, packages=("triton",))
@@ -178,3 +178,28 @@ def test_a_dense_plan_has_no_knobs_that_do_nothing_for_it() -> None:
     space = build_space(cell, machine_of(CPU), default, ("fp32",))
     assert {plan.branches[0].forward for plan in space.all_plans() or ()} == {"flash-cpu", "math"}
     assert space.size() == 2
+
+
+@pytest.mark.parametrize(
+    ("mode", "pattern", "steps"),
+    [
+        ("train", LONGNET, {"merge", "gather", "sum"}),
+        ("infer", LONGNET, {"merge"}),  # nothing is copied by default, so nothing is gathered
+        ("train", Pattern(), set()),
+    ],
+)
+def test_blocks_of_the_fused_steps_are_tried_where_the_step_is_taken(
+    mode: Mode, pattern: Pattern, steps: set[str]
+) -> None:
+    cell = workload(4096, mode=mode, pattern=pattern, dtype="bf16")
+    backward = "cudnn" if mode == "train" else ""
+    default = Tunables("bf16", tuple(BranchTunables("cudnn", backward) for _ in pattern.resolved(4096)))
+    space = build_space(cell, machine_of(H100), default, ("bf16",))
+    moves = [move for move in space.neighbours(default) if move.knob.endswith(".block")]
+    assert {move.knob for move in moves} == {f"param:{step}.block" for step in steps}
+    assert all(rejection_reasons(cell, move.tunables, H100) == () for move in moves)
+    copied = space.combine(default, {"gather.1": "copy", "param:gather.block": 32}) if steps else default
+    assert copied is not None
+    assert dict(copied.params).get("gather.block") == (32 if steps else None)
+    if mode == "infer":  # without a copy the parameter means nothing and goes
+        assert space.combine(copied, {"gather.1": "view"}) == default

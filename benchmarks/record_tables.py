@@ -54,14 +54,15 @@ def cells_of(facts: HardwareFacts) -> tuple[Cell, ...]:
 def restricted(space: Space) -> Space:
     """The knobs that matter most, so that every combination of them can be timed in minutes."""
     kept: dict[str, tuple[Value, ...]] = {}
+    dense, train = space.workload.pattern.dense, space.workload.train
+    left_out = ("math",) if dense else ("math", "efficient", "triton")  # far behind on every GPU worth a table
     for name, values in space.knobs.items():
         if name.startswith(("forward.", "backward.")):
-            values = tuple(value for value in values if value != "math" or space.machine.kernels == ("math",))
-            values = values if space.workload.pattern.dense else tuple(v for v in values if v != "triton")
+            values = tuple(value for value in values if value not in left_out)
         elif name == "checkpoint":
             values = tuple(value for value in values if value in ("selective", "full"))
         elif name == "pool_threshold_mib":
-            values = (None, 16)
+            values = (None, 16) if dense or not train else (None,)
         elif name in ("pattern_cache", "pool_strategy") or name.startswith("param:"):
             values = values if name == "param:triton.forward_tile" and space.workload.pattern.dense else values[:1]
         kept[name] = values

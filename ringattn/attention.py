@@ -188,6 +188,8 @@ class RingAttention(nn.Module):
             raise self._dropout_refusal()
         if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
             self._check(q, k, v)
+        if not (q.layout is k.layout is v.layout is torch.strided) or q.is_nested or k.is_nested or v.is_nested:
+            self._check(q, k, v)  # such tensors have no strides, which are read below, before a new shape is checked
         train = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         device = self._device_type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -409,6 +411,10 @@ class RingAttention(nn.Module):
         for name, x, heads in (("q", q, s.heads), ("k", k, s.kv_heads), ("v", v, s.kv_heads)):
             if not isinstance(x, Tensor):
                 raise InputError(f"{name} is a {type(x).__name__}; it must be a tensor")
+            if x.is_nested:
+                raise InputError(f"{name} is a nested tensor; pad it to one length, or call once for each sequence")
+            if x.layout is not torch.strided:
+                raise InputError(f"{name} has layout {x.layout}; make it a dense tensor with to_dense()")
             if x.dim() != 4:
                 raise InputError(f"{name} has shape {tuple(x.shape)}; it must be (batch, sequence, heads, head_dim)")
             if x.shape[2] != heads or x.shape[3] != s.head_dim:

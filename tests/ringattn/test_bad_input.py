@@ -49,6 +49,17 @@ BAD_TENSORS = {
         {n: torch.zeros(2, 8, h, 16, device="meta") for n, h in (("q", 4), ("k", 2), ("v", 2))},
         "q is on meta, the module's plans are for cpu; move it there",
     ),
+    "sparse": ({"q": torch.zeros(2, 8, 4, 16).to_sparse()}, "q has layout torch.sparse_coo; make it .* with to_dense"),
+    "sparse rows": (
+        {"k": torch.zeros(2, 8, 2, 16).to_sparse_csr(dense_dim=1)},
+        "k has layout torch.sparse_csr; make it a dense tensor with to_dense",
+    ),
+    "of another library": ({"v": torch.zeros(2, 8, 2, 16).to_mkldnn()}, "v has layout torch._mkldnn; make it a dense"),
+    "nested": ({"v": torch.nested.nested_tensor([torch.zeros(8, 2, 16)] * 2)}, "v is a nested tensor; pad it to one"),
+    "jagged": (
+        {"q": torch.nested.nested_tensor([torch.zeros(8, 4, 16), torch.zeros(3, 4, 16)], layout=torch.jagged)},
+        "q is a nested tensor; pad it to one length, or call once for each sequence",
+    ),
     "integers": ({"q": torch.zeros(2, 8, 4, 16, dtype=torch.int64)}, r"q is torch.int64; use one of torch.bfloat16"),
     "complex": ({"v": torch.zeros(2, 8, 2, 16, dtype=torch.complex64)}, r"v is torch.complex64; use one of"),
     "float8": ({"k": torch.zeros(2, 8, 2, 16).to(torch.float8_e4m3fn)}, r"k is torch.float8_e4m3fn; use one of"),

@@ -327,7 +327,7 @@ def heuristic_tunables(
             needs = kernel_needs(
                 workload, tunables, number, facts, backward=direction == "backward", conditions=conditions
             )
-            chosen[direction] = _first_that_can(candidates, needs, facts, f"{workload}, branch {number} {direction}")
+            chosen[direction] = _first_that_can(candidates, needs, facts, workload, number, direction)
         branches.append(replace(branch, **chosen))
     tunables = replace(tunables, branches=tuple(branches))
     build_plan(workload, tunables, facts, conditions=conditions)
@@ -335,14 +335,19 @@ def heuristic_tunables(
 
 
 def _first_that_can(
-    candidates: tuple[str, ...], needs: tuple[KernelNeed, ...], facts: HardwareFacts, subject: str
+    candidates: tuple[str, ...],
+    needs: tuple[KernelNeed, ...],
+    facts: HardwareFacts,
+    workload: Workload,
+    branch: int,
+    direction: Direction,
 ) -> str:
     rejected = {}
     for name in candidates:
         rejected[name] = _rejections(name, needs, facts)
         if not rejected[name]:
             return name
-    raise PlanError(f"no kernel can run {subject}", rejected)
+    raise PlanError(f"no kernel can run {workload}, branch {branch} {direction}", rejected)
 
 
 # Positions alive at a time in the workspace when nobody measured better. LongNet at 262144 positions, H16 D128 on an

@@ -275,6 +275,21 @@ def test_where_nothing_can_every_candidate_is_named_with_its_reasons() -> None:
     assert list(raised.value.rejected) == ["cudnn", "flash", "math"]
 
 
+def test_work_grows_no_faster_than_the_number_of_branches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text of a pattern is as long as its branches are many: made once a branch, it made 5,000 take seconds."""
+    written = 0
+
+    def text(workload: Workload) -> str:
+        nonlocal written
+        written += 1
+        return "a workload"
+
+    monkeypatch.setattr(Workload, "__str__", text)
+    for count in (1, 50):
+        heuristic_tunables(asked(pattern_of([1024] * count, [2] * count)), policy("flash"), A100)
+    assert written == 0
+
+
 @pytest.mark.parametrize(
     ("wishes", "expected"),
     [

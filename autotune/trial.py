@@ -22,12 +22,14 @@ from ringattn.workload import Tunables, Workload
 
 from .evaluator import Block, Checked, Fault, Proven, Sample
 from .messages import REAL_BENCH, Message, Request
+from .patience import reference_limit_s
 
 if TYPE_CHECKING:
     from .benchmark import BenchSettings
 
 START_TIMEOUT_S = 120.0  # importing torch from a cold disk, making a CUDA context
 STOP_TIMEOUT_S = 5.0
+ATTEMPTS = 2  # a worker that somebody else killed or stopped says nothing of its candidate, at first
 _TAIL_BYTES = 2000
 
 
@@ -35,12 +37,13 @@ class WorkerBug(AssertionError):
     """The worker's own code failed; the text is its traceback."""
 
 
-class _Died(Exception):
-    """The worker ended by itself, or had to be killed."""
+class Died(Exception):
+    """The worker ended by itself, or had to be killed; ``struck``: somebody else killed or stopped it, it seems."""
 
-    def __init__(self, fault: Fault) -> None:
+    def __init__(self, fault: Fault, *, struck: bool = False) -> None:
         super().__init__(fault.message)
         self.fault = fault
+        self.struck = struck
 
 
 class WorkerEvaluator:
@@ -49,7 +52,7 @@ class WorkerEvaluator:
     def __init__(self, settings: BenchSettings, *, bench: str = REAL_BENCH, reference_timeout_s: float = 300.0) -> None:
         """``bench`` is ``module:class`` of what the worker runs; tests put faulty ones there.
 
-        ``reference_timeout_s`` is for the float64 rows of a long cell, during which no candidate runs.
+        ``reference_timeout_s`` is the most that the float64 rows of a cell may take, during which no candidate runs.
         """
         self._reference_timeout_s = reference_timeout_s
         self._settings = settings
@@ -57,6 +60,7 @@ class WorkerEvaluator:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._errors: IO[bytes] | None = None
+        self._is_new = True  # the worker has answered nothing yet
         self.blind_spots: tuple[str, ...] = ()
         self.starts = 0
 
@@ -86,13 +90,17 @@ class WorkerEvaluator:
         """
         results: list[Sample | Fault] = []
         disturbances: tuple[str, ...] = ()
+        struck_at: set[int] = set()
         while len(results) < len(order):
             rest = tuple(order[len(results) :])
             try:
                 self._send(Request("block", cell, rest))
                 disturbances += self._collect(results, len(order), timeout_s)
-            except _Died as died:
-                results.append(died.fault)
+            except Died as died:
+                if died.struck and len(results) not in struck_at:
+                    struck_at.add(len(results))
+                else:
+                    results.append(died.fault)
         return Block(tuple(results), disturbances)
 
     def _collect(self, results: list[Sample | Fault], wanted: int, timeout_s: float) -> tuple[str, ...]:
@@ -103,7 +111,7 @@ class WorkerEvaluator:
             elif message.kind == "done":
                 if isinstance(message.value, Fault):  # it gave up after a sticky error
                     self._kill()
-                    raise _Died(message.value)
+                    raise Died(message.value)
                 assert len(results) == wanted
                 disturbances: tuple[str, ...] = message.value
                 return disturbances
@@ -121,19 +129,35 @@ class WorkerEvaluator:
     # --- messages -----------------------------------------------------------------------------------------------
 
     def _ask(self, request: Request, timeout_s: float) -> Any:
-        try:
-            self._send(request)
-            limit = timeout_s
-            while True:
-                message = self._receive(limit)
-                if message.kind == "phase":
-                    limit = self._reference_timeout_s if message.value == "reference" else timeout_s
-                elif message.kind == "done":
-                    if isinstance(message.value, Fault) and message.value.kind == "crash":
-                        self._kill()  # a sticky error: its process cannot be used again
-                    return message.value
-        except _Died as died:
-            return died.fault
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                return self._exchange(request, timeout_s)
+            except Died as died:
+                if not died.struck or attempt == ATTEMPTS:
+                    return died.fault
+        raise AssertionError("unreachable")
+
+    def _exchange(self, request: Request, timeout_s: float) -> Any:
+        self._send(request)
+        limit, phase = timeout_s, ""
+        while True:
+            message = self._receive(limit, phase)
+            if message.kind == "phase":
+                phase = message.value
+                limit = timeout_s + (self._reference_s(request) if phase == "reference" else 0.0)
+            elif message.kind == "done":
+                self._is_new = False
+                if isinstance(message.value, Fault) and message.value.kind == "crash":
+                    self._kill()  # a sticky error: its process cannot be used again
+                return message.value
+
+    def _reference_s(self, request: Request) -> float:
+        """What a reference may take beside the time of a candidate."""
+        cell, settings = request.workload, self._settings
+        assert cell is not None
+        gradients = cell.train or settings.train_too
+        limit = reference_limit_s(cell, settings.device, gradients=gradients, first=self._is_new)
+        return min(limit, self._reference_timeout_s)
 
     def _send(self, request: Request) -> None:
         if self._process is None or self._process.poll() is not None:
@@ -148,21 +172,30 @@ class WorkerEvaluator:
             self._start()
             self._connection.send(request)
 
-    def _receive(self, timeout_s: float) -> Message:
+    def _receive(self, timeout_s: float, phase: str = "") -> Message:
         assert self._connection is not None
         try:
             if not self._connection.poll(timeout_s):
+                stopped = self._is_stopped()
                 self._kill()
-                raise _Died(Fault("timeout", f"no answer within {timeout_s:.1f} s"))
+                why = ", at work on the reference" if phase == "reference" else ""
+                why += ": the worker was stopped by a signal" if stopped else ""
+                raise Died(Fault("timeout", f"no answer within {timeout_s:.1f} s{why}"), struck=stopped)
             message: Message = self._connection.recv()
         except (EOFError, ConnectionResetError):
-            raise _Died(self._obituary()) from None
+            raise self._obituary() from None
         if message.kind == "bug":
             self._kill()
             raise WorkerBug(message.value)
         return message
 
-    def _obituary(self) -> Fault:
+    def _is_stopped(self) -> bool:
+        """Whether the worker is held by SIGSTOP or its like, which no candidate does to itself."""
+        assert self._process is not None
+        status = Path(f"/proc/{self._process.pid}/stat").read_text()
+        return status.rpartition(")")[2].split()[0] in "Tt"
+
+    def _obituary(self) -> Died:
         """How the worker ended, with the last line it wrote to stderr."""
         assert self._process is not None
         try:
@@ -172,8 +205,9 @@ class WorkerEvaluator:
         last = self._last_error_line()
         self._kill()
         if code is not None and code < 0:
-            return Fault("crash", f"the worker was killed by {signal.Signals(-code).name}{last}")
-        return Fault("crash", f"the worker ended with exit code {code}{last}")
+            name = signal.Signals(-code).name
+            return Died(Fault("crash", f"the worker was killed by {name}{last}"), struck=name == "SIGKILL")
+        return Died(Fault("crash", f"the worker ended with exit code {code}{last}"))
 
     def _last_error_line(self) -> str:
         assert self._errors is not None
@@ -185,6 +219,21 @@ class WorkerEvaluator:
     # --- the process --------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
+        for attempt in range(1, ATTEMPTS + 1):
+            self._launch()
+            assert self._connection is not None
+            try:
+                self._connection.send(self._settings)
+                message = self._receive(START_TIMEOUT_S)
+                break
+            except (Died, BrokenPipeError) as error:
+                if not isinstance(error, Died) or not error.struck or attempt == ATTEMPTS:
+                    text = f"the measuring process for {self._settings.device} did not start: {error}"
+                    raise DeviceError(text) from None
+        assert message.kind == "ready"
+        self.blind_spots = message.value
+
+    def _launch(self) -> None:
         ours, theirs = socket.socketpair()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
         package_folder = str(Path(__file__).resolve().parent.parent)
@@ -200,14 +249,8 @@ class WorkerEvaluator:
         )
         theirs.close()
         self._connection = Connection(ours.detach())
+        self._is_new = True
         self.starts += 1
-        try:
-            self._connection.send(self._settings)
-            message = self._receive(START_TIMEOUT_S)
-        except (_Died, BrokenPipeError) as error:
-            raise DeviceError(f"the measuring process for {self._settings.device} did not start: {error}") from None
-        assert message.kind == "ready"
-        self.blind_spots = message.value
 
     def _kill(self) -> None:
         if self._process is not None:

@@ -25,8 +25,9 @@ class FaultyBench:
             raise ZeroDivisionError("a bug of ours")
 
     def check(self, workload: Workload, tunables: Tunables, phase: Phase, pace_ms: float | None) -> Checked:
-        phase("candidate")
-        ms = self._obey(tunables.branches[0].forward)
+        kernel = tunables.branches[0].forward
+        phase("reference" if kernel == "stopped-at-reference" else "candidate")
+        ms = self._obey(kernel)
         return Checked(ms, 1e-3, 1000, ms, float(os.getpid()))
 
     def prove(self, workload: Workload, tunables: Tunables, phase: Phase) -> Proven:
@@ -58,6 +59,14 @@ class FaultyBench:
             ctypes.string_at(0)
         elif kernel == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
+        elif kernel in ("stopped", "stopped-at-reference"):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif kernel in ("killed-once", "stopped-once"):
+            done = Path(os.environ["ONCE_FILE"])
+            if not done.exists():
+                done.touch()
+                os.kill(os.getpid(), signal.SIGKILL if kernel == "killed-once" else signal.SIGSTOP)
+            return 3.0
         elif kernel == "exit":
             print("the library's last words", flush=True)
             os._exit(3)

@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 from machines import FACTS, plan, workload
 
+from autotune import patience
 from autotune.benchmark import BenchSettings
 from autotune.evaluator import Checked, Fault, Proven, Sample
+from autotune.patience import reference_limit_s
 from autotune.trial import WorkerBug, WorkerEvaluator
 from autotune.worker import classify, one_line
 from ringattn.errors import DeviceError
@@ -44,19 +46,19 @@ def check(evaluator: WorkerEvaluator, kernel: str, timeout_s: float = 20.0) -> C
 @pytest.mark.parametrize(
     ("kernel", "kind", "text", "restarts"),
     [
-        ("segfault", "crash", "SIGSEGV", True),
-        ("killed", "crash", "SIGKILL", True),
-        ("exit", "crash", "exit code 3 (the library's last words)", True),
-        ("sticky", "crash", "illegal memory access", True),
-        ("oom", "oom", "out of memory", False),
-        ("too-much", "oom", "", False),
-        ("wrong", "wrong", "S=3001, negative inputs", False),
-        ("compile", "compile", "unsupported tile", False),
-        ("error", "error", "ValueError: several", False),
+        ("segfault", "crash", "SIGSEGV", 1),
+        ("killed", "crash", "SIGKILL", 2),  # the first may have been somebody else's doing
+        ("exit", "crash", "exit code 3 (the library's last words)", 1),
+        ("sticky", "crash", "illegal memory access", 1),
+        ("oom", "oom", "out of memory", 0),
+        ("too-much", "oom", "", 0),
+        ("wrong", "wrong", "S=3001, negative inputs", 0),
+        ("compile", "compile", "unsupported tile", 0),
+        ("error", "error", "ValueError: several", 0),
     ],
 )
 def test_each_way_to_fail_is_told_apart_and_costs_one_trial(
-    evaluator: WorkerEvaluator, kernel: str, kind: str, text: str, restarts: bool
+    evaluator: WorkerEvaluator, kernel: str, kind: str, text: str, restarts: int
 ) -> None:
     assert isinstance(check(evaluator, "quick"), Checked)
     fault = check(evaluator, kernel)
@@ -65,7 +67,7 @@ def test_each_way_to_fail_is_told_apart_and_costs_one_trial(
     assert text in fault.message
     assert "\n" not in fault.message
     assert isinstance(check(evaluator, "swift"), Checked)
-    assert evaluator.starts == (2 if restarts else 1)
+    assert evaluator.starts == 1 + restarts
 
 
 def test_a_hang_is_ended_and_the_next_candidate_runs(evaluator: WorkerEvaluator) -> None:
@@ -73,6 +75,49 @@ def test_a_hang_is_ended_and_the_next_candidate_runs(evaluator: WorkerEvaluator)
     fault = check(evaluator, "hang", timeout_s=0.5)
     assert fault == Fault("timeout", "no answer within 0.5 s")
     assert isinstance(check(evaluator, "quick"), Checked)
+
+
+@pytest.mark.parametrize("kernel", ["stopped", "stopped-at-reference"])
+def test_a_stopped_worker_is_noticed_long_before_the_budget_is_over(
+    evaluator: WorkerEvaluator, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while it works on the reference, which may take long in a long cell, but not in this one."""
+    monkeypatch.setattr(patience, "_FIRST_S", 0.5)
+    assert isinstance(check(evaluator, "quick"), Checked)
+    begin = time.monotonic()
+    fault = check(evaluator, kernel, timeout_s=0.5)
+    assert isinstance(fault, Fault)
+    assert fault.kind == "timeout"
+    assert fault.message.endswith(": the worker was stopped by a signal")
+    assert ("at work on the reference" in fault.message) is (kernel == "stopped-at-reference")
+    assert time.monotonic() - begin < 60  # reference_timeout_s is 300
+    assert isinstance(check(evaluator, "swift"), Checked)
+
+
+@pytest.mark.parametrize("kernel", ["killed-once", "stopped-once"])
+def test_one_strike_from_outside_costs_its_candidate_nothing(
+    evaluator: WorkerEvaluator, kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ONCE_FILE", str(tmp_path / "done"))
+    result = check(evaluator, kernel, timeout_s=1.0)
+    assert isinstance(result, Checked)
+    assert result.call_ms == 3.0
+    (tmp_path / "done").unlink()
+    plans = [plan(CELL, name) for name in ("quick", kernel, "swift")]
+    samples = evaluator.block(CELL, plans, timeout_s=1.0).results
+    assert [sample.ms for sample in samples if isinstance(sample, Sample)] == [2.0, 3.0, 1.0]
+    assert evaluator.starts >= 3
+
+
+def test_a_reference_may_take_as_long_as_its_work() -> None:
+    def limit(seq_len: int, device: str = "cpu", *, gradients: bool = True) -> float:
+        return reference_limit_s(workload(seq_len), device, gradients=gradients, first=False)
+
+    assert limit(64) < 1
+    assert 10 < limit(16384) < 600
+    assert limit(16384, "cuda:0") < limit(16384)
+    assert limit(16384, gradients=False) < limit(16384) / 10
+    assert reference_limit_s(workload(64), "cpu", gradients=True, first=True) >= 10  # the profiler is loaded
 
 
 def test_an_oom_that_the_others_caused_is_tried_again_alone(evaluator: WorkerEvaluator) -> None:

@@ -1,7 +1,8 @@
 """Measures one plan on one device: checked against float64 first, then timed warm, with cold caches on a GPU.
 
 Runs inside the worker process. Every candidate is the real module, built through a profile of one plan, so that
-what is measured is what the runtime will do.
+what is measured is what the runtime will do. Over several ranks the benches of all make the same calls: whatever
+depends on a reading (how often to repeat, when to stop) follows the slowest rank's.
 
 Legend: B batch, S length, H query heads, G key/value heads, D head dimension.
 """
@@ -14,7 +15,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -29,6 +31,10 @@ from ringattn.workspace import POOL
 from . import numerics
 from .evaluator import Checked, Proven, Sample
 from .health import Watch
+from .ranks.links import LinkReading, measure_links
+from .ranks.together import Alone, Meeting, Together
+from .references import References
+from .timers import CudaTimer, HostTimer, cpu_peak_bytes, wake
 
 WARM_CALLS = 3  # at least, before anything is timed
 WARM_LIMIT_S = 0.5
@@ -46,6 +52,10 @@ class WrongAnswer(Exception):
     """A candidate disagrees with float64; the message names the input that broke it."""
 
 
+class PeerWrong(WrongAnswer):
+    """Another rank's part of the answer disagrees with float64."""
+
+
 class Bench(Protocol):
     """What a worker can do with a candidate. Anything a candidate does wrong is raised."""
 
@@ -54,6 +64,8 @@ class Bench(Protocol):
     def prove(self, workload: Workload, tunables: Tunables, phase: Phase) -> Proven: ...
 
     def obey(self, workload: Workload, profile_path: str) -> Tunables: ...
+
+    def links(self) -> LinkReading: ...
 
     def sample(self, workload: Workload, tunables: Tunables) -> Sample: ...
 
@@ -69,6 +81,7 @@ class BenchSettings:
     """``train_too``: gradients are wanted somewhere in this probe, so reference rows are worked out with them.
 
     ``varied_lengths``: lengths change between calls, so part of the first call counts in every sample.
+    ``meeting``: where the other ranks are, None for one alone.
     """
 
     device: str
@@ -78,6 +91,7 @@ class BenchSettings:
     ragged_lengths: int
     train_too: bool = True
     varied_lengths: bool = False
+    meeting: Meeting | None = None
 
 
 @dataclass(slots=True)
@@ -112,11 +126,13 @@ class DeviceBench:
         if self._cuda:
             self.device = torch.device("cuda", self.device.index or 0)
             torch.cuda.set_device(self.device)
-        self._watch = Watch(str(torch.cuda.get_device_properties(self.device).uuid) if self._cuda else None)
-        self._timer = _CudaTimer(self.device, settings.facts) if self._cuda else _HostTimer()
+        self._peers = Alone() if settings.meeting is None else Together(settings.meeting, self.device)
+        uuid = str(torch.cuda.get_device_properties(self.device).uuid) if self._cuda else None
+        self._watch = Watch(uuid, self._peers.siblings)
+        self._timer = CudaTimer(self.device, settings.facts) if self._cuda else HostTimer()
         if self._cuda:
-            _wake(self.device)
-        self._references = _References(settings, self.device)
+            wake(self.device)
+        self._references = References(self.device, settings.seed, train_too=settings.train_too, rank=self._peers.rank)
         self._runners: OrderedDict[tuple[Workload, Tunables], Runner] = OrderedDict()
         self._inputs: tuple[Workload, numerics.Inputs] | None = None
         self._new_length = 0
@@ -131,11 +147,12 @@ class DeviceBench:
         self._prepare()
         inputs = self._timing_inputs(workload)
         module = self._module(workload, tunables)
-        error, cold_ms = self._hold_against_reference(module, workload, tunables, workload.seq_len, "ordinary", phase)
-        peak_bytes, call_ms = self._peak_bytes(module, workload, inputs)
+        error, cold_ms = self._hold_against_reference(module, workload, tunables, workload.total, "ordinary", phase)
+        peak_bytes, taken_ms = self._peak_bytes(module, workload, inputs)
+        (call_ms,) = self._peers.most(taken_ms)
         if pace_ms is not None and call_ms > SLOW * pace_ms:
             return Checked(call_ms, error, peak_bytes, cold_ms, host_us=call_ms * 1e3)
-        self._hold_against_reference(module, workload, tunables, workload.seq_len, "negative", phase)
+        self._hold_against_reference(module, workload, tunables, workload.total, "negative", phase)
         if self.settings.varied_lengths:
             self._first_calls[workload, tunables] = self._first_call_ms(module, workload, inputs)
         runner = self._runner(workload, tunables)
@@ -145,32 +162,42 @@ class DeviceBench:
         if not self._prepared:
             self._prepared = True
             if not self._cuda:
-                _cpu_peak_bytes(lambda: None)  # loading torch's profiler takes seconds on a busy machine
+                cpu_peak_bytes(lambda: None)  # loading torch's profiler takes seconds on a busy machine
 
     def prove(self, workload: Workload, tunables: Tunables, phase: Phase) -> Proven:
         """Random ragged lengths of the bucket, ordinary and adversarial inputs in turn."""
         module = self._module(workload, tunables)
         for length, kind in proving_inputs(workload, self.settings.ragged_lengths, self.settings.seed):
-            self._hold_against_reference(module, workload, tunables, length, kind, phase)
+            total = length * workload.world - length % workload.world  # ranks hold unequal shares, too
+            self._hold_against_reference(module, workload, tunables, total, kind, phase)
         return Proven(self._first_call_ms(module, workload, self._timing_inputs(workload)))
 
     def _hold_against_reference(
         self, module: RingAttention, workload: Workload, tunables: Tunables, length: int, kind: str, phase: Phase
     ) -> tuple[float, float]:
-        """The relative error and the ms of the call, or WrongAnswer with everything needed to reproduce it."""
+        """The relative error and the ms of the call, or WrongAnswer with everything needed to reproduce it.
+
+        ``length`` is the whole sequence's. A wrong row on one rank is a wrong answer on all.
+        """
         phase("reference")
-        inputs, sampled, expected = self._references.get(workload, length, kind, tunables.dtype)
+        inputs, sampled, expected = self._references.get(workload, length, kind, tunables)
+        self._peers.meet()  # the candidate's time does not run while another rank still works on its reference
         phase("candidate")
+        ragged = length != workload.world * inputs.q.shape[1] or length % workload.world
+        call: Callable[..., Any] = partial(module, total_length=length) if workload.world > 1 and ragged else module
         self._synchronize()
         begin = time.perf_counter()
-        out, lse, grads = _results(module, inputs, workload.train)
+        out, lse, grads = _results(call, inputs, workload.train)
         self._synchronize()
         taken_ms = (time.perf_counter() - begin) * 1e3
         got = numerics.pick_rows(workload, sampled, out, lse, grads)
         whole = [("out", out), ("lse", lse), *zip(("dq", "dk", "dv"), grads, strict=False)]
         verdict = numerics.judge(expected, got, whole)
-        if verdict.fault:
-            raise WrongAnswer(f"{verdict.fault}; S={length}, {kind} inputs, seed {self.settings.seed}")
+        found = self._peers.first_fault(verdict.fault)
+        if found is not None:
+            rank, fault = found
+            text = f"{fault}; S={length}, {kind} inputs, seed {self.settings.seed}"
+            raise WrongAnswer(text) if verdict.fault else PeerWrong(f"rank {rank}: {text}")
         return verdict.error, taken_ms
 
     def _first_call_ms(self, module: RingAttention, workload: Workload, inputs: numerics.Inputs) -> float:
@@ -193,17 +220,22 @@ class DeviceBench:
 
     def obey(self, workload: Workload, profile_path: str) -> Tunables:
         """What the runtime plans when it reads the file itself, after running it once."""
-        module = _build(workload, profile=profile_path, device=self.device)
+        module = _build(workload, profile=profile_path, device=self.device, group=self._peers.group)
         _caller(module, self._timing_inputs(workload), workload.train)()
         self._synchronize()
         return module.plan_for(workload.seq_len, workload.dtype, workload.train, workload.batch).tunables
+
+    def links(self) -> LinkReading:
+        """How long a round of messages among the ranks takes."""
+        return measure_links(self._peers, self.device)
 
     # --- timing -------------------------------------------------------------------------------------------------
 
     def sample(self, workload: Workload, tunables: Tunables) -> Sample:
         """One repetition: the median call of as many as make the sample long enough against the timer's noise."""
         runner = self._runner(workload, tunables)
-        repeats = math.ceil(self.settings.sample_target_ms / (runner.call_ms + self._timer.overhead_ms))
+        (call_ms,) = self._peers.most(runner.call_ms)  # and all begin together
+        repeats = math.ceil(self.settings.sample_target_ms / (call_ms + self._timer.overhead_ms))
         readings = self._timer.time(runner.call, min(max(1, repeats), MOST_REPEATS))
         if len(readings) > 2:
             del readings[0]  # it paid for whatever the candidate before it left in the caches of the host
@@ -232,7 +264,14 @@ class DeviceBench:
         if tunables.dtype != workload.dtype:
             dtype = "tf32" if tunables.dtype == "tf32" else numerics.TORCH_DTYPES[tunables.dtype]
         profile = Profile.single(self.settings.facts, workload, tunables)
-        module = _build(workload, profile=profile, dtype=dtype, device=self.device)
+        module = _build(
+            workload,
+            profile=profile,
+            dtype=dtype,
+            device=self.device,
+            group=self._peers.group,
+            layout=tunables.layout or "auto",
+        )
         planned = module.plan_for(workload.seq_len, workload.dtype, workload.train, workload.batch).tunables
         assert planned == tunables, f"the runtime plans {planned} where {tunables} was asked for"
         return module
@@ -242,9 +281,8 @@ class DeviceBench:
             self._runners.clear()
             self._inputs = None
             self._release()
-            inputs = numerics.make_inputs(
-                workload, workload.seq_len, "ordinary", self.settings.seed, self.device, for_timing=True
-            )
+            seed = self.settings.seed + self._peers.rank
+            inputs = numerics.make_inputs(workload, workload.seq_len, "ordinary", seed, self.device, for_timing=True)
             self._inputs = (workload, inputs)
         return self._inputs[1]
 
@@ -267,12 +305,12 @@ class DeviceBench:
         last = math.inf
         for number in range(1, 50):
             reading = self._timer.time(runner.call, 1)[0]
-            runner.call_ms, runner.host_us = reading.ms, reading.host_us
-            steady = abs(reading.ms - last) <= STEADY * reading.ms
-            slow = time.perf_counter() - begin > WARM_LIMIT_S
-            if (number >= WARM_CALLS and steady) or (number >= 2 and slow):
+            runner.host_us = reading.host_us
+            runner.call_ms, taken_s = self._peers.most(reading.ms, time.perf_counter() - begin)
+            steady = abs(runner.call_ms - last) <= STEADY * runner.call_ms
+            if (number >= WARM_CALLS and steady) or (number >= 2 and taken_s > WARM_LIMIT_S):
                 break
-            last = reading.ms
+            last = runner.call_ms
 
     def _peak_bytes(self, module: RingAttention, workload: Workload, inputs: numerics.Inputs) -> tuple[int, float]:
         """What two calls in a row hold at most beyond the inputs, and the ms of the second.
@@ -293,7 +331,7 @@ class DeviceBench:
 
         POOL.clear()
         if not self._cuda:
-            return _cpu_peak_bytes(twice), taken_ms
+            return cpu_peak_bytes(twice), taken_ms
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         twice()
@@ -323,6 +361,8 @@ def _build(
     profile: Profile | str,
     device: torch.device,
     dtype: str | torch.dtype | None = None,
+    group: Any = None,
+    layout: str = "auto",
 ) -> RingAttention:
     branches = workload.pattern.branches
     return RingAttention(
@@ -336,6 +376,8 @@ def _build(
         profile=profile,
         dtype=dtype,
         device=device,
+        process_group=group,
+        layout=layout,
     )
 
 
@@ -359,7 +401,9 @@ def _caller(module: RingAttention, inputs: numerics.Inputs, train: bool) -> Call
     return step
 
 
-def _results(module: RingAttention, inputs: numerics.Inputs, train: bool) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+def _results(
+    module: Callable[..., Any], inputs: numerics.Inputs, train: bool
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """out, lse and the gradients (none for inference)."""
     if not train:
         with torch.no_grad():
@@ -369,132 +413,3 @@ def _results(module: RingAttention, inputs: numerics.Inputs, train: bool) -> tup
     out, lse = module(q, k, v, return_lse=True)
     grads = torch.autograd.grad(out, (q, k, v), inputs.dout)
     return out.detach(), lse, grads
-
-
-def _wake(device: torch.device) -> None:
-    """Make the context and load the libraries of matrix products: no candidate's first call pays for them."""
-    for dtype in (torch.float64, torch.float32, torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16):
-        square = torch.ones(64, 64, dtype=dtype, device=device)
-        torch.mm(square, square)
-    torch.cuda.synchronize(device)
-
-
-def _cpu_peak_bytes(calls: Callable[[], object]) -> int:
-    """The largest sum of live allocations during ``calls``, from the profiler's record of every one of them."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False) as recorded:
-        calls()
-    kineto = recorded.profiler
-    assert kineto is not None
-    assert kineto.kineto_results is not None
-    live = peak = 0
-    for event in kineto.kineto_results.events():
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            peak = max(peak, live)
-    return peak
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """One call: what the search minimises, and the host's share of it."""
-
-    ms: float
-    host_us: float
-
-
-class _HostTimer:
-    """Wall-clock of a call that is over when it returns."""
-
-    overhead_ms = 1e-3
-
-    def time(self, call: Callable[[], None], repeats: int) -> list[Reading]:
-        readings = []
-        for _ in range(repeats):
-            begin = time.perf_counter()
-            call()
-            seconds = time.perf_counter() - begin
-            readings.append(Reading(seconds * 1e3, seconds * 1e6))
-        return readings
-
-
-class _CudaTimer:
-    """Device events around each call, the L2 cache flushed before it.
-
-    A call in a loop cannot be faster than the host launches it, so a reading is the larger of the device's time
-    and the host's. The flush gives the host a head start, which hides launch gaps a real model hides too.
-    """
-
-    overhead_ms = 0.06  # of the flush
-
-    def __init__(self, device: torch.device, facts: HardwareFacts) -> None:
-        self._device = device
-        self._flush = torch.empty(max(64, 2 * facts.l2_mib) * 2**20, dtype=torch.int8, device=device)
-
-    def time(self, call: Callable[[], None], repeats: int) -> list[Reading]:
-        def event() -> torch.cuda.Event:
-            return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-        events = [(event(), event()) for _ in range(repeats)]
-        host_s = []
-        torch.cuda.synchronize(self._device)
-        for begin, end in events:
-            self._flush.zero_()
-            begin.record()
-            started = time.perf_counter()
-            call()
-            host_s.append(time.perf_counter() - started)
-            end.record()
-        torch.cuda.synchronize(self._device)
-        return [
-            Reading(max(begin.elapsed_time(end), seconds * 1e3), seconds * 1e6)
-            for (begin, end), seconds in zip(events, host_s, strict=True)
-        ]
-
-
-# --- references ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Reference:
-    """Exact rows of one (pattern, shape, length, kind), and per compute dtype what a right kernel gives."""
-
-    sampled: numerics.Sampled
-    exact: numerics.Rows
-    expected: dict[str, numerics.Expected]
-
-
-class _References:
-    """Worked out when first needed, for every candidate and both modes.
-
-    Inputs are made again from their seed rather than kept: the rows are small, the inputs are not.
-    """
-
-    def __init__(self, settings: BenchSettings, device: torch.device) -> None:
-        self._settings = settings
-        self._device = device
-        self._kept: dict[tuple[Workload, int, str], _Reference] = {}
-        self._last: tuple[tuple[Workload, int, str], numerics.Inputs] | None = None
-
-    def get(
-        self, workload: Workload, length: int, kind: str, compute_dtype: str
-    ) -> tuple[numerics.Inputs, numerics.Sampled, numerics.Expected]:
-        widest = replace(workload, mode="train") if self._settings.train_too else workload
-        key = (widest, length, kind)
-        if self._last is None or self._last[0] != key:
-            self._last = None
-            self._last = (key, numerics.make_inputs(widest, length, kind, self._settings.seed, self._device))
-        inputs = self._last[1]
-        if key not in self._kept:
-            sampled = numerics.sample_positions(widest, length, self._settings.seed)
-            self._kept[key] = _Reference(sampled, numerics.compute_rows(widest, inputs, sampled, numerics.EXACT), {})
-        reference = self._kept[key]
-        if compute_dtype not in reference.expected:
-            reference.expected[compute_dtype] = numerics.expect(
-                widest, inputs, reference.sampled, reference.exact, compute_dtype
-            )
-        return inputs, reference.sampled, reference.expected[compute_dtype]
-
-    def forget(self) -> None:
-        self._last = None

@@ -5,10 +5,11 @@ from __future__ import annotations
 import datetime
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from ringattn import __version__
 from ringattn.hardware import HardwareFacts
-from ringattn.profile import Choice, Evidence, Failure, Fingerprint, PlanEntry, Profile, Provenance
+from ringattn.profile import Choice, Evidence, Failure, Fingerprint, LinkSpeed, PlanEntry, Profile, Provenance
 from ringattn.workload import Tunables, Workload, describe
 
 from .cell import CellResult, Measured
@@ -93,15 +94,22 @@ def build_profile(
     elapsed_s: float,
     notes: Sequence[str],
     today: datetime.date,
+    link_speeds: Sequence[LinkSpeed] = (),
 ) -> Profile:
     """A measured profile of this machine; entries in a readable order."""
     ordered = sorted(
         entries.values(),
-        key=lambda e: (not e.workload.pattern.dense, str(e.workload.pattern), e.workload.mode, e.workload.seq_len),
+        key=lambda e: (
+            e.workload.world,
+            not e.workload.pattern.dense,
+            str(e.workload.pattern),
+            e.workload.mode,
+            e.workload.seq_len,
+        ),
     )
     return Profile(
         source="measured",
-        fingerprint=Fingerprint.of(facts),
+        fingerprint=replace(Fingerprint.of(facts), link_speeds=tuple(link_speeds)),
         software=facts.software,
         plans=tuple(ordered),
         provenance=Provenance(
@@ -135,6 +143,14 @@ def merged(old: Profile | None, entries: Mapping[Workload, PlanEntry]) -> dict[W
     """New rows beside those of an older profile of the same machine; a new row replaces the old of its workload."""
     kept = {} if old is None else {entry.workload: entry for entry in old.plans}
     return kept | dict(entries)
+
+
+def merged_speeds(old: Profile | None, new: LinkSpeed | None) -> tuple[LinkSpeed, ...]:
+    """The newest reading for each number of ranks."""
+    kept = {} if old is None else {speed.world: speed for speed in old.fingerprint.link_speeds}
+    if new is not None:
+        kept[new.world] = new
+    return tuple(kept[world] for world in sorted(kept))
 
 
 def check_obeyed(entry: PlanEntry, planned: Tunables | Fault) -> None:

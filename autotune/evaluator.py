@@ -8,8 +8,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
+from ringattn.profile import LinkSpeed
 from ringattn.workload import Tunables, Workload
 
 FailureKind = Literal["oom", "crash", "timeout", "wrong", "compile", "error"]
@@ -82,6 +83,13 @@ class Block:
 
     results: tuple[Sample | Fault, ...]
     disturbances: tuple[str, ...] = ()
+
+
+@runtime_checkable
+class KnowsLinks(Protocol):
+    """An evaluator of several ranks, which can say how fast messages go between them."""
+
+    def links(self) -> LinkSpeed: ...
 
 
 class Evaluator(Protocol):

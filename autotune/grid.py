@@ -69,14 +69,16 @@ def cells_for(request: ProbeRequest, facts: HardwareFacts) -> tuple[Cell, ...]:
                             kv_heads=shape.kv_heads,
                             batch=request.batch_size,
                             pattern=pattern,
+                            world=request.ranks,
                         )
                     except InputError as error:
                         raise UsageFailure(str(error)) from None
                     (found if _fits(workload, facts) else too_big).append(workload)
     if not found:
         raise UsageFailure(
-            f"{too_big[0]}: its tensors alone take more than {100 * MEMORY_SHARE:.0f} % of the device's "
-            f"{facts.memory_mib} MiB; ask for a shorter --seq-len"
+            f"{too_big[0]}: its tensors alone{' (each rank makes the whole sequence once)' * (request.ranks > 1)} "
+            f"take more than {100 * MEMORY_SHARE:.0f} % of the device's {facts.memory_mib} MiB; "
+            "ask for a shorter --seq-len"
         )
     return tuple(_cell(workload, request) for workload in found)
 
@@ -116,8 +118,8 @@ def _cell(workload: Workload, request: ProbeRequest) -> Cell:
 
 
 def tensor_bytes(workload: Workload) -> int:
-    """What q, k, v, out and, in training, their gradients and dout take."""
-    rows = workload.batch * workload.seq_len * workload.head_dim * _BYTES[workload.dtype]
+    """What q, k, v, out and, in training, their gradients and dout take, of the whole sequence."""
+    rows = workload.batch * workload.total * workload.head_dim * _BYTES[workload.dtype]
     inputs = rows * (2 * workload.heads + 2 * workload.kv_heads)
     return 2 * inputs if workload.train else inputs
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +47,12 @@ def cpu_seconds(stat: str, cpus: frozenset[int], ticks_per_s: int) -> tuple[floa
             busy += user + nice + system + irq + softirq
             steal += stolen
     return busy / ticks_per_s, steal / ticks_per_s
+
+
+def process_seconds(stat: str, ticks_per_s: int) -> float:
+    """Seconds of all threads of a process, out of the text of /proc/PID/stat, whose second field may hold spaces."""
+    fields = stat.rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / ticks_per_s
 
 
 def throttled_seconds(cpu_stat: str) -> float:
@@ -114,9 +121,13 @@ class Nvml:
 
 
 class Watch:
-    """Looks at the host, and at one GPU where there is one, before and after a block."""
+    """Looks at the host, and at one GPU where there is one, before and after a block.
 
-    def __init__(self, gpu_uuid: str | None = None) -> None:
+    ``siblings`` are the processes of the other ranks on this host, whose load is not foreign.
+    """
+
+    def __init__(self, gpu_uuid: str | None = None, siblings: Sequence[int] = ()) -> None:
+        self._siblings = tuple(siblings)
         self.blind_spots: list[str] = []
         self._cpus = frozenset(os.sched_getaffinity(0))
         self._ticks = os.sysconf("SC_CLK_TCK")
@@ -136,7 +147,15 @@ class Watch:
         stat = _PROC_STAT.read_text() if _PROC_STAT.exists() else ""
         busy, steal = cpu_seconds(stat, self._cpus, self._ticks)
         quota = throttled_seconds(_CGROUP_STAT.read_text()) if _CGROUP_STAT.exists() else 0.0
-        return HostReading(time.perf_counter(), busy, steal, time.process_time(), quota)
+        own = time.process_time() + sum(self._sibling_seconds(pid) for pid in self._siblings)
+        return HostReading(time.perf_counter(), busy, steal, own, quota)
+
+    def _sibling_seconds(self, pid: int) -> float:
+        """Seconds that a process has used so far; 0 for one that is gone, which ends the block by itself."""
+        try:
+            return process_seconds(Path(f"/proc/{pid}/stat").read_text(), self._ticks)
+        except OSError:
+            return 0.0
 
     def begin(self) -> None:
         self._before = self._read()

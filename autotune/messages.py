@@ -12,18 +12,22 @@ REAL_BENCH = "autotune.benchmark:DeviceBench"
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """``action`` is check, prove, obey, block or stop; a block times all of ``plans`` in order."""
+    """``action`` is check, prove, obey, block, links or stop; a block times all of ``plans`` in order.
+
+    ``lockstep``: other ranks do the same, so a block ends at the first plan that fails, and nothing is tried again.
+    """
 
     action: str
     workload: Workload | None = None
     plans: tuple[Tunables, ...] = ()
     profile_path: str = ""
     pace_ms: float | None = None
+    lockstep: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """``kind``: ready, phase (of a candidate, by name), result (of candidate ``index``), done, or bug."""
+    """``kind``: ready, phase (of a candidate, by name), result (of candidate ``index``), done, no-device or bug."""
 
     kind: str
     index: int = 0

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ringattn.layout import Share, shard
 from ringattn.workload import Branch, Pattern, Workload
 
 KINDS = ("ordinary", "negative", "positive", "packed", "transposed")
@@ -98,6 +99,24 @@ def make_inputs(
     if kind == "transposed":
         q, k, v, dout = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, dout))
     return Inputs(kind, q, k, v, dout, active_S)
+
+
+def shard_inputs(inputs: Inputs, share: Share) -> Inputs:
+    """What a rank holds of them, laid out in memory as their ``kind`` implies."""
+    active = shard(inputs.active, share, 0)
+    if inputs.kind == "packed":
+        heads = [x.shape[2] for x in (inputs.q, inputs.k, inputs.v)]
+        packed = shard(torch.cat((inputs.q, inputs.k, inputs.v), 2), share)
+        q, k, v = torch.split(packed, heads, 2)
+        dout = shard(inputs.dout[:, :, :1, :1], share).expand(-1, -1, *inputs.dout.shape[2:])
+        return Inputs(inputs.kind, q, k, v, dout, active)
+    q, k, v, dout = (
+        shard(x.transpose(1, 2), share, 2).contiguous().transpose(1, 2)
+        if inputs.kind == "transposed"
+        else shard(x, share).contiguous()
+        for x in (inputs.q, inputs.k, inputs.v, inputs.dout)
+    )
+    return Inputs(inputs.kind, q, k, v, dout, active)
 
 
 def active_positions(seq_len: int, seed: int) -> NDArray[np.bool_]:
@@ -264,15 +283,33 @@ class Sampled:
     key_heads: tuple[int, ...]
     keys_of_head: tuple[tuple[int, ...], ...]
 
+    def rows_among(self, held: NDArray[np.int64]) -> Sampled:
+        """The same, each position as its row among the (ascending) positions that a rank holds."""
 
-def sample_positions(workload: Workload, seq_len: int, seed: int) -> Sampled:
-    """Random positions, and with them both ends, tile edges and segment edges, where kernels go wrong first."""
+        def rows(found: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(int(row) for row in np.searchsorted(held, found))
+
+        return replace(
+            self,
+            rows_of_head=tuple(map(rows, self.rows_of_head)),
+            keys_of_head=tuple(map(rows, self.keys_of_head)),
+        )
+
+
+def sample_positions(workload: Workload, seq_len: int, seed: int, held: NDArray[np.int64] | None = None) -> Sampled:
+    """Random positions, and with them both ends, tile edges and segment edges, where kernels go wrong first.
+
+    ``held``: only of these, which a rank holds.
+    """
     rng = np.random.default_rng((seed, seq_len))
     edges = {0, seq_len - 1, seq_len - seq_len % 64, seq_len - seq_len % 128 - 1, 63, 64, 127, 128}
     edges |= {position for b in workload.pattern.branches for position in (b.segment - 1, b.segment)}
-    edges = {position for position in edges if 0 <= position < seq_len}
+    everywhere = np.arange(seq_len) if held is None else held
+    edges &= set(everywhere.tolist())
     active = np.flatnonzero(active_positions(seq_len, seed))
-    everywhere = np.arange(seq_len)
+    if held is not None:
+        mine = np.intersect1d(active, held)
+        active = mine if len(mine) else held
 
     def positions(count: int, among: NDArray[np.intp]) -> tuple[int, ...]:
         some = rng.choice(sorted(edges), size=min(len(edges), count // 3), replace=False)

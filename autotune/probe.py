@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 Effort = Literal["quick", "standard", "full"]
 Precision = Literal["auto", "bf16", "fp16", "tf32", "fp32"]
 Preference = Literal["time", "memory", "balanced"]
+Layout = Literal["auto", "contiguous", "zigzag"]
 OutcomeKind = Literal[
     "ok", "oom", "crash", "timeout", "wrong", "compile", "error", "rejected", "over-memory", "over-error"
 ]
@@ -48,6 +49,8 @@ class ProbeRequest:
     prefer: Preference = "time"
     seed: int = 0
     device: str | None = None
+    ranks: int = 1  # that hold one sequence together and are tuned as one
+    layout: Layout = "auto"  # of a sequence over them
     resume: bool = True
     dry_run: bool = False
 

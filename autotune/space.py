@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from ringattn.fused_steps import FUSED_PARAMS, FUSED_STEPS, steps_not_taken
 from ringattn.workload import BranchTunables, ParamValue, Tunables, Workload
 
+from .ring_space import plainest, ring_knobs, schedule_plans
+
 if TYPE_CHECKING:
     from ringattn.hardware import HardwareFacts
 
@@ -132,7 +134,8 @@ def decode(workload: Workload, assignment: Mapping[str, Value]) -> Tunables:
         whole.pop("pool_strategy", None)
     if (whole.get("window_tokens") or 0) >= workload.seq_len:
         whole.pop("window_tokens", None)
-    return Tunables(branches=tuple(branches), params=tuple(sorted(params.items())), **whole)
+    plan = Tunables(branches=tuple(branches), params=tuple(sorted(params.items())), **whole)
+    return plainest(workload, plan)
 
 
 def _window_values(workload: Workload) -> tuple[Value, ...]:
@@ -293,7 +296,7 @@ def _uniform_plans(
 
 def build_space(workload: Workload, machine: Machine, default: Tunables, dtypes: tuple[str, ...]) -> Space:
     """The space of ``workload`` for these compute dtypes, around ``default`` (which must be able to run)."""
-    knobs = knobs_of(workload, machine, dtypes)
+    knobs = knobs_of(workload, machine, dtypes) | ring_knobs(workload, default.layout)
     space = Space(workload, machine, default, knobs, (), ())
     assert space.valid(default), f"the default plan cannot run: {machine.reasons(workload, default)}"
     rejected, plans = [], [default]
@@ -308,6 +311,7 @@ def build_space(workload: Workload, machine: Machine, default: Tunables, dtypes:
             rejected.append((name, reasons))
         else:
             plans.append(plan)
+    plans += [plan for plan in schedule_plans(workload, default) if space.valid(plan)]
     knobs = _within_reach(knobs, workload, plans)
     return Space(workload, machine, default, knobs, tuple(space.distinct(iter(plans))), tuple(rejected))
 

@@ -161,16 +161,19 @@ class WorkerEvaluator:
 
     def _send(self, request: Request) -> None:
         if self._process is None or self._process.poll() is not None:
-            self._kill()
-            self._start()
+            self._renew()
         assert self._connection is not None
         try:
             self._connection.send(request)
         except (BrokenPipeError, ConnectionResetError):
             # It ended between two requests, which is nobody's fault: start over once.
-            self._kill()
-            self._start()
+            self._renew()
             self._connection.send(request)
+
+    def _renew(self) -> None:
+        """A worker in the place of one that ended between two requests, or that never was."""
+        self._kill()
+        self._start()
 
     def _receive(self, timeout_s: float, phase: str = "") -> Message:
         assert self._connection is not None
@@ -187,6 +190,9 @@ class WorkerEvaluator:
         if message.kind == "bug":
             self._kill()
             raise WorkerBug(message.value)
+        if message.kind == "no-device":
+            self._kill()
+            raise DeviceError(message.value)
         return message
 
     def _is_stopped(self) -> bool:

@@ -22,15 +22,15 @@ from typing import TYPE_CHECKING
 from ringattn import __version__
 from ringattn.errors import DeviceError, PlanError, ProfileError
 from ringattn.hardware import HardwareFacts, fingerprint_name
-from ringattn.profile import PlanEntry, Policy, Profile
+from ringattn.profile import LinkSpeed, PlanEntry, Policy, Profile
 from ringattn.profile_io import dump_profile, load_profile, parse_profile, save_profile
 from ringattn.profile_paths import collect, home_folder, user_folder
 from ringattn.resolve import resolve
 from ringattn.workload import Tunables, Workload, describe
 
 from .budget import EFFORTS, Budget, EffortPreset, Progress, allot
-from .emit import build_profile, check_obeyed, entry_of, merged, report_of, same_machine
-from .evaluator import Clock, Evaluator, MonotonicClock
+from .emit import build_profile, check_obeyed, entry_of, merged, merged_speeds, report_of, same_machine
+from .evaluator import Clock, Evaluator, KnowsLinks, MonotonicClock
 from .exit_codes import DeviceBusy, Inconclusive, NoDevice, ProbeFailure
 from .grid import Cell, between, cells_for
 from .probe import (
@@ -46,6 +46,7 @@ from .probe import (
 from .space import Machine, Space, build_space, machine_of
 
 if TYPE_CHECKING:
+    from .benchmark import BenchSettings
     from .cell import CellContext, CellResult, SearchSettings
     from .search import CellSearch
     from .store import Store
@@ -76,9 +77,13 @@ def real_edge(request: ProbeRequest) -> Edge:
     from ringattn.hardware import detect
 
     try:
-        facts = detect(request.device)
+        return edge_of(detect(request.device), _worker_evaluator)
     except DeviceError as error:
         raise NoDevice(str(error)) from None
+
+
+def edge_of(facts: HardwareFacts, evaluator: EvaluatorFactory) -> Edge:
+    """This user's surroundings of a machine with these facts."""
     located, _ = collect(heuristics_only=True)
     policy = resolve(located, facts).heuristic.policy
     assert policy is not None
@@ -86,7 +91,7 @@ def real_edge(request: ProbeRequest) -> Edge:
         facts=facts,
         machine=machine_of(facts),
         policy=policy,
-        evaluator=_worker_evaluator,
+        evaluator=evaluator,
         clock=MonotonicClock(),
         environ=os.environ,
         home=home_folder(),
@@ -101,20 +106,23 @@ def _device_name(request: ProbeRequest, facts: HardwareFacts) -> str:
 
 
 def _worker_evaluator(facts: HardwareFacts, request: ProbeRequest, preset: EffortPreset) -> Evaluator:
-    from .benchmark import BenchSettings
     from .trial import WorkerEvaluator
 
-    return WorkerEvaluator(
-        BenchSettings(
-            device=_device_name(request, facts),
-            facts=facts,
-            seed=request.seed,
-            sample_target_ms=preset.sample_target_ms,
-            ragged_lengths=preset.ragged_lengths,
-            train_too=not request.modes or "train" in request.modes,
-            varied_lengths=request.varied_lengths,
-        ),
-        reference_timeout_s=preset.budget_s,
+    return WorkerEvaluator(bench_settings(facts, request, preset), reference_timeout_s=preset.budget_s)
+
+
+def bench_settings(facts: HardwareFacts, request: ProbeRequest, preset: EffortPreset) -> BenchSettings:
+    """What the bench of a worker has to know of a probe."""
+    from .benchmark import BenchSettings
+
+    return BenchSettings(
+        device=_device_name(request, facts),
+        facts=facts,
+        seed=request.seed,
+        sample_target_ms=preset.sample_target_ms,
+        ragged_lengths=preset.ragged_lengths,
+        train_too=not request.modes or "train" in request.modes,
+        varied_lengths=request.varied_lengths,
     )
 
 
@@ -123,42 +131,65 @@ def _worker_evaluator(facts: HardwareFacts, request: ProbeRequest, preset: Effor
 
 def probe(request: ProbeRequest, observer: ProbeObserver, edge: Edge | None = None) -> ProbeResult:
     """See ``autotune.probe.run_probe``."""
-    edge = edge or real_edge(request)
-    path = request.output or default_profile_path(edge)
-    cells = cells_for(request, edge.facts)
     if request.dry_run:
-        return _dry_run(request, observer, edge, cells)
-    with _device_lock(request, edge):
-        return _Probe(request, observer, edge, path, cells).run()
+        edge = edge or real_edge(request)
+        return _dry_run(request, observer, edge, cells_for(request, edge.facts))
+    with _surroundings(request, edge) as edge:
+        path = request.output or default_profile_path(edge, request.ranks)
+        cells = cells_for(request, edge.facts)
+        with _device_lock(request, edge):
+            return _Probe(request, observer, edge, path, cells).run()
 
 
 def verify(path: Path, request: ProbeRequest, observer: ProbeObserver, edge: Edge | None = None) -> VerifyResult:
     """See ``autotune.probe.verify_profile``."""
-    from .verifying import check_same_silicon, verify_cells
+    from .verifying import check_same_silicon, entries_over, verify_cells
 
-    edge = edge or real_edge(request)
     profile = load_profile(path)
     if profile.source != "measured" or not profile.plans:
         raise ProbeFailure(f"{path}: holds no measured plans, so there is nothing to verify; run: ringtune probe")
-    check_same_silicon(profile, edge.facts, path)
+    entries = entries_over(profile, request.ranks, path)
+    if len(entries) < len(profile.plans):
+        observer.note(f"{path.name}: {len(profile.plans) - len(entries)} rows are of other numbers of ranks; left out")
     preset = EFFORTS[request.effort].with_budget(request.budget_s)
-    with _device_lock(request, edge):
-        return verify_cells(profile, profile.plans, request, preset, observer, edge)
+    with _surroundings(request, edge) as edge:
+        check_same_silicon(profile, edge.facts, path)
+        with _device_lock(request, edge):
+            return verify_cells(profile, entries, request, preset, observer, edge)
 
 
-def default_profile_path(edge: Edge) -> Path:
-    """Where the runtime of this user looks first, under a name that tells machines apart."""
-    return user_folder(edge.environ, edge.home) / f"{fingerprint_name(edge.facts)}.yaml"
+def default_profile_path(edge: Edge, ranks: int = 1) -> Path:
+    """Where the runtime of this user looks first, under a name that tells machines and numbers of ranks apart."""
+    over = f"-x{ranks}" if ranks > 1 else ""
+    return user_folder(edge.environ, edge.home) / f"{fingerprint_name(edge.facts)}{over}.yaml"
+
+
+@contextlib.contextmanager
+def _surroundings(request: ProbeRequest, edge: Edge | None) -> Iterator[Edge]:
+    """``edge`` if given, else this machine, or all ranks of the request: they are there until the block is left."""
+    if edge is not None:
+        yield edge
+    elif request.ranks == 1:
+        yield real_edge(request)
+    else:
+        from .ranks.surroundings import edge_of_ranks
+
+        with edge_of_ranks(request) as found:
+            yield found
 
 
 # --- preparation -----------------------------------------------------------------------------------------------------
 
 
-def space_for(cell: Cell, edge: Edge) -> Space:
-    """The space around the default plan; raises PlanError when nothing can run the workload."""
-    from ringattn.plan import heuristic_tunables
+def space_for(cell: Cell, edge: Edge, layout: str = "auto") -> Space:
+    """The space around the default plan; raises PlanError when nothing can run the workload.
 
-    default = heuristic_tunables(cell.workload, edge.policy, edge.facts)
+    ``layout`` is that of a sequence over several ranks; auto is what the module takes by rule.
+    """
+    from ringattn.plan import Conditions, heuristic_tunables
+
+    conditions = Conditions(layout="" if layout == "auto" else layout)
+    default = heuristic_tunables(cell.workload, edge.policy, edge.facts, conditions=conditions)
     reasons = edge.machine.reasons(cell.workload, default)
     if reasons:
         raise PlanError(f"cannot run {cell.workload}", {describe(default): reasons})
@@ -170,7 +201,7 @@ def _dry_run(request: ProbeRequest, observer: ProbeObserver, edge: Edge, cells: 
     """What a probe would do. The time of a call is unknown without measuring, so the estimate is the budget's split."""
     preset = EFFORTS[request.effort].with_budget(request.budget_s)
     rows, knobs = [], dict[str, dict[str, None]]()
-    spaces = [(cell, _space_or_refusal(cell, edge)) for cell in cells]
+    spaces = [(cell, _space_or_refusal(cell, edge, request.layout)) for cell in cells]
     sizes = [space.size() if isinstance(space, Space) else 0 for _, space in spaces]
     share = max(0.0, preset.budget_s - RESERVE_S) / max(1, sum(size > 0 for size in sizes))
     for (cell, space), size in zip(spaces, sizes, strict=True):
@@ -189,9 +220,9 @@ def _dry_run(request: ProbeRequest, observer: ProbeObserver, edge: Edge, cells: 
     return result
 
 
-def _space_or_refusal(cell: Cell, edge: Edge) -> Space | PlanError:
+def _space_or_refusal(cell: Cell, edge: Edge, layout: str) -> Space | PlanError:
     try:
-        return space_for(cell, edge)
+        return space_for(cell, edge, layout)
     except PlanError as error:
         return error
 
@@ -253,10 +284,12 @@ class _Probe:
         self.winners: dict[Workload, Tunables] = {}
         self.notes: list[str] = []
         self._current: tuple[Workload, float] | None = None
+        self.link_speed: LinkSpeed | None = None
+        self._old: Profile | None = None
 
     def run(self) -> ProbeResult:
         budget = Budget(self.preset.budget_s, self.edge.clock, reserve_s=RESERVE_S)
-        old = self._old_profile()
+        old = self._old = self._old_profile()
         if old is not None:
             verified = self._verify(old) if self.request.resume else None
             if verified is not None:
@@ -271,6 +304,7 @@ class _Probe:
                 self.observer.note(note)
             evaluator = self.edge.evaluator(self.edge.facts, self.request, self.preset)
             try:
+                self._look_at_links(store, evaluator)
                 self._measure(store, evaluator, budget)
                 result = self._emit(store, evaluator, budget, old)
             finally:
@@ -284,6 +318,16 @@ class _Probe:
         facts = dataclasses.asdict(self.edge.facts)
         text = json.dumps([__version__, asked, facts], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()
+
+    def _look_at_links(self, store: Store, evaluator: Evaluator) -> None:
+        """How fast the ranks can exchange messages, once a probe; an interrupted one has it in its journal."""
+        if not isinstance(evaluator, KnowsLinks):
+            return
+        kept = store.recall("links")
+        if kept is None:
+            kept = dataclasses.asdict(evaluator.links())
+            store.remember("links", kept)
+        self.link_speed = LinkSpeed(**kept)
 
     # --- what is there already ------------------------------------------------------------------------------------
 
@@ -398,7 +442,7 @@ class _Probe:
         from .cell import CellContext
         from .search import CellSearch
 
-        space = _space_or_refusal(cell, self.edge)
+        space = _space_or_refusal(cell, self.edge, self.request.layout)
         if isinstance(space, PlanError):
             self.entries[cell.workload] = PlanEntry(cell.workload, refusal=str(space))
             self.reports[cell.workload] = CellReport(cell.workload, "refused", note=str(space))
@@ -535,6 +579,7 @@ class _Probe:
             elapsed_s=elapsed_s,
             notes=tuple(dict.fromkeys(self.notes)),
             today=self.edge.today,
+            link_speeds=merged_speeds(self._old, self.link_speed),
         )
 
     def _emit(self, store: Store, evaluator: Evaluator, budget: Budget, old: Profile | None) -> ProbeResult:

@@ -41,6 +41,17 @@ def check_same_silicon(profile: Profile, facts: HardwareFacts, path: Path) -> No
         )
 
 
+def entries_over(profile: Profile, ranks: int, path: Path) -> tuple[PlanEntry, ...]:
+    """The rows for so many ranks; ProbeFailure where there are none, saying how to verify those there are."""
+    found = tuple(entry for entry in profile.plans if entry.workload.world == ranks)
+    if not found:
+        worlds = sorted({entry.workload.world for entry in profile.plans})
+        how = f"--nproc {worlds[-1]}" if worlds[-1] > 1 else "no --nproc"
+        numbers = ", ".join(map(str, worlds))
+        raise ProbeFailure(f"{path}: its plans are for {numbers} ranks, not {ranks}; run: ringtune verify with {how}")
+    return found
+
+
 def verify_cells(
     profile: Profile,
     entries: Sequence[PlanEntry],

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ringattn.workload import Tunables, Workload
+from ringattn.errors import DeviceError
 
 from .evaluator import FailureKind, Fault
 from .messages import Message, Request
@@ -80,46 +80,57 @@ def run_worker(connection: Connection, bench: Bench) -> None:
             return
         if request.action == "stop":
             return
-        assert request.workload is not None
         if request.action == "block":
-            _serve_block(connection, bench, request.workload, request.plans)
+            _serve_block(connection, bench, request)
         else:
             _serve_one(connection, bench, request)
 
 
 def _serve_one(connection: Connection, bench: Bench, request: Request) -> None:
-    workload = request.workload
-    assert workload is not None
 
     def phase(name: str) -> None:
         connection.send(Message("phase", 0, name))
 
     def run() -> Any:
+        if request.action == "links":
+            return bench.links()
+        workload = request.workload
+        assert workload is not None
         if request.action == "check":
             return bench.check(workload, request.plans[0], phase, request.pace_ms)
         if request.action == "prove":
             return bench.prove(workload, request.plans[0], phase)
         return bench.obey(workload, request.profile_path)
 
-    connection.send(Message("done", 0, _guarded(connection, bench, run, phase)))
+    connection.send(Message("done", 0, _guarded(connection, bench, run, phase, alone=not request.lockstep)))
 
 
-def _serve_block(connection: Connection, bench: Bench, workload: Workload, plans: Sequence[Tunables]) -> None:
+def _serve_block(connection: Connection, bench: Bench, request: Request) -> None:
+    workload = request.workload
+    assert workload is not None
     bench.begin_block()
-    for index, plan in enumerate(plans):
+    for index, plan in enumerate(request.plans):
         connection.send(Message("phase", index, "candidate"))
         result = _guarded(
             connection,
             bench,
             lambda plan=plan: bench.sample(workload, plan),  # type: ignore[misc]
             lambda name: None,
+            alone=not request.lockstep,
         )
         connection.send(Message("result", index, result))
+        if request.lockstep and isinstance(result, Fault):
+            break
     connection.send(Message("done", 0, bench.end_block()))
 
 
-def _guarded(connection: Connection, bench: Bench, run: Callable[[], Any], phase: Callable[[str], None]) -> Any:
-    """The result, or a Fault. One out of memory is tried again alone: the others' buffers may have been in the way."""
+def _guarded(
+    connection: Connection, bench: Bench, run: Callable[[], Any], phase: Callable[[str], None], *, alone: bool
+) -> Any:
+    """The result, or a Fault. One out of memory is tried again alone: the others' buffers may have been in the way.
+
+    Not where other ranks take part (not ``alone``): they are not trying again.
+    """
     for attempt in range(2):
         try:
             return run()
@@ -133,14 +144,14 @@ def _guarded(connection: Connection, bench: Bench, run: Callable[[], Any], phase
             connection.send(Message("done", 0, fault))
             os._exit(1)
         forget = getattr(bench, "forget", None)
-        if fault.kind != "oom" or attempt or forget is None:
+        if fault.kind != "oom" or attempt or forget is None or not alone:
             return fault
         forget()
         phase("candidate")
     raise AssertionError("unreachable")
 
 
-def _die_with_parent(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
     """The kernel kills this process when its parent ends, also when the parent is killed."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -148,11 +159,14 @@ def _die_with_parent(parent: int) -> None:
         os._exit(1)  # it ended before the request was in place
 
 
-def _limit_memory() -> None:
-    """A CPU candidate that wants more than there is gets an error, and not the whole machine killed."""
+def _limit_memory(ranks: int) -> None:
+    """A CPU candidate that wants more than there is gets an error, and not the whole machine killed.
+
+    ``ranks`` share what there is.
+    """
     meminfo = Path("/proc/meminfo").read_text()
     available_kib = next(int(line.split()[1]) for line in meminfo.splitlines() if line.startswith("MemAvailable:"))
-    limit = int(available_kib * 1024 * MEMORY_SHARE)
+    limit = int(available_kib * 1024 * MEMORY_SHARE / ranks)
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if hard != resource.RLIM_INFINITY:
         limit = min(limit, hard)
@@ -168,18 +182,20 @@ def _load_bench(name: str, settings: BenchSettings) -> Bench:
 def main(arguments: Sequence[str]) -> None:
     """Arguments: the inherited socket, the parent's process id, the bench to load."""
     descriptor, parent, bench_name = int(arguments[0]), int(arguments[1]), arguments[2]
-    _die_with_parent(parent)
+    die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it ends this process
     connection = Connection(descriptor)
     settings: BenchSettings = connection.recv()
     try:
         if settings.device == "cpu":
-            _limit_memory()
+            _limit_memory(settings.meeting.world if settings.meeting is not None else 1)
         bench = _load_bench(bench_name, settings)
         connection.send(Message("ready", 0, bench.blind_spots()))
         run_worker(connection, bench)
     except BrokenPipeError:
         return
+    except DeviceError as error:
+        connection.send(Message("no-device", 0, str(error)))
     except Exception:  # noqa: BLE001 - a bug of ours, raised whole in the parent
         connection.send(Message("bug", 0, traceback.format_exc()))
 

@@ -44,8 +44,35 @@ def shareable_text(text: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class LinkSpeed:
+    """How fast messages went between ``world`` ranks on ``hosts`` hosts, each sending to the next at the same time.
+
+    ``ring_gb_s`` is what the slowest rank sent and received at once, each way, in 10^9 bytes a second;
+    ``latency_us`` a round of the smallest message, begun and waited for by the host.
+    """
+
+    world: int
+    hosts: int
+    ring_gb_s: float
+    latency_us: float
+
+    def __post_init__(self) -> None:
+        if self.world < 2:
+            raise InputError(f"world is {self.world!r}; it must be an integer >= 2")
+        if not 1 <= self.hosts <= self.world:
+            raise InputError(f"hosts is {self.hosts!r}; it must be an integer from 1 to world, {self.world}")
+        for name in ("ring_gb_s", "latency_us"):
+            value = getattr(self, name)
+            if not math.isfinite(value) or value <= 0:
+                raise InputError(f"{name} is {value!r}; it must be a finite number > 0")
+
+
+@dataclass(frozen=True, slots=True)
 class Fingerprint:
     """The machine a profile belongs to: HardwareFacts without its software. See there for the meaning of a field.
+
+    ``link_speeds`` were measured with the plans over several ranks, one for each number of ranks. They are readings,
+    never twice the same: machines are compared by ``link`` and ``device_count``.
 
     In a heuristic every field but ``vendor`` may be left at its default, which stands for "any"; ``arch`` may be a
     range, ``sm_70-sm_75`` or ``sm_100+``; and ``isa`` is what a CPU must have at least.
@@ -64,8 +91,12 @@ class Fingerprint:
     link: str = ""
     isa: tuple[str, ...] = ()
     threads: int = 0
+    link_speeds: tuple[LinkSpeed, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
+        worlds = [speed.world for speed in self.link_speeds]
+        if len(set(worlds)) < len(worlds):
+            raise InputError(f"link_speeds holds worlds {worlds}; it must name each number of ranks once")
         if self.vendor not in VENDORS:
             raise InputError(f"vendor is {self.vendor!r}; use one of {', '.join(VENDORS)}")
         for name in ("sm_count", "memory_mib", "l2_mib", "power_limit_w", "threads"):
@@ -77,7 +108,7 @@ class Fingerprint:
 
     @classmethod
     def of(cls, facts: HardwareFacts) -> Fingerprint:
-        return cls(**{f.name: getattr(facts, f.name) for f in fields(cls)})
+        return cls(**{f.name: getattr(facts, f.name) for f in fields(cls) if f.name != "link_speeds"})
 
 
 @dataclass(frozen=True, slots=True)

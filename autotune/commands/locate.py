@@ -20,23 +20,23 @@ TIER_MEANINGS = {
 }
 
 
-def resolve_here(device: str | None) -> tuple[Resolution, tuple[str, ...]]:
+def resolve_here(device: str | None, ranks: int = 1) -> tuple[Resolution, tuple[str, ...]]:
     """What this machine resolves, and notes on files that were skipped. Imports torch, for the machine's facts."""
     from ringattn.hardware import detect
     from ringattn.resolve import collect, resolve
 
     located, notes = collect()
-    return resolve(located, detect(device)), notes
+    return resolve(located, detect(device), world=ranks), notes
 
 
-def chosen_profile_path(named: Path | None, device: str | None) -> Path:
+def chosen_profile_path(named: Path | None, device: str | None, ranks: int = 1) -> Path:
     """``named``, or the file this machine resolves.
 
     Raises ProbeFailure with the exit code for "no matching profile" when nothing measured serves this machine.
     """
     if named is not None:
         return named
-    resolution, _ = resolve_here(device)
+    resolution, _ = resolve_here(device, ranks)
     if resolution.profile is None:
         raise ProbeFailure(
             "no measured profile serves this machine; run `ringtune probe` first, or name a file", ExitCode.NO_PROFILE

@@ -65,6 +65,23 @@ device_option = click.option(
     help="cpu, cuda, cuda:N or N.  [default: the current CUDA device, else cpu]",
 )
 
+
+def process_count(value: str) -> str:
+    """A number of processes, or ``gpu`` for one on each GPU of this host."""
+    text = value.strip().lower()
+    if text != "gpu" and not (text.isdecimal() and int(text) >= 1):
+        raise click.BadParameter(f"{value!r} is no number of processes; use an integer >= 1, or gpu for all GPUs")
+    return text
+
+
+nproc_option = click.option(
+    "--nproc",
+    type=process_count,
+    metavar="N|gpu",
+    help="Start N ranks here that hold one sequence together, one to a GPU, and treat them as one; torchrun can start "
+    "them, too.  [default: 1]",
+)
+
 profile_argument = click.argument("profile", required=False, type=click.Path(path_type=Path, readable=False))
 
 

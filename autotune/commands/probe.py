@@ -16,6 +16,7 @@ from .options import (
     device_option,
     json_option,
     mebibytes,
+    nproc_option,
     pattern_options,
     positive_number,
     shape_options,
@@ -88,6 +89,14 @@ MODES: dict[str, tuple[Mode, ...]] = {"train": ("train",), "infer": ("infer",), 
     help="Fixes order, inputs, sampling.",
 )
 @device_option
+@nproc_option
+@click.option(
+    "--layout",
+    type=click.Choice(["auto", "contiguous", "zigzag"]),
+    default="auto",
+    show_default=True,
+    help="How a sequence lies over several ranks; auto as RingAttention's own.",
+)
 @click.option(
     "--resume/--fresh", default=True, show_default=True, help="Go on from an interrupted probe, or start over."
 )
@@ -104,6 +113,10 @@ def probe(as_json: bool, **options: Any) -> None:
         ringtune probe
         ringtune probe --effort quick --output this-machine.yaml
         ringtune probe --seq-len 8192 --heads 32 --kv-heads 8 --head-dim 128 --causal
+        ringtune probe --nproc gpu
+        torchrun --standalone --nproc-per-node 4 -m autotune probe
+
+    With several ranks lengths are those of one rank.
     """
     check_shape(options["heads"], options["kv_heads"])
     check_pattern(options["segment_lengths"], options["dilation_rates"])
@@ -112,7 +125,15 @@ def probe(as_json: bool, **options: Any) -> None:
 
     from ..probe import ProbeRequest, run_probe
     from ..progress import probe_observer
+    from ..ranks.surroundings import follow_rank_0, is_follower, ranks_of
 
+    ranks = ranks_of(options["nproc"], options["device"])
+    if ranks == 1 and options["layout"] != "auto":
+        raise click.UsageError("--layout is for a sequence over several ranks; give --nproc, too, or use torchrun")
+    if is_follower():
+        if not options["dry_run"]:
+            follow_rank_0()
+        return
     request = ProbeRequest(
         output=options["output"],
         effort=options["effort"],
@@ -133,6 +154,8 @@ def probe(as_json: bool, **options: Any) -> None:
         prefer=options["prefer"],
         seed=options["seed"],
         device=options["device"],
+        ranks=ranks,
+        layout=options["layout"],
         resume=options["resume"],
         dry_run=options["dry_run"],
     )

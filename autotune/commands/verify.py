@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from ..exit_codes import ExitCode
-from .options import device_option, json_option, positive_number, profile_argument
+from .options import device_option, json_option, nproc_option, positive_number, profile_argument
 
 
 @click.command(short_help="Check that recorded winners still win.")
@@ -27,22 +27,35 @@ from .options import device_option, json_option, positive_number, profile_argume
     "--seed", type=click.IntRange(min=0), metavar="N", default=0, show_default=True, help="Fixes order and inputs."
 )
 @device_option
+@nproc_option
 @json_option
 def verify(
-    profile: Path | None, effort: Any, budget: float | None, seed: int, device: str | None, as_json: bool
+    profile: Path | None,
+    effort: Any,
+    budget: float | None,
+    seed: int,
+    device: str | None,
+    nproc: str | None,
+    as_json: bool,
 ) -> None:
     """Re-time the recorded winners of PROFILE, without searching again.
 
     PROFILE is the one this machine resolves unless given. Exit code 5 says
-    that some winner no longer wins: probe again.
+    that some winner no longer wins: probe again. Rows for several ranks need
+    as many: --nproc, or torchrun.
     """
     from ..probe import ProbeRequest, verify_profile
     from ..progress import probe_observer
+    from ..ranks.surroundings import follow_rank_0, is_follower, ranks_of
     from ..terminal import emit_json, format_duration, plural, warn
     from .locate import chosen_profile_path
 
-    path = chosen_profile_path(profile, device)
-    request = ProbeRequest(output=path, effort=effort, budget_s=budget, seed=seed, device=device)
+    ranks = ranks_of(nproc, device)
+    if is_follower():
+        follow_rank_0()
+        return
+    path = chosen_profile_path(profile, device, ranks)
+    request = ProbeRequest(output=path, effort=effort, budget_s=budget, seed=seed, device=device, ranks=ranks)
     with probe_observer() as observer:
         result = verify_profile(path, request, observer)
     if as_json:

@@ -13,6 +13,7 @@ import torch
 from autotune import benchmark, health, numerics
 from autotune.benchmark import BenchSettings, DeviceBench, WrongAnswer
 from autotune.health import HostReading, cpu_seconds, host_disturbances, throttle_reasons, throttled_seconds
+from autotune.timers import cpu_peak_bytes
 from autotune.trial import WorkerEvaluator
 from ringattn import detect
 from ringattn.workload import BranchTunables, Pattern, Tunables, Workload
@@ -72,7 +73,7 @@ def test_peak_memory_is_exact_and_the_same_every_time(bench: DeviceBench) -> Non
         del one, other
         torch.empty(MIB, dtype=torch.uint8)
 
-    peaks = {benchmark._cpu_peak_bytes(two_buffers) for _ in range(3)}
+    peaks = {cpu_peak_bytes(two_buffers) for _ in range(3)}
     assert len(peaks) == 1
     assert peaks.pop() == pytest.approx(3 * MIB, abs=4096)
 

@@ -1,0 +1,84 @@
+"""Inputs and the rows that a right answer has for them, worked out when first needed, for every candidate and mode.
+
+Over several ranks each makes the whole sequence from the seed, looks at rows of its own share, and keeps that share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from ringattn.layout import positions, shares
+from ringattn.workload import Tunables, Workload
+
+from . import numerics
+
+Question = tuple[Workload, int, str, str]
+
+
+@dataclass(slots=True)
+class _Reference:
+    """Exact rows of one (pattern, shape, length, kind), and per compute dtype what a right kernel gives."""
+
+    sampled: numerics.Sampled  # in positions of the whole sequence
+    local: numerics.Sampled  # the same in rows of this rank
+    exact: numerics.Rows
+    expected: dict[str, numerics.Expected]
+
+
+class References:
+    """Inputs are made again from their seed rather than kept: the rows are small, the inputs are not."""
+
+    def __init__(self, device: torch.device, seed: int, *, train_too: bool, rank: int = 0) -> None:
+        self._device, self._seed = device, seed
+        self._train_too, self._rank = train_too, rank
+        self._kept: dict[Question, _Reference] = {}
+        self._last: tuple[Question, numerics.Inputs] | None = None
+
+    def get(
+        self, workload: Workload, total: int, kind: str, tunables: Tunables
+    ) -> tuple[numerics.Inputs, numerics.Sampled, numerics.Expected]:
+        """What this rank holds of a sequence of ``total`` positions, the rows to look at, and what they must be."""
+        widest = replace(workload, mode="train") if self._train_too else workload
+        question = (widest, total, kind, tunables.layout)
+        whole: numerics.Inputs | None = None
+        reference = self._kept.get(question)
+        if reference is None or tunables.dtype not in reference.expected:
+            whole = self._whole(question)
+            reference = reference or self._begin(question, whole)
+            reference.expected.setdefault(
+                tunables.dtype, numerics.expect(widest, whole, reference.sampled, reference.exact, tunables.dtype)
+            )
+        if self._last is None or self._last[0] != question:
+            self._last = None
+            self._last = (question, self._own(question, whole or self._whole(question)))
+        return self._last[1], reference.local, reference.expected[tunables.dtype]
+
+    def _whole(self, question: Question) -> numerics.Inputs:
+        workload, total, kind, _ = question
+        if workload.world == 1 and self._last is not None and self._last[0] == question:
+            return self._last[1]
+        self._last = None
+        return numerics.make_inputs(workload, total, kind, self._seed, self._device)
+
+    def _own(self, question: Question, whole: numerics.Inputs) -> numerics.Inputs:
+        workload, total, _, layout = question
+        if workload.world == 1:
+            return whole
+        return numerics.shard_inputs(whole, shares(layout, total, workload.world)[self._rank])
+
+    def _begin(self, question: Question, whole: numerics.Inputs) -> _Reference:
+        workload, total, _, layout = question
+        if workload.world == 1:
+            sampled = local = numerics.sample_positions(workload, total, self._seed)
+        else:
+            own = positions(shares(layout, total, workload.world)[self._rank]).numpy()
+            sampled = numerics.sample_positions(workload, total, self._seed, own)
+            local = sampled.rows_among(own)
+        exact = numerics.compute_rows(workload, whole, sampled, numerics.EXACT)
+        self._kept[question] = reference = _Reference(sampled, local, exact, {})
+        return reference
+
+    def forget(self) -> None:
+        self._last = None

@@ -1,0 +1,91 @@
+"""The knobs that a plan over several ranks has beside a one-rank plan's, and the plans that a race begins with."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ringattn.errors import InputError
+from ringattn.ring_plan import Ranks
+from ringattn.workload import GRAD_WIRES, SCHEDULES, Tunables, Workload
+
+Value = str | int | bool | None
+
+HEAD_GROUPS = (0, 2, 4, 8)
+FIRST_HEAD_GROUPS = (0, 4)  # that the race of schedules tries
+_EXCHANGES = ("ulysses", "ulysses-ring")
+
+
+def ring_knobs(workload: Workload, layout: str) -> dict[str, tuple[Value, ...]]:
+    """Knobs with their values; none at one rank. ``layout`` is the default plan's, the same for a whole profile."""
+    if workload.world == 1:
+        return {}
+    return {
+        "schedule": SCHEDULES,
+        "layout": (layout,),
+        "ulysses": (0, *degrees(workload.world)),
+        "head_groups": HEAD_GROUPS,
+        "grad_wire": GRAD_WIRES if workload.train else ("",),
+    }
+
+
+def degrees(world: int) -> tuple[int, ...]:
+    """How many consecutive ranks may exchange heads, with a ring across: divisors other than 1 and all."""
+    return tuple(n for n in range(2, world) if world % n == 0)
+
+
+def plainest(workload: Workload, plan: Tunables) -> Tunables:
+    """The plan without what its schedule has no use for, so that one turn of the schedule's knob is a whole plan.
+
+    A schedule that needs a degree takes the smallest.
+    """
+    if workload.world == 1:
+        return plan
+    changes: dict[str, Value] = {}
+    if plan.schedule != "ulysses-ring":
+        changes["ulysses"] = 0
+    elif plan.ulysses == 0:
+        changes["ulysses"] = next(iter(degrees(workload.world)), 0)
+    if plan.schedule not in ("all-gather", *_EXCHANGES):
+        changes["head_groups"] = 0
+    if plan.schedule in ("local", "ulysses"):
+        changes["grad_wire"] = ""
+    if plan.schedule in ("ring", "all-gather") and plan.checkpoint == "none":
+        changes["checkpoint"] = "selective"
+    if plan.schedule != "local":
+        changes["window_tokens"] = None
+    plan = replace(plan, **changes)  # type: ignore[arg-type]
+    travelling = _travelling(workload, plan)
+    if travelling:
+        branches = tuple(
+            replace(branch, gather="view") if n in travelling else branch for n, branch in enumerate(plan.branches)
+        )
+        plan = replace(plan, branches=branches)
+    if len(travelling) == len(plan.branches):  # nothing stays that could use these
+        plan = replace(plan, pool_threshold_mib=None, pool_strategy="shape", pattern_cache=True, compile=False)
+    return plan
+
+
+def _travelling(workload: Workload, plan: Tunables) -> tuple[int, ...]:
+    """The branches whose rows go from rank to rank; none where the plan cannot be laid out at all."""
+    if plan.schedule == "local" or not plan.layout or (plan.schedule == "ulysses-ring" and not plan.ulysses):
+        return ()
+    if plan.ulysses and workload.world % plan.ulysses:
+        return ()
+    try:
+        return Ranks.of(workload, plan).travelling(workload)
+    except InputError:  # too short for so many ranks: the constraint function says so
+        return ()
+
+
+def schedule_plans(workload: Workload, default: Tunables) -> Iterator[Tunables]:
+    """Each schedule with the default's kernels, in its few main forms; what cannot run is for others to leave out."""
+    if workload.world == 1:
+        return
+    checkpoints = ("selective", "none") if workload.train else ("selective",)
+    for schedule in SCHEDULES:
+        for degree in degrees(workload.world) if schedule == "ulysses-ring" else (0,):
+            for groups, checkpoint in itertools.product(FIRST_HEAD_GROUPS, checkpoints):
+                plan = replace(default, schedule=schedule, ulysses=degree, head_groups=groups, checkpoint=checkpoint)
+                yield plainest(workload, plan)

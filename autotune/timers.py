@@ -1,0 +1,93 @@
+"""How long a call takes and how much memory it holds, on one device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ringattn.hardware import HardwareFacts
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One call: what the search minimises, and the host's share of it."""
+
+    ms: float
+    host_us: float
+
+
+class HostTimer:
+    """Wall-clock of a call that is over when it returns."""
+
+    overhead_ms = 1e-3
+
+    def time(self, call: Callable[[], None], repeats: int) -> list[Reading]:
+        readings = []
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            call()
+            seconds = time.perf_counter() - begin
+            readings.append(Reading(seconds * 1e3, seconds * 1e6))
+        return readings
+
+
+class CudaTimer:
+    """Device events around each call, the L2 cache flushed before it.
+
+    A call in a loop cannot be faster than the host launches it, so a reading is the larger of the device's time
+    and the host's. The flush gives the host a head start, which hides launch gaps a real model hides too.
+    """
+
+    overhead_ms = 0.06  # of the flush
+
+    def __init__(self, device: torch.device, facts: HardwareFacts) -> None:
+        self._device = device
+        self._flush = torch.empty(max(64, 2 * facts.l2_mib) * 2**20, dtype=torch.int8, device=device)
+
+    def time(self, call: Callable[[], None], repeats: int) -> list[Reading]:
+        def event() -> torch.cuda.Event:
+            return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+        events = [(event(), event()) for _ in range(repeats)]
+        host_s = []
+        torch.cuda.synchronize(self._device)
+        for begin, end in events:
+            self._flush.zero_()
+            begin.record()
+            started = time.perf_counter()
+            call()
+            host_s.append(time.perf_counter() - started)
+            end.record()
+        torch.cuda.synchronize(self._device)
+        return [
+            Reading(max(begin.elapsed_time(end), seconds * 1e3), seconds * 1e6)
+            for (begin, end), seconds in zip(events, host_s, strict=True)
+        ]
+
+
+def wake(device: torch.device) -> None:
+    """Make the context and load the libraries of matrix products: no candidate's first call pays for them."""
+    for dtype in (torch.float64, torch.float32, torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16):
+        square = torch.ones(64, 64, dtype=dtype, device=device)
+        torch.mm(square, square)
+    torch.cuda.synchronize(device)
+
+
+def cpu_peak_bytes(calls: Callable[[], object]) -> int:
+    """The largest sum of live allocations during ``calls``, from the profiler's record of every one of them."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False) as recorded:
+        calls()
+    kineto = recorded.profiler
+    assert kineto is not None
+    assert kineto.kineto_results is not None
+    live = peak = 0
+    for event in kineto.kineto_results.events():
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    return peak

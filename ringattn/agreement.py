@@ -45,8 +45,9 @@ def plan_together(
     module: int,
     arguments: tuple[tuple[str, str], ...],
     build: Callable[[], tuple[Setup, PlanTable]],
+    layout_with: Callable[[Entries], str],
 ) -> tuple[Setup, PlanTable]:
-    """``build`` on every rank, and one common result.
+    """``build`` on every rank, and one common result. ``layout_with`` says which layout goes with a profile's rows.
 
     Raises the rank's own error, or PeerError with that of another; InputError for unequal arguments, versions or
     architectures; PlanError where no plan runs on every rank.
@@ -68,7 +69,7 @@ def plan_together(
     _check_equal(said)
     if all(each.table == said[0].table for each in said):
         return built
-    return _common(watch, group, module, built, said)
+    return _common(watch, group, module, built, said, layout_with)
 
 
 def _statement(arguments: tuple[tuple[str, str], ...], setup: Setup, table: PlanTable) -> Statement:
@@ -110,7 +111,12 @@ def _check_equal(said: Sequence[Statement]) -> None:
 
 
 def _common(
-    watch: Watch, group: dist.ProcessGroup, module: int, built: tuple[Setup, PlanTable], said: Sequence[Statement]
+    watch: Watch,
+    group: dist.ProcessGroup,
+    module: int,
+    built: tuple[Setup, PlanTable],
+    said: Sequence[Statement],
+    layout_with: Callable[[Entries], str],
 ) -> tuple[Setup, PlanTable]:
     """The first of the ranks' profiles, the most frequent first, whose table is the same on all; else the heuristic."""
     setup, table = built
@@ -124,7 +130,7 @@ def _common(
     assert policy is not None
     counts = Counter(each.entries for each in said if each.entries)
     candidates: list[Entries] = [*(entries for entries, _ in counts.most_common()), ()]
-    tables = [_try_table(entries, policy, facts, table) for entries in candidates]
+    tables = [_try_table(entries, policy, facts, table, layout_with(entries)) for entries in candidates]
     mine = [repr(each.rows) if isinstance(each, PlanTable) else "" for each in tables]
     everyones = _gather(watch, group, module, "common", mine)
     for number, entries in enumerate(candidates):
@@ -143,14 +149,16 @@ def _common(
     )
 
 
-def _try_table(entries: Entries, policy: Policy, facts: HardwareFacts, like: PlanTable) -> PlanTable | PlanError:
+def _try_table(
+    entries: Entries, policy: Policy, facts: HardwareFacts, like: PlanTable, layout: str
+) -> PlanTable | PlanError:
     try:
         return build_table(
             like.shape,
             entries,
             policy,
             facts,
-            conditions=like.conditions,
+            conditions=replace(like.conditions, layout=layout),
             wishes=like.wishes,
             auto_dtype=like.auto_dtype,
             strict=bool(entries),  # a profile that gives way to the heuristic here is no common plan

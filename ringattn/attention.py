@@ -23,7 +23,7 @@ from .checkpoint import MODES
 from .errors import InputError, PlanError, RingAttentionError
 from .layout import Share, Span, positions, resolve_layout, shard
 from .plan import Conditions, Plan
-from .profile import Profile
+from .profile import PlanEntry, Profile
 from .program import DTYPE_NAMES, Program
 from .setup import Setup, check_module, device_of, group_size, say_once, set_up, wishes_of
 from .table import ModuleShape, PlanTable, build_table
@@ -101,8 +101,8 @@ class RingAttention(nn.Module):
             ProcessGroup or one-dimensional DeviceMesh: its ranks hold it together, S being what is local. Every rank
             builds the module, in the same order among modules of the group.
         layout: which positions a rank holds: ``"contiguous"``, ``"zigzag"`` (chunks i and 2 * world - 1 - i, balanced
-            under a causal mask), or ``"auto"``: zigzag for causal dense attention, else contiguous. See ``shard``,
-            ``unshard`` and ``positions``.
+            under a causal mask), or ``"auto"``: that of the profile's plans for so many ranks; without any, zigzag for
+            causal dense attention, else contiguous. See ``shard``, ``unshard`` and ``positions``.
 
     Raises:
         InputError: an argument that makes no sense. ProfileError: a profile that cannot be read. PlanError: nothing
@@ -133,9 +133,13 @@ class RingAttention(nn.Module):
         check_module(num_heads, head_dim, num_kv_heads, causal, scale, dropout, max_seq_len, process_group)
         pattern = Pattern.of(segment_lengths, dilation_rates, head_offset)
         world = group_size(process_group)
-        self.layout = resolve_layout(layout, pattern, causal)
+        resolve_layout(layout, pattern, causal)  # what makes no sense is refused before a profile is read
         shape = ModuleShape(num_heads, num_kv_heads or num_heads, head_dim, causal, pattern, max_seq_len, world)
         self.scale = 1.0 / math.sqrt(head_dim) if scale is None else float(scale)
+
+        def layout_with(entries: Sequence[PlanEntry]) -> str:
+            measured = [entry.choice.tunables.layout for entry in entries if entry.choice is not None]
+            return resolve_layout(layout, pattern, causal, measured)
 
         def resolve() -> tuple[Setup, PlanTable]:
             setup = set_up(profile, device, shape)
@@ -145,7 +149,7 @@ class RingAttention(nn.Module):
                 setup.entries,
                 setup.policy,
                 setup.facts,
-                conditions=Conditions(deterministic, self.layout if world > 1 else ""),
+                conditions=Conditions(deterministic, layout_with(setup.entries) if world > 1 else ""),
                 wishes=wishes_of(backend, dtype, checkpoint),
                 auto_dtype=dtype == "auto",
                 strict=setup.named,
@@ -158,11 +162,13 @@ class RingAttention(nn.Module):
         self._ring: RingContext | None = None
         if world == 1:
             self._setup, self.plan = resolve()
+            self.layout = layout_with(())
         else:
             from .ring_context import RingContext  # torch.distributed: only where it is used
 
-            self._ring = RingContext(process_group, self.layout, device_of(device))
-            self._setup, self.plan = self._ring.plan_together(resolve, shape, self.scale)
+            self._ring = RingContext(process_group, device_of(device))
+            self._setup, self.plan = self._ring.plan_together(resolve, layout_with, shape, self.scale, layout)
+            self.layout = self._ring.layout
         self.shape = shape
         self.dropout = float(dropout)
         self.device = self._setup.device

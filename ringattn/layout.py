@@ -11,6 +11,7 @@ Everything follows from (layout, total length, world), so no rank needs to ask a
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -36,9 +37,16 @@ class Span(NamedTuple):
 Share = tuple[Span, ...]
 
 
-def resolve_layout(asked: str, pattern: Pattern, causal: bool) -> str:
-    """``"auto"`` is zigzag for causal dense attention, and else contiguous, so that segments stay on one rank."""
+def resolve_layout(asked: str, pattern: Pattern, causal: bool, measured: Sequence[str] = ()) -> str:
+    """What ``asked`` stands for; ``measured`` are the layouts of a profile's plans for the module.
+
+    ``"auto"`` is the one that most of those plans are for. Without any it is zigzag for causal dense attention, and
+    else contiguous, so that segments stay on one rank.
+    """
     if asked == "auto":
+        counts = Counter(layout for layout in measured if layout)
+        if counts:
+            return max(sorted(counts), key=lambda layout: counts[layout])
         return "zigzag" if causal and pattern.dense else "contiguous"
     if asked not in LAYOUTS:
         raise InputError(f"layout is {asked!r}; use 'auto' or one of {', '.join(LAYOUTS)}")

@@ -77,8 +77,9 @@ class _Match:
 def resolve(located: Sequence[Located], facts: HardwareFacts, *, world: int = 1) -> Resolution:
     """The best profile of ``located`` (in search order) for this machine: by tier, then nearness, then order.
 
-    A profile named by argument or RINGTUNE_PROFILE binds: it is taken in whatever tier, and ProfileError raised when
-    it does not fit at all. Device count and link matter only for ``world`` > 1.
+    Those with plans for ``world`` ranks go before all others, which say nothing of it. A profile named by argument or
+    RINGTUNE_PROFILE binds: it is taken in whatever tier, and ProfileError raised when it does not fit at all. Device
+    count and link matter only for ``world`` > 1.
     """
     bound = next((entry for origin in _BINDING for entry in located if entry.origin == origin), None)
     if bound is not None:
@@ -96,9 +97,12 @@ def resolve(located: Sequence[Located], facts: HardwareFacts, *, world: int = 1)
             trace.append(f"{entry.path} ({entry.origin}): not taken, {match.why}")
         else:
             measured.append((match, entry))
-    measured.sort(key=lambda pair: pair[0].rank)  # stable: search order stays between equals
+    # Stable: search order stays between equals.
+    measured.sort(key=lambda pair: (not _plans_for(pair[1].profile, world), *pair[0].rank))
     for number, (match, entry) in enumerate(measured):
         verdict = "taken" if number == 0 else f"not taken, {measured[0][1].path} comes first"
+        if number and _plans_for(measured[0][1].profile, world) and not _plans_for(entry.profile, world):
+            verdict = f"not taken, it holds no plans for {world} {'ranks' if world > 1 else 'rank'}"
         trace.insert(number, f"{entry.path} ({entry.origin}): {verdict}; tier {match.tier}: {match.why}")
     heuristic = _heuristic(located, facts, bound, trace)
     if measured:
@@ -106,6 +110,10 @@ def resolve(located: Sequence[Located], facts: HardwareFacts, *, world: int = 1)
         assert match.tier is not None
         return Resolution(entry.profile, heuristic.profile, entry.path, match.tier, tuple(trace))
     return Resolution(None, heuristic.profile, heuristic.path, "heuristic", tuple(trace))
+
+
+def _plans_for(profile: Profile, world: int) -> bool:
+    return any(entry.workload.world == world for entry in profile.plans)
 
 
 def _check_bound(bound: Located, facts: HardwareFacts, world: int) -> None:

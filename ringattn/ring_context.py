@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import lru_cache
 from typing import Any
@@ -16,6 +16,7 @@ from .comm import Comm, CommError
 from .errors import InputError, RingAttentionError
 from .layout import Share, assemble, length_of, shares
 from .plan import Plan
+from .profile import PlanEntry
 from .ring_program import RingProgram
 from .setup import Setup
 from .table import ModuleShape, PlanTable
@@ -25,17 +26,17 @@ from .watch import watch_of
 class RingContext:
     """One module's part in a group. Not copied with a module: copies share it."""
 
-    def __init__(self, process_group: Any, layout: str, device: torch.device) -> None:
+    def __init__(self, process_group: Any, device: torch.device) -> None:
         group: dist.ProcessGroup = getattr(process_group, "get_group", lambda: process_group)()
         self.comm = Comm(group)
         self.watch = watch_of(group, device)
         self.module = self.watch.new_module()
-        self.layout = layout
+        self.layout = ""  # until ranks have agreed on it
         self._calls = 0
         self._agreed = 0  # the last call that ranks compared
         self._looks: tuple[Any, ...] = ()
         self._told = ""  # the same in words
-        self.parts = lru_cache(maxsize=1024)(lambda total: shares(layout, total, self.comm.size))
+        self.parts = lru_cache(maxsize=1024)(lambda total: shares(self.layout, total, self.comm.size))
 
     def share(self, total: int) -> Share:
         parts: tuple[Share, ...] = self.parts(total)
@@ -77,12 +78,19 @@ class RingContext:
         return f"calls with batch {q.shape[0]}, {length} of {total} in all, {str(q.dtype)[6:]}, {gradients} gradients"
 
     def plan_together(
-        self, resolve: Callable[[], tuple[Setup, PlanTable]], shape: ModuleShape, scale: float
+        self,
+        resolve: Callable[[], tuple[Setup, PlanTable]],
+        layout_with: Callable[[Sequence[PlanEntry]], str],
+        shape: ModuleShape,
+        scale: float,
+        asked_layout: str,
     ) -> tuple[Setup, PlanTable]:
-        """The plans that every rank runs; see ``agreement``."""
+        """The plans that every rank runs, and with them the layout; see ``agreement``."""
         named = {field.name: str(getattr(shape, field.name)) for field in fields(shape)}
-        arguments = (*named.items(), ("scale", repr(scale)), ("layout", self.layout))
-        return plan_together(self.watch, self.comm.group, self.module, arguments, resolve)
+        arguments = (*named.items(), ("scale", repr(scale)), ("layout", asked_layout))
+        setup, table = plan_together(self.watch, self.comm.group, self.module, arguments, resolve, layout_with)
+        self.layout = table.conditions.layout
+        return setup, table
 
     def planned_length(self, local_length: int, total_length: int | None) -> int:
         """The local length that plans are looked up by: the same on every rank, also where lengths differ."""

@@ -24,9 +24,9 @@ from ringattn.workload import BranchTunables, Tunables, describe
 CASE = Case(24, 2, 2, 4, causal=True)
 
 
-def _profile(schedule: str, kernel: str, world: int = 2) -> Profile:
+def _profile(schedule: str, kernel: str, world: int = 2, layout: str = "zigzag") -> Profile:
     workload = replace(CASE.workload("fp32", "train"), seq_len=CASE.length // world, world=world)
-    tunables = Tunables("fp32", (BranchTunables(kernel, kernel),), schedule=schedule, layout="zigzag")
+    tunables = Tunables("fp32", (BranchTunables(kernel, kernel),), schedule=schedule, layout=layout)
     return Profile.single(cpu(), workload, tunables)
 
 
@@ -44,8 +44,8 @@ class _Kept(logging.Handler):
         self.said.append(record.getMessage())
 
 
-def _with_profiles(profiles: list[Any]) -> tuple[str, list[str]]:
-    """The plan that serves, and what was said; results are right whatever it is."""
+def _with_profiles(profiles: list[Any], layout: str = "zigzag") -> tuple[str, list[str]]:
+    """The plan that serves, and what was said; results are right whatever it is, in the layout expected."""
     kept = _Kept()
     logging.getLogger("ringattn").addHandler(kept)
     try:
@@ -54,7 +54,8 @@ def _with_profiles(profiles: list[Any]) -> tuple[str, list[str]]:
         logging.getLogger("ringattn").removeHandler(kept)
     q, k, v = (x.detach().float() for x in CASE.inputs())
     dout = CASE.dout(torch.float32)
-    results = run_ring(RingCase(CASE, "", "zigzag"), module, q, k, v, dout)
+    assert module.layout == layout
+    results = run_ring(RingCase(CASE, "", layout), module, q, k, v, dout)
     assert_equal_to(results, exact(CASE, q, k, v, dout), tolerance=1e-5)
     plan = module.plan_for(CASE.length // 2, torch.float32, True)
     return describe(plan.tunables), [line for line in kept.said if "different plans" in line]
@@ -74,6 +75,22 @@ def test_the_profile_of_some_ranks_serves_all(ranks: Callable[[int], Pool]) -> N
     (first, _), (second, _) = ranks(2).run(_with_profiles, [None, _profile("all-gather", "math")])
     assert first == second
     assert "all-gather/zigzag" in first
+
+
+def test_the_layout_is_the_profiles(ranks: Callable[[int], Pool]) -> None:
+    for plan, said in ranks(2).run(_with_profiles, [_profile("ring", "math", layout="contiguous")] * 2, "contiguous"):
+        assert "ring/contiguous" in plan
+        assert said == []
+
+
+def test_ranks_whose_profiles_are_for_different_layouts_take_one(ranks: Callable[[int], Pool]) -> None:
+    profiles = [_profile("ring", "math", layout="contiguous"), _profile("ring", "math")]
+    (first, said), (second, _) = ranks(2).run(_with_profiles, profiles, "contiguous")
+    assert first == second
+    assert "ring/contiguous" in first
+    assert len(said) == 1
+    (first, _), (second, _) = ranks(2).run(_with_profiles, [None, profiles[0]], "contiguous")
+    assert first == second
 
 
 def test_equal_profiles_say_nothing(ranks: Callable[[int], Pool]) -> None:

@@ -72,6 +72,15 @@ def test_auto_layout() -> None:
         resolve_layout("striped", dilated, True)
 
 
+def test_auto_is_what_the_profile_was_measured_for() -> None:
+    assert resolve_layout("auto", Pattern(), True, ["contiguous"]) == "contiguous"
+    assert resolve_layout("auto", Pattern(), True, ["zigzag", "contiguous", "contiguous"]) == "contiguous"
+    assert resolve_layout("auto", Pattern(), False, ["zigzag", "contiguous"]) == "contiguous"  # not by their order
+    assert resolve_layout("auto", Pattern(), False, ["contiguous", "zigzag"]) == "contiguous"
+    assert resolve_layout("auto", Pattern(), True, [""]) == "zigzag"
+    assert resolve_layout("zigzag", Pattern(), True, ["contiguous"]) == "zigzag"
+
+
 # --- lanes and hops ----------------------------------------------------------------------------------------------
 
 

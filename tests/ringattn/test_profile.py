@@ -29,6 +29,7 @@ from ringattn.profile import (
     Evidence,
     Failure,
     Fingerprint,
+    LinkSpeed,
     PlanEntry,
     Policy,
     Profile,
@@ -239,6 +240,43 @@ def test_single_is_a_profile_of_one_plan() -> None:
     assert profile.fingerprint == Fingerprint.of(H100)
     assert profile.software == H100.software
     assert parse_profile(dump_profile(profile), "p") == profile
+
+
+LINKS = (LinkSpeed(2, 1, 270.5, 21.0), LinkSpeed(16, 2, 24.25, 44.0))
+
+
+def with_links(*speeds: LinkSpeed) -> Profile:
+    return replace(RICH, fingerprint=replace(RICH.fingerprint, link_speeds=speeds))
+
+
+def test_link_speeds_are_kept_and_tell_no_two_machines_apart() -> None:
+    profile = parse_profile(dump_profile(with_links(*LINKS)), "p")
+    assert profile.fingerprint.link_speeds == LINKS
+    assert profile.fingerprint == RICH.fingerprint  # readings, never twice the same
+    assert "link_speeds" not in dump_profile(RICH)  # nothing is written of what was not measured
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "told"),
+    [
+        ({"world": 1}, "fingerprint.link_speeds[0].world", "is 1"),
+        ({"hosts": 3}, "fingerprint.link_speeds[0].hosts", "from 1 to world, 2"),
+        ({"ring_gb_s": 0.0}, "fingerprint.link_speeds[0].ring_gb_s", "finite number > 0"),
+        ({"latency_us": "fast"}, "fingerprint.link_speeds[0].latency_us", "must be a number"),
+        ({"ring_GBps": 2.0}, "fingerprint.link_speeds[0].ring_GBps", "not a known key"),
+    ],
+)
+def test_link_speeds_are_read_strictly(changes: dict[str, object], key: str, told: str) -> None:
+    plain = yaml.safe_load(dump_profile(with_links(*LINKS)))
+    plain["fingerprint"]["link_speeds"][0] |= changes
+    with pytest.raises(ProfileError, match=told) as caught:
+        parse_profile(resealed(plain), "p")
+    assert caught.value.key == key
+
+
+def test_each_number_of_ranks_has_one_link_speed() -> None:
+    with pytest.raises(InputError, match=r"link_speeds holds worlds \[2, 2\]"):
+        with_links(LINKS[0], LINKS[0])
 
 
 def test_profiles_are_frozen_and_hashable() -> None:

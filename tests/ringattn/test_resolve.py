@@ -110,6 +110,16 @@ def test_link_and_device_count_matter_to_a_ring(there: dict[str, object], world:
     assert resolve(found(("p", profile)), here, world=world).tier == tier
 
 
+def test_plans_for_so_many_ranks_go_before_a_better_tier_without() -> None:
+    alone, ring = measured(H100, dense_entry()), measured(other_software(H100, torch="2.12"), dense_entry(world=4))
+    for located in (found(("alone", alone), ("ring", ring)), found(("ring", ring), ("alone", alone))):
+        assert resolve(located, H100).path == "alone"
+        four = resolve(located, H100, world=4)
+        assert (four.path, four.tier) == ("ring", "same-silicon")
+        assert "alone (user): not taken, it holds no plans for 4 ranks; tier exact" in four.trace[1]
+        assert resolve(located, H100, world=2).tier == "exact"
+
+
 # --- order ------------------------------------------------------------------------------------------------------
 
 

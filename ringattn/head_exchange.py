@@ -4,18 +4,19 @@
 the heads; after attention the results go back. Heads can go in groups, one exchange each, so that one group travels
 while another is computed.
 
-Legend: B batch, S rows of this rank, T rows of all ``degree`` ranks together, D head dim.
+Legend: B batch, S rows of this rank, T rows of all ``degree`` ranks together, M = degree, D head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .comm import Comm, Message, Pending
+from .comm import Comm, Pending
 from .layout import Share, joined, length_of, rows_within
 
 
@@ -30,85 +31,90 @@ class HeadExchange:
     groups: int
 
     @property
+    def _lengths(self) -> list[int]:
+        """How many rows each member holds."""
+        return [length_of(part) for part in self.parts]
+
+    @property
     def share(self) -> Share:
         """What the members hold together."""
         return joined([span for part in self.parts for span in part])
-
-    def heads_of(self, heads: int, member: int, group: int) -> slice:
-        """Which of ``heads`` a member computes in a group."""
-        own = heads // len(self.members)
-        count = own // self.groups
-        first = member * own + group * count
-        return slice(first, first + count)
 
     def spread(self, tensors: Sequence[Tensor], group: int, dtype: torch.dtype) -> tuple[Pending, list[Tensor]]:
         """Starts to bring a head group of each (B, S, heads, D) tensor here: (B, T, heads / degree / groups, D).
 
         They travel as one message in ``dtype``, and are views of one buffer, valid after ``wait``.
         """
-        batch, _, _, head_dim = tensors[0].shape
+        batch, length, _, head_dim = tensors[0].shape
         counts = [x.shape[2] // len(self.members) // self.groups for x in tensors]
-        rows = torch.empty((batch, length_of(self.share), sum(counts), head_dim), dtype=dtype, device=tensors[0].device)
-        sends: list[Message] = []
-        receives: list[Message] = []
-        after: list[Callable[[], object]] = []
-        for member, rank in enumerate(self.members):
-            parts = [x[:, :, self.heads_of(x.shape[2], member, group)] for x in tensors]
-            if member == self.me:
-                self._place(torch.split(rows, counts, 2), parts, member)
-                continue
-            packed = torch.cat([part.to(dtype) for part in parts], 2)
-            sends += [Message(part, rank) for part in self._pieces(packed, self.me, 0)]
-            self._receive(rows, member, rank, receives, after)
-        return self.comm.exchange(sends, receives, after), list(torch.split(rows, counts, 2))
+        heads = sum(counts)
 
-    def collect(self, results: Sequence[Tensor], targets: Sequence[Tensor], group: int) -> Pending:
-        """Starts to send the rows of each (B, T, heads, D) result home, into (B, S, all heads, D) targets.
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=tensors[0].device)
 
-        The targets are written when ``wait`` returns.
+        sent = empty(len(self.members), batch, length, heads, head_dim)
+        for x, part in zip(tensors, torch.split(sent, counts, 3), strict=True):
+            part.copy_(self._by_member(x, group).permute(2, 0, 1, 3, 4))
+        rows = empty(batch, length_of(self.share), heads, head_dim)
+        arriving, after = rows, list[Callable[[], object]]()
+        if not self._in_order(batch):
+            arriving = empty(*rows.shape)
+            after = [lambda there=there, here=here: there.copy_(here) for there, here in self._pieces(rows, arriving)]  # type: ignore[misc]
+        mine = [length] * len(self.members)
+        return self._start(sent, arriving, mine, self._lengths, after), list(torch.split(rows, counts, 2))
+
+    def collect(self, result: Tensor, target: Tensor, group: int) -> Pending:
+        """Starts to send the rows of a (B, T, heads, D) result home, into a (B, S, all heads, D) target.
+
+        The target is written when ``wait`` returns.
         """
-        sends: list[Message] = []
-        receives: list[Message] = []
-        after: list[Callable[[], object]] = []
-        for result, target in zip(results, targets, strict=True):
-            for member, rank in enumerate(self.members):
-                place = target[:, :, self.heads_of(target.shape[2], member, group)]
-                if member == self.me:
-                    for here, there in self._rows(member):
-                        place[:, here].copy_(result[:, there])
-                    continue
-                sends += [Message(part, rank) for part in self._pieces(result, member, 1)]
-                for here, _ in self._rows(self.me):
-                    target_rows = place[:, here]
-                    part = torch.empty(target_rows.shape, dtype=result.dtype, device=result.device)
-                    receives.append(Message(part, rank))
-                    after.append(lambda rows=target_rows, part=part: rows.copy_(part))  # type: ignore[misc]
-        return self.comm.exchange(sends, receives, after)
+        batch, length = target.shape[:2]
+        heads, head_dim = result.shape[2:]
+        sent = result
+        if not self._in_order(batch) or not result.is_contiguous():
+            sent = torch.empty_like(result, memory_format=torch.contiguous_format)
+            for here, there in self._pieces(result, sent):
+                there.copy_(here)
+        arriving = result.new_empty(len(self.members), batch, length, heads, head_dim)
+        place = self._by_member(target, group).permute(2, 0, 1, 3, 4)
+        mine = [length] * len(self.members)
+        return self._start(sent, arriving, self._lengths, mine, [lambda: place.copy_(arriving)])
 
-    def _rows(self, member: int) -> list[tuple[slice, slice]]:
-        """(rows among the member's own, rows among all) of each span that the member holds."""
-        pairs, row = [], 0
-        for span in self.parts[member]:
-            begin = rows_within(span, self.share)
-            pairs.append((slice(row, row + span.length), slice(begin, begin + span.length)))
-            row += span.length
-        return pairs
+    def _by_member(self, x: Tensor, group: int) -> Tensor:
+        """(B, S, M, heads of the group, D) of a (B, S, all heads, D) tensor, in place."""
+        return torch.unflatten(x, 2, (len(self.members), self.groups, -1))[:, :, :, group]
 
-    def _pieces(self, x: Tensor, member: int, which: int) -> list[Tensor]:
-        """The messages that hold a member's rows of ``x``: one a span, and contiguous as they are at batch size 1."""
-        return [x[:, rows[which]].contiguous() for rows in self._rows(member)]
+    def _in_order(self, batch: int) -> bool:
+        """Whether the rows of all members, one member after the other, are the rows of all in ascending position."""
+        ends = [(part[0].begin, part[-1].end) for part in self.parts]
+        whole = all(len(part) == 1 for part in self.parts)
+        return batch == 1 and whole and all(a[1] == b[0] for a, b in itertools.pairwise(ends))
 
-    def _place(self, rows: Sequence[Tensor], parts: Sequence[Tensor], member: int) -> None:
-        for here, there in self._rows(member):
-            for target, part in zip(rows, parts, strict=True):
-                target[:, there].copy_(part[:, here])
+    def _pieces(self, rows: Tensor, by_member: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Where each span of each member lies: in (B, T, heads, D) ``rows`` of ascending position, and in memory that
+        holds member after member, each (B, its S, heads, D)."""
+        batch, _, heads, head_dim = rows.shape
+        chunks = torch.split(by_member.view(-1), [batch * length * heads * head_dim for length in self._lengths])
+        for part, length, chunk in zip(self.parts, self._lengths, chunks, strict=True):
+            own, row = chunk.view(batch, length, heads, head_dim), 0
+            for span in part:
+                begin = rows_within(span, self.share)
+                yield rows[:, begin : begin + span.length], own[:, row : row + span.length]
+                row += span.length
 
-    def _receive(
-        self, rows: Tensor, member: int, rank: int, receives: list[Message], after: list[Callable[[], object]]
-    ) -> None:
-        for _, there in self._rows(member):
-            target = rows[:, there]
-            part = target if target.is_contiguous() else torch.empty(target.shape, dtype=rows.dtype, device=rows.device)
-            receives.append(Message(part, rank))
-            if part is not target:
-                after.append(lambda target=target, part=part: target.copy_(part))  # type: ignore[misc]
+    def _start(
+        self,
+        sent: Tensor,
+        arriving: Tensor,
+        rows_to: Sequence[int],
+        rows_from: Sequence[int],
+        after: Sequence[Callable[[], object]],
+    ) -> Pending:
+        """``rows_to`` and ``rows_from`` are how many rows go to and come from each member."""
+        row_bytes = sent.nbytes // sum(rows_to)
+
+        def by_rank(rows: Sequence[int]) -> list[int]:
+            of_rank = dict(zip(self.members, rows, strict=True))
+            return [of_rank.get(rank, 0) * row_bytes for rank in range(self.comm.size)]
+
+        return self.comm.all_to_all(sent, arriving, by_rank(rows_to), by_rank(rows_from), after)

@@ -156,7 +156,7 @@ class RingProgram:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty((batch, length, heads, 1), dtype=accumulator_dtype(self.dtype), device=q.device)
         arriving = _Ahead(lambda group: exchange.spread((q, k, v), group, self._wire), len(self._rings))
-        returning: list[Pending] = []
+        returning = _Behind(len(self._rings))
         for group, ring in enumerate(self._rings):
             pending, inputs = arriving.next()
             pending.wait()
@@ -167,10 +167,10 @@ class RingProgram:
             out_here, lse_here = result[0].to(self._wire), result[1]
             if kept is not None:
                 kept += [*inputs, out_here, lse_here]
-            lse_rows = lse_here.transpose(1, 2).unsqueeze(3).contiguous()
-            returning.append(exchange.collect((out_here.contiguous(), lse_rows), (out, lse), group))
-        for pending in returning:
-            pending.wait()
+            lse_rows = lse_here.transpose(1, 2).unsqueeze(3)
+            returning.add(exchange.collect(out_here, out, group))
+            returning.add(exchange.collect(lse_rows, lse, group))
+        returning.wait()
         safe.close()
         return out, lse.squeeze(3).transpose(1, 2).contiguous()
 
@@ -190,7 +190,7 @@ class RingProgram:
             return [pending, pending_lse], [dout_here, *inputs, out_here, lse_here]
 
         arriving = _Ahead(spread, len(self._rings))
-        returning: list[Pending] = []
+        returning = _Behind(len(self._rings))
         for group, ring in enumerate(self._rings):
             pendings, (dout_here, q_here, k_here, v_here, out_here, lse_here) = arriving.next()
             for pending in pendings:
@@ -203,10 +203,12 @@ class RingProgram:
             )  # fmt: skip
             if grads is None:  # what is sent now will not be used
                 grads = torch.empty_like(q_here), torch.empty_like(k_here), torch.empty_like(v_here)
-            results = [grad.to(self._wire).contiguous() for grad in grads]
-            returning.append(exchange.collect(results, targets, group))
-        for pending in returning:
-            pending.wait()
+            del dout_here, q_here, k_here, v_here, out_here, lse_here
+            results = list(grads)
+            del grads
+            for target in targets:
+                returning.add(exchange.collect(results.pop(0).to(self._wire), target, group))
+        returning.wait()
         safe.close()
         return targets[0], targets[1], targets[2]
 
@@ -232,6 +234,27 @@ class _Ahead(Generic[Result]):
         while self._begun < self._groups and len(self._under_way) < self.GROUPS:
             self._under_way.append(self._start(self._begun))
             self._begun += 1
+
+
+class _Behind:
+    """Results on their way home, a few messages at most: what has arrived makes room for the next one to be sent.
+
+    Of several head groups the three gradients travel together while the next group is computed. Of a single one two
+    at a time do: each has a buffer that it arrives in, which at the end is what decides the peak.
+    """
+
+    def __init__(self, groups: int) -> None:
+        self._under_way: deque[Pending] = deque()
+        self._most = 3 if groups > 1 else 2
+
+    def add(self, pending: Pending) -> None:
+        self._under_way.append(pending)
+        if len(self._under_way) > self._most:
+            self._under_way.popleft().wait()
+
+    def wait(self) -> None:
+        while self._under_way:
+            self._under_way.popleft().wait()
 
 
 def _merge_of(plan: Plan) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:

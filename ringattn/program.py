@@ -6,7 +6,8 @@ batch elements, M rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,13 +41,30 @@ Wanted = tuple[bool, bool, bool]
 ALL: Wanted = (True, True, True)
 
 
+class BackwardRows(NamedTuple):
+    """What the backward of a call reads: rows of q, k, v, dout and out (N, M, heads, D), and lse (N, heads, M)."""
+
+    inputs: Triple
+    dout: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+# Of the calls that other ranks have a part in: takes the rows of each and begins, gives back what waits for the
+# results. In between this rank does what it can do alone.
+TravelForward = Callable[[list[Triple]], Callable[[], list[tuple[Tensor, Tensor]]]]
+TravelBackward = Callable[[list[BackwardRows]], Callable[[], list[Triple]]]
+
+
 class Program:
     """A plan with its kernels loaded; stateless between calls, so one serves any number of threads."""
 
-    def __init__(self, plan: Plan, scale: float) -> None:
+    def __init__(self, plan: Plan, scale: float, travelling: frozenset[int] = frozenset()) -> None:
+        """``travelling`` branches are not computed here: ``forward`` and ``backward`` are given who does."""
         assert scale > 0, "kernels mask before they scale"
         tunables = plan.tunables
         self.plan = plan
+        self._travelling = travelling
         self.dtype = TORCH_DTYPES[tunables.dtype]
         self.checkpoint = tunables.checkpoint
         self._pattern = plan.workload.pattern
@@ -61,7 +79,7 @@ class Program:
         self._forward = [kernel.forward for kernel in forward]
         self._backward = [kernel.backward for kernel in backward]
         self._strided = [KERNELS[b.backward].strided_backward for b in tunables.branches if b.backward]
-        self._writer = _writer(plan) if backward else None
+        self._writer = _writer(plan, travelling) if backward else None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kept: Kept | None = None) -> tuple[Tensor, Tensor]:
         """``forward`` for inputs of any dtype: computed in the plan's dtype, out in the input dtype."""
@@ -93,7 +111,9 @@ class Program:
             dv.to(narrow) if wanted[2] else None,
         )
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, kept: Kept | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, kept: Kept | None = None, travel: TravelForward | None = None
+    ) -> tuple[Tensor, Tensor]:
         """out (B, S, H, D) in the compute dtype and lse (B, H, S); ``kept`` receives gathered rows if given.
 
         q, k, v: (B, S, H or Hkv, D) in the compute dtype, any strides with the last 1.
@@ -107,24 +127,43 @@ class Program:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(batch, heads, length, dtype=accumulator_dtype(q.dtype), device=q.device)
         for window in geometry.windows:
-            self._forward_window(geometry, window, (q, k, v), out, lse, kept)
+            self._forward_window(geometry, window, (q, k, v), out, lse, kept, travel)
         return out, lse
 
     def _forward_window(
-        self, geometry: Geometry, window: Window, inputs: Triple, out: Tensor, lse: Tensor, kept: Kept | None
+        self,
+        geometry: Geometry,
+        window: Window,
+        inputs: Triple,
+        out: Tensor,
+        lse: Tensor,
+        kept: Kept | None,
+        travel: TravelForward | None,
     ) -> None:
         """All branches over one window, merged; its workspace ends with it."""
         q, k, v = inputs
         group = q.shape[2] // k.shape[2]
         lease = Lease(q.device, *self._pool)
+        here, away = self._here_and_away(window)
+        finish = travel([self._rows(geometry, placed, q, k, v, group, lease) for placed in away]) if travel else None
         partials = []
-        for placed in window.calls:
+        for placed in here:
             rows = self._rows(geometry, placed, q, k, v, group, lease if kept is None else _unpooled(q.device))
             if kept is not None and placed.call.copied:
                 kept.extend(rows)
             partials.append(Partial(placed, *self._forward[placed.branch](*rows)))
+        if finish is not None:
+            partials += [Partial(placed, *result) for placed, result in zip(away, finish(), strict=True)]
+            partials.sort(key=lambda partial: partial.placed.index)
         self._ops.merge(geometry, window, partials, out, lse, group, lease)
         lease.close()
+
+    def _here_and_away(self, window: Window) -> tuple[Sequence[PlacedCall], Sequence[PlacedCall]]:
+        """The calls of this rank alone, and those that others have a part in."""
+        if not self._travelling:
+            return window.calls, ()
+        away = [placed for placed in window.calls if placed.branch in self._travelling]
+        return [placed for placed in window.calls if placed.branch not in self._travelling], away
 
     def backward(
         self,
@@ -136,6 +175,7 @@ class Program:
         lse: Tensor,
         kept: Sequence[Tensor] = (),
         wanted: Wanted = ALL,
+        travel: TravelBackward | None = None,
     ) -> Triple:
         """dq, dk, dv in the compute dtype, every partial against the merged out and lse.
 
@@ -155,7 +195,7 @@ class Program:
         )
         rows_kept = iter(kept) if kept else None
         for window in geometry.windows:
-            self._backward_window(geometry, window, (q, k, v), (dout, out, lse), grads, wanted, rows_kept)
+            self._backward_window(geometry, window, (q, k, v), (dout, out, lse), grads, wanted, rows_kept, travel)
         return grads
 
     def _backward_window(
@@ -167,6 +207,7 @@ class Program:
         grads: Triple,
         wanted: Wanted,
         kept: Iterator[Tensor] | None,
+        travel: TravelBackward | None,
     ) -> None:
         """The gradients of all branches over one window, summed into ``grads``; its workspace ends with it.
 
@@ -175,20 +216,33 @@ class Program:
         q, k, v = inputs
         group = q.shape[2] // k.shape[2]
         lease = Lease(q.device, *self._pool)
-        partials: tuple[list[GradPartial], ...] = ([], [], [])
-        for placed in window.calls:
+        here, away = self._here_and_away(window)
+        finish = None
+        if travel is not None:
+            reads = [_in_place_of(geometry, placed, inputs) for placed in away]
+            finish = travel(
+                [
+                    self._backward_rows(geometry, p, inputs, read, *results, lease)
+                    for p, read in zip(away, reads, strict=True)
+                ]
+            )
+        found: list[tuple[PlacedCall, Triple]] = []
+        for placed in here:
             read = _in_place_of(geometry, placed, inputs)
             if kept is not None and placed.call.copied:
                 read = next(kept), next(kept), next(kept)
-            rows, dout_rows, out_rows, lse_rows = self._backward_rows(geometry, placed, inputs, read, *results, lease)
+            rows = self._backward_rows(geometry, placed, inputs, read, *results, lease)
             backward = self._backward[placed.branch]
             if placed.branch == self._writer:
                 in_place = self._rows(geometry, placed, *grads, group, lease)
-                parts = backward(dout_rows, *rows, out_rows, lse_rows, grads=in_place)
+                parts = backward(rows.dout, *rows.inputs, rows.out, rows.lse, grads=in_place)
             else:
-                parts = backward(dout_rows, *rows, out_rows, lse_rows)
-            for into, part in zip(partials, parts, strict=True):
-                into.append(GradPartial(placed, part))
+                parts = backward(rows.dout, *rows.inputs, rows.out, rows.lse)
+            found.append((placed, parts))
+        if finish is not None:
+            found += zip(away, finish(), strict=True)
+            found.sort(key=lambda pair: pair[0].index)
+        partials = [[GradPartial(placed, parts[number]) for placed, parts in found] for number in range(3)]
         if self._writer is None or len(self._backward) > 1:  # else its one branch has written every position already
             every = zip(partials, grads, (group, 1, 1), strict=True)
             jobs = [GradJob(*job) for job, want in zip(every, wanted, strict=True) if want]
@@ -223,9 +277,8 @@ class Program:
         out: Tensor,
         lse: Tensor,
         lease: Lease,
-    ) -> tuple[Triple, Tensor, Tensor, Tensor]:
-        """(q, k, v), dout, out and lse as the backward of a call reads them; ``rows`` are
-        q, k, v, or None where they are still to be gathered.
+    ) -> BackwardRows:
+        """What the backward of a call reads; ``rows`` are q, k, v, or None where they are still to be gathered.
 
         Whatever must be gathered is gathered in one step.
         """
@@ -236,7 +289,7 @@ class Program:
             sources += [Source(x, heads) for x, heads in zip(inputs, (group, 1, 1), strict=True)]
         gathered, lse_rows = self._ops.gather_backward(geometry, placed, sources, lse, group, lease)
         dout_rows, out_rows = results or (gathered[0], gathered[1])
-        return rows or (gathered[-3], gathered[-2], gathered[-1]), dout_rows, out_rows, lse_rows
+        return BackwardRows(rows or (gathered[-3], gathered[-2], gathered[-1]), dout_rows, out_rows, lse_rows)
 
     def _results_in_place(
         self, geometry: Geometry, placed: PlacedCall, dout: Tensor, out: Tensor, group: int
@@ -306,7 +359,7 @@ def _unpooled(device: torch.device) -> Lease:
     return Lease(device, None, "shape")
 
 
-def _writer(plan: Plan) -> int | None:
+def _writer(plan: Plan, travelling: frozenset[int]) -> int | None:
     """The branch whose backward writes straight into the final gradients, to which the others are added.
 
     It must show every position (rate 1) and only one may; the fused sum reads each element before it writes it, the
@@ -314,7 +367,8 @@ def _writer(plan: Plan) -> int | None:
     """
     branches = plan.workload.pattern.branches
     for number, (branch, chosen) in enumerate(zip(branches, plan.tunables.branches, strict=False)):
-        if plan.fused and branch.rate == 1 and KERNELS[chosen.backward].writes_grads:
+        here = number not in travelling
+        if here and plan.fused and branch.rate == 1 and KERNELS[chosen.backward].writes_grads:
             return number
     return None
 

@@ -21,10 +21,12 @@ from .block_kernel import Backward, Forward
 from .comm import NOTHING, Comm, CommError, Message, Pending
 from .lane_rows import add_rows, gather_lse, gather_rows, merge_rows, set_rows
 from .merge import accumulator_dtype
-from .program import Program, Triple
+from .program import BackwardRows, Program, Triple
 from .ring_schedules import Hop, Lane, Rectangle, RingGeometry, Transfer
 
 Result = TypeVar("Result")
+Rows = TypeVar("Rows")
+SomeLane = TypeVar("SomeLane", bound="_Lane")
 
 
 class DrainedError(Exception):
@@ -55,10 +57,14 @@ class Failsafe:
         except CommError:
             raise
         except Exception as error:  # noqa: BLE001  raised again by ``close``, after the last message
-            if self._error is None:
-                self._error = error.error if isinstance(error, DrainedError) else error
-                self._report(self._error)
+            self.fail(error.error if isinstance(error, DrainedError) else error)
             return None
+
+    def fail(self, error: Exception) -> None:
+        """What runs beside these steps failed."""
+        if self._error is None:
+            self._error = error
+            self._report(error)
 
     def close(self) -> None:
         if self._error is not None:
@@ -80,7 +86,8 @@ class RingSetting:
     """What is the same for every shape: how to reach the others and what to compute with.
 
     ``rank_of`` gives the group's rank of a ring member. Keys and values travel in the ``wire`` dtype, their gradients
-    in ``grad_wire``; blocks are computed in ``dtype``. ``local`` runs the branches that stay on this rank.
+    in ``grad_wire``; blocks are computed in ``dtype``. ``local`` runs the branches that stay on this rank; where it
+    ``joins``, it also gathers the rows of the lanes and merges what becomes of them, all in one step.
     ``whole``: every position and head is a row of exactly one lane, so results are written and not merged.
     ``merge`` is ``lane_rows.merge_block``, or what does the same on a GPU.
     """
@@ -89,12 +96,18 @@ class RingSetting:
     rank_of: tuple[int, ...]
     kernels: tuple[BranchKernels, ...]
     local: Program | None
+    joins: bool
     dtype: torch.dtype
     wire: torch.dtype
     grad_wire: torch.dtype
     whole: bool
     merge: Callable[[Tensor, Tensor, Tensor, Tensor], None]
     report: Callable[[BaseException], None]
+
+    @property
+    def program(self) -> Program:
+        assert self.local is not None, "lanes join a program"
+        return self.local
 
 
 class Ring:
@@ -105,41 +118,55 @@ class Ring:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out (B, S, H, D) in the compute dtype and lse (B, H, S); q, k and v of any dtype."""
-        setting, safe = self._setting, Failsafe(self._setting.report)
+        setting = self._setting
+        journey = _Journey(setting, self._geometry)
         inputs = _converted((q, k, v), setting.dtype)
-        lanes = [_ForwardLane(setting, lane, inputs, (k, v)) for lane in self._geometry.lanes]
-        pending = _start(setting.comm, 1, lanes)
-        for lane in lanes:
-            safe.run(lane.diagonal)
-        local = safe.run(setting.local.forward, *inputs) if setting.local is not None else None
-        for step in range(1, self._geometry.steps + 1):
-            pending.wait()
-            pending = _start(setting.comm, step + 1, lanes)
-            for lane in lanes:
-                safe.run(lane.work, step)
-        pending.wait()
-        safe.close()
+        if setting.joins:
+            travel = self._travel(journey, _ForwardLane, lambda lane: (lane.out.to(setting.dtype), lane.lse))
+            return journey.joined(setting.program.forward, *inputs, travel=travel)
+        lanes = [_ForwardLane(setting, lane, _rows_of(lane, inputs), (k, v)) for lane in self._geometry.lanes]
+        journey.start(lanes)
+        local = journey.safe.run(setting.local.forward, *inputs) if setting.local is not None else None
+        journey.finish()
         return self._assemble(inputs[0], lanes, local)
 
     def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Triple:
         """dq, dk, dv of this rank's rows in the compute dtype; dout, out and lse are final, and contiguous."""
-        setting, safe = self._setting, Failsafe(self._setting.report)
+        setting = self._setting
+        journey = _Journey(setting, self._geometry)
         inputs = _converted((q, k, v), setting.dtype)
         dout, out = dout.to(setting.dtype), out.to(setting.dtype)
-        lanes = [_BackwardLane(setting, lane, inputs, (k, v), dout, out, lse) for lane in self._geometry.lanes]
-        pending = _start(setting.comm, 1, lanes)
-        for lane in lanes:
-            safe.run(lane.diagonal)
-        local = safe.run(setting.local.backward, dout, *inputs, out, lse) if setting.local is not None else None
-        for step in range(1, self._geometry.steps + 1):
-            pending.wait()
-            pending = _start(setting.comm, step + 1, lanes, grads_of=step - 1)
-            for lane in lanes:
-                safe.run(lane.work, step)
-        pending.wait()
-        _start(setting.comm, None, lanes, grads_of=self._geometry.steps).wait()
-        safe.close()
+        if setting.joins:
+            grads = self._travel(journey, _BackwardLane, lambda lane: _converted(lane.summed(), setting.dtype))
+            return journey.joined(setting.program.backward, dout, *inputs, out, lse, travel=grads)
+        lanes = [
+            _BackwardLane(setting, lane, _backward_rows_of(lane, inputs, dout, out, lse), (k, v))
+            for lane in self._geometry.lanes
+        ]
+        journey.start(lanes)
+        local = journey.safe.run(setting.local.backward, dout, *inputs, out, lse) if setting.local is not None else None
+        journey.finish()
         return self._assemble_grads(inputs, lanes, local)
+
+    def _travel(
+        self,
+        journey: _Journey,
+        lane_of: Callable[[RingSetting, Lane, Rows], SomeLane],
+        result: Callable[[SomeLane], Result],
+    ) -> Callable[[list[Rows]], Callable[[], list[Result]]]:
+        """What ``Program`` is given: begins the journey of the rows of every lane, then gives each lane's result."""
+
+        def travel(rows: list[Rows]) -> Callable[[], list[Result]]:
+            lanes = [lane_of(self._setting, lane, of) for lane, of in zip(self._geometry.lanes, rows, strict=True)]
+            journey.start(lanes)
+
+            def finish() -> list[Result]:
+                journey.finish()
+                return [result(lane) for lane in lanes]
+
+            return finish
+
+        return travel
 
     def _assemble(
         self, q: Tensor, lanes: Sequence[_ForwardLane], local: tuple[Tensor, Tensor] | None
@@ -176,16 +203,73 @@ class Ring:
         results = []
         for number, x in enumerate(inputs):
             if setting.whole and len(lanes) == 1:
-                results.append(lanes[0].summed(number).to(setting.dtype).reshape(x.shape))
+                results.append(lanes[0].summed()[number].to(setting.dtype).reshape(x.shape))
                 continue
             if local is None:
                 total = torch.zeros(x.shape, dtype=wide, device=x.device)
             else:
                 total = _own_copy(local[number], wide)
             for lane in lanes:
-                add_rows(lane.lane, lane.group if number == 0 else 1, total, lane.summed(number))
+                add_rows(lane.lane, lane.group if number == 0 else 1, total, lane.summed()[number])
             results.append(total.to(setting.dtype))
         return results[0], results[1], results[2]
+
+
+class _Journey:
+    """The exchanges of one call: started, and finished after whatever this rank does alone in between."""
+
+    def __init__(self, setting: RingSetting, geometry: RingGeometry) -> None:
+        self.safe = Failsafe(setting.report)
+        self._comm, self._steps = setting.comm, geometry.steps
+        self._lanes: Sequence[_Lane] = ()
+        self._pending = NOTHING
+        self._under_way = False
+
+    def start(self, lanes: Sequence[_Lane]) -> None:
+        self._lanes = lanes
+        self._pending, self._under_way = _start(self._comm, 1, lanes), True
+        for lane in lanes:
+            self.safe.run(lane.diagonal)
+
+    def finish(self) -> None:
+        """Everything arrived, and everything that hangs on it is computed; raises DrainedError if a step failed."""
+        self._under_way = False
+        for step in range(1, self._steps + 1):
+            self._pending.wait()
+            self._pending = _start(self._comm, step + 1, self._lanes, grads_of=step - 1)
+            for lane in self._lanes:
+                self.safe.run(lane.work, step)
+        self._pending.wait()
+        _start(self._comm, None, self._lanes, grads_of=self._steps).wait()
+        self.safe.close()
+
+    def joined(self, call: Callable[..., Result], *args: Tensor, travel: object) -> Result:
+        """The result of a call that starts and finishes this journey; where it fails in between, still finished."""
+        try:
+            return call(*args, travel=travel)
+        except (CommError, DrainedError):
+            raise
+        except Exception as error:
+            if not self._under_way:
+                raise
+            self.safe.fail(error)
+            self.finish()
+            raise AssertionError("a failed journey ends with its error") from error
+
+
+def _rows_of(lane: Lane, inputs: Triple) -> Triple:
+    q, k, v = inputs
+    return gather_rows(q, lane, _group_of(inputs)), gather_rows(k, lane, 1), gather_rows(v, lane, 1)
+
+
+def _backward_rows_of(lane: Lane, inputs: Triple, dout: Tensor, out: Tensor, lse: Tensor) -> BackwardRows:
+    group = _group_of(inputs)
+    dout, out = gather_rows(dout, lane, group).contiguous(), gather_rows(out, lane, group).contiguous()
+    return BackwardRows(_rows_of(lane, inputs), dout, out, gather_lse(lse, lane, group))
+
+
+def _group_of(inputs: Triple) -> int:
+    return inputs[0].shape[2] // inputs[1].shape[2]
 
 
 def _converted(tensors: Triple, dtype: torch.dtype) -> Triple:
@@ -214,7 +298,7 @@ class _Batch:
 
 
 def _start(comm: Comm, step: int | None, lanes: Sequence[_Lane], grads_of: int | None = None) -> Pending:
-    """Starts hop ``step`` of all lanes, and the gradients of hop ``grads_of`` on their way home."""
+    """Starts hop ``step`` of all lanes, and, in a backward, the gradients of hop ``grads_of`` on their way home."""
     batch = _Batch()
     for lane in lanes:
         for hop in lane.lane.hops:
@@ -232,17 +316,21 @@ def _start(comm: Comm, step: int | None, lanes: Sequence[_Lane], grads_of: int |
 class _Lane:
     """One lane during one call: its rows here, and the keys and values that its hops bring."""
 
-    def __init__(self, setting: RingSetting, lane: Lane, inputs: Triple, wired: tuple[Tensor, Tensor]) -> None:
+    def __init__(
+        self, setting: RingSetting, lane: Lane, rows: Triple, wired: tuple[Tensor, Tensor] | None = None
+    ) -> None:
+        """``rows`` of q, k and v in the compute dtype; ``wired`` are this rank's k and v as they came, if given."""
         self.setting, self.lane = setting, lane
-        self.group = inputs[0].shape[2] // inputs[1].shape[2]
         self.kernels = setting.kernels[lane.branch]
-        self.q = gather_rows(inputs[0], lane, self.group)
-        self.k, self.v = gather_rows(inputs[1], lane, 1), gather_rows(inputs[2], lane, 1)
+        self.q, self.k, self.v = rows
+        self.group = self.q.shape[2] // self.k.shape[2]
         self._brought: dict[int, Tensor] = {}  # by step: the keys and values that its hop brings
         self._own: Tensor | None = None  # what goes out from here
         if lane.hops:
-            narrow = (self.k, self.v) if wired[0].dtype is self.k.dtype else [gather_rows(x, lane, 1) for x in wired]
-            self._own = torch.cat(tuple(narrow), 2).to(setting.wire)
+            narrow = (self.k, self.v)
+            if wired is not None and wired[0].dtype is not self.k.dtype:
+                narrow = gather_rows(wired[0], lane, 1), gather_rows(wired[1], lane, 1)
+            self._own = torch.cat(narrow, 2).to(setting.wire)
 
     def move_keys(self, hop: Hop, batch: _Batch) -> None:
         for transfer in hop.sends:
@@ -256,8 +344,14 @@ class _Lane:
         for transfer in hop.receives:
             self._receive_into(buffer[:, transfer.at : transfer.at + transfer.rows], transfer, batch)
 
+    def diagonal(self) -> None:
+        raise NotImplementedError
+
+    def work(self, step: int) -> None:
+        raise NotImplementedError
+
     def move_grads(self, hop: Hop, batch: _Batch) -> None:
-        raise AssertionError("only a backward has gradients")
+        """Only a backward has gradients to move."""
 
     def arrived(self, step: int) -> tuple[Tensor, Tensor]:
         """K and V that the hop of this step brought, in the compute dtype."""
@@ -313,19 +407,10 @@ class _BackwardLane(_Lane):
     grads: Triple | None = None  # None until the diagonal is done
 
     def __init__(
-        self,
-        setting: RingSetting,
-        lane: Lane,
-        inputs: Triple,
-        wired: tuple[Tensor, Tensor],
-        dout: Tensor,
-        out: Tensor,
-        lse: Tensor,
+        self, setting: RingSetting, lane: Lane, rows: BackwardRows, wired: tuple[Tensor, Tensor] | None = None
     ) -> None:
-        super().__init__(setting, lane, inputs, wired)
-        self.dout = gather_rows(dout, lane, self.group).contiguous()
-        self.rows_out = gather_rows(out, lane, self.group).contiguous()
-        self.rows_lse = gather_lse(lse, lane, self.group)
+        super().__init__(setting, lane, rows.inputs, wired)
+        self.dout, self.rows_out, self.rows_lse = rows.dout, rows.out, rows.lse
         self._going: dict[int, Tensor] = {}  # by step: gradients of received keys, (N, rows, 2J, D)
 
     def diagonal(self) -> None:
@@ -374,9 +459,9 @@ class _BackwardLane(_Lane):
             batch.receives.append(Message(part, self.rank(transfer.peer)))
             batch.after.append(lambda part=part, transfer=transfer: self._add_home(part, transfer))  # type: ignore[misc]
 
-    def summed(self, number: int) -> Tensor:
+    def summed(self) -> Triple:
         assert self.grads is not None
-        return self.grads[number]
+        return self.grads
 
     def _add_home(self, part: Tensor, transfer: Transfer) -> None:
         if self.grads is None:  # the diagonal failed here

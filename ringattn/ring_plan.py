@@ -208,13 +208,15 @@ def ring_heuristic(
 ) -> Tunables:
     """The tunables with the schedule to use where none was measured; ``keep``: the checkpoint was asked for.
 
-    Ulysses where NVLink makes its all-to-all cheap and the heads divide; else the ring, which sends to one neighbour.
+    Dense: Ulysses where NVLink makes its all-to-all cheap and the heads divide; else the ring, which sends to one
+    neighbour. Of a dilated pattern few rows travel: all are sent at once, while what stays is computed.
     """
     layout = layout or resolve_layout("auto", workload.pattern, workload.causal)
     world = workload.world
     over_nvlink = facts.link.startswith("nv") and facts.device_count >= world
     exchanges = over_nvlink and workload.pattern.dense and workload.kv_heads % world == 0
-    chosen = replace(tunables, schedule="ulysses" if exchanges else "ring", layout=layout)
+    rows = "ring" if workload.pattern.dense else "all-gather"
+    chosen = replace(tunables, schedule="ulysses" if exchanges else rows, layout=layout)
     travelling = Ranks.of(workload, chosen).travelling(workload) if not exchanges else ()
     if not exchanges and not travelling:
         return replace(chosen, schedule="local")
@@ -227,6 +229,4 @@ def ring_heuristic(
     )
     if exchanges and workload.train and not keep:
         chosen = replace(chosen, checkpoint="none")  # what was exchanged takes the place of q, k, v, out and lse
-    own = workload.kv_heads // world
-    groups = next((g for g in (4, 2) if exchanges and own % g == 0), 0)
-    return replace(chosen, head_groups=groups)
+    return chosen

@@ -19,15 +19,17 @@ from torch import Tensor
 from .block_kernel import BoundKernel, KernelConfig
 from .comm import Comm, CommError, Pending
 from .fused_steps import FUSED_STEPS
+from .geometry import LayoutKey, build_geometry
 from .head_exchange import HeadExchange
 from .kernels import KERNELS
 from .lane_rows import merge_block
-from .layout import Share, grouped
+from .layout import Share, grouped, length_of
 from .merge import accumulator_dtype
+from .pattern import Call, HeadRun
 from .plan import Plan
 from .program import ALL, TORCH_DTYPES, Grads, Kept, Program, Triple, Wanted
 from .ring import BranchKernels, DrainedError, Failsafe, Ring, RingSetting
-from .ring_schedules import HeadRange, ring_geometry, ulysses_degree
+from .ring_schedules import HeadRange, RingGeometry, ring_geometry, ulysses_degree
 from .workload import BranchTunables
 
 Result = TypeVar("Result")
@@ -80,11 +82,13 @@ class RingProgram:
                 "all-gather" if tunables.schedule == "all-gather" else "ring",
                 max(1, tunables.head_groups) if tunables.schedule == "all-gather" else 1,
             )
+            joining = _joining_program(plan, geometry, scale, length_of(parts[comm.rank]), batch)
             setting = RingSetting(
                 comm=comm,
                 rank_of=rank_of,
                 kernels=kernels,
-                local=_local_program(plan, geometry.local, scale),
+                local=joining or _local_program(plan, geometry.local, scale),
+                joins=joining is not None,
                 dtype=self.dtype,
                 wire=self._wire,
                 grad_wire=self.dtype if tunables.grad_wire == "compute" else self._wire,
@@ -279,6 +283,37 @@ def _kernels(plan: Plan, branch: BranchTunables, scale: float) -> BranchKernels:
         diagonal_backward=backward[0].backward if backward else None,
         full_backward=backward[1].backward if backward else None,
     )
+
+
+def _joining_program(plan: Plan, geometry: RingGeometry, scale: float, length: int, batch: int) -> Program | None:
+    """All branches as a program on this rank's rows, where the lanes are calls of it; None where they are not.
+
+    Its fused steps then gather the rows of the lanes and merge their results with all others at once: apart, in
+    float32, that cost 0.5 ms of 6.2 forward and 1 ms of 16 backward (LongNet to 131072 on 4 H100s). Lanes that
+    Ulysses, zigzag or a share that cuts a segment unevenly make are assembled apart.
+    """
+    workload, tunables = plan.workload, plan.tunables
+    travelling = frozenset(lane.branch for lane in geometry.lanes)
+    few = len(travelling) == len(tunables.branches) == 1
+    if few or not travelling or TORCH_DTYPES[workload.dtype] is not TORCH_DTYPES[tunables.dtype]:
+        return None
+    branches = tuple(
+        replace(branch, gather="copy") if n in travelling else branch for n, branch in enumerate(tunables.branches)
+    )
+    gathers = tuple(branch.gather for branch in branches)
+    for folds in (True, False):
+        key = LayoutKey(workload.pattern, gathers, None, batch, length, workload.heads, workload.kv_heads, folds)
+        (window,) = build_geometry(key).windows
+        away = [(placed.branch, [_plain(placed.call)]) for placed in window.calls if placed.branch in travelling]
+        if away != [(lane.branch, [_plain(call) for call in lane.calls]) for lane in geometry.lanes]:
+            return None
+    return Program(replace(plan, tunables=replace(tunables, branches=branches)), scale, travelling)
+
+
+def _plain(call: Call) -> Call:
+    """The call with no steps between the heads of a run that has one head: equal for equal rows."""
+    runs = (run if run.count > 1 else HeadRun(run.first, 1, 1, run.offset, 0) for run in call.runs)
+    return replace(call, runs=tuple(runs))
 
 
 def _local_program(plan: Plan, local: tuple[int, ...], scale: float) -> Program | None:

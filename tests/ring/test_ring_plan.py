@@ -42,7 +42,11 @@ def test_heuristic_schedules() -> None:
     assert _chosen(_workload(world=8, kv_heads=32), H100).schedule == "ring"  # beyond one host
     assert _chosen(_workload(), replace(H100, link="pcie")).schedule == "ring"
     assert _chosen(_workload(pattern=DILATED), H100).schedule == "local"  # segments stay on one rank
-    assert _chosen(replace(_workload(pattern=DILATED), seq_len=2048), H100).schedule == "ring"
+    assert _chosen(replace(_workload(pattern=DILATED), seq_len=2048), H100).schedule == "all-gather"
+
+
+def test_heads_go_in_groups_only_where_that_was_measured_to_pay() -> None:
+    assert _chosen(_workload(), H100).head_groups == 0
 
 
 def test_heuristic_layouts() -> None:

@@ -132,19 +132,19 @@ class DeviceBench:
         self._timer = CudaTimer(self.device, settings.facts) if self._cuda else HostTimer()
         if self._cuda:
             wake(self.device)
+        else:
+            cpu_peak_bytes(lambda: None)  # loading torch's profiler takes seconds on a busy machine
         self._references = References(self.device, settings.seed, train_too=settings.train_too, rank=self._peers.rank)
         self._runners: OrderedDict[tuple[Workload, Tunables], Runner] = OrderedDict()
         self._inputs: tuple[Workload, numerics.Inputs] | None = None
         self._new_length = 0
-        self._prepared = False
         self._first_calls: dict[tuple[Workload, Tunables], float] = {}
 
     # --- the gate -----------------------------------------------------------------------------------------------
 
     def check(self, workload: Workload, tunables: Tunables, phase: Phase, pace_ms: float | None) -> Checked:
         """Answer, memory and a warm call at the workload's own length."""
-        phase("reference")  # our own first-time cost, the profiler's above all, is not the candidate's
-        self._prepare()
+        phase("reference")  # our own cost is not the candidate's
         inputs = self._timing_inputs(workload)
         module = self._module(workload, tunables)
         error, cold_ms = self._hold_against_reference(module, workload, tunables, workload.total, "ordinary", phase)
@@ -157,12 +157,6 @@ class DeviceBench:
             self._first_calls[workload, tunables] = self._first_call_ms(module, workload, inputs)
         runner = self._runner(workload, tunables)
         return Checked(runner.call_ms, error, peak_bytes, cold_ms, runner.host_us)
-
-    def _prepare(self) -> None:
-        if not self._prepared:
-            self._prepared = True
-            if not self._cuda:
-                cpu_peak_bytes(lambda: None)  # loading torch's profiler takes seconds on a busy machine
 
     def prove(self, workload: Workload, tunables: Tunables, phase: Phase) -> Proven:
         """Random ragged lengths of the bucket, ordinary and adversarial inputs in turn."""

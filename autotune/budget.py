@@ -5,7 +5,7 @@ Seconds come from a Clock, so the same code runs on replayed machines in simulat
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -89,6 +89,17 @@ def allot(needs: Sequence[CellNeed], available_s: float) -> tuple[float, ...]:
     return tuple(shares)
 
 
+class _WorkingClock:
+    """Stands still while time is lost, as long as it can be spared."""
+
+    def __init__(self, clock: Clock, lost_s: Callable[[], float], spare_s: float) -> None:
+        self._clock, self._lost_s, self._spare_s = clock, lost_s, max(0.0, spare_s)
+        self._lost_before_s = lost_s()
+
+    def now(self) -> float:
+        return self._clock.now() - min(self._spare_s, self._lost_s() - self._lost_before_s)
+
+
 class Budget:
     """One probe's seconds: started once, spent by everyone.
 
@@ -112,6 +123,12 @@ class Budget:
     def deadline(self, seconds: float) -> Deadline:
         """A deadline ``seconds`` from now, but never beyond what is available."""
         return Deadline(self._clock, self._clock.now() + min(seconds, self.available_s()))
+
+    def working_deadline(self, seconds: float, lost_s: Callable[[], float], spare_s: float) -> Deadline:
+        """A deadline after ``seconds`` of work: what ``lost_s`` counts from now on is added, up to ``spare_s``."""
+        seconds = min(seconds, self.available_s())
+        clock = _WorkingClock(self._clock, lost_s, min(spare_s, self.available_s() - seconds))
+        return Deadline(clock, clock.now() + seconds)
 
 
 class Deadline:

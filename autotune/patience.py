@@ -13,7 +13,7 @@ from . import numerics
 _PAIR_NS = {"cpu": 1.0, "cuda": 0.1}
 _BESIDE_PRODUCTS = 64  # dimensions that the rest costs as much as
 _SLACK = 10.0  # times what is expected: others may be at work, too
-_FIRST_S = 10.0  # libraries and the profiler are loaded by the first reference of a worker
+_FIRST_S = 5.0  # the first reference of a worker loads what float64 needs
 
 
 def reference_limit_s(workload: Workload, device: str, *, gradients: bool, first: bool) -> float:

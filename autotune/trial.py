@@ -6,13 +6,15 @@ answering and started again when it is needed. It dies with this process.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -63,6 +65,7 @@ class WorkerEvaluator:
         self._is_new = True  # the worker has answered nothing yet
         self.blind_spots: tuple[str, ...] = ()
         self.starts = 0
+        self.lost_s = 0.0  # went into attempts that ended without an answer, and into new workers after them
 
     # --- the protocol -------------------------------------------------------------------------------------------
 
@@ -95,7 +98,8 @@ class WorkerEvaluator:
             rest = tuple(order[len(results) :])
             try:
                 self._send(Request("block", cell, rest))
-                disturbances += self._collect(results, len(order), timeout_s)
+                with self._counting_losses():
+                    disturbances += self._collect(results, len(order), timeout_s)
             except Died as died:
                 if died.struck and len(results) not in struck_at:
                     struck_at.add(len(results))
@@ -139,6 +143,19 @@ class WorkerEvaluator:
 
     def _exchange(self, request: Request, timeout_s: float) -> Any:
         self._send(request)
+        with self._counting_losses():
+            return self._answer(request, timeout_s)
+
+    @contextlib.contextmanager
+    def _counting_losses(self) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        except Died:
+            self.lost_s += time.monotonic() - began
+            raise
+
+    def _answer(self, request: Request, timeout_s: float) -> Any:
         limit, phase = timeout_s, ""
         while True:
             message = self._receive(limit, phase)
@@ -173,7 +190,9 @@ class WorkerEvaluator:
     def _renew(self) -> None:
         """A worker in the place of one that ended between two requests, or that never was."""
         self._kill()
+        began, replaces = time.monotonic(), self.starts > 0
         self._start()
+        self.lost_s += time.monotonic() - began if replaces else 0.0
 
     def _receive(self, timeout_s: float, phase: str = "") -> Message:
         assert self._connection is not None
@@ -250,7 +269,8 @@ class WorkerEvaluator:
             stdin=subprocess.DEVNULL,
             stdout=self._errors,
             stderr=self._errors,
-            env=os.environ | {"PYTHONPATH": search},
+            # Torch's profiler would log every use, and so have the last word of a worker that was killed.
+            env={"KINETO_LOG_LEVEL": "99"} | os.environ | {"PYTHONPATH": search},
             start_new_session=True,  # Ctrl-C reaches the parent only, which ends the worker in its own time
         )
         theirs.close()

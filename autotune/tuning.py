@@ -395,8 +395,8 @@ class _Probe:
         order = sorted(searches, key=lambda w: (w.seq_len, w.mode, not w.pattern.dense, str(w.pattern)))
         for index, workload in enumerate(order):
             ahead = [needs[w] for w in order[index:]]
-            share = allot(ahead, budget.available_s())[0]
-            self._search(store, searches[workload], budget, share)
+            shares = allot(ahead, budget.available_s())
+            self._search(store, searches[workload], budget, shares[0], budget.available_s() - sum(shares))
         if self.preset.refine_anchors:
             self._refine(store, evaluator, budget)
 
@@ -471,7 +471,8 @@ class _Probe:
             hang_s=min(HANG_S[self.edge.facts.vendor], 0.1 * self.preset.budget_s),
         )
 
-    def _search(self, store: Store, search: CellSearch, budget: Budget, share_s: float) -> None:
+    def _search(self, store: Store, search: CellSearch, budget: Budget, share_s: float, spare_s: float) -> None:
+        """``spare_s`` is what no cell needs: it makes up for what this one loses to crashes and hangs."""
         from .search import skip_hopeless
 
         context = search.context
@@ -483,7 +484,7 @@ class _Probe:
             return
         neighbour = self._neighbour(cell)
         result = search.run(
-            budget.deadline(share_s),
+            budget.working_deadline(share_s, lambda: getattr(context.evaluator, "lost_s", 0.0), spare_s),
             seeds=self._seeds(cell),
             left_out=skip_hopeless(context, neighbour, HOPELESS_FACTOR),
         )
@@ -533,7 +534,8 @@ class _Probe:
                 continue
             need = search.need()
             self.progress.add(middle.workload, need)
-            self._search(store, search, budget, min(need.total_s, budget.available_s()))
+            share_s = min(need.total_s, budget.available_s())
+            self._search(store, search, budget, share_s, budget.available_s() - share_s)
 
     def _disagreements(self) -> list[Cell]:
         found = []

@@ -91,3 +91,26 @@ def test_efforts_are_ordered_and_frozen() -> None:
     assert EFFORTS["quick"].with_budget(None) is EFFORTS["quick"]
     with pytest.raises(AttributeError):
         EFFORTS["quick"].budget_s = 1  # type: ignore[misc]
+
+
+def test_what_failing_candidates_cost_is_made_up_for_out_of_what_nobody_needs() -> None:
+    clock = SimulatedClock()
+    budget = Budget(100.0, clock, reserve_s=10.0)
+    lost_s = 5.0  # before
+    deadline = budget.working_deadline(20.0, lambda: lost_s, spare_s=30.0)
+    clock.advance(15.0)
+    lost_s += 12.0
+    assert deadline.remaining_s() == 17.0
+    assert deadline.part(0.5).remaining_s() == 8.5
+    lost_s += 100.0  # more than can be spared
+    assert deadline.remaining_s() == 35.0
+    clock.advance(36.0)
+    assert deadline.passed()
+
+
+def test_made_up_time_never_exceeds_the_budget() -> None:
+    clock = SimulatedClock()
+    budget = Budget(100.0, clock, reserve_s=10.0)
+    deadline = budget.working_deadline(80.0, lambda: clock.now(), spare_s=1000.0)
+    clock.advance(90.0)
+    assert deadline.passed()

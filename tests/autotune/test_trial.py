@@ -117,7 +117,7 @@ def test_a_reference_may_take_as_long_as_its_work() -> None:
     assert 10 < limit(16384) < 600
     assert limit(16384, "cuda:0") < limit(16384)
     assert limit(16384, gradients=False) < limit(16384) / 10
-    assert reference_limit_s(workload(64), "cpu", gradients=True, first=True) >= 10  # the profiler is loaded
+    assert reference_limit_s(workload(64), "cpu", gradients=True, first=True) >= 5  # something has to be loaded
 
 
 def test_an_oom_that_the_others_caused_is_tried_again_alone(evaluator: WorkerEvaluator) -> None:

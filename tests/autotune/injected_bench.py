@@ -1,0 +1,90 @@
+"""The real bench, real kernels and all, in which chosen plans go wrong in every way that plans have."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autotune.benchmark import DeviceBench
+from autotune.evaluator import Sample
+from autotune.space import candidate_key
+from ringattn import RingAttention
+from ringattn.workload import Tunables, Workload
+
+SCRIPT = "INJECTED_SCRIPT"  # the variable that names a file: {"wrongs": {plan: wrong}, "sleeps_s": {plan: seconds}}
+CALL_S = 10e-3  # what a call of any other plan sleeps, so that the scripted differences are not lost in noise
+
+
+def write_script(path: Path, wrongs: Mapping[Tunables, str], sleeps_s: Mapping[Tunables, float]) -> dict[str, str]:
+    """The environment of a worker that obeys."""
+    script = {
+        "wrongs": {candidate_key(plan): wrong for plan, wrong in wrongs.items()},
+        "sleeps_s": {candidate_key(plan): seconds for plan, seconds in sleeps_s.items()},
+    }
+    path.write_text(json.dumps(script))
+    return {SCRIPT: str(path), "PYTHONPATH": str(Path(__file__).parent)}
+
+
+class InjectedBench(DeviceBench):
+    """What a wrong does, it does at every call of its plan; those that end in "-once" do it once in a probe."""
+
+    def _module(self, workload: Workload, tunables: Tunables) -> RingAttention:
+        module = super()._module(workload, tunables)
+        script_path = Path(os.environ[SCRIPT])
+        script, key = json.loads(script_path.read_text()), candidate_key(tunables)
+        wrong, sleep_s = script["wrongs"].get(key, ""), script["sleeps_s"].get(key, CALL_S)
+
+        def before(*_: Any) -> None:
+            time.sleep(sleep_s)
+            if wrong == "killed-once" and _first_time(script_path, wrong):
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif wrong:
+                go_wrong(wrong)
+
+        def after(module: RingAttention, inputs: Any, result: Any) -> Any:
+            factor = {"nan": math.nan, "wrong": 1.5}.get(wrong)
+            if factor is None:
+                return None
+            return (result[0] * factor, result[1]) if isinstance(result, tuple) else result * factor
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after)
+        return module
+
+    def sample(self, workload: Workload, tunables: Tunables) -> Sample:
+        """In the middle of a block somebody stops the worker, once."""
+        path = Path(os.environ[SCRIPT])
+        if "killed-once" in json.loads(path.read_text())["wrongs"].values() and _first_time(path, "stopped-once"):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().sample(workload, tunables)
+
+
+def _first_time(script: Path, what: str) -> bool:
+    mark = script.with_name(what)
+    first = not mark.exists()
+    mark.touch()
+    return first
+
+
+def go_wrong(how: str) -> None:
+    if how == "segfault":
+        ctypes.string_at(0)
+    elif how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "hang":
+        time.sleep(3600)
+    elif how == "oom":
+        torch.empty(1 << 44, dtype=torch.uint8).fill_(1)
+    elif how == "sticky":
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be ...")
+    elif how == "device-assert":
+        torch.zeros(4, device="cuda")[torch.tensor([7], device="cuda")].sum().item()

@@ -16,23 +16,24 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ringattn.attention import RingAttention
-from ringattn.hardware import HardwareFacts
 from ringattn.profile import Profile
 from ringattn.workload import Tunables, Workload
 from ringattn.workspace import POOL
 
 from . import numerics
+from .bench import Bench, BenchSettings, PeerWrong, Phase, WrongAnswer
 from .evaluator import Checked, Proven, Sample
 from .health import Watch
-from .ranks.links import LinkReading, measure_links
-from .ranks.together import Alone, Meeting, Together
+from .messages import LinkReading
+from .ranks.links import measure_links
+from .ranks.together import Alone, Together
 from .references import References
 from .timers import CudaTimer, HostTimer, cpu_peak_bytes, wake
 
@@ -45,53 +46,7 @@ RUNNERS_KEPT = 24
 VARIED_CALLS = 32  # with varied lengths, how often a length is met: its first call is spread over so many
 RAGGED_SPREAD = math.sqrt(2)  # a bucket reaches this factor to both sides
 
-Phase = Callable[[str], None]
-
-
-class WrongAnswer(Exception):
-    """A candidate disagrees with float64; the message names the input that broke it."""
-
-
-class PeerWrong(WrongAnswer):
-    """Another rank's part of the answer disagrees with float64."""
-
-
-class Bench(Protocol):
-    """What a worker can do with a candidate. Anything a candidate does wrong is raised."""
-
-    def check(self, workload: Workload, tunables: Tunables, phase: Phase, pace_ms: float | None) -> Checked: ...
-
-    def prove(self, workload: Workload, tunables: Tunables, phase: Phase) -> Proven: ...
-
-    def obey(self, workload: Workload, profile_path: str) -> Tunables: ...
-
-    def links(self) -> LinkReading: ...
-
-    def sample(self, workload: Workload, tunables: Tunables) -> Sample: ...
-
-    def begin_block(self) -> None: ...
-
-    def end_block(self) -> tuple[str, ...]: ...
-
-    def blind_spots(self) -> tuple[str, ...]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class BenchSettings:
-    """``train_too``: gradients are wanted somewhere in this probe, so reference rows are worked out with them.
-
-    ``varied_lengths``: lengths change between calls, so part of the first call counts in every sample.
-    ``meeting``: where the other ranks are, None for one alone.
-    """
-
-    device: str
-    facts: HardwareFacts
-    seed: int
-    sample_target_ms: float
-    ragged_lengths: int
-    train_too: bool = True
-    varied_lengths: bool = False
-    meeting: Meeting | None = None
+__all__ = ["Bench", "BenchSettings", "DeviceBench", "PeerWrong", "Phase", "WrongAnswer"]
 
 
 @dataclass(slots=True)

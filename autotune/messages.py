@@ -32,3 +32,22 @@ class Message:
     kind: str
     index: int = 0
     value: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the workers of all ranks find each other: a store, and in it a name for each generation of workers."""
+
+    rank: int
+    world: int
+    host: str
+    port: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinkReading:
+    """One rank's: seconds of a round in which every rank sends a message to the next, large and small."""
+
+    large_s: float
+    small_s: float

@@ -27,7 +27,7 @@ from .messages import REAL_BENCH, Message, Request
 from .patience import reference_limit_s
 
 if TYPE_CHECKING:
-    from .benchmark import BenchSettings
+    from .bench import BenchSettings
 
 START_TIMEOUT_S = 120.0  # importing torch from a cold disk, making a CUDA context
 STOP_TIMEOUT_S = 5.0

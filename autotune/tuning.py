@@ -46,7 +46,7 @@ from .probe import (
 from .space import Machine, Space, build_space, machine_of
 
 if TYPE_CHECKING:
-    from .benchmark import BenchSettings
+    from .bench import BenchSettings
     from .cell import CellContext, CellResult, SearchSettings
     from .search import CellSearch
     from .store import Store
@@ -113,7 +113,7 @@ def _worker_evaluator(facts: HardwareFacts, request: ProbeRequest, preset: Effor
 
 def bench_settings(facts: HardwareFacts, request: ProbeRequest, preset: EffortPreset) -> BenchSettings:
     """What the bench of a worker has to know of a probe."""
-    from .benchmark import BenchSettings
+    from .bench import BenchSettings
 
     return BenchSettings(
         device=_device_name(request, facts),

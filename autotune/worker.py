@@ -24,7 +24,7 @@ from .evaluator import FailureKind, Fault
 from .messages import Message, Request
 
 if TYPE_CHECKING:
-    from .benchmark import Bench, BenchSettings
+    from .bench import Bench, BenchSettings
 
 MESSAGE_LIMIT = 300
 MEMORY_SHARE = 0.9  # of what is available when the worker starts; beyond it a CPU candidate is out of memory

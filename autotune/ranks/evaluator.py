@@ -12,14 +12,12 @@ from ringattn.workload import Tunables, Workload
 
 from ..evaluator import Block, Checked, Fault, Proven, Sample
 from ..exit_codes import ProbeFailure
-from ..messages import REAL_BENCH, Request
-from .links import MESSAGE_MIB
+from ..messages import REAL_BENCH, Meeting, Request
 from .merging import first_cause, largest, one_plan, samples_of
-from .together import Meeting
-from .wire import Answer, Call
+from .wire import MESSAGE_MIB, Answer, Call
 
 if TYPE_CHECKING:
-    from ..benchmark import BenchSettings
+    from ..bench import BenchSettings
     from .fleet import Fleet
 
 LINKS_TIMEOUT_S = 60.0

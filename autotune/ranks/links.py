@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import dataclass
 
 import torch
 
+from ..messages import LinkReading
 from .together import Alone, exchange
+from .wire import MESSAGE_MIB
 
-MESSAGE_MIB = 64
 SMALL_BYTES = 8
 ROUNDS, SMALL_ROUNDS = 7, 50
-
-
-@dataclass(frozen=True, slots=True)
-class LinkReading:
-    """One rank's: seconds of a round in which every rank sends a message to the next, large and small."""
-
-    large_s: float
-    small_s: float
 
 
 def measure_links(peers: Alone, device: torch.device) -> LinkReading:

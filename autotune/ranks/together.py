@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,19 +17,10 @@ import torch.distributed as dist
 
 from ringattn.errors import DeviceError
 
+from ..messages import Meeting
+
 JOIN_TIMEOUT_S = 100.0  # below what the parent gives a worker to start
 GROUP_TIMEOUT_S = 900.0  # a candidate that hangs is ended long before, by the parent of its worker
-
-
-@dataclass(frozen=True, slots=True)
-class Meeting:
-    """Where the workers of all ranks find each other: a store, and in it a name for each generation of workers."""
-
-    rank: int
-    world: int
-    host: str
-    port: int
-    generation: int
 
 
 class Alone:

@@ -12,7 +12,7 @@ from ..messages import Request
 from ..trial import Died, WorkerEvaluator
 
 if TYPE_CHECKING:
-    from ..benchmark import BenchSettings
+    from ..bench import BenchSettings
 
 
 class WorkerGone(Exception):

@@ -8,7 +8,7 @@ import signal
 import time
 from pathlib import Path
 
-from autotune.benchmark import BenchSettings, Phase, WrongAnswer
+from autotune.bench import BenchSettings, Phase, WrongAnswer
 from autotune.evaluator import Checked, Proven, Sample
 from ringattn.workload import Tunables, Workload
 

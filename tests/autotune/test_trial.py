@@ -15,7 +15,7 @@ import pytest
 from machines import FACTS, plan, workload
 
 from autotune import patience
-from autotune.benchmark import BenchSettings
+from autotune.bench import BenchSettings
 from autotune.evaluator import Checked, Fault, Proven, Sample
 from autotune.patience import reference_limit_s
 from autotune.trial import WorkerBug, WorkerEvaluator

@@ -1,0 +1,42 @@
+"""What the workers of several ranks run in tests: ``what@RANK`` fails as ``what`` on one rank, while others wait."""
+
+from __future__ import annotations
+
+import time
+
+from faulty_bench import TIMES_MS, FaultyBench
+
+from autotune.bench import BenchSettings, PeerWrong
+from autotune.messages import LinkReading
+
+SLOW_MS = 7.0
+
+
+class FaultyRankBench(FaultyBench):
+    """The rank that is named obeys; the others hang, as in a collective, or (``slow``, ``wrong``) keep in step."""
+
+    def __init__(self, settings: BenchSettings) -> None:
+        super().__init__(settings)
+        assert settings.meeting is not None
+        self.rank = settings.meeting.rank
+
+    def links(self) -> LinkReading:
+        return LinkReading(0.01 * (1 + self.rank), 1e-5)
+
+    def end_block(self) -> tuple[str, ...]:
+        return ("the host is busy", f"rank {self.rank} is hot")
+
+    def _obey(self, kernel: str) -> float:
+        what, at, rank = kernel.partition("@")
+        if not at:
+            return super()._obey(kernel)
+        mine = int(rank) == self.rank
+        if what == "slow":
+            return SLOW_MS if mine else TIMES_MS["quick"]
+        if what == "wrong" and not mine:
+            raise PeerWrong(f"rank {rank}: out errs")
+        if what == "late-hang" and not mine:
+            return TIMES_MS["quick"]
+        if not mine:
+            time.sleep(3600)
+        return super()._obey(what.removeprefix("late-"))

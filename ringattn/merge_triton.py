@@ -78,8 +78,8 @@ class TritonOps:
         merge_block: int | None = None,
         sum_block: int | None = None,
         gather_block: int | None = None,
-        warps: int = 4,
-        access_bytes: int = 128,
+        warps: int = 8,
+        access_bytes: int = 64,
     ) -> None:
         self._blocks = {"merge": merge_block, "sum": sum_block, "gather": gather_block}
         self._warps = warps

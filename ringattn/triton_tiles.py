@@ -2,7 +2,9 @@
 
 A tile that does not fit its GPU's shared memory cannot be launched, and one that does not fit the registers is many
 times slower, so the table holds what was found by compiling for sm_80 and sm_90 (Triton 3.6 and 3.9) and looking at
-the machine code: the loops of these tiles keep almost everything in registers.
+the machine code: the loops of these tiles keep almost everything in registers. Those of sm_90 are in the order of
+their times on an H100 (causal, 16 heads, 4096 and 16384 rows); there three TF32 products are as exact as float32's own
+(3e-7) and 4.5 times as fast.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ def tiles(step: Step, sm: int, dtype: str, head_dim: int) -> tuple[Tile, ...]:
     """The tiles worth trying on a GPU, the default first; ``dtype`` is the compute dtype."""
     table = _SM_90 if sm in (90, 100, 103, 110) else _SM_80
     width = next(width for width in (64, 128, 256) if head_dim <= width)
-    precisions = {"fp32": ("ieee", "tf32x3"), "tf32": ("tf32",)}.get(dtype, ("half",))
+    precisions = {"fp32": ("tf32x3", "ieee"), "tf32": ("tf32",)}.get(dtype, ("half",))
     found = []
     for precision in precisions:
         for entry in table[step, precision][width].split():
@@ -144,12 +146,12 @@ _SM_80: _Table = {
 _SM_90: _Table = {
     **_SM_80,
     ("forward", "half"): {
-        64: "128x128-w8-s2:80 128x64-w4-s3:64 64x64-w4-s3:56 128x32-w4-s3:40",
+        64: "64x64-w4-s3:56 128x64-w4-s3:64 128x128-w8-s2:80 128x32-w4-s3:40",
         128: "128x128-w8-s2:160 128x64-w8-s3:128 64x64-w4-s2:80 128x64-w4-s2:96",
         256: "128x64-w8-s2:192 128x32-w8-s2:128 64x32-w4-s2:96",
     },
     ("forward", "tf32"): {
-        64: "128x64-w8-s2:80 128x128-w8-s2:128 128x64-w4-s2:80 64x64-w4-s2:64 128x32-w4-s2:56",
+        64: "128x64-w4-s2:80 128x128-w8-s2:128 128x32-w4-s2:56 128x64-w8-s2:80 64x64-w4-s2:64",
         128: "128x64-w8-s2:160 128x32-w8-s2:112 64x64-w4-s2:128 64x32-w4-s2:80",
         256: "128x32-w8-s2:224 64x32-w8-s2:160 64x32-w4-s1:96",
     },
@@ -164,8 +166,8 @@ _SM_90: _Table = {
         256: "64x32-w8-s1:192 32x32-w4-s1:96",
     },
     ("dq", "half"): {
-        64: "128x64-w8-s2:64 128x128-w8-s2:96 64x64-w4-s2:48",
-        128: "128x64-w8-s2:128 64x64-w4-s2:96 128x32-w8-s3:112 64x128-w8-s2:160",
+        64: "64x64-w4-s2:48 128x128-w8-s2:96 128x64-w8-s2:64",
+        128: "64x64-w4-s2:96 128x64-w8-s2:128 128x32-w8-s3:112 64x128-w8-s2:160",
         256: "128x32-w8-s2:192 64x32-w8-s2:128",
     },
     ("dq", "tf32"): {
@@ -175,21 +177,21 @@ _SM_90: _Table = {
     },
     ("dq", "tf32x3"): {
         64: "128x32-w8-s2:160 64x32-w4-s2:96 64x64-w8-s1:96",
-        128: "64x16-w4-s1:144 32x32-w4-s1:80",
+        128: "32x32-w4-s1:80 64x16-w4-s1:144",
         256: "16x16-w8-s1:80",
     },
     ("dkdv", "half"): {
-        64: "64x128-w8-s2:65 64x64-w4-s2:50 32x128-w4-s2:49",
-        128: "64x128-w8-s2:129 32x128-w8-s2:97 32x64-w4-s2:65 64x64-w8-s2:98",
+        64: "32x128-w4-s2:49 64x64-w4-s2:50 64x128-w8-s2:65",
+        128: "32x64-w4-s2:65 64x128-w8-s2:129 32x128-w8-s2:97",
         256: "32x64-w8-s2:129",
     },
     ("dkdv", "tf32"): {
         64: "32x128-w8-s2:113 32x64-w4-s2:81 64x64-w8-s2:129",
-        128: "32x64-w8-s1:128 32x64-w8-s2:161 32x32-w4-s2:65",
+        128: "32x32-w4-s2:65 32x64-w8-s1:128 32x64-w8-s2:161",
         256: "32x32-w8-s1:128 16x32-w8-s1:96",
     },
     ("dkdv", "tf32x3"): {
-        64: "32x64-w8-s1:80 32x32-w4-s2:49",
+        64: "32x32-w4-s2:49 32x64-w8-s1:80",
         128: "32x32-w8-s1:96 16x32-w4-s1:80",
         256: "16x16-w8-s1:96",
     },

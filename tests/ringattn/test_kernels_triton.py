@@ -239,7 +239,7 @@ def test_every_gpu_has_tiles_for_every_dtype_and_head_dim(sm: int) -> None:
                     assert tile.block_m >= SMALLEST_BLOCK <= tile.block_n
                     assert all(size & (size - 1) == 0 for size in tile[:3])
                     assert bool(tile.precision) == (dtype == "fp32")
-                assert dtype != "fp32" or found[0].precision == "ieee"
+                assert dtype != "fp32" or found[0].precision == "tf32x3"
 
 
 @given(st.builds(Tile, *[st.integers(1, 999)] * 4, st.sampled_from(("", "ieee", "tf32x3"))))

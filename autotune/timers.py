@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from ringattn.hardware import HardwareFacts
+
+FEWEST = 3  # readings that are taken however long they last
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +27,14 @@ class HostTimer:
 
     overhead_ms = 1e-3
 
-    def time(self, call: Callable[[], None], repeats: int) -> list[Reading]:
-        readings = []
+    def time(self, call: Callable[[], None], repeats: int, limit_s: float = math.inf) -> list[Reading]:
+        """As many calls as asked for, but none after ``limit_s`` once there are FEWEST."""
+        readings: list[Reading] = []
+        first = time.perf_counter()
         for _ in range(repeats):
             begin = time.perf_counter()
+            if begin - first > limit_s and len(readings) >= FEWEST:
+                break
             call()
             seconds = time.perf_counter() - begin
             readings.append(Reading(seconds * 1e3, seconds * 1e6))
@@ -47,14 +54,19 @@ class CudaTimer:
         self._device = device
         self._flush = torch.empty(max(64, 2 * facts.l2_mib) * 2**20, dtype=torch.int8, device=device)
 
-    def time(self, call: Callable[[], None], repeats: int) -> list[Reading]:
+    def time(self, call: Callable[[], None], repeats: int, limit_s: float = math.inf) -> list[Reading]:
+        """As many calls as asked for, but none launched after ``limit_s`` once there are FEWEST."""
+
         def event() -> torch.cuda.Event:
             return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
         events = [(event(), event()) for _ in range(repeats)]
-        host_s = []
+        host_s: list[float] = []
         torch.cuda.synchronize(self._device)
+        first = time.perf_counter()
         for begin, end in events:
+            if time.perf_counter() - first > limit_s and len(host_s) >= FEWEST:
+                break
             self._flush.zero_()
             begin.record()
             started = time.perf_counter()
@@ -64,7 +76,7 @@ class CudaTimer:
         torch.cuda.synchronize(self._device)
         return [
             Reading(max(begin.elapsed_time(end), seconds * 1e3), seconds * 1e6)
-            for (begin, end), seconds in zip(events, host_s, strict=True)
+            for (begin, end), seconds in zip(events, host_s, strict=False)
         ]
 
 

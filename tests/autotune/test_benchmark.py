@@ -13,7 +13,7 @@ import torch
 from autotune import benchmark, health, numerics
 from autotune.benchmark import BenchSettings, DeviceBench, WrongAnswer
 from autotune.health import HostReading, cpu_seconds, host_disturbances, throttle_reasons, throttled_seconds
-from autotune.timers import cpu_peak_bytes
+from autotune.timers import FEWEST, cpu_peak_bytes
 from autotune.trial import WorkerEvaluator
 from ringattn import detect
 from ringattn.workload import BranchTunables, Pattern, Tunables, Workload
@@ -146,12 +146,10 @@ def test_samples_repeat_short_calls_until_they_are_long_enough(bench: DeviceBenc
     bench.check(CELL, plan(), no_phase, None)
     counted = 0
     runner = bench._runner(CELL, plan())
-    call = runner.call
 
     def counting() -> None:
         nonlocal counted
         counted += 1
-        call()
 
     runner.call = counting
     runner.call_ms = 0.25
@@ -160,6 +158,7 @@ def test_samples_repeat_short_calls_until_they_are_long_enough(bench: DeviceBenc
     counted, runner.call_ms = 0, 50.0
     bench.sample(CELL, plan())
     assert counted == 1
+    bench.forget()  # the others have a runner of their own
 
 
 def test_candidates_used_longest_ago_make_room(bench: DeviceBench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,3 +256,23 @@ def test_a_watch_sees_this_machine_and_names_what_it_cannot_see(monkeypatch: pyt
     monkeypatch.setattr(health, "_PROC_STAT", Path("/nowhere/stat"))
     assert any("cannot be seen" in spot for spot in health.Watch().blind_spots)
     assert any("throttling" in spot for spot in health.Watch("GPU-no-such-card").blind_spots)
+
+
+def test_a_sample_ends_when_its_calls_have_become_a_hundred_times_slower(
+    bench: DeviceBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process takes a core: the calls that were counted on would take seconds."""
+    bench.check(CELL, plan(), no_phase, None)
+    runner = bench._runner(CELL, plan())
+    runner.call_ms = 0.004  # 250 calls
+    calls: list[float] = []
+
+    def slow() -> None:
+        calls.append(time.perf_counter())
+        time.sleep(0.02)
+
+    monkeypatch.setattr(runner, "call", slow)
+    sample = bench.sample(CELL, plan())
+    assert len(calls) == FEWEST
+    assert sample.ms == pytest.approx(20, rel=0.5)
+    bench.forget()  # the others have a runner of their own

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from ringattn.errors import InputError
 from ringattn.ring_plan import Ranks
+from ringattn.ring_schedules import ulysses_degree
 from ringattn.workload import GRAD_WIRES, SCHEDULES, Tunables, Workload
 
 Value = str | int | bool | None
@@ -42,12 +44,12 @@ def plainest(workload: Workload, plan: Tunables) -> Tunables:
     """
     if workload.world == 1:
         return plan
-    changes: dict[str, Value] = {}
+    changes: dict[str, Any] = {}
     if plan.schedule != "ulysses-ring":
         changes["ulysses"] = 0
     elif plan.ulysses == 0:
         changes["ulysses"] = next(iter(degrees(workload.world)), 0)
-    if plan.schedule not in ("all-gather", *_EXCHANGES):
+    if not _cuts_heads(workload, replace(plan, ulysses=changes.get("ulysses", plan.ulysses))):
         changes["head_groups"] = 0
     if plan.schedule in ("local", "ulysses"):
         changes["grad_wire"] = ""
@@ -55,7 +57,7 @@ def plainest(workload: Workload, plan: Tunables) -> Tunables:
         changes["checkpoint"] = "selective"
     if plan.schedule != "local":
         changes["window_tokens"] = None
-    plan = replace(plan, **changes)  # type: ignore[arg-type]
+    plan = replace(plan, **changes)
     travelling = _travelling(workload, plan)
     if travelling:
         branches = tuple(
@@ -65,6 +67,14 @@ def plainest(workload: Workload, plan: Tunables) -> Tunables:
     if len(travelling) == len(plan.branches):  # nothing stays that could use these
         plan = replace(plan, pool_threshold_mib=None, pool_strategy="shape", pattern_cache=True, compile=False)
     return plan
+
+
+def _cuts_heads(workload: Workload, plan: Tunables) -> bool:
+    """Whether the schedule can cut its heads in so many groups."""
+    if plan.schedule == "all-gather":
+        return plan.head_groups <= workload.kv_heads
+    degree = ulysses_degree(plan, workload.world)
+    return plan.schedule in _EXCHANGES and degree > 0 and workload.kv_heads // degree % max(1, plan.head_groups) == 0
 
 
 def _travelling(workload: Workload, plan: Tunables) -> tuple[int, ...]:

@@ -275,7 +275,7 @@ class Space:
 
 
 def _text(value: Value) -> str:
-    return "off" if value is None or value is False else "on" if value is True else str(value)
+    return "off" if value is None or value is False else "on" if value is True else str(value) or "as the inputs"
 
 
 def _uniform_plans(

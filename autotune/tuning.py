@@ -288,7 +288,7 @@ class _Probe:
         self._old: Profile | None = None
 
     def run(self) -> ProbeResult:
-        budget = Budget(self.preset.budget_s, self.edge.clock, reserve_s=RESERVE_S)
+        began = self.edge.clock.now()
         old = self._old = self._old_profile()
         if old is not None:
             verified = self._verify(old) if self.request.resume else None
@@ -304,7 +304,9 @@ class _Probe:
                 self.observer.note(note)
             evaluator = self.edge.evaluator(self.edge.facts, self.request, self.preset)
             try:
-                self._look_at_links(store, evaluator)
+                spent_s = self.edge.clock.now() - began
+                self._look_at_links(store, evaluator)  # starts the ranks' workers, which the budget does not pay for
+                budget = Budget(self.preset.budget_s, self.edge.clock, reserve_s=RESERVE_S, spent_s=spent_s)
                 self._measure(store, evaluator, budget)
                 result = self._emit(store, evaluator, budget, old)
             finally:

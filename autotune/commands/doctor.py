@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..exit_codes import ExitCode
 from .options import device_option, json_option
+
+if TYPE_CHECKING:
+    from ringattn.hardware import HardwareFacts
 
 STATE_STYLES = {"works": "green", "broken": "red", "wrong": "red", "unavailable": "dim"}
 
@@ -31,10 +34,19 @@ def doctor(device: str | None, as_json: bool) -> None:
     facts = detect(device)
     kernels = diagnose(facts, lambda trials: run_trials(trials, torch_device(facts.vendor, device)))
     places = search_path_contents()
+    ranks = ranks_here(facts, device)
     if as_json:
-        emit_json({"facts": facts, "search_path": places, "resolution": _resolution(device), "kernels": kernels})
+        emit_json(
+            {
+                "facts": facts,
+                "ranks": ranks,
+                "search_path": places,
+                "resolution": _resolution(device),
+                "kernels": kernels,
+            }
+        )
     else:
-        console().print(doctor_summary(facts, places, _resolution(device), kernels))
+        console().print(doctor_summary(facts, ranks, places, _resolution(device), kernels))
     if not any(k.state == "works" for k in kernels) or any(k.state == "wrong" for k in kernels):
         raise click.exceptions.Exit(ExitCode.ERROR)
 
@@ -82,7 +94,46 @@ def _resolution(device: str | None) -> dict[str, object]:
     return {"path": resolution.path, "tier": resolution.tier, "error": ""}
 
 
-def doctor_summary(facts: Any, places: list[dict[str, Any]], resolution: dict[str, Any], kernels: Any) -> Any:
+def ranks_here(facts: HardwareFacts, device: str | None) -> dict[str, object]:
+    """How many ranks fit on this host, what links them, and how fast that was when plans for them were measured.
+
+    On a CPU any number of processes can be ranks, so that 1 says nothing.
+    """
+    from ringattn.errors import ProfileError
+
+    from .locate import resolve_here
+
+    found: dict[str, object] = {"count": facts.device_count, "link": facts.link, "link_speeds": ()}
+    if facts.device_count > 1:
+        try:
+            resolution, _ = resolve_here(device, facts.device_count)
+        except ProfileError:
+            return found  # the resolution for one rank says what is wrong with it
+        if resolution.profile is not None:
+            found["link_speeds"] = resolution.profile.fingerprint.link_speeds
+    return found
+
+
+def ranks_text(facts: HardwareFacts, ranks: dict[str, Any]) -> str:
+    """The same as one line."""
+    if facts.vendor == "cpu":
+        return "processes over gloo, as many as you like: ringtune probe --nproc N tunes them as one"
+    if ranks["count"] == 1:
+        return "one GPU"
+    kinds = {"": "by links that NVML does not tell (pip install nvidia-ml-py)", "pcie": "over PCIe"}
+    link = kinds.get(ranks["link"], f"by {ranks['link'].removeprefix('nv')} NVLinks each")
+    speeds = [
+        f"{speed.world} ranks on {speed.hosts} host{'s' * (speed.hosts > 1)}: {speed.ring_gb_s:g} GB/s each way, "
+        f"{speed.latency_us:g} us"
+        for speed in ranks["link_speeds"]
+    ]
+    measured = "; ".join(speeds) or "not measured yet: ringtune probe --nproc gpu"
+    return f"{ranks['count']} GPUs, linked {link}; {measured}"
+
+
+def doctor_summary(
+    facts: Any, ranks: dict[str, Any], places: list[dict[str, Any]], resolution: dict[str, Any], kernels: Any
+) -> Any:
     """The diagnosis as tables for the terminal."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Group
@@ -101,6 +152,7 @@ def doctor_summary(facts: Any, places: list[dict[str, Any]], resolution: dict[st
             "size",
             f"{facts.sm_count} {cores}, {memory}, L2 {format_bytes(facts.l2_mib * 2**20)}",
         ),
+        ("ranks", ranks_text(facts, ranks)),
         ("software", ", ".join(f"{name} {version}" for name, version in facts.software)),
         ("optional packages", ", ".join(facts.packages) or "none found"),
     ):

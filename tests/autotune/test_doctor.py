@@ -14,10 +14,12 @@ from click.testing import CliRunner
 
 from autotune import doctor
 from autotune.cli import cli
+from autotune.commands.doctor import ranks_text
 from autotune.doctor import Diagnosis, Trial, TrialResult, diagnose, run_trials
 from autotune.kernel_check import check
 from ringattn.hardware import HardwareFacts
 from ringattn.kernels import KERNELS
+from ringattn.profile import LinkSpeed
 from ringattn.profile_io import save_profile
 
 CPU = HardwareFacts("cpu", "a CPU", "cpu", "x86_64", 2, 8192, 32)
@@ -163,6 +165,7 @@ def test_the_document_has_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(cli, ["doctor", "--device", "cpu", "--json"])
     document = json.loads(result.stdout)
     assert document["facts"]["vendor"] == "cpu"
+    assert document["ranks"] == {"count": 1, "link": "", "link_speeds": []}
     assert {k["kernel"] for k in document["kernels"]} == set(KERNELS)
     assert [place["origin"] for place in document["search_path"]][-1] == "shipped"
     assert document["resolution"]["tier"] == "heuristic"
@@ -192,3 +195,21 @@ def test_a_readable_profile_is_listed_by_its_source(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("RINGTUNE_PROFILE_PATH", str(tmp_path))
     result = CliRunner().invoke(cli, ["doctor", "--device", "cpu"])
     assert "mine.yaml: measured" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("vendor", "count", "link", "speeds", "told"),
+    [
+        ("cpu", 1, "", (), "ringtune probe --nproc N"),
+        ("nvidia", 1, "pcie", (), "one GPU"),
+        ("nvidia", 4, "nv18", (), "4 GPUs, linked by 18 NVLinks each; not measured yet: ringtune probe --nproc gpu"),
+        ("nvidia", 2, "pcie", (), "2 GPUs, linked over PCIe; not measured"),
+        ("nvidia", 2, "", (), "2 GPUs, linked by links that NVML does not tell"),
+        ("nvidia", 4, "nv18", (LinkSpeed(4, 1, 251.5, 21.0),), "; 4 ranks on 1 host: 251.5 GB/s each way, 21 us"),
+    ],
+)
+def test_how_many_ranks_and_what_links_them(
+    vendor: str, count: int, link: str, speeds: tuple[LinkSpeed, ...], told: str
+) -> None:
+    facts = replace(H100, vendor=vendor, device_count=count, link=link)
+    assert told in ranks_text(facts, {"count": count, "link": link, "link_speeds": speeds})

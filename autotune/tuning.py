@@ -425,12 +425,14 @@ class _Probe:
     ) -> dict[Workload, CellSearch]:
         """The default of every cell, checked and proven: the yardstick of the budget, and of everything else."""
         searches: dict[Workload, CellSearch] = {}
+        kept_s = 0.5 * self.preset.budget_s  # half of the time, at most, may go into yardsticks
         for cell in cells:
             search = self._new_search(store, evaluator, cell)
             if search is None:
                 continue
-            # Half of the time, at most, may go into yardsticks.
-            fault = search.settle(budget.deadline(max(0.0, budget.available_s() - 0.5 * self.preset.budget_s)))
+            fault = search.settle(budget.deadline(max(0.0, budget.available_s() - kept_s)))
+            if cell is cells[0]:  # the worker was started for it, which is nobody's yardstick
+                kept_s = min(kept_s, 0.5 * budget.available_s())
             if fault is None:
                 searches[cell.workload] = search
             elif fault.from_outside:  # no verdict on any plan

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 from ringattn.errors import PlanError
 from ringattn.hardware import HardwareFacts
 from ringattn.plan import build_plan
-from ringattn.profile import Fingerprint, PlanEntry, Profile
+from ringattn.profile import Choice, Fingerprint, PlanEntry, Profile
 from ringattn.workload import Tunables, describe
 
 from .budget import Budget, Deadline, EffortPreset
+from .cell import CALLS_BEFORE_HANG
 from .choose import GAIN_MARGIN, NOISY_GAIN_MARGIN, NOISY_SIGMA
 from .evaluator import Checked, Evaluator, Fault
 from .exit_codes import ExitCode, ProbeFailure
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from .tuning import Edge
 
 STAGE = "verify"
+HANG_S, HANG_SHARE = 30.0, 0.4  # a plan that ran here before may take so long, or so much of the budget, to answer
 
 
 def check_same_silicon(profile: Profile, facts: HardwareFacts, path: Path) -> None:
@@ -91,6 +93,10 @@ def verify_cells(
     return result
 
 
+def _call_s(choice: Choice) -> float:
+    return choice.evidence.median_ms / 1e3 if choice.evidence is not None else 0.0
+
+
 class _Verification:
     """One recorded cell. Everything is paired against the recorded winner itself."""
 
@@ -120,7 +126,7 @@ class _Verification:
             default=self.winner,
             limits=Limits(),
             seed=request.seed,
-            timeout_s=30.0,
+            timeout_s=min(HANG_S, HANG_SHARE * preset.budget_s) + CALLS_BEFORE_HANG * _call_s(entry.choice),
             sample_s=preset.sample_target_ms / 1e3,
             clock=edge.clock,
             listener=self._told,
@@ -139,12 +145,16 @@ class _Verification:
         entries = self.arena.admit([self.winner, *self._rivals()], deadline)
         known = self.ledger.checked.get(self.winner)
         if isinstance(known, Fault):
+            if known.from_outside:  # no verdict on the plan
+                return known.message
             return self._stale(f"the recorded plan fails here: {known.kind}, {known.message}")
         if not isinstance(known, Checked):
             return "no time was left for it; give a larger --budget"
         try:
             standing = final_race(self.arena, entries, self.preset, deadline)
         except DefaultBroken as broken:
+            if broken.fault.from_outside:
+                return broken.fault.message
             return self._stale(f"the recorded plan fails here: {broken.fault.kind}, {broken.fault.message}")
         if len(self.arena.record.default_ms) < 2:
             return "no time was left to time it twice; give a larger --budget"

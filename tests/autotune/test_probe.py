@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from machines import FACTS, edge_of, invented, row_of
 
-from autotune.evaluator import Block, Fault
+from autotune.evaluator import Block, Checked, Fault
 from autotune.exit_codes import DeviceBusy, ExitCode, Inconclusive, ProbeFailure, UsageFailure
 from autotune.grid import LONGNET_CPU, cells_for
 from autotune.probe import ProbeRequest, ProbeResult, SilentObserver, TrialOutcome
@@ -242,6 +242,51 @@ def test_verify_holds_on_an_unchanged_machine_even_with_noise(tmp_path: Path) ->
     for seed in range(3):
         outcome = verify(path, ProbeRequest(effort="quick", seed=seed), Watching(), machine.edge)
         assert outcome.stale == ()
+
+
+@pytest.mark.parametrize(
+    "fault", [Fault("timeout", "no answer within 9.0 s"), Fault("crash", "the worker was killed by SIGKILL")]
+)
+def test_a_winner_that_the_machine_let_down_is_not_called_stale(machine: Machine, tmp_path: Path, fault: Fault) -> None:
+    path = tmp_path / "m.yaml"
+    probe(request_for(path, seq_lens=(512,)), Watching(), machine.edge)
+    limits_s: list[float] = []
+
+    class LetDown(ReplayEvaluator):
+        def check(
+            self, cell: Workload, candidate: Tunables, *, timeout_s: float, pace_ms: float | None = None
+        ) -> Checked | Fault:
+            limits_s.append(timeout_s)
+            return fault
+
+    edge = replace(machine.edge, evaluator=lambda *_: LetDown(row_of(truth), machine.clock))
+    outcome = verify(path, ProbeRequest(effort="quick", budget_s=10.0), Watching(), edge)
+    assert outcome.stale == ()
+    assert len(outcome.inconclusive) == 4
+    assert all(fault.message in line for line in outcome.inconclusive)
+    assert max(limits_s) < 5  # of a budget of ten
+
+
+def test_starting_the_worker_leaves_time_for_every_default(tmp_path: Path) -> None:
+    """It is started at the first check, and took what all defaults had."""
+    machine = Machine(tmp_path)
+
+    class Starting(ReplayEvaluator):
+        started = False
+
+        def check(
+            self, cell: Workload, candidate: Tunables, *, timeout_s: float, pace_ms: float | None = None
+        ) -> Checked | Fault:
+            if not self.started:
+                self.started = True
+                machine.clock.advance(4.0)
+            return super().check(cell, candidate, timeout_s=timeout_s, pace_ms=pace_ms)
+
+    edge = replace(machine.edge, evaluator=lambda *_: Starting(row_of(truth), machine.clock, check_s=0.02, prove_s=0.1))
+    request = request_for(tmp_path / "m.yaml", budget_s=10.0, seq_lens=(512,))
+    result = probe(request, Watching(), edge)
+    assert not [line for line in result.inconclusive if "to check its default" in line]
+    assert result.elapsed_s <= 11
 
 
 def test_a_profile_of_another_machine_is_not_verified_here(machine: Machine, tmp_path: Path) -> None:

@@ -86,5 +86,8 @@ def go_wrong(how: str) -> None:
         torch.empty(1 << 44, dtype=torch.uint8).fill_(1)
     elif how == "sticky":
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be ...")
-    elif how == "device-assert":
+    elif how == "device-side assert":
         torch.zeros(4, device="cuda")[torch.tensor([7], device="cuda")].sum().item()
+    elif how == "illegal memory access":
+        nowhere = torch._C._construct_storage_from_data_pointer(1 << 20, torch.device("cuda", 0), 64)
+        torch.empty(0, device="cuda").set_(nowhere).sum().item()

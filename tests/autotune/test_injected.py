@@ -123,14 +123,15 @@ def test_a_real_probe_survives_everything_and_says_what_happened(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("wrong", ["device-side assert", "illegal memory access"])
 def test_a_lost_cuda_context_is_one_crash_and_the_next_candidate_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = ProbeRequest(device="cuda")
     edge = real_edge(request)
     cell = Workload("infer", True, 1024, 4, 64, "fp16")
     good, bad = (Tunables("fp16", (BranchTunables(name),)) for name in ("efficient", "math"))
-    for name, value in write_script(tmp_path / "script.json", {bad: "device-assert"}, {}).items():
+    for name, value in write_script(tmp_path / "script.json", {bad: wrong}, {}).items():
         monkeypatch.setenv(name, value)
     preset = EFFORTS["quick"]
     settings = BenchSettings("cuda", edge.facts, 0, preset.sample_target_ms, preset.ragged_lengths, train_too=False)
@@ -140,7 +141,7 @@ def test_a_lost_cuda_context_is_one_crash_and_the_next_candidate_is_measured(
         fault = evaluator.check(cell, bad, timeout_s=60)
         assert isinstance(fault, Fault)
         assert fault.kind == "crash"
-        assert "device-side assert" in fault.message
+        assert wrong in fault.message
         assert evaluator.starts == 1
         assert isinstance(evaluator.check(cell, good, timeout_s=60), Checked)
         assert evaluator.starts == 2

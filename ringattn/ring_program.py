@@ -172,6 +172,7 @@ class RingProgram:
             if kept is not None:
                 kept += [*inputs, out_here, lse_here]
             lse_rows = lse_here.transpose(1, 2).unsqueeze(3)
+            returning.make_room()
             returning.add(exchange.collect(out_here, out, group))
             returning.add(exchange.collect(lse_rows, lse, group))
         returning.wait()
@@ -182,7 +183,7 @@ class RingProgram:
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Sequence[Tensor]
     ) -> Triple:
         exchange, safe = self._exchange, Failsafe(self._watch.report)
-        targets = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
+        targets: list[Tensor] = []  # made when the first results go home: the kernels' workspace is gone by then
         lse_rows = lse.transpose(1, 2).unsqueeze(3)
 
         def spread(group: int) -> tuple[list[Pending], list[Tensor]]:
@@ -210,8 +211,11 @@ class RingProgram:
             del dout_here, q_here, k_here, v_here, out_here, lse_here
             results = list(grads)
             del grads
-            for target in targets:
-                returning.add(exchange.collect(results.pop(0).to(self._wire), target, group))
+            for number, x in enumerate((q, k, v)):
+                returning.make_room()
+                if group == 0:
+                    targets.append(torch.empty(x.shape, dtype=x.dtype, device=x.device))
+                returning.add(exchange.collect(results.pop(0).to(self._wire), targets[number], group))
         returning.wait()
         safe.close()
         return targets[0], targets[1], targets[2]
@@ -251,10 +255,13 @@ class _Behind:
         self._under_way: deque[Pending] = deque()
         self._most = 3 if groups > 1 else 2
 
+    def make_room(self) -> None:
+        """Before another one is added."""
+        while len(self._under_way) >= self._most:
+            self._under_way.popleft().wait()
+
     def add(self, pending: Pending) -> None:
         self._under_way.append(pending)
-        if len(self._under_way) > self._most:
-            self._under_way.popleft().wait()
 
     def wait(self) -> None:
         while self._under_way:

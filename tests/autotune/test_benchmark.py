@@ -13,7 +13,7 @@ import torch
 from autotune import benchmark, health, numerics
 from autotune.benchmark import BenchSettings, DeviceBench, WrongAnswer
 from autotune.health import HostReading, cpu_seconds, host_disturbances, throttle_reasons, throttled_seconds
-from autotune.timers import FEWEST, cpu_peak_bytes
+from autotune.timers import FEWEST, CudaTimer, cpu_peak_bytes, flushes_for
 from autotune.trial import WorkerEvaluator
 from ringattn import detect
 from ringattn.workload import BranchTunables, Pattern, Tunables, Workload
@@ -276,3 +276,10 @@ def test_a_sample_ends_when_its_calls_have_become_a_hundred_times_slower(
     assert len(calls) == FEWEST
     assert sample.ms == pytest.approx(20, rel=0.5)
     bench.forget()  # the others have a runner of their own
+
+
+@pytest.mark.parametrize(
+    ("host_s", "flushes"), [(0.0, 1), (50e-6, 1), (600e-6, 5), (601e-6, 6)], ids=["unknown", "short", "half", "more"]
+)
+def test_the_device_gets_half_of_the_hosts_time_as_a_head_start(host_s: float, flushes: int) -> None:
+    assert flushes_for(host_s, CudaTimer.HIDDEN, 0.06) == flushes

@@ -78,10 +78,12 @@ def test_a_real_probe_survives_everything_and_says_what_happened(
         head_dim=32,
     )  # fmt: skip
     made: list[WorkerEvaluator] = []
-    sample_target_ms = 40.0  # of sleep: long against what a busy machine adds
+    # Samples of sleep that are long against what a busy machine adds, and the time for them.
+    long = replace(EFFORTS["standard"], sample_target_ms=40.0)
+    monkeypatch.setattr("autotune.tuning.EFFORTS", {"standard": long})
 
     def evaluator(facts: HardwareFacts, request: ProbeRequest, preset: EffortPreset) -> Evaluator:
-        settings = BenchSettings("cpu", facts, request.seed, sample_target_ms, preset.ragged_lengths)
+        settings = BenchSettings("cpu", facts, request.seed, preset.sample_target_ms, preset.ragged_lengths)
         made.append(WorkerEvaluator(settings, bench=BENCH, reference_timeout_s=preset.budget_s))
         return made[-1]
 

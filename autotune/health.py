@@ -167,6 +167,7 @@ class Watch:
         found = list(host_disturbances(self._before, self._read(), len(self._cpus)))
         if self._nvml is not None:
             found.extend(throttle_reasons(self._nvml.reasons()))
-            if self._nvml.processes() > max(1, self._alone):
+            # The driver may count the other ranks here, too, once messages went straight from card to card.
+            if self._nvml.processes() > max(1 + len(self._siblings), self._alone):
                 found.append("another process started to compute on the GPU")
         return tuple(found)

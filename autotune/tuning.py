@@ -556,9 +556,9 @@ class _Probe:
         return found
 
     def _agree(self, one: Workload, other: Workload) -> bool:
-        """Whether the same kernels won; lesser knobs are not worth another anchor."""
+        """Whether the same kernels and schedule won; lesser knobs are not worth another anchor."""
         first, second = self.winners[one], self.winners[other]
-        return (first.dtype, first.branches) == (second.dtype, second.branches)
+        return all(getattr(first, name) == getattr(second, name) for name in ("dtype", "branches", "schedule"))
 
     def _typical_cell_s(self) -> float:
         taken = sorted(report.elapsed_s for report in self.reports.values() if report.elapsed_s > 0)

@@ -24,7 +24,11 @@ SHORT_PROBE = shlex.split(
     "--effort quick --budget 30 --mode infer --seq-len 128 --heads 2 --head-dim 32 "
     "--segment-lengths 64 --dilation-rates 1 --device cpu"
 )
-SHORT_RING = [*SHORT_PROBE[:-6], "--segment-lengths", "512", "--dilation-rates", "1", "--device", "cpu"]
+# Longer: messages between processes take turns on the cores of a small machine.
+SHORT_RING = shlex.split(
+    "--effort quick --budget 30 --mode infer --seq-len 1024 --heads 2 --head-dim 32 "
+    "--segment-lengths 8192 --dilation-rates 1 --device cpu"
+)
 ONE_TEST = "-q -p no:cacheprovider tests/autotune/test_progress.py"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
@@ -184,8 +185,8 @@ class Fleet:
                 raise DeviceError(f"rank {rank}: {answer.no_device}")
 
     def rest(self) -> None:
-        """End the workers; the relays stay."""
-        self._tell(Rest())
+        """End the workers; the relays stay. One that is lost is said when it is asked something."""
+        self._tell_those_left(Rest())
 
     def _tell(self, message: Any, links: Sequence[Connection] | None = None) -> None:
         for rank, link in self._links.items():
@@ -195,15 +196,16 @@ class Fleet:
                 except OSError:
                     raise _lost(f"rank {rank}") from None
 
+    def _tell_those_left(self, message: Any) -> None:
+        for link in self._links.values():
+            with contextlib.suppress(OSError):  # it ended before
+                link.send(message)
+
     # --- the end ------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Every rank is told to end; those of this host have ended on return."""
-        for link in self._links.values():
-            try:
-                link.send(Quit())
-            except OSError:
-                continue  # it ended before
+        self._tell_those_left(Quit())
         deadline = time.monotonic() + QUIT_TIMEOUT_S
         for child in self._children:
             try:

@@ -19,24 +19,26 @@ import torch.distributed as dist
 from test_ranks import ended
 
 from autotune.budget import EffortPreset
+from autotune.emit import merged, merged_speeds, same_machine
 from autotune.evaluator import Evaluator, MonotonicClock
 from autotune.exit_codes import ExitCode, ProbeFailure
 from autotune.grid import cells_for
 from autotune.probe import ProbeRequest, SilentObserver
 from autotune.ranks.evaluator import RanksEvaluator
 from autotune.ranks.fleet import Fleet
-from autotune.tuning import Edge, _Probe, bench_settings, default_profile_path, edge_of, probe, space_for, verify
+from autotune.tuning import Edge, _Probe, bench_settings, default_profile_path, edge_of, space_for, verify
 from ringattn import RingAttention
 from ringattn.hardware import HardwareFacts
+from ringattn.profile import Fingerprint, LinkSpeed, PlanEntry, Profile
 from ringattn.profile_io import load_profile
-from ringattn.workload import Tunables
+from ringattn.workload import Tunables, Workload
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "ring"))
 from pool import Pool
 
 REPO = Path(__file__).resolve().parents[2]
-SMALL = ("--seq-len", "128", "--heads", "2", "--head-dim", "32", "--mode", "infer", "--device", "cpu")
-ONE_BRANCH = ("--segment-lengths", "512", "--dilation-rates", "1")  # longer than a share: it crosses the ranks
+SMALL = ("--seq-len", "1024", "--heads", "2", "--head-dim", "32", "--mode", "infer", "--device", "cpu")
+ONE_BRANCH = ("--segment-lengths", "8192", "--dilation-rates", "1")  # longer than a share: it crosses the ranks
 REQUEST = ProbeRequest(
     effort="quick", budget_s=40, seq_lens=(64,), heads=2, head_dim=16, modes=("train",), device="cpu", ranks=2
 )
@@ -69,16 +71,18 @@ def _planned(path: str) -> tuple[str, Tunables]:
 
 
 def test_two_ranks_are_tuned_as_one_and_the_runtime_obeys(fleet: Fleet, tmp_path: Path) -> None:
+    """In a layout that is not the module's own, which then takes it from the profile."""
     here = edge(fleet, tmp_path)
-    path = tmp_path / "both.yaml"
-    request = replace(REQUEST, output=path, segment_lengths=(128,), dilation_rates=(1,), layout="zigzag")
-    result = probe(request, SilentObserver(), here)
+    path = tmp_path / "dense.yaml"
+    request = replace(REQUEST, output=path, layout="contiguous")
+    dense = [cell for cell in cells_for(request, here.facts) if cell.workload.pattern.dense]
+    result = _Probe(request, SilentObserver(), here, path, dense).run()
     (cell,) = result.cells
     assert cell.workload.world == 2
     assert cell.chosen is not None
     assert cell.default is not None
     assert cell.default.schedule in ("ring", "all-gather")
-    assert (cell.chosen.schedule, cell.chosen.layout) == ("ulysses", "zigzag")
+    assert (cell.chosen.schedule, cell.chosen.layout) == ("ulysses", "contiguous")
     assert cell.default_ratio == pytest.approx(0.5, rel=0.01)
 
     profile = load_profile(path)
@@ -89,20 +93,10 @@ def test_two_ranks_are_tuned_as_one_and_the_runtime_obeys(fleet: Fleet, tmp_path
     (speed,) = profile.fingerprint.link_speeds
     assert (speed.world, speed.hosts) == (2, 1)
 
-    verdict = verify(path, request, SilentObserver(), here)
-    assert verdict.stale == ()
+    assert verify(path, request, SilentObserver(), here).stale == ()
     with pytest.raises(ProbeFailure, match=r"its plans are for 2 ranks, not 1; run: ringtune verify with --nproc 2"):
         verify(path, replace(request, ranks=1), SilentObserver(), here)
 
-
-def test_the_layout_of_a_dense_profile_is_how_the_runtime_shards(fleet: Fleet, tmp_path: Path) -> None:
-    path = tmp_path / "dense.yaml"
-    request = replace(REQUEST, output=path, layout="contiguous")
-    here = edge(fleet, tmp_path)
-    dense = [cell for cell in cells_for(request, here.facts) if cell.workload.pattern.dense]
-    _Probe(request, SilentObserver(), here, path, dense).run()
-    (entry,) = load_profile(path).plans
-    assert entry.choice is not None
     pool = Pool(2)
     try:
         for layout, tunables in pool.run(_planned, str(path)):
@@ -110,6 +104,21 @@ def test_the_layout_of_a_dense_profile_is_how_the_runtime_shards(fleet: Fleet, t
             assert tunables == entry.choice.tunables
     finally:
         pool.stop()
+
+
+def test_rows_of_other_numbers_of_ranks_stay(fleet: Fleet) -> None:
+    """And the newest reading of the links for each number."""
+    old_speed, new_speed = LinkSpeed(2, 1, 10.0, 5.0), LinkSpeed(4, 1, 20.0, 5.0)
+    fingerprint = replace(Fingerprint.of(fleet.facts), link_speeds=(old_speed,))
+    alone, ring = Workload("infer", True, 64, 2, 16, "fp32"), Workload("infer", True, 64, 2, 16, "fp32", world=2)
+    rows = {cell: PlanEntry(cell, refusal="for a test") for cell in (alone, ring)}
+    old = Profile("measured", fingerprint, fleet.facts.software, plans=tuple(rows.values()))
+    assert same_machine(old, fleet.facts)
+    new = {replace(ring, world=4): PlanEntry(replace(ring, world=4), refusal="too")}
+    assert merged(old, new) == rows | new
+    assert merged_speeds(old, new_speed) == (old_speed, new_speed)
+    assert merged_speeds(old, replace(old_speed, ring_gb_s=11.0)) == (LinkSpeed(2, 1, 11.0, 5.0),)
+    assert merged_speeds(None, None) == ()
 
 
 def test_profiles_of_several_ranks_have_a_name_of_their_own(fleet: Fleet, tmp_path: Path) -> None:
@@ -141,12 +150,10 @@ def environ_of(tmp_path: Path) -> dict[str, str]:
     return own | {"XDG_CONFIG_HOME": str(tmp_path / "config")}
 
 
-@pytest.mark.parametrize("launcher", ["--nproc", "torchrun"])
-def test_the_command_tunes_two_ranks(launcher: str, tmp_path: Path) -> None:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    start = [*torchrun, "-m", "autotune"] if launcher == "torchrun" else ["-m", "autotune"]
+def test_torchrun_tunes_two_ranks(tmp_path: Path) -> None:
+    """The README's other way, --nproc, runs in its own test."""
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "autotune"]
     options = ["--budget", "20", "--effort", "quick", *SMALL, *ONE_BRANCH]
-    options += ["--nproc", "2"] if launcher == "--nproc" else []
     done = subprocess.run(
         [sys.executable, *start, "probe", *options],
         cwd=tmp_path,
@@ -159,7 +166,7 @@ def test_the_command_tunes_two_ranks(launcher: str, tmp_path: Path) -> None:
     if "no cell could be measured" in told:
         pytest.skip("this machine is too busy to measure anything now")
     assert done.returncode in (ExitCode.OK, ExitCode.INCONCLUSIVE), told
-    assert done.stderr.count("cell 1/1") == done.stderr.count("cell 1/1  infer [512]/[1] causal B1 S128"), told
+    assert done.stderr.count("cell 1/1") == done.stderr.count("cell 1/1  infer [8192]/[1] causal B1 S1024"), told
     assert done.stdout.count("Profile written") == 1, told
     (path,) = (tmp_path / "config" / "ringtune").glob("*-x2.yaml")
     profile = load_profile(path)

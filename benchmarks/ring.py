@@ -24,12 +24,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import machine
+from ring_peers import context_parallel, zigzag
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from ringattn import Profile, RingAttention, Workload, detect
 from ringattn.errors import RingAttentionError
 from ringattn.workload import BranchTunables, Pattern, Tunables
 
+SDPA = torch.nn.functional.scaled_dot_product_attention  # a peer patches the module's
 Step = Callable[[], object]
 HEADS, HEAD_DIM = 32, 128
 LONGNET = {
@@ -146,7 +149,7 @@ def ideal_call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
     heads = [x.transpose(1, 2) for x in (q, k, v)]
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2)
+        return SDPA(*heads, is_causal=True).transpose(1, 2)
 
 
 def dense_tunables(world: int, kv_heads: int, forward: str, backward: str) -> dict[str, Tunables]:
@@ -245,6 +248,8 @@ def dense_rows(arguments: argparse.Namespace, length: int, kv_heads: int, flush:
     if kv_heads % world == 0:
         contenders["all-to-all"] = contender(AllToAll.apply, leaves, dout)
     contenders["heuristic"] = contender(module(HEADS, kv_heads, Pattern(), None), leaves, dout)
+    if arguments.peers:
+        contenders["ring-flash-attn zigzag, FA2"] = contender(zigzag(arguments.peers), leaves, dout)
     if arguments.profile:
         contenders["profile"] = contender(module(HEADS, kv_heads, Pattern(), arguments.profile), leaves, dout)
     for pair in arguments.kernels:
@@ -258,6 +263,17 @@ def dense_rows(arguments: argparse.Namespace, length: int, kv_heads: int, flush:
                 say(f"  {pair} {name}: {error}")
                 continue
             contenders[f"{pair} {name}"] = contender(attn, leaves, dout)
+    if arguments.peers and kv_heads == HEADS:
+        with context_parallel(DeviceMesh("cuda", list(range(world))), length) as attend:
+            contenders["context_parallel, cudnn"] = contender(attend, leaves, dout)
+            return _measured(arguments, contenders, length, kv_heads, flush)
+    return _measured(arguments, contenders, length, kv_heads, flush)
+
+
+def _measured(
+    arguments: argparse.Namespace, contenders: dict[str, Contender], length: int, kv_heads: int, flush: Tensor
+) -> list[Any]:
+    world = dist.get_world_size()
     say(f"dense causal, {length} positions a GPU, {HEADS}/{kv_heads} heads x {HEAD_DIM}, bf16, {world} GPUs")
     work = {"pattern": "dense", "local_length": length, "heads": HEADS, "kv_heads": kv_heads, "world": world}
     return measure(contenders, work, "ideal", arguments.blocks, flush)
@@ -292,6 +308,7 @@ def main() -> None:
         "--kernels", nargs="+", default=["cudnn"], help="forward+backward kernels, as cudnn+flash-attn-4"
     )
     parser.add_argument("--schedules", nargs="*", help="only these, as ring ulysses; all without it")
+    parser.add_argument("--peers", metavar="FOLDER", help="also public rings; FOLDER holds the package ring_flash_attn")
     parser.add_argument("--profile", help="also the module with this profile: auto, or a file")
     parser.add_argument("--patterns", action=argparse.BooleanOptionalAction, default=True, help="LongNet's, too")
     parser.add_argument("--high-priority", action=argparse.BooleanOptionalAction, default=True, help="NCCL's stream")

@@ -224,11 +224,13 @@ class DeviceBench:
     def sample(self, workload: Workload, tunables: Tunables) -> Sample:
         """One repetition: the median call of as many as make the sample long enough against the timer's noise."""
         runner = self._runner(workload, tunables)
-        (call_ms,) = self._peers.most(runner.call_ms)  # and all begin together
+        call_ms, call_us = self._peers.most(runner.call_ms, runner.host_us)  # and all begin together
         repeats = math.ceil(self.settings.sample_target_ms / (call_ms + self._timer.overhead_ms))
         # Calls of a fifth of a ms take twenty where another process is on a core that their threads wait for.
-        limit_s = OVERLONG * self.settings.sample_target_ms / 1e3 if self.settings.meeting is None else math.inf
-        readings = self._timer.time(runner.call, min(max(1, repeats), MOST_REPEATS), limit_s)
+        alone = self.settings.meeting is None
+        limit_s = OVERLONG * self.settings.sample_target_ms / 1e3 if alone else math.inf
+        host_s = None if alone else call_us / 1e6
+        readings = self._timer.time(runner.call, min(max(1, repeats), MOST_REPEATS), limit_s, host_s)
         if len(readings) > 2:
             del readings[0]  # it paid for whatever the candidate before it left in the caches of the host
         ms, host_us = float(np.median([r.ms for r in readings])), float(np.median([r.host_us for r in readings]))

@@ -27,8 +27,13 @@ class HostTimer:
 
     overhead_ms = 1e-3
 
-    def time(self, call: Callable[[], None], repeats: int, limit_s: float = math.inf) -> list[Reading]:
-        """As many calls as asked for, but none after ``limit_s`` once there are FEWEST."""
+    def time(
+        self, call: Callable[[], None], repeats: int, limit_s: float = math.inf, host_s: float | None = None
+    ) -> list[Reading]:
+        """As many calls as asked for, but none after ``limit_s`` once there are FEWEST.
+
+        ``host_s`` is for devices that get a head start; here all of the time is the host's.
+        """
         readings: list[Reading] = []
         first = time.perf_counter()
         for _ in range(repeats):
@@ -57,33 +62,37 @@ class CudaTimer:
         self._device = device
         self._flush = torch.empty(max(64, 2 * facts.l2_mib) * 2**20, dtype=torch.int8, device=device)
 
-    def time(self, call: Callable[[], None], repeats: int, limit_s: float = math.inf) -> list[Reading]:
+    def time(
+        self, call: Callable[[], None], repeats: int, limit_s: float = math.inf, host_s: float | None = None
+    ) -> list[Reading]:
         """As many calls as asked for, but none launched after ``limit_s`` once there are FEWEST.
 
-        How long a head start must be is not known before the first of them.
+        How long a head start must be is not known before the first of them, unless ``host_s`` says what the host takes
+        for a call: then all calls get one head start, which ranks that begin together must.
         """
 
         def event() -> torch.cuda.Event:
             return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
         events = [(event(), event()) for _ in range(repeats)]
-        host_s: list[float] = []
+        taken_s: list[float] = []
         torch.cuda.synchronize(self._device)
         first = time.perf_counter()
         for begin, end in events:
-            if time.perf_counter() - first > limit_s and len(host_s) >= FEWEST:
+            if time.perf_counter() - first > limit_s and len(taken_s) >= FEWEST:
                 break
-            for _ in range(flushes_for(min(host_s, default=0.0), self.HIDDEN, self.overhead_ms)):
+            expected_s = min(taken_s, default=0.0) if host_s is None else host_s
+            for _ in range(flushes_for(expected_s, self.HIDDEN, self.overhead_ms)):
                 self._flush.zero_()
             begin.record()
             started = time.perf_counter()
             call()
-            host_s.append(time.perf_counter() - started)
+            taken_s.append(time.perf_counter() - started)
             end.record()
         torch.cuda.synchronize(self._device)
         return [
             Reading(begin.elapsed_time(end), seconds * 1e6)
-            for (begin, end), seconds in zip(events, host_s, strict=False)
+            for (begin, end), seconds in zip(events, taken_s, strict=False)
         ]
 
 

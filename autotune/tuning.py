@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
 RESERVE_S = 4.0  # for writing, reloading and running every cell once
 HOPELESS_FACTOR = 3.0  # kernels this much slower at a neighbouring length are not tried
+RAGGED_OVER_RANKS = 4  # lengths of a proof: every rank looks at rows of its own, and meets new shapes at every hop
 HANG_S = {"cpu": 6.0, "nvidia": 25.0}  # a GPU kernel may have to be compiled first
 
 EvaluatorFactory = Callable[[HardwareFacts, ProbeRequest, EffortPreset], Evaluator]
@@ -278,6 +279,8 @@ class _Probe:
         self.path = path
         self.cells = tuple(cells)
         self.preset = EFFORTS[request.effort].with_budget(request.budget_s)
+        if request.ranks > 1:
+            self.preset = dataclasses.replace(self.preset, ragged_lengths=RAGGED_OVER_RANKS)
         self.entries: dict[Workload, PlanEntry] = {}
         self.reports: dict[Workload, CellReport] = {}
         self.finished: dict[Workload, CellContext] = {}

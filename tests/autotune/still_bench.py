@@ -1,12 +1,16 @@
-"""The real bench in every respect but one: times are invented, so that what a search over ranks finds is known."""
+"""The real bench but for one thing: times are invented, so that what a search finds is known, or one rank errs."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
+
+import torch
 
 from autotune.bench import Phase
 from autotune.benchmark import DeviceBench
 from autotune.evaluator import Checked, Sample
+from autotune.numerics import Inputs
 from ringattn.workload import Tunables, Workload
 
 TIMES_MS = {"ring": 6.0, "all-gather": 6.0, "ulysses": 3.0}
@@ -32,3 +36,19 @@ class StillBench(DeviceBench):
         frills = sum([tunables.head_groups > 0, tunables.checkpoint not in ("selective", "none")])
         ms = TIMES_MS[tunables.schedule] * (MATH_FACTOR if "math" in kernels else 1.0) * 1.05**frills
         return ms * (1.1 if self._peers.rank == 1 else 1.0)
+
+
+class OneRankErrs(DeviceBench):
+    """The last row that rank 1 holds is wrong."""
+
+    def _answer(self, module: Any, workload: Workload, length: int, inputs: Inputs, *rest: Any) -> tuple[float, float]:
+        if self._peers.rank != 1:
+            return super()._answer(module, workload, length, inputs, *rest)
+
+        def erring(*tensors: Any, **more: Any) -> Any:
+            out, lse = module(*tensors, **more)
+            wrong = torch.zeros_like(out)
+            wrong[:, -1] = 1.0
+            return out + wrong, lse
+
+        return super()._answer(erring, workload, length, inputs, *rest)  # type: ignore[arg-type]

@@ -154,6 +154,23 @@ def test_real_ranks_check_prove_and_time_every_schedule_in_step(fleet: Fleet) ->
         evaluator.close()
 
 
+def test_a_wrong_row_on_one_rank_is_a_wrong_answer_of_all_and_they_stay_in_step(fleet: Fleet) -> None:
+    evaluator = evaluator_of(fleet, "still_bench:OneRankErrs")
+    evaluator._settings = BenchSettings("cpu", fleet.facts, seed=0, sample_target_ms=1.0, ragged_lengths=2)
+    cell = Workload("infer", True, 96, 2, 16, "fp32", world=2)
+    try:
+        for schedule in ("ring", "ulysses"):
+            tunables = replace(ring_plan(cell, schedule, "zigzag"), branches=(BranchTunables("flash-cpu"),))
+            fault = evaluator.check(cell, tunables, timeout_s=30.0)
+            assert isinstance(fault, Fault)
+            assert fault.kind == "wrong"
+            assert fault.message.startswith("rank 1: WrongAnswer: out ")
+            assert "S=192, ordinary inputs" in fault.message
+            assert evaluator._in_step
+    finally:
+        evaluator.close()
+
+
 # --- processes that go -------------------------------------------------------------------------------------------
 
 

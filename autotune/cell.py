@@ -15,7 +15,7 @@ from . import statistics
 from .budget import EffortPreset
 from .choose import Candidate
 from .evaluator import Checked, Clock, Evaluator, Fault, Proven
-from .model import AdditiveModel
+from .model import CellModel
 from .probe import Preference, TrialOutcome
 from .race import Arena, Ledger, Limits
 from .space import Space, Value, candidate_key
@@ -165,7 +165,7 @@ class CellContext:
         timed = {plan: (i.median, i.count) for plan, i in self.estimates.items() if not self.has_failed(plan)}
         if not timed:
             return []
-        model = AdditiveModel(self.cell, self.default, timed, sigma=self.sigma())
+        model = CellModel(self.cell, self.space.knobs, timed, sigma=self.sigma())
         return sorted((plan for plan in plans if plan in timed), key=model.believed)
 
     def best_plan(self) -> Tunables:

@@ -1,14 +1,13 @@
-"""Stage 2: from one plan uphill, a knob at a time, taking every step that is surely one as soon as it shows.
+"""Stage 2: from the best known plan uphill, a few plans in one block, always those that the cell's model promises most.
 
-A few neighbours are timed against the incumbent in one block; the best is confirmed and taken at once, the rest is
-remembered. What to try first comes from an additive model of everything timed in the cell. When nothing new is
-left around the incumbent, the moves that one block could not decide are timed together until they are decided.
+The best plan so far is in every block, and so are its rivals: plans that may well be as good and were hardly timed.
+The climb ends when the model promises nothing more that is worth a block, and every rival is decided.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,139 +16,205 @@ from ringattn.workload import Tunables
 
 from .budget import Deadline
 from .cell import CellContext
-from .model import AdditiveModel
-from .race import WORTH_TRYING, Arena, screen
-from .space import candidate_key, from_key
+from .choose import TIE, distance
+from .model import CellModel, Scales
+from .propose import Walker
+from .race import LEAN_BLOCKS, WORTH_TRYING, Arena
+from .space import candidate_key, encode, from_key
 from .store import Entry
 
-BATCH = 4  # neighbours in one block
-CONFIRMED = 2  # paired repetitions before a step is taken
-SURENESS = 1.5  # a step must be this many standard errors below the incumbent
+BATCH = 4  # new plans in one block: checking one costs as much as timing eight
+STARTS = 3  # best plans from which walks over the model begin
+RIVALS = 2  # timed again in one block
+DECIDED = 6  # repetitions after which a plan is a rival no more: the final times it properly
+CLIMBING = 0.9  # of the time; the rest is for what is as good and plainer
+LEAN_KNOBS = ("checkpoint", "window_tokens")
+IDLE = 8  # blocks in a row without a better plan, after which the time is worth more elsewhere
+SCALED = 1.2  # times as many plans, before the model asks again how regular the machine is
+DOUBT = 1.0  # standard errors that a rival may be behind the best
 
 
 @dataclass(slots=True)
 class Climb:
-    """One ascent. ``undecided`` are moves around the present incumbent that one block could not tell from it."""
+    """One ascent, up to ``deadline``. ``entries`` are the plans it looked at."""
 
     context: CellContext
     arena: Arena
     deadline: Deadline
     incumbent: Entry
-    tried: set[Tunables] = field(default_factory=set)
-    undecided: list[Entry] = field(default_factory=list)
+    entries: dict[Tunables, Entry] = field(default_factory=dict)
+    _timed: dict[Tunables, tuple[float, int]] = field(default_factory=dict)
+    _ranked: list[Tunables] = field(default_factory=list)
+    _scales: tuple[int, Scales] | None = None  # and from how many plans they are
 
     def run(self) -> Tunables:
-        self.tried.add(self.incumbent.tunables)
-        while self.incumbent.fault is None and not self.deadline.passed():
-            batch = self._next_batch()
-            if batch:
-                stepped = self._try(batch)
-            elif self.undecided:
-                stepped = self._decide()
-            else:
-                break
-            if stepped is not None:
-                self._step_to(stepped)
+        self.entries[self.incumbent.tunables] = self.incumbent
+        searching = self.deadline.part(CLIMBING)
+        self._block([self.incumbent, *self._check(self._lean_moves())], searching)
+        self._until(searching, self._fresh_and_rivals)
+        self._until(self.deadline, self._plainer_and_rivals)
         return self.incumbent.tunables
 
-    def _next_batch(self) -> list[Entry]:
-        """The untried neighbours that promise most, checked."""
-        moves = [
+    def _until(self, deadline: Deadline, wanted: Callable[[CellModel], list[Entry]]) -> None:
+        """Blocks of the best plan and what is wanted beside it, until nothing is, or time is up."""
+        best, idle = math.inf, 0
+        while self.incumbent.fault is None and not deadline.passed() and idle <= IDLE:
+            model = self._model()
+            self._take_best()
+            idle = 0 if self._best(model) < best - WORTH_TRYING else idle + 1
+            best = min(best, self._best(model))
+            beside = wanted(model)
+            if not beside and self._repetitions(self.incumbent.tunables) >= DECIDED:
+                break
+            if not self._block([self.incumbent, *beside], deadline):
+                break
+
+    def _block(self, entries: Sequence[Entry], deadline: Deadline) -> bool:
+        if not deadline.allows(self.arena.estimate_s(entries)):
+            return False
+        self.arena.block(entries)
+        return True
+
+    # --- what is known ------------------------------------------------------------------------------------------
+
+    def _model(self) -> CellModel:
+        """Of everything timed up to now, in this stage and before."""
+        context = self.context
+        timed = {plan: (interval.median, interval.count) for plan, interval in context.estimates.items()}
+        for entry, ratios in self.arena.polished().items():
+            before, mine = timed.get(entry.tunables), (float(np.median(ratios)), len(ratios))
+            timed[entry.tunables] = mine if before is None else _pooled(before, mine)
+        self._timed = {plan: reading for plan, reading in timed.items() if not context.has_failed(plan)}
+        known = self._timed or {context.default: (0.0, 1)}
+        kept = self._scales if self._scales is not None and len(known) < SCALED * self._scales[0] else None
+        model = CellModel(
+            context.cell,
+            context.space.knobs,
+            known,
+            sigma=context.sigma(),
+            failed=context.ledger.failures(),
+            scales=kept[1] if kept is not None else None,
+        )
+        self._scales = kept or (len(known), model.process.scales)
+        usable = (plan for plan in self._timed if context.is_main(plan) and context.keeps_limits(plan))
+        self._ranked = sorted(usable, key=model.believed)
+        return model
+
+    def _repetitions(self, plan: Tunables) -> int:
+        return self._timed.get(plan, (0.0, 0))[1]
+
+    def _best(self, model: CellModel) -> float:
+        return model.believed(self.incumbent.tunables) if self.incumbent.tunables in self._timed else 0.0
+
+    # --- what is done -------------------------------------------------------------------------------------------
+
+    def _take_best(self) -> None:
+        if self._ranked and self._ranked[0] != self.incumbent.tunables:
+            best = self._entry(self._ranked[0])
+            if best is not None:
+                self.incumbent = best
+
+    def _entry(self, plan: Tunables) -> Entry | None:
+        if plan not in self.entries:
+            admitted = self.arena.admit([plan], self.deadline)
+            if not admitted:
+                return None
+            self.entries[plan] = admitted[0]
+        entry = self.entries[plan]
+        return None if entry.fault is not None or entry.finished else entry
+
+    def _fresh_and_rivals(self, model: CellModel) -> list[Entry]:
+        return [*self._check(self._proposals(model)), *self._rivals(model)]
+
+    def _plainer_and_rivals(self, model: CellModel) -> list[Entry]:
+        equal = self._plainest_equal(model)
+        fresh = self._check(self._plainer(equal, model))
+        doubtful = [equal] if self._repetitions(equal) < DECIDED and equal != self.incumbent.tunables else []
+        return list(dict.fromkeys([*fresh, *self._check(doubtful), *self._rivals(model)]))
+
+    def _lean_moves(self) -> list[Tunables]:
+        """The turns of the best plan that may need less memory: the front of time and memory is wanted, too."""
+        known = self.context.ledger.checked
+        return [
             move.tunables
             for move in self.context.space.neighbours(self.incumbent.tunables)
-            if move.tunables not in self.tried and self.context.is_main(move.tunables) and move.knob != "dtype"
+            if move.knob in LEAN_KNOBS and move.tunables not in known
         ]
-        model = self._model()
-        moves.sort(key=model.predict)
-        jump = self._jump(model)
-        if jump is not None:
-            moves = [jump, *(plan for plan in moves if plan != jump)]
-        batch: list[Entry] = []
-        for plan in moves:
-            if len(batch) == BATCH or self.deadline.passed():
-                break
-            self.tried.add(plan)
-            batch += self.arena.admit([plan], self.deadline)
-        return batch
 
-    def _model(self) -> AdditiveModel:
-        timed = {plan: (interval.median, interval.count) for plan, interval in self.context.estimates.items()}
-        timed |= {e.tunables: (float(np.median(r)), len(r)) for e, r in self.arena.polished().items()}
-        return AdditiveModel(
-            self.context.cell, self.context.default, timed, sigma=self._sigma(), around=self.incumbent.tunables
+    def _proposals(self, model: CellModel) -> list[Tunables]:
+        context = self.context
+        tried = {context.space.identity(plan) for plan in context.ledger.checked}
+        walker = Walker(context.space, model, tried, context.is_main)
+        starts = list(dict.fromkeys([self.incumbent.tunables, *self._ranked[:STARTS]]))
+        return walker.propose(starts, BATCH, self._best(model) - WORTH_TRYING)
+
+    def _plainest_equal(self, model: CellModel) -> Tunables:
+        """Of the plans that cannot be told from the best the one nearest to the default."""
+        best, sigma = self._best(model), self.context.sigma()
+        equal = [
+            plan
+            for plan in self._ranked
+            if model.believed(plan) <= best + max(TIE, sigma * math.sqrt(1 / self._timed[plan][1] + 1 / DECIDED))
+        ]
+        return min(
+            [self.incumbent.tunables, *equal], key=lambda p: distance(self.context.cell, p, self.context.default)
         )
 
-    def _jump(self, model: AdditiveModel) -> Tunables | None:
-        """The plan that would be best if effects just added up; None when it was tried or cannot run."""
-        space = self.context.space
-        best = self.incumbent.tunables
-        for knob, values in space.knobs.items():
-            if knob == "dtype":
-                continue
-            plans = [plan for value in values if (plan := space.combine(best, {knob: value})) is not None]
-            best = min([best, *plans], key=model.predict)
-        return None if best in self.tried or not self.context.is_main(best) else best
+    def _plainer(self, plan: Tunables, model: CellModel) -> list[Tunables]:
+        """The plan with some of its turns undone, first those that seem to do least: all of them, half, a quarter, one.
 
-    def _try(self, batch: Sequence[Entry]) -> Entry | None:
-        """One block of the batch beside the incumbent; the best is confirmed. The step to take, or None."""
-        self._pair(batch, 1)
-        met = [entry for entry in batch if entry.fault is None and self._differences(entry)]
-        if not met:
-            return None
-        best = min(met, key=self._gain)
-        if self._gain(best) < 0:
-            self._pair([best], CONFIRMED)
-        noise = self._sigma()
-        for entry in met:
-            if entry is not best and abs(self._gain(entry)) < 2 * noise:
-                self.undecided.append(entry)
-        if best.fault is None and self._surely_better(best):
-            return best
-        if best.fault is None and abs(self._gain(best)) < 2 * noise:
-            self.undecided.append(best)
-        return None
+        Two probes must not end in two plans that differ in frills.
+        """
+        cell, space = self.context.cell, self.context.space
+        default, here = encode(cell, self.context.default), encode(cell, plan)
+        undone: dict[str, float] = {}
+        for name in here.keys() | default.keys():
+            if here.get(name) != default.get(name):
+                plainer = space.combine(plan, {name: default.get(name)})
+                if plainer is not None and distance(cell, plainer, self.context.default) < distance(
+                    cell, plan, self.context.default
+                ):
+                    undone[name] = model.predict(plainer)[0]
+        names = sorted(undone, key=lambda name: (undone[name], name))
+        for count in dict.fromkeys([len(names), (len(names) + 1) // 2, (len(names) + 3) // 4, 1] if names else []):
+            plainer = space.combine(plan, {name: default.get(name) for name in names[:count]})
+            if plainer is not None and plainer not in self.context.ledger.checked:
+                return [plainer]
+        return []
 
-    def _pair(self, entries: Sequence[Entry], times: int) -> None:
-        """Blocks until each of ``entries`` met the incumbent so often."""
-        while not self.deadline.passed():
-            short = [e for e in entries if e.fault is None and not e.finished and len(self._differences(e)) < times]
-            if not short or self.incumbent.fault is not None or not self._affords(short):
-                return
-            self.arena.block([self.incumbent, *short])
+    def _check(self, plans: Sequence[Tunables]) -> list[Entry]:
+        found = [self._entry(plan) for plan in plans if not self.deadline.passed()]
+        return [entry for entry in found if entry is not None]
 
-    def _affords(self, entries: Sequence[Entry]) -> bool:
-        return self.deadline.allows(self.arena.estimate_s([self.incumbent, *entries]))
+    def _rivals(self, model: CellModel) -> list[Entry]:
+        """Timed plans that were hardly timed and may be as good as the best, or lean enough for the front."""
+        timed, ranked, best = self._timed, self._ranked, self._best(model)
+        doubt = DOUBT * self.context.sigma()
+        doubtful = [
+            plan
+            for plan in ranked
+            if (count := timed[plan][1]) < DECIDED and model.believed(plan) < best + doubt / math.sqrt(count)
+        ]
+        lean = [plan for plan in ranked if timed[plan][1] < LEAN_BLOCKS and self._on_front(plan, ranked)]
+        entries = [self._entry(plan) for plan in dict.fromkeys([*doubtful[: RIVALS + 1], *lean[:RIVALS]])]
+        return [entry for entry in entries if entry is not None and entry is not self.incumbent]
 
-    def _decide(self) -> Entry | None:
-        """The undecided together, until each is surely better or hopeless."""
-        pending = [entry for entry in self.undecided if entry.fault is None and not entry.finished]
-        self.undecided = []
-        good = screen(self.arena, self.incumbent, pending, self.context.preset.race_blocks, self.deadline)
-        return good[0] if good and self._gain(good[0]) < -WORTH_TRYING else None
-
-    def _step_to(self, entry: Entry) -> None:
-        self.incumbent = entry
-        # What could not be told from the old incumbent may well help the new one: it is tried again from there.
-        self.undecided = []
-
-    def _differences(self, entry: Entry) -> list[float]:
-        return self.arena.difference(entry, self.incumbent)
-
-    def _gain(self, entry: Entry) -> float:
-        return float(np.median(self._differences(entry)))
-
-    def _sigma(self) -> float:
-        return self.context.sigma()
-
-    def _surely_better(self, entry: Entry) -> bool:
-        count = len(self._differences(entry))
-        needed = max(WORTH_TRYING, SURENESS * self._sigma() / math.sqrt(max(count, 1)))
-        return count >= CONFIRMED and self._gain(entry) < -needed
+    def _on_front(self, plan: Tunables, ranked: Sequence[Tunables]) -> bool:
+        """Whether it needs less memory than everything faster."""
+        peak = self.context.checked(plan).peak_bytes
+        faster = ranked[: ranked.index(plan)]
+        return all(peak < 0.95 * self.context.checked(other).peak_bytes for other in faster)
 
 
-def climb(context: CellContext, start: Tunables, number: int, deadline: Deadline) -> Tunables:
+def _pooled(one: tuple[float, int], other: tuple[float, int]) -> tuple[float, int]:
+    """Two medians as one, by their repetitions."""
+    count = one[1] + other[1]
+    return (one[0] * one[1] + other[0] * other[1]) / count, count
+
+
+def climb(context: CellContext, start: Tunables, deadline: Deadline) -> Tunables:
     """The plan at the end of an ascent from ``start``; everything timed on the way is in the record."""
-    stage = f"improve {number}"
+    stage = "improve"
     context.listener.stage(context.cell, stage)
     record = context.record(stage)
     arena = context.arena(stage, record)

@@ -20,6 +20,7 @@ FINALISTS = 4  # the default among them
 FRONT_KEPT = 4
 RUNNERS_UP = 2
 FINAL_WIDTH = 0.015  # half-width (log-ratio) that the re-timing should reach, where the preset's maximum allows
+RESERVED = 3  # times the least number of blocks is kept for the final; it goes on while time is left
 CONTENDER = math.log(1.15)  # a plan this much slower than the best is no finalist
 WIDE = 0.10  # a possible gain (log-ratio) that a kept default must be able to exclude
 REFUSED_SIGMA = 0.5  # noise of one paired log-ratio from which no verdict is given
@@ -30,8 +31,10 @@ def reserve_s(context: CellContext) -> float:
     """Seconds that the final needs: re-timing, and proving what will be written."""
     preset = context.preset
     blocks = statistics.blocks_needed(context.sigma(), FINAL_WIDTH)
-    blocks = min(max(blocks, preset.final_min_blocks), preset.final_max_blocks)
-    return 1.2 * (FINALISTS + 1) * blocks * context.sample_s() + context.prove_s()
+    blocks = min(max(blocks, preset.final_min_blocks), RESERVED * preset.final_min_blocks)
+    # All finalists and the default twice in the first blocks; after them mostly the default, the best and one rival.
+    samples = (FINALISTS + 1) * preset.final_min_blocks + 4 * (blocks - preset.final_min_blocks)
+    return 1.2 * samples * context.sample_s() + context.prove_s()
 
 
 def final(context: CellContext, deadline: Deadline) -> CellResult:

@@ -18,6 +18,7 @@ from ringattn.workload import Tunables, Workload
 
 from . import statistics
 from .budget import Deadline, EffortPreset
+from .choose import GAIN_MARGIN
 from .evaluator import Block, Checked, Clock, Evaluator, Fault, Proven, Sample
 from .probe import TrialOutcome
 from .statistics import Interval
@@ -270,11 +271,11 @@ class Arena:
             fault = faults.get(entry.tunables)
             if fault is None:
                 continue
-            # One that has run well before may have died of someone else's hand, once in a while.
+            # It ran well when it was checked, so it may have died of someone else's hand, once in a while.
             deaths = self.ledger.deaths.get(entry.tunables, 0) + 1
             self.ledger.deaths[entry.tunables] = deaths
             repetitions = len(entry.log_ratios)
-            external = fault.kind in ("crash", "timeout") and repetitions > 0 and deaths <= 1 + repetitions // 5
+            external = fault.kind in ("crash", "timeout") and deaths <= 1 + repetitions // 5
             if not external:
                 self._fail(entry, fault)
 
@@ -454,10 +455,30 @@ def final_race(arena: Arena, entries: Sequence[Entry], preset: EffortPreset, dea
         if done >= 2 and not deadline.allows(arena.estimate_s(alive)):
             break
         arena.block(alive)
-        alive = [entry for entry in alive if entry.fault is None]
+        alive = _in_question(arena, [entry for entry in alive if entry.fault is None], preset)
     return [entry for entry in entries if entry.fault is None]
 
 
+def _in_question(arena: Arena, entries: Sequence[Entry], preset: EffortPreset) -> list[Entry]:
+    """Without what is surely slower than the best by more than the final can tell apart; the default stays."""
+    leader = min(entries, key=arena.median, default=None)
+    if leader is None or len(leader.log_ratios) < preset.final_min_blocks:
+        return list(entries)
+    return [
+        entry
+        for entry in entries
+        if entry is leader or entry.tunables == arena.default or not arena.surely_slower(entry, leader, FINAL_PRECISION)
+    ]
+
+
 def _decided(arena: Arena, entries: Sequence[Entry]) -> bool:
+    """Whether more blocks would change nothing: each rival is known well enough, or cannot be chosen any more."""
     rivals = [entry for entry in entries if entry.tunables != arena.default]
-    return all(arena.interval(entry).half_width < FINAL_PRECISION for entry in rivals)
+    return all(_is_settled(arena.interval(entry)) for entry in rivals)
+
+
+def _is_settled(gain: Interval) -> bool:
+    if gain.half_width < FINAL_PRECISION:
+        return True
+    # Surely no gain worth leaving the default for.
+    return gain.low > math.log1p(-GAIN_MARGIN)

@@ -12,7 +12,7 @@ import gzip
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +183,54 @@ class Trouble:
 
 QUIET = Trouble(sigma=0.0, outlier_share=0.0, drift=0.0)
 
+# --- first calls -----------------------------------------------------------------------------------------------------
+
+ONE_OFF_S = 1.0  # a first call that took longer loaded or compiled something: cuDNN's plan for a new shape takes 0.1 s
+
+Part = tuple[str, str]  # a kernel, and "forward" or "backward"
+
+
+@dataclass(frozen=True, slots=True)
+class FirstCalls:
+    """What first calls cost beyond warm ones, by kernel and direction.
+
+    ``one_off_s`` is paid once a worker, by whichever plan comes first: loading and compiling. ``new_length_s`` is paid
+    by every branch at every length that was not met before.
+    """
+
+    one_off_s: Mapping[Part, float] = field(default_factory=dict)
+    new_length_s: Mapping[Part, float] = field(default_factory=dict)
+
+
+def parts_of(plan: Tunables) -> tuple[Part, ...]:
+    """What runs in each branch, repeated where several branches run the same."""
+    forward = [(branch.forward, "forward") for branch in plan.branches]
+    return tuple(forward + [(branch.backward, "backward") for branch in plan.branches if branch.backward])
+
+
+def first_calls_of(tables: Iterable[Table]) -> FirstCalls:
+    """Read off recorded checks: in the order of a table, the first row with a new part paid for it.
+
+    Of several tables the median counts for a new length, and the most for what is paid once.
+    """
+    one_off: dict[Part, float] = {}
+    new_length: dict[Part, list[float]] = {}
+    for table in tables:
+        seen: set[Part] = set()
+        for row in table.rows.values():
+            new = [part for part in parts_of(row.tunables) if part not in seen]
+            if row.checked is None or not new:
+                continue
+            seen.update(new)
+            each_s = max(0.0, row.checked.cold_ms - row.checked.call_ms) / 1e3 / len(new)
+            for part in dict.fromkeys(new):
+                if each_s * len(new) > ONE_OFF_S:
+                    one_off[part] = max(one_off.get(part, 0.0), each_s * new.count(part))
+                else:
+                    new_length.setdefault(part, []).append(each_s)
+    return FirstCalls(one_off, {part: float(np.median(seconds)) for part, seconds in new_length.items()})
+
+
 TrueTime = Callable[[Workload, Tunables], Row]
 
 
@@ -192,7 +240,9 @@ class ReplayEvaluator:
 
     ``check_s`` and ``prove_s`` are what the reference costs beside the candidate's own calls, ``sample_target_s``
     how long a sample is made by repeating its call. ``unproven`` are plans that pass a check but not the ragged
-    lengths.
+    lengths. With ``first_calls`` these decide what a first call costs, instead of each row's own: in a recording only
+    one row paid what whichever plan comes first has to pay. ``one_off_share`` of it is charged: a cell searched alone
+    stands for one of many that share it.
     """
 
     truth: TrueTime
@@ -204,7 +254,10 @@ class ReplayEvaluator:
     sample_target_s: float = 0.010
     restart_s: float = 3.0  # a new worker process after a crash or a hang
     unproven: Mapping[Tunables, Fault] = field(default_factory=dict)
+    first_calls: FirstCalls | None = None
+    one_off_share: float = 1.0
     calls: int = 0  # checks and readings
+    _met: set[tuple[Part, Workload | None]] = field(default_factory=set)
     _rng: np.random.Generator = field(init=False)
 
     def __post_init__(self) -> None:
@@ -221,18 +274,42 @@ class ReplayEvaluator:
             return row.fault
         assert row.checked is not None
         slow = pace_ms is not None and row.median_ms > 2.5 * pace_ms
-        seconds = self.check_s + row.checked.cold_ms / 1e3 + (2 if slow else 8) * row.median_ms / 1e3
+        checked = replace(row.checked, cold_ms=1e3 * self._cold_s(cell, row))
+        seconds = self.check_s + checked.cold_ms / 1e3 + (2 if slow else 8) * row.median_ms / 1e3
         if seconds > timeout_s:
             self.clock.advance(timeout_s + self.restart_s)
             return Fault("timeout", f"no answer within {timeout_s:.1f} s")
         self.clock.advance(seconds)
-        return row.checked
+        return checked
+
+    def _cold_s(self, cell: Workload, row: Row) -> float:
+        """The first call of a plan in a cell; kernels that ran before have nothing left to load."""
+        assert row.checked is not None
+        if self.first_calls is None:
+            return row.checked.cold_ms / 1e3
+        seconds = row.checked.call_ms / 1e3
+        parts = parts_of(row.tunables)
+        for part in dict.fromkeys(parts):
+            if (part, None) not in self._met:
+                seconds += self.one_off_share * self.first_calls.one_off_s.get(part, 0.0)
+            if (part, cell) not in self._met:
+                seconds += parts.count(part) * self.first_calls.new_length_s.get(part, 0.0)
+            self._met |= {(part, None), (part, cell)}
+        return seconds
+
+    def _new_length_s(self, row: Row) -> float:
+        assert row.checked is not None
+        if self.first_calls is None:
+            return row.checked.cold_ms / 1e3
+        costs = self.first_calls.new_length_s
+        return row.checked.call_ms / 1e3 + sum(costs.get(part, 0.0) for part in parts_of(row.tunables))
 
     def prove(self, cell: Workload, candidate: Tunables, *, timeout_s: float) -> Proven | Fault:
         row = self.truth(cell, candidate)
         assert row.checked is not None
-        self.clock.advance(self.prove_s + 8 * row.checked.cold_ms / 1e3)
-        return self.unproven.get(candidate) or Proven(row.checked.cold_ms)
+        first_s = self._new_length_s(row)
+        self.clock.advance(self.prove_s + 8 * first_s)
+        return self.unproven.get(candidate) or Proven(1e3 * first_s)
 
     def obey(self, cell: Workload, profile_path: str, *, timeout_s: float) -> Tunables | Fault:
         entry = next(entry for entry in load_profile(profile_path).plans if entry.workload == cell)

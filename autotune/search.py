@@ -17,10 +17,9 @@ from .cell import CellContext, CellResult
 from .climb import climb
 from .evaluator import Fault
 from .final import FINALISTS, final, reserve_s
-from .race import PATIENCE, DefaultBroken
+from .race import PATIENCE, SURE_BLOCKS, DefaultBroken
 from .stages import explore, race_plans
 
-CLIMB_SHARE = 0.85  # of what is left then, for each climb in turn; one that is at its top gives the rest back
 # A forward and a backward kernel together take about what each adds alone, so most pairs need no look: in a race
 # those near to the best by their parts, which a climb can still leave; more where everything else is decided.
 RACE_REACH, BRUTE_REACH = 1.25, 1.6
@@ -133,11 +132,16 @@ class CellSearch:
         kernels = [plan for plan in context.space.kernel_plans if plan not in left_out]
         plans = list(dict.fromkeys([context.default, *usable, *kernels]))
         leaders = race_plans(
-            context, "race", plans, keep=preset.survivors, deadline=searching.part(RACE_SHARE), reach=RACE_REACH
+            context,
+            "race",
+            plans,
+            keep=preset.survivors,
+            deadline=searching.part(RACE_SHARE),
+            reach=RACE_REACH,
+            max_blocks=SURE_BLOCKS,  # the climb goes on timing whatever may be the best
         )
         searching = self._until_final(deadline)  # the race has shown how noisy this cell is
-        for number, leader in enumerate(leaders[: preset.survivors]):
-            climb(context, leader, number, searching.part(CLIMB_SHARE))
+        climb(context, leaders[0] if leaders else context.default, searching)
         if preset.explore_plans:
             explore(context, searching)
         if preset.compile_finalists:

@@ -27,11 +27,18 @@ BATCH = 4  # plans asked of TPE at a time; one block serves them all
 
 
 def race_plans(
-    context: CellContext, stage: str, plans: Sequence[Tunables], *, keep: int, deadline: Deadline, reach: float
+    context: CellContext,
+    stage: str,
+    plans: Sequence[Tunables],
+    *,
+    keep: int,
+    deadline: Deadline,
+    reach: float,
+    max_blocks: int | None = None,
 ) -> list[Tunables]:
     """Successive elimination; main and narrower dtypes race each to their own leader. Returns the main ones left.
 
-    Plans whose parts add up to more than ``reach`` times the best are left out.
+    Plans whose parts add up to more than ``reach`` times the best are left out. ``max_blocks``: the preset's.
     """
     context.listener.stage(context.cell, stage)
     record = context.record(stage)
@@ -45,7 +52,8 @@ def race_plans(
         )
         left: list[Entry] = []
         for group, kept in groups:
-            left += race(arena, group, keep=kept, max_blocks=context.preset.race_blocks, deadline=deadline)
+            blocks = max_blocks or context.preset.race_blocks
+            left += race(arena, group, keep=kept, max_blocks=blocks, deadline=deadline)
         for entry in left:
             arena.leave(entry, "stood to the end")
         standing = [candidate_key(entry.tunables) for entry in left]

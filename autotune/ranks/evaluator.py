@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +43,9 @@ class RanksEvaluator:
         self._generation = 0
         self._calls = 0  # in this generation
         self._used = False  # by a call before the last one
+        self._broken = False  # the last call ended with workers out of step
         self.blind_spots: tuple[str, ...] = ()
+        self.lost_s = 0.0  # went into calls after which all workers had to be started anew, and into starting them
 
     # --- the protocol -------------------------------------------------------------------------------------------
 
@@ -146,12 +149,18 @@ class RanksEvaluator:
             timeout_s=timeout_s,
             profile_text=profile_text,
         )
+        began = time.monotonic()
         try:
             answers = self._fleet.call(call)
         except BaseException:
             self._in_step = False
             raise
         self._in_step = self._still_in_step(answers)
+        if not self._in_step:
+            self.lost_s += time.monotonic() - began
+        elif self._broken:
+            self.lost_s += max(answer.started_s for _, answer in answers)
+        self._broken = not self._in_step
         self.blind_spots = tuple(
             dict.fromkeys((*self.blind_spots, *(line for _, answer in answers for line in answer.blind_spots)))
         )

@@ -121,7 +121,8 @@ class Relay:
             answer = Answer(call.number, bug=str(bug))
         with self._lock:
             aborted = self._aborted >= call.number
-        return replace(answer, aborted=aborted, blind_spots=self._worker.blind_spots)
+        worker = self._worker
+        return replace(answer, aborted=aborted, blind_spots=worker.blind_spots, started_s=worker.started_s)
 
     def _ask(self, call: Call, worker: RankWorker) -> Any:
         if call.request.action != "obey":

@@ -79,7 +79,7 @@ class Answer:
 
     ``value`` is what the worker answered. ``aborted``: it was told to stop, so a failure in ``value`` is not its own.
     ``struck``: somebody else ended the worker, in this call or before it, which says nothing of the candidate.
-    ``no_device`` and ``bug`` are errors to raise, as text.
+    ``no_device`` and ``bug`` are errors to raise, as text. ``started_s``: seconds that starting a worker took of it.
     """
 
     number: int
@@ -89,6 +89,7 @@ class Answer:
     no_device: str = ""
     bug: str = ""
     blind_spots: tuple[str, ...] = ()
+    started_s: float = 0.0
 
 
 def listen(host: str) -> socket.socket:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 from ringattn.workload import Tunables, Workload
@@ -27,10 +28,11 @@ class RankWorker(WorkerEvaluator):
         self._lock = threading.Lock()
         self._stopped = False
         self.struck = False  # somebody else ended the worker in the last call, it seems
+        self.started_s = 0.0  # that starting it took in the last call
 
     def serve(self, request: Request, timeout_s: float) -> Any:
         """What the worker answers; for a block the samples up to a failure, which ends it."""
-        self.struck = False
+        self.struck, self.started_s = False, 0.0
         if request.action == "block":
             assert request.workload is not None
             return self.block(request.workload, request.plans, timeout_s=timeout_s)
@@ -65,6 +67,11 @@ class RankWorker(WorkerEvaluator):
             process = self._process
         if process is not None:
             process.kill()
+
+    def _start(self) -> None:
+        began = time.monotonic()
+        super()._start()
+        self.started_s = time.monotonic() - began
 
     def _launch(self) -> None:
         with self._lock:

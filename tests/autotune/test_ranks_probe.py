@@ -24,6 +24,7 @@ from autotune.evaluator import Evaluator, MonotonicClock
 from autotune.exit_codes import ExitCode, ProbeFailure
 from autotune.grid import cells_for
 from autotune.probe import ProbeRequest, SilentObserver
+from autotune.ranks import fleet as fleets
 from autotune.ranks.evaluator import RanksEvaluator
 from autotune.ranks.fleet import Fleet
 from autotune.tuning import Edge, _Probe, bench_settings, default_profile_path, edge_of, space_for, verify
@@ -40,7 +41,15 @@ REPO = Path(__file__).resolve().parents[2]
 SMALL = ("--seq-len", "1024", "--heads", "2", "--head-dim", "32", "--mode", "infer", "--device", "cpu")
 ONE_BRANCH = ("--segment-lengths", "8192", "--dilation-rates", "1")  # longer than a share: it crosses the ranks
 REQUEST = ProbeRequest(
-    effort="quick", budget_s=40, seq_lens=(64,), heads=2, head_dim=16, modes=("train",), device="cpu", ranks=2
+    effort="quick",
+    budget_s=40,
+    seq_lens=(64,),
+    heads=2,
+    head_dim=16,
+    modes=("train",),
+    device="cpu",
+    ranks=2,
+    precision="fp32",
 )
 
 
@@ -51,7 +60,8 @@ REQUEST = ProbeRequest(
 def fleet() -> Iterator[Fleet]:
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
     environ.pop("OMP_NUM_THREADS", None)
-    with Fleet(2, "cpu", None, environ) as gathered:
+    with Fleet(2, "cpu", None, environ) as gathered, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fleets, "GRACE_S", 0.2)
         yield gathered
 
 
@@ -92,6 +102,8 @@ def test_two_ranks_are_tuned_as_one_and_the_runtime_obeys(fleet: Fleet, tmp_path
     assert entry.choice.evidence.median_ms == pytest.approx(3.3)  # the slower rank's
     (speed,) = profile.fingerprint.link_speeds
     assert (speed.world, speed.hosts) == (2, 1)
+    failures = {failure.candidate.split(" ")[0]: (failure.kind, failure.message) for failure in entry.failures}
+    assert failures["flash-cpu/math"] == ("error", "rank 1: RuntimeError: not on this rank")
 
     assert verify(path, request, SilentObserver(), here).stale == ()
     with pytest.raises(ProbeFailure, match=r"its plans are for 2 ranks, not 1; run: ringtune verify with --nproc 2"):
@@ -119,6 +131,13 @@ def test_rows_of_other_numbers_of_ranks_stay(fleet: Fleet) -> None:
     assert merged_speeds(old, new_speed) == (old_speed, new_speed)
     assert merged_speeds(old, replace(old_speed, ring_gb_s=11.0)) == (LinkSpeed(2, 1, 11.0, 5.0),)
     assert merged_speeds(None, None) == ()
+
+
+def test_a_journal_belongs_to_a_number_of_ranks_and_a_layout(fleet: Fleet, tmp_path: Path) -> None:
+    here = edge(fleet, tmp_path)
+    requests = (REQUEST, replace(REQUEST, ranks=4), replace(REQUEST, layout="zigzag"), replace(REQUEST, ranks=1))
+    names = {_Probe(request, SilentObserver(), here, tmp_path / "p.yaml", ())._identity() for request in requests}
+    assert len(names) == len(requests)
 
 
 def test_profiles_of_several_ranks_have_a_name_of_their_own(fleet: Fleet, tmp_path: Path) -> None:

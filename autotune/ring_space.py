@@ -16,6 +16,7 @@ Value = str | int | bool | None
 
 HEAD_GROUPS = (0, 2, 4, 8)
 FIRST_HEAD_GROUPS = (0, 4)  # that the race of schedules tries
+MATH_ROWS = 8192  # whose logits take 256 MiB a head
 _EXCHANGES = ("ulysses", "ulysses-ring")
 
 
@@ -87,6 +88,21 @@ def _travelling(workload: Workload, plan: Tunables) -> tuple[int, ...]:
         return Ranks.of(workload, plan).travelling(workload)
     except InputError:  # too short for so many ranks: the constraint function says so
         return ()
+
+
+def too_heavy(workload: Workload, plan: Tunables) -> tuple[str, ...]:
+    """Why a plan that could run is not raced over ranks: it would likely run out of memory.
+
+    On one device that costs nothing, over several the workers of all of them are started anew.
+    """
+    names = {name for branch in plan.branches for name in (branch.forward, branch.backward)}
+    if workload.world == 1 or "math" not in names:
+        return ()
+    branches = workload.pattern.resolved(workload.total)
+    rows = max(-(-min(branch.segment, workload.total) // branch.rate) for branch in branches)
+    if rows <= MATH_ROWS:
+        return ()
+    return (f"math holds the logits of {rows} rows at once; over ranks it is tried up to {MATH_ROWS}",)
 
 
 def schedule_plans(workload: Workload, default: Tunables) -> Iterator[Tunables]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ringattn.fused_steps import FUSED_PARAMS, FUSED_STEPS, steps_not_taken
 from ringattn.workload import BranchTunables, ParamValue, Tunables, Workload
 
-from .ring_space import plainest, ring_knobs, schedule_plans
+from .ring_space import plainest, ring_knobs, schedule_plans, too_heavy
 
 if TYPE_CHECKING:
     from ringattn.hardware import HardwareFacts
@@ -307,6 +307,7 @@ def build_space(workload: Workload, machine: Machine, default: Tunables, dtypes:
             copied = {f"gather.{index}": "copy" for index in range(len(default.branches))}
             plan = decode(workload, encode(workload, plan) | copied)
             reasons = machine.reasons(workload, plan)
+        reasons = reasons or (too_heavy(workload, plan) if plan != default else ())
         if reasons:
             rejected.append((name, reasons))
         else:

@@ -160,6 +160,16 @@ def test_every_schedule_is_one_turn_of_a_knob_away(fleet: Fleet, tmp_path: Path)
     assert {plan.layout for plan in dilated.kernel_plans} == {"contiguous"}
 
 
+def test_what_would_run_out_of_memory_is_not_raced_over_ranks(fleet: Fleet, tmp_path: Path) -> None:
+    here = edge(fleet, tmp_path)
+    for length, raced in ((4096, True), (8192, False)):
+        request = replace(REQUEST, seq_lens=(length,))
+        dense = next(space_for(cell, here) for cell in cells_for(request, here.facts) if cell.workload.pattern.dense)
+        names = {branch.forward for plan in dense.kernel_plans for branch in plan.branches}
+        assert ("math" in names) is raced
+        assert any("logits of 16384 rows" in why for _, reasons in dense.rejected for why in reasons) is not raced
+
+
 # --- the command -------------------------------------------------------------------------------------------------
 
 

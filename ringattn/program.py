@@ -104,12 +104,7 @@ class Program:
         narrow, wide = q.dtype, self.dtype
         if narrow is not wide:
             dout, q, k, v, out = dout.to(wide), q.to(wide), k.to(wide), v.to(wide), out.to(wide)
-        dq, dk, dv = self.backward(dout, q, k, v, out, lse, kept, wanted)
-        return (
-            dq.to(narrow) if wanted[0] else None,
-            dk.to(narrow) if wanted[1] else None,
-            dv.to(narrow) if wanted[2] else None,
-        )
+        return as_wanted(self.backward(dout, q, k, v, out, lse, kept, wanted), narrow, wanted)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, kept: Kept | None = None, travel: TravelForward | None = None
@@ -333,6 +328,12 @@ class Program:
         lse_rows = lse.view(*lse.shape[:2], call.segments, call.length).transpose(1, 2).flatten(0, 1).contiguous()
         dq, dk, dv = self._backward[0](dout_rows, *rows, out_rows, lse_rows)
         return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
+
+
+def as_wanted(grads: Triple, dtype: torch.dtype, wanted: Wanted) -> Grads:
+    """dq, dk and dv in the dtype of the inputs, None where nobody asked."""
+    dq, dk, dv = (grad.to(dtype) if want else None for grad, want in zip(grads, wanted, strict=True))
+    return dq, dk, dv
 
 
 def _empty_like(x: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from .layout import Share, grouped, length_of
 from .merge import accumulator_dtype
 from .pattern import Call, HeadRun
 from .plan import Plan
-from .program import ALL, TORCH_DTYPES, Grads, Kept, Program, Triple, Wanted
+from .program import ALL, TORCH_DTYPES, Grads, Kept, Program, Triple, Wanted, as_wanted
 from .ring import BranchKernels, DrainedError, Failsafe, Ring, RingSetting
 from .ring_schedules import HeadRange, RingGeometry, ring_geometry, ulysses_degree
 from .workload import BranchTunables
@@ -124,14 +124,10 @@ class RingProgram:
         """
         dout, out, lse = dout.contiguous(), out.contiguous(), lse.contiguous()
         if self._spreads:
-            dq, dk, dv = self._watched(lambda: self._spread_backward(dout, q, k, v, out, lse, kept))
+            grads = self._watched(lambda: self._spread_backward(dout, q, k, v, out, lse, kept))
         else:
-            dq, dk, dv = self._watched(lambda: self._rings[0].backward(dout, q, k, v, out, lse))
-        return (
-            dq.to(q.dtype) if wanted[0] else None,
-            dk.to(q.dtype) if wanted[1] else None,
-            dv.to(q.dtype) if wanted[2] else None,
-        )
+            grads = self._watched(lambda: self._rings[0].backward(dout, q, k, v, out, lse))
+        return as_wanted(grads, q.dtype, wanted)
 
     def _watched(self, call: Callable[[], Result]) -> Result:
         """The call, with what goes wrong here told to the others, and what went wrong there raised here."""

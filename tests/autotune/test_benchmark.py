@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -283,3 +285,16 @@ def test_a_sample_ends_when_its_calls_have_become_a_hundred_times_slower(
 )
 def test_the_device_gets_half_of_the_hosts_time_as_a_head_start(host_s: float, flushes: int) -> None:
     assert flushes_for(host_s, CudaTimer.HIDDEN, 0.06) == flushes
+
+
+def test_the_load_of_the_other_ranks_is_not_foreign() -> None:
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+        try:
+            watches = (health.Watch(siblings=(other.pid,)), health.Watch())
+            before = [watch._read().own_s for watch in watches]
+            time.sleep(0.8)
+            ours, alone = (watch._read().own_s - begin for watch, begin in zip(watches, before, strict=True))
+        finally:
+            other.kill()
+    assert ours > alone + 0.1
+    assert health.Watch(siblings=(other.pid,))._read().own_s < 1e6  # one that is gone counts nothing

@@ -91,6 +91,18 @@ def allot(needs: Sequence[CellNeed], available_s: float) -> tuple[float, ...]:
     return tuple(shares)
 
 
+SPARED = 0.25  # of its share a cell gives to one before it, for what that pays for all
+
+
+def spare_s(shares: Sequence[float], available_s: float) -> float:
+    """What the first of ``shares`` may have beyond its own, for what it should not pay for alone.
+
+    All that no cell needs, and part of what the others get: crashes, compilation and loading may fall to any cell,
+    but none after it is left without time.
+    """
+    return max(0.0, available_s - sum(shares)) + SPARED * sum(shares[1:])
+
+
 class _WorkingClock:
     """Stands still while time is lost, as long as it can be spared."""
 

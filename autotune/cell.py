@@ -15,7 +15,9 @@ from . import statistics
 from .budget import EffortPreset
 from .choose import Candidate
 from .evaluator import Checked, Clock, Evaluator, Fault, Proven
+from .lessons import Lessons, Part, Pupil, parts_of, without
 from .model import CellModel
+from .nearby import Nearby
 from .probe import Preference, TrialOutcome
 from .race import Arena, Ledger, Limits
 from .space import Space, Value, candidate_key
@@ -99,11 +101,19 @@ class CellContext:
         clock: Clock,
         *,
         main_dtypes: Sequence[str],
+        lessons: Lessons | None = None,
     ) -> None:
-        """``main_dtypes`` are the compute dtypes that may win; others compete for ``auto`` only."""
-        self.space = space
+        """``main_dtypes`` are the compute dtypes that may win; others compete for ``auto`` only.
+
+        ``lessons`` are what the other cells of the probe taught.
+        """
+        self._whole_space = space
+        self._spaces: dict[frozenset[Part], Space] = {}
         self.cell = space.workload
-        self.evaluator = evaluator
+        self.lessons = lessons if lessons is not None else Lessons()
+        self.nearby: Nearby | None = None
+        self.seeds: Sequence[Tunables] = ()  # worth trying first
+        self.evaluator = Pupil(evaluator, self.lessons, clock)
         self.store = store
         self.settings = settings
         self.preset = settings.preset
@@ -118,6 +128,16 @@ class CellContext:
         self.note = ""
         self.compared_with = ""  # part of the names of stages, once the heuristic's default had to be replaced
 
+    @property
+    def space(self) -> Space:
+        """What is worth trying here: without kernels that cannot be loaded, or were hopeless at a length nearby."""
+        parts = frozenset(
+            self.lessons.lost_parts() | (self.nearby.hopeless_parts(self.default) if self.nearby else set())
+        )
+        if parts not in self._spaces:
+            self._spaces[parts] = without(self._whole_space, parts)
+        return self._spaces[parts]
+
     # --- questions ----------------------------------------------------------------------------------------------
 
     def is_main(self, plan: Tunables) -> bool:
@@ -125,6 +145,18 @@ class CellContext:
 
     def has_failed(self, plan: Tunables) -> bool:
         return isinstance(self.ledger.checked.get(plan), Fault) or isinstance(self.ledger.proven.get(plan), Fault)
+
+    def silent_kernels(self) -> set[str]:
+        """Kernels of plans that did not answer in time, and of no plan that ran: each more of them costs as much."""
+        hung: set[str] = set()
+        ran: set[str] = set()
+        for plan, result in self.ledger.checked.items():
+            kernels = {kernel for _, kernel in parts_of(plan)}
+            if isinstance(result, Checked):
+                ran |= kernels
+            elif result.kind == "timeout":
+                hung |= kernels
+        return hung - ran
 
     def keeps_limits(self, plan: Tunables) -> bool:
         checked = self.ledger.checked.get(plan)
@@ -147,10 +179,8 @@ class CellContext:
         return max(self.preset.sample_target_ms / 1e3, self.call_s())
 
     def prove_s(self) -> float:
-        """About what proving a plan takes: a first call at each ragged length, and their reference rows."""
-        known = self.ledger.checked.get(self.default)
-        cold_s = known.cold_ms / 1e3 if isinstance(known, Checked) else 0.0
-        return 0.3 + self.preset.ragged_lengths * (1.2 * cold_s + 2 * self.call_s())
+        """About what proving a plan takes."""
+        return self.lessons.proof_s(self.cell, self.default, self.call_s(), self.preset.ragged_lengths)
 
     def timeout_s(self) -> float:
         return self.settings.hang_s + CALLS_BEFORE_HANG * self.call_s()
@@ -179,9 +209,20 @@ class CellContext:
         if stage == "explore":
             sampler = optuna.samplers.TPESampler(seed=self.settings.seed, n_startup_trials=8)
         if knobs is None:
-            knobs = {**self.space.knobs, "compile": (False, True)} if stage in COMPILING else self.space.knobs
+            knobs = self._sampled_knobs() if stage == "explore" else self._whole_space.knobs
+            if stage in COMPILING:
+                knobs = {**knobs, "compile": (False, True)}
         base = None if sampler is not None else self.default
         return self.store.stage(self.cell, stage + self.compared_with, knobs, sampler, base)
+
+    def _sampled_knobs(self) -> Mapping[str, tuple[Value, ...]]:
+        """Those of the space as it is when first asked for: a study's values may not change, in no later run either."""
+        name = f"sampled | {self.cell}"
+        kept = self.store.recall(name)
+        if kept is None:
+            kept = {knob: list(values) for knob, values in self.space.knobs.items()}
+            self.store.remember(name, kept)
+        return {knob: tuple(values) for knob, values in kept.items()}
 
     def arena(
         self, stage: str, record: StageRecord, default: Tunables | None = None, timeout_s: float | None = None

@@ -17,6 +17,7 @@ from ringattn.workload import Tunables
 from .budget import Deadline
 from .cell import CellContext
 from .choose import TIE, distance
+from .lessons import parts_of
 from .model import CellModel, Scales
 from .propose import Walker
 from .race import LEAN_BLOCKS, WORTH_TRYING, Arena
@@ -144,7 +145,12 @@ class Climb:
     def _proposals(self, model: CellModel) -> list[Tunables]:
         context = self.context
         tried = {context.space.identity(plan) for plan in context.ledger.checked}
-        walker = Walker(context.space, model, tried, context.is_main)
+        silent = context.silent_kernels()
+
+        def wanted(plan: Tunables) -> bool:
+            return context.is_main(plan) and silent.isdisjoint(kernel for _, kernel in parts_of(plan))
+
+        walker = Walker(context.space, model, tried, wanted)
         starts = list(dict.fromkeys([self.incumbent.tunables, *self._ranked[:STARTS]]))
         return walker.propose(starts, BATCH, self._best(model) - WORTH_TRYING)
 

@@ -15,6 +15,7 @@ from .choose import NOISY_SIGMA, TIE, Candidate, choose, distance, pareto_front
 from .evaluator import Checked
 from .race import Arena, DefaultBroken, final_race
 from .statistics import Interval
+from .store import Entry
 
 FINALISTS = 4  # the default among them
 FRONT_KEPT = 4
@@ -46,7 +47,7 @@ def final(context: CellContext, deadline: Deadline) -> CellResult:
     record = context.record("final")
     arena = context.arena("final", record)
     entries = arena.admit([context.default, *_finalists(context)], deadline)
-    standing = final_race(arena, entries, context.preset, deadline)
+    standing = final_race(arena, entries, context.preset, deadline.earlier_by(_proving_s(context, entries)))
     for entry in entries:
         arena.leave(entry, "final")
     record.abandon_open("not timed: no time was left")
@@ -56,6 +57,11 @@ def final(context: CellContext, deadline: Deadline) -> CellResult:
     gains = {e.tunables: arena.interval(e) for e in standing if len(e.log_ratios) >= 2}
     times_ms = {e.tunables: arena.median_ms(e) for e in entries if e.log_ratios}
     return _decide(context, arena, gains, times_ms, deadline)
+
+
+def _proving_s(context: CellContext, entries: Sequence[Entry]) -> float:
+    """What the winner's proof takes; nothing where all of them are proven."""
+    return context.prove_s() if any(entry.tunables not in context.ledger.proven for entry in entries) else 0.0
 
 
 def _decide(

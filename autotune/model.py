@@ -23,8 +23,9 @@ from .space import Value, encode
 Codes = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-SLOW = math.log(20.0)  # what is slower than that counts as that: 3 or 30 times as slow teaches nothing about 5 %
-FAILURE_NOISE = 0.3  # log-ratio: what is like a plan that failed is avoided, not ruled out
+SLOW = math.log(4.0)  # what is slower than that counts as that: 4 or 40 times as slow teaches nothing about 5 %
+# What is like a plan that failed is tried later, not never: a kernel that hangs in one pair may win in another.
+FAILED, FAILURE_NOISE = math.log(1.3), 0.5
 LEAST_NOISE = 1e-4  # log-ratio: no clock is better than that
 MEAN_VARIANCE = 1.0  # of what all plans have in common
 # Standard deviations (log-ratio), over all knobs, of what their values add, of what their pairs add, and of what a plan
@@ -154,7 +155,7 @@ class CellModel:
         variances = [noise**2 * (math.pi / 2 if count > 2 else 1.0) / count for _, count in timed.values()]
         self.process = PairModel(
             np.array([self.coder.row(plan) for plan in plans]),
-            np.array([median for median, _ in timed.values()] + [SLOW] * len(failed)),
+            np.array([median for median, _ in timed.values()] + [FAILED] * len(failed)),
             np.array(variances + [FAILURE_NOISE**2] * len(failed)),
             scales,
         )

@@ -7,7 +7,8 @@ goes on as it would have.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ringattn.workload import Tunables
@@ -17,12 +18,15 @@ from .cell import CellContext, CellResult
 from .climb import climb
 from .evaluator import Fault
 from .final import FINALISTS, final, reserve_s
+from .nearby import Nearby
 from .race import PATIENCE, SURE_BLOCKS, DefaultBroken
 from .stages import explore, race_plans
 
 # A forward and a backward kernel together take about what each adds alone, so most pairs need no look: in a race
 # those near to the best by their parts, which a climb can still leave; more where everything else is decided.
 RACE_REACH, BRUTE_REACH = 1.25, 1.6
+LARGE = 5000  # spellings from which a space is explored by the sampler: the climb has seen through smaller ones
+FINAL_SHARE = 0.6  # of what is left, at most, is kept for the final and its proof
 RACE_SHARE = 0.5  # of the time for searching that stage 1 may take
 DEFAULT_PATIENCE = 4.0  # times what another plan is given to answer: a cell without its default is lost
 
@@ -86,7 +90,7 @@ class CellSearch:
         else:
             kernels = len(context.space.kernel_plans)
             base = kernels * (check_s + 2 * sample_s) + preset.race_blocks * (preset.survivors + 3) * sample_s
-            improve_s = preset.survivors * (moves * (check_s + 4 * sample_s) + 8 * preset.race_blocks * sample_s)
+            improve_s = moves * (check_s + 4 * sample_s) + 8 * preset.race_blocks * sample_s
             explore_s = preset.explore_plans * (check_s + 3 * sample_s)
         return CellNeed(base + reserve_s(context), improve_s, explore_s)
 
@@ -94,19 +98,19 @@ class CellSearch:
         """Seconds under which there is no answer: the default twice beside the rest, in two blocks."""
         return 2 * (FINALISTS + 1) * self.context.sample_s()
 
-    def run(
-        self, deadline: Deadline, *, seeds: Sequence[Tunables] = (), left_out: Mapping[Tunables, str] | None = None
-    ) -> CellResult:
+    def run(self, deadline: Deadline, *, seeds: Sequence[Tunables] = (), nearby: Nearby | None = None) -> CellResult:
         """The cell's result; never raises for what a candidate or the machine did.
 
-        ``seeds`` are plans worth trying first (winners of neighbouring cells, of the nearest profile), ``left_out``
-        kernel plans not worth their time, and why. KeyboardInterrupt passes with the record intact.
+        ``seeds`` are plans worth trying first: winners of neighbouring cells. ``nearby`` is what the nearest of them
+        says of everything else. KeyboardInterrupt passes with the record intact.
         """
         context = self.context
+        context.nearby = nearby
+        context.seeds = [plan for plan in seeds if context.space.holds(plan)]
         context.ledger.patience_s = PATIENCE * deadline.remaining_s()
         for attempt in range(2):
             try:
-                return self._search(deadline, seeds, left_out or {})
+                return self._search(deadline)
             except DefaultBroken as broken:
                 context.ledger.checked[context.default] = broken.fault
                 context.forget_times()  # every ratio was against a plan that is gone
@@ -118,19 +122,19 @@ class CellSearch:
         return context.result("refused", f"the default fails: {fault.kind}, {fault.message}")
 
     def _until_final(self, deadline: Deadline) -> Deadline:
-        return deadline.earlier_by(min(reserve_s(self.context), 0.5 * deadline.remaining_s()))
+        return deadline.earlier_by(min(reserve_s(self.context), FINAL_SHARE * deadline.remaining_s()))
 
-    def _search(self, deadline: Deadline, seeds: Sequence[Tunables], left_out: Mapping[Tunables, str]) -> CellResult:
+    def _search(self, deadline: Deadline) -> CellResult:
         context, preset = self.context, self.context.preset
         searching = self._until_final(deadline)
         everything = context.space.all_plans(preset.brute_force_plans)
+        left_out = context.nearby.left_out(context.space) if context.nearby is not None else {}
         if everything is not None:
             wanted = [plan for plan in everything if plan not in left_out]
             race_plans(context, "brute", wanted, keep=FINALISTS, deadline=searching, reach=BRUTE_REACH)
             return final(context, deadline)
-        usable = [plan for plan in seeds if context.space.holds(plan)]
         kernels = [plan for plan in context.space.kernel_plans if plan not in left_out]
-        plans = list(dict.fromkeys([context.default, *usable, *kernels]))
+        plans = list(dict.fromkeys([context.default, *context.seeds, *kernels]))
         leaders = race_plans(
             context,
             "race",
@@ -142,7 +146,7 @@ class CellSearch:
         )
         searching = self._until_final(deadline)  # the race has shown how noisy this cell is
         climb(context, leaders[0] if leaders else context.default, searching)
-        if preset.explore_plans:
+        if preset.explore_plans and math.prod(map(len, context.space.knobs.values())) > LARGE:
             explore(context, searching)
         if preset.compile_finalists:
             best = context.best_plan()
@@ -150,26 +154,3 @@ class CellSearch:
             if context.space.valid(compiled):
                 race_plans(context, "compile", [best, compiled], keep=2, deadline=searching, reach=BRUTE_REACH)
         return final(context, deadline)
-
-
-def skip_hopeless(context: CellContext, neighbour: CellContext | None, factor: float) -> dict[Tunables, str]:
-    """Kernel plans that took ``factor`` times the best's time at a neighbouring length, and so are not tried here."""
-    if neighbour is None:
-        return {}
-    ratios: dict[tuple[object, ...], float] = {}
-    for plan, interval in neighbour.estimates.items():
-        key = _kernels(plan)
-        ratios[key] = min(ratios.get(key, interval.ratio), interval.ratio)
-    if not ratios:
-        return {}
-    best = min(ratios.values())
-    length = neighbour.cell.seq_len
-    return {
-        plan: f"{ratios[_kernels(plan)] / best:.1f} times the best at S={length}"
-        for plan in context.space.kernel_plans
-        if plan != context.default and ratios.get(_kernels(plan), best) > factor * best
-    }
-
-
-def _kernels(plan: Tunables) -> tuple[object, ...]:
-    return (plan.dtype, *((branch.forward, branch.backward) for branch in plan.branches))

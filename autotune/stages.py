@@ -20,6 +20,7 @@ from .race import PROMISING, WORTH_TRYING, Arena, race, screen
 from .space import Value, candidate_key, decode, encode, from_key
 from .store import Entry, StageRecord
 
+CLOSE = math.log(1.5)  # times the best at a length nearby: such plans are checked before others
 BATCH = 4  # plans asked of TPE at a time; one block serves them all
 
 
@@ -66,14 +67,18 @@ def race_plans(
 def _admit_within_reach(
     context: CellContext, arena: Arena, plans: Sequence[Tunables], deadline: Deadline, reach: float
 ) -> list[Entry]:
-    """Check the plans nearest to the default first, and leave out those that their parts say are far too slow.
+    """Check the most promising plans first, and leave out those that their parts say are far too slow.
 
-    The time that two changes cost together is about the sum of what each costs alone. What is left out is noted.
+    The default is first, then what won elsewhere and what was close at a length nearby, then what is nearest to the
+    default. Two changes together cost about the sum of what each costs alone. What is left out is noted.
     """
     changes = {plan: _changes(context, plan) for plan in plans}
     entries: list[Entry] = []
     left_out: dict[str, str] = {}
-    for plan in sorted(plans, key=lambda plan: len(changes[plan])):
+    for plan in sorted(plans, key=lambda plan: (*_expected(context, plan), len(changes[plan]))):
+        if context.lessons.has_lost(plan):
+            left_out[candidate_key(plan)] = "a kernel of it cannot be loaded"
+            continue
         hung = [done for done in changes if _timed_out(context, done) and changes[done] < changes[plan]]
         if hung:
             left_out[candidate_key(plan)] = "a part of it did not end in time"
@@ -89,6 +94,15 @@ def _admit_within_reach(
             entries += arena.admit([plan], deadline)
     arena.record.note("left_out", left_out)
     return entries
+
+
+def _expected(context: CellContext, plan: Tunables) -> tuple[int, float]:
+    if plan == context.default:
+        return 0, 0.0
+    if plan in context.seeds:
+        return 1, float(context.seeds.index(plan))
+    behind = context.nearby.behind(plan) if context.nearby is not None else None
+    return (2, behind) if behind is not None and behind < CLOSE else (3, 0.0)
 
 
 def _timed_out(context: CellContext, plan: Tunables) -> bool:
@@ -168,6 +182,8 @@ def _ask_batch(context: CellContext, arena: Arena, record: StageRecord, deadline
         asks += 1
         plan = decode(context.cell, assignment)
         reasons = context.space.machine.reasons(context.cell, plan)
+        if context.lessons.has_lost(plan):
+            reasons = (*reasons, "a kernel of it cannot be loaded")
         if reasons:
             record.reject(trial, reasons)
         elif record.find(plan) is not None or plan in context.estimates:

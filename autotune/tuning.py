@@ -28,7 +28,7 @@ from ringattn.profile_paths import collect, home_folder, user_folder
 from ringattn.resolve import resolve
 from ringattn.workload import Tunables, Workload, describe
 
-from .budget import EFFORTS, Budget, EffortPreset, Progress, allot
+from .budget import EFFORTS, Budget, EffortPreset, Progress, allot, spare_s
 from .emit import build_profile, check_obeyed, entry_of, merged, merged_speeds, report_of, same_machine
 from .evaluator import Clock, Evaluator, KnowsLinks, MonotonicClock
 from .exit_codes import DeviceBusy, Inconclusive, NoDevice, ProbeFailure
@@ -48,11 +48,11 @@ from .space import Machine, Space, build_space, machine_of
 if TYPE_CHECKING:
     from .bench import BenchSettings
     from .cell import CellContext, CellResult, SearchSettings
+    from .lessons import Lessons
     from .search import CellSearch
     from .store import Store
 
 RESERVE_S = 4.0  # for writing, reloading and running every cell once
-HOPELESS_FACTOR = 3.0  # kernels this much slower at a neighbouring length are not tried
 RAGGED_OVER_RANKS = 4  # lengths of a proof: every rank looks at rows of its own, and meets new shapes at every hop
 HANG_S = {"cpu": 6.0, "nvidia": 25.0}  # a GPU kernel may have to be compiled first
 
@@ -289,6 +289,7 @@ class _Probe:
         self._current: tuple[Workload, float] | None = None
         self.link_speed: LinkSpeed | None = None
         self._old: Profile | None = None
+        self.lessons: Lessons  # of the journal, once that is open
 
     def run(self) -> ProbeResult:
         began = self.edge.clock.now()
@@ -297,6 +298,7 @@ class _Probe:
             verified = self._verify(old) if self.request.resume else None
             if verified is not None:
                 return verified
+        from .lessons import Lessons
         from .store import Store, journal_path
 
         journal = journal_path(self.path, self.edge.environ, self.edge.home)
@@ -305,6 +307,7 @@ class _Probe:
                 store.start_over()
             for note in store.notes:
                 self.observer.note(note)
+            self.lessons = Lessons(store)
             evaluator = self.edge.evaluator(self.edge.facts, self.request, self.preset)
             try:
                 spent_s = self.edge.clock.now() - began
@@ -401,7 +404,7 @@ class _Probe:
         for index, workload in enumerate(order):
             ahead = [needs[w] for w in order[index:]]
             shares = allot(ahead, budget.available_s())
-            self._search(store, searches[workload], budget, shares[0], budget.available_s() - sum(shares))
+            self._search(store, searches[workload], budget, shares[0], spare_s(shares, budget.available_s()))
         if self.preset.refine_anchors:
             self._refine(store, evaluator, budget)
 
@@ -462,6 +465,7 @@ class _Probe:
             _Telling(self.observer, self._tell_time),
             self.edge.clock,
             main_dtypes=cell.main_dtypes,
+            lessons=self.lessons,
         )
         return CellSearch(context)
 
@@ -479,27 +483,27 @@ class _Probe:
         )
 
     def _search(self, store: Store, search: CellSearch, budget: Budget, share_s: float, spare_s: float) -> None:
-        """``spare_s`` is what no cell needs: it makes up for what this one loses to crashes and hangs."""
-        from .search import skip_hopeless
+        """``spare_s`` makes up for what this cell should not pay for alone: crashes, hangs, compilation."""
+        from .nearby import Nearby
 
         context = search.context
         cell = context.cell
-        began = self.edge.clock.now()
+        began, lost_before_s = self.edge.clock.now(), context.evaluator.lost_s
         self._current = (cell, began)
         if share_s < search.least_s():
             self._finish(store, context.inconclusive("no time was left for it; give a larger --budget"), 0.0)
             return
         neighbour = self._neighbour(cell)
         result = search.run(
-            budget.working_deadline(share_s, lambda: getattr(context.evaluator, "lost_s", 0.0), spare_s),
+            budget.working_deadline(share_s, lambda: context.evaluator.lost_s, spare_s),
             seeds=self._seeds(cell),
-            left_out=skip_hopeless(context, neighbour, HOPELESS_FACTOR),
+            nearby=Nearby(neighbour.cell, neighbour.estimates) if neighbour is not None else None,
         )
         if result.choice is not None and result.default is not None:
             result.singles = context.singles(result.default.median_ms)
         taken = self.edge.clock.now() - began
         self._current = None
-        self.progress.finish(cell, taken)
+        self.progress.finish(cell, max(0.0, taken - (context.evaluator.lost_s - lost_before_s)))
         self.finished[cell] = context
         self._finish(store, result, taken)
 
@@ -600,6 +604,7 @@ class _Probe:
             store.remember("finished", True)  # the next run must measure anew, not read the same numbers again
             raise Inconclusive(f"no cell could be measured; {inconclusive[0]}")
         self.notes.extend(getattr(evaluator, "blind_spots", ()))
+        self.notes.extend(f"not tried any further: {why}" for why in self.lessons.lost.values())
         # A row without a plan makes the runtime refuse: only what nothing can run may be one.
         entries = {
             workload: entry

@@ -1,20 +1,25 @@
 """How far from the best the tuner ends, beside plain TPE and random search on the same budget.
 
-    python benchmarks/tuner_regret.py --seeds 200
+    python benchmarks/tuner_regret.py --seeds 200 --output benchmarks/results/tuner-regret.json
 
-Runs on recorded machines (every table in tests/data) and on synthetic ones whose knobs interact, in simulated time,
-with noise, outliers and drift laid on top. Regret is t(chosen) / t(best) - 1 with true times; for a synthetic
-machine the best is what many hill climbs on the truth find. Prints one table.
+Runs on recorded machines (every table in tests/data, its cells in turn) and on synthetic ones whose knobs interact, in
+simulated time: checks, first calls, readings and proofs cost what they cost on the machine, with noise, outliers and
+drift laid on top. Regret is t(chosen) / t(best) - 1 with true times, the medians of the tables; for a synthetic machine
+the best is what many hill climbs on the truth find. Prints one table.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import itertools
+import json
 import math
+import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -27,12 +32,14 @@ from autotune.budget import EFFORTS, Budget  # noqa: E402
 from autotune.cell import CellContext, NoListener, SearchSettings  # noqa: E402
 from autotune.evaluator import Checked, Sample  # noqa: E402
 from autotune.replay import (  # noqa: E402
+    FirstCalls,
     ReplayEvaluator,
     SimulatedClock,
     SyntheticMachine,
     Table,
     Trouble,
     TrueTime,
+    first_calls_of,
     load_tables,
     truth_of,
 )
@@ -42,7 +49,10 @@ from autotune.store import Store  # noqa: E402
 from ringattn.workload import BranchTunables, Pattern, Tunables, Workload  # noqa: E402
 
 NOISE = Trouble(sigma=0.03, outlier_share=0.05, outlier_low=0.2, outlier_high=1.0, drift=0.05)
-CELL_BUDGET_S = 9.0  # a standard probe of twenty cells
+CELLS = 20  # of a standard probe, which share its budget and what is loaded and compiled once
+CELL_BUDGET_S = 8.0
+NOISE_FLOOR = 1.02  # times the default's: a choice slower than that counts as worse than the default
+AGREED = 0.02  # two seeds agree where their choices differ by no more
 RIVAL_BLOCKS = 3  # paired repetitions of each plan a rival asks for
 HILL_CLIMBS = 60
 
@@ -55,6 +65,7 @@ class Problem:
     space: Space
     truth: TrueTime
     best_ms: float
+    first_calls: FirstCalls | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +74,8 @@ class Outcome:
 
     regret: float
     to_default: float
+    ms: float
+    cell: str
 
 
 # --- problems ----------------------------------------------------------------------------------------------------
@@ -93,12 +106,18 @@ def _climb(space: Space, log_ratio: Callable[[Tunables], float], rng: np.random.
 
 
 def recorded_problems(path: Path) -> Iterator[Problem]:
-    for table in load_tables(path):
-        yield Problem(f"{path.name.split('.')[0]}", table.space(), truth_of([table]), best_of(table))
+    tables = load_tables(path)
+    first_calls = first_calls_of(tables)
+    for table in tables:
+        yield Problem(path.name.partition(".")[0], table.space(), truth_of([table]), best_of(table), first_calls)
 
 
 def best_of(table: Table) -> float:
     return table.best_ms({table.default.dtype})
+
+
+def evaluator_of(problem: Problem, clock: SimulatedClock, seed: int) -> ReplayEvaluator:
+    return ReplayEvaluator(problem.truth, clock, seed, NOISE, first_calls=problem.first_calls, one_off_share=1 / CELLS)
 
 
 # --- methods -----------------------------------------------------------------------------------------------------
@@ -106,7 +125,7 @@ def best_of(table: Table) -> float:
 
 def tuned(problem: Problem, seed: int) -> Tunables:
     clock = SimulatedClock()
-    evaluator = ReplayEvaluator(problem.truth, clock, seed, NOISE)
+    evaluator = evaluator_of(problem, clock, seed)
     context = CellContext(
         problem.space,
         evaluator,
@@ -120,8 +139,8 @@ def tuned(problem: Problem, seed: int) -> Tunables:
     budget = Budget(CELL_BUDGET_S, clock)
     fault = search.settle(budget.deadline(CELL_BUDGET_S))
     assert fault is None, fault
-    result = search.run(budget.deadline(CELL_BUDGET_S))
-    assert clock.now() <= 1.1 * CELL_BUDGET_S, clock.now()
+    result = search.run(budget.deadline(budget.available_s()))
+    assert clock.now() <= 1.15 * CELL_BUDGET_S, f"{problem.name}, seed {seed}: {clock.now():.2f} s"
     assert result.choice is not None
     return result.choice.tunables
 
@@ -129,12 +148,12 @@ def tuned(problem: Problem, seed: int) -> Tunables:
 def sampled(problem: Problem, seed: int, sampler: optuna.samplers.BaseSampler) -> Tunables:
     """An ordinary study: ask, check, time against the default, tell the median; the best told wins."""
     clock = SimulatedClock()
-    evaluator = ReplayEvaluator(problem.truth, clock, seed, NOISE)
+    evaluator = evaluator_of(problem, clock, seed)
     space, workload = problem.space, problem.space.workload
     study = optuna.create_study(sampler=sampler)
     distributions = {n: optuna.distributions.CategoricalDistribution(v) for n, v in space.knobs.items()}
     default = encode(workload, space.default)
-    study.enqueue_trial({name: default[name] for name in space.knobs})
+    study.enqueue_trial({name: default.get(name) for name in space.knobs})
     values: dict[Tunables, float] = {}
     while clock.now() < CELL_BUDGET_S:
         trial = study.ask(distributions)
@@ -177,21 +196,88 @@ def run_one(task: tuple[str, str | None, int, int]) -> tuple[str, str, Outcome]:
     workload = problem.space.workload
     ms = problem.truth(workload, chosen).median_ms
     default_ms = problem.truth(workload, problem.space.default).median_ms
-    return problem.name, method, Outcome(ms / problem.best_ms - 1, ms / default_ms)
+    cell = str(workload) if path is not None else "synthetic"
+    return problem.name, method, Outcome(ms / problem.best_ms - 1, ms / default_ms, ms, cell)
 
 
 # --- the table -----------------------------------------------------------------------------------------------------
 
 
-def report(outcomes: Mapping[tuple[str, str], Sequence[Outcome]]) -> str:
-    header = f"{'machine':<24} {'method':<10} {'runs':>5} {'regret: median':>15} {'p90':>8} {'worst vs default':>17}"
-    lines = [header]
-    for (name, method), found in outcomes.items():
-        regrets = [outcome.regret for outcome in found]
-        worst = max(outcome.to_default for outcome in found)
-        median, p90 = np.median(regrets), np.quantile(regrets, 0.9)
-        lines.append(f"{name:<24} {method:<10} {len(found):>5} {median:>15.1%} {p90:>8.1%} {worst:>17.3f}")
-    return "\n".join(lines)
+@dataclass(frozen=True)
+class Line:
+    """What one method came to on one machine; ``agreeing`` is of pairs of seeds of one cell, where there are any."""
+
+    machine: str
+    method: str
+    runs: int
+    median: float
+    p90: float
+    worse_than_default: int
+    worst_to_default: float
+    agreeing: float | None
+
+
+def line_of(machine: str, method: str, outcomes: Sequence[Outcome]) -> Line:
+    regrets = [outcome.regret for outcome in outcomes]
+    ratios = [outcome.to_default for outcome in outcomes]
+    return Line(
+        machine,
+        method,
+        len(outcomes),
+        round(float(np.median(regrets)), 4),
+        round(float(np.quantile(regrets, 0.9)), 4),
+        sum(ratio > NOISE_FLOOR for ratio in ratios),
+        round(max(ratios), 4),
+        None if machine == "synthetic" else agreement(outcomes),
+    )
+
+
+def agreement(outcomes: Sequence[Outcome]) -> float | None:
+    """The share of pairs of seeds, over all cells, whose choices take the same true time within AGREED."""
+    by_cell: dict[str, list[float]] = {}
+    for outcome in outcomes:
+        by_cell.setdefault(outcome.cell, []).append(outcome.ms)
+    pairs = [pair for of_cell in by_cell.values() for pair in itertools.combinations(of_cell, 2)]
+    agreeing = sum(abs(math.log(one / other)) <= math.log1p(AGREED) for one, other in pairs)
+    return round(agreeing / len(pairs), 4) if pairs else None
+
+
+def report(lines: Sequence[Line]) -> str:
+    header = (
+        f"{'machine':<10} {'method':<9} {'runs':>5} {'regret: median':>15} {'p90':>7}"
+        f" {'worse than default':>19} {'worst / default':>16} {'two seeds agree':>16}"
+    )
+    rows = [header]
+    for line in lines:
+        agreed = "" if line.agreeing is None else f"{line.agreeing:.1%}"
+        rows.append(
+            f"{line.machine:<10} {line.method:<9} {line.runs:>5} {line.median:>15.1%} {line.p90:>7.1%}"
+            f" {line.worse_than_default:>19} {line.worst_to_default:>16.3f} {agreed:>16}"
+        )
+    return "\n".join(rows)
+
+
+def document(lines: Sequence[Line], outcomes: Mapping[tuple[str, str], Sequence[Outcome]], seeds: int) -> str:
+    """The table as JSON, with the cells of the recorded machines one by one."""
+    cells = []
+    for (machine, method), found in outcomes.items():
+        for cell in dict.fromkeys(outcome.cell for outcome in found):
+            if machine != "synthetic":
+                cells.append(asdict(line_of(machine, method, [o for o in found if o.cell == cell])) | {"cell": cell})
+    packages = ("numpy", "optuna", "ringtune")
+    versions = {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages}
+    return json.dumps(
+        {
+            "versions": versions,
+            "seeds": seeds,
+            "cell_budget_s": CELL_BUDGET_S,
+            "noise": {name: value for name, value in asdict(NOISE).items() if math.isfinite(value)},
+            "noise_floor": NOISE_FLOOR,
+            "machines": [asdict(line) for line in lines],
+            "cells": cells,
+        },
+        indent=1,
+    )
 
 
 def main() -> None:
@@ -199,6 +285,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--output", type=Path, default=None, help="where the numbers go as JSON")
     options = parser.parse_args()
     tasks: list[tuple[str, str | None, int, int]] = []
     for method in options.methods:
@@ -210,7 +297,11 @@ def main() -> None:
     with ProcessPoolExecutor(options.jobs) as pool:
         for name, method, outcome in pool.map(run_one, tasks, chunksize=4):
             outcomes.setdefault((name, method), []).append(outcome)
-    print(report(dict(sorted(outcomes.items()))))
+    outcomes = dict(sorted(outcomes.items()))
+    lines = [line_of(name, method, found) for (name, method), found in outcomes.items()]
+    print(report(lines))
+    if options.output is not None:
+        options.output.write_text(document(lines, outcomes, options.seeds) + "\n")
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ from machines import MIB, Setting, Truth, far_from, plan, workload
 
 from autotune.choose import Candidate, choose, distance, pareto_front
 from autotune.evaluator import Fault
+from autotune.nearby import Nearby
 from autotune.race import Limits
 from autotune.replay import Trouble
-from autotune.search import skip_hopeless
 from autotune.statistics import Interval
 from autotune.store import Store
 from ringattn.workload import BranchTunables, Pattern, Tunables, Workload
@@ -412,11 +412,13 @@ def test_kernels_far_slower_at_a_neighbouring_length_are_not_tried_again() -> No
     truth = by_kernels(quick=0.0, swift=-0.1, math=1.5)
     done = Setting(DENSE, truth, plan(DENSE)).run()
     longer = Setting(DENSE.at(8192), truth, plan(DENSE)).run()
-    left_out = skip_hopeless(longer.context, done.context, 3.0)
+    nearby = Nearby(done.space.workload, done.context.estimates)
+    left_out = nearby.left_out(longer.space)
     assert left_out
     assert all("math" in (t.branches[0].forward, t.branches[0].backward) for t in left_out)
     assert "S=4096" in next(iter(left_out.values()))
-    assert skip_hopeless(longer.context, None, 3.0) == {}
+    assert nearby.hopeless_parts(plan(DENSE)) == {("forward", "math"), ("backward", "math")}
+    assert nearby.hopeless_parts(plan(DENSE, "math")) == set()  # the default's stay
 
 
 # --- the choice itself -----------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from ringattn.workload import Tunables, Workload
 
@@ -15,34 +15,41 @@ HOPELESS = 3.0  # times the best: what was so slow at a neighbouring length is n
 
 
 class Nearby:
-    """Times of a finished cell, for a cell that differs from it in length only."""
+    """Times of finished cells, for a cell that differs from them in length only."""
 
-    def __init__(self, cell: Workload, estimates: Mapping[Tunables, Interval]) -> None:
-        self.seq_len = cell.seq_len
-        self._by_kernels: dict[object, float] = {}
-        self._by_part: dict[Part, float] = {}
-        for plan, gain in estimates.items():
-            self._by_kernels[_key(plan)] = min(gain.median, self._by_kernels.get(_key(plan), math.inf))
-            for part in parts_of(plan):
-                self._by_part[part] = min(gain.median, self._by_part.get(part, math.inf))
-        self._best = min((gain.median for gain in estimates.values()), default=0.0)
+    def __init__(self, cells: Iterable[tuple[Workload, Mapping[Tunables, Interval]]]) -> None:
+        """``cells`` with what was timed in each, nearest first: a farther one speaks where the nearer say nothing."""
+        self._by_kernels: dict[object, tuple[float, int]] = {}  # log(t / t_best), and at which length
+        self._by_part: dict[Part, tuple[float, int]] = {}
+        for cell, estimates in cells:
+            best = min((gain.median for gain in estimates.values()), default=0.0)
+            by_kernels: dict[object, tuple[float, int]] = {}
+            by_part: dict[Part, tuple[float, int]] = {}
+            for plan, gain in estimates.items():
+                behind = (gain.median - best, cell.seq_len)
+                by_kernels[_key(plan)] = min(behind, by_kernels.get(_key(plan), behind))
+                for part in parts_of(plan):
+                    by_part[part] = min(behind, by_part.get(part, behind))
+            self._by_kernels = by_kernels | self._by_kernels
+            self._by_part = by_part | self._by_part
 
     def behind(self, plan: Tunables) -> float | None:
         """log(t / t_best) there of the best plan with the same kernels; None where there was none."""
         known = self._by_kernels.get(_key(plan))
-        return None if known is None else known - self._best
+        return None if known is None else known[0]
 
     def hopeless_parts(self, default: Tunables) -> set[Part]:
         """Kernels, by direction, with which nothing came near the best; those of the default stay."""
-        slow = {part for part, median in self._by_part.items() if median - self._best > math.log(HOPELESS)}
+        slow = {part for part, (behind, _) in self._by_part.items() if behind > math.log(HOPELESS)}
         return slow - parts_of(default)
 
     def left_out(self, space: Space) -> dict[Tunables, str]:
         """Kernel plans not worth their time, and why."""
+        known = {plan: self._by_kernels[_key(plan)] for plan in space.kernel_plans if _key(plan) in self._by_kernels}
         return {
-            plan: f"{math.exp(behind):.1f} times the best at S={self.seq_len}"
-            for plan in space.kernel_plans
-            if plan != space.default and (behind := self.behind(plan)) is not None and behind > math.log(HOPELESS)
+            plan: f"{math.exp(behind):.1f} times the best at S={seq_len}"
+            for plan, (behind, seq_len) in known.items()
+            if plan != space.default and behind > math.log(HOPELESS)
         }
 
 

@@ -493,11 +493,10 @@ class _Probe:
         if share_s < search.least_s():
             self._finish(store, context.inconclusive("no time was left for it; give a larger --budget"), 0.0)
             return
-        neighbour = self._neighbour(cell)
         result = search.run(
             budget.working_deadline(share_s, lambda: context.evaluator.lost_s, spare_s),
             seeds=self._seeds(cell),
-            nearby=Nearby(neighbour.cell, neighbour.estimates) if neighbour is not None else None,
+            nearby=Nearby((other.cell, other.estimates) for other in self._alike(cell)),
         )
         if result.choice is not None and result.default is not None:
             result.singles = context.singles(result.default.median_ms)
@@ -521,11 +520,10 @@ class _Probe:
             self.notes.append(line)
         self._tell_time()
 
-    def _neighbour(self, cell: Workload) -> CellContext | None:
-        """The finished cell that differs in length only, nearest to this one."""
+    def _alike(self, cell: Workload) -> list[CellContext]:
+        """The finished cells that differ in length only, nearest first."""
         alike = [done for done in self.finished if done.at(cell.seq_len) == cell]
-        nearest = min(alike, key=lambda done: abs(done.seq_len - cell.seq_len), default=None)
-        return self.finished[nearest] if nearest is not None else None
+        return [self.finished[done] for done in sorted(alike, key=lambda done: abs(done.seq_len - cell.seq_len))]
 
     def _seeds(self, cell: Workload) -> tuple[Tunables, ...]:
         """Winners at other lengths of the same question, nearest first."""

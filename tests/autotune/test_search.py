@@ -412,7 +412,7 @@ def test_kernels_far_slower_at_a_neighbouring_length_are_not_tried_again() -> No
     truth = by_kernels(quick=0.0, swift=-0.1, math=1.5)
     done = Setting(DENSE, truth, plan(DENSE)).run()
     longer = Setting(DENSE.at(8192), truth, plan(DENSE)).run()
-    nearby = Nearby(done.space.workload, done.context.estimates)
+    nearby = Nearby([(done.space.workload, done.context.estimates)])
     left_out = nearby.left_out(longer.space)
     assert left_out
     assert all("math" in (t.branches[0].forward, t.branches[0].backward) for t in left_out)

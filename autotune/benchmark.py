@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -31,13 +30,11 @@ from ringattn.workspace import POOL
 from . import numerics
 from .bench import Bench, BenchSettings, PeerWrong, Phase, WrongAnswer
 from .evaluator import Checked, Proven, Sample
-from .grid import tensor_bytes
 from .health import Watch
 from .messages import LinkReading
 from .ranks.links import measure_links
 from .ranks.together import Alone, Together
 from .references import References
-from .side_by_side import SideBySide
 from .timers import CudaTimer, HostTimer, cpu_peak_bytes, wake
 
 WARM_CALLS = 3  # at least, before anything is timed
@@ -48,8 +45,6 @@ OVERLONG = 4.0  # times its target is where a sample ends early; ranks count the
 MOST_REPEATS = 256  # calls in one sample
 RUNNERS_KEPT = 24
 VARIED_CALLS = 32  # with varied lengths, how often a length is met: its first call is spread over so many
-MOST_SIDE_BY_SIDE = 8
-PROOF_BUFFERS = 5  # times a cell's own tensors that a longer length takes with its workspace and its reference
 RAGGED_SPREAD = math.sqrt(2)  # a bucket reaches this factor to both sides
 
 __all__ = ["Bench", "BenchSettings", "DeviceBench", "PeerWrong", "Phase", "WrongAnswer"]
@@ -120,35 +115,12 @@ class DeviceBench:
         return Checked(runner.call_ms, error, peak_bytes, cold_ms, runner.host_us)
 
     def prove(self, workload: Workload, tunables: Tunables, phase: Phase) -> Proven:
-        """Random ragged lengths of the bucket, ordinary and adversarial inputs in turn.
-
-        On one GPU they run side by side, as many as its memory allows: cudnn works out a plan for every new shape, in
-        one thread and without the interpreter, which took 15 s of a LongNet plan's proof when one waited for another.
-        """
+        """Random ragged lengths of the bucket, ordinary and adversarial inputs in turn."""
         module = self._module(workload, tunables)
-        lengths = proving_inputs(workload, self.settings.ragged_lengths, self.settings.seed)
-        with SideBySide(self._device_threads(workload)) as threads:
-            for length, kind in lengths:
-                total = length * workload.world - length % workload.world  # ranks hold unequal shares, too
-                if threads.count == 1:
-                    self._hold_against_reference(module, workload, tunables, total, kind, phase)
-                    continue
-                phase("reference")
-                answer = self._references.get(workload, total, kind, tunables)
-                phase("candidate")
-                threads.run(self._in_thread, module, workload, total, *answer)
+        for length, kind in proving_inputs(workload, self.settings.ragged_lengths, self.settings.seed):
+            total = length * workload.world - length % workload.world  # ranks hold unequal shares, too
+            self._hold_against_reference(module, workload, tunables, total, kind, phase)
         return Proven(self._first_call_ms(module, workload, self._timing_inputs(workload)))
-
-    def _device_threads(self, workload: Workload) -> int:
-        if not self._cuda or workload.world > 1:
-            return 1
-        free, _ = torch.cuda.mem_get_info(self.device)
-        held = free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        return max(1, min(MOST_SIDE_BY_SIDE, os.cpu_count() or 1, int(held / (PROOF_BUFFERS * tensor_bytes(workload)))))
-
-    def _in_thread(self, module: RingAttention, workload: Workload, length: int, *answer: Any) -> None:
-        with torch.cuda.device(self.device), torch.autograd.set_multithreading_enabled(False):
-            self._answer(module, workload, length, *answer)
 
     def _hold_against_reference(
         self, module: RingAttention, workload: Workload, tunables: Tunables, length: int, kind: str, phase: Phase
@@ -161,18 +133,6 @@ class DeviceBench:
         inputs, sampled, expected = self._references.get(workload, length, kind, tunables)
         self._peers.meet()  # the candidate's time does not run while another rank still works on its reference
         phase("candidate")
-        return self._answer(module, workload, length, inputs, sampled, expected)
-
-    def _answer(
-        self,
-        module: RingAttention,
-        workload: Workload,
-        length: int,
-        inputs: numerics.Inputs,
-        sampled: numerics.Sampled,
-        expected: numerics.Expected,
-    ) -> tuple[float, float]:
-        """What ``_hold_against_reference`` gives, once the reference is there."""
         ragged = length != workload.world * inputs.q.shape[1] or length % workload.world
         call: Callable[..., Any] = partial(module, total_length=length) if workload.world > 1 and ragged else module
         self._synchronize()
@@ -186,7 +146,7 @@ class DeviceBench:
         found = self._peers.first_fault(verdict.fault)
         if found is not None:
             rank, fault = found
-            text = f"{fault}; S={length}, {inputs.kind} inputs, seed {self.settings.seed}"
+            text = f"{fault}; S={length}, {kind} inputs, seed {self.settings.seed}"
             raise WrongAnswer(text) if verdict.fault else PeerWrong(f"rank {rank}: {text}")
         return verdict.error, taken_ms
 

@@ -44,7 +44,7 @@ EFFORTS: Mapping[str, EffortPreset] = MappingProxyType(
         for preset in (
             EffortPreset("quick", 50.0, 1, 8, 6, 24, 10.0, 8, 24, 0, refine_anchors=False, compile_finalists=False),
             EffortPreset(
-                "standard", 170.0, 2, 12, 8, 64, 10.0, 8, 48, 120, refine_anchors=True, compile_finalists=False
+                "standard", 170.0, 2, 12, 8, 128, 10.0, 8, 48, 120, refine_anchors=True, compile_finalists=False
             ),
             EffortPreset(
                 "full", 1800.0, 3, 24, 20, 120, 20.0, 8, 128, 600, refine_anchors=True, compile_finalists=True

@@ -51,7 +51,7 @@ class Climb:
     def run(self) -> Tunables:
         self.entries[self.incumbent.tunables] = self.incumbent
         searching = self.deadline.part(CLIMBING)
-        self._block([self.incumbent, *self._check(self._lean_moves())], searching)
+        self._block([self.incumbent, *self._check([*self._gathered_otherwise(), *self._lean_moves()])], searching)
         self._until(searching, self._fresh_and_rivals)
         self._until(self.deadline, self._plainer_and_rivals)
         return self.incumbent.tunables
@@ -132,6 +132,17 @@ class Climb:
         fresh = self._check(self._plainer(equal, model))
         doubtful = [equal] if self._repetitions(equal) < DECIDED and equal != self.incumbent.tunables else []
         return list(dict.fromkeys([*fresh, *self._check(doubtful), *self._rivals(model)]))
+
+    def _gathered_otherwise(self) -> list[Tunables]:
+        """The best plan with the rows of all branches copied, and with all of them read in place.
+
+        Copies change many knobs at once and may be worth a fifth; no kernel of the race said anything of them.
+        """
+        cell, space = self.context.cell, self.context.space
+        names = [name for name in encode(cell, self.incumbent.tunables) if name.startswith("gather.")]
+        plans = [space.combine(self.incumbent.tunables, dict.fromkeys(names, value)) for value in ("view", "copy")]
+        known = self.context.ledger.checked
+        return [plan for plan in plans if plan is not None and plan not in known]
 
     def _lean_moves(self) -> list[Tunables]:
         """The turns of the best plan that may need less memory: the front of time and memory is wanted, too."""

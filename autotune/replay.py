@@ -74,9 +74,10 @@ class Table:
             identity=lambda workload, plan: plan,
         )
         knobs: dict[str, dict[Value, None]] = {}
-        for plan in [self.default, *self.rows]:
-            for name, value in encode(self.workload, plan).items():
-                knobs.setdefault(name, {})[value] = None
+        plans = [encode(self.workload, plan) for plan in [self.default, *self.rows]]
+        for name in dict.fromkeys(name for plan in plans for name in plan):
+            # A parameter that a plan does not name has the kernel's own value.
+            knobs[name] = dict.fromkeys(plan.get(name) for plan in plans)
         uniform = [plan for plan in self.rows if self._is_uniform(plan)]
         return Space(
             self.workload,

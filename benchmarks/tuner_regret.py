@@ -46,6 +46,7 @@ from autotune.replay import (  # noqa: E402
 from autotune.search import CellSearch  # noqa: E402
 from autotune.space import Machine, Space, build_space, decode, encode  # noqa: E402
 from autotune.store import Store  # noqa: E402
+from ringattn import __version__  # noqa: E402
 from ringattn.workload import BranchTunables, Pattern, Tunables, Workload  # noqa: E402
 
 NOISE = Trouble(sigma=0.03, outlier_share=0.05, outlier_low=0.2, outlier_high=1.0, drift=0.05)
@@ -53,6 +54,7 @@ CELLS = 20  # of a standard probe, which share its budget and what is loaded and
 CELL_BUDGET_S = 8.0
 NOISE_FLOOR = 1.02  # times the default's: a choice slower than that counts as worse than the default
 AGREED = 0.02  # two seeds agree where their choices differ by no more
+ASKS_IN_VAIN = 200
 RIVAL_BLOCKS = 3  # paired repetitions of each plan a rival asks for
 HILL_CLIMBS = 60
 
@@ -146,7 +148,10 @@ def tuned(problem: Problem, seed: int) -> Tunables:
 
 
 def sampled(problem: Problem, seed: int, sampler: optuna.samplers.BaseSampler) -> Tunables:
-    """An ordinary study: ask, check, time against the default, tell the median; the best told wins."""
+    """An ordinary study: ask, check, time against the default, tell the median; the best told wins.
+
+    It too keeps the time of one proof, and ends early where many asks in a row bring nothing new.
+    """
     clock = SimulatedClock()
     evaluator = evaluator_of(problem, clock, seed)
     space, workload = problem.space, problem.space.workload
@@ -155,7 +160,9 @@ def sampled(problem: Problem, seed: int, sampler: optuna.samplers.BaseSampler) -
     default = encode(workload, space.default)
     study.enqueue_trial({name: default.get(name) for name in space.knobs})
     values: dict[Tunables, float] = {}
-    while clock.now() < CELL_BUDGET_S:
+    idle = 0
+    while clock.now() < CELL_BUDGET_S - _proof_s(problem) and idle < ASKS_IN_VAIN:
+        idle += 1
         trial = study.ask(distributions)
         plan = decode(workload, trial.params)
         if not space.valid(plan):
@@ -165,9 +172,17 @@ def sampled(problem: Problem, seed: int, sampler: optuna.samplers.BaseSampler) -
             if not isinstance(evaluator.check(workload, plan, timeout_s=5.0), Checked):
                 study.tell(trial, state=optuna.trial.TrialState.PRUNED)
                 continue
+            idle = 0
             values[plan] = _timed(evaluator, workload, plan, space.default)
         study.tell(trial, values[plan])
     return min(values, key=values.__getitem__)
+
+
+def _proof_s(problem: Problem) -> float:
+    """What proving the default takes."""
+    clock = SimulatedClock()
+    evaluator_of(problem, clock, 0).prove(problem.space.workload, problem.space.default, timeout_s=60.0)
+    return clock.now()
 
 
 def _timed(evaluator: ReplayEvaluator, workload: Workload, plan: Tunables, default: Tunables) -> float:
@@ -264,8 +279,8 @@ def document(lines: Sequence[Line], outcomes: Mapping[tuple[str, str], Sequence[
         for cell in dict.fromkeys(outcome.cell for outcome in found):
             if machine != "synthetic":
                 cells.append(asdict(line_of(machine, method, [o for o in found if o.cell == cell])) | {"cell": cell})
-    packages = ("numpy", "optuna", "ringtune")
-    versions = {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages}
+    packages = {name: importlib.metadata.version(name) for name in ("numpy", "optuna")}
+    versions = {"python": platform.python_version(), "ringtune": __version__} | packages
     return json.dumps(
         {
             "versions": versions,

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from machines import plan, workload
+from machines import plan, row_of, workload
 
+from autotune.budget import EFFORTS, Budget
+from autotune.cell import CellContext, NoListener, SearchSettings
 from autotune.evaluator import Block, Checked, Fault, Proven, Sample
 from autotune.replay import (
     QUIET,
@@ -20,10 +22,13 @@ from autotune.replay import (
     SyntheticMachine,
     Table,
     Trouble,
+    first_calls_of,
     load_tables,
     save_tables,
     truth_of,
 )
+from autotune.search import CellSearch
+from autotune.store import Store
 from ringattn.workload import Pattern, Tunables, Workload
 
 CELL = workload(pattern=Pattern())
@@ -149,3 +154,94 @@ def test_interactions_have_the_size_that_was_asked_for() -> None:
         machine = SyntheticMachine(CELL, KNOBS, seed, main=0.0, interaction=0.06)  # type: ignore[arg-type]
         both.append(machine.log_ratio(with_knobs(CELL, checkpoint="full", pattern_cache=False)))
     assert float(np.std(both)) == pytest.approx(0.06, rel=0.15)
+
+
+# --- first calls -----------------------------------------------------------------------------------------------------
+
+
+def row(forward: str, backward: str, cold_ms: float) -> tuple[Tunables, Row]:
+    tunables = plan(CELL, forward, backward)
+    return tunables, Row(tunables, (5.0,), Checked(5.0, 1e-3, 2**20, cold_ms, 20.0))
+
+
+COLD = Table(
+    CELL,
+    QUICK,
+    dict([row("quick", "quick", 105.0), row("swift", "quick", 3005.0), row("quick", "swift", 8005.0)]),
+)
+
+
+def test_the_first_row_with_a_kernel_paid_for_it() -> None:
+    costs = first_calls_of([COLD])
+    assert costs.one_off_s == {("swift", "forward"): pytest.approx(3.0), ("swift", "backward"): pytest.approx(8.0)}
+    assert costs.new_length_s == {
+        ("quick", "forward"): pytest.approx(0.05), ("quick", "backward"): pytest.approx(0.05),
+    }  # fmt: skip
+
+
+def test_loading_is_paid_once_and_a_new_length_in_every_cell() -> None:
+    truth = row_of(lambda cell, tunables: 0.0)
+    replay = ReplayEvaluator(truth, SimulatedClock(), first_calls=first_calls_of([COLD]), one_off_share=0.5)
+
+    def cold_s(cell: Workload, tunables: Tunables) -> float:
+        result = replay.check(cell, tunables, timeout_s=60)
+        assert isinstance(result, Checked)
+        return result.cold_ms / 1e3 - 0.005
+
+    swift = plan(CELL, "swift", "quick")
+    assert cold_s(CELL, swift) == pytest.approx(0.5 * 3.0 + 0.05)
+    assert cold_s(CELL, swift) == pytest.approx(0.0)
+    assert cold_s(CELL.at(8192), swift) == pytest.approx(0.05)
+    began = replay.clock.now()
+    replay.prove(CELL, swift, timeout_s=60)
+    assert replay.clock.now() - began == pytest.approx(replay.prove_s + 8 * (0.05 + 0.005))
+
+
+# --- recorded machines -----------------------------------------------------------------------------------------------
+
+RECORDED = sorted((Path(__file__).parent.parent / "data").glob("*.json.gz"))
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.name)
+def test_recorded_tables_are_complete_and_say_nothing_of_their_owner(path: Path) -> None:
+    text = gzip.decompress(path.read_bytes()).decode()
+    assert not [word for word in ("/home/", "/root", "/tmp", "hostname", "serial", "uuid") if word in text]
+    assert len(path.read_bytes()) < 100_000
+    for table in load_tables(path):
+        rows = table.rows
+        assert table.default in rows
+        assert set(rows) == set(table.space().all_plans() or ())  # every combination of what is varied
+        timed = [one for one in rows.values() if one.times_ms]
+        default_ms = rows[table.default].median_ms
+        assert all(len(one.times_ms) >= 9 or one.median_ms > 5 * default_ms for one in timed)
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.name)
+@pytest.mark.parametrize("seed", range(2))
+def test_recorded_machines_are_tuned_near_their_best_in_a_cells_share(path: Path, seed: int) -> None:
+    """The bars over 200 seeds are the business of benchmarks/tuner_regret.py; this is what no seed may miss."""
+    tables = load_tables(path)
+    regrets = []
+    for table in tables:
+        clock = SimulatedClock()
+        evaluator = ReplayEvaluator(
+            truth_of([table]), clock, seed, Trouble(), first_calls=first_calls_of(tables), one_off_share=1 / 20
+        )
+        context = CellContext(
+            table.space(),
+            evaluator,
+            Store(None),
+            SearchSettings(EFFORTS["standard"], seed),
+            NoListener(),
+            clock,
+            main_dtypes=(table.default.dtype,),
+        )
+        search, budget = CellSearch(context), Budget(8.0, clock)
+        assert search.settle(budget.deadline(8.0)) is None
+        result = search.run(budget.deadline(8.0))
+        assert clock.now() <= 8.0 * 1.15
+        assert result.choice is not None
+        chosen_ms, default_ms = table.rows[result.choice.tunables].median_ms, table.rows[table.default].median_ms
+        assert chosen_ms <= 1.02 * default_ms
+        regrets.append(chosen_ms / table.best_ms([table.default.dtype]) - 1)
+    assert float(np.median(regrets)) <= 0.02

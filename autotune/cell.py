@@ -113,6 +113,7 @@ class CellContext:
         self.lessons = lessons if lessons is not None else Lessons()
         self.nearby: Nearby | None = None
         self.seeds: Sequence[Tunables] = ()  # worth trying first
+        self.owes_proof = False  # of its default, at other lengths
         self.evaluator = Pupil(evaluator, self.lessons, clock)
         self.store = store
         self.settings = settings

@@ -24,6 +24,10 @@ FINAL_WIDTH = 0.015  # half-width (log-ratio) that the re-timing should reach, w
 RESERVED = 3  # times the least number of blocks is kept for the final; it goes on while time is left
 CONTENDER = math.log(1.15)  # a plan this much slower than the best is no finalist
 WIDE = 0.10  # a possible gain (log-ratio) that a kept default must be able to exclude
+# What a cell keeps of its time for the proof of its choice. Kernels that work out nothing per shape take a second for
+# all their lengths; cuDNN takes 6 to 12 s for a LongNet plan, and what the default owes is paid out of what is left
+# of the probe when every cell has been searched.
+PROOF_KEPT_S = 2.0
 REFUSED_SIGMA = 0.5  # noise of one paired log-ratio from which no verdict is given
 AT_PAR = Interval(0.0, 0.0, 0.0, 2)
 
@@ -35,13 +39,14 @@ def reserve_s(context: CellContext) -> float:
     blocks = min(max(blocks, preset.final_min_blocks), RESERVED * preset.final_min_blocks)
     # All finalists and the default twice in the first blocks; after them mostly the default, the best and one rival.
     samples = (FINALISTS + 1) * preset.final_min_blocks + 4 * (blocks - preset.final_min_blocks)
-    return 1.2 * samples * context.sample_s() + context.prove_s()
+    return 1.2 * samples * context.sample_s() + min(context.prove_s(), PROOF_KEPT_S)
 
 
 def final(context: CellContext, deadline: Deadline) -> CellResult:
     """Re-time, choose, prove; a choice that cannot be proven gives way to the next.
 
-    Raises DefaultBroken when it is the default that would stay and cannot be proven.
+    Raises DefaultBroken when it is the default that would stay and its proof fails. A default that stays owes its
+    proof where the cell has no time for it: then the context says so.
     """
     context.listener.stage(context.cell, "final")
     record = context.record("final")
@@ -60,8 +65,9 @@ def final(context: CellContext, deadline: Deadline) -> CellResult:
 
 
 def _proving_s(context: CellContext, entries: Sequence[Entry]) -> float:
-    """What the winner's proof takes; nothing where all of them are proven."""
-    return context.prove_s() if any(entry.tunables not in context.ledger.proven for entry in entries) else 0.0
+    """What is kept for the winner's proof; nothing where all of them are proven."""
+    proven = all(entry.tunables in context.ledger.proven for entry in entries)
+    return 0.0 if proven else min(context.prove_s(), PROOF_KEPT_S)
 
 
 def _decide(
@@ -82,7 +88,7 @@ def _decide(
         if plan != context.default and context.is_main(plan)
     ]
     try:
-        winner = _proven_choice(context, default, others, noisy)
+        winner = _proven_choice(context, default, others, noisy, deadline)
     except ValueError as nothing:
         return context.result("refused", f"{nothing}: {_nearest_to_limits(context)}")
     usable = [candidate for candidate in others if not context.has_failed(candidate.tunables)]
@@ -102,11 +108,18 @@ def _decide(
     return _with_doubts(context, result, others, noisy)
 
 
-def _proven_choice(context: CellContext, default: Candidate, others: Sequence[Candidate], noisy: bool) -> Candidate:
+def _proven_choice(
+    context: CellContext, default: Candidate, others: Sequence[Candidate], noisy: bool, deadline: Deadline
+) -> Candidate:
     """The choice among what can be proven; ValueError when nothing is within the limits."""
     left = list(others)
+    context.owes_proof = False
     while True:
         winner = choose(context.cell, default, left, noisy=noisy, prefer=context.settings.prefer)
+        if winner is default and default.tunables not in context.ledger.proven:
+            context.owes_proof = not deadline.allows(context.prove_s())
+            if context.owes_proof:
+                return default
         fault = context.prove(winner.tunables)
         if fault is None:
             return winner

@@ -107,9 +107,23 @@ class CellSearch:
         context = self.context
         context.nearby = nearby
         context.seeds = [plan for plan in seeds if context.space.holds(plan)]
+        return self._run(deadline)
+
+    def pay(self, deadline: Deadline) -> CellResult | None:
+        """Prove the default, which owes it; None when it passed, else the cell's result without that default."""
+        context = self.context
+        context.owes_proof = False
+        fault = context.prove(context.default)
+        return None if fault is None else self._run(deadline, fault)
+
+    def _run(self, deadline: Deadline, fault: Fault | None = None) -> CellResult:
+        """``fault`` is how the default failed already."""
+        context = self.context
         context.ledger.patience_s = PATIENCE * deadline.remaining_s()
         for attempt in range(2):
             try:
+                if fault is not None and not attempt:
+                    raise DefaultBroken(fault)
                 return self._search(deadline)
             except DefaultBroken as broken:
                 context.ledger.checked[context.default] = broken.fault
@@ -117,6 +131,7 @@ class CellSearch:
                 fault = broken.fault
                 if attempt or self.settle(deadline) is not None:
                     break
+        assert fault is not None
         if fault.from_outside:
             return context.inconclusive(f"the default did not end in time: {fault.message}")
         return context.result("refused", f"the default fails: {fault.kind}, {fault.message}")

@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from .search import CellSearch
     from .store import Store
 
+OWED = "its default stayed and was right at its own length, but no time was left to prove it at others"
 RESERVE_S = 4.0  # for writing, reloading and running every cell once
-RAGGED_OVER_RANKS = 4  # lengths of a proof: every rank looks at rows of its own, and meets new shapes at every hop
 HANG_S = {"cpu": 6.0, "nvidia": 25.0}  # a GPU kernel may have to be compiled first
 
 EvaluatorFactory = Callable[[HardwareFacts, ProbeRequest, EffortPreset], Evaluator]
@@ -198,9 +198,19 @@ def space_for(cell: Cell, edge: Edge, layout: str = "auto") -> Space:
     return build_space(cell.workload, edge.machine, default, dtypes)
 
 
+def _edge_for(edge: Edge, preset: EffortPreset) -> Edge:
+    """The edge as an effort looks at it: each tile shape costs 1 to 3 s of compilation and buys a few percent, so that
+    only the full one tries them; trying flash-attn-4's took 30 of a standard probe's 170 s on an H100."""
+    if preset.name == "full":
+        return edge
+    plain = dataclasses.replace(edge.machine, params=lambda workload, kernel, dtype: {}, fuses=lambda dtype: False)
+    return dataclasses.replace(edge, machine=plain)
+
+
 def _dry_run(request: ProbeRequest, observer: ProbeObserver, edge: Edge, cells: Sequence[Cell]) -> ProbeResult:
     """What a probe would do. The time of a call is unknown without measuring, so the estimate is the budget's split."""
     preset = EFFORTS[request.effort].with_budget(request.budget_s)
+    edge = _edge_for(edge, preset)
     rows, knobs = [], dict[str, dict[str, None]]()
     spaces = [(cell, _space_or_refusal(cell, edge, request.layout)) for cell in cells]
     sizes = [space.size() if isinstance(space, Space) else 0 for _, space in spaces]
@@ -275,15 +285,15 @@ class _Probe:
     ) -> None:
         self.request = request
         self.observer = observer
-        self.edge = edge
+        self.preset = EFFORTS[request.effort].with_budget(request.budget_s)
+        self.edge = _edge_for(edge, self.preset)
         self.path = path
         self.cells = tuple(cells)
-        self.preset = EFFORTS[request.effort].with_budget(request.budget_s)
-        if request.ranks > 1:
-            self.preset = dataclasses.replace(self.preset, ragged_lengths=RAGGED_OVER_RANKS)
         self.entries: dict[Workload, PlanEntry] = {}
         self.reports: dict[Workload, CellReport] = {}
         self.finished: dict[Workload, CellContext] = {}
+        self.searched: dict[Workload, CellSearch] = {}
+        self.results: dict[Workload, CellResult] = {}
         self.winners: dict[Workload, Tunables] = {}
         self.notes: list[str] = []
         self._current: tuple[Workload, float] | None = None
@@ -407,6 +417,23 @@ class _Probe:
             self._search(store, searches[workload], budget, shares[0], spare_s(shares, budget.available_s()))
         if self.preset.refine_anchors:
             self._refine(store, evaluator, budget)
+        self._prove_defaults(store, budget)
+
+    def _prove_defaults(self, store: Store, budget: Budget) -> None:
+        """Defaults that stayed without a proof at other lengths get it out of the time that is left, cheapest first.
+
+        They are what the runtime takes there in any case; one that fails makes room for another plan.
+        """
+        owing = [search for search in self.searched.values() if search.context.owes_proof]
+        for search in sorted(owing, key=lambda search: search.context.prove_s()):
+            context = search.context
+            if budget.available_s() < context.prove_s():
+                continue
+            before = self.results[context.cell]
+            result = search.pay(budget.deadline(budget.available_s())) or before
+            if result is before:
+                result.note = "; ".join(note for note in result.note.split("; ") if note != OWED)
+            self._finish(store, result, self.reports[context.cell].elapsed_s)
 
     def _recalled(self, store: Store, cell: Cell) -> bool:
         """Whether an earlier run finished this cell; then its row is taken from the journal."""
@@ -504,6 +531,9 @@ class _Probe:
         self._current = None
         self.progress.finish(cell, max(0.0, taken - (context.evaluator.lost_s - lost_before_s)))
         self.finished[cell] = context
+        if context.owes_proof:
+            result.note = "; ".join(filter(None, (result.note, OWED)))
+        self.searched[cell], self.results[cell] = search, result
         self._finish(store, result, taken)
 
     def _finish(self, store: Store, result: CellResult, taken_s: float) -> None:
@@ -602,6 +632,9 @@ class _Probe:
             store.remember("finished", True)  # the next run must measure anew, not read the same numbers again
             raise Inconclusive(f"no cell could be measured; {inconclusive[0]}")
         self.notes.extend(getattr(evaluator, "blind_spots", ()))
+        owing = sum(OWED in report.note for report in self.reports.values())
+        if owing:
+            self.notes.append(f"{owing} cells: {OWED}")
         self.notes.extend(f"not tried any further: {why}" for why in self.lessons.lost.values())
         # A row without a plan makes the runtime refuse: only what nothing can run may be one.
         entries = {

@@ -90,6 +90,8 @@ def _shape(request: ProbeRequest, on_cpu: bool) -> _Shape:
 
 def _patterns(request: ProbeRequest, on_cpu: bool) -> tuple[Pattern, ...]:
     if request.segment_lengths is None and request.dilation_rates is None:
+        if request.dense:
+            return (Pattern(),)
         return (Pattern(), LONGNET_CPU if on_cpu else LONGNET)
     try:
         return (Pattern.of(request.segment_lengths, request.dilation_rates),)

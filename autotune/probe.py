@@ -42,6 +42,7 @@ class ProbeRequest:
     head_dim: int | None = None
     segment_lengths: tuple[int, ...] | None = None
     dilation_rates: tuple[int, ...] | None = None
+    dense: bool = False  # without the grid's dilated pattern
     precision: Precision = "auto"
     max_error: float | None = None  # relative 2-norm against float64; None: DESIGN section 7 alone decides
     varied_lengths: bool = False  # lengths vary between calls: first-call cost counts in the score

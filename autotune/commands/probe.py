@@ -59,6 +59,7 @@ MODES: dict[str, tuple[Mode, ...]] = {"train": ("train",), "infer": ("infer",), 
 )
 @shape_options()
 @pattern_options
+@click.option("--dense", is_flag=True, help="Dense attention alone, without the grid's dilated pattern.")
 @click.option(
     "--precision",
     type=click.Choice(["auto", "bf16", "fp16", "tf32", "fp32"]),
@@ -120,6 +121,8 @@ def probe(as_json: bool, **options: Any) -> None:
     """
     check_shape(options["heads"], options["kv_heads"])
     check_pattern(options["segment_lengths"], options["dilation_rates"])
+    if options["dense"] and options["segment_lengths"] is not None:
+        raise click.UsageError("--dense and --segment-lengths ask for different attention; give one of them")
     if options["output"] is not None and not options["dry_run"]:
         check_writable(options["output"])
 
@@ -147,6 +150,7 @@ def probe(as_json: bool, **options: Any) -> None:
         head_dim=options["head_dim"],
         segment_lengths=options["segment_lengths"],
         dilation_rates=options["dilation_rates"],
+        dense=options["dense"],
         precision=options["precision"],
         max_error=options["max_error"],
         varied_lengths=options["varied_lengths"],

@@ -258,6 +258,7 @@ def test_every_field_of_the_request_can_be_asked_for() -> None:
         (("probe", "--kv-heads", "4"), "--kv-heads needs --heads"),
         (("probe", "--segment-lengths", "1,2", "--dilation-rates", "1"), "2 entries and --dilation-rates 1"),
         (("probe", "--segment-lengths", "1,2"), "go together"),
+        (("probe", "--dense", "--segment-lengths", "8", "--dilation-rates", "1"), "ask for different attention"),
         (("probe", "--segment-lengths", "0", "--dilation-rates", "1"), "every entry must be an integer >= 1"),
         (("probe", "--segment-lengths", "a", "--dilation-rates", "1"), "not a list of integers"),
         (("probe", "--budget", "0"), "not a number above 0"),

@@ -535,6 +535,12 @@ def test_mismatched_options_are_usage_errors() -> None:
             cells_for(request, FACTS)
 
 
+def test_dense_alone_leaves_the_dilated_pattern_out() -> None:
+    cells = cells_for(ProbeRequest(dense=True), FACTS)
+    assert cells
+    assert all(cell.workload.pattern.dense for cell in cells)
+
+
 def test_the_dilated_pattern_of_the_grid_nests() -> None:
     widest = max(branch.segment for branch in LONGNET_CPU.branches)
     assert all(widest % branch.segment == 0 for branch in LONGNET_CPU.branches)

@@ -30,7 +30,7 @@ RIVALS = 2  # timed again in one block
 DECIDED = 6  # repetitions after which a plan is a rival no more: the final times it properly
 CLIMBING = 0.9  # of the time; the rest is for what is as good and plainer
 LEAN_KNOBS = ("checkpoint", "window_tokens")
-IDLE = 8  # blocks in a row without a better plan, after which the time is worth more elsewhere
+IDLE = 16  # blocks in a row without a better plan, after which the time is worth more elsewhere
 SCALED = 1.2  # times as many plans, before the model asks again how regular the machine is
 DOUBT = 1.0  # standard errors that a rival may be behind the best
 

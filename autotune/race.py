@@ -36,6 +36,7 @@ MOVE_GATE = math.log(1.3)  # a single move this much slower than where it came f
 LEAST_APART = 0.02  # noise (log-ratio) below which two readings of the default are never called too far apart
 POLISHES = 3  # rounds of the median polish
 LEAN_BLOCKS = 3  # repetitions of a slower plan that needs less memory
+LOOKED_OFTEN = 0.998  # of an interval that is looked at after every block of a final: 95 % would drop the best by luck
 FINAL_PRECISION = 0.008  # half-width of the interval at which the final stops early
 BLOCK_OVERHEAD = 1.15  # random order, flushes and messages, on top of the samples
 
@@ -319,11 +320,11 @@ class Arena:
         """log(t_entry / t_other) in the blocks that held both."""
         return statistics.paired_differences(entry.log_ratios, other.log_ratios)
 
-    def surely_slower(self, entry: Entry, other: Entry, margin: float = 0.0) -> bool:
+    def surely_slower(self, entry: Entry, other: Entry, margin: float = 0.0, level: float = 0.95) -> bool:
         differences = self.difference(entry, other)
         if len(differences) < SURE_BLOCKS:
             return False
-        return statistics.interval_of(differences, seed=self.seed).low > margin
+        return statistics.interval_of(differences, seed=self.seed, level=level).low > margin
 
     def chance_faster(self, entry: Entry, other: Entry, by: float = 0.0) -> float:
         """How likely the entry is faster than the other by that much (log); 0.5 when they never met."""
@@ -467,7 +468,9 @@ def _in_question(arena: Arena, entries: Sequence[Entry], preset: EffortPreset) -
     return [
         entry
         for entry in entries
-        if entry is leader or entry.tunables == arena.default or not arena.surely_slower(entry, leader, FINAL_PRECISION)
+        if entry is leader
+        or entry.tunables == arena.default
+        or not arena.surely_slower(entry, leader, FINAL_PRECISION, LOOKED_OFTEN)
     ]
 
 

@@ -105,7 +105,7 @@ def _decide(
     result.runners_up = tuple(measured(c) for c in rest)
     result.auto = measured(narrow) if narrow is not None else None
     result.front = tuple(measured(c) for c in front)
-    return _with_doubts(context, result, others, noisy)
+    return _with_doubts(context, result, usable, noisy)
 
 
 def _proven_choice(
@@ -126,15 +126,21 @@ def _proven_choice(
         if winner is default:
             raise DefaultBroken(fault)
         left.remove(winner)
+        if default.allowed and not deadline.allows(context.prove_s()):  # one proof, at most, is made after the end
+            left = [candidate for candidate in left if candidate.tunables in context.ledger.proven]
 
 
 def _with_doubts(context: CellContext, result: CellResult, others: Sequence[Candidate], noisy: bool) -> CellResult:
     """What must be said of the numbers, up to that they say nothing."""
-    missed = max((-candidate.gain.low for candidate in others if candidate.allowed), default=0.0)
+    # A preference for lean plans leaves faster ones on purpose.
+    doubtful = [c for c in others if c.allowed and (c.gain.high >= 0 or context.settings.prefer == "time")]
+    missed = max(doubtful, key=lambda candidate: -candidate.gain.low, default=None)
     sigma = context.ledger.noise_sigma()
-    if missed > WIDE and result.state == "default":
+    if missed is not None and -missed.gain.low > WIDE and result.state == "default":
         result.state = "inconclusive"
-        result.note = f"noise hides what may be a gain of up to {100 * missed:.0f} %"
+        why = "noise hides" if missed.gain.high >= 0 else "no time was left to prove"
+        note = f"{why} what may be a gain of up to {-100 * missed.gain.low:.0f} %"
+        result.note = "; ".join(filter(None, (result.note, note)))
     elif noisy:
         why = "under foreign load" if context.ledger.loaded else "noisy"
         result.note = "; ".join(filter(None, (result.note, f"timed {why}: {100 * sigma:.1f} % a pair")))

@@ -46,7 +46,8 @@ class CellSearch:
         """
         context = self.context
         context.listener.stage(context.cell, "default")
-        fault = Fault("error", "there is no plan to try")
+        nothing = Fault("error", "there is no plan to try")
+        fault = context.ledger.failures().get(context.space.default, nothing)  # where it failed since it was settled
         record = context.record("default", {})
         for plan in self._default_candidates():
             arena = context.arena("default", record, plan, timeout_s=DEFAULT_PATIENCE * context.timeout_s())
@@ -109,12 +110,14 @@ class CellSearch:
         context.seeds = [plan for plan in seeds if context.space.holds(plan)]
         return self._run(deadline)
 
-    def pay(self, deadline: Deadline) -> CellResult | None:
-        """Prove the default, which owes it; None when it passed, else the cell's result without that default."""
-        context = self.context
-        context.owes_proof = False
-        fault = context.prove(context.default)
-        return None if fault is None else self._run(deadline, fault)
+    def pay(self) -> Fault | None:
+        """Prove the default, which owes it; a Fault says that it may not stay."""
+        self.context.owes_proof = False
+        return self.context.prove(self.context.default)
+
+    def run_without_default(self, fault: Fault, deadline: Deadline) -> CellResult:
+        """The cell's result when its default failed like this after all."""
+        return self._run(deadline, fault)
 
     def _run(self, deadline: Deadline, fault: Fault | None = None) -> CellResult:
         """``fault`` is how the default failed already."""

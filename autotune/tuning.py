@@ -30,7 +30,7 @@ from ringattn.workload import Tunables, Workload, describe
 
 from .budget import EFFORTS, Budget, EffortPreset, Progress, allot, spare_s
 from .emit import build_profile, check_obeyed, entry_of, merged, merged_speeds, report_of, same_machine
-from .evaluator import Clock, Evaluator, KnowsLinks, MonotonicClock
+from .evaluator import Clock, Evaluator, Fault, KnowsLinks, MonotonicClock
 from .exit_codes import DeviceBusy, Inconclusive, NoDevice, ProbeFailure
 from .grid import Cell, between, cells_for
 from .probe import (
@@ -292,8 +292,7 @@ class _Probe:
         self.entries: dict[Workload, PlanEntry] = {}
         self.reports: dict[Workload, CellReport] = {}
         self.finished: dict[Workload, CellContext] = {}
-        self.searched: dict[Workload, CellSearch] = {}
-        self.results: dict[Workload, CellResult] = {}
+        self.searched: list[CellSearch] = []
         self.winners: dict[Workload, Tunables] = {}
         self.notes: list[str] = []
         self._current: tuple[Workload, float] | None = None
@@ -417,23 +416,48 @@ class _Probe:
             self._search(store, searches[workload], budget, shares[0], spare_s(shares, budget.available_s()))
         if self.preset.refine_anchors:
             self._refine(store, evaluator, budget)
-        self._prove_defaults(store, budget)
+        self._prove_defaults(store, evaluator, budget)
 
-    def _prove_defaults(self, store: Store, budget: Budget) -> None:
+    def _prove_defaults(self, store: Store, evaluator: Evaluator, budget: Budget) -> None:
         """Defaults that stayed without a proof at other lengths get it out of the time that is left, cheapest first.
 
         They are what the runtime takes there in any case; one that fails makes room for another plan.
         """
-        owing = [search for search in self.searched.values() if search.context.owes_proof]
+        owing = [search for search in self.searched if search.context.owes_proof]
+        owing += self._owing_of_earlier_run(store, evaluator, budget)
+        broken: list[tuple[CellSearch, Fault]] = []
         for search in sorted(owing, key=lambda search: search.context.prove_s()):
-            context = search.context
-            if budget.available_s() < context.prove_s():
+            if budget.available_s() < search.context.prove_s():
                 continue
-            before = self.results[context.cell]
-            result = search.pay(budget.deadline(budget.available_s())) or before
-            if result is before:
-                result.note = "; ".join(note for note in result.note.split("; ") if note != OWED)
-            self._finish(store, result, self.reports[context.cell].elapsed_s)
+            fault = search.pay()
+            if fault is None:
+                self._settle_debt(store, search.context.cell)
+            else:
+                broken.append((search, fault))
+        for index, (search, fault) in enumerate(broken):
+            share_s = budget.available_s() / (len(broken) - index)
+            result = search.run_without_default(fault, budget.deadline(share_s))
+            self._conclude(store, search.context, result, self.reports[result.workload].elapsed_s)
+
+    def _owing_of_earlier_run(self, store: Store, evaluator: Evaluator, budget: Budget) -> list[CellSearch]:
+        """Cells that an interrupted probe finished and left owing, where their default is still found to be that."""
+        searched = {search.context.cell for search in self.searched}
+        owing = []
+        for cell in self.cells:
+            if cell.workload in searched or OWED not in self.reports[cell.workload].note:
+                continue
+            choice = self.entries[cell.workload].choice
+            search = self._new_search(store, evaluator, cell)
+            if search is None or choice is None or search.settle(budget.deadline(budget.available_s())) is not None:
+                continue
+            if search.context.default == choice.tunables:
+                owing.append(search)
+        return owing
+
+    def _settle_debt(self, store: Store, cell: Workload) -> None:
+        report = self.reports[cell]
+        note = "; ".join(part for part in report.note.split("; ") if part != OWED)
+        self._keep(store, self.entries[cell], dataclasses.replace(report, note=note))
 
     def _recalled(self, store: Store, cell: Cell) -> bool:
         """Whether an earlier run finished this cell; then its row is taken from the journal."""
@@ -525,29 +549,35 @@ class _Probe:
             seeds=self._seeds(cell),
             nearby=Nearby((other.cell, other.estimates) for other in self._alike(cell)),
         )
-        if result.choice is not None and result.default is not None:
-            result.singles = context.singles(result.default.median_ms)
         taken = self.edge.clock.now() - began
         self._current = None
         self.progress.finish(cell, max(0.0, taken - (context.evaluator.lost_s - lost_before_s)))
         self.finished[cell] = context
+        self.searched.append(search)
+        self._conclude(store, context, result, taken)
+
+    def _conclude(self, store: Store, context: CellContext, result: CellResult, taken_s: float) -> None:
+        """A searched cell's row, with what only its search knows."""
+        if result.choice is not None and result.default is not None:
+            result.singles = context.singles(result.default.median_ms)
         if context.owes_proof:
             result.note = "; ".join(filter(None, (result.note, OWED)))
-        self.searched[cell], self.results[cell] = search, result
-        self._finish(store, result, taken)
+        self._finish(store, result, taken_s)
 
     def _finish(self, store: Store, result: CellResult, taken_s: float) -> None:
-        entry = entry_of(result)
-        report = report_of(result, taken_s)
-        self.entries[result.workload], self.reports[result.workload] = entry, report
+        self._keep(store, entry_of(result), report_of(result, taken_s))
+        self.notes.extend(result.disturbances)
+
+    def _keep(self, store: Store, entry: PlanEntry, report: CellReport) -> None:
+        """A row as it stands, here and in the journal."""
+        cell = entry.workload
+        self.entries[cell], self.reports[cell] = entry, report
         if entry.choice is not None:
-            self.winners[result.workload] = entry.choice.tunables
+            self.winners[cell] = entry.choice.tunables
         fields = {f.name: getattr(report, f.name) for f in dataclasses.fields(report)}
         kept = {name: value for name, value in fields.items() if name not in ("workload", "chosen", "default")}
-        text = dump_profile(self._profile({result.workload: entry}, 0.0))
-        store.remember(f"cell | {result.workload}", {"profile": text, "report": kept})
-        for line in result.disturbances:
-            self.notes.append(line)
+        text = dump_profile(self._profile({cell: entry}, 0.0))
+        store.remember(f"cell | {cell}", {"profile": text, "report": kept})
         self._tell_time()
 
     def _alike(self, cell: Workload) -> list[CellContext]:
@@ -634,7 +664,7 @@ class _Probe:
         self.notes.extend(getattr(evaluator, "blind_spots", ()))
         owing = sum(OWED in report.note for report in self.reports.values())
         if owing:
-            self.notes.append(f"{owing} cells: {OWED}")
+            self.notes.append(f"{owing} cell{'s' * (owing > 1)}: {OWED}")
         self.notes.extend(f"not tried any further: {why}" for why in self.lessons.lost.values())
         # A row without a plan makes the runtime refuse: only what nothing can run may be one.
         entries = {

@@ -41,7 +41,7 @@ MODES: dict[str, tuple[Mode, ...]] = {"train": ("train",), "infer": ("infer",), 
     type=click.Choice(["quick", "standard", "full"]),
     default="standard",
     show_default=True,
-    help="How long to search.",
+    help="How long to search; only full tries the kernels' tile shapes.",
 )
 @click.option(
     "--budget", type=positive_number, metavar="SECONDS", help="Seconds to spend.  [default: what --effort says]"

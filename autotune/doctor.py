@@ -100,7 +100,6 @@ def tiny_need(facts: HardwareFacts, dtype: str, backward: bool) -> KernelNeed:
         blocks=1,
         causal=True,
         backward=backward,
-        span_elements=ROWS * HEADS * HEAD_DIM,
     )
 
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class KernelNeed:
     """What one branch of a plan asks of a kernel.
 
-    ``rows`` and ``blocks`` are those of its largest call, ``span_elements`` the distance between the first and the
-    last element that call addresses in q (what a kernel's offsets must hold). ``dtype`` is the compute dtype.
+    ``rows`` and ``blocks`` are those of its largest call, ``row_elements`` the distance between neighbouring rows of q
+    where they are read in place, in elements. ``dtype`` is the compute dtype.
     """
 
     vendor: str
@@ -38,7 +38,7 @@ class KernelNeed:
     blocks: int
     causal: bool
     backward: bool
-    span_elements: int = 0
+    row_elements: int = 0
     deterministic: bool = False
     dropout: bool = False
 

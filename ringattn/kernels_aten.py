@@ -215,6 +215,15 @@ def _cuda_reasons(
     return reasons
 
 
+def far_rows_faults(need: KernelNeed) -> list[str]:
+    """Offsets within a tile of 128 rows are 32 bits in FlashAttention 2 and CUTLASS: measured on an H100, where rows
+    2^24 elements apart end in an illegal address. cuDNN, flash-attn-4 and our own kernel read them.
+    """
+    if 128 * need.row_elements < 2**31:
+        return []
+    return [f"rows lie {need.row_elements} elements apart and its 32-bit offsets end within a tile; use gather copy"]
+
+
 def flash_2_backward_faults(need: KernelNeed) -> list[str]:
     """What is wrong with FlashAttention 2's backward, wherever it was compiled into."""
     reasons = []
@@ -230,7 +239,7 @@ def flash_2_backward_faults(need: KernelNeed) -> list[str]:
 
 
 def _flash_reasons(need: KernelNeed) -> tuple[str, ...]:
-    reasons = _cuda_reasons(need, ("fp16", "bf16"), 80, 8, 256)
+    reasons = _cuda_reasons(need, ("fp16", "bf16"), 80, 8, 256) + far_rows_faults(need)
     if need.backward:
         reasons += flash_2_backward_faults(need)
         if need.head_dim > 192 and need.sm in (86, 89, 120, 121):
@@ -254,7 +263,7 @@ def _cudnn_reasons(need: KernelNeed) -> tuple[str, ...]:
 
 def _efficient_reasons(need: KernelNeed) -> tuple[str, ...]:
     dtypes = ("fp16", "bf16", "fp32") if need.sm >= 80 else ("fp16", "fp32")
-    return tuple(_cuda_reasons(need, dtypes, 50, 4 if need.dtype == "fp32" else 8, 65536))
+    return tuple(_cuda_reasons(need, dtypes, 50, 4 if need.dtype == "fp32" else 8, 65536) + far_rows_faults(need))
 
 
 def _kernel(

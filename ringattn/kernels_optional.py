@@ -25,7 +25,7 @@ from torch import Tensor
 from .block_kernel import BlockKernel, BoundKernel, Grads, KernelConfig, KernelNeed, Params
 from .errors import PlanError
 from .kernel_parts import MAX_GRID, in_parts
-from .kernels_aten import flash_2_backward_faults
+from .kernels_aten import far_rows_faults, flash_2_backward_faults
 
 # --- loading -----------------------------------------------------------------------------------------------------
 
@@ -111,7 +111,7 @@ def load_flash_attn_2(config: KernelConfig) -> BoundKernel:
 
 
 def flash_attn_2_reasons(need: KernelNeed) -> tuple[str, ...]:
-    reasons = _common_reasons(need, lowest_sm=80, head_dim_max=256)
+    reasons = _common_reasons(need, lowest_sm=80, head_dim_max=256) + far_rows_faults(need)
     if need.backward:
         reasons += flash_2_backward_faults(need)
     return tuple(reasons)
@@ -322,7 +322,7 @@ def load_xformers(config: KernelConfig) -> BoundKernel:
 
 def xformers_reasons(need: KernelNeed) -> tuple[str, ...]:
     """What its first operator, FlashAttention 2, cannot do; older cards and fp32 are served by torch's "efficient"."""
-    reasons = _common_reasons(need, lowest_sm=80, head_dim_max=256)
+    reasons = _common_reasons(need, lowest_sm=80, head_dim_max=256) + far_rows_faults(need)
     if need.heads != need.kv_heads:
         reasons.append("its backward operators take no grouped heads")
     if need.backward and need.deterministic:

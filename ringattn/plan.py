@@ -78,8 +78,7 @@ def kernel_need(
     length = min(segment_and_rate.segment, tokens)
     rows = -(-length // segment_and_rate.rate)
     blocks = workload.batch * max(1, tokens // length)
-    copied = gather == "copy" and segment_and_rate.rate > 1
-    span_rows = blocks * rows if copied else workload.batch * workload.seq_len
+    rows_apart = 1 if gather == "copy" else segment_and_rate.rate
     return KernelNeed(
         vendor=vendor,
         arch=arch,
@@ -91,7 +90,7 @@ def kernel_need(
         blocks=blocks,
         causal=workload.causal,
         backward=backward,
-        span_elements=span_rows * workload.heads * workload.head_dim,
+        row_elements=rows_apart * workload.heads * workload.head_dim,
         deterministic=conditions.deterministic,
         dropout=dropout,
     )
@@ -128,7 +127,7 @@ def kernel_needs(
             causal=block.causal,
             heads=block.heads,
             kv_heads=block.kv_heads,
-            span_elements=block.blocks * block.rows * block.heads * workload.head_dim,
+            row_elements=block.heads * workload.head_dim,  # rows that travel are gathered
         )
         for block in blocks_of(workload, tunables)
         if block.branch == branch

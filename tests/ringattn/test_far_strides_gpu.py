@@ -1,4 +1,7 @@
-"""Every kernel reads q, k and v whose last elements lie more than 2^31 elements behind the first."""
+"""Every kernel reads q, k and v whose last elements lie more than 2^31 elements behind the first, or says why not.
+
+"heads" is for the kernels that take strides of more than 32 bits at all: torch refuses them itself for "efficient".
+"""
 
 from __future__ import annotations
 
@@ -32,8 +35,10 @@ def test_offsets_beyond_32_bits(name: str, axis: str) -> None:
         pytest.skip(f"needs {GIB} GiB of free GPU memory")
     facts, kernel = detect("cuda"), KERNELS[name]
     need = KernelNeed(
-        facts.vendor, facts.arch, "bf16", HEAD_DIM, HEADS, HEADS, ROWS, BLOCKS, True, True, span_elements=2**31 + 2**24
+        facts.vendor, facts.arch, "bf16", HEAD_DIM, HEADS, HEADS, ROWS, BLOCKS, True, True, row_elements=FAR[axis][1]
     )
+    if name in ("efficient", "xformers") and axis == "heads":
+        pytest.skip("torch takes no such stride for it")
     if kernel.reasons(need):
         pytest.skip("; ".join(kernel.reasons(need)))
     try:

@@ -293,7 +293,7 @@ def test_what_it_cannot_do_is_a_reason(changes: dict[str, Any], reason: str) -> 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [1, 40, 80, 100, 128, 256])
 def test_what_it_can_do_has_no_reason(dtype: str, head_dim: int) -> None:
-    longest = replace(HOPPER, dtype=dtype, head_dim=head_dim, heads=32, kv_heads=1, rows=2**22, span_elements=2**34)
+    longest = replace(HOPPER, dtype=dtype, head_dim=head_dim, heads=32, kv_heads=1, rows=2**22, row_elements=2**30)
     assert reasons(longest) == ()
     assert reasons(replace(longest, deterministic=True)) == ()
 

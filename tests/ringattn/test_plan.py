@@ -181,21 +181,21 @@ def test_what_is_for_several_ranks_is_refused_on_one(knob: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "branch", "gather", "window", "rows", "blocks", "span"),
+    ("pattern", "branch", "gather", "window", "rows", "blocks", "apart"),
     [
-        (DENSE, 0, "view", None, 8192, 2, 2 * 8192),
-        (pattern_of([1024], [1]), 0, "view", None, 1024, 16, 2 * 8192),
-        (pattern_of([1024], [4]), 0, "view", None, 256, 16, 2 * 8192),
-        (pattern_of([1024], [4]), 0, "copy", None, 256, 16, 2 * 8 * 256),
-        (pattern_of([1024], [1000]), 0, "copy", None, 2, 16, 2 * 8 * 2),
-        (pattern_of([1 << 20], [2]), 0, "view", None, 4096, 2, 2 * 8192),
-        (pattern_of([1024, 2048], [1, 2]), 1, "view", 2048, 1024, 2, 2 * 8192),
-        (pattern_of([1024, 2048], [1, 2]), 0, "view", 2048, 1024, 4, 2 * 8192),
-        (pattern_of([3000], [1]), 0, "view", None, 3000, 4, 2 * 8192),
+        (DENSE, 0, "view", None, 8192, 2, 1),
+        (pattern_of([1024], [1]), 0, "view", None, 1024, 16, 1),
+        (pattern_of([1024], [4]), 0, "view", None, 256, 16, 4),
+        (pattern_of([1024], [4]), 0, "copy", None, 256, 16, 1),
+        (pattern_of([1024], [1000]), 0, "copy", None, 2, 16, 1),
+        (pattern_of([1 << 20], [2]), 0, "view", None, 4096, 2, 2),
+        (pattern_of([1024, 2048], [1, 2]), 1, "view", 2048, 1024, 2, 2),
+        (pattern_of([1024, 2048], [1, 2]), 0, "view", 2048, 1024, 4, 1),
+        (pattern_of([3000], [1]), 0, "view", None, 3000, 4, 1),
     ],
 )
 def test_needs_are_those_of_the_largest_call(
-    pattern: Pattern, branch: int, gather: str, window: int | None, rows: int, blocks: int, span: int
+    pattern: Pattern, branch: int, gather: str, window: int | None, rows: int, blocks: int, apart: int
 ) -> None:
     need = kernel_need(
         asked(pattern, batch=2),
@@ -207,8 +207,19 @@ def test_needs_are_those_of_the_largest_call(
         window_tokens=window,
         backward=True,
     )
-    assert (need.rows, need.blocks, need.span_elements) == (rows, blocks, span * 16 * 128)
+    assert (need.rows, need.blocks, need.row_elements) == (rows, blocks, apart * 16 * 128)
     assert (need.heads, need.kv_heads, need.head_dim, need.causal, need.backward) == (16, 16, 128, True, True)
+
+
+@pytest.mark.parametrize(("kernel", "reads"), [("flash", False), ("efficient", False), ("cudnn", True)])
+def test_rows_too_far_apart_for_a_tile_are_copied_or_left(kernel: str, reads: bool) -> None:
+    """16 heads of 128 at rate 8192: rows 2^24 elements apart, found on an H100 (see ``far_rows_faults``)."""
+    far, near = (pattern_of([1 << 20], [rate]) for rate in (8192, 8191))
+    reasons = rejection_reasons(asked(far, seq_len=1 << 20), chosen(kernel), H100)
+    assert (reasons == ()) == reads
+    assert all("rows lie 16777216 elements apart" in reason for reason in reasons)
+    assert rejection_reasons(asked(near, seq_len=1 << 20), chosen(kernel), H100) == ()
+    assert rejection_reasons(asked(far, seq_len=1 << 20), chosen(kernel, gathers=("copy",)), H100) == ()
 
 
 @given(cases(longest=60))

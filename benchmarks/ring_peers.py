@@ -7,6 +7,7 @@ since the flash-attn package need not be installed. PyTorch's own is ``context_p
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -52,8 +53,9 @@ def zigzag(folder: str) -> Callable[..., Tensor]:
     """ring-flash-attention's zigzag ring on torch's FlashAttention 2; inputs are zigzag shards."""
     names = {f"_flash_attn_{way}": step for way, step in (("forward", _flash_forward), ("backward", _flash_backward))}
     varlen = {f"_flash_attn_varlen_{way}": None for way in ("forward", "backward")}
+    if importlib.util.find_spec("flash_attn") is None:  # else it is flash-attn-4's, which our plans may use
+        sys.modules["flash_attn"] = _module("flash_attn", __path__=[])
     sys.modules["flash_attn.flash_attn_interface"] = _module("flash_attn.flash_attn_interface", **names, **varlen)
-    sys.modules.setdefault("flash_attn", _module("flash_attn", __path__=[]))
     adapters = dict.fromkeys(("substitute_hf_flash_attn", "update_ring_flash_attn_params"))
     sys.modules["ring_flash_attn.adapters"] = _module("ring_flash_attn.adapters", **adapters)
     sys.path.insert(0, folder)

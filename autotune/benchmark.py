@@ -133,6 +133,18 @@ class DeviceBench:
         inputs, sampled, expected = self._references.get(workload, length, kind, tunables)
         self._peers.meet()  # the candidate's time does not run while another rank still works on its reference
         phase("candidate")
+        return self._answer(module, workload, length, inputs, sampled, expected)
+
+    def _answer(
+        self,
+        module: RingAttention,
+        workload: Workload,
+        length: int,
+        inputs: numerics.Inputs,
+        sampled: numerics.Sampled,
+        expected: numerics.Expected,
+    ) -> tuple[float, float]:
+        """What ``_hold_against_reference`` gives, once the reference is there."""
         ragged = length != workload.world * inputs.q.shape[1] or length % workload.world
         call: Callable[..., Any] = partial(module, total_length=length) if workload.world > 1 and ragged else module
         self._synchronize()
@@ -146,7 +158,7 @@ class DeviceBench:
         found = self._peers.first_fault(verdict.fault)
         if found is not None:
             rank, fault = found
-            text = f"{fault}; S={length}, {kind} inputs, seed {self.settings.seed}"
+            text = f"{fault}; S={length}, {inputs.kind} inputs, seed {self.settings.seed}"
             raise WrongAnswer(text) if verdict.fault else PeerWrong(f"rank {rank}: {text}")
         return verdict.error, taken_ms
 

@@ -212,6 +212,7 @@ class DeviceBench:
 
     def begin_block(self) -> None:
         gc.collect()
+        gc.freeze()  # what lives on is not looked at again: with torch alone that is 130 ms a block, of 70 ms of samples
         gc.disable()
         self._watch.begin()
 
@@ -309,6 +310,7 @@ class DeviceBench:
 
     def _release(self) -> None:
         POOL.clear()
+        gc.unfreeze()
         gc.collect()
         if self._cuda:
             torch.cuda.empty_cache()

@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -298,3 +299,19 @@ def test_the_load_of_the_other_ranks_is_not_foreign() -> None:
             other.kill()
     assert ours > alone + 0.1
     assert health.Watch(siblings=(other.pid,))._read().own_s < 1e6  # one that is gone counts nothing
+
+
+def test_what_blocks_no_longer_look_at_is_collected_when_a_cell_ends(bench: DeviceBench) -> None:
+    """A plan whose objects refer to each other must not hold its tensors for the rest of a probe."""
+
+    class Node:
+        itself: Node
+
+    node = Node()
+    node.itself = node
+    gone = weakref.ref(node)
+    bench.begin_block()
+    bench.end_block()
+    del node
+    bench._release()
+    assert gone() is None

@@ -212,7 +212,7 @@ class DeviceBench:
 
     def begin_block(self) -> None:
         gc.collect()
-        gc.freeze()  # what lives on is not looked at again: with torch alone that is 130 ms a block, of 70 ms of samples
+        gc.freeze()  # what lives on is not looked at again: with torch alone that took 130 ms, beside 70 of samples
         gc.disable()
         self._watch.begin()
 

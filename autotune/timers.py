@@ -56,11 +56,14 @@ class CudaTimer:
 
     HIDDEN = 0.5
 
-    overhead_ms = 0.06  # of a flush
-
     def __init__(self, device: torch.device, facts: HardwareFacts) -> None:
         self._device = device
         self._flush = torch.empty(max(64, 2 * facts.l2_mib) * 2**20, dtype=torch.int8, device=device)
+        self.overhead_ms = 0.06  # of a flush, until it is known
+        self.overhead_ms = min(reading.ms for reading in self.time(self._flush_once, FEWEST + 2))
+
+    def _flush_once(self) -> None:
+        self._flush.zero_()
 
     def time(
         self, call: Callable[[], None], repeats: int, limit_s: float = math.inf, host_s: float | None = None
@@ -83,7 +86,7 @@ class CudaTimer:
                 break
             expected_s = min(taken_s, default=0.0) if host_s is None else host_s
             for _ in range(flushes_for(expected_s, self.HIDDEN, self.overhead_ms)):
-                self._flush.zero_()
+                self._flush_once()
             begin.record()
             started = time.perf_counter()
             call()

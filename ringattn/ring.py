@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -88,7 +88,8 @@ class RingSetting:
     ``rank_of`` gives the group's rank of a ring member. Keys and values travel in the ``wire`` dtype, their gradients
     in ``grad_wire``; blocks are computed in ``dtype``. ``local`` runs the branches that stay on this rank; where it
     ``joins``, it also gathers the rows of the lanes and merges what becomes of them, all in one step.
-    ``whole``: every position and head is a row of exactly one lane, so results are written and not merged.
+    ``whole``: every position and head is a row of exactly one lane, so results are written and not merged; false where
+    no row here is one, as where a segment is shorter than its rate.
     ``merge`` is ``lane_rows.merge_block``, or what does the same on a GPU.
     """
 
@@ -118,12 +119,18 @@ class Ring:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out (B, S, H, D) in the compute dtype and lse (B, H, S); q, k and v of any dtype."""
+        journey = _Journey(self._setting, self._geometry)
+        return journey.made(
+            lambda: self._forward(journey, q, k, v),
+            lambda lane: _ForwardLane(self._setting, lane, self._blank(lane, k)),
+        )
+
+    def _forward(self, journey: _Journey, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         setting = self._setting
-        journey = _Journey(setting, self._geometry)
         inputs = _converted((q, k, v), setting.dtype)
         if setting.joins:
             travel = self._travel(journey, _ForwardLane, lambda lane: (lane.out.to(setting.dtype), lane.lse))
-            return journey.joined(setting.program.forward, *inputs, travel=travel)
+            return setting.program.forward(*inputs, travel=travel)
         lanes = [_ForwardLane(setting, lane, _rows_of(lane, inputs), (k, v)) for lane in self._geometry.lanes]
         journey.start(lanes)
         local = journey.safe.run(setting.local.forward, *inputs) if setting.local is not None else None
@@ -132,13 +139,23 @@ class Ring:
 
     def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Triple:
         """dq, dk, dv of this rank's rows in the compute dtype; dout, out and lse are final, and contiguous."""
+        journey = _Journey(self._setting, self._geometry)
+
+        def blank(lane: Lane) -> _BackwardLane:
+            rows = self._blank(lane, k)
+            return _BackwardLane(self._setting, lane, BackwardRows(rows, *rows))
+
+        return journey.made(lambda: self._backward(journey, dout, q, k, v, out, lse), blank)
+
+    def _backward(
+        self, journey: _Journey, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> Triple:
         setting = self._setting
-        journey = _Journey(setting, self._geometry)
         inputs = _converted((q, k, v), setting.dtype)
         dout, out = dout.to(setting.dtype), out.to(setting.dtype)
         if setting.joins:
-            grads = self._travel(journey, _BackwardLane, lambda lane: _converted(lane.summed(), setting.dtype))
-            return journey.joined(setting.program.backward, dout, *inputs, out, lse, travel=grads)
+            travel = self._travel(journey, _BackwardLane, lambda lane: _converted(lane.summed(), setting.dtype))
+            return setting.program.backward(dout, *inputs, out, lse, travel=travel)
         lanes = [
             _BackwardLane(setting, lane, _backward_rows_of(lane, inputs, dout, out, lse), (k, v))
             for lane in self._geometry.lanes
@@ -147,6 +164,12 @@ class Ring:
         local = journey.safe.run(setting.local.backward, dout, *inputs, out, lse) if setting.local is not None else None
         journey.finish()
         return self._assemble_grads(inputs, lanes, local)
+
+    def _blank(self, lane: Lane, k: Tensor) -> Triple:
+        """Rows that hold nothing and take no memory, where a rank could not gather its own."""
+        shape = (k.shape[0] * lane.segments, lane.rows, lane.kv_heads, k.shape[3])
+        rows = torch.zeros((), dtype=self._setting.wire, device=k.device).expand(shape)
+        return rows, rows, rows
 
     def _travel(
         self,
@@ -174,8 +197,7 @@ class Ring:
         setting = self._setting
         batch, length, heads, _ = q.shape
         wide = accumulator_dtype(setting.dtype)
-        if not lanes:
-            assert local is not None
+        if not lanes and local is not None:
             return local
         if setting.whole and len(lanes) == 1:
             return lanes[0].out.to(setting.dtype).reshape(q.shape), lanes[0].lse.reshape(batch, heads, length)
@@ -197,8 +219,7 @@ class Ring:
     def _assemble_grads(self, inputs: Triple, lanes: Sequence[_BackwardLane], local: Triple | None) -> Triple:
         setting = self._setting
         wide = accumulator_dtype(setting.dtype)
-        if not lanes:
-            assert local is not None
+        if not lanes and local is not None:
             return local
         results = []
         for number, x in enumerate(inputs):
@@ -220,41 +241,51 @@ class _Journey:
 
     def __init__(self, setting: RingSetting, geometry: RingGeometry) -> None:
         self.safe = Failsafe(setting.report)
-        self._comm, self._steps = setting.comm, geometry.steps
+        self._comm, self._geometry = setting.comm, geometry
         self._lanes: Sequence[_Lane] = ()
         self._pending = NOTHING
-        self._under_way = False
+        self._stage: Literal["ahead", "under way", "over", "lost"] = "ahead"
 
     def start(self, lanes: Sequence[_Lane]) -> None:
-        self._lanes = lanes
-        self._pending, self._under_way = _start(self._comm, 1, lanes), True
+        self._lanes, self._stage = lanes, "lost"  # unless every message is started
+        self._pending = _start(self._comm, 1, lanes)
+        self._stage = "under way"
         for lane in lanes:
             self.safe.run(lane.diagonal)
 
     def finish(self) -> None:
         """Everything arrived, and everything that hangs on it is computed; raises DrainedError if a step failed."""
-        self._under_way = False
-        for step in range(1, self._steps + 1):
+        self._stage = "lost"
+        steps = self._geometry.steps
+        for step in range(1, steps + 1):
             self._pending.wait()
             self._pending = _start(self._comm, step + 1, self._lanes, grads_of=step - 1)
             for lane in self._lanes:
                 self.safe.run(lane.work, step)
         self._pending.wait()
-        _start(self._comm, None, self._lanes, grads_of=self._steps).wait()
+        _start(self._comm, None, self._lanes, grads_of=steps).wait()
+        self._stage = "over"
         self.safe.close()
 
-    def joined(self, call: Callable[..., Result], *args: Tensor, travel: object) -> Result:
-        """The result of a call that starts and finishes this journey; where it fails in between, still finished."""
+    def made(self, call: Callable[[], Result], blank: Callable[[Lane], _Lane]) -> Result:
+        """The result of a call that starts and finishes this journey.
+
+        Where it fails before, in between or afterwards the journey is made all the same, with ``blank`` lanes if there
+        are no others: DrainedError. What fails inside the exchanges themselves is raised as it is.
+        """
         try:
-            return call(*args, travel=travel)
+            return call()
         except (CommError, DrainedError):
             raise
         except Exception as error:
-            if not self._under_way:
+            if self._stage == "lost":
                 raise
             self.safe.fail(error)
-            self.finish()
-            raise AssertionError("a failed journey ends with its error") from error
+            if self._stage == "ahead":
+                self.start([blank(lane) for lane in self._geometry.lanes])
+            if self._stage == "under way":
+                self.finish()
+            raise DrainedError(error) from error
 
 
 def _rows_of(lane: Lane, inputs: Triple) -> Triple:

@@ -92,7 +92,9 @@ class RingProgram:
                 dtype=self.dtype,
                 wire=self._wire,
                 grad_wire=self.dtype if tunables.grad_wire == "compute" else self._wire,
-                whole=len(kernels) == 1 and all(call.rate == 1 for lane in geometry.lanes for call in lane.calls),
+                whole=len(kernels) == 1
+                and bool(geometry.lanes)
+                and all(call.rate == 1 for lane in geometry.lanes for call in lane.calls),
                 merge=_merge_of(plan),
                 report=watch.report,
             )
@@ -160,11 +162,11 @@ class RingProgram:
         for group, ring in enumerate(self._rings):
             pending, inputs = arriving.next()
             pending.wait()
-            result = safe.attempt(ring.forward, *inputs)
+            result = safe.attempt(self._forward_here, ring, *inputs)
             if result is None:  # what is sent now will not be used
                 rows = inputs[0]
                 result = torch.empty_like(rows), lse.new_empty(rows.shape[0], rows.shape[2], rows.shape[1])
-            out_here, lse_here = result[0].to(self._wire), result[1]
+            out_here, lse_here = result
             if kept is not None:
                 kept += [*inputs, out_here, lse_here]
             lse_rows = lse_here.transpose(1, 2).unsqueeze(3)
@@ -174,6 +176,16 @@ class RingProgram:
         returning.wait()
         safe.close()
         return out, lse.squeeze(3).transpose(1, 2).contiguous()
+
+    def _forward_here(self, ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """What this rank computes of a head group, out in the dtype that it goes home in."""
+        out, lse = ring.forward(q, k, v)
+        return out.to(self._wire), lse
+
+    def _backward_here(
+        self, ring: Ring, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> Triple:
+        return ring.backward(dout.contiguous(), q, k, v, out.contiguous(), lse.contiguous())
 
     def _spread_backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Sequence[Tensor]
@@ -198,10 +210,7 @@ class RingProgram:
                 pending.wait()
             if not kept:
                 lse_here = lse_here.squeeze(3).transpose(1, 2)
-            grads = safe.attempt(
-                ring.backward,
-                dout_here.contiguous(), q_here, k_here, v_here, out_here.contiguous(), lse_here.contiguous(),
-            )  # fmt: skip
+            grads = safe.attempt(self._backward_here, ring, dout_here, q_here, k_here, v_here, out_here, lse_here)
             if grads is None:  # what is sent now will not be used
                 grads = torch.empty_like(q_here), torch.empty_like(k_here), torch.empty_like(v_here)
             del dout_here, q_here, k_here, v_here, out_here, lse_here
@@ -296,9 +305,10 @@ def _joining_program(plan: Plan, geometry: RingGeometry, scale: float, length: i
     Ulysses, zigzag or a share that cuts a segment unevenly make are assembled apart.
     """
     workload, tunables = plan.workload, plan.tunables
-    travelling = frozenset(lane.branch for lane in geometry.lanes)
+    # Also those of which no row lies here: the program would take them for its own.
+    travelling = frozenset(range(len(tunables.branches))).difference(geometry.local)
     few = len(travelling) == len(tunables.branches) == 1
-    if few or not travelling or TORCH_DTYPES[workload.dtype] is not TORCH_DTYPES[tunables.dtype]:
+    if few or not geometry.lanes or TORCH_DTYPES[workload.dtype] is not TORCH_DTYPES[tunables.dtype]:
         return None
     branches = tuple(
         replace(branch, gather="copy") if n in travelling else branch for n, branch in enumerate(tunables.branches)

@@ -10,10 +10,12 @@ import torch
 from oracle import DENSE, Case, pattern_of
 from pool import Pool
 from ring_cases import RingCase, check_exact
-from test_ring_faults import _assert_told, _Breaking, _leaves, _told
+from test_ring_faults import Told, _assert_told, _Breaking, _leaves, _told
 
+import ringattn.ring
 from ringattn import Pattern
 from ringattn.kernels import KERNELS
+from ringattn.merge import TorchOps
 
 NESTED = pattern_of([12, 24, 48, 96], [1, 2, 3, 4])
 ONLY_CROSSING = pattern_of([48, 96], [2, 3])
@@ -42,6 +44,31 @@ def test_as_on_one_rank(world: int, pattern: Pattern, schedule: str, ranks: Call
     assert ranks(world).run(check_exact, cases) == [len(cases)] * world
 
 
+SPARSE = pattern_of([2, 8, 8], [1, 9, 1])  # of 8 positions the first four, one for each head, are in the second branch
+SPARSER = pattern_of([8], [9])
+
+
+@pytest.mark.parametrize("pattern", [SPARSE, SPARSER, pattern_of([2, 8], [1, 9])], ids=["among", "alone", "beside"])
+@pytest.mark.parametrize("schedule", ["ring", "all-gather"])
+def test_a_branch_that_selects_nothing_on_one_rank(
+    schedule: str, pattern: Pattern, ranks: Callable[[int], Pool]
+) -> None:
+    cases = [
+        RingCase(Case(8, 4, kv_heads, 4, batch, pattern, causal), schedule, spread)
+        for causal, (kv_heads, batch), spread in product((True, False), ((4, 1), (2, 2)), ("contiguous", "zigzag"))
+    ]
+    assert ranks(2).run(check_exact, cases) == [len(cases)] * 2
+
+
+def test_heads_that_select_nothing(ranks: Callable[[int], Pool]) -> None:
+    """The blocked rule gives the last four heads, which rank 1 computes, offsets behind the end of every segment."""
+    pattern = pattern_of([2, 4], [9, 9], "blocked")
+    cases = [
+        RingCase(Case(4, 8, 8, 2, 2, pattern, True), "ulysses", "contiguous", head_groups=groups) for groups in (0, 2)
+    ]
+    assert ranks(2).run(check_exact, cases) == [2] * 2
+
+
 @pytest.mark.parametrize(
     ("length", "pattern", "spread", "joins"),
     [
@@ -50,8 +77,9 @@ def test_as_on_one_rank(world: int, pattern: Pattern, schedule: str, ranks: Call
         (48, NESTED, "zigzag", [False, False]),
         (48, pattern_of([12, 36], [1, 2]), "contiguous", [True, False]),  # the second holds parts of two segments
         (48, DENSE, "contiguous", [False, False]),  # nothing to merge
+        (8, SPARSE, "contiguous", [True, False]),  # the second holds no row of a branch that travels
     ],
-    ids=["nested", "ragged", "zigzag", "uneven", "dense"],
+    ids=["nested", "ragged", "zigzag", "uneven", "dense", "sparse"],
 )
 def test_what_joins(
     length: int, pattern: Pattern, spread: str, joins: list[bool], ranks: Callable[[int], Pool]
@@ -85,3 +113,59 @@ def _one_rank_breaks(at: int) -> tuple[str, str, float]:
 def test_an_exception_beside_what_travels(at: int, ranks: Callable[[int], Pool]) -> None:
     """Also in a branch that stays: what travels meanwhile is taken in all the same."""
     _assert_told(ranks(3).run(_one_rank_breaks, at), "ValueError", "kernel broke")
+
+
+def _memory_runs_out(ring: RingCase, step: str, at: int) -> Told:
+    """On rank 1, in call ``at`` of what brings rows together or results back."""
+    module, calls = ring.module(), 0
+    place = TorchOps if hasattr(TorchOps, step) else ringattn.ring
+    original = getattr(place, step)
+
+    def breaking(*args: object) -> object:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            raise torch.OutOfMemoryError("out of memory")
+        return original(*args)
+
+    if torch.distributed.get_rank() == 1:
+        setattr(place, step, breaking)
+    try:
+        leaves = _leaves(module, ring.case)
+        told = _told(lambda: module(*leaves).sum().backward())
+    finally:
+        setattr(place, step, original)
+    torch.distributed.barrier()
+    check_exact([ring])
+    return told
+
+
+APART = RingCase(Case(75, 4, 4, 4, 1, NESTED, True), "ring", "contiguous", ragged=True)
+SPREAD = RingCase(Case(72, 6, 6, 4, 2, pattern_of([12, 72], [2, 3]), True), "ulysses-ring", "contiguous", ulysses=2)
+
+
+@pytest.mark.parametrize(
+    ("ring", "step", "at"),
+    [
+        (FAULTY, "gather", 1),
+        (FAULTY, "gather", 2),
+        (FAULTY, "merge", 1),
+        (FAULTY, "gather_backward", 1),
+        (FAULTY, "scatter_sum", 1),
+        (APART, "gather_rows", 1),
+        (APART, "merge_rows", 1),
+        (APART, "gather_lse", 1),
+        (APART, "add_rows", 1),
+        (SPREAD, "gather_rows", 1),
+        (SPREAD, "merge_rows", 1),
+        (SPREAD, "gather_lse", 1),
+        (SPREAD, "add_rows", 1),
+    ],
+    ids=lambda value: f"{value.schedule}-{value.case.length}" if isinstance(value, RingCase) else None,
+)
+def test_memory_that_runs_out_around_the_kernels(
+    ring: RingCase, step: str, at: int, ranks: Callable[[int], Pool]
+) -> None:
+    """Before the first message as after the last: the others get what they wait for, and the group stays usable."""
+    told = ranks(4 if ring is SPREAD else 3).run(_memory_runs_out, ring, step, at)
+    _assert_told(told, "OutOfMemoryError", "out of memory")

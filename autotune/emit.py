@@ -51,6 +51,10 @@ def entry_of(result: CellResult) -> PlanEntry:
     failures = [_failure(plan, fault) for plan, fault in result.failures.items()]
     if result.choice is None:
         return PlanEntry(result.workload, failures=tuple(failures[:FAILURES_KEPT]), refusal=result.note or "refused")
+    if result.state == "inconclusive":  # numbers that are not to be believed are no evidence
+        return PlanEntry(
+            result.workload, choice=Choice(result.choice.tunables), failures=tuple(failures[:FAILURES_KEPT])
+        )
     return PlanEntry(
         workload=result.workload,
         choice=choice_of(result.choice),

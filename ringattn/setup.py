@@ -86,10 +86,14 @@ def probe_options(shape: ModuleShape) -> str:
     if shape.kv_heads != shape.heads:
         options.insert(1, f"--kv-heads {shape.kv_heads}")
     options.append("--causal" if shape.causal else "--no-causal")
-    if not shape.pattern.dense:
+    if shape.pattern.dense:
+        options.append("--dense")
+    else:
         segments = ",".join(str(branch.segment) for branch in shape.pattern.branches)
         rates = ",".join(str(branch.rate) for branch in shape.pattern.branches)
         options += [f"--segment-lengths {segments}", f"--dilation-rates {rates}"]
+    if shape.world > 1:
+        options.append(f"--nproc {shape.world}")
     return " ".join(options)
 
 

@@ -121,7 +121,7 @@ class PlanTable:
     def fallback_note(self, row: Row) -> str:
         """What to tell the user where the measured plan of a length does not serve it; "" where it does.
 
-        One text for all lengths beyond the measured ones, so that saying it once is enough.
+        One text for all lengths outside the measured ones, so that saying it once is enough.
         """
         what = f"{row.dtype} {row.mode}"
         instead = "a heuristic plan" if row.origin.startswith("heuristic") else "the next best plan"
@@ -132,7 +132,7 @@ class PlanTable:
         measured = _buckets(self.entries, row.dtype, row.mode)
         if row.bucket is not None or not measured:
             return f"{what}: no plan was measured for this module; a heuristic plan serves"
-        return f"{what}: measured from {measured[0]} to {measured[-1]} positions; beyond, a heuristic plan serves"
+        return f"{what}: measured from {measured[0]} to {measured[-1]} positions; outside, a heuristic plan serves"
 
     def _build(self, bucket: int | None, workload: Workload) -> Row:
         """Pure: the first that can run of the bucket's choices and the heuristic, for this workload."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -164,6 +165,8 @@ def probe(as_json: bool, **options: Any) -> None:
         dry_run=options["dry_run"],
     )
     with probe_observer() as observer:
+        if ranks > 1:
+            observer.note(f"starting {ranks} ranks and measuring the links between them")
         result = run_probe(request, observer)
     _print_result(result, as_json)
     if result.inconclusive:
@@ -201,11 +204,22 @@ def _print_result(result: ProbeResult, as_json: bool) -> None:
         console().print(terminal_summary(result.profile))
         done = "verified" if result.verified else "written"
         click.echo(f"\nProfile {done} in {format_duration(result.elapsed_s)}: {result.profile_path}")
-        click.echo("RingAttention(profile='auto') uses it from now on; 'ringtune report' makes a page of it.")
+        assert result.profile_path is not None
+        click.echo(f"{_how_to_use(result.profile_path)}; 'ringtune report {result.profile_path}' makes a page of it.")
     for line in result.inconclusive:
         warn(f"inconclusive: {line}")
     if result.inconclusive:
         warn("the profile leaves those cells at their default; probe again when the machine is quiet")
+
+
+def _how_to_use(path: Path) -> str:
+    """Whether the runtime finds the file by itself."""
+    from ringattn.profile_paths import home_folder, search_paths
+
+    found = {place.resolve() for _, place in search_paths(os.environ, home_folder())}
+    if found & {path.resolve(), path.resolve().parent}:
+        return "RingAttention(profile='auto') uses it from now on"
+    return f"RINGTUNE_PROFILE={path} or RingAttention(profile='{path}') uses it"
 
 
 def probe_document(result: ProbeResult) -> dict[str, object]:

@@ -74,7 +74,8 @@ def verify(
         elif result.stale:
             verdict = f"{plural(len(result.stale), 'winner')} no longer winning"
         else:
-            verdict = "every winner still wins"
+            winners = "the winners that could be judged" if result.inconclusive else "every winner"
+            verdict = f"{winners} still win" + ("" if result.inconclusive else "s")
         click.echo(f"{path}: {verdict} ({plural(len(result.cells), 'cell')}, {format_duration(result.elapsed_s)})")
     for line in result.stale:
         warn(f"stale: {line}")

@@ -20,6 +20,7 @@ from report_samples import evidence, gpu_profile, heuristic_profile, plan
 
 import autotune.probe
 from autotune.cli import cli
+from autotune.commands.probe import _how_to_use
 from autotune.exit_codes import DeviceBusy, ExitCode, Inconclusive, NoDevice, ProbeFailure, UsageFailure
 from autotune.probe import (
     CellReport,
@@ -240,6 +241,17 @@ def test_output_reaches_the_engine(asked: list[ProbeRequest], tmp_path: Path) ->
     assert ringtune("probe", "--output", tmp_path / "mine.yaml").exit_code == 0
     assert asked[0].output == tmp_path / "mine.yaml"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_profile_that_the_runtime_does_not_find_says_how_to_use_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RINGTUNE_PROFILE_PATH", str(tmp_path / "found"))
+    assert _how_to_use(tmp_path / "found" / "m.yaml") == "RingAttention(profile='auto') uses it from now on"
+    elsewhere = tmp_path / "m.yaml"
+    assert _how_to_use(elsewhere) == f"RINGTUNE_PROFILE={elsewhere} or RingAttention(profile='{elsewhere}') uses it"
+    monkeypatch.setenv("RINGTUNE_PROFILE", str(elsewhere))
+    assert "from now on" in _how_to_use(elsewhere)
 
 
 def test_every_field_of_the_request_can_be_asked_for() -> None:

@@ -91,6 +91,15 @@ def test_what_was_never_timed_has_no_evidence() -> None:
     assert choice_of(measured(QUICK, 0.0, count=0)).evidence is None
 
 
+def test_numbers_that_are_not_believed_are_no_evidence() -> None:
+    entry = entry_of(replace(RESULT, state="inconclusive"))
+    assert RESULT.choice is not None
+    assert entry.choice is not None
+    assert (entry.choice.tunables, entry.choice.evidence) == (RESULT.choice.tunables, None)
+    assert (entry.runners_up, entry.singles, entry.front) == ((), (), ())
+    assert entry.failures
+
+
 def test_a_refusal_is_a_row_with_its_reason() -> None:
     entry = entry_of(CellResult(CELL, "refused", note="nothing runs", failures=RESULT.failures))
     assert entry.choice is None

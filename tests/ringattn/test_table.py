@@ -21,6 +21,7 @@ from ringattn.hardware import HardwareFacts
 from ringattn.plan import NO_WISHES, Conditions, Wishes
 from ringattn.profile import Choice, Fingerprint, PlanEntry, Policy
 from ringattn.profile_io import save_profile
+from ringattn.setup import probe_options
 from ringattn.table import ModuleShape, PlanTable, Row, as_wished, build_table, fitted
 from ringattn.workload import BranchTunables, Tunables, Workload, nearest_bucket, not_narrower
 
@@ -421,7 +422,7 @@ def test_beyond_the_measured_lengths_the_heuristic_serves_and_is_said_once(said:
         assert module.plan_for(length, "fp32", False).tunables.branches[0].forward == "flash-cpu"
     (record,) = said.records
     assert record.levelname == "WARNING"
-    assert record.getMessage() == "fp32 infer: measured from 64 to 128 positions; beyond, a heuristic plan serves"
+    assert record.getMessage() == "fp32 infer: measured from 64 to 128 positions; outside, a heuristic plan serves"
 
 
 def test_a_runner_up_is_said_once(
@@ -447,3 +448,18 @@ def test_dtype_auto_computes_in_what_was_measured_to_be_good_enough() -> None:
     expected = Case(64).module(backend="math")(q.bfloat16(), k.bfloat16(), v.bfloat16())
     assert torch.equal(out, expected.float())
     assert torch.equal(Case(64).module(profile=profile)(q, k, v), Case(64).module(backend="math")(q, k, v))
+
+
+@pytest.mark.parametrize(
+    ("changes", "options"),
+    [
+        ({}, "--heads 4 --head-dim 32 --causal --dense"),
+        ({"kv_heads": 2, "causal": False}, "--heads 4 --kv-heads 2 --head-dim 32 --no-causal --dense"),
+        (
+            {"pattern": pattern_of([64, 128], [1, 2]), "world": 3},
+            "--heads 4 --head-dim 32 --causal --segment-lengths 64,128 --dilation-rates 1,2 --nproc 3",
+        ),
+    ],
+)
+def test_the_hint_asks_for_this_module_and_nothing_else(changes: dict[str, Any], options: str) -> None:
+    assert probe_options(replace(ModuleShape(4, 4, 32, True, DENSE), **changes)) == options

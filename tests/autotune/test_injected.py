@@ -95,7 +95,7 @@ def test_a_real_probe_survives_everything_and_says_what_happened(
     result = probe(request, SilentObserver(), edge)
     took_s = time.monotonic() - begin
 
-    assert took_s <= 1.5 * budget_s  # it ends; how closely it keeps the budget depends on how long workers take to start
+    assert took_s <= 1.5 * budget_s  # it ends; starting workers again takes as long as the machine takes
     assert (tmp_path / "killed-once").exists()
     assert (tmp_path / "stopped-once").exists()
     (cell,) = result.cells

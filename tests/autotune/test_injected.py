@@ -72,7 +72,9 @@ def test_a_real_probe_survives_everything_and_says_what_happened(
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setitem(HANG_S, "cpu", 4.0)
-    budget_s = 60.0  # seven restarts of a worker and two hangs; the measurements alone need five seconds
+    # Seven restarts of a worker, of 3 s each or, where Python has yet to compile torch, 7 s; two hangs; the measurements
+    # alone need five seconds.
+    budget_s = 80.0
     request = ProbeRequest(
         output=tmp_path / "here.yaml", device="cpu", budget_s=budget_s, modes=("train",), seq_lens=(64,), heads=1,
         head_dim=32,
@@ -95,7 +97,7 @@ def test_a_real_probe_survives_everything_and_says_what_happened(
     result = probe(request, SilentObserver(), edge)
     took_s = time.monotonic() - begin
 
-    assert took_s <= 1.5 * budget_s  # it ends; starting workers again takes as long as the machine takes
+    assert took_s <= 1.1 * budget_s
     assert (tmp_path / "killed-once").exists()
     assert (tmp_path / "stopped-once").exists()
     (cell,) = result.cells

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,25 +19,19 @@ from .comm import Comm, Pending
 from .layout import Share, joined, length_of, rows_within
 
 
-@dataclass(frozen=True, slots=True)
 class HeadExchange:
-    """``members`` are the ranks that exchange, ``me`` this one's place among them, ``parts`` what each holds."""
+    """``members`` are the ranks that exchange, ``parts`` what each of them holds, in ``groups`` of heads."""
 
-    comm: Comm
-    members: tuple[int, ...]
-    me: int
-    parts: tuple[Share, ...]
-    groups: int
-
-    @property
-    def _lengths(self) -> list[int]:
-        """How many rows each member holds."""
-        return [length_of(part) for part in self.parts]
-
-    @property
-    def share(self) -> Share:
-        """What the members hold together."""
-        return joined([span for part in self.parts for span in part])
+    def __init__(self, comm: Comm, members: tuple[int, ...], parts: tuple[Share, ...], groups: int) -> None:
+        self._comm, self._members, self._groups = comm, members, groups
+        self._lengths = [length_of(part) for part in parts]
+        share = joined([span for part in parts for span in part])
+        # Of every member's spans, in its order: where each begins among the rows of all, and how long it is.
+        self._spans = [[(rows_within(span, share), span.length) for span in part] for part in parts]
+        ends = [(part[0].begin, part[-1].end) for part in parts]
+        touching = all(a[1] == b[0] for a, b in itertools.pairwise(ends))
+        # The rows of all members, one member after the other, are the rows of all in ascending position.
+        self._ascending = touching and all(len(part) == 1 for part in parts)
 
     def spread(self, tensors: Sequence[Tensor], group: int, dtype: torch.dtype) -> tuple[Pending, list[Tensor]]:
         """Starts to bring a head group of each (B, S, heads, D) tensor here: (B, T, heads / degree / groups, D).
@@ -46,21 +39,21 @@ class HeadExchange:
         They travel as one message in ``dtype``, and are views of one buffer, valid after ``wait``.
         """
         batch, length, _, head_dim = tensors[0].shape
-        counts = [x.shape[2] // len(self.members) // self.groups for x in tensors]
+        counts = [x.shape[2] // len(self._members) // self._groups for x in tensors]
         heads = sum(counts)
 
         def empty(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=tensors[0].device)
 
-        sent = empty(len(self.members), batch, length, heads, head_dim)
+        sent = empty(len(self._members), batch, length, heads, head_dim)
         for x, part in zip(tensors, torch.split(sent, counts, 3), strict=True):
             part.copy_(self._by_member(x, group).permute(2, 0, 1, 3, 4))
-        rows = empty(batch, length_of(self.share), heads, head_dim)
+        rows = empty(batch, sum(self._lengths), heads, head_dim)
         arriving, after = rows, list[Callable[[], object]]()
         if not self._in_order(batch):
             arriving = empty(*rows.shape)
             after = [lambda there=there, here=here: there.copy_(here) for there, here in self._pieces(rows, arriving)]  # type: ignore[misc]
-        mine = [length] * len(self.members)
+        mine = [length] * len(self._members)
         return self._start(sent, arriving, mine, self._lengths, after), list(torch.split(rows, counts, 2))
 
     def collect(self, result: Tensor, target: Tensor, group: int) -> Pending:
@@ -75,32 +68,29 @@ class HeadExchange:
             sent = torch.empty_like(result, memory_format=torch.contiguous_format)
             for here, there in self._pieces(result, sent):
                 there.copy_(here)
-        arriving = result.new_empty(len(self.members), batch, length, heads, head_dim)
+        arriving = result.new_empty(len(self._members), batch, length, heads, head_dim)
         place = self._by_member(target, group).permute(2, 0, 1, 3, 4)
-        mine = [length] * len(self.members)
+        mine = [length] * len(self._members)
         return self._start(sent, arriving, self._lengths, mine, [lambda: place.copy_(arriving)])
 
     def _by_member(self, x: Tensor, group: int) -> Tensor:
         """(B, S, M, heads of the group, D) of a (B, S, all heads, D) tensor, in place."""
-        return torch.unflatten(x, 2, (len(self.members), self.groups, -1))[:, :, :, group]
+        return torch.unflatten(x, 2, (len(self._members), self._groups, -1))[:, :, :, group]
 
     def _in_order(self, batch: int) -> bool:
-        """Whether the rows of all members, one member after the other, are the rows of all in ascending position."""
-        ends = [(part[0].begin, part[-1].end) for part in self.parts]
-        whole = all(len(part) == 1 for part in self.parts)
-        return batch == 1 and whole and all(a[1] == b[0] for a, b in itertools.pairwise(ends))
+        """Whether what arrives, member after member, is the rows of all as they are wanted."""
+        return batch == 1 and self._ascending
 
     def _pieces(self, rows: Tensor, by_member: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Where each span of each member lies: in (B, T, heads, D) ``rows`` of ascending position, and in memory that
         holds member after member, each (B, its S, heads, D)."""
         batch, _, heads, head_dim = rows.shape
         chunks = torch.split(by_member.view(-1), [batch * length * heads * head_dim for length in self._lengths])
-        for part, length, chunk in zip(self.parts, self._lengths, chunks, strict=True):
+        for spans, length, chunk in zip(self._spans, self._lengths, chunks, strict=True):
             own, row = chunk.view(batch, length, heads, head_dim), 0
-            for span in part:
-                begin = rows_within(span, self.share)
-                yield rows[:, begin : begin + span.length], own[:, row : row + span.length]
-                row += span.length
+            for begin, count in spans:
+                yield rows[:, begin : begin + count], own[:, row : row + count]
+                row += count
 
     def _start(
         self,
@@ -114,7 +104,7 @@ class HeadExchange:
         row_bytes = sent.nbytes // sum(rows_to)
 
         def by_rank(rows: Sequence[int]) -> list[int]:
-            of_rank = dict(zip(self.members, rows, strict=True))
-            return [of_rank.get(rank, 0) * row_bytes for rank in range(self.comm.size)]
+            of_rank = dict(zip(self._members, rows, strict=True))
+            return [of_rank.get(rank, 0) * row_bytes for rank in range(self._comm.size)]
 
-        return self.comm.all_to_all(sent, arriving, by_rank(rows_to), by_rank(rows_from), after)
+        return self._comm.all_to_all(sent, arriving, by_rank(rows_to), by_rank(rows_from), after)

@@ -62,7 +62,7 @@ class RingProgram:
         ring_place, place = divmod(comm.rank, degree)
         members = tuple(range(ring_place * degree, (ring_place + 1) * degree))
         groups = max(1, tunables.head_groups) if degree > 1 else 1
-        self._exchange = HeadExchange(comm, members, place, parts[members[0] : members[-1] + 1], groups)
+        self._exchange = HeadExchange(comm, members, parts[members[0] : members[-1] + 1], groups)
         self._spreads = degree > 1
         kernels = tuple(_kernels(plan, branch, scale) for branch in tunables.branches)
         rank_of = tuple(range(place, comm.size, degree))

@@ -99,7 +99,8 @@ class WorkerEvaluator:
             try:
                 self._send(Request("block", cell, rest))
                 with self._counting_losses():
-                    disturbances += self._collect(results, len(order), timeout_s)
+                    disturbances += self._collect(results, timeout_s)
+                assert len(results) == len(order)
             except Died as died:
                 if died.struck and len(results) not in struck_at:
                     struck_at.add(len(results))
@@ -107,7 +108,8 @@ class WorkerEvaluator:
                     results.append(died.fault)
         return Block(tuple(results), disturbances)
 
-    def _collect(self, results: list[Sample | Fault], wanted: int, timeout_s: float) -> tuple[str, ...]:
+    def _collect(self, results: list[Sample | Fault], timeout_s: float) -> tuple[str, ...]:
+        """Adds what the worker says of a block to ``results``, and returns what disturbed it; raises Died."""
         while True:
             message = self._receive(timeout_s)
             if message.kind == "result":
@@ -116,7 +118,6 @@ class WorkerEvaluator:
                 if isinstance(message.value, Fault):  # it gave up after a sticky error
                     self._kill()
                     raise Died(message.value)
-                assert len(results) == wanted
                 disturbances: tuple[str, ...] = message.value
                 return disturbances
 

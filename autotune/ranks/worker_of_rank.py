@@ -48,14 +48,8 @@ class RankWorker(WorkerEvaluator):
         results: list[Sample | Fault] = []
         try:
             self._send(Request("block", cell, plans, lockstep=True))
-            while True:
-                message = self._receive(timeout_s)
-                if message.kind == "result":
-                    results.append(message.value)
-                elif message.kind == "done":
-                    if isinstance(message.value, Fault):  # it gave up after a sticky error
-                        raise Died(message.value)
-                    return Block(tuple(results), message.value)
+            disturbances = self._collect(results, timeout_s)
+            return Block(tuple(results), disturbances)
         except Died as died:
             self.struck = died.struck
             return Block((*results, died.fault))

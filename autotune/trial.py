@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 START_TIMEOUT_S = 120.0  # importing torch from a cold disk, making a CUDA context
 STOP_TIMEOUT_S = 5.0
+HELD_S = 3.0  # a worker that a signal has stopped for so long is not waited for, however long its work may take
+_LOOK_S = 0.5  # how often it is looked whether one has
 ATTEMPTS = 2  # a worker that somebody else killed or stopped says nothing of its candidate, at first
 _TAIL_BYTES = 2000
 
@@ -197,13 +199,15 @@ class WorkerEvaluator:
 
     def _receive(self, timeout_s: float, phase: str = "") -> Message:
         assert self._connection is not None
+        began = time.monotonic()
         try:
-            if not self._connection.poll(timeout_s):
+            if not self._has_spoken(timeout_s):
                 stopped = self._is_stopped()
+                waited_s = min(timeout_s, time.monotonic() - began)
                 self._kill()
                 why = ", at work on the reference" if phase == "reference" else ""
                 why += ": the worker was stopped by a signal" if stopped else ""
-                raise Died(Fault("timeout", f"no answer within {timeout_s:.1f} s{why}"), struck=stopped)
+                raise Died(Fault("timeout", f"no answer within {waited_s:.1f} s{why}"), struck=stopped)
             message: Message = self._connection.recv()
         except (EOFError, ConnectionResetError):
             raise self._obituary() from None
@@ -214,6 +218,19 @@ class WorkerEvaluator:
             self._kill()
             raise DeviceError(message.value)
         return message
+
+    def _has_spoken(self, timeout_s: float) -> bool:
+        """Waits for the worker's next word, but not for one that a signal holds."""
+        assert self._connection is not None
+        now = time.monotonic()
+        end, at_work = now + timeout_s, now
+        while now < end and now - at_work < HELD_S:
+            if self._connection.poll(min(_LOOK_S, end - now)):
+                return True
+            now = time.monotonic()
+            if not self._is_stopped():
+                at_work = now
+        return self._connection.poll(0)
 
     def _is_stopped(self) -> bool:
         """Whether the worker is held by SIGSTOP or its like, which no candidate does to itself."""

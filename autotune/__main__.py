@@ -1,7 +1,66 @@
-"""``python -m autotune`` is ``ringtune``, also where nothing is installed."""
+"""``python -m autotune`` is ``ringtune``, also where nothing is installed.
 
+This is where the command begins, so that Ctrl-C is answered while its parts are still imported.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
 import sys
+from types import FrameType
+from typing import NoReturn
 
-from .cli import main
+INTERRUPTED = 130  # of exit_codes, which is not imported yet
 
-sys.exit(main())
+
+def answer_interrupts() -> None:
+    """From now on Ctrl-C before torch is there ends the process with one line; later it is a KeyboardInterrupt.
+
+    One that is raised while torch is imported comes out of the middle of C++, as a crash or a traceback. Nothing has
+    begun by then that needs an ending.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, or somebody else's
+        signal.signal(signal.SIGINT, _interrupt)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    if _is_importing(frame) and not _has_torch():
+        _say_and_leave()
+    signal.default_int_handler(number, frame)
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _has_torch() -> bool:
+    """Whether all of it has been imported."""
+    spec = getattr(sys.modules.get("torch"), "__spec__", None)
+    return spec is not None and not getattr(spec, "_initializing", False)
+
+
+def _say_and_leave() -> NoReturn:
+    """As ``cli`` does it, but past everything that may be half imported."""
+    sys.stderr.write("Error: interrupted\n")
+    if "--json" in sys.argv:
+        sys.stdout.write(f'{{"error": "interrupted", "exit_code": {INTERRUPTED}}}\n')
+    sys.stderr.flush()
+    sys.stdout.flush()
+    os._exit(INTERRUPTED)
+
+
+def main() -> NoReturn:
+    """The console script."""
+    answer_interrupts()
+    from .cli import main as run
+
+    run()
+
+
+if __name__ == "__main__":
+    main()

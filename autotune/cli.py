@@ -135,7 +135,7 @@ for _command in (probe, show, report, explain, which, validate, verify, doctor):
 
 
 def main() -> NoReturn:
-    """The console script. Ends the process with one of the exit codes above."""
+    """What ``__main__`` calls. Ends the process with one of the exit codes above."""
     try:
         cli.main(prog_name="ringtune")
     except KeyboardInterrupt:  # before a command had begun

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from ringattn.profile import Choice, Evidence, Failure, PlanEntry
+    from ringattn.hardware import HardwareFacts
+    from ringattn.profile import Choice, Evidence, Failure, PlanEntry, Profile
     from ringattn.setup import Setup
     from ringattn.table import PlanTable, Row
     from ringattn.workload import Tunables, Workload
@@ -44,10 +45,38 @@ class Explanation:
     kernels: tuple[KernelVerdict, ...]
     failures: tuple[Failure, ...]
     why: str
+    foreign: str = ""  # why the profile would not be used here; then all else is as on the machine it is of
 
 
-def explain_workload(workload: Workload, setup: Setup, table: PlanTable) -> Explanation:
-    """The runtime's own answer for ``workload`` (its table is asked, nothing is decided here), taken apart."""
+def why_foreign(profile: Profile, facts: HardwareFacts) -> str:
+    """Why a measured profile is of another kind of machine than this; empty for one that serves it, or any rule."""
+    from ringattn.resolve import misfit
+
+    return misfit(profile, facts) if profile.source == "measured" else ""
+
+
+def facts_of(profile: Profile) -> HardwareFacts:
+    """The machine on which ``profile`` was measured, with the packages that it names or whose kernels it has timed."""
+    from ringattn.hardware import OPTIONAL_PACKAGES, HardwareFacts
+    from ringattn.kernels import KERNELS
+
+    from .report import recorded_choices
+
+    made = {
+        f.name: getattr(profile.fingerprint, f.name) for f in fields(profile.fingerprint) if f.name != "link_speeds"
+    }
+    choices = [choice for entry in profile.plans for choice in recorded_choices(entry)]
+    used = {name for choice in choices for b in choice.tunables.branches for name in (b.forward, b.backward)}
+    there = {name for name, _ in profile.software} | {KERNELS[name].package for name in used if name in KERNELS}
+    packages = tuple(name for name in OPTIONAL_PACKAGES if name in there)
+    return HardwareFacts(**made, software=profile.software, packages=packages)
+
+
+def explain_workload(workload: Workload, setup: Setup, table: PlanTable, foreign: str = "") -> Explanation:
+    """The runtime's own answer for ``workload`` (its table is asked, nothing is decided here), taken apart.
+
+    ``foreign`` is what ``why_foreign`` says of the profile.
+    """
     row = table.plan_at(workload.seq_len, workload.dtype, workload.train, workload.batch)
     entry = _entry_of(setup.entries, row)
     tunables = row.plan.tunables if row.plan is not None else None
@@ -57,7 +86,7 @@ def explain_workload(workload: Workload, setup: Setup, table: PlanTable) -> Expl
         device_name=setup.facts.device_name,
         path=setup.resolution.path if setup.resolution is not None else "",
         tier=setup.resolution.tier if setup.resolution is not None else "heuristic",
-        trace=setup.trace,
+        trace=_trace(setup, foreign),
         bucket=row.bucket,
         origin=row.origin,
         tunables=tunables,
@@ -67,12 +96,32 @@ def explain_workload(workload: Workload, setup: Setup, table: PlanTable) -> Expl
         kernels=_kernel_verdicts(workload, tunables, setup, entry),
         failures=entry.failures if entry is not None else (),
         why=_why(row, setup, entry, chosen),
+        foreign=foreign,
     )
+
+
+def _trace(setup: Setup, foreign: str) -> tuple[str, ...]:
+    """What was looked at; a foreign profile's own line says what it is here and not what it would be there."""
+    if not foreign or setup.resolution is None:
+        return setup.trace
+    path = setup.resolution.path
+    own = f"{path}: explained as on its own machine, not used on this one: {foreign}"
+    return tuple(own if line.startswith(f"{path} (argument): ") else line for line in setup.trace)
 
 
 def _entry_of(entries: tuple[PlanEntry, ...], row: Row) -> PlanEntry | None:
     key = (row.bucket, row.dtype, row.mode)
     return next((e for e in entries if (e.workload.seq_len, e.workload.dtype, e.workload.mode) == key), None)
+
+
+def _other_ranks(row: Row, setup: Setup) -> str:
+    """Which numbers of ranks a profile has plans for, where it has none for the number asked for."""
+    assert setup.resolution is not None
+    assert setup.resolution.profile is not None
+    worlds = sorted({entry.workload.world for entry in setup.resolution.profile.plans})
+    if not worlds or setup.shape.world in worlds:
+        return ""
+    return f", its plans are for --nproc {' or '.join(map(str, worlds))}"
 
 
 def _choice_of(entry: PlanEntry | None, tunables: Tunables | None) -> Choice | None:
@@ -99,9 +148,8 @@ def _why(row: Row, setup: Setup, entry: PlanEntry | None, chosen: Choice | None)
             return f"the profile measured {measured} of this kind, this length is outside; the heuristic decides"
         if setup.resolution is None or setup.resolution.profile is None:
             return "no measured profile serves this machine; the heuristic decides"
-        return (
-            "the profile measured nothing of this kind (pattern, causal, head_dim, mode, dtype); the heuristic decides"
-        )
+        kind = "pattern, causal, head_dim, mode, dtype, number of ranks"
+        return f"the profile measured nothing of this kind ({kind}){_other_ranks(row, setup)}; the heuristic decides"
     assert row.bucket is not None
     near = f"the nearest measured length is {format_length(row.bucket)}"
     if entry is None or chosen is None or chosen.evidence is None:
@@ -145,22 +193,17 @@ def _reasons(
     name: str, direction: Direction, workload: Workload, tunables: Tunables | None, setup: Setup
 ) -> tuple[str, ...]:
     """Why a kernel cannot serve every branch in this direction, in the plan's dtype; each reason once."""
-    from ringattn.plan import kernel_need, kernel_reasons
+    from ringattn.plan import ORDINARY, kernel_need, kernel_needs, kernel_reasons
 
-    dtype = tunables.dtype if tunables is not None else setup.policy.dtype_for(workload.dtype)
+    facts, backward = setup.facts, direction == "backward"
     found: list[str] = []
     for number in range(len(workload.pattern.resolved(workload.seq_len))):
-        need = kernel_need(
-            workload,
-            number,
-            dtype,
-            arch=setup.facts.arch,
-            vendor=setup.facts.vendor,
-            gather=tunables.branches[number].gather if tunables is not None else "view",
-            window_tokens=tunables.window_tokens if tunables is not None else None,
-            backward=direction == "backward",
-        )
-        found += kernel_reasons(name, need, setup.facts)
+        if tunables is not None:
+            needs = kernel_needs(workload, tunables, number, facts, backward=backward, conditions=ORDINARY)
+        else:
+            dtype = setup.policy.dtype_for(workload.dtype)
+            needs = (kernel_need(workload, number, dtype, arch=facts.arch, vendor=facts.vendor, backward=backward),)
+        found += [reason for need in needs for reason in kernel_reasons(name, need, facts)]
     return tuple(dict.fromkeys(found))
 
 
@@ -207,8 +250,10 @@ def explanation_summary(explanation: Explanation) -> RenderableType:
     rows = [
         ("Workload", str(e.workload)),
         ("Machine", e.device_name),
-        ("Profile", f"{e.path or 'built in'} (tier {e.tier})"),
+        ("Profile", f"{e.path or 'built in'} ({'of another machine' if e.foreign else f'tier {e.tier}'})"),
     ]
+    if e.foreign:
+        rows.append(("Not here", f"the profile would not be used on this machine: it was {e.foreign}"))
     rows += [("Plan", f"{plan}  [{e.origin}]"), ("Why", e.why)]
     if e.evidence is not None:
         v = e.evidence

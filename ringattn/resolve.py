@@ -34,6 +34,7 @@ __all__ = [
     "built_in_heuristic",
     "collect",
     "entries_for",
+    "misfit",
     "resolve",
     "search_paths",
 ]
@@ -143,6 +144,11 @@ def _match(profile: Profile, facts: HardwareFacts, world: int) -> _Match:
         return _Match("same-silicon", f"the same device; {', '.join(changed)}", float(len(changed)))
     tier: Tier = "same-sku" if made.sku == here.sku and not _is_other_class(made, here, world) else "nearest"
     return _Match(tier, ", ".join(differences), _log_distance(made, here))
+
+
+def misfit(profile: Profile, facts: HardwareFacts) -> str:
+    """Why a measured profile cannot serve this machine at all; empty where it can, in whatever tier."""
+    return _misfit(profile.fingerprint, Fingerprint.of(facts))
 
 
 def _misfit(made: Fingerprint, here: Fingerprint) -> str:

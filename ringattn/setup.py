@@ -100,7 +100,11 @@ def probe_options(shape: ModuleShape) -> str:
 def set_up(profile: Any, device: Any, shape: ModuleShape) -> Setup:
     """Reads the device and the profiles; see ``RingAttention`` for what may be asked and what is raised."""
     target = device_of(device)
-    facts = detect(target)
+    return set_up_for(detect(target), profile, target, shape)
+
+
+def set_up_for(facts: HardwareFacts, profile: Any, target: torch.device, shape: ModuleShape) -> Setup:
+    """The same for a device of which these are the facts, also one that is not here."""
     named = isinstance(profile, (Profile, Path)) or (isinstance(profile, str) and profile != "auto")
     if not (profile is None or named or profile == "auto"):
         raise InputError(f"profile is {profile!r}; use 'auto', a path, a Profile, or None for the heuristic alone")

@@ -15,7 +15,9 @@ from .options import (
     json_option,
     pattern_options,
     profile_argument,
+    ranks_asked,
     shape_options,
+    world_option,
 )
 
 
@@ -38,35 +40,59 @@ from .options import (
     help="Input dtype.  [default: bf16 on a GPU, fp32 on a CPU]",
 )
 @device_option
+@world_option
 @json_option
 def explain(profile: Path | None, as_json: bool, **asked: Any) -> None:
     """Explain the plan for one workload: which profile, which row, and why not every other kernel.
 
     PROFILE is what this machine resolves unless given. The plan printed is
-    the one that RingAttention would run.
+    the one that RingAttention would run; of a PROFILE that was measured on
+    another kind of machine, the one that it would run there. With several
+    ranks the length is that of one rank.
 
     \b
         ringtune explain --seq-len 16384 --heads 16 --head-dim 128
         ringtune explain --segment-lengths 2048,4096 --dilation-rates 1,2 --mode infer
+        ringtune explain --nproc 4 --seq-len 16384 --heads 32 --head-dim 128
     """
     check_pattern(asked["segment_lengths"], asked["dilation_rates"])
     heads, kv_heads = asked["heads"], asked["kv_heads"] or asked["heads"]
     check_shape(heads, kv_heads)
 
-    from ringattn.setup import set_up
+    from ringattn.hardware import detect
+    from ringattn.layout import resolve_layout
+    from ringattn.plan import Conditions
+    from ringattn.profile_io import load_profile
+    from ringattn.setup import device_of, set_up_for
     from ringattn.table import ModuleShape, build_table
     from ringattn.workload import Pattern
 
-    from ..explain import explain_workload, explanation_summary
+    from ..explain import explain_workload, explanation_summary, facts_of, why_foreign
     from ..terminal import console, emit_json
 
+    target = device_of(asked["device"])
+    facts, foreign = detect(target), ""
+    if profile is not None:
+        named = load_profile(profile)
+        foreign = why_foreign(named, facts)
+        facts = facts_of(named) if foreign else facts
     pattern = Pattern.of(asked["segment_lengths"], asked["dilation_rates"])
-    shape = ModuleShape(heads, kv_heads, asked["head_dim"], asked["causal"], pattern)
-    setup = set_up("auto" if profile is None else profile, asked["device"], shape)
-    table = build_table(shape, setup.entries, setup.policy, setup.facts, strict=setup.named, place_of=setup.place_of)
+    ranks = ranks_asked(asked["nproc"], facts)
+    shape = ModuleShape(heads, kv_heads, asked["head_dim"], asked["causal"], pattern, world=ranks)
+    setup = set_up_for(facts, "auto" if profile is None else profile, target, shape)
+    layouts = [entry.choice.tunables.layout for entry in setup.entries if entry.choice is not None]
+    table = build_table(
+        shape,
+        setup.entries,
+        setup.policy,
+        setup.facts,
+        conditions=Conditions(layout=resolve_layout("auto", pattern, asked["causal"], layouts) if ranks > 1 else ""),
+        strict=setup.named and not foreign,
+        place_of=setup.place_of,
+    )
     dtype = asked["dtype"] or ("fp32" if setup.facts.vendor == "cpu" else "bf16")
     workload = shape.workload(asked["seq_len"], dtype, asked["mode"] == "train", asked["batch_size"])
-    explanation = explain_workload(workload, setup, table)
+    explanation = explain_workload(workload, setup, table, foreign)
     if as_json:
         emit_json(explanation)
     else:

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 from ..exit_codes import ExitCode, ProbeFailure
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ringattn.hardware import HardwareFacts
     from ringattn.profile import Profile
     from ringattn.resolve import Resolution
 
@@ -20,13 +23,19 @@ TIER_MEANINGS = {
 }
 
 
-def resolve_here(device: str | None, ranks: int = 1) -> tuple[Resolution, tuple[str, ...]]:
-    """What this machine resolves, and notes on files that were skipped. Imports torch, for the machine's facts."""
+def resolve_here(
+    device: str | None, ranks: int | Callable[[HardwareFacts], int] = 1
+) -> tuple[Resolution, tuple[str, ...]]:
+    """What this machine resolves, and notes on files that were skipped. Imports torch, for the machine's facts.
+
+    ``ranks`` may be made of them.
+    """
     from ringattn.hardware import detect
     from ringattn.resolve import collect, resolve
 
     located, notes = collect()
-    return resolve(located, detect(device), world=ranks), notes
+    facts = detect(device)
+    return resolve(located, facts, world=ranks if isinstance(ranks, int) else ranks(facts)), notes
 
 
 def chosen_profile_path(named: Path | None, device: str | None, ranks: int = 1) -> Path:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import click
 
 from ..exit_codes import ExitCode
-from .options import device_option, json_option
+from .options import device_option, json_option, ranks_asked, world_option
 
 
 @click.command(short_help="Print the profile this machine uses.")
 @click.option("--path-only", is_flag=True, help="Print the file and nothing else.")
 @device_option
+@world_option
 @json_option
-def which(path_only: bool, device: str | None, as_json: bool) -> None:
+def which(path_only: bool, device: str | None, nproc: str | None, as_json: bool) -> None:
     """Print which profile this machine uses, and how well it fits.
 
     Exit code 4 says that nothing measured fits and the heuristic decides;
@@ -29,7 +30,7 @@ def which(path_only: bool, device: str | None, as_json: bool) -> None:
 
     if path_only and as_json:
         raise click.UsageError("--path-only and --json exclude each other")
-    resolution, notes = resolve_here(device)
+    resolution, notes = resolve_here(device, lambda facts: ranks_asked(nproc, facts))
     measured = resolution.profile is not None
     for note in notes:
         warn(f"warning: {note}")
@@ -44,5 +45,6 @@ def which(path_only: bool, device: str | None, as_json: bool) -> None:
                     click.echo(f"  {plain(line)}")
     if not measured:
         if not as_json:
-            warn("No measured profile serves this machine; `ringtune probe` makes one.")
+            over = f" --nproc {nproc}" if nproc else ""
+            warn(f"No measured profile serves this machine; `ringtune probe{over}` makes one.")
         raise click.exceptions.Exit(ExitCode.NO_PROFILE)

@@ -802,9 +802,8 @@ def test_explain_says_why_the_heuristic_decides(at_home: Path) -> None:
     assert "no measured profile serves this machine" in explained(*SHAPE, "--seq-len", "512")["why"]
 
 
-def test_explain_takes_a_profile_and_refuses_one_of_another_machine(at_home: Path, gpu_file: Path) -> None:
+def test_explain_takes_a_profile(at_home: Path) -> None:
     assert explained(at_home, *SHAPE, "--seq-len", "512")["path"] == str(at_home)
-    assert "does not fit this machine" in one_line_error(ringtune("explain", gpu_file, *SHAPE), 1)
 
 
 def test_explain_covers_dilated_patterns(at_home: Path) -> None:

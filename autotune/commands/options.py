@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+
+if TYPE_CHECKING:
+    from ringattn.hardware import HardwareFacts
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -54,6 +57,25 @@ def positive_number(value: str | float) -> float:
     return number
 
 
+def seconds(value: str | float) -> float:
+    """A time in seconds; a unit may be given: ``90``, ``90s``, ``3m``."""
+    text = str(value).strip().lower()
+    try:
+        number = 60 * float(text[:-1]) if text.endswith("m") else float(text.removesuffix("s"))
+    except ValueError:
+        number = -1.0
+    if not 0 < number < float("inf"):
+        raise click.BadParameter(f"{value!r} is not a number above 0 of seconds, such as 90, 90s or 3m")
+    return number
+
+
+budget_option = click.option(
+    "--budget",
+    type=seconds,
+    metavar="SECONDS",
+    help="Seconds to spend once torch is loaded; 90s and 3m work, too.  [default: what --effort says]",
+)
+
 POSITIVE = click.IntRange(min=1)
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
@@ -81,6 +103,23 @@ nproc_option = click.option(
     help="Start N ranks here that hold one sequence together, one to a GPU, and treat them as one; torchrun can start "
     "them, too.  [default: 1]",
 )
+
+world_option = click.option(
+    "--nproc",
+    type=process_count,
+    metavar="N|gpu",
+    help="Ranks that hold one sequence together; gpu: as many as there are GPUs.  [default: 1]",
+)
+
+
+def ranks_asked(nproc: str | None, facts: HardwareFacts) -> int:
+    """The number of ranks that ``world_option`` asks about, on a machine with these facts; nothing is started."""
+    if nproc != "gpu":
+        return int(nproc or 1)
+    if facts.vendor == "cpu":
+        raise click.UsageError(f"--nproc gpu: {facts.device_name} is no GPU; give a number of ranks")
+    return facts.device_count
+
 
 profile_argument = click.argument("profile", required=False, type=click.Path(path_type=Path, readable=False))
 

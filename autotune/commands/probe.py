@@ -12,6 +12,7 @@ import click
 from ..exit_codes import ExitCode, ProbeFailure
 from .options import (
     POSITIVE,
+    budget_option,
     check_pattern,
     check_shape,
     device_option,
@@ -44,9 +45,7 @@ MODES: dict[str, tuple[Mode, ...]] = {"train": ("train",), "infer": ("infer",), 
     show_default=True,
     help="How long to search; only full tries the kernels' tile shapes.",
 )
-@click.option(
-    "--budget", type=positive_number, metavar="SECONDS", help="Seconds to spend.  [default: what --effort says]"
-)
+@budget_option
 @click.option(
     "--mode",
     type=click.Choice(list(MODES)),
@@ -119,6 +118,16 @@ def probe(as_json: bool, **options: Any) -> None:
         torchrun --standalone --nproc-per-node 4 -m autotune probe
 
     With several ranks lengths are those of one rank.
+
+    Exit code 6 says that some cells could not be measured, or that none
+    could, and then that no profile was written. torchrun makes 1 and a
+    traceback of its own of any code but 0; started by it, a probe that wrote
+    its profile ends with 0. Where the code matters, use --nproc.
+
+    Beside the profile stays PROFILE.journal, with which an interrupted probe
+    goes on, and PROFILE.journal.writer, which keeps two probes from writing
+    one. While no probe runs both may be deleted; an interrupted one then
+    starts over.
     """
     check_shape(options["heads"], options["kv_heads"])
     check_pattern(options["segment_lengths"], options["dilation_rates"])
@@ -129,6 +138,7 @@ def probe(as_json: bool, **options: Any) -> None:
 
     from ..probe import ProbeRequest, run_probe
     from ..progress import probe_observer
+    from ..ranks.place import started_by_torchrun
     from ..ranks.surroundings import follow_rank_0, is_follower, ranks_of
 
     ranks = ranks_of(options["nproc"], options["device"])
@@ -169,7 +179,7 @@ def probe(as_json: bool, **options: Any) -> None:
             observer.note(f"starting {ranks} ranks and measuring the links between them")
         result = run_probe(request, observer)
     _print_result(result, as_json)
-    if result.inconclusive:
+    if result.inconclusive and not started_by_torchrun(os.environ):
         raise click.exceptions.Exit(ExitCode.INCONCLUSIVE)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from ..exit_codes import ExitCode
-from .options import device_option, json_option, nproc_option, positive_number, profile_argument
+from .options import budget_option, device_option, json_option, nproc_option, profile_argument
 
 
 @click.command(short_help="Check that recorded winners still win.")
@@ -20,9 +20,7 @@ from .options import device_option, json_option, nproc_option, positive_number, 
     show_default=True,
     help="How long to re-time.",
 )
-@click.option(
-    "--budget", type=positive_number, metavar="SECONDS", help="Seconds to spend.  [default: what --effort says]"
-)
+@budget_option
 @click.option(
     "--seed", type=click.IntRange(min=0), metavar="N", default=0, show_default=True, help="Fixes order and inputs."
 )

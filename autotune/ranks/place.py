@@ -45,6 +45,11 @@ def place_of(environ: Mapping[str, str]) -> Place | None:
     return Place(rank, world, local_rank, environ["MASTER_ADDR"], port, attempt)
 
 
+def started_by_torchrun(environ: Mapping[str, str]) -> bool:
+    """Whether torchrun waits for this process, also as the only rank; other launchers set the variables of a rank."""
+    return "TORCHELASTIC_RUN_ID" in environ
+
+
 def ranks_wanted(nproc: str | None, place: Place | None, gpus: int, device: str | None) -> int:
     """How many ranks to tune as one. ``gpus`` are those torch sees here, of which a rank takes one.
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ringattn.errors import InputError
-from ringattn.ring_plan import Ranks
+from ringattn.ring_plan import Ranks, ring_reasons
 from ringattn.ring_schedules import ulysses_degree
 from ringattn.workload import GRAD_WIRES, SCHEDULES, Tunables, Workload
 
@@ -20,17 +20,31 @@ MATH_ROWS = 8192  # whose logits take 256 MiB a head
 _EXCHANGES = ("ulysses", "ulysses-ring")
 
 
-def ring_knobs(workload: Workload, layout: str) -> dict[str, tuple[Value, ...]]:
-    """Knobs with their values; none at one rank. ``layout`` is the default plan's, the same for a whole profile."""
+def ring_knobs(workload: Workload, default: Tunables, dtypes: Sequence[str]) -> dict[str, tuple[Value, ...]]:
+    """Knobs with the values that some plan can have, whatever its kernels; none at one rank.
+
+    The layout is the default plan's, the same for a whole profile.
+    """
     if workload.world == 1:
         return {}
-    return {
+    values: dict[str, tuple[Value, ...]] = {
         "schedule": SCHEDULES,
-        "layout": (layout,),
         "ulysses": (0, *degrees(workload.world)),
         "head_groups": HEAD_GROUPS,
-        "grad_wire": GRAD_WIRES if workload.train else ("",),
+        "grad_wire": GRAD_WIRES,
     }
+    base = replace(default, checkpoint="selective")  # which every schedule can do
+    plans: dict[Tunables, None] = {}
+    for turned in itertools.product(dtypes, *values.values()):
+        changes: dict[str, Any] = dict(zip(("dtype", *values), turned, strict=True))
+        plan = plainest(workload, replace(base, **changes))
+        if plan not in plans and not ring_reasons(workload, plan, default.layout):
+            plans[plan] = None
+    reached = {
+        name: tuple(value for value in listed if any(getattr(plan, name) == value for plan in plans))
+        for name, listed in values.items()
+    }
+    return {"layout": (default.layout,), **reached}
 
 
 def degrees(world: int) -> tuple[int, ...]:

@@ -296,7 +296,7 @@ def _uniform_plans(
 
 def build_space(workload: Workload, machine: Machine, default: Tunables, dtypes: tuple[str, ...]) -> Space:
     """The space of ``workload`` for these compute dtypes, around ``default`` (which must be able to run)."""
-    knobs = knobs_of(workload, machine, dtypes) | ring_knobs(workload, default.layout)
+    knobs = knobs_of(workload, machine, dtypes) | ring_knobs(workload, default, dtypes)
     space = Space(workload, machine, default, knobs, (), ())
     assert space.valid(default), f"the default plan cannot run: {machine.reasons(workload, default)}"
     rejected, plans = [], [default]

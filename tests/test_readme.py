@@ -9,11 +9,16 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from autotune.cli import cli
 from autotune.exit_codes import ExitCode
+from autotune.grid import cells_for
+from autotune.probe import ProbeRequest
+from ringattn.hardware import detect
 from ringattn.profile_io import parse_profile
 
 ROOT = Path(__file__).parents[1]
@@ -93,6 +98,18 @@ def test_its_python_runs(code: str, tmp_path: Path) -> None:
     done = run([sys.executable, "-c", code], tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip(), "it prints the plan that ran"
+
+
+def test_its_python_runs_what_a_quick_probe_of_a_cpu_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that what a newcomer has just measured serves the first lines they run."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (code,) = blocks("python")
+    ran: dict[str, Any] = {}
+    exec(code, ran)  # noqa: S102 - the README's own lines
+    batch, seq_len = ran["q"].shape[:2]
+    assert ran["q"].dtype == torch.float32
+    grid = {cell.workload for cell in cells_for(ProbeRequest(effort="quick"), detect("cpu"))}
+    assert ran["attn"].shape.workload(seq_len, "fp32", True, batch) in grid
 
 
 def test_the_ten_lines_of_python_are_ten() -> None:

@@ -144,7 +144,7 @@ def _why(row: Row, setup: Setup, entry: PlanEntry | None, chosen: Choice | None)
         if row.bucket is not None:
             return "no plan of the profile can run here, so the rule of the heuristic decides"
         if lengths:
-            measured = f"{format_length(lengths[0])} to {format_length(lengths[-1])}"
+            measured = " to ".join(dict.fromkeys((format_length(lengths[0]), format_length(lengths[-1]))))
             return f"the profile measured {measured} of this kind, this length is outside; the heuristic decides"
         if setup.resolution is None or setup.resolution.profile is None:
             return "no measured profile serves this machine; the heuristic decides"
@@ -243,7 +243,7 @@ def explanation_summary(explanation: Explanation) -> RenderableType:
 
     from ringattn.workload import describe
 
-    from .terminal import format_bytes, format_ms, plain
+    from .terminal import format_bytes, format_ms, plain, plural
 
     e = explanation
     plan = describe(e.tunables) if e.tunables is not None else f"refused: {e.refusal}"
@@ -257,7 +257,9 @@ def explanation_summary(explanation: Explanation) -> RenderableType:
     rows += [("Plan", f"{plan}  [{e.origin}]"), ("Why", e.why)]
     if e.evidence is not None:
         v = e.evidence
-        measured = f"{format_ms(v.median_ms)} (first call {format_ms(v.first_call_ms)}), {v.blocks} paired blocks"
+        measured = (
+            f"{format_ms(v.median_ms)} (first call {format_ms(v.first_call_ms)}), {plural(v.blocks, 'paired block')}"
+        )
         rows.append(("Evidence", f"{measured}, peak {format_bytes(v.peak_bytes)}, error {v.error:.1e}"))
     if e.gave_way:
         rows.append(("Gave way", e.gave_way))

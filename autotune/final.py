@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from ringattn.wording import plural
 from ringattn.workload import Tunables
 
 from . import statistics
@@ -229,7 +230,8 @@ def _nearest_to_limits(context: CellContext) -> str:
     checked = [result for result in context.ledger.checked.values() if isinstance(result, Checked)]
     least = min(c.peak_bytes for c in checked) / 2**20
     error = min(c.error for c in checked)
-    return f"the leanest of {len(checked)} plans holds {math.ceil(least)} MiB, the most exact errs by {error:.1e}"
+    plans = plural(len(checked), "plan")
+    return f"the leanest of {plans} holds {math.ceil(least)} MiB, the most exact errs by {error:.1e}"
 
 
 def _front(context: CellContext, finals: Sequence[Candidate], deadline: Deadline) -> tuple[Candidate, ...]:

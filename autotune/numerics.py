@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ringattn.layout import Share, shard
+from ringattn.wording import plural
 from ringattn.workload import Branch, Pattern, Workload
 
 KINDS = ("ordinary", "negative", "positive", "packed", "transposed")
@@ -487,7 +488,7 @@ def judge(expected: Expected, got: Rows, whole: Sequence[tuple[str, Tensor]]) ->
         finite = torch.isfinite(tensor) if name != "lse" else ~torch.isnan(tensor) & (tensor != math.inf)
         if not bool(finite.all()):
             bad = int((~finite).sum())
-            return Verdict(math.inf, f"{name} holds {bad} values that are not finite, of {tensor.numel()}")
+            return Verdict(math.inf, f"{name} holds {plural(bad, 'value')} not finite, of {tensor.numel()}")
     errors = []
     exact_rows, rounded_rows = dict(expected.exact.tensors), dict(expected.rounded.tensors)
     for name, tensor in got.tensors:

@@ -293,7 +293,7 @@ def terminal_summary(profile: Profile) -> RenderableType:
     notes = profile.provenance.notes
     parts += [Text(f"Note: {plain(note)}", style="dim") for note in notes[:NOTES_SHOWN]]
     if len(notes) > NOTES_SHOWN:
-        parts.append(Text(f"and {len(notes) - NOTES_SHOWN} more notes, see `ringtune report`", style="dim"))
+        parts.append(Text(f"and {plural(len(notes) - NOTES_SHOWN, 'more note')}, see `ringtune report`", style="dim"))
     return Group(*parts)
 
 

@@ -367,7 +367,7 @@ def _workload_list(workloads: Sequence[Workload]) -> str:
     if len(workloads) == 1:
         return escape(workloads[0])
     items = "".join(f"<li>{escape(workload)}</li>" for workload in workloads)
-    return f"<details><summary>{len(workloads)} workloads</summary><ul>{items}</ul></details>"
+    return f"<details><summary>{plural(len(workloads), 'workload')}</summary><ul>{items}</ul></details>"
 
 
 def _machine(profile: Profile) -> str:

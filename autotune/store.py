@@ -28,6 +28,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.study import Study
 from optuna.trial import FrozenTrial, Trial, TrialState
 
+from ringattn.wording import plural
 from ringattn.workload import Tunables, Workload
 
 from .evaluator import Checked, Fault
@@ -442,7 +443,7 @@ class Store:
         if path.exists():
             dropped = _cut_to_whole_lines(path)
             if dropped:
-                self.notes.append(f"{path.name}: dropped {dropped} bytes of a half-written record")
+                self.notes.append(f"{path.name}: dropped {plural(dropped, 'byte')} of a half-written record")
         self._file = _JournalFile(path)
         try:
             return JournalStorage(self._file)

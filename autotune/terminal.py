@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ringattn.wording import plural as plural  # for whoever prints
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -110,13 +112,6 @@ def format_duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-
-
-def plural(count: int, noun: str) -> str:
-    """``1 cell``, ``3 cells``; ``2 entries``."""
-    if count == 1:
-        return f"1 {noun}"
-    return f"{count} {noun[:-1]}ies" if noun.endswith("y") else f"{count} {noun}s"
 
 
 def format_factor(factor: float) -> str:

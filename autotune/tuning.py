@@ -26,6 +26,7 @@ from ringattn.profile import LinkSpeed, PlanEntry, Policy, Profile
 from ringattn.profile_io import dump_profile, load_profile, parse_profile, save_profile
 from ringattn.profile_paths import collect, home_folder, user_folder
 from ringattn.resolve import resolve
+from ringattn.wording import plural
 from ringattn.workload import Tunables, Workload, describe
 
 from .budget import EFFORTS, Budget, EffortPreset, Progress, allot, spare_s
@@ -150,8 +151,8 @@ def verify(path: Path, request: ProbeRequest, observer: ProbeObserver, edge: Edg
     if profile.source != "measured" or not profile.plans:
         raise ProbeFailure(f"{path}: holds no measured plans, so there is nothing to verify; run: ringtune probe")
     entries = entries_over(profile, request.ranks, path)
-    if len(entries) < len(profile.plans):
-        observer.note(f"{path.name}: {len(profile.plans) - len(entries)} rows are of other numbers of ranks; left out")
+    if left_out := len(profile.plans) - len(entries):
+        observer.note(f"{path.name}: {plural(left_out, 'row')} for other numbers of ranks left out")
     preset = EFFORTS[request.effort].with_budget(request.budget_s)
     with _surroundings(request, edge) as edge:
         check_same_silicon(profile, edge.facts, path)

@@ -22,6 +22,7 @@ from .final import REFUSED_SIGMA
 from .probe import ProbeObserver, ProbeRequest, TrialOutcome, VerifiedCell, VerifyResult
 from .race import PATIENCE, Arena, DefaultBroken, Ledger, Limits, final_race
 from .store import Entry, Store
+from .terminal import plural
 
 if TYPE_CHECKING:
     from .tuning import Edge
@@ -36,11 +37,15 @@ def check_same_silicon(profile: Profile, facts: HardwareFacts, path: Path) -> No
     if profile.fingerprint != here:
         made = profile.fingerprint
         raise ProbeFailure(
-            f"{path}: was measured on {made.device_name} ({made.sku}, {made.sm_count} units, {made.memory_mib} MiB), "
-            f"this is {here.device_name} ({here.sku}, {here.sm_count} units, {here.memory_mib} MiB); "
+            f"{path}: was measured on {made.device_name} ({_size(made)}), "
+            f"this is {here.device_name} ({_size(here)}); "
             "run: ringtune probe",
             ExitCode.NO_PROFILE,
         )
+
+
+def _size(made: Fingerprint) -> str:
+    return f"{made.sku}, {plural(made.sm_count, 'unit')}, {made.memory_mib} MiB"
 
 
 def entries_over(profile: Profile, ranks: int, path: Path) -> tuple[PlanEntry, ...]:
@@ -49,8 +54,8 @@ def entries_over(profile: Profile, ranks: int, path: Path) -> tuple[PlanEntry, .
     if not found:
         worlds = sorted({entry.workload.world for entry in profile.plans})
         how = f"--nproc {worlds[-1]}" if worlds[-1] > 1 else "no --nproc"
-        numbers = ", ".join(map(str, worlds))
-        raise ProbeFailure(f"{path}: its plans are for {numbers} ranks, not {ranks}; run: ringtune verify with {how}")
+        numbers = "1 rank" if worlds == [1] else f"{', '.join(map(str, worlds))} ranks"
+        raise ProbeFailure(f"{path}: its plans are for {numbers}, not {ranks}; run: ringtune verify with {how}")
     return found
 
 

@@ -27,6 +27,7 @@ from .profile import PlanEntry, Profile
 from .program import DTYPE_NAMES, Program
 from .setup import Setup, check_module, device_of, group_size, say_once, set_up, wishes_of
 from .table import ModuleShape, PlanTable, build_table
+from .wording import plural
 from .workload import HeadOffset, Pattern
 
 if TYPE_CHECKING:
@@ -441,8 +442,8 @@ class RingAttention(nn.Module):
                 raise InputError(f"{name} has batch size {x.shape[0]} and q {q.shape[0]}; they must be equal")
             if x.shape[1] != q.shape[1]:
                 raise InputError(
-                    f"{name} has {x.shape[1]} positions and q {q.shape[1]}; cross attention and decoding against a "
-                    "cache are not supported, give q, k and v of one length"
+                    f"{name} has {plural(x.shape[1], 'position')} and q {q.shape[1]}; cross attention and decoding "
+                    "against a cache are not supported, give q, k and v of one length"
                 )
         batch, length = q.shape[:2]
         if batch == 0 or length == 0:

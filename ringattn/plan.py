@@ -17,6 +17,7 @@ from .kernels import KERNELS
 from .pattern import nests
 from .profile import Policy
 from .ring_plan import blocks_of, one_rank_reasons, ring_heuristic, ring_reasons
+from .wording import plural
 from .workload import BranchTunables, ParamValue, Tunables, Workload, describe
 
 Direction = Literal["forward", "backward"]
@@ -156,7 +157,7 @@ def rejection_reasons(
     pattern = workload.pattern
     branches = pattern.resolved(workload.seq_len)
     if len(tunables.branches) != len(branches):
-        return (f"has {len(tunables.branches)} branches, the pattern {pattern} has {len(branches)}",)
+        return (f"has {plural(len(tunables.branches), 'branch')}, the pattern {pattern} has {len(branches)}",)
     reasons = [
         *_dtype_reasons(workload, tunables),
         *_memory_reasons(workload, tunables, facts),

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Literal
 
 from .errors import InputError
+from .wording import plural
 from .workload import INPUT_DTYPES, Tunables, Workload, not_narrower
 
 if TYPE_CHECKING:
@@ -192,7 +193,7 @@ class PlanEntry:
             for choice in choices:
                 if len(choice.tunables.branches) != branches:
                     raise InputError(
-                        f"{name} has {len(choice.tunables.branches)} branches in its tunables; "
+                        f"{name} has {plural(len(choice.tunables.branches), 'branch')} in its tunables; "
                         f"the workload's pattern needs {branches}"
                     )
 

@@ -23,6 +23,7 @@ from .errors import ProfileError
 from .hardware import HardwareFacts
 from .profile import Fingerprint, PlanEntry, Policy, Profile, Provenance
 from .profile_paths import Located, Origin, collect, search_paths
+from .wording import plural
 from .workload import Pattern
 
 __all__ = [
@@ -103,7 +104,7 @@ def resolve(located: Sequence[Located], facts: HardwareFacts, *, world: int = 1)
     for number, (match, entry) in enumerate(measured):
         verdict = "taken" if number == 0 else f"not taken, {measured[0][1].path} comes first"
         if number and _plans_for(measured[0][1].profile, world) and not _plans_for(entry.profile, world):
-            verdict = f"not taken, it holds no plans for {world} {'ranks' if world > 1 else 'rank'}"
+            verdict = f"not taken, it holds no plans for {plural(world, 'rank')}"
         trace.insert(number, f"{entry.path} ({entry.origin}): {verdict}; tier {match.tier}: {match.why}")
     heuristic = _heuristic(located, facts, bound, trace)
     if measured:
@@ -342,7 +343,7 @@ def entries_for(
         if distance(entry) == nearest[w.mode, w.dtype]:
             rows.setdefault((w.mode, w.dtype, w.seq_len), entry)
     used = sorted({(entry.workload.heads, entry.workload.kv_heads) for entry in rows.values()})
-    note = f"{len(rows)} plans for {asked}"
+    note = f"{plural(len(rows), 'plan')} for {asked}"
     if used != [(heads, kv_heads)]:
         measured = ", ".join(f"{h}/{kv}" for h, kv in used)
         note += f", measured with {measured} heads where {heads}/{kv_heads} were asked for"

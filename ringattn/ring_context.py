@@ -21,6 +21,7 @@ from .ring_program import RingProgram
 from .setup import Setup
 from .table import ModuleShape, PlanTable
 from .watch import watch_of
+from .wording import plural
 
 
 class RingContext:
@@ -51,7 +52,7 @@ class RingContext:
         expected = length_of(self.share(total_length))
         if local_length != expected:
             raise InputError(
-                f"the sequence has {local_length} positions here; of total_length {total_length} rank "
+                f"the sequence has {plural(local_length, 'position')} here; of total_length {total_length} rank "
                 f"{self.comm.rank} of {self.comm.size} holds {expected} in {self.layout} layout"
             )
         return total_length
@@ -73,7 +74,7 @@ class RingContext:
     def _text(self, q: Tensor, train: bool, total_length: int | None) -> str:
         """What a call looks like, the same on every rank of a right one."""
         total = self.total_of(q.shape[1], total_length)
-        length = f"{q.shape[1]} positions" if total_length is None else "a share"
+        length = plural(q.shape[1], "position") if total_length is None else "a share"
         gradients = "with" if train else "without"
         return f"calls with batch {q.shape[0]}, {length} of {total} in all, {str(q.dtype)[6:]}, {gradients} gradients"
 

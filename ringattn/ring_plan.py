@@ -13,6 +13,7 @@ from typing import NamedTuple
 from .hardware import HardwareFacts
 from .layout import Share, grouped, resolve_layout, shares
 from .ring_schedules import HeadRange, ring_geometry, stays, ulysses_degree
+from .wording import plural
 from .workload import COMPUTE_DTYPES, Pattern, Tunables, Workload
 
 _EXCHANGES = ("ulysses", "ulysses-ring")
@@ -70,7 +71,9 @@ def ring_reasons(workload: Workload, tunables: Tunables, layout: str) -> list[st
         return [f"layout {tunables.layout}, but this module's sequences lie in {layout} layout"]
     least = 2 * workload.world if tunables.layout == "zigzag" else workload.world
     if workload.total < least:
-        return [f"{workload.total} positions; {tunables.layout} layout over {workload.world} ranks needs {least}"]
+        return [
+            f"{plural(workload.total, 'position')}; {tunables.layout} layout over {workload.world} ranks needs {least}"
+        ]
     reasons = _degree_reasons(workload, tunables)
     if reasons:
         return reasons
@@ -99,7 +102,7 @@ def _degree_reasons(workload: Workload, tunables: Tunables) -> list[str]:
         return [f"ulysses {tunables.ulysses} belongs to schedule ulysses-ring, this is {tunables.schedule}"]
     degree = ulysses_degree(tunables, workload.world)
     return [
-        f"{tunables.schedule} over {degree} ranks needs a multiple of {degree} {what}, there are {count}"
+        f"{tunables.schedule} over {degree} ranks needs a multiple of {degree} {what}, not {count}"
         for what, count in (("heads", workload.heads), ("key/value heads", workload.kv_heads))
         if count % degree
     ]
@@ -113,10 +116,11 @@ def _group_reasons(workload: Workload, tunables: Tunables) -> list[str]:
         return ["head_groups 1 is what 0 means"]
     if tunables.schedule in _EXCHANGES:
         own = workload.kv_heads // ulysses_degree(tunables, workload.world)
-        return [f"head_groups {groups} does not divide the {own} key/value heads of a rank"] if own % groups else []
+        heads = plural(own, "key/value head")
+        return [f"head_groups {groups} does not divide the {heads} of a rank"] if own % groups else []
     if tunables.schedule == "all-gather":
         few = groups > workload.kv_heads
-        return [f"head_groups {groups} is more than the {workload.kv_heads} key/value heads"] if few else []
+        return [f"head_groups {groups} is more than the {plural(workload.kv_heads, 'key/value head')}"] if few else []
     return [f"head_groups {groups}: {tunables.schedule} does not cut heads in groups"]
 
 

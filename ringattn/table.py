@@ -132,7 +132,8 @@ class PlanTable:
         measured = _buckets(self.entries, row.dtype, row.mode)
         if row.bucket is not None or not measured:
             return f"{what}: no plan was measured for this module; a heuristic plan serves"
-        return f"{what}: measured from {measured[0]} to {measured[-1]} positions; outside, a heuristic plan serves"
+        lengths = f"from {measured[0]} to {measured[-1]}" if len(measured) > 1 else f"at {measured[0]}"
+        return f"{what}: measured {lengths} positions; outside, a heuristic plan serves"
 
     def _build(self, bucket: int | None, workload: Workload) -> Row:
         """Pure: the first that can run of the bucket's choices and the heuristic, for this workload."""

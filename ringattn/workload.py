@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from .errors import InputError
+from .wording import plural
 
 Mode = Literal["train", "infer"]
 HeadOffset = Literal["interleaved", "blocked"]
@@ -86,7 +87,7 @@ class Pattern:
         segments, rates = tuple(segment_lengths), tuple(dilation_rates)
         if len(segments) != len(rates) or not segments:
             raise InputError(
-                f"segment_lengths has {len(segments)} entries and dilation_rates {len(rates)}; "
+                f"segment_lengths has {plural(len(segments), 'entry')} and dilation_rates {len(rates)}; "
                 "give two lists of one length >= 1"
             )
         return cls(tuple(Branch(w, r) for w, r in zip(segments, rates, strict=True)), head_offset)

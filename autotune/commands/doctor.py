@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ringattn.wording import plural
+
 from ..exit_codes import ExitCode
 from .options import device_option, json_option
 
@@ -121,9 +123,10 @@ def ranks_text(facts: HardwareFacts, ranks: dict[str, Any]) -> str:
     if ranks["count"] == 1:
         return "one GPU"
     kinds = {"": "by links that NVML does not tell (pip install nvidia-ml-py)", "pcie": "over PCIe"}
+    kinds["nv1"] = "by 1 NVLink each"
     link = kinds.get(ranks["link"], f"by {ranks['link'].removeprefix('nv')} NVLinks each")
     speeds = [
-        f"{speed.world} ranks on {speed.hosts} host{'s' * (speed.hosts > 1)}: {speed.ring_gb_s:g} GB/s each way, "
+        f"{speed.world} ranks on {plural(speed.hosts, 'host')}: {speed.ring_gb_s:g} GB/s each way, "
         f"{speed.latency_us:g} us"
         for speed in ranks["link_speeds"]
     ]

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from ringattn.wording import plural
+
 if TYPE_CHECKING:
     from ringattn.hardware import HardwareFacts
 
@@ -181,6 +183,7 @@ def check_pattern(segment_lengths: tuple[int, ...] | None, dilation_rates: tuple
         raise click.UsageError("--segment-lengths and --dilation-rates go together; give both, or neither for dense")
     if segment_lengths is not None and dilation_rates is not None and len(segment_lengths) != len(dilation_rates):
         raise click.UsageError(
-            f"--segment-lengths has {len(segment_lengths)} entries and --dilation-rates {len(dilation_rates)}; "
+            f"--segment-lengths has {plural(len(segment_lengths), 'entry')} and --dilation-rates "
+            f"{len(dilation_rates)}; "
             "give two lists of one length"
         )

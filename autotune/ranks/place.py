@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ringattn.wording import plural
+
 from ..exit_codes import UsageFailure
 
 _TOLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -69,7 +71,7 @@ def ranks_wanted(nproc: str | None, place: Place | None, gpus: int, device: str 
     else:
         count = int(nproc or 1)
         if on_gpus and count > gpus:
-            raise UsageFailure(f"--nproc is {count}, but torch sees {gpus} GPUs here; a rank takes one GPU")
+            raise UsageFailure(f"--nproc is {count}, but torch sees {plural(gpus, 'GPU')} here; a rank takes one GPU")
     if count > 1 and device is not None and ":" in device:
         raise UsageFailure(
             f"--device {device} names one device for {count} ranks; leave it out, or use cpu or cuda: "

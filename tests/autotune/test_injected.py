@@ -51,7 +51,7 @@ KINDS = {
     "segfault": ("crash", "the worker was killed by SIGSEGV"),
     "sticky": ("crash", "RuntimeError: CUDA error: an illegal memory access was encountered"),
     "hang": ("timeout", "no answer within "),
-    "nan": ("wrong", "WrongAnswer: out holds 2048 values that are not finite, of 2048; S=64, ordinary inputs, seed 0"),
+    "nan": ("wrong", "WrongAnswer: out holds 2048 values not finite, of 2048; S=64, ordinary inputs, seed 0"),
     "wrong": ("wrong", "WrongAnswer: out errs by 5.0e-01 "),
     "oom": ("oom", "RuntimeError: [enforce fail at alloc_cpu.cpp"),
 }

@@ -266,7 +266,7 @@ def shifted_mask(out: Tensor, lse: Tensor, grads: list[Tensor]) -> None:
     [
         (zero_one_row, "out has a row|out errs"),
         (swap_heads, "out errs"),
-        (one_nan_anywhere, "dv holds 1 values that are not finite"),
+        (one_nan_anywhere, "dv holds 1 value not finite"),
         (lse_in_bf16, "lse is off by"),
         (merge_weights_taken_for_constants, "dq errs"),
         (accumulated_twice, "dv errs|dv has a row"),

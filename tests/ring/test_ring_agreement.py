@@ -133,7 +133,7 @@ def test_a_profile_that_cannot_run_here(ranks: Callable[[int], Pool]) -> None:
         _told_to_build, [{"num_kv_heads": 1, "profile": _profile("ulysses", "math")}] * 2
     ):
         assert error == "PlanError"
-        assert "needs a multiple of 2 key/value heads, there are 1" in message
+        assert "needs a multiple of 2 key/value heads, not 1" in message
 
 
 def _copies() -> None:

@@ -65,7 +65,7 @@ def _tunables(**fields: Any) -> Tunables:
     [
         ({"layout": ""}, _workload(), "has no layout"),
         ({"schedule": "local"}, _workload(), "dense attention crosses ranks"),
-        ({"schedule": "ulysses"}, _workload(kv_heads=2), "needs a multiple of 4 key/value heads, there are 2"),
+        ({"schedule": "ulysses"}, _workload(kv_heads=2), "needs a multiple of 4 key/value heads, not 2"),
         ({"schedule": "ulysses-ring", "ulysses": 3}, _workload(), "ulysses 3 is no divisor of 4 ranks"),
         ({"ulysses": 2}, _workload(), "ulysses 2 belongs to schedule ulysses-ring"),
         ({"head_groups": 2}, _workload(), "ring does not cut heads in groups"),

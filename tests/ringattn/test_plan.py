@@ -83,7 +83,7 @@ FUSED_UNTIL_DENSE = "parameter merge.block: a dense plan has no steps between ke
 
 REJECTED = [
     # the shape of the plan
-    (asked(TWO), chosen("cudnn"), H100, "has 1 branches, the pattern [1024,4096]/[1,4] has 2"),
+    (asked(TWO), chosen("cudnn"), H100, "has 1 branch, the pattern [1024,4096]/[1,4] has 2"),
     (asked(), chosen("cudnn", "cudnn"), H100, "has 2 branches, the pattern dense has 1"),
     # kernels
     (asked(), chosen("flash3"), H100, "branch 0 forward flash3: unknown kernel; use one of cudnn, flash, "),

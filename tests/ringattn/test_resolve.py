@@ -443,7 +443,7 @@ def ask(profile: Profile, **changes: object) -> tuple[tuple[PlanEntry, ...], str
 def test_pattern_causal_head_dim_and_world_match_exactly_or_not_at_all() -> None:
     dense, dilated = dense_entry(), dense_entry(pattern=LONGNET)
     profile = measured(H100, dense, dilated)
-    assert ask(profile) == ((dense,), "1 plans for dense causal D128")
+    assert ask(profile) == ((dense,), "1 plan for dense causal D128")
     assert ask(profile, pattern=LONGNET)[0] == (dilated,)
     for changes, asked in (
         ({"pattern": Pattern.of([2048, 8192], [1, 2])}, "[2048,8192]/[1,2] causal D128"),

@@ -258,9 +258,16 @@ class CellContext:
                 readings = self._readings.setdefault(entry.tunables, {})
                 readings[arena.stage] = polished[entry]
                 pooled = [ratio for of_stage in readings.values() for ratio in of_stage]
-                self.estimates[entry.tunables] = statistics.interval_of(pooled, seed=self.settings.seed)
+                self.estimates[entry.tunables] = statistics.interval_of(
+                    pooled,
+                    seed=self.settings.seed,
+                    sigma=self.sigma(),
+                    first_look=self.ledger.first_look(entry.tunables, self.default),
+                )
 
     def forget_times(self) -> None:
+        """Every time so far was paired with a default that is gone."""
+        self.ledger.default_ms.clear()
         self.estimates.clear()
         self._readings.clear()
 

@@ -10,8 +10,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from ringattn.workload import Tunables
 
 from .budget import Deadline
@@ -22,6 +20,7 @@ from .model import CellModel, Scales
 from .propose import Walker
 from .race import LEAN_BLOCKS, WORTH_TRYING, Arena
 from .space import candidate_key, encode, from_key
+from .statistics import settled
 from .store import Entry
 
 BATCH = 4  # new plans in one block: checking one costs as much as timing eight
@@ -83,7 +82,8 @@ class Climb:
         context = self.context
         timed = {plan: (interval.median, interval.count) for plan, interval in context.estimates.items()}
         for entry, ratios in self.arena.polished().items():
-            before, mine = timed.get(entry.tunables), (float(np.median(ratios)), len(ratios))
+            first_look = context.ledger.first_look(entry.tunables, context.default)
+            before, mine = timed.get(entry.tunables), (settled(ratios, context.sigma(), first_look), len(ratios))
             timed[entry.tunables] = mine if before is None else _pooled(before, mine)
         self._timed = {plan: reading for plan, reading in timed.items() if not context.has_failed(plan)}
         known = self._timed or {context.default: (0.0, 1)}

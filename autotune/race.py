@@ -33,7 +33,6 @@ HOPELESS = 0.10  # chance of being faster below which a move is not timed again
 PROMISING = 0.75  # chance of being faster from which a move is tried further
 WORTH_TRYING = 0.003  # log-ratio: smaller gains are not worth a block
 MOVE_GATE = math.log(1.3)  # a single move this much slower than where it came from is dropped after one block
-LEAST_APART = 0.02  # noise (log-ratio) below which two readings of the default are never called too far apart
 POLISHES = 3  # rounds of the median polish
 LEAN_BLOCKS = 3  # repetitions of a slower plan that needs less memory
 LOOKED_OFTEN = 0.998  # of an interval that is looked at after every block of a final: 95 % would drop the best by luck
@@ -78,6 +77,7 @@ class Ledger:
     checked: dict[Tunables, Checked | Fault] = field(default_factory=dict)
     proven: dict[Tunables, Proven | Fault] = field(default_factory=dict)
     repeated_default: list[float] = field(default_factory=list)  # log of one default reading over the other
+    default_ms: list[float] = field(default_factory=list)  # of every block
     deaths: dict[Tunables, int] = field(default_factory=dict)  # while timed, after it had been checked
     disturbances: list[str] = field(default_factory=list)
     discarded: int = 0
@@ -88,6 +88,15 @@ class Ledger:
     def noise_sigma(self) -> float:
         """Standard deviation of one paired log-ratio; infinite until two blocks were seen."""
         return statistics.noise_floor(self.repeated_default)
+
+    def first_look(self, plan: Tunables, default: Tunables) -> float | None:
+        """log(t / t_default) by the call of its check: unpaired, and good enough to doubt a single reading."""
+        mine, other = self.checked.get(plan), self.checked.get(default)
+        if not isinstance(mine, Checked) or not isinstance(other, Checked) or plan == default:
+            return None
+        # A default whose one call was disturbed would make every first look a promise; its blocks tell.
+        default_ms = min([other.call_ms, *([float(np.median(self.default_ms))] if self.default_ms else [])])
+        return math.log(mine.call_ms / default_ms)
 
     def failures(self) -> dict[Tunables, Fault]:
         failed = {plan: result for plan, result in self.checked.items() if isinstance(result, Fault)}
@@ -116,6 +125,7 @@ class Arena:
     def __post_init__(self) -> None:
         self._seed_stage = zlib.crc32(f"{self.cell}|{self.stage}".encode())
         self.ledger.repeated_default.extend(self.record.repeated_default)  # of an earlier run
+        self.ledger.default_ms.extend(self.record.default_ms.values())
 
     # --- entering and leaving -----------------------------------------------------------------------------------
 
@@ -239,7 +249,9 @@ class Arena:
         repeated = logs[0] - logs[1] if len(logs) == 2 else None
         if repeated is not None:
             self.ledger.repeated_default.append(repeated)
-        default_log = self._settled(logs)
+        # A slow default makes everything else in its block look fast.
+        default_log = statistics.settled(logs, self.ledger.noise_sigma())
+        self.ledger.default_ms.append(math.exp(default_log))
         self.record.begin_block(number, math.exp(default_log), repeated)
         for entry in entries:
             if entry.tunables == self.default:
@@ -247,15 +259,6 @@ class Arena:
             elif entry.tunables in times:
                 self.record.report(entry, number, math.log(times[entry.tunables][0]) - default_log)
         return True
-
-    def _settled(self, logs: Sequence[float]) -> float:
-        """One log time out of the default's readings: their mean, or the faster where they are too far apart.
-
-        What disturbs a reading makes it slower, and a slow default makes everything else in its block look fast.
-        """
-        sigma = self.ledger.noise_sigma()
-        apart = max(logs) - min(logs)
-        return min(logs) if apart > 3 * max(sigma, LEAST_APART) else sum(logs) / len(logs)
 
     def _accepts(self, block: Block, took_s: float) -> bool:
         """Whether a disturbed block counts: not while there is time to repeat it."""
@@ -284,7 +287,12 @@ class Arena:
 
     def interval(self, entry: Entry) -> Interval:
         """log(t / t_default) of the entry, misreadings of the default taken out."""
-        return statistics.interval_of(self.polished()[entry], seed=self.seed)
+        return statistics.interval_of(
+            self.polished()[entry],
+            seed=self.seed,
+            sigma=self.ledger.noise_sigma(),
+            first_look=self.ledger.first_look(entry.tunables, self.default),
+        )
 
     def polished(self) -> dict[Entry, list[float]]:
         """log(t / t_default) of every timed entry, with the misreadings of the default taken out of each block.
@@ -310,7 +318,13 @@ class Arena:
         return max(FIRST_GATE, 4 * sigma) if math.isfinite(sigma) else FIRST_GATE
 
     def median(self, entry: Entry) -> float:
-        return float(np.median(list(entry.log_ratios.values()))) if entry.log_ratios else math.inf
+        """log(t / t_default), see ``statistics.settled``; infinite before the first block."""
+        if not entry.log_ratios:
+            return math.inf
+        ratios = list(entry.log_ratios.values())
+        return statistics.settled(
+            ratios, self.ledger.noise_sigma(), self.ledger.first_look(entry.tunables, self.default)
+        )
 
     def median_ms(self, entry: Entry) -> float:
         times = [self.record.default_ms[block] * math.exp(ratio) for block, ratio in entry.log_ratios.items()]

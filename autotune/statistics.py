@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 Samples = NDArray[np.float64]
 
 RESAMPLES = 1000
+TRUSTED = 3  # readings of which one may be disturbed
+LEAST_APART = 0.02  # noise (log-ratio) below which two readings of one plan are never called too far apart
 _MAD_TO_SIGMA = 1.4826  # of a normal distribution
 
 
@@ -59,10 +61,33 @@ def bootstrap_medians(log_ratios: Sequence[float], *, seed: int, resamples: int 
     return np.sort(np.median(values[_resampling(values.size, resamples, seed)], axis=1))
 
 
-def interval_of(log_ratios: Sequence[float], *, seed: int, level: float = 0.95) -> Interval:
-    """Median and percentile-bootstrap interval. One sample has no width that can be known: it is infinite."""
+def settled(logs: Sequence[float], sigma: float, first_look: float | None = None) -> float:
+    """What a plan's few readings say of it: their median, from TRUSTED readings on.
+
+    Before that one disturbed reading would decide, and what disturbs a reading makes it slower: of two that are too
+    far apart for noise of ``sigma`` the lower one counts. Beside a single reading stands the ``first_look``, the ratio
+    of two unpaired calls: too rough to be averaged, and enough to see that one of the two was disturbed.
+    """
+    few = [*logs, first_look] if len(logs) == 1 and first_look is not None else list(logs)
+    if len(few) < TRUSTED and max(few) - min(few) > 3 * max(sigma, LEAST_APART):
+        return min(few)
+    return float(np.median(np.asarray(logs, dtype=np.float64)))
+
+
+def interval_of(
+    log_ratios: Sequence[float],
+    *,
+    seed: int,
+    level: float = 0.95,
+    sigma: float = math.inf,
+    first_look: float | None = None,
+) -> Interval:
+    """Median, as ``settled`` has it, and percentile-bootstrap interval.
+
+    One sample has no width that can be known: it is infinite. ``sigma`` is the noise of one log-ratio, where known.
+    """
     count = len(log_ratios)
-    median = float(np.median(np.asarray(log_ratios, dtype=np.float64)))
+    median = settled(log_ratios, sigma, first_look)
     if count < 2:
         return Interval(-math.inf, median, math.inf, count)
     medians = bootstrap_medians(log_ratios, seed=seed)

@@ -43,6 +43,19 @@ def test_outliers_move_neither_median_nor_noise_floor_much() -> None:
     assert statistics.noise_floor(spoiled) == pytest.approx(statistics.noise_floor(clean), rel=0.4)
 
 
+def test_one_disturbed_reading_of_two_does_not_make_a_plan_slow() -> None:
+    assert statistics.settled([0.6, -0.1], sigma=0.01) == -0.1
+    assert statistics.settled([0.01, -0.01], sigma=0.01) == 0.0
+    assert statistics.settled([0.6, -0.1, -0.08], sigma=0.01) == -0.08
+    assert statistics.interval_of([0.6, -0.1], seed=0, sigma=0.01).median == -0.1
+
+
+def test_a_first_look_only_says_that_a_single_reading_was_disturbed() -> None:
+    assert statistics.settled([0.6], sigma=0.01, first_look=-0.1) == -0.1
+    assert statistics.settled([0.02], sigma=0.01, first_look=0.0) == 0.02
+    assert statistics.settled([0.6, 0.59], sigma=0.01, first_look=-0.1) == pytest.approx(0.595)
+
+
 def test_noise_floor_estimates_the_standard_deviation_around_zero() -> None:
     assert statistics.noise_floor(drawn(2000, 0.03)) == pytest.approx(0.03, rel=0.1)
     assert statistics.noise_floor([0.01]) == math.inf

@@ -13,6 +13,8 @@ from ringattn.workload import Workload
 
 from .evaluator import Clock
 
+RESERVE_S = 4.0  # of a probe, for writing, reloading and running every cell once
+
 
 @dataclass(frozen=True, slots=True)
 class EffortPreset:

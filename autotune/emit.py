@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from ringattn import __version__
 from ringattn.hardware import HardwareFacts
 from ringattn.profile import Choice, Evidence, Failure, Fingerprint, LinkSpeed, PlanEntry, Profile, Provenance
+from ringattn.profile_io import save_profile
 from ringattn.workload import Tunables, Workload, describe
 
 from .cell import CellResult, Measured
-from .evaluator import Fault
+from .evaluator import Evaluator, Fault
 from .exit_codes import ProbeFailure
 from .probe import CellReport, ProbeRequest
 
@@ -155,6 +158,17 @@ def merged_speeds(old: Profile | None, new: LinkSpeed | None) -> tuple[LinkSpeed
     if new is not None:
         kept[new.world] = new
     return tuple(kept[world] for world in sorted(kept))
+
+
+def save_obeyed(profile: Profile, path: Path, new: Iterable[PlanEntry], evaluator: Evaluator) -> None:
+    """Let the runtime read the profile, run every new row once and compare; only then does it replace the old."""
+    with tempfile.TemporaryDirectory(prefix="ringtune-") as folder:
+        rehearsal = Path(folder) / path.name
+        save_profile(profile, rehearsal)
+        for entry in new:
+            if entry.choice is not None:
+                check_obeyed(entry, evaluator.obey(entry.workload, str(rehearsal), timeout_s=60.0))
+    save_profile(profile, path)
 
 
 def check_obeyed(entry: PlanEntry, planned: Tunables | Fault) -> None:

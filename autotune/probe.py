@@ -1,7 +1,6 @@
-"""The tuner's front door: what is asked, what is told while it runs, and what comes back.
+"""What a probe or a verification is asked, what it tells while it runs, and what comes back.
 
-Everything here is plain data and imports neither torch nor optuna; ``run_probe`` and ``verify_profile`` load the
-engine when they are called.
+Everything here is plain data and imports neither torch nor optuna; ``autotune.tuning`` answers.
 """
 
 from __future__ import annotations
@@ -173,24 +172,3 @@ class SilentObserver:
     def note(self, text: str) -> None: ...
 
     def finished(self, result: ProbeResult | VerifyResult) -> None: ...
-
-
-def run_probe(request: ProbeRequest, observer: ProbeObserver | None = None) -> ProbeResult:
-    """Measure this machine for ``request`` and write its profile; an unchanged machine is verified instead.
-
-    Raises ProbeFailure (with its exit code) when nothing can be measured, when every cell is inconclusive, when
-    another probe holds the profile; KeyboardInterrupt passes through after the journal is safe.
-    """
-    from .tuning import probe
-
-    return probe(request, observer or SilentObserver())
-
-
-def verify_profile(path: Path, request: ProbeRequest, observer: ProbeObserver | None = None) -> VerifyResult:
-    """Re-time the recorded winners of ``path`` on this machine; of ``request`` device, seed, effort and budget count.
-
-    Raises ProfileError for a broken file and ProbeFailure when the profile is of another machine.
-    """
-    from .tuning import verify
-
-    return verify(path, request, observer or SilentObserver())

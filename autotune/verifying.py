@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ringattn.errors import PlanError
 from ringattn.hardware import HardwareFacts
@@ -16,6 +15,7 @@ from ringattn.workload import Tunables, describe
 from .budget import Budget, Deadline, EffortPreset
 from .cell import CALLS_BEFORE_HANG
 from .choose import GAIN_MARGIN, NOISY_GAIN_MARGIN, NOISY_SIGMA
+from .edge import Edge
 from .evaluator import Checked, Evaluator, Fault
 from .exit_codes import ExitCode, ProbeFailure
 from .final import REFUSED_SIGMA
@@ -23,9 +23,6 @@ from .probe import ProbeObserver, ProbeRequest, TrialOutcome, VerifiedCell, Veri
 from .race import PATIENCE, Arena, DefaultBroken, Ledger, Limits, final_race
 from .store import Entry, Store
 from .terminal import plural
-
-if TYPE_CHECKING:
-    from .tuning import Edge
 
 STAGE = "verify"
 HANG_S, HANG_SHARE = 30.0, 0.4  # a plan that ran here before may take so long, or so much of the budget, to answer

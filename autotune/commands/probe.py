@@ -136,10 +136,11 @@ def probe(as_json: bool, **options: Any) -> None:
     if options["output"] is not None and not options["dry_run"]:
         check_writable(options["output"])
 
-    from ..probe import ProbeRequest, run_probe
+    from ..probe import ProbeRequest
     from ..progress import probe_observer
     from ..ranks.place import started_by_torchrun
     from ..ranks.surroundings import follow_rank_0, is_follower, ranks_of
+    from ..tuning import run_probe
 
     ranks = ranks_of(options["nproc"], options["device"])
     if ranks == 1 and options["layout"] != "auto":

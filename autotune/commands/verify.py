@@ -42,10 +42,11 @@ def verify(
     that some winner no longer wins: probe again. Rows for several ranks need
     as many: --nproc, or torchrun.
     """
-    from ..probe import ProbeRequest, verify_profile
+    from ..probe import ProbeRequest
     from ..progress import probe_observer
     from ..ranks.surroundings import follow_rank_0, is_follower, ranks_of
     from ..terminal import emit_json, format_duration, plural, warn
+    from ..tuning import verify_profile
     from .locate import chosen_profile_path
 
     ranks = ranks_of(nproc, device)

@@ -15,7 +15,7 @@ from ..probe import ProbeRequest
 from .place import place_of, ranks_wanted
 
 if TYPE_CHECKING:
-    from ..tuning import Edge
+    from ..edge import Edge
 
 
 def ranks_of(nproc: str | None, device: str | None) -> int:
@@ -51,7 +51,7 @@ def edge_of_ranks(request: ProbeRequest) -> Iterator[Edge]:
     """
     import torch
 
-    from ..tuning import bench_settings, edge_of
+    from ..edge import bench_settings, edge_of
     from .evaluator import RanksEvaluator
     from .fleet import Fleet
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from machines import edge_of, row_of
 
-from autotune import tuning
+from autotune import emit, tuning
 from autotune.evaluator import Block, Checked, Evaluator, Fault
 from autotune.probe import ProbeRequest, SilentObserver, TrialOutcome
 from autotune.replay import QUIET, ReplayEvaluator, SimulatedClock
@@ -26,7 +26,9 @@ from ringattn.workload import Tunables, Workload
 CALL_S = 2e-3  # what a measurement takes, so that some are killed in the middle of one
 Event = tuple[str, ...]  # its kind first
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["autotune.search", "autotune.tuning", "autotune.verifying", "ringattn.attention"])
+_context.set_forkserver_preload(
+    ["autotune.device_lock", "autotune.dry_run", "autotune.probe_run", "ringattn.attention"]
+)
 
 
 def truth(cell: Workload, tunables: Tunables) -> float:
@@ -70,7 +72,7 @@ def _run(path: Path, parent: Connection) -> None:
         if Path(target) == path:
             say("saved")
 
-    tuning.save_profile = saving  # type: ignore[attr-defined]  # this process is nobody else's
+    emit.save_profile = saving  # type: ignore[attr-defined]  # this process is nobody else's
     clock = SimulatedClock()
 
     def evaluator(*_: object) -> Evaluator:
@@ -78,7 +80,7 @@ def _run(path: Path, parent: Connection) -> None:
 
     edge = edge_of(path.parent, lambda: evaluator(), clock)
     began_s = time.process_time()
-    tuning.probe(ProbeRequest(output=path, effort="quick", seq_lens=(4096,), modes=("train",)), Observer(), edge)
+    tuning.run_probe(ProbeRequest(output=path, effort="quick", seq_lens=(4096,), modes=("train",)), Observer(), edge)
     say("finished")
 
 

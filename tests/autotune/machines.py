@@ -11,6 +11,7 @@ from pathlib import Path
 from autotune.budget import EFFORTS, Budget, EffortPreset
 from autotune.cell import CellContext, CellResult, NoListener, SearchSettings
 from autotune.choose import distance
+from autotune.edge import Edge
 from autotune.evaluator import Checked, Evaluator, Fault
 from autotune.probe import Preference, ProbeRequest
 from autotune.race import Limits
@@ -18,7 +19,6 @@ from autotune.replay import QUIET, ReplayEvaluator, Row, SimulatedClock, Trouble
 from autotune.search import CellSearch
 from autotune.space import Machine, Space, build_space
 from autotune.store import Store
-from autotune.tuning import Edge
 from ringattn.hardware import HardwareFacts
 from ringattn.profile import Policy
 from ringattn.workload import BranchTunables, Mode, Pattern, Tunables, Workload

@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner, Result
 from report_samples import evidence, gpu_profile, heuristic_profile, plan
 
-import autotune.probe
+import autotune.tuning
 from autotune.cli import cli
 from autotune.commands.probe import _how_to_use
 from autotune.exit_codes import DeviceBusy, ExitCode, Inconclusive, NoDevice, ProbeFailure, UsageFailure
@@ -95,12 +95,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[ProbeRequest]:
         requests.append(request)
         return ProbeResult(Path("p.yaml"), gpu_profile(), (), 12.0)
 
-    monkeypatch.setattr(autotune.probe, "run_probe", remember)
+    monkeypatch.setattr(autotune.tuning, "run_probe", remember)
     return requests
 
 
 def engine(monkeypatch: pytest.MonkeyPatch, act: Callable[[ProbeObserver], ProbeResult]) -> None:
-    monkeypatch.setattr(autotune.probe, "run_probe", lambda request, observer: act(observer))
+    monkeypatch.setattr(autotune.tuning, "run_probe", lambda request, observer: act(observer))
 
 
 @pytest.fixture
@@ -836,7 +836,7 @@ def test_verify(
         seen.append((path, request))
         return VerifyResult(stale, (cell,), 4.0, inconclusive)
 
-    monkeypatch.setattr(autotune.probe, "verify_profile", fake)
+    monkeypatch.setattr(autotune.tuning, "verify_profile", fake)
     options = ("--effort", "full", "--budget", "9", "--seed", "3", "--device", "cpu")
     result = ringtune("verify", gpu_file, *options)
     assert result.exit_code == code
@@ -852,7 +852,7 @@ def test_a_verify_that_judged_nothing_does_not_say_that_winners_win(
     monkeypatch: pytest.MonkeyPatch, gpu_file: Path
 ) -> None:
     nothing = VerifyResult((), (), 4.0, ("train dense: no time was left",))
-    monkeypatch.setattr(autotune.probe, "verify_profile", lambda path, request, observer: nothing)
+    monkeypatch.setattr(autotune.tuning, "verify_profile", lambda path, request, observer: nothing)
     result = ringtune("verify", gpu_file)
     assert result.exit_code == ExitCode.INCONCLUSIVE
     assert "nothing could be judged" in result.stdout

@@ -16,12 +16,14 @@ from optuna.trial import FrozenTrial, TrialState
 
 from autotune.benchmark import BenchSettings
 from autotune.budget import EFFORTS, EffortPreset
+from autotune.cell_runs import HANG_S
+from autotune.edge import real_edge
 from autotune.evaluator import Checked, Evaluator, Fault
 from autotune.grid import cells_for
 from autotune.probe import ProbeRequest, SilentObserver
 from autotune.space import candidate_key
 from autotune.trial import WorkerEvaluator
-from autotune.tuning import HANG_S, probe, real_edge
+from autotune.tuning import run_probe
 from ringattn.hardware import HardwareFacts
 from ringattn.profile_io import load_profile
 from ringattn.workload import BranchTunables, Tunables, Workload, describe
@@ -82,7 +84,7 @@ def test_a_real_probe_survives_everything_and_says_what_happened(
     made: list[WorkerEvaluator] = []
     # Samples of sleep that are long against what a busy machine adds, and the time for them.
     long = replace(EFFORTS["standard"], sample_target_ms=40.0)
-    monkeypatch.setattr("autotune.tuning.EFFORTS", {"standard": long})
+    monkeypatch.setattr("autotune.task.EFFORTS", {"standard": long})
 
     def evaluator(facts: HardwareFacts, request: ProbeRequest, preset: EffortPreset) -> Evaluator:
         settings = BenchSettings("cpu", facts, request.seed, preset.sample_target_ms, preset.ragged_lengths)
@@ -92,9 +94,9 @@ def test_a_real_probe_survives_everything_and_says_what_happened(
     environ = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
     edge = replace(real_edge(request), evaluator=evaluator, environ=environ)
     dense = [cell for cell in cells_for(request, edge.facts) if cell.workload.pattern.dense]
-    monkeypatch.setattr("autotune.tuning.cells_for", lambda request, facts: dense)
+    monkeypatch.setattr("autotune.grid.cells_for", lambda request, facts: dense)
     begin = time.monotonic()
-    result = probe(request, SilentObserver(), edge)
+    result = run_probe(request, SilentObserver(), edge)
     took_s = time.monotonic() - begin
 
     assert took_s <= 1.1 * budget_s

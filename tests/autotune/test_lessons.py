@@ -18,7 +18,7 @@ from autotune.replay import FirstCalls, ReplayEvaluator, SimulatedClock
 from autotune.space import build_space
 from autotune.statistics import Interval
 from autotune.store import Store
-from autotune.tuning import probe
+from autotune.tuning import run_probe
 from ringattn.workload import Pattern, Tunables, Workload
 
 CELL = workload(pattern=Pattern())
@@ -68,7 +68,7 @@ def probed(
 
     edge = edge_of(tmp_path, evaluator, clock, invented(names))
     request = ProbeRequest(output=tmp_path / "m.yaml", effort="quick", seq_lens=seq_lens, budget_s=budget_s)
-    return probe(request, SilentObserver(), edge), seen
+    return run_probe(request, SilentObserver(), edge), seen
 
 
 def by_kernel(**logs: float) -> Callable[[Workload, Tunables], float]:

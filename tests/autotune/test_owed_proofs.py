@@ -15,10 +15,11 @@ from autotune.evaluator import Checked, Fault, Proven
 from autotune.final import PROOF_KEPT_S
 from autotune.probe import ProbeRequest, ProbeResult, SilentObserver
 from autotune.replay import FirstCalls, ReplayEvaluator, SimulatedClock
+from autotune.rows import OWED
 from autotune.search import CellSearch
 from autotune.space import Machine, build_space
 from autotune.store import Store
-from autotune.tuning import OWED, probe
+from autotune.tuning import run_probe
 from ringattn.fused_steps import FUSED_PARAMS
 from ringattn.profile_io import load_profile
 from ringattn.workload import Pattern, Tunables, Workload
@@ -121,7 +122,7 @@ class House:
             precision="fp32", segment_lengths=(256, 512, 1024), dilation_rates=(1, 2, 4),
         )  # fmt: skip
         edge = edge_of(self.tmp_path, self._evaluator, self.clock, self.machine or invented(self.names))
-        return probe(replace(request, **changes), SilentObserver(), edge)  # type: ignore[arg-type]
+        return run_probe(replace(request, **changes), SilentObserver(), edge)  # type: ignore[arg-type]
 
     def proven(self) -> set[tuple[Workload, Tunables]]:
         return {(proof.cell, proof.plan) for proof in self.proofs if proof.passed}

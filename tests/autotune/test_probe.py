@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 from machines import FACTS, edge_of, invented, row_of
 
+from autotune.edge import Edge
 from autotune.evaluator import Block, Checked, Fault
 from autotune.exit_codes import DeviceBusy, ExitCode, Inconclusive, ProbeFailure, UsageFailure
 from autotune.grid import LONGNET_CPU, cells_for
 from autotune.probe import ProbeRequest, ProbeResult, SilentObserver, TrialOutcome
 from autotune.replay import QUIET, ReplayEvaluator, SimulatedClock, Trouble
-from autotune.tuning import Edge, probe, verify
+from autotune.tuning import run_probe, verify_profile
 from ringattn.errors import ProfileError
 from ringattn.profile import Profile
 from ringattn.profile_io import load_profile, save_profile
@@ -111,7 +112,7 @@ def winners(profile: Profile) -> dict[str, str]:
 def test_a_probe_writes_what_is_fastest_at_each_length(machine: Machine, tmp_path: Path) -> None:
     path = tmp_path / "machine.yaml"
     observer = Watching()
-    result = probe(request_for(path), observer, machine.edge)
+    result = run_probe(request_for(path), observer, machine.edge)
     profile = load_profile(path)
     assert profile == result.profile
     assert {entry.workload.seq_len for entry in profile.plans} == {512, 4096}
@@ -132,7 +133,7 @@ def test_a_probe_writes_what_is_fastest_at_each_length(machine: Machine, tmp_pat
 
 def test_each_kernel_used_alone_is_in_the_profile(machine: Machine, tmp_path: Path) -> None:
     path = tmp_path / "machine.yaml"
-    probe(request_for(path), Watching(), machine.edge)
+    run_probe(request_for(path), Watching(), machine.edge)
     for entry in load_profile(path).plans:
         assert entry.choice is not None
         alone = [entry.choice.tunables, *(single.tunables for single in entry.singles)]
@@ -143,12 +144,12 @@ def test_each_kernel_used_alone_is_in_the_profile(machine: Machine, tmp_path: Pa
 
 
 def test_nothing_in_a_profile_says_where_it_was_made(machine: Machine, tmp_path: Path) -> None:
-    probe(request_for(tmp_path / "machine.yaml"), Watching(), machine.edge)
+    run_probe(request_for(tmp_path / "machine.yaml"), Watching(), machine.edge)
     assert str(tmp_path) not in (tmp_path / "machine.yaml").read_text()
 
 
 def test_the_default_output_lies_where_the_runtime_looks_first(machine: Machine, tmp_path: Path) -> None:
-    result = probe(replace(request_for(tmp_path), output=None), Watching(), machine.edge)
+    result = run_probe(replace(request_for(tmp_path), output=None), Watching(), machine.edge)
     assert result.profile_path is not None
     assert result.profile_path.parent == tmp_path / "config" / "ringtune"
     assert result.profile_path.name.startswith("cpu-invented")
@@ -159,7 +160,7 @@ def test_the_budget_is_kept_and_the_eta_ends_right(tmp_path: Path) -> None:
         machine = Machine(tmp_path / str(budget_s), Trouble())
         observer = Watching()
         path = tmp_path / f"{budget_s}.yaml"
-        result = probe(request_for(path, budget_s=budget_s, effort="standard"), observer, machine.edge)
+        result = run_probe(request_for(path, budget_s=budget_s, effort="standard"), observer, machine.edge)
         assert result.elapsed_s <= 1.1 * budget_s
         fractions = [fraction for fraction, _ in observer.etas]
         assert all(0 <= fraction <= 1 for fraction in fractions)
@@ -170,7 +171,7 @@ def test_the_budget_is_kept_and_the_eta_ends_right(tmp_path: Path) -> None:
 
 def test_a_request_that_leaves_nothing_is_a_usage_error(machine: Machine, tmp_path: Path) -> None:
     with pytest.raises(UsageFailure, match="ask for a shorter --seq-len"):
-        probe(request_for(tmp_path / "m.yaml", seq_lens=(2**26,)), Watching(), machine.edge)
+        run_probe(request_for(tmp_path / "m.yaml", seq_lens=(2**26,)), Watching(), machine.edge)
 
 
 def test_a_workload_nothing_can_run_becomes_a_refusal_row(tmp_path: Path) -> None:
@@ -181,7 +182,7 @@ def test_a_workload_nothing_can_run_becomes_a_refusal_row(tmp_path: Path) -> Non
         return (("no backward at all",) if cell.train else ()) + allowed.reasons(cell, tunables)
 
     edge = replace(machine.edge, machine=replace(allowed, reasons=no_training))
-    result = probe(request_for(tmp_path / "m.yaml", seq_lens=(512,)), Watching(), edge)
+    result = run_probe(request_for(tmp_path / "m.yaml", seq_lens=(512,)), Watching(), edge)
     assert result.profile is not None
     refused = [entry for entry in result.profile.plans if entry.refusal]
     assert {entry.workload.mode for entry in refused} == {"train"}
@@ -190,7 +191,7 @@ def test_a_workload_nothing_can_run_becomes_a_refusal_row(tmp_path: Path) -> Non
 
 def test_a_dry_run_measures_nothing_and_writes_nothing(machine: Machine, tmp_path: Path) -> None:
     observer = Watching()
-    result = probe(request_for(tmp_path / "m.yaml", dry_run=True), observer, machine.edge)
+    result = run_probe(request_for(tmp_path / "m.yaml", dry_run=True), observer, machine.edge)
     assert result.dry_run is not None
     assert len(result.dry_run.cells) == 8
     assert all(cell.candidates > 1 for cell in result.dry_run.cells)
@@ -206,11 +207,11 @@ def test_a_dry_run_measures_nothing_and_writes_nothing(machine: Machine, tmp_pat
 
 def test_a_second_probe_of_an_unchanged_machine_verifies(machine: Machine, tmp_path: Path) -> None:
     path = tmp_path / "m.yaml"
-    probe(request_for(path), Watching(), machine.edge)
+    run_probe(request_for(path), Watching(), machine.edge)
     before = path.read_bytes()
     searched = machine.made[0].calls
     observer = Watching()
-    result = probe(request_for(path), observer, machine.edge)
+    result = run_probe(request_for(path), observer, machine.edge)
     assert result.verified
     assert path.read_bytes() == before
     assert machine.made[1].calls < searched / 2
@@ -220,14 +221,14 @@ def test_a_second_probe_of_an_unchanged_machine_verifies(machine: Machine, tmp_p
 
 def test_stale_winners_are_found_and_searched_again(machine: Machine, tmp_path: Path) -> None:
     path = tmp_path / "m.yaml"
-    probe(request_for(path), Watching(), machine.edge)
+    run_probe(request_for(path), Watching(), machine.edge)
     machine.truth = lambda cell, tunables: truth(cell.at(4096), tunables)  # math is slow everywhere now
-    outcome = verify(path, ProbeRequest(effort="quick"), Watching(), machine.edge)
+    outcome = verify_profile(path, ProbeRequest(effort="quick"), Watching(), machine.edge)
     assert {cell.workload.seq_len for cell in outcome.cells if cell.stale} == {512}
     assert all("of its time" in cell.note for cell in outcome.cells if cell.stale)
     assert len(outcome.stale) == 4
     before = load_profile(path)
-    result = probe(request_for(path), Watching(), machine.edge)
+    result = run_probe(request_for(path), Watching(), machine.edge)
     assert not result.verified
     assert result.profile is not None
     assert set(winners(result.profile).values()) == {"flash-cpu"}
@@ -238,9 +239,9 @@ def test_stale_winners_are_found_and_searched_again(machine: Machine, tmp_path: 
 def test_verify_holds_on_an_unchanged_machine_even_with_noise(tmp_path: Path) -> None:
     machine = Machine(tmp_path, Trouble())
     path = tmp_path / "m.yaml"
-    probe(request_for(path), Watching(), machine.edge)
+    run_probe(request_for(path), Watching(), machine.edge)
     for seed in range(3):
-        outcome = verify(path, ProbeRequest(effort="quick", seed=seed), Watching(), machine.edge)
+        outcome = verify_profile(path, ProbeRequest(effort="quick", seed=seed), Watching(), machine.edge)
         assert outcome.stale == ()
 
 
@@ -249,7 +250,7 @@ def test_verify_holds_on_an_unchanged_machine_even_with_noise(tmp_path: Path) ->
 )
 def test_a_winner_that_the_machine_let_down_is_not_called_stale(machine: Machine, tmp_path: Path, fault: Fault) -> None:
     path = tmp_path / "m.yaml"
-    probe(request_for(path, seq_lens=(512,)), Watching(), machine.edge)
+    run_probe(request_for(path, seq_lens=(512,)), Watching(), machine.edge)
     limits_s: list[float] = []
 
     class LetDown(ReplayEvaluator):
@@ -260,7 +261,7 @@ def test_a_winner_that_the_machine_let_down_is_not_called_stale(machine: Machine
             return fault
 
     edge = replace(machine.edge, evaluator=lambda *_: LetDown(row_of(truth), machine.clock))
-    outcome = verify(path, ProbeRequest(effort="quick", budget_s=10.0), Watching(), edge)
+    outcome = verify_profile(path, ProbeRequest(effort="quick", budget_s=10.0), Watching(), edge)
     assert outcome.stale == ()
     assert len(outcome.inconclusive) == 4
     assert all(fault.message in line for line in outcome.inconclusive)
@@ -284,35 +285,35 @@ def test_starting_the_worker_leaves_time_for_every_default(tmp_path: Path) -> No
 
     edge = replace(machine.edge, evaluator=lambda *_: Starting(row_of(truth), machine.clock, check_s=0.02, prove_s=0.1))
     request = request_for(tmp_path / "m.yaml", budget_s=10.0, seq_lens=(512,))
-    result = probe(request, Watching(), edge)
+    result = run_probe(request, Watching(), edge)
     assert not [line for line in result.inconclusive if "to check its default" in line]
     assert result.elapsed_s <= 11
 
 
 def test_a_profile_of_another_machine_is_not_verified_here(machine: Machine, tmp_path: Path) -> None:
     path = tmp_path / "m.yaml"
-    probe(request_for(path), Watching(), machine.edge)
+    run_probe(request_for(path), Watching(), machine.edge)
     elsewhere = replace(machine.edge, facts=replace(FACTS, sm_count=64, device_name="Bigger"))
     with pytest.raises(ProbeFailure, match="was measured on Invented CPU") as caught:
-        verify(path, ProbeRequest(), Watching(), elsewhere)
+        verify_profile(path, ProbeRequest(), Watching(), elsewhere)
     assert caught.value.exit_code == ExitCode.NO_PROFILE
 
 
 def test_new_cells_join_the_rows_that_are_there(machine: Machine, tmp_path: Path) -> None:
     path = tmp_path / "m.yaml"
-    probe(request_for(path, seq_lens=(512,)), Watching(), machine.edge)
-    probe(request_for(path, seq_lens=(4096,)), Watching(), machine.edge)
+    run_probe(request_for(path, seq_lens=(512,)), Watching(), machine.edge)
+    run_probe(request_for(path, seq_lens=(4096,)), Watching(), machine.edge)
     assert {entry.workload.seq_len for entry in load_profile(path).plans} == {512, 4096}
-    probe(request_for(path, seq_lens=(2048,), resume=False), Watching(), machine.edge)
+    run_probe(request_for(path, seq_lens=(2048,), resume=False), Watching(), machine.edge)
     assert {entry.workload.seq_len for entry in load_profile(path).plans} == {512, 2048, 4096}
 
 
 def test_other_software_replaces_the_profile(machine: Machine, tmp_path: Path) -> None:
     path = tmp_path / "m.yaml"
-    probe(request_for(path, seq_lens=(512,)), Watching(), machine.edge)
+    run_probe(request_for(path, seq_lens=(512,)), Watching(), machine.edge)
     newer = replace(machine.edge, facts=replace(FACTS, software=(("torch", "2.14.0"),)))
     observer = Watching()
-    probe(request_for(path, seq_lens=(4096,)), observer, newer)
+    run_probe(request_for(path, seq_lens=(4096,)), observer, newer)
     assert {entry.workload.seq_len for entry in load_profile(path).plans} == {4096}
     assert any("other software" in note for note in observer.notes)
 
@@ -321,10 +322,10 @@ def test_a_broken_file_at_the_output_is_not_overwritten_unseen(machine: Machine,
     path = tmp_path / "m.yaml"
     path.write_text("schema: [")
     with pytest.raises(ProfileError, match=r"m\.yaml"):
-        probe(request_for(path), Watching(), machine.edge)
+        run_probe(request_for(path), Watching(), machine.edge)
     assert path.read_text() == "schema: ["
     observer = Watching()
-    probe(request_for(path, resume=False), observer, machine.edge)
+    run_probe(request_for(path, resume=False), observer, machine.edge)
     assert any("it will be replaced" in note for note in observer.notes)
     assert load_profile(path).plans
 
@@ -340,11 +341,11 @@ def test_an_interrupted_probe_goes_on_where_it_stopped(tmp_path: Path, after: in
     machine.interrupt_after = after
     first = Watching()
     with pytest.raises(KeyboardInterrupt):
-        probe(request_for(path), first, machine.edge)
+        run_probe(request_for(path), first, machine.edge)
     assert not path.exists()
     machine.interrupt_after = None
     second = Watching()
-    result = probe(request_for(path), second, machine.edge)
+    result = run_probe(request_for(path), second, machine.edge)
     assert result.profile is not None
     told = [(cell, name, outcome.stage) for cell, name, outcome in first.trials]
     again = [(cell, name, outcome.stage) for cell, name, outcome in second.trials]
@@ -360,7 +361,7 @@ def test_many_interruptions_in_a_row_still_come_to_an_end(tmp_path: Path) -> Non
     machine.interrupt_after = 9
     for _ in range(60):
         try:
-            result: ProbeResult | None = probe(request_for(path), Watching(), machine.edge)
+            result: ProbeResult | None = run_probe(request_for(path), Watching(), machine.edge)
             break
         except KeyboardInterrupt:
             result = None
@@ -374,10 +375,10 @@ def test_fresh_forgets_the_journal(tmp_path: Path) -> None:
     machine.interrupt_after = 40
     first = Watching()
     with pytest.raises(KeyboardInterrupt):
-        probe(request_for(path), first, machine.edge)
+        run_probe(request_for(path), first, machine.edge)
     machine.interrupt_after = None
     second = Watching()
-    probe(request_for(path, resume=False), second, machine.edge)
+    run_probe(request_for(path, resume=False), second, machine.edge)
     told = {(cell, name, outcome.stage) for cell, name, outcome in first.trials}
     assert told <= {(cell, name, outcome.stage) for cell, name, outcome in second.trials}
 
@@ -385,11 +386,11 @@ def test_fresh_forgets_the_journal(tmp_path: Path) -> None:
 def test_an_interruption_leaves_the_old_profile_alone(tmp_path: Path) -> None:
     path = tmp_path / "m.yaml"
     machine = Machine(tmp_path)
-    probe(request_for(path), Watching(), machine.edge)
+    run_probe(request_for(path), Watching(), machine.edge)
     before = path.read_bytes()
     machine.interrupt_after = 10
     with pytest.raises(KeyboardInterrupt):
-        probe(request_for(path, resume=False), Watching(), machine.edge)
+        run_probe(request_for(path, resume=False), Watching(), machine.edge)
     assert path.read_bytes() == before
 
 
@@ -399,10 +400,10 @@ def test_two_probes_of_one_device_do_not_run_at_once(machine: Machine, tmp_path:
     class Meddling(Watching):
         def plan(self, cells: Sequence[Workload], estimate_s: float) -> None:
             with pytest.raises(DeviceBusy) as caught:
-                probe(request_for(tmp_path / "other.yaml"), Watching(), machine.edge)
+                run_probe(request_for(tmp_path / "other.yaml"), Watching(), machine.edge)
             inner.append(caught.value)
 
-    probe(request_for(tmp_path / "m.yaml", seq_lens=(512,)), Meddling(), machine.edge)
+    run_probe(request_for(tmp_path / "m.yaml", seq_lens=(512,)), Meddling(), machine.edge)
     assert [failure.exit_code for failure in inner] == [ExitCode.BUSY]
 
 
@@ -437,24 +438,24 @@ def test_a_profile_the_runtime_does_not_obey_is_never_written(
     make = disobeying(machine._evaluator, answer)
     edge = replace(machine.edge, evaluator=lambda facts, request, preset: make())
     with pytest.raises(ProbeFailure, match=message):
-        probe(request_for(path), Watching(), edge)
+        run_probe(request_for(path), Watching(), edge)
     assert not path.exists()
 
 
 def test_when_every_cell_is_inconclusive_nothing_is_written(tmp_path: Path) -> None:
     machine = Machine(tmp_path, Trouble(sigma=0.8))
     with pytest.raises(Inconclusive) as caught:
-        probe(request_for(tmp_path / "m.yaml"), Watching(), machine.edge)
+        run_probe(request_for(tmp_path / "m.yaml"), Watching(), machine.edge)
     assert caught.value.exit_code == ExitCode.INCONCLUSIVE
     assert not (tmp_path / "m.yaml").exists()
     quiet = Machine(tmp_path)
-    probe(request_for(tmp_path / "m.yaml"), Watching(), quiet.edge)  # the same command measures anew
+    run_probe(request_for(tmp_path / "m.yaml"), Watching(), quiet.edge)  # the same command measures anew
     assert len(load_profile(tmp_path / "m.yaml").plans) == 8
 
 
 def test_too_small_a_budget_says_which_cells_were_not_measured(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
-    result = probe(request_for(tmp_path / "m.yaml", budget_s=4.0), Watching(), machine.edge)
+    result = run_probe(request_for(tmp_path / "m.yaml", budget_s=4.0), Watching(), machine.edge)
     assert result.inconclusive
     assert result.profile is not None
     assert all(entry.refusal == "" for entry in result.profile.plans)  # a row without a plan would stop the runtime
@@ -468,7 +469,7 @@ def test_too_small_a_budget_says_which_cells_were_not_measured(tmp_path: Path) -
 def test_anchors_are_refined_between_lengths_whose_winners_differ(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     request = ProbeRequest(output=tmp_path / "m.yaml", effort="standard", seq_lens=(512, 2048, 4096), modes=("infer",))
-    result = probe(request, Watching(), machine.edge)
+    result = run_probe(request, Watching(), machine.edge)
     assert result.profile is not None
     lengths = {entry.workload.seq_len for entry in result.profile.plans}
     assert 1024 in lengths  # between 512, where math wins, and 2048
@@ -550,7 +551,7 @@ def test_an_old_profile_survives_a_disk_that_cannot_be_written(
     machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "m.yaml"
-    probe(request_for(path), Watching(), machine.edge)
+    run_probe(request_for(path), Watching(), machine.edge)
     before = path.read_bytes()
 
     def full(profile: Profile, target: Path) -> None:
@@ -558,7 +559,7 @@ def test_an_old_profile_survives_a_disk_that_cannot_be_written(
             raise OSError(28, "No space left on device")
         save_profile(profile, target)
 
-    monkeypatch.setattr("autotune.tuning.save_profile", full)
+    monkeypatch.setattr("autotune.emit.save_profile", full)
     with pytest.raises(OSError, match="No space left"):
-        probe(request_for(path, resume=False), Watching(), machine.edge)
+        run_probe(request_for(path, resume=False), Watching(), machine.edge)
     assert path.read_bytes() == before

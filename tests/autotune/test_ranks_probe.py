@@ -19,15 +19,19 @@ import torch.distributed as dist
 from test_ranks import ended
 
 from autotune.budget import EffortPreset
+from autotune.cell_space import space_for
+from autotune.edge import Edge, bench_settings, default_profile_path, edge_of
 from autotune.emit import merged, merged_speeds, same_machine
 from autotune.evaluator import Evaluator, MonotonicClock
 from autotune.exit_codes import ExitCode, ProbeFailure
 from autotune.grid import cells_for
 from autotune.probe import ProbeRequest, SilentObserver
+from autotune.probe_run import ProbeRun, journal_identity
 from autotune.ranks import fleet as fleets
 from autotune.ranks.evaluator import RanksEvaluator
 from autotune.ranks.fleet import Fleet
-from autotune.tuning import Edge, _Probe, bench_settings, default_profile_path, edge_of, space_for, verify
+from autotune.task import Task
+from autotune.tuning import verify_profile
 from ringattn import RingAttention
 from ringattn.hardware import HardwareFacts
 from ringattn.profile import Fingerprint, LinkSpeed, PlanEntry, Profile
@@ -86,7 +90,7 @@ def test_two_ranks_are_tuned_as_one_and_the_runtime_obeys(fleet: Fleet, tmp_path
     path = tmp_path / "dense.yaml"
     request = replace(REQUEST, output=path, layout="contiguous")
     dense = [cell for cell in cells_for(request, here.facts) if cell.workload.pattern.dense]
-    result = _Probe(request, SilentObserver(), here, path, dense).run()
+    result = ProbeRun(Task.of(request, SilentObserver(), here), path, dense).run()
     (cell,) = result.cells
     assert cell.workload.world == 2
     assert cell.chosen is not None
@@ -105,9 +109,9 @@ def test_two_ranks_are_tuned_as_one_and_the_runtime_obeys(fleet: Fleet, tmp_path
     failures = {failure.candidate.split(" ")[0]: (failure.kind, failure.message) for failure in entry.failures}
     assert failures["flash-cpu/math"] == ("error", "rank 1: RuntimeError: not on this rank")
 
-    assert verify(path, request, SilentObserver(), here).stale == ()
+    assert verify_profile(path, request, SilentObserver(), here).stale == ()
     with pytest.raises(ProbeFailure, match=r"its plans are for 2 ranks, not 1; run: ringtune verify with --nproc 2"):
-        verify(path, replace(request, ranks=1), SilentObserver(), here)
+        verify_profile(path, replace(request, ranks=1), SilentObserver(), here)
 
     pool = Pool(2)
     try:
@@ -136,7 +140,7 @@ def test_rows_of_other_numbers_of_ranks_stay(fleet: Fleet) -> None:
 def test_a_journal_belongs_to_a_number_of_ranks_and_a_layout(fleet: Fleet, tmp_path: Path) -> None:
     here = edge(fleet, tmp_path)
     requests = (REQUEST, replace(REQUEST, ranks=4), replace(REQUEST, layout="zigzag"), replace(REQUEST, ranks=1))
-    names = {_Probe(request, SilentObserver(), here, tmp_path / "p.yaml", ())._identity() for request in requests}
+    names = {journal_identity(request, here.facts) for request in requests}
     assert len(names) == len(requests)
 
 

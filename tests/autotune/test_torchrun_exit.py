@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 from report_samples import gpu_profile
 
-import autotune.probe
+import autotune.tuning
 from autotune.cli import cli
 from autotune.exit_codes import ExitCode, Inconclusive
 from autotune.probe import ProbeObserver, ProbeRequest, ProbeResult
@@ -22,10 +22,11 @@ MESSAGE = "inconclusive: train dense: too noisy"
 SCRIPT = """
 import sys
 from pathlib import Path
-import autotune.probe
+import autotune.tuning
 from autotune.cli import main
+from autotune.probe import ProbeResult
 from report_samples import gpu_profile
-autotune.probe.run_probe = lambda request, observer: autotune.probe.ProbeResult(
+autotune.tuning.run_probe = lambda request, observer: ProbeResult(
     Path("p.yaml"), gpu_profile(), (), 1.0, ("train dense: too noisy",)
 )
 sys.argv = ["ringtune", "probe"]
@@ -57,7 +58,7 @@ def test_cells_left_undecided_are_no_failure_of_the_job(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("variables", "code"), [({}, ExitCode.INCONCLUSIVE), ({"TORCHELASTIC_RUN_ID": "a"}, 0)])
 def test_elsewhere_they_are_exit_code_6(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], code: int) -> None:
-    monkeypatch.setattr(autotune.probe, "run_probe", undecided)
+    monkeypatch.setattr(autotune.tuning, "run_probe", undecided)
     result = CliRunner(env=variables).invoke(cli, ["probe"])
     assert result.exit_code == code
     assert MESSAGE in result.stderr
@@ -67,6 +68,6 @@ def test_a_probe_that_wrote_nothing_fails_under_torchrun_too(monkeypatch: pytest
     def nothing(request: ProbeRequest, observer: ProbeObserver) -> ProbeResult:
         raise Inconclusive("no cell could be measured")
 
-    monkeypatch.setattr(autotune.probe, "run_probe", nothing)
+    monkeypatch.setattr(autotune.tuning, "run_probe", nothing)
     result = CliRunner(env={"TORCHELASTIC_RUN_ID": "a"}).invoke(cli, ["probe"])
     assert result.exit_code == ExitCode.INCONCLUSIVE

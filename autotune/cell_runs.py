@@ -1,0 +1,140 @@
+"""Every cell of a probe, one after the other: the default first, then a search within the cell's share of the time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ringattn.errors import PlanError
+from ringattn.workload import Workload
+
+from .budget import Budget, Progress, allot, spare_s
+from .cell import CellContext, CellResult, SearchSettings
+from .cell_space import space_or_refusal
+from .evaluator import Evaluator
+from .grid import Cell
+from .lessons import Lessons
+from .nearby import Nearby
+from .race import Limits
+from .rows import OWED, Rows
+from .search import CellSearch
+from .store import Store
+from .task import Task
+from .telling import Telling
+
+HANG_S = {"cpu": 6.0, "nvidia": 25.0}  # a GPU kernel may have to be compiled first
+
+
+class CellRuns:
+    """The searches of one probe. What must survive a kill is in the store, everything else here."""
+
+    def __init__(
+        self, task: Task, cells: Sequence[Cell], rows: Rows, store: Store, evaluator: Evaluator, budget: Budget
+    ) -> None:
+        self.task = task
+        self.cells = tuple(cells)
+        self.rows = rows
+        self.budget = budget
+        self.lessons = Lessons(store)
+        self.telling = Telling(task.observer, task.edge.clock)
+        self.searched: list[CellSearch] = []
+        self._store = store
+        self._evaluator = evaluator
+        self._finished: dict[Workload, CellContext] = {}
+
+    def run(self) -> None:
+        """All cells that no earlier run has finished, cheapest first."""
+        self.task.observer.plan([cell.workload for cell in self.cells], self.task.preset.budget_s)
+        todo = [cell for cell in self.cells if not self.rows.recall(cell.workload)]
+        searches = self._settle(todo)
+        needs = {workload: search.need() for workload, search in searches.items()}
+        self.telling.expect(Progress(self.budget, needs))
+        order = sorted(searches, key=lambda w: (w.seq_len, w.mode, not w.pattern.dense, str(w.pattern)))
+        for index, workload in enumerate(order):
+            shares = allot([needs[w] for w in order[index:]], self.budget.available_s())
+            self.search(searches[workload], shares[0], spare_s(shares, self.budget.available_s()))
+
+    def _settle(self, cells: Sequence[Cell]) -> dict[Workload, CellSearch]:
+        """The default of every cell, checked and proven: the yardstick of the budget, and of everything else."""
+        searches: dict[Workload, CellSearch] = {}
+        kept_s = 0.5 * self.task.preset.budget_s  # half of the time, at most, may go into yardsticks
+        for cell in cells:
+            search = self.new_search(cell)
+            if search is None:
+                continue
+            fault = search.settle(self.budget.deadline(max(0.0, self.budget.available_s() - kept_s)))
+            if cell is cells[0]:  # the worker was started for it, which is nobody's yardstick
+                kept_s = min(kept_s, 0.5 * self.budget.available_s())
+            if fault is None:
+                searches[cell.workload] = search
+            elif fault.from_outside:  # no verdict on any plan
+                self._finish(search.context.inconclusive(fault.message), 0.0)
+            else:
+                refused = search.context.result("refused", f"no plan could be run and proven: {fault.message}")
+                self._finish(refused, 0.0)
+        return searches
+
+    def new_search(self, cell: Cell) -> CellSearch | None:
+        """None where nothing can run the cell; its row says so then."""
+        space = space_or_refusal(cell, self.task.edge, self.task.request.layout)
+        if isinstance(space, PlanError):
+            self.rows.refuse(cell.workload, space)
+            return None
+        context = CellContext(
+            space,
+            self._evaluator,
+            self._store,
+            self._settings(),
+            self.telling,
+            self.task.edge.clock,
+            main_dtypes=cell.main_dtypes,
+            lessons=self.lessons,
+        )
+        return CellSearch(context)
+
+    def _settings(self) -> SearchSettings:
+        request, preset = self.task.request, self.task.preset
+        limit = request.memory_limit_mib
+        return SearchSettings(
+            preset=preset,
+            seed=request.seed,
+            limits=Limits(None if limit is None else limit * 2**20, request.max_error),
+            prefer=request.prefer,
+            hang_s=min(HANG_S[self.task.edge.facts.vendor], 0.1 * preset.budget_s),
+        )
+
+    def search(self, search: CellSearch, share_s: float, spare_s: float) -> None:
+        """``spare_s`` makes up for what this cell should not pay for alone: crashes, hangs, compilation."""
+        context = search.context
+        cell, clock = context.cell, self.task.edge.clock
+        began, lost_before_s = clock.now(), context.evaluator.lost_s
+        self.telling.begin(cell)
+        if share_s < search.least_s():
+            self._finish(context.inconclusive("no time was left for it; give a larger --budget"), 0.0)
+            return
+        result = search.run(
+            self.budget.working_deadline(share_s, lambda: context.evaluator.lost_s, spare_s),
+            seeds=self.rows.seeds(cell),
+            nearby=Nearby((other.cell, other.estimates) for other in self._alike(cell)),
+        )
+        taken_s = clock.now() - began
+        self.telling.end(cell, max(0.0, taken_s - (context.evaluator.lost_s - lost_before_s)))
+        self._finished[cell] = context
+        self.searched.append(search)
+        self.conclude(context, result, taken_s)
+
+    def _alike(self, cell: Workload) -> list[CellContext]:
+        """The finished cells that differ in length only, nearest first."""
+        alike = [done for done in self._finished if done.at(cell.seq_len) == cell]
+        return [self._finished[done] for done in sorted(alike, key=lambda done: abs(done.seq_len - cell.seq_len))]
+
+    def conclude(self, context: CellContext, result: CellResult, taken_s: float) -> None:
+        """A searched cell's row, with what only its search knows."""
+        if result.choice is not None and result.default is not None:
+            result.singles = context.singles(result.default.median_ms)
+        if context.owes_proof:
+            result.note = "; ".join(filter(None, (result.note, OWED)))
+        self._finish(result, taken_s)
+
+    def _finish(self, result: CellResult, taken_s: float) -> None:
+        self.rows.finish(result, taken_s)
+        self.telling.time_left()

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
-from click.testing import CliRunner, Result
+from cli_runs import explained, ringtune
 from report_samples import evidence, gpu_profile
 
-from autotune.cli import cli
 from autotune.explain import facts_of
 from ringattn import RingAttention
 from ringattn.hardware import detect
@@ -33,17 +30,6 @@ OVER_TWO = Tunables(
     schedule="ulysses",
     layout="contiguous",
 )
-
-
-def ringtune(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(cli, [str(a) for a in arguments], prog_name="ringtune")
-
-
-def explained(*arguments: str | Path) -> dict[str, Any]:
-    result = ringtune("explain", *arguments, "--json")
-    assert result.exit_code == 0, result.stderr
-    document: dict[str, Any] = json.loads(result.stdout)
-    return document
 
 
 @pytest.fixture

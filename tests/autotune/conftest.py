@@ -1,0 +1,42 @@
+"""What the tests of the commands share: an engine that only listens, and profiles to read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from cli_runs import measured_entry, profile_of_this_machine
+from report_samples import gpu_profile
+
+import autotune.tuning
+from autotune.probe import ProbeObserver, ProbeRequest, ProbeResult
+from ringattn.profile_io import save_profile
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[ProbeRequest]:
+    """Replaces the engine with one that only remembers what it was asked."""
+    requests: list[ProbeRequest] = []
+
+    def remember(request: ProbeRequest, observer: ProbeObserver) -> ProbeResult:
+        requests.append(request)
+        return ProbeResult(Path("p.yaml"), gpu_profile(), (), 12.0)
+
+    monkeypatch.setattr(autotune.tuning, "run_probe", remember)
+    return requests
+
+
+@pytest.fixture
+def gpu_file(tmp_path: Path) -> Path:
+    path = tmp_path / "gpu.yaml"
+    save_profile(gpu_profile(), path)
+    return path
+
+
+@pytest.fixture
+def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A profile of this machine's CPU in the user's folder."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    path = tmp_path / "config" / "ringtune" / "this-machine.yaml"
+    save_profile(profile_of_this_machine(measured_entry()), path)
+    return path

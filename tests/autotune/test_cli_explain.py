@@ -1,0 +1,72 @@
+"""``ringtune explain``: the plan, its evidence, and a reason for every kernel that is not in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from cli_runs import explained, ringtune
+
+SHAPE = ("--device", "cpu", "--heads", "4", "--head-dim", "32")
+
+
+def test_explain_says_what_the_module_will_run(at_home: Path) -> None:
+    import torch
+
+    from ringattn import RingAttention
+
+    attn = RingAttention(4, 32, causal=True, device="cpu")
+    for seq_len in (1, 400, 512, 700, 5000):
+        for mode in ("train", "infer"):
+            said = explained(*SHAPE, "--seq-len", str(seq_len), "--mode", mode)
+            runs = attn.plan_for(seq_len, torch.float32, mode == "train").tunables
+            assert [(b["forward"], b["backward"], b["gather"]) for b in said["tunables"]["branches"]] == [
+                (b.forward, b.backward, b.gather) for b in runs.branches
+            ]
+            assert said["tunables"]["dtype"] == runs.dtype
+
+
+def test_explain_names_the_row_its_evidence_and_its_failures(at_home: Path) -> None:
+    said = explained(*SHAPE, "--seq-len", "600")
+    assert (said["bucket"], said["origin"], said["tier"], said["path"]) == (512, "profile", "exact", str(at_home))
+    assert said["evidence"]["median_ms"] == 2.0
+    assert said["failures"] == [{"candidate": "math/math fp32", "kind": "oom", "message": "needs 3 GiB"}]
+    text = ringtune("explain", *SHAPE, "--seq-len", "600").stdout
+    for part in ("math/flash-cpu fp32", "1.25x", "nearest measured length is 512", "needs 3 GiB", "this-machine.yaml"):
+        assert part in text
+
+
+def test_explain_gives_a_reason_for_every_kernel_that_is_not_in_the_plan(at_home: Path) -> None:
+    from ringattn.kernels import KERNELS
+
+    said = explained(*SHAPE, "--seq-len", "512")
+    told = {(v["kernel"], d) for v in said["kernels"] for d in directions_of(v)}
+    used = {(b[d], d) for b in said["tunables"]["branches"] for d in ("forward", "backward")}
+    assert told | used == {(name, d) for name in KERNELS for d in ("forward", "backward")}
+    assert not told & used
+    for verdict in said["kernels"]:
+        assert verdict["reasons"] or verdict["evidence"]
+    cudnn = next(v for v in said["kernels"] if v["kernel"] == "cudnn")
+    assert cudnn["reasons"] == ["runs on NVIDIA GPUs only"]
+    rival = next(v for v in said["kernels"] if v["kernel"] == "flash-cpu")
+    assert "1.25x the time of the chosen plan" in rival["evidence"]
+
+
+def directions_of(verdict: dict[str, Any]) -> tuple[str, ...]:
+    return ("forward", "backward") if verdict["direction"] == "both" else (verdict["direction"],)
+
+
+def test_explain_says_why_the_heuristic_decides(at_home: Path) -> None:
+    assert "this length is outside" in explained(*SHAPE, "--seq-len", "100000")["why"]
+    assert "measured nothing of this kind" in explained(*SHAPE, "--seq-len", "512", "--no-causal")["why"]
+    at_home.unlink()
+    assert "no measured profile serves this machine" in explained(*SHAPE, "--seq-len", "512")["why"]
+
+
+def test_explain_takes_a_profile(at_home: Path) -> None:
+    assert explained(at_home, *SHAPE, "--seq-len", "512")["path"] == str(at_home)
+
+
+def test_explain_covers_dilated_patterns(at_home: Path) -> None:
+    said = explained(*SHAPE, "--segment-lengths", "64,128", "--dilation-rates", "1,2", "--seq-len", "256")
+    assert len(said["tunables"]["branches"]) == 2

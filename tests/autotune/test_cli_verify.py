@@ -1,0 +1,60 @@
+"""``ringtune verify``: which winners still win, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cli_runs import ringtune
+from report_samples import plan
+
+import autotune.tuning
+from autotune.exit_codes import ExitCode
+from autotune.probe import ProbeObserver, ProbeRequest, VerifiedCell, VerifyResult
+from ringattn.workload import Workload
+
+
+@pytest.mark.parametrize(
+    ("stale", "inconclusive", "code"),
+    [((), (), 0), (("train dense",), (), 5), ((), ("noise",), 6), (("a",), ("b",), 5)],
+)
+def test_verify(
+    monkeypatch: pytest.MonkeyPatch, gpu_file: Path, stale: tuple[str, ...], inconclusive: tuple[str, ...], code: int
+) -> None:
+    seen: list[tuple[Path, ProbeRequest]] = []
+    cell = VerifiedCell(
+        Workload("train", True, 64, 1, 8, "fp32"),
+        plan("math", "math"),
+        plan("math", "math"),
+        1.0,
+        0.9,
+        1.1,
+        bool(stale),
+    )
+
+    def fake(path: Path, request: ProbeRequest, observer: ProbeObserver) -> VerifyResult:
+        seen.append((path, request))
+        return VerifyResult(stale, (cell,), 4.0, inconclusive)
+
+    monkeypatch.setattr(autotune.tuning, "verify_profile", fake)
+    options = ("--effort", "full", "--budget", "9", "--seed", "3", "--device", "cpu")
+    result = ringtune("verify", gpu_file, *options)
+    assert result.exit_code == code
+    path, request = seen[0]
+    assert path == gpu_file
+    assert (request.effort, request.budget_s, request.seed, request.device) == ("full", 9.0, 3, "cpu")
+    assert ("stale  train" if stale else "holds  train") in result.stdout
+    document = json.loads(ringtune("verify", "--json", gpu_file).stdout)
+    assert document["stale"] == list(stale)
+
+
+def test_a_verify_that_judged_nothing_does_not_say_that_winners_win(
+    monkeypatch: pytest.MonkeyPatch, gpu_file: Path
+) -> None:
+    nothing = VerifyResult((), (), 4.0, ("train dense: no time was left",))
+    monkeypatch.setattr(autotune.tuning, "verify_profile", lambda path, request, observer: nothing)
+    result = ringtune("verify", gpu_file)
+    assert result.exit_code == ExitCode.INCONCLUSIVE
+    assert "nothing could be judged" in result.stdout
+    assert "wins" not in result.stdout

@@ -12,7 +12,7 @@ import optuna
 from ringattn.workload import Tunables, Workload
 
 from . import statistics
-from .budget import EffortPreset
+from .budget import Deadline, EffortPreset
 from .choose import Candidate
 from .evaluator import Checked, Clock, Evaluator, Fault, Proven
 from .lessons import Lessons, Part, Pupil, parts_of, without
@@ -102,10 +102,12 @@ class CellContext:
         *,
         main_dtypes: Sequence[str],
         lessons: Lessons | None = None,
+        end: Deadline | None = None,
     ) -> None:
         """``main_dtypes`` are the compute dtypes that may win; others compete for ``auto`` only.
 
-        ``lessons`` are what the other cells of the probe taught.
+        ``lessons`` are what the other cells of the probe taught. ``end`` is the probe's: a cell may run into the time
+        of others, but nothing it starts goes beyond that.
         """
         self._whole_space = space
         self._spaces: dict[frozenset[Part], Space] = {}
@@ -120,6 +122,7 @@ class CellContext:
         self.preset = settings.preset
         self.listener = listener
         self.clock = clock
+        self.end = end if end is not None else Deadline(clock, math.inf)
         self.main_dtypes = frozenset(main_dtypes)
         self.default = space.default
         self.ledger = Ledger()

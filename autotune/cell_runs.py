@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from ringattn.errors import PlanError
@@ -88,6 +89,7 @@ class CellRuns:
             self.task.edge.clock,
             main_dtypes=cell.main_dtypes,
             lessons=self.lessons,
+            end=self.budget.deadline(math.inf),
         )
         return CellSearch(context)
 

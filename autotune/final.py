@@ -16,7 +16,6 @@ from .choose import NOISY_SIGMA, TIE, Candidate, choose, distance, pareto_front
 from .evaluator import Checked
 from .race import Arena, DefaultBroken, final_race
 from .statistics import Interval
-from .store import Entry
 
 FINALISTS = 4  # the default among them
 FRONT_KEPT = 4
@@ -25,22 +24,29 @@ FINAL_WIDTH = 0.015  # half-width (log-ratio) that the re-timing should reach, w
 RESERVED = 3  # times the least number of blocks is kept for the final; it goes on while time is left
 CONTENDER = math.log(1.15)  # a plan this much slower than the best is no finalist
 WIDE = 0.10  # a possible gain (log-ratio) that a kept default must be able to exclude
-# What a cell keeps of its time for the proof of its choice. Kernels that work out nothing per shape take a second for
-# all their lengths; cuDNN takes 6 to 12 s for a LongNet plan, and what the default owes is paid out of what is left
-# of the probe when every cell has been searched.
+# What a cell keeps of its time for the proof of its choice, where the probe has time after it. Kernels that work out
+# nothing per shape take a second for all their lengths; cuDNN takes 6 to 12 s for a LongNet plan, and what the default
+# owes is paid out of what is left of the probe when every cell has been searched.
 PROOF_KEPT_S = 2.0
 REFUSED_SIGMA = 0.5  # noise of one paired log-ratio from which no verdict is given
 AT_PAR = Interval(0.0, 0.0, 0.0, 2)
 
 
-def reserve_s(context: CellContext) -> float:
+def proof_kept_s(context: CellContext, deadline: Deadline | None = None) -> float:
+    """Seconds that a cell ending at ``deadline`` keeps for the proof of its choice: what will not fit after its end."""
+    whole_s = context.prove_s()
+    after_s = whole_s if deadline is None else context.end.remaining_s() - deadline.remaining_s()
+    return min(whole_s, max(PROOF_KEPT_S, whole_s - after_s))
+
+
+def reserve_s(context: CellContext, deadline: Deadline | None = None) -> float:
     """Seconds that the final needs: re-timing, and proving what will be written."""
     preset = context.preset
     blocks = statistics.blocks_needed(context.sigma(), FINAL_WIDTH)
     blocks = min(max(blocks, preset.final_min_blocks), RESERVED * preset.final_min_blocks)
     # All finalists and the default twice in the first blocks; after them mostly the default, the best and one rival.
     samples = (FINALISTS + 1) * preset.final_min_blocks + 4 * (blocks - preset.final_min_blocks)
-    return 1.2 * samples * context.sample_s() + min(context.prove_s(), PROOF_KEPT_S)
+    return 1.2 * samples * context.sample_s() + proof_kept_s(context, deadline)
 
 
 def final(context: CellContext, deadline: Deadline) -> CellResult:
@@ -53,7 +59,9 @@ def final(context: CellContext, deadline: Deadline) -> CellResult:
     record = context.record("final")
     arena = context.arena("final", record)
     entries = arena.admit([context.default, *_finalists(context)], deadline)
-    standing = final_race(arena, entries, context.preset, deadline.earlier_by(_proving_s(context, entries)))
+    proven = all(entry.tunables in context.ledger.proven for entry in entries)
+    racing = deadline if proven else deadline.earlier_by(proof_kept_s(context, deadline))
+    standing = final_race(arena, entries, context.preset, racing)
     for entry in entries:
         arena.leave(entry, "final")
     record.abandon_open("not timed: no time was left")
@@ -63,12 +71,6 @@ def final(context: CellContext, deadline: Deadline) -> CellResult:
     gains = {e.tunables: arena.interval(e) for e in standing if len(e.log_ratios) >= 2}
     times_ms = {e.tunables: arena.median_ms(e) for e in entries if e.log_ratios}
     return _decide(context, arena, gains, times_ms, deadline)
-
-
-def _proving_s(context: CellContext, entries: Sequence[Entry]) -> float:
-    """What is kept for the winner's proof; nothing where all of them are proven."""
-    proven = all(entry.tunables in context.ledger.proven for entry in entries)
-    return 0.0 if proven else min(context.prove_s(), PROOF_KEPT_S)
 
 
 def _decide(
@@ -112,8 +114,13 @@ def _decide(
 def _proven_choice(
     context: CellContext, default: Candidate, others: Sequence[Candidate], noisy: bool, deadline: Deadline
 ) -> Candidate:
-    """The choice among what can be proven; ValueError when nothing is within the limits."""
+    """The choice among what can be proven; ValueError when nothing is within the limits.
+
+    A proof that starts late runs into the time of other cells, but not beyond the probe's end.
+    """
     left = list(others)
+    if default.allowed and not context.end.allows(context.prove_s()):
+        left = _proven_already(context, left)
     context.owes_proof = False
     while True:
         winner = choose(context.cell, default, left, noisy=noisy, prefer=context.settings.prefer)
@@ -128,7 +135,11 @@ def _proven_choice(
             raise DefaultBroken(fault)
         left.remove(winner)
         if default.allowed and not deadline.allows(context.prove_s()):  # one proof, at most, is made after the end
-            left = [candidate for candidate in left if candidate.tunables in context.ledger.proven]
+            left = _proven_already(context, left)
+
+
+def _proven_already(context: CellContext, candidates: Sequence[Candidate]) -> list[Candidate]:
+    return [candidate for candidate in candidates if candidate.tunables in context.ledger.proven]
 
 
 def _with_doubts(context: CellContext, result: CellResult, others: Sequence[Candidate], noisy: bool) -> CellResult:

@@ -65,9 +65,11 @@ class ProbeRun:
                 rows = Rows(task, store, merged_speeds(old, speed))
                 runs = CellRuns(task, cells, rows, store, evaluator, budget)
                 runs.run()
-                if task.preset.refine_anchors:
-                    refine(runs)
-                pay_owed_proofs(runs)
+                pay_owed_proofs(
+                    runs
+                )  # first: without it a length of the runtime has nothing proven, an anchor is finer
+                if task.preset.refine_anchors and refine(runs):
+                    pay_owed_proofs(runs)
                 result = self._end(runs, store, evaluator, old)
             finally:
                 evaluator.close()

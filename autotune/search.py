@@ -140,7 +140,7 @@ class CellSearch:
         return context.result("refused", f"the default fails: {fault.kind}, {fault.message}")
 
     def _until_final(self, deadline: Deadline) -> Deadline:
-        return deadline.earlier_by(min(reserve_s(self.context), FINAL_SHARE * deadline.remaining_s()))
+        return deadline.earlier_by(min(reserve_s(self.context, deadline), FINAL_SHARE * deadline.remaining_s()))
 
     def _search(self, deadline: Deadline) -> CellResult:
         context, preset = self.context, self.context.preset

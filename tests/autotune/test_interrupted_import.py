@@ -38,6 +38,7 @@ def test_ctrl_c_during_the_import_of_torch_is_one_line(tmp_path: Path, options: 
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a suite in the background ignores it
     )
     watchdog = threading.Timer(50, command.kill)
     watchdog.start()

@@ -53,8 +53,8 @@ def with_flash(cell: Workload, tunables: Tunables) -> bool:
     return "flash-cpu" in kernels(tunables)
 
 
-def costs_of(names: Sequence[str]) -> FirstCalls:
-    return FirstCalls(new_length_s={(name, way): NEW_SHAPE_S for name in names for way in ("forward", "backward")})
+def costs_of(names: Sequence[str], new_shape_s: float) -> FirstCalls:
+    return FirstCalls(new_length_s={(name, way): new_shape_s for name in names for way in ("forward", "backward")})
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +102,7 @@ class House:
     proofs: list[Proof] = field(default_factory=list)
     checked: list[Tunables] = field(default_factory=list)
     left: int | None = None
+    new_shape_s: float = NEW_SHAPE_S
     start_s: float = 0.0  # goes by before anything is measured
     made: list[Proving] = field(default_factory=list)
 
@@ -110,7 +111,13 @@ class House:
         return self.tmp_path / "m.yaml"
 
     def _evaluator(self) -> ReplayEvaluator:
-        made = Proving(row_of(self.truth), self.clock, check_s=0.02, prove_s=0.3, first_calls=costs_of(self.names))
+        made = Proving(
+            row_of(self.truth),
+            self.clock,
+            check_s=0.02,
+            prove_s=0.3,
+            first_calls=costs_of(self.names, self.new_shape_s),
+        )
         made.house = self
         self.made.append(made)
         self.clock.advance(self.start_s)
@@ -307,7 +314,31 @@ def test_the_cheapest_are_paid_first_as_far_as_the_time_goes(tmp_path: Path) -> 
     assert {0, 4} < shares
 
 
-@pytest.mark.parametrize("budget_s", [5.0, 12.0])
+def test_what_is_owed_is_paid_before_new_lengths_are_searched(tmp_path: Path) -> None:
+    """2048 keeps its default and 4096 does not, so that 2880 is wanted, too; there is time for one of the two."""
+
+    def truth(cell: Workload, tunables: Tunables) -> float:
+        return (GIVES_WAY if cell.seq_len > 3000 else STAYS)(cell, tunables)
+
+    house = House(tmp_path, truth, ("flash-cpu", "swift"), new_shape_s=0.13)
+    result = house.probe(74.0, effort="standard")
+    assert [report.workload.seq_len for report in result.cells] == [2048, 4096]
+    assert owing(result) == []
+
+
+@pytest.mark.parametrize("new_shape_s", [0.0, 0.13])
+@pytest.mark.parametrize("budget_s", [12.0, 16.0, 24.0])
+def test_no_proof_goes_beyond_the_budget(tmp_path: Path, budget_s: float, new_shape_s: float) -> None:
+    house = House(tmp_path, GIVES_WAY, ("flash-cpu", "swift"), new_shape_s=new_shape_s)
+    result = house.probe(budget_s)
+    assert result.elapsed_s <= 1.1 * budget_s
+    tuned = {(report.workload, report.chosen) for report in result.cells if report.status == "tuned"}
+    assert tuned
+    assert tuned <= house.proven()
+    assert all("no time was left" in report.note for report in result.cells if report.status != "tuned")
+
+
+@pytest.mark.parametrize("budget_s", [12.0, 20.0])
 def test_a_tuned_winner_is_proven_however_little_time_is_left(tmp_path: Path, budget_s: float) -> None:
     house = House(tmp_path, GIVES_WAY, ("flash-cpu", "swift", "math"))
     result = house.probe(budget_s)

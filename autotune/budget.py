@@ -5,6 +5,7 @@ Seconds come from a Clock, so the same code runs on replayed machines in simulat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -76,21 +77,32 @@ class CellNeed:
 def allot(needs: Sequence[CellNeed], available_s: float) -> tuple[float, ...]:
     """Seconds for each cell out of ``available_s``, by expected gain: all bases first, then improvement, then the rest.
 
-    A tier that cannot be served whole is served in proportion to need. Never sums to more than ``available_s``;
-    what no cell needs is not handed out.
+    A tier that cannot be served whole is split by the square roots of the needs, which makes the sum of the variances
+    least: split by the needs themselves, one cell of 0.35 s a call took 63 of 170 s on a CPU, and those of 5 ms were
+    decided by two blocks. Never sums to more than ``available_s``; what no cell needs is not handed out.
     """
     shares = [0.0] * len(needs)
     left = max(0.0, available_s)
     for tier in ("base_s", "improve_s", "explore_s"):
         wanted = [getattr(need, tier) for need in needs]
-        total = sum(wanted)
-        if total <= 0:
-            continue
-        scale = min(1.0, left / total)
-        for index, seconds in enumerate(wanted):
-            shares[index] += seconds * scale
-        left -= total * scale
+        handed_out = _by_square_roots(wanted, left)
+        shares = [share + seconds for share, seconds in zip(shares, handed_out, strict=True)]
+        left = max(0.0, left - sum(handed_out))
     return tuple(shares)
+
+
+def _by_square_roots(wanted: Sequence[float], available: float) -> list[float]:
+    """As much of ``available`` for each as its square root says, but no more than it wants."""
+    shares = [0.0] * len(wanted)
+    weights = sum(math.sqrt(want) for want in wanted)
+    for index in sorted(range(len(wanted)), key=lambda i: wanted[i]):  # what one leaves, those that want more get
+        weight = math.sqrt(wanted[index])
+        if weight <= 0:
+            continue
+        shares[index] = min(wanted[index], available * min(1.0, weight / weights))
+        available -= shares[index]
+        weights = max(weights - weight, 0.0) or weight
+    return shares
 
 
 SPARED = 0.25  # of its share a cell gives to one before it, for what that pays for all

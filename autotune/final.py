@@ -168,10 +168,17 @@ def _finalists(context: CellContext) -> list[Tunables]:
     elif allowed and context.keeps_limits(context.default):
         best = min(0.0, context.estimates[allowed[0]].median)
         allowed = [plan for plan in allowed if context.estimates[plan].median < best + CONTENDER]
-    narrow = context.ranked(p for p in context.estimates if not context.is_main(p))[:1]
+    narrow = _narrow_finalist(context, mains)
     wanted = FINALISTS - 1 - len(narrow)
     simplest = _simplest_equal(context, allowed) if context.settings.prefer == "time" else []
     return list(dict.fromkeys([*allowed[:1], *simplest, *allowed]))[:wanted] + narrow
+
+
+def _narrow_finalist(context: CellContext, mains: Sequence[Tunables]) -> list[Tunables]:
+    """The fastest plan with a narrower dtype, if it may be faster than the best with the main one."""
+    best = min([0.0, *(context.estimates[plan].median for plan in mains[:1])])
+    narrow = context.ranked(p for p in context.estimates if not context.is_main(p))[:1]
+    return [plan for plan in narrow if context.estimates[plan].median < best + CONTENDER]
 
 
 def _simplest_equal(context: CellContext, ranked: Sequence[Tunables]) -> list[Tunables]:

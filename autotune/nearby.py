@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from ringattn.workload import Tunables, Workload
 
 from .lessons import Part, parts_of
-from .space import Space
 from .statistics import Interval
 
 HOPELESS = 3.0  # times the best: what was so slow at a neighbouring length is not tried again
@@ -43,13 +42,13 @@ class Nearby:
         slow = {part for part, (behind, _) in self._by_part.items() if behind > math.log(HOPELESS)}
         return slow - parts_of(default)
 
-    def left_out(self, space: Space) -> dict[Tunables, str]:
-        """Kernel plans not worth their time, and why."""
-        known = {plan: self._by_kernels[_key(plan)] for plan in space.kernel_plans if _key(plan) in self._by_kernels}
+    def left_out(self, plans: Iterable[Tunables], default: Tunables) -> dict[Tunables, str]:
+        """Those not worth their time, and why: nothing with their kernels, whatever else it had, came near the best."""
+        known = {plan: self._by_kernels[_key(plan)] for plan in plans if _key(plan) in self._by_kernels}
         return {
             plan: f"{math.exp(behind):.1f} times the best at S={seq_len}"
             for plan, (behind, seq_len) in known.items()
-            if plan != space.default and behind > math.log(HOPELESS)
+            if plan != default and behind > math.log(HOPELESS)
         }
 
 

@@ -95,7 +95,7 @@ class Ledger:
         if not isinstance(mine, Checked) or not isinstance(other, Checked) or plan == default:
             return None
         # A default whose one call was disturbed would make every first look a promise; its blocks tell.
-        default_ms = min([other.call_ms, *([float(np.median(self.default_ms))] if self.default_ms else [])])
+        default_ms = min([other.call_ms, *([statistics.median(self.default_ms)] if self.default_ms else [])])
         return math.log(mine.call_ms / default_ms)
 
     def failures(self) -> dict[Tunables, Fault]:
@@ -180,7 +180,7 @@ class Arena:
         if entry.finished or not entry.log_ratios:
             return
         assert entry.checked is not None
-        median = float(np.median(list(entry.log_ratios.values())))
+        median = statistics.median(entry.log_ratios.values())
         constraints = self.limits.constraints(entry.checked)
         self.record.complete(
             entry, median, constraints, reason=reason, blocks=len(entry.log_ratios), ms=self.median_ms(entry)
@@ -287,12 +287,21 @@ class Arena:
 
     def interval(self, entry: Entry) -> Interval:
         """log(t / t_default) of the entry, misreadings of the default taken out."""
-        return statistics.interval_of(
-            self.polished()[entry],
-            seed=self.seed,
-            sigma=self.ledger.noise_sigma(),
-            first_look=self.ledger.first_look(entry.tunables, self.default),
-        )
+        (interval,) = self.intervals([entry])
+        return interval
+
+    def intervals(self, entries: Iterable[Entry]) -> list[Interval]:
+        """``interval`` of each: what costs time is taking out the misreadings, which is done once for all."""
+        polished, sigma = self.polished(), self.ledger.noise_sigma()
+        return [
+            statistics.interval_of(
+                polished[entry],
+                seed=self.seed,
+                sigma=sigma,
+                first_look=self.ledger.first_look(entry.tunables, self.default),
+            )
+            for entry in entries
+        ]
 
     def polished(self) -> dict[Entry, list[float]]:
         """log(t / t_default) of every timed entry, with the misreadings of the default taken out of each block.
@@ -302,14 +311,17 @@ class Arena:
         """
         timed = [entry for entry in self.record.entries() if entry.log_ratios and entry.fault is None]
         medians = {entry: self.median(entry) for entry in timed}
+        known: dict[int, list[Entry]] = {block: [] for entry in timed for block in entry.log_ratios}
+        for entry in timed:
+            if len(entry.log_ratios) > 1:
+                for block in entry.log_ratios:
+                    known[block].append(entry)
         offsets: dict[int, float] = {}
         for _ in range(POLISHES):
-            for block in {block for entry in timed for block in entry.log_ratios}:
-                known = [e for e in timed if block in e.log_ratios and len(e.log_ratios) > 1]
+            for block, entries in known.items():
                 # The default itself says 0, with two readings behind it.
-                votes = [0.0, 0.0, *(entry.log_ratios[block] - medians[entry] for entry in known)]
-                offsets[block] = float(np.median(votes))
-            medians = {e: float(np.median([r - offsets[b] for b, r in e.log_ratios.items()])) for e in timed}
+                offsets[block] = statistics.median([0.0, 0.0, *(e.log_ratios[block] - medians[e] for e in entries)])
+            medians = {e: statistics.median([r - offsets[b] for b, r in e.log_ratios.items()]) for e in timed}
         return {entry: [ratio - offsets[b] for b, ratio in entry.log_ratios.items()] for entry in timed}
 
     def first_gate(self) -> float:
@@ -328,7 +340,7 @@ class Arena:
 
     def median_ms(self, entry: Entry) -> float:
         times = [self.record.default_ms[block] * math.exp(ratio) for block, ratio in entry.log_ratios.items()]
-        return float(np.median(times))
+        return statistics.median(times)
 
     def difference(self, entry: Entry, other: Entry) -> list[float]:
         """log(t_entry / t_other) in the blocks that held both."""
@@ -371,7 +383,8 @@ def race(
     The first repetition drops what takes twice as long as the best; from SURE_BLOCKS on, what is surely slower
     than the leader by ``margin`` goes. Ends with ``keep`` left (after SURE_BLOCKS), at ``max_blocks`` or in time.
     """
-    alive = _worth_timing(arena, [entry for entry in entries if entry.fault is None and not entry.finished])
+    alive = [entry for entry in entries if entry.fault is None and not entry.finished]
+    alive = within_reach(arena, alive, DISMISSED * fastest_call_ms(alive))
     while alive:
         fewest = min(len(entry.log_ratios) for entry in alive)
         if fewest >= max_blocks or (len(alive) <= keep and fewest >= SURE_BLOCKS):
@@ -386,12 +399,16 @@ def race(
     return sorted((entry for entry in alive if entry.log_ratios), key=arena.median)
 
 
-def _worth_timing(arena: Arena, entries: Sequence[Entry]) -> list[Entry]:
-    """Those within reach of the best by their checks; the default is always."""
-    calls_ms = [entry.checked.call_ms for entry in entries if entry.checked is not None]
+def fastest_call_ms(entries: Iterable[Entry]) -> float:
+    """By their checks; infinite where there are none."""
+    return min((entry.checked.call_ms for entry in entries if entry.checked is not None), default=math.inf)
+
+
+def within_reach(arena: Arena, entries: Iterable[Entry], most_ms: float) -> list[Entry]:
+    """Those whose check's call took no longer, and the default; the others are dismissed."""
     kept = []
     for entry in entries:
-        slow = entry.checked is not None and entry.checked.call_ms > DISMISSED * min(calls_ms)
+        slow = entry.checked is not None and entry.checked.call_ms > most_ms
         if slow and not entry.log_ratios and entry.tunables != arena.default:
             arena.dismiss(entry)
         else:
@@ -434,14 +451,14 @@ def screen(arena: Arena, incumbent: Entry, moves: Sequence[Entry], max_blocks: i
         alive = [entry for entry in alive if entry.fault is None and _still_hopeful(arena, entry, incumbent)]
     met = [entry for entry in alive if len(arena.difference(entry, incumbent)) >= 2]
     good = [entry for entry in met if arena.chance_faster(entry, incumbent, by=WORTH_TRYING) >= PROMISING]
-    return sorted(good, key=lambda entry: float(np.median(arena.difference(entry, incumbent))))
+    return sorted(good, key=lambda entry: statistics.median(arena.difference(entry, incumbent)))
 
 
 def _still_hopeful(arena: Arena, entry: Entry, incumbent: Entry) -> bool:
     differences = arena.difference(entry, incumbent)
     if not differences:
         return True
-    slower_by = float(np.median(differences))
+    slower_by = statistics.median(differences)
     if len(differences) < LEAN_BLOCKS and slower_by <= FIRST_GATE and _leaner(entry, incumbent):
         return True  # it may end on the front of time and memory, for which one repetition is too few
     if slower_by > MOVE_GATE:
@@ -491,7 +508,7 @@ def _in_question(arena: Arena, entries: Sequence[Entry], preset: EffortPreset) -
 def _decided(arena: Arena, entries: Sequence[Entry]) -> bool:
     """Whether more blocks would change nothing: each rival is known well enough, or cannot be chosen any more."""
     rivals = [entry for entry in entries if entry.tunables != arena.default]
-    return all(_is_settled(arena.interval(entry)) for entry in rivals)
+    return all(_is_settled(interval) for interval in arena.intervals(rivals))
 
 
 def _is_settled(gain: Interval) -> bool:

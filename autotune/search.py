@@ -142,16 +142,20 @@ class CellSearch:
     def _until_final(self, deadline: Deadline) -> Deadline:
         return deadline.earlier_by(min(reserve_s(self.context, deadline), FINAL_SHARE * deadline.remaining_s()))
 
+    def _worth_trying(self, plans: Iterable[Tunables]) -> list[Tunables]:
+        context, plans = self.context, list(plans)
+        left_out = context.nearby.left_out(plans, context.space.default) if context.nearby is not None else {}
+        return [plan for plan in plans if plan not in left_out]
+
     def _search(self, deadline: Deadline) -> CellResult:
         context, preset = self.context, self.context.preset
         searching = self._until_final(deadline)
         everything = context.space.all_plans(preset.brute_force_plans)
-        left_out = context.nearby.left_out(context.space) if context.nearby is not None else {}
         if everything is not None:
-            wanted = [plan for plan in everything if plan not in left_out]
+            wanted = self._worth_trying(everything)
             race_plans(context, "brute", wanted, keep=FINALISTS, deadline=searching, reach=BRUTE_REACH)
             return final(context, deadline)
-        kernels = [plan for plan in context.space.kernel_plans if plan not in left_out]
+        kernels = self._worth_trying(context.space.kernel_plans)
         plans = list(dict.fromkeys([context.default, *context.seeds, *kernels]))
         leaders = race_plans(
             context,

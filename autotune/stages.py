@@ -16,10 +16,11 @@ from ringattn.workload import Tunables
 from .budget import Deadline
 from .cell import CellContext
 from .evaluator import Checked, Fault
-from .race import PROMISING, WORTH_TRYING, Arena, race, screen
+from .race import PROMISING, WORTH_TRYING, Arena, fastest_call_ms, race, screen, within_reach
 from .space import Value, candidate_key, decode, encode, from_key
 from .store import Entry, StageRecord
 
+NARROW_REACH = 1.5  # times the best main plan, by the calls of their checks, which may be disturbed
 CLOSE = math.log(1.5)  # times the best at a length nearby: such plans are checked before others
 BATCH = 4  # plans asked of TPE at a time; one block serves them all
 
@@ -39,6 +40,8 @@ def race_plans(
 ) -> list[Tunables]:
     """Successive elimination; main and narrower dtypes race each to their own leader. Returns the main ones left.
 
+    A narrower dtype is wanted only where it is faster, so that one far behind the main ones is not timed in pairs: on a
+    CPU those of 3 s a call, beside a best of 0.35 s, took half of a probe's longest cell.
     Plans whose parts add up to more than ``reach`` times the best are left out. ``max_blocks``: the preset's.
     """
     context.listener.stage(context.cell, stage)
@@ -47,14 +50,12 @@ def race_plans(
     standing = record.noted("standing")
     if standing is None:
         entries = _admit_within_reach(context, arena, plans, deadline, reach)
-        groups = (
-            ([entry for entry in entries if context.is_main(entry.tunables)], keep),
-            ([entry for entry in entries if not context.is_main(entry.tunables)], 1),
-        )
-        left: list[Entry] = []
-        for group, kept in groups:
-            blocks = max_blocks or context.preset.race_blocks
-            left += race(arena, group, keep=kept, max_blocks=blocks, deadline=deadline)
+        mains = [entry for entry in entries if context.is_main(entry.tunables)]
+        narrow = [entry for entry in entries if not context.is_main(entry.tunables) and entry.fault is None]
+        narrow = within_reach(arena, narrow, NARROW_REACH * fastest_call_ms(mains))
+        blocks = max_blocks or context.preset.race_blocks
+        left = race(arena, mains, keep=keep, max_blocks=blocks, deadline=deadline)
+        left += race(arena, narrow, keep=1, max_blocks=blocks, deadline=deadline)
         for entry in left:
             arena.leave(entry, "stood to the end")
         standing = [candidate_key(entry.tunables) for entry in left]
@@ -85,7 +86,7 @@ def _admit_within_reach(
             continue
         known = [entry for entry in entries if entry.checked is not None]
         calls_ms = {changes[e.tunables]: e.checked.call_ms for e in known if e.checked is not None}
-        rivals = [e.tunables for e in known if context.is_main(e.tunables) == context.is_main(plan)]
+        rivals = [e.tunables for e in known if context.is_main(e.tunables) or not context.is_main(plan)]
         rivals_ms = [calls_ms[changes[rival]] for rival in rivals]
         predicted_ms, best_ms = _sum_of_parts(changes[plan], calls_ms), min(rivals_ms, default=math.inf)
         if predicted_ms is not None and predicted_ms > reach * best_ms:

@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median as median  # of few numbers: numpy takes 40 microseconds for what takes this one 2
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,7 +72,7 @@ def settled(logs: Sequence[float], sigma: float, first_look: float | None = None
     few = [*logs, first_look] if len(logs) == 1 and first_look is not None else list(logs)
     if len(few) < TRUSTED and max(few) - min(few) > 3 * max(sigma, LEAST_APART):
         return min(few)
-    return float(np.median(np.asarray(logs, dtype=np.float64)))
+    return median(logs)
 
 
 def interval_of(

@@ -29,8 +29,21 @@ def test_every_base_is_served_before_any_improvement() -> None:
     assert allot(needs, 1000) == pytest.approx((75, 75))
 
 
-def test_a_tier_that_cannot_be_served_whole_is_split_by_need() -> None:
-    assert allot([CellNeed(30), CellNeed(10)], 20) == pytest.approx((15, 5))
+def test_a_tier_that_cannot_be_served_whole_is_split_by_the_square_roots_of_the_needs() -> None:
+    assert allot([CellNeed(90), CellNeed(10)], 12) == pytest.approx((9, 3))
+    assert allot([CellNeed(90), CellNeed(10)], 60) == pytest.approx((50, 10))  # what the small one leaves goes on
+    assert allot([CellNeed(0), CellNeed(4), CellNeed(4)], 2) == pytest.approx((0, 1, 1))
+
+
+def test_one_dear_cell_leaves_the_cheap_ones_what_they_need() -> None:
+    shares = allot([CellNeed(80), *[CellNeed(3)] * 12], 100)
+    assert shares == pytest.approx((64, *[3] * 12))
+
+
+@given(st.lists(NEEDS, max_size=12), st.floats(0, 400))
+def test_all_is_handed_out_as_long_as_something_is_needed(needs: list[CellNeed], available: float) -> None:
+    total = sum(need.total_s for need in needs)
+    assert sum(allot(needs, available)) == pytest.approx(min(total, available), abs=1e-6)
 
 
 def test_deadlines_never_reach_beyond_the_budget_and_its_reserve() -> None:

@@ -8,7 +8,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from machines import MIB, Setting, Truth, far_from, plan, workload
+from machines import MIB, Setting, Truth, far_from, invented, plan, workload
 
 from autotune.choose import Candidate, choose, distance, pareto_front
 from autotune.evaluator import Fault
@@ -358,6 +358,19 @@ def test_a_narrower_dtype_competes_for_auto_only() -> None:
     assert all(measured.tunables.dtype == "fp32" for measured in (*result.runners_up, *result.front))
 
 
+@pytest.mark.parametrize("kernels", [("swift",), ("quick", "swift", "math")])  # brute force, and race with climb
+def test_a_narrower_dtype_that_is_far_slower_is_looked_at_and_not_timed_in_pairs(kernels: tuple[str, ...]) -> None:
+    slower_by = math.log(8.0)
+    trial = Setting(
+        DENSE, lambda _, t: slower_by if t.dtype == "bf16" else 0.0, plan(DENSE, "swift", "swift", dtype="fp32"),
+        invented(kernels), dtypes=("fp32", "bf16"), main_dtypes=("fp32",),
+    ).run()  # fmt: skip
+    narrow = {t: gain for t, gain in trial.context.estimates.items() if t.dtype == "bf16"}
+    assert all(gain.median == pytest.approx(slower_by) for gain in narrow.values())
+    assert {gain.count for gain in narrow.values()} == {1}
+    assert trial.result.auto is None
+
+
 def test_a_wider_dtype_may_win() -> None:
     truth = lambda _, t: -0.3 if t.dtype == "fp32" else 0.0  # noqa: E731
     dtypes = ("bf16", "fp32")
@@ -413,10 +426,12 @@ def test_kernels_far_slower_at_a_neighbouring_length_are_not_tried_again() -> No
     done = Setting(DENSE, truth, plan(DENSE)).run()
     longer = Setting(DENSE.at(8192), truth, plan(DENSE)).run()
     nearby = Nearby([(done.space.workload, done.context.estimates)])
-    left_out = nearby.left_out(longer.space)
+    left_out = nearby.left_out(longer.space.kernel_plans, longer.space.default)
     assert left_out
     assert all("math" in (t.branches[0].forward, t.branches[0].backward) for t in left_out)
     assert "S=4096" in next(iter(left_out.values()))
+    slow = replace(next(iter(left_out)), checkpoint="full")  # whatever else it has
+    assert list(nearby.left_out([slow, longer.space.default], longer.space.default)) == [slow]
     assert nearby.hopeless_parts(plan(DENSE)) == {("forward", "math"), ("backward", "math")}
     assert nearby.hopeless_parts(plan(DENSE, "math")) == set()  # the default's stay
 

@@ -126,8 +126,10 @@ def test_an_argument_turns_the_mode_of_every_plan() -> None:
             case.module(checkpoint=checkpoint)(*case.inputs())
         assert len(saved) == kept
     with saved_tensors() as saved:
-        case.module(checkpoint="none")(*case.inputs())
+        case.running(plan(MANY, "selective"), checkpoint="none")(*case.inputs())
     assert len(saved) > 5
+    with pytest.raises(PlanError, match="checkpoint none keeps gathered rows, and no branch gathers"):
+        case.module(checkpoint="none")(*case.inputs())
 
 
 def test_offload_on_a_cpu_is_refused() -> None:

@@ -94,14 +94,12 @@ def allot(needs: Sequence[CellNeed], available_s: float) -> tuple[float, ...]:
 def _by_square_roots(wanted: Sequence[float], available: float) -> list[float]:
     """As much of ``available`` for each as its square root says, but no more than it wants."""
     shares = [0.0] * len(wanted)
-    weights = sum(math.sqrt(want) for want in wanted)
-    for index in sorted(range(len(wanted)), key=lambda i: wanted[i]):  # what one leaves, those that want more get
-        weight = math.sqrt(wanted[index])
-        if weight <= 0:
-            continue
-        shares[index] = min(wanted[index], available * min(1.0, weight / weights))
+    smallest_first = sorted(range(len(wanted)), key=lambda index: wanted[index])
+    for position, index in enumerate(smallest_first):  # what one leaves, those that want more get
+        weights = sum(math.sqrt(wanted[other]) for other in smallest_first[position:])
+        fair = available * math.sqrt(wanted[index]) / weights if weights > 0 else 0.0
+        shares[index] = min(wanted[index], fair)
         available -= shares[index]
-        weights = max(weights - weight, 0.0) or weight
     return shares
 
 

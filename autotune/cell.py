@@ -17,7 +17,7 @@ from .choose import Candidate
 from .evaluator import Checked, Clock, Evaluator, Fault, Proven
 from .lessons import Lessons, Part, Pupil, parts_of, without
 from .model import CellModel
-from .nearby import Nearby
+from .nearby import Nearby, Timed
 from .probe import Preference, TrialOutcome
 from .race import Arena, Ledger, Limits
 from .space import Space, Value, candidate_key
@@ -174,6 +174,16 @@ class CellContext:
     def candidate(self, plan: Tunables, gain: Interval) -> Candidate:
         return Candidate(plan, gain, self.checked(plan).peak_bytes, self.keeps_limits(plan))
 
+    def timed(self) -> Timed:
+        """What this cell says to others."""
+        plans = self.estimates.keys()
+        return Timed(
+            self.cell,
+            self.estimates,
+            narrow=frozenset(plan for plan in plans if not self.is_main(plan)),
+            ruled_out=frozenset(plan for plan in plans if self.has_failed(plan) or not self.keeps_limits(plan)),
+        )
+
     def call_s(self) -> float:
         """A warm call of the default; 0 before it was checked."""
         known = self.ledger.checked.get(self.default)
@@ -328,7 +338,7 @@ class CellContext:
         """No number can be believed: the default stays, without evidence that it deserves to."""
         result = self.result("inconclusive", reason)
         checked = self.ledger.checked.get(self.default)
-        if isinstance(checked, Checked):
+        if isinstance(checked, Checked) and self.keeps_limits(self.default):
             untimed = Candidate(self.default, Interval(0.0, 0.0, 0.0, 0), checked.peak_bytes)
             result.default = self.measured(untimed, checked.call_ms)
             result.choice = result.default

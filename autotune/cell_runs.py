@@ -116,7 +116,7 @@ class CellRuns:
         result = search.run(
             self.budget.working_deadline(share_s, lambda: context.evaluator.lost_s, spare_s),
             seeds=self.rows.seeds(cell),
-            nearby=Nearby((other.cell, other.estimates) for other in self._alike(cell)),
+            nearby=Nearby(other.timed() for other in self._alike(cell)),
         )
         taken_s = clock.now() - began
         self.telling.end(cell, max(0.0, taken_s - (context.evaluator.lost_s - lost_before_s)))

@@ -23,6 +23,10 @@ TIE = 0.005  # log-ratio: plans closer than this are one plan to the user
 MEMORY_WEIGHT = 0.5  # "balanced": halving the memory is worth a factor sqrt(2) in time
 
 
+class NothingAllowed(Exception):
+    """No plan keeps the limits."""
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A finalist: the interval of log(t / t_default), and what it holds beyond the inputs."""
@@ -44,12 +48,12 @@ def choose(
 ) -> Candidate:
     """The plan to run; a ``noisy`` machine needs the wider margin.
 
-    A default that breaks a limit does not stay. Raises ValueError when nothing is allowed.
+    A default that breaks a limit does not stay. Raises NothingAllowed where nothing else is left.
     """
     allowed = [candidate for candidate in others if candidate.allowed]
     if not default.allowed:
         if not allowed:
-            raise ValueError("no plan keeps the limits")
+            raise NothingAllowed
         return _preferred(workload, allowed, default, prefer)
     margin = math.log1p(-(NOISY_GAIN_MARGIN if noisy else GAIN_MARGIN))
     if prefer == "time":

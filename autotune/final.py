@@ -12,7 +12,7 @@ from ringattn.workload import Tunables
 from . import statistics
 from .budget import Deadline
 from .cell import CellContext, CellResult, Measured
-from .choose import NOISY_SIGMA, TIE, Candidate, choose, distance, pareto_front
+from .choose import NOISY_SIGMA, TIE, Candidate, NothingAllowed, choose, distance, pareto_front
 from .evaluator import Checked
 from .race import Arena, DefaultBroken, final_race
 from .statistics import Interval
@@ -32,9 +32,9 @@ REFUSED_SIGMA = 0.5  # noise of one paired log-ratio from which no verdict is gi
 AT_PAR = Interval(0.0, 0.0, 0.0, 2)
 
 
-def proof_kept_s(context: CellContext, deadline: Deadline | None = None) -> float:
+def proof_kept_s(context: CellContext, deadline: Deadline | None = None, proofs: int = 1) -> float:
     """Seconds that a cell ending at ``deadline`` keeps for the proof of its choice: what will not fit after its end."""
-    whole_s = context.prove_s()
+    whole_s = proofs * context.prove_s()
     after_s = whole_s if deadline is None else context.end.remaining_s() - deadline.remaining_s()
     return min(whole_s, max(PROOF_KEPT_S, whole_s - after_s))
 
@@ -59,8 +59,9 @@ def final(context: CellContext, deadline: Deadline) -> CellResult:
     record = context.record("final")
     arena = context.arena("final", record)
     entries = arena.admit([context.default, *_finalists(context)], deadline)
-    proven = all(entry.tunables in context.ledger.proven for entry in entries)
-    racing = deadline if proven else deadline.earlier_by(proof_kept_s(context, deadline))
+    unproven = [entry for entry in entries if entry.tunables not in context.ledger.proven]
+    proofs = len({context.is_main(entry.tunables) for entry in unproven})  # of the choice, and of a narrower one
+    racing = deadline.earlier_by(proof_kept_s(context, deadline, proofs)) if proofs else deadline
     standing = final_race(arena, entries, context.preset, racing)
     for entry in entries:
         arena.leave(entry, "final")
@@ -92,8 +93,8 @@ def _decide(
     ]
     try:
         winner = _proven_choice(context, default, others, noisy, deadline)
-    except ValueError as nothing:
-        return context.result("refused", f"{nothing}: {_nearest_to_limits(context)}")
+    except NothingAllowed:
+        return _without_choice(context, others)
     usable = [candidate for candidate in others if not context.has_failed(candidate.tunables)]
     rest = _runners_up(context, winner, [default, *usable], deadline)
     narrow = _narrow(context, gains, winner)
@@ -114,12 +115,12 @@ def _decide(
 def _proven_choice(
     context: CellContext, default: Candidate, others: Sequence[Candidate], noisy: bool, deadline: Deadline
 ) -> Candidate:
-    """The choice among what can be proven; ValueError when nothing is within the limits.
+    """The choice among what can be proven; NothingAllowed when nothing is within the limits.
 
     A proof that starts late runs into the time of other cells, but not beyond the probe's end.
     """
     left = list(others)
-    if default.allowed and not context.end.allows(context.prove_s()):
+    if not context.end.allows(context.prove_s()):
         left = _proven_already(context, left)
     context.owes_proof = False
     while True:
@@ -134,7 +135,9 @@ def _proven_choice(
         if winner is default:
             raise DefaultBroken(fault)
         left.remove(winner)
-        if default.allowed and not deadline.allows(context.prove_s()):  # one proof, at most, is made after the end
+        # One proof, at most, is made after the end of the cell; more only for want of a plan within the limits.
+        until = deadline if default.allowed else context.end
+        if not until.allows(context.prove_s()):
             left = _proven_already(context, left)
 
 
@@ -163,21 +166,24 @@ def _finalists(context: CellContext) -> list[Tunables]:
     """At most FINALISTS - 1 beside the default: the fastest (or as preferred), and the best narrow one."""
     mains = context.ranked(p for p in context.estimates if context.is_main(p) and p != context.default)
     allowed = [plan for plan in mains if context.keeps_limits(plan)]
+    narrow = _narrow_finalist(context, allowed)
     if context.settings.prefer != "time":
         allowed = _preferred_first(context, allowed)
     elif allowed and context.keeps_limits(context.default):
         best = min(0.0, context.estimates[allowed[0]].median)
         allowed = [plan for plan in allowed if context.estimates[plan].median < best + CONTENDER]
-    narrow = _narrow_finalist(context, mains)
     wanted = FINALISTS - 1 - len(narrow)
     simplest = _simplest_equal(context, allowed) if context.settings.prefer == "time" else []
     return list(dict.fromkeys([*allowed[:1], *simplest, *allowed]))[:wanted] + narrow
 
 
 def _narrow_finalist(context: CellContext, mains: Sequence[Tunables]) -> list[Tunables]:
-    """The fastest plan with a narrower dtype, if it may be faster than the best with the main one."""
-    best = min([0.0, *(context.estimates[plan].median for plan in mains[:1])])
-    narrow = context.ranked(p for p in context.estimates if not context.is_main(p))[:1]
+    """The fastest allowed plan with a narrower dtype, if it may be faster than ``mains`` and the default."""
+    rivals = [context.estimates[plan].median for plan in mains[:1]]
+    if context.keeps_limits(context.default):
+        rivals.append(0.0)
+    best = min(rivals, default=math.inf)
+    narrow = context.ranked(p for p in context.estimates if not context.is_main(p) and context.keeps_limits(p))[:1]
     return [plan for plan in narrow if context.estimates[plan].median < best + CONTENDER]
 
 
@@ -240,8 +246,23 @@ def _narrow(context: CellContext, gains: Mapping[Tunables, Interval], winner: Ca
     """The best plan with a narrower dtype, where it is surely faster than the winner."""
     narrow = [context.candidate(plan, gain) for plan, gain in gains.items() if not context.is_main(plan)]
     surely = [c for c in narrow if c.allowed and c.gain.high < winner.gain.median - 0.01]
+    if not context.end.allows(context.prove_s()):
+        surely = _proven_already(context, surely)
     best = min(surely, key=lambda c: c.gain.median, default=None)
     return best if best is not None and context.prove(best.tunables) is None else None
+
+
+def _without_choice(context: CellContext, others: Sequence[Candidate]) -> CellResult:
+    """Refused where every plan was looked at, and none within the limits is right; else nobody knows."""
+    allowed = [candidate.tunables for candidate in others if candidate.allowed]
+    unknown = [plan for plan in context.space.kernel_plans if context.is_main(plan)]
+    unknown = [plan for plan in unknown if plan not in context.ledger.checked]
+    if unknown or any(not context.has_failed(plan) for plan in allowed):
+        return context.inconclusive("no time was left to prove a plan within the limits; give a larger --budget")
+    if allowed:
+        fault = context.ledger.failures()[allowed[0]]
+        return context.result("refused", f"no plan within the limits is right: {fault.kind}, {fault.message}")
+    return context.result("refused", f"no plan keeps the limits: {_nearest_to_limits(context)}")
 
 
 def _nearest_to_limits(context: CellContext) -> str:

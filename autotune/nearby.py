@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from ringattn.workload import Tunables, Workload
 
@@ -13,19 +14,37 @@ from .statistics import Interval
 HOPELESS = 3.0  # times the best: what was so slow at a neighbouring length is not tried again
 
 
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """What a finished cell timed. ``narrow`` have a narrower dtype; ``ruled_out`` failed or break a limit."""
+
+    cell: Workload
+    estimates: Mapping[Tunables, Interval]
+    narrow: frozenset[Tunables] = frozenset()
+    ruled_out: frozenset[Tunables] = frozenset()
+
+    def behind(self) -> dict[Tunables, float]:
+        """log(t / t_best): what is ruled out is no measure for others, a narrower dtype none for the main ones."""
+        allowed = {plan: gain.median for plan, gain in self.estimates.items() if plan not in self.ruled_out}
+        best = min(allowed.values(), default=math.inf)
+        best_main = min((median for plan, median in allowed.items() if plan not in self.narrow), default=math.inf)
+        return {
+            plan: gain.median - (best if plan in self.narrow else best_main) for plan, gain in self.estimates.items()
+        }
+
+
 class Nearby:
     """Times of finished cells, for a cell that differs from them in length only."""
 
-    def __init__(self, cells: Iterable[tuple[Workload, Mapping[Tunables, Interval]]]) -> None:
-        """``cells`` with what was timed in each, nearest first: a farther one speaks where the nearer say nothing."""
+    def __init__(self, cells: Iterable[Timed]) -> None:
+        """``cells`` nearest first: a farther one speaks where the nearer say nothing."""
         self._by_kernels: dict[object, tuple[float, int]] = {}  # log(t / t_best), and at which length
         self._by_part: dict[Part, tuple[float, int]] = {}
-        for cell, estimates in cells:
-            best = min((gain.median for gain in estimates.values()), default=0.0)
+        for timed in cells:
             by_kernels: dict[object, tuple[float, int]] = {}
             by_part: dict[Part, tuple[float, int]] = {}
-            for plan, gain in estimates.items():
-                behind = (gain.median - best, cell.seq_len)
+            for plan, log_ratio in timed.behind().items():
+                behind = (log_ratio, timed.cell.seq_len)
                 by_kernels[_key(plan)] = min(behind, by_kernels.get(_key(plan), behind))
                 for part in parts_of(plan):
                     by_part[part] = min(behind, by_part.get(part, behind))

@@ -199,14 +199,22 @@ class Arena:
             ),
         )
 
-    def dismiss(self, entry: Entry) -> None:
+    def dismiss(self, entry: Entry, reason: str) -> None:
         """Tell what a first look is enough for: the ratio is of two unpaired calls, and the reason says so."""
         default = self.ledger.checked[self.default]
         assert isinstance(default, Checked)
         assert entry.checked is not None
         self.record.default_ms.setdefault(0, default.call_ms)
         self.record.report(entry, 0, math.log(entry.checked.call_ms / default.call_ms))
-        self.leave(entry, "far slower at its first look, not timed in pairs")
+        self.leave(entry, reason)
+
+    def keeps_limits(self, entry: Entry) -> bool:
+        """Whether it may be chosen: what may not is no measure for the others."""
+        return entry.checked is not None and self.limits.keeps(entry.checked)
+
+    def fastest_call_ms(self, entries: Iterable[Entry]) -> float:
+        """Of those that may be chosen, by their checks; infinite where there are none."""
+        return min((e.checked.call_ms for e in entries if e.checked and self.keeps_limits(e)), default=math.inf)
 
     # --- blocks -------------------------------------------------------------------------------------------------
 
@@ -384,7 +392,7 @@ def race(
     than the leader by ``margin`` goes. Ends with ``keep`` left (after SURE_BLOCKS), at ``max_blocks`` or in time.
     """
     alive = [entry for entry in entries if entry.fault is None and not entry.finished]
-    alive = within_reach(arena, alive, DISMISSED * fastest_call_ms(alive))
+    alive = within_reach(arena, alive, DISMISSED * arena.fastest_call_ms(alive))
     while alive:
         fewest = min(len(entry.log_ratios) for entry in alive)
         if fewest >= max_blocks or (len(alive) <= keep and fewest >= SURE_BLOCKS):
@@ -399,18 +407,16 @@ def race(
     return sorted((entry for entry in alive if entry.log_ratios), key=arena.median)
 
 
-def fastest_call_ms(entries: Iterable[Entry]) -> float:
-    """By their checks; infinite where there are none."""
-    return min((entry.checked.call_ms for entry in entries if entry.checked is not None), default=math.inf)
-
-
 def within_reach(arena: Arena, entries: Iterable[Entry], most_ms: float) -> list[Entry]:
-    """Those whose check's call took no longer, and the default; the others are dismissed."""
+    """Those that keep the limits and whose check's call took no longer, and the default; the others are dismissed."""
     kept = []
     for entry in entries:
-        slow = entry.checked is not None and entry.checked.call_ms > most_ms
-        if slow and not entry.log_ratios and entry.tunables != arena.default:
-            arena.dismiss(entry)
+        if entry.log_ratios or entry.tunables == arena.default or entry.checked is None:
+            kept.append(entry)
+        elif not arena.keeps_limits(entry):
+            arena.dismiss(entry, "breaks a limit, not timed in pairs")
+        elif entry.checked.call_ms > most_ms:
+            arena.dismiss(entry, "far slower at its first look, not timed in pairs")
         else:
             kept.append(entry)
     return kept
@@ -418,9 +424,9 @@ def within_reach(arena: Arena, entries: Iterable[Entry], most_ms: float) -> list
 
 def _eliminate(arena: Arena, alive: list[Entry], keep: int, margin: float) -> list[Entry]:
     standing = sorted(alive, key=arena.median)
-    if not standing or not standing[0].log_ratios:
+    leader = next(filter(arena.keeps_limits, standing), None)
+    if leader is None or not leader.log_ratios:
         return standing
-    leader = standing[0]
     kept: list[Entry] = []
     for entry in standing:
         slower_by = arena.median(entry) - arena.median(leader)
@@ -493,7 +499,7 @@ def final_race(arena: Arena, entries: Sequence[Entry], preset: EffortPreset, dea
 
 def _in_question(arena: Arena, entries: Sequence[Entry], preset: EffortPreset) -> list[Entry]:
     """Without what is surely slower than the best by more than the final can tell apart; the default stays."""
-    leader = min(entries, key=arena.median, default=None)
+    leader = min(filter(arena.keeps_limits, entries), key=arena.median, default=None)
     if leader is None or len(leader.log_ratios) < preset.final_min_blocks:
         return list(entries)
     return [

@@ -16,7 +16,7 @@ from ringattn.workload import Tunables
 from .budget import Deadline
 from .cell import CellContext
 from .evaluator import Checked, Fault
-from .race import PROMISING, WORTH_TRYING, Arena, fastest_call_ms, race, screen, within_reach
+from .race import PROMISING, WORTH_TRYING, Arena, race, screen, within_reach
 from .space import Value, candidate_key, decode, encode, from_key
 from .store import Entry, StageRecord
 
@@ -52,7 +52,7 @@ def race_plans(
         entries = _admit_within_reach(context, arena, plans, deadline, reach)
         mains = [entry for entry in entries if context.is_main(entry.tunables)]
         narrow = [entry for entry in entries if not context.is_main(entry.tunables) and entry.fault is None]
-        narrow = within_reach(arena, narrow, NARROW_REACH * fastest_call_ms(mains))
+        narrow = within_reach(arena, narrow, NARROW_REACH * arena.fastest_call_ms(mains))
         blocks = max_blocks or context.preset.race_blocks
         left = race(arena, mains, keep=keep, max_blocks=blocks, deadline=deadline)
         left += race(arena, narrow, keep=1, max_blocks=blocks, deadline=deadline)
@@ -86,9 +86,8 @@ def _admit_within_reach(
             continue
         known = [entry for entry in entries if entry.checked is not None]
         calls_ms = {changes[e.tunables]: e.checked.call_ms for e in known if e.checked is not None}
-        rivals = [e.tunables for e in known if context.is_main(e.tunables) or not context.is_main(plan)]
-        rivals_ms = [calls_ms[changes[rival]] for rival in rivals]
-        predicted_ms, best_ms = _sum_of_parts(changes[plan], calls_ms), min(rivals_ms, default=math.inf)
+        rivals = [e for e in known if context.is_main(e.tunables) or not context.is_main(plan)]
+        predicted_ms, best_ms = _sum_of_parts(changes[plan], calls_ms), arena.fastest_call_ms(rivals)
         if predicted_ms is not None and predicted_ms > reach * best_ms:
             left_out[candidate_key(plan)] = f"its parts add up to {predicted_ms / best_ms:.1f} times the best"
         else:

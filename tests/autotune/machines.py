@@ -66,6 +66,8 @@ def invented(kernels: tuple[str, ...] = ("quick", "swift", "math")) -> Machine:
             found.append("nothing is gathered that could be kept")
         if tunables.window_tokens is not None and tunables.window_tokens >= cell.seq_len:
             found.append("the window is no shorter than the sequence")
+        if tunables.checkpoint == "offload" and "flash-cpu" in kernels:
+            found.append("tensors are on the host already")
         return tuple(found)
 
     return Machine(kernels, reasons, lambda cell, tunables: tunables)

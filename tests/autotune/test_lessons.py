@@ -12,7 +12,7 @@ from machines import edge_of, invented, plan, row_of, workload
 from autotune.budget import allot, spare_s
 from autotune.evaluator import Checked, Fault, Proven
 from autotune.lessons import Lessons, Pupil, without
-from autotune.nearby import Nearby
+from autotune.nearby import Nearby, Timed
 from autotune.probe import ProbeRequest, ProbeResult, SilentObserver
 from autotune.replay import FirstCalls, ReplayEvaluator, SimulatedClock
 from autotune.space import build_space
@@ -202,7 +202,7 @@ def test_what_was_never_near_the_best_is_hopeless_in_its_direction() -> None:
 
     nearest = {plan(CELL): known(0.0), plan(CELL, "swift"): known(-0.2), plan(CELL, "math", "quick"): known(0.4)}
     farther = {plan(CELL): known(0.0), plan(CELL, "math", "quick"): known(2.0), plan(CELL, "quick", "math"): known(1.5)}
-    nearby = Nearby([(CELL, nearest), (CELL.at(512), farther)])
+    nearby = Nearby([Timed(CELL, nearest), Timed(CELL.at(512), farther)])
     assert nearby.behind(plan(CELL)) == pytest.approx(0.2)
     assert nearby.behind(plan(CELL, "math")) is None
     assert nearby.hopeless_parts(plan(CELL)) == {("backward", "math")}

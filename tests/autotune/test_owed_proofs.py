@@ -12,6 +12,7 @@ from machines import MIB, Setting, edge_of, invented, plan, row_of, workload
 from autotune.budget import EFFORTS, Budget
 from autotune.cell import CellContext, NoListener, SearchSettings
 from autotune.evaluator import Checked, Fault, Proven
+from autotune.exit_codes import Inconclusive
 from autotune.final import PROOF_KEPT_S
 from autotune.probe import ProbeRequest, ProbeResult, SilentObserver
 from autotune.replay import FirstCalls, ReplayEvaluator, SimulatedClock
@@ -103,6 +104,7 @@ class House:
     checked: list[Tunables] = field(default_factory=list)
     left: int | None = None
     new_shape_s: float = NEW_SHAPE_S
+    peak: Callable[[Tunables], int] = lambda tunables: MIB
     start_s: float = 0.0  # goes by before anything is measured
     made: list[Proving] = field(default_factory=list)
 
@@ -112,7 +114,7 @@ class House:
 
     def _evaluator(self) -> ReplayEvaluator:
         made = Proving(
-            row_of(self.truth),
+            row_of(self.truth, peak=self.peak),
             self.clock,
             check_s=0.02,
             prove_s=0.3,
@@ -336,6 +338,32 @@ def test_no_proof_goes_beyond_the_budget(tmp_path: Path, budget_s: float, new_sh
     assert tuned
     assert tuned <= house.proven()
     assert all("no time was left" in report.note for report in result.cells if report.status != "tuned")
+
+
+def test_nor_does_that_of_a_narrower_dtype(tmp_path: Path) -> None:
+    def truth(cell: Workload, tunables: Tunables) -> float:
+        return STAYS(cell, tunables) - 0.7 * (tunables.dtype == "bf16")
+
+    house = House(tmp_path, truth, new_shape_s=0.13)
+    for budget_s in (8.0, 12.0, 16.0):
+        result = house.probe(budget_s, modes=("infer",), precision="auto", resume=False)
+        assert result.elapsed_s <= 1.1 * budget_s
+
+
+def test_without_time_for_a_plan_within_the_limits_nothing_is_refused(tmp_path: Path) -> None:
+    """The default is over the limit, and what is within it fails its proof, or has no time left for it."""
+    house = House(tmp_path, names=("flash-cpu", "math"), new_shape_s=0.13)
+    house.peak = lambda tunables: 100 * MIB if "flash-cpu" in kernels(tunables) else MIB
+    with pytest.raises(Inconclusive, match="no time was left"):
+        house.probe(4.0, memory_limit_mib=20)
+    result = house.probe(60.0, memory_limit_mib=20, resume=False)
+    assert all(report.chosen is not None and kernels(report.chosen) == {"math"} for report in result.cells)
+    house.wrong = lambda cell, tunables: "math" in kernels(tunables)
+    result = house.probe(60.0, memory_limit_mib=20, resume=False)
+    assert result.elapsed_s <= 66.0
+    for report in result.cells:
+        assert (report.status, report.chosen) in (("refused", None), ("inconclusive", None))
+        assert WRONG.message in report.note or "no time was left to prove a plan within the limits" in report.note
 
 
 @pytest.mark.parametrize("budget_s", [12.0, 20.0])

@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 from machines import MIB, Setting, Truth, far_from, invented, plan, workload
 
-from autotune.choose import Candidate, choose, distance, pareto_front
+from autotune.choose import Candidate, NothingAllowed, choose, distance, pareto_front
 from autotune.evaluator import Fault
-from autotune.nearby import Nearby
+from autotune.nearby import Nearby, Timed
 from autotune.race import Limits
 from autotune.replay import Trouble
 from autotune.statistics import Interval
@@ -371,6 +371,57 @@ def test_a_narrower_dtype_that_is_far_slower_is_looked_at_and_not_timed_in_pairs
     assert trial.result.auto is None
 
 
+OVER_LIMIT, LIMITS = 100 * MIB, Limits(peak_bytes=20 * MIB)
+
+
+def test_a_plan_over_the_limits_hides_no_narrower_one() -> None:
+    """swift is faster in both dtypes and may not be chosen in either."""
+    infer = replace(DENSE, mode="infer")
+    times = {("quick", "fp32"): 0.0, ("swift", "fp32"): -0.5, ("quick", "bf16"): -0.25, ("swift", "bf16"): -0.6}
+
+    def truth(cell: Workload, tunables: Tunables) -> float:
+        kernel = tunables.branches[0].forward
+        frills = distance(cell, tunables, plan(cell, kernel, dtype=tunables.dtype))
+        return times[kernel, tunables.dtype] + 0.02 * frills
+
+    trial = Setting(
+        infer,
+        truth,
+        plan(infer, dtype="fp32"),
+        invented(("quick", "swift")),
+        dtypes=("fp32", "bf16"),
+        main_dtypes=("fp32",),
+        limits=LIMITS,
+        rows={"peak": lambda t: OVER_LIMIT if t.branches[0].forward == "swift" else MIB},
+    ).run()
+    assert trial.result.choice is not None
+    assert trial.result.choice.tunables == plan(infer, dtype="fp32")
+    assert trial.result.auto is not None
+    assert trial.result.auto.tunables == plan(infer, dtype="bf16")
+
+
+def test_a_default_over_the_limits_is_no_measure_for_the_plans_within() -> None:
+    trial = Setting(
+        DENSE, by_kernels(quick=0.0, swift=0.2, math=0.9), plan(DENSE), invented(("quick", "math")), limits=LIMITS,
+        rows={"peak": lambda t: OVER_LIMIT if "quick" in (t.branches[0].forward, t.branches[0].backward) else MIB},
+        budget_s=20,
+    ).run()  # fmt: skip
+    assert trial.result.state == "tuned"
+    assert trial.result.choice is not None
+    assert trial.result.choice.tunables == plan(DENSE, "math")
+
+
+@pytest.mark.parametrize("ruled_out", ["narrow", "over the limits"])
+def test_what_could_not_be_chosen_makes_no_kernel_hopeless_at_the_next_length(ruled_out: str) -> None:
+    best, close, far = plan(DENSE), plan(DENSE, "swift"), plan(DENSE, "math")
+    fast = plan(DENSE, dtype="fp16") if ruled_out == "narrow" else replace(plan(DENSE, "other"), checkpoint="full")
+    estimates = {t: Interval(m, m, m, 4) for t, m in ((best, 0.0), (close, 0.05), (far, 1.5), (fast, -1.5))}
+    timed = Timed(DENSE, estimates, **{"narrow" if ruled_out == "narrow" else "ruled_out": frozenset([fast])})
+    nearby = Nearby([timed])
+    assert list(nearby.left_out(estimates, best)) == [far]
+    assert nearby.hopeless_parts(best) == {("forward", "math"), ("backward", "math")}
+
+
 def test_a_wider_dtype_may_win() -> None:
     truth = lambda _, t: -0.3 if t.dtype == "fp32" else 0.0  # noqa: E731
     dtypes = ("bf16", "fp32")
@@ -425,7 +476,7 @@ def test_kernels_far_slower_at_a_neighbouring_length_are_not_tried_again() -> No
     truth = by_kernels(quick=0.0, swift=-0.1, math=1.5)
     done = Setting(DENSE, truth, plan(DENSE)).run()
     longer = Setting(DENSE.at(8192), truth, plan(DENSE)).run()
-    nearby = Nearby([(done.space.workload, done.context.estimates)])
+    nearby = Nearby([done.context.timed()])
     left_out = nearby.left_out(longer.space.kernel_plans, longer.space.default)
     assert left_out
     assert all("math" in (t.branches[0].forward, t.branches[0].backward) for t in left_out)
@@ -477,7 +528,7 @@ def test_what_is_not_allowed_is_not_chosen() -> None:
     assert choose(CELL, DEFAULT, [fast, slow], noisy=False) is DEFAULT
     banned = replace(DEFAULT, allowed=False)
     assert choose(CELL, banned, [fast, slow], noisy=False) is slow
-    with pytest.raises(ValueError, match="limits"):
+    with pytest.raises(NothingAllowed):
         choose(CELL, banned, [fast], noisy=False)
 
 

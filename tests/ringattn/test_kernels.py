@@ -20,6 +20,7 @@ from ringattn import kernels_math
 from ringattn.block_kernel import BoundKernel, KernelConfig, KernelNeed
 from ringattn.kernels import KERNELS
 from ringattn.merge import accumulator_dtype
+from ringattn.workload import BranchTunables, Tunables
 
 ON_CPU = ["math", "flash-cpu"]
 BOTH = [("math", torch.float64), ("math", torch.float32), ("flash-cpu", torch.float32)]
@@ -257,7 +258,11 @@ def test_math_has_no_hidden_scale() -> None:
     assert math.isfinite(lse.item())
 
 
-def test_the_kernel_of_a_dilated_branch_is_called_on_rows_alone() -> None:
+@pytest.mark.parametrize(
+    ("gather", "calls"),
+    [("copy", [((2, 4, 4, 8), (2, 4, 2, 8))]), ("view", [((2, 4, 2, 8), (2, 4, 1, 8))] * 2)],  # in place: each offset
+)
+def test_the_kernel_of_a_dilated_branch_is_called_on_rows_alone(gather: str, calls: list[Any]) -> None:
     # what the table serves: (N, M) of a branch (8, 2) over 16 positions is two segments of four rows
     shapes = []
     kernel = KERNELS["math"]
@@ -274,5 +279,6 @@ def test_the_kernel_of_a_dilated_branch_is_called_on_rows_alone() -> None:
     case = Case(16, 4, 2, 8, pattern=pattern_of([8], [2]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(KERNELS, "math", replace(kernel, load=load))  # type: ignore[arg-type]
-        case.module(backend="math")(*(x.detach() for x in case.inputs()))
-    assert shapes == [((2, 4, 4, 8), (2, 4, 2, 8))]
+        plan = Tunables("fp64", (BranchTunables("math", "", gather),))
+        case.running(plan, mode="infer")(*(x.detach() for x in case.inputs()))
+    assert shapes == calls

@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from cli_runs import explained, ringtune
+from cli_runs import explained, measured_entry, profile_of_this_machine, ringtune
+
+from ringattn.profile import Choice, PlanEntry
+from ringattn.profile_io import save_profile
 
 SHAPE = ("--device", "cpu", "--heads", "4", "--head-dim", "32")
 
@@ -61,6 +64,19 @@ def test_explain_says_why_the_heuristic_decides(at_home: Path) -> None:
     assert "measured nothing of this kind" in explained(*SHAPE, "--seq-len", "512", "--no-causal")["why"]
     at_home.unlink()
     assert "no measured profile serves this machine" in explained(*SHAPE, "--seq-len", "512")["why"]
+
+
+def test_explain_says_of_a_cell_that_could_not_be_measured_just_that(at_home: Path) -> None:
+    entry = measured_entry()
+    assert entry.choice is not None
+    unmeasured = PlanEntry(entry.workload, Choice(entry.choice.tunables), failures=entry.failures)
+    save_profile(profile_of_this_machine(unmeasured), at_home)
+    said = explained(*SHAPE, "--seq-len", "600")
+    assert said["origin"] == "profile"
+    assert said["why"] == "the nearest length of the profile is 512; this cell could not be measured, its default stays"
+    known = {v["kernel"]: v["evidence"] for v in said["kernels"] if v["evidence"]}
+    assert known["flash-cpu"] == "could run; not measured here"
+    assert not any("slower when measured" in text for text in known.values())
 
 
 def test_explain_takes_a_profile(at_home: Path) -> None:

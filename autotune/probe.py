@@ -140,6 +140,7 @@ class VerifyResult:
     cells: tuple[VerifiedCell, ...] = ()
     elapsed_s: float = 0.0
     inconclusive: tuple[str, ...] = ()
+    left_out: int = 0  # rows at their default, which no probe could measure
 
 
 class ProbeObserver(Protocol):

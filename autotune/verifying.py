@@ -56,6 +56,11 @@ def entries_over(profile: Profile, ranks: int, path: Path) -> tuple[PlanEntry, .
     return found
 
 
+def measured(entry: PlanEntry) -> bool:
+    """Whether a row has a winner that was timed; one that could not be measured only keeps its default."""
+    return entry.choice is not None and entry.choice.evidence is not None
+
+
 def verify_cells(
     profile: Profile,
     entries: Sequence[PlanEntry],
@@ -66,8 +71,9 @@ def verify_cells(
     *,
     tell_end: bool = True,
 ) -> VerifyResult:
-    """Re-time ``entries``, which have choices or are refusals (skipped). Never changes a file."""
-    timed = [entry for entry in entries if entry.choice is not None]
+    """Re-time ``entries``; refusals and rows that were never measured are left out. Never changes a file."""
+    timed = [entry for entry in entries if measured(entry)]
+    left_out = sum(entry.choice is not None for entry in entries) - len(timed)
     budget = Budget(preset.budget_s, edge.clock)
     observer.plan([entry.workload for entry in timed], preset.budget_s)
     cells: list[VerifiedCell] = []
@@ -89,7 +95,7 @@ def verify_cells(
     finally:
         evaluator.close()
     stale = tuple(f"{cell.workload}: {cell.note}" for cell in cells if cell.stale)
-    result = VerifyResult(stale, tuple(cells), budget.elapsed_s(), tuple(inconclusive))
+    result = VerifyResult(stale, tuple(cells), budget.elapsed_s(), tuple(inconclusive), left_out)
     if tell_end:
         observer.finished(result)
     return result

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..exit_codes import ExitCode
 from .options import budget_option, device_option, json_option, nproc_option, profile_argument
+
+if TYPE_CHECKING:
+    from ..probe import VerifyResult
+
+FIELDS = ("stale", "cells", "elapsed_s", "inconclusive", "left_out")  # of the result, that --json prints
 
 
 @click.command(short_help="Check that recorded winners still win.")
@@ -61,21 +66,16 @@ def verify(
         emit_json(
             {
                 "profile_path": path,
-                **{name: getattr(result, name) for name in ("stale", "cells", "elapsed_s", "inconclusive")},
+                **{name: getattr(result, name) for name in FIELDS},
             }
         )
     else:
         for cell in result.cells:
             state = "stale" if cell.stale else "holds"
             click.echo(f"{state}  {cell.workload}" + (f"  ({cell.note})" if cell.note else ""))
-        if not result.cells:
-            verdict = "nothing could be judged"
-        elif result.stale:
-            verdict = f"{plural(len(result.stale), 'winner')} no longer winning"
-        else:
-            winners = "the winners that could be judged" if result.inconclusive else "every winner"
-            verdict = f"{winners} still win" + ("" if result.inconclusive else "s")
-        click.echo(f"{path}: {verdict} ({plural(len(result.cells), 'cell')}, {format_duration(result.elapsed_s)})")
+        every = len(result.cells) + len(result.inconclusive) + result.left_out
+        judged = f"{len(result.cells)} of {plural(every, 'cell')}"
+        click.echo(f"{path}: {_verdict(result)} ({judged}, {format_duration(result.elapsed_s)})")
     for line in result.stale:
         warn(f"stale: {line}")
     for line in result.inconclusive:
@@ -85,3 +85,13 @@ def verify(
         raise click.exceptions.Exit(ExitCode.STALE)
     if result.inconclusive:
         raise click.exceptions.Exit(ExitCode.INCONCLUSIVE)
+
+
+def _verdict(result: VerifyResult) -> str:
+    from ..terminal import plural
+
+    if not result.cells:
+        return "nothing could be judged"
+    if result.stale:
+        return f"{plural(len(result.stale), 'winner')} no longer winning"
+    return "the winners that could be judged still win" if result.inconclusive else "every winner still wins"

@@ -49,6 +49,22 @@ def test_verify(
     assert document["stale"] == list(stale)
 
 
+def test_the_summary_says_how_many_of_how_many_cells(monkeypatch: pytest.MonkeyPatch, gpu_file: Path) -> None:
+    cell = VerifiedCell(
+        Workload("train", True, 64, 1, 8, "fp32"),
+        plan("math", "math"),
+        plan("math", "math"),
+        1.0,
+        0.9,
+        1.1,
+        stale=False,
+    )
+    result = VerifyResult((), (cell,), 4.0, left_out=2)
+    monkeypatch.setattr(autotune.tuning, "verify_profile", lambda path, request, observer: result)
+    assert "every winner still wins (1 of 3 cells, 4 s)" in ringtune("verify", gpu_file).stdout
+    assert json.loads(ringtune("verify", "--json", gpu_file).stdout)["left_out"] == 2
+
+
 def test_a_verify_that_judged_nothing_does_not_say_that_winners_win(
     monkeypatch: pytest.MonkeyPatch, gpu_file: Path
 ) -> None:

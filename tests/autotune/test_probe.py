@@ -19,7 +19,7 @@ from autotune.probe import ProbeRequest, ProbeResult, SilentObserver, TrialOutco
 from autotune.replay import QUIET, ReplayEvaluator, SimulatedClock, Trouble
 from autotune.tuning import run_probe, verify_profile
 from ringattn.errors import ProfileError
-from ringattn.profile import Profile
+from ringattn.profile import Choice, PlanEntry, Profile
 from ringattn.profile_io import load_profile, save_profile
 from ringattn.workload import Tunables, Workload
 
@@ -243,6 +243,32 @@ def test_verify_holds_on_an_unchanged_machine_even_with_noise(tmp_path: Path) ->
     for seed in range(3):
         outcome = verify_profile(path, ProbeRequest(effort="quick", seed=seed), Watching(), machine.edge)
         assert outcome.stale == ()
+
+
+def _forget(path: Path, seq_lens: tuple[int, ...]) -> None:
+    """Makes rows of these lengths what a probe writes of cells that it could not measure."""
+    old = load_profile(path)
+    plans = [
+        PlanEntry(entry.workload, Choice(entry.choice.tunables))
+        if entry.choice is not None and entry.workload.seq_len in seq_lens
+        else entry
+        for entry in old.plans
+    ]
+    save_profile(replace(old, plans=tuple(plans)), path)
+
+
+def test_verify_leaves_out_rows_that_were_never_measured(machine: Machine, tmp_path: Path) -> None:
+    path = tmp_path / "m.yaml"
+    run_probe(request_for(path), Watching(), machine.edge)
+    _forget(path, (512,))
+    observer = Watching()
+    outcome = verify_profile(path, ProbeRequest(effort="quick"), observer, machine.edge)
+    assert {cell.workload.seq_len for cell in outcome.cells} == {4096}
+    assert (len(outcome.cells), outcome.inconclusive, outcome.left_out) == (4, (), 4)
+    assert "m.yaml: 4 rows that could not be measured left out; probe again" in observer.notes
+    _forget(path, (512, 4096))
+    with pytest.raises(ProbeFailure, match="none of its plans was measured, so there is nothing to verify"):
+        verify_profile(path, ProbeRequest(effort="quick"), Watching(), machine.edge)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from pathlib import Path
 from ringattn import __version__
 from ringattn.hardware import HardwareFacts
 from ringattn.profile import LinkSpeed, Profile
+from ringattn.wording import plural
 
 from .budget import RESERVE_S, Budget
 from .cell_runs import CellRuns
@@ -88,7 +89,7 @@ class ProbeRun:
         rows.notes.extend(getattr(evaluator, "blind_spots", ()))
         owing = sum(rows.owes_proof(cell) for cell in rows.reports)
         if owing:
-            rows.notes.append(f"{owing} cell{'s' * (owing > 1)}: {OWED}")
+            rows.notes.append(f"{plural(owing, 'cell')}: {OWED}")
         rows.notes.extend(f"not tried any further: {why}" for why in runs.lessons.lost.values())
         # A row without a plan makes the runtime refuse: only what nothing can run may be one.
         entries = {

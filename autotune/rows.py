@@ -16,7 +16,7 @@ from .probe import CellReport
 from .store import Store
 from .task import Task
 
-OWED = "its default stayed and was right at its own length, but no time was left to prove it at others"
+OWED = "default kept, right at the length measured, but no time was left to prove it at others"  # of one or several
 
 
 class Rows:

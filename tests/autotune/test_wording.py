@@ -11,6 +11,7 @@ from autotune.commands.doctor import ranks_text
 from autotune.commands.options import check_pattern
 from autotune.exit_codes import ProbeFailure, UsageFailure
 from autotune.ranks.place import ranks_wanted
+from autotune.rows import OWED
 from autotune.verifying import check_same_silicon, entries_over
 from ringattn.errors import InputError
 from ringattn.hardware import HardwareFacts
@@ -55,6 +56,10 @@ def test_one_of_a_thing_is_said_as_one() -> None:
     with pytest.raises(Exception, match="--segment-lengths has 1 entry and --dilation-rates 2"):
         check_pattern((8,), (1, 2))
     assert "linked by 1 NVLink each" in ranks_text(ONE_GPU, {"count": 2, "link": "nv1", "link_speeds": ()})
+
+
+def test_what_is_said_of_owed_proofs_is_true_of_one_cell_and_of_several() -> None:
+    assert not {"it", "its", "their", "was", "were", "is", "are"} & set(OWED.split(" but ")[0].split())
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "profiles").glob("*.yaml")), ids=lambda path: path.stem)

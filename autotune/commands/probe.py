@@ -43,7 +43,7 @@ MODES: dict[str, tuple[Mode, ...]] = {"train": ("train",), "infer": ("infer",), 
     type=click.Choice(["quick", "standard", "full"]),
     default="standard",
     show_default=True,
-    help="How long to search; only full tries the kernels' tile shapes.",
+    help="How long to search: quick 50 s, standard 170 s, full 1800 s; only full tries the kernels' tile shapes.",
 )
 @budget_option
 @click.option(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from cli_runs import ringtune
 
+from autotune.budget import EFFORTS
 from autotune.probe import ProbeRequest
 
 LIVE = [
@@ -105,3 +106,8 @@ def test_usage_errors(asked: list[ProbeRequest], arguments: tuple[str, ...], tol
     assert asked == []
     if "--json" not in arguments:
         assert result.stdout == ""
+
+
+def test_the_help_says_how_long_every_effort_takes() -> None:
+    text = " ".join(ringtune("probe", "--help").stdout.split())
+    assert "search: " + ", ".join(f"{name} {effort.budget_s:.0f} s" for name, effort in EFFORTS.items()) in text

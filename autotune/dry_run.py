@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from ringattn.errors import PlanError
 from ringattn.workload import Tunables
@@ -15,8 +16,8 @@ from .space import Space
 from .task import Task
 
 
-def dry_run(task: Task, cells: Sequence[Cell]) -> ProbeResult:
-    """The time of a call is unknown without measuring, so the estimate is the budget's split."""
+def dry_run(task: Task, path: Path, cells: Sequence[Cell]) -> ProbeResult:
+    """The time of a call is unknown without measuring, so the estimate is the budget's split. ``path``: not touched."""
     budget_s = task.preset.budget_s
     rows, knobs = [], dict[str, dict[str, None]]()
     spaces = [(cell, space_or_refusal(cell, task.edge, task.request.layout)) for cell in cells]
@@ -32,9 +33,7 @@ def dry_run(task: Task, cells: Sequence[Cell]) -> ProbeResult:
             knobs.setdefault(name, {}).update(dict.fromkeys(values))
     tunables = tuple((name, tuple(values)) for name, values in knobs.items())
     task.observer.plan([cell.workload for cell in cells], budget_s)
-    result = ProbeResult(None, None, (), 0.0, dry_run=DryRun(tuple(rows), budget_s, tunables))
-    task.observer.finished(result)
-    return result
+    return ProbeResult(path, None, (), 0.0, dry_run=DryRun(tuple(rows), budget_s, tunables))
 
 
 def _kernel_names(plan: Tunables) -> str:

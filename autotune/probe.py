@@ -107,7 +107,10 @@ class DryRun:
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """``inconclusive`` holds one line per cell whose numbers could not be believed."""
+    """``inconclusive`` holds one line per cell whose numbers could not be believed.
+
+    ``profile_path`` is where the profile is, or where a dry run would have written it.
+    """
 
     profile_path: Path | None
     profile: Profile | None

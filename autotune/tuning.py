@@ -36,7 +36,8 @@ def run_probe(request: ProbeRequest, observer: ProbeObserver | None = None, edge
     observer = observer or SilentObserver()
     if request.dry_run:
         edge = edge or real_edge(request)
-        return dry_run(Task.of(request, observer, edge), cells_for(request, edge.facts))
+        path = request.output or default_profile_path(edge, request.ranks)
+        return dry_run(Task.of(request, observer, edge), path, cells_for(request, edge.facts))
     with _surroundings(request, edge) as edge:
         path = request.output or default_profile_path(edge, request.ranks)
         cells = cells_for(request, edge.facts)

@@ -209,6 +209,7 @@ def _print_result(result: ProbeResult, as_json: bool) -> None:
         emit_json(probe_document(result))
     elif result.dry_run is not None:
         console().print(dry_run_summary(result.dry_run))
+        click.echo(f"The profile would be {result.profile_path}")
     elif result.profile is not None:
         from ..report import terminal_summary
 

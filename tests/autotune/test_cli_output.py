@@ -66,12 +66,14 @@ def test_a_dry_run_prints_cells_space_and_estimate(monkeypatch: pytest.MonkeyPat
     )
     cell = DryCell(w, ("flash-cpu", "math"), 12, 4.0, rejected)
     dry = DryRun((cell,), 4.0, (("gather", ("view", "copy")),))
-    engine(monkeypatch, lambda observer: ProbeResult(None, None, (), 0.1, dry_run=dry))
+    engine(monkeypatch, lambda observer: ProbeResult(Path("there/m.yaml"), None, (), 0.1, dry_run=dry))
     text = ringtune("probe", "--dry-run").stdout
     for part in ("1 cell, about 4 s", "flash-cpu, math", "12", "gather", "view, copy", "runs on NVIDIA GPUs only"):
         assert part in text
     assert text.count("runs on NVIDIA GPUs only") == 1
+    assert text.endswith("The profile would be there/m.yaml\n")
     document = json.loads(ringtune("probe", "--dry-run", "--json").stdout)
+    assert document["profile_path"] == "there/m.yaml"
     assert document["dry_run"]["cells"][0]["candidates"] == 12
 
 

@@ -202,6 +202,23 @@ def test_a_dry_run_measures_nothing_and_writes_nothing(machine: Machine, tmp_pat
     assert not list(tmp_path.glob("*.journal"))
 
 
+def test_a_dry_run_says_where_the_profile_would_be_and_does_not_finish_a_probe(
+    machine: Machine, tmp_path: Path
+) -> None:
+    observer = Unfinished()
+    request = request_for(tmp_path / "m.yaml", dry_run=True)
+    assert run_probe(request, observer, machine.edge).profile_path == tmp_path / "m.yaml"
+    default = run_probe(replace(request, output=None), observer, machine.edge).profile_path
+    assert default is not None
+    assert default.parent == tmp_path / "config" / "ringtune"
+    assert not default.parent.exists()
+
+
+class Unfinished(SilentObserver):
+    def finished(self, result: object) -> None:
+        raise AssertionError("nothing was measured")
+
+
 # --- what is there already -------------------------------------------------------------------------------------------
 
 

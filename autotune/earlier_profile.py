@@ -39,11 +39,7 @@ def earlier_profile(task: Task, path: Path) -> Profile | None:
 def verified_instead(old: Profile, task: Task, path: Path, cells: Sequence[Cell]) -> ProbeResult | tuple[Cell, ...]:
     """The result of re-timing what is recorded; where that is not enough, the cells that are left to search."""
     wanted = {cell.workload for cell in cells}
-    recorded = [
-        entry
-        for entry in old.plans
-        if entry.workload in wanted and entry.choice is not None and entry.choice.evidence is not None
-    ]
+    recorded = [entry for entry in old.plans if entry.workload in wanted and entry.evidence is not None]
     if len(recorded) < len(wanted):
         return tuple(cells)
     task.observer.note(f"{path.name}: of this machine already; verifying instead of searching")

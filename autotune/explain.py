@@ -151,7 +151,7 @@ def _why(row: Row, setup: Setup, entry: PlanEntry | None, chosen: Choice | None)
         kind = "pattern, causal, head_dim, mode, dtype, number of ranks"
         return f"the profile measured nothing of this kind ({kind}){_other_ranks(row, setup)}; the heuristic decides"
     assert row.bucket is not None
-    if entry is not None and _unmeasured(entry):
+    if entry is not None and entry.choice is not None and entry.evidence is None:
         length = format_length(row.bucket)
         return f"the nearest length of the profile is {length}; this cell could not be measured, its default stays"
     near = f"the nearest measured length is {format_length(row.bucket)}"
@@ -162,11 +162,6 @@ def _why(row: Row, setup: Setup, entry: PlanEntry | None, chosen: Choice | None)
     if kept_default(entry):
         return f"{near}; nothing beat the default there by more than the noise"
     return f"{near}; measured {Speedup.of(chosen.evidence)} as fast as the default there"
-
-
-def _unmeasured(entry: PlanEntry) -> bool:
-    """Whether the probe could not measure this cell and left it at its default."""
-    return entry.choice is not None and entry.choice.evidence is None
 
 
 def _kernel_verdicts(
@@ -239,7 +234,7 @@ def _known_of(name: str, direction: Direction, entry: PlanEntry | None) -> str:
     failed = min(failures, key=lambda f: len(kernels_named(f.candidate)), default=None)
     if failed is not None:
         return f"could run, but failed when measured: {failed.kind}: {failed.message}"
-    if _unmeasured(entry):
+    if entry.choice is not None and entry.evidence is None:
         return "could run; not measured here"
     return "could run; slower when measured, and not kept in the profile"
 

@@ -111,11 +111,7 @@ def kept_default(entry: PlanEntry) -> bool:
 
 def headline(profile: Profile) -> Headline:
     """The numbers for the first line of a report."""
-    measured = [
-        (entry.workload, Speedup.of(entry.choice.evidence))
-        for entry in profile.plans
-        if entry.choice is not None and entry.choice.evidence is not None
-    ]
+    measured = [(entry.workload, Speedup.of(entry.evidence)) for entry in profile.plans if entry.evidence is not None]
     kept = {entry.workload for entry in profile.plans if kept_default(entry)}
     faster = [pair for pair in measured if pair[1].middle > 1]
     return Headline(
@@ -263,9 +259,9 @@ def plan_text(entry: PlanEntry) -> str:
 
 def speedup_text(entry: PlanEntry) -> str:
     """``1.18x (1.15-1.21)``, ``default``, or a dash without evidence."""
-    if entry.choice is None or entry.choice.evidence is None:
+    if entry.evidence is None:
         return "-"
-    return "default" if kept_default(entry) else str(Speedup.of(entry.choice.evidence))
+    return "default" if kept_default(entry) else str(Speedup.of(entry.evidence))
 
 
 def terminal_summary(profile: Profile) -> RenderableType:

@@ -139,11 +139,11 @@ def _winner_cell(entry: PlanEntry) -> str:
 
 
 def _gain(entry: PlanEntry) -> str:
-    if entry.choice is None or entry.choice.evidence is None:
+    if entry.evidence is None:
         return "not measured"
     if kept_default(entry):
         return "the default"
-    speedup = Speedup.of(entry.choice.evidence)
+    speedup = Speedup.of(entry.evidence)
     kind = "good" if speedup.low > 1 else "bad" if speedup.high < 1 else "soft"
     middle, interval = str(speedup).split("x", 1)
     return f'<span class="{kind}">{middle}x</span>{interval.replace("-", "&ndash;")}'
@@ -164,7 +164,7 @@ def _kernel(entry: PlanEntry, direction: str) -> str:
 def _lengths(grouped: Sequence[Family]) -> str:
     charts, tables = [], []
     for number, family in enumerate(grouped):
-        measured = [e for e in family.entries if e.choice is not None and e.choice.evidence is not None]
+        measured = [e for e in family.entries if e.evidence is not None]
         if not measured:
             continue
         chart = relative_chart(
@@ -196,13 +196,12 @@ def _series(entries: Sequence[PlanEntry]) -> list[Series]:
     for entry in entries:
         for name, choice in _rivals(entry).items():
             ratio = relative_time(choice, entry)
-            assert entry.choice is not None
-            assert entry.choice.evidence is not None
+            assert entry.evidence is not None
             if ratio is None or not 0 < ratio < math.inf:
                 continue
             low = high = ratio
             if name == "default":  # the profile's interval is of tuned against default
-                speedup = Speedup.of(entry.choice.evidence)
+                speedup = Speedup.of(entry.evidence)
                 low, high = max(min(speedup.low, ratio), ratio / 100), min(max(speedup.high, ratio), ratio * 100)
             found.setdefault(name, []).append(Point(entry.workload.seq_len, ratio, low, high))
     return [Series(name, tuple(points)) for name, points in found.items()]
@@ -236,12 +235,7 @@ def _rivals_table(title: str, entries: Sequence[PlanEntry]) -> str:
 
 
 def _evidence(grouped: Sequence[Family]) -> str:
-    speedups = [
-        Speedup.of(e.choice.evidence)
-        for f in grouped
-        for e in f.entries
-        if e.choice is not None and e.choice.evidence is not None
-    ]
+    speedups = [Speedup.of(e.evidence) for f in grouped for e in f.entries if e.evidence is not None]
     finite = [v for s in speedups for v in (s.low, s.high) if 0 < v < math.inf]
     domain = (max(min(finite, default=1.0), 0.05), min(max(finite, default=1.0), 1000.0))
     return "".join(f"<h3>{escape(family.title)}</h3>{_evidence_table(family, domain)}" for family in grouped)

@@ -54,7 +54,7 @@ def verify_profile(
     another machine.
     """
     from .device_lock import device_lock
-    from .verifying import check_same_silicon, entries_over, measured, verify_cells
+    from .verifying import check_same_silicon, entries_over, verify_cells
 
     observer = observer or SilentObserver()
     profile = load_profile(path)
@@ -63,11 +63,11 @@ def verify_profile(
     entries = entries_over(profile, request.ranks, path)
     if left_out := len(profile.plans) - len(entries):
         observer.note(f"{path.name}: {plural(left_out, 'row')} for other numbers of ranks left out")
-    if not any(map(measured, entries)):
+    if all(entry.evidence is None for entry in entries):
         raise ProbeFailure(
             f"{path}: none of its plans was measured, so there is nothing to verify; run: ringtune probe"
         )
-    if unmeasured := sum(entry.choice is not None and not measured(entry) for entry in entries):
+    if unmeasured := sum(entry.choice is not None and entry.evidence is None for entry in entries):
         observer.note(f"{path.name}: {plural(unmeasured, 'row')} that could not be measured left out; probe again")
     preset = EFFORTS[request.effort].with_budget(request.budget_s)
     with _surroundings(request, edge) as edge:

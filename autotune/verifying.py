@@ -56,11 +56,6 @@ def entries_over(profile: Profile, ranks: int, path: Path) -> tuple[PlanEntry, .
     return found
 
 
-def measured(entry: PlanEntry) -> bool:
-    """Whether a row has a winner that was timed; one that could not be measured only keeps its default."""
-    return entry.choice is not None and entry.choice.evidence is not None
-
-
 def verify_cells(
     profile: Profile,
     entries: Sequence[PlanEntry],
@@ -72,7 +67,7 @@ def verify_cells(
     tell_end: bool = True,
 ) -> VerifyResult:
     """Re-time ``entries``; refusals and rows that were never measured are left out. Never changes a file."""
-    timed = [entry for entry in entries if measured(entry)]
+    timed = [entry for entry in entries if entry.evidence is not None]
     left_out = sum(entry.choice is not None for entry in entries) - len(timed)
     budget = Budget(preset.budget_s, edge.clock)
     observer.plan([entry.workload for entry in timed], preset.budget_s)

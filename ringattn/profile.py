@@ -197,6 +197,11 @@ class PlanEntry:
                         f"the workload's pattern needs {branches}"
                     )
 
+    @property
+    def evidence(self) -> Evidence | None:
+        """Of the choice; None for a refusal, and for a cell that could not be measured and keeps its default."""
+        return None if self.choice is None else self.choice.evidence
+
     def _choices(self) -> tuple[tuple[str, tuple[Choice, ...]], ...]:
         def one(choice: Choice | None) -> tuple[Choice, ...]:
             return () if choice is None else (choice,)

@@ -25,9 +25,10 @@ sys.path.insert(0, str(ROOT))
 
 from common import Record  # noqa: E402
 
-from autotune.bench import BenchSettings  # noqa: E402
 from autotune.benchmark import DeviceBench  # noqa: E402
 from autotune.budget import EFFORTS  # noqa: E402
+from autotune.edge import bench_settings  # noqa: E402
+from autotune.probe import ProbeRequest  # noqa: E402
 from autotune.statistics import Interval, interval_of  # noqa: E402
 from ringattn import detect, load_profile  # noqa: E402
 from ringattn.workload import Tunables, Workload, describe  # noqa: E402
@@ -56,7 +57,7 @@ def probe(seed: int, effort: str, device: str | None, folder: Path) -> Path:
 
 def choices_of(path: Path) -> dict[Workload, Tunables]:
     plans = load_profile(path).plans
-    return {plan.workload: plan.choice.tunables for plan in plans if plan.choice is not None}
+    return {plan.workload: plan.choice.tunables for plan in plans if plan.choice and plan.evidence}
 
 
 def timed_against(bench: DeviceBench, workload: Workload, first: Tunables, second: Tunables) -> Interval:
@@ -71,20 +72,15 @@ def timed_against(bench: DeviceBench, workload: Workload, first: Tunables, secon
         if bench.end_block():
             continue
         ratios.append(math.log(ms[first] / ms[second]))
-        if len(ratios) >= FEWEST_BLOCKS:
-            found = interval_of(ratios, seed=0)
-            if found.half_width <= HALF_WIDTH:
-                break
+        if len(ratios) >= FEWEST_BLOCKS and interval_of(ratios, seed=0).half_width <= HALF_WIDTH:
+            break
     if len(ratios) < FEWEST_BLOCKS:
         sys.exit(f"{workload}: {len(ratios)} of {MOST_BLOCKS} blocks were undisturbed; quieten the machine")
     return interval_of(ratios, seed=0)
 
 
 def bench_of(device: str | None, effort: str) -> DeviceBench:
-    facts = detect(device)
-    name = device or ("cpu" if facts.vendor == "cpu" else "cuda")
-    preset = EFFORTS[effort]
-    return DeviceBench(BenchSettings(name, facts, 0, preset.sample_target_ms, preset.ragged_lengths))
+    return DeviceBench(bench_settings(detect(device), ProbeRequest(device=device), EFFORTS[effort]))
 
 
 def compare(record: Record, paths: list[Path], bench: DeviceBench) -> None:

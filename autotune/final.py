@@ -255,9 +255,10 @@ def _narrow(context: CellContext, gains: Mapping[Tunables, Interval], winner: Ca
 def _without_choice(context: CellContext, others: Sequence[Candidate]) -> CellResult:
     """Refused where every plan was looked at, and none within the limits is right; else nobody knows."""
     allowed = [candidate.tunables for candidate in others if candidate.allowed]
-    unknown = [plan for plan in context.space.kernel_plans if context.is_main(plan)]
-    unknown = [plan for plan in unknown if plan not in context.ledger.checked]
-    if unknown or any(not context.has_failed(plan) for plan in allowed):
+    mains = filter(context.is_main, context.space.kernel_plans)
+    if any(plan not in context.ledger.checked for plan in mains) or any(
+        not context.has_failed(plan) for plan in allowed
+    ):
         return context.inconclusive("no time was left to prove a plan within the limits; give a larger --budget")
     if allowed:
         fault = context.ledger.failures()[allowed[0]]

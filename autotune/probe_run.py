@@ -66,10 +66,9 @@ class ProbeRun:
                 rows = Rows(task, store, merged_speeds(old, speed))
                 runs = CellRuns(task, cells, rows, store, evaluator, budget)
                 runs.run()
-                pay_owed_proofs(
-                    runs
-                )  # first: without it a length of the runtime has nothing proven, an anchor is finer
-                if task.preset.refine_anchors and refine(runs):
+                pay_owed_proofs(runs)  # before finer anchors: what the profile holds already should be proven
+                if task.preset.refine_anchors:
+                    refine(runs)
                     pay_owed_proofs(runs)
                 result = self._end(runs, store, evaluator, old)
             finally:

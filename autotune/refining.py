@@ -12,13 +12,12 @@ from .grid import Cell, between
 from .rows import Rows
 
 
-def refine(runs: CellRuns) -> int:
-    """Search the cells half way between those that disagree; how many there was time for."""
+def refine(runs: CellRuns) -> None:
+    """Search the cells half way between those that disagree."""
     budget, rows = runs.budget, runs.rows
-    searched = 0
     for middle in _disagreements(runs.cells, rows):
         if budget.available_s() < rows.typical_cell_s():
-            break
+            return
         if rows.recall(middle.workload):
             continue
         search = runs.new_search(middle)
@@ -28,8 +27,6 @@ def refine(runs: CellRuns) -> int:
         runs.telling.add(middle.workload, need)
         share_s = min(need.total_s, budget.available_s())
         runs.search(search, share_s, budget.available_s() - share_s)
-        searched += 1
-    return searched
 
 
 def _disagreements(cells: Sequence[Cell], rows: Rows) -> list[Cell]:

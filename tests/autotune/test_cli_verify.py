@@ -15,6 +15,11 @@ from autotune.probe import ProbeObserver, ProbeRequest, VerifiedCell, VerifyResu
 from ringattn.workload import Workload
 
 
+def verified(stale: bool) -> VerifiedCell:
+    cell = Workload("train", True, 64, 1, 8, "fp32")
+    return VerifiedCell(cell, plan("math", "math"), plan("math", "math"), 1.0, 0.9, 1.1, stale)
+
+
 @pytest.mark.parametrize(
     ("stale", "inconclusive", "code"),
     [((), (), 0), (("train dense",), (), 5), ((), ("noise",), 6), (("a",), ("b",), 5)],
@@ -23,19 +28,10 @@ def test_verify(
     monkeypatch: pytest.MonkeyPatch, gpu_file: Path, stale: tuple[str, ...], inconclusive: tuple[str, ...], code: int
 ) -> None:
     seen: list[tuple[Path, ProbeRequest]] = []
-    cell = VerifiedCell(
-        Workload("train", True, 64, 1, 8, "fp32"),
-        plan("math", "math"),
-        plan("math", "math"),
-        1.0,
-        0.9,
-        1.1,
-        bool(stale),
-    )
 
     def fake(path: Path, request: ProbeRequest, observer: ProbeObserver) -> VerifyResult:
         seen.append((path, request))
-        return VerifyResult(stale, (cell,), 4.0, inconclusive)
+        return VerifyResult(stale, (verified(bool(stale)),), 4.0, inconclusive)
 
     monkeypatch.setattr(autotune.tuning, "verify_profile", fake)
     options = ("--effort", "full", "--budget", "9", "--seed", "3", "--device", "cpu")
@@ -50,16 +46,7 @@ def test_verify(
 
 
 def test_the_summary_says_how_many_of_how_many_cells(monkeypatch: pytest.MonkeyPatch, gpu_file: Path) -> None:
-    cell = VerifiedCell(
-        Workload("train", True, 64, 1, 8, "fp32"),
-        plan("math", "math"),
-        plan("math", "math"),
-        1.0,
-        0.9,
-        1.1,
-        stale=False,
-    )
-    result = VerifyResult((), (cell,), 4.0, left_out=2)
+    result = VerifyResult((), (verified(stale=False),), 4.0, left_out=2)
     monkeypatch.setattr(autotune.tuning, "verify_profile", lambda path, request, observer: result)
     assert "every winner still wins (1 of 3 cells, 4 s)" in ringtune("verify", gpu_file).stdout
     assert json.loads(ringtune("verify", "--json", gpu_file).stdout)["left_out"] == 2

@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 
 import optuna
 
+from ringattn.preference import Preference
 from ringattn.workload import Tunables, Workload
 
 from . import statistics
@@ -18,7 +19,7 @@ from .evaluator import Checked, Clock, Evaluator, Fault, Proven
 from .lessons import Lessons, Part, Pupil, parts_of, without
 from .model import CellModel
 from .nearby import Nearby, Timed
-from .probe import Preference, TrialOutcome
+from .probe import TrialOutcome
 from .race import Arena, Ledger, Limits
 from .space import Space, Value, candidate_key
 from .statistics import Interval

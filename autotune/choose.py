@@ -10,17 +10,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ringattn.preference import TIE, Preference, cost
 from ringattn.workload import Tunables, Workload
 
-from .probe import Preference
 from .space import candidate_key, encode
 from .statistics import Interval
 
 GAIN_MARGIN = 0.01  # the interval of the gain must exclude this much
 NOISY_GAIN_MARGIN = 0.02
 NOISY_SIGMA = 0.03  # standard deviation of one paired log-ratio from which a machine counts as noisy
-TIE = 0.005  # log-ratio: plans closer than this are one plan to the user
-MEMORY_WEIGHT = 0.5  # "balanced": halving the memory is worth a factor sqrt(2) in time
 
 
 class NothingAllowed(Exception):
@@ -67,16 +65,13 @@ def choose(
 def _preferred(
     workload: Workload, candidates: Sequence[Candidate], default: Candidate, prefer: Preference
 ) -> Candidate:
-    def cost(candidate: Candidate) -> float:
-        if prefer == "time":
-            return candidate.gain.median
-        memory = math.log(max(candidate.peak_bytes, 1))
-        return memory if prefer == "memory" else candidate.gain.median + MEMORY_WEIGHT * memory
+    def cost_of(candidate: Candidate) -> float:
+        return cost(prefer, candidate.gain.median, candidate.peak_bytes)
 
-    best = min(map(cost, candidates))
-    tied = [candidate for candidate in candidates if cost(candidate) <= best + TIE]
+    best = min(map(cost_of, candidates))
+    tied = [candidate for candidate in candidates if cost_of(candidate) <= best + TIE]
     return min(
-        tied, key=lambda c: (distance(workload, c.tunables, default.tunables), cost(c), candidate_key(c.tunables))
+        tied, key=lambda c: (distance(workload, c.tunables, default.tunables), cost_of(c), candidate_key(c.tunables))
     )
 
 

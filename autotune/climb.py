@@ -10,11 +10,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from ringattn.preference import TIE
 from ringattn.workload import Tunables
 
 from .budget import Deadline
 from .cell import CellContext
-from .choose import TIE, distance
+from .choose import distance
 from .lessons import parts_of
 from .model import CellModel, Scales
 from .propose import Walker

@@ -6,13 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from ringattn.preference import TIE
 from ringattn.wording import plural
 from ringattn.workload import Tunables
 
 from . import statistics
 from .budget import Deadline
 from .cell import CellContext, CellResult, Measured
-from .choose import NOISY_SIGMA, TIE, Candidate, NothingAllowed, choose, distance, pareto_front
+from .choose import NOISY_SIGMA, Candidate, NothingAllowed, choose, distance, pareto_front
 from .evaluator import Checked
 from .race import Arena, DefaultBroken, final_race
 from .statistics import Interval

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from ringattn.preference import Preference
 from ringattn.workload import Mode, Tunables, Workload
 
 if TYPE_CHECKING:
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
 Effort = Literal["quick", "standard", "full"]
 Precision = Literal["auto", "bf16", "fp16", "tf32", "fp32"]
-Preference = Literal["time", "memory", "balanced"]
 Layout = Literal["auto", "contiguous", "zigzag"]
 OutcomeKind = Literal[
     "ok", "oom", "crash", "timeout", "wrong", "compile", "error", "rejected", "over-memory", "over-error"

@@ -1,6 +1,6 @@
 """Dilated (LongNet) attention on one GPU: the module against the sum of its bare kernels and against torchscale.
 
-    [PEERS=FOLDER] python benchmarks/dilated.py [--output FOLDER] [--profile auto|none|FILE]
+    [PEERS=FOLDER] python benchmarks/dilated.py [--output FOLDER] [--profile auto|none|FILE] [--prefer balanced]
 
 Segments 2048..32768, rates 1..16, H16 D128, bf16, causal. The bare kernels run on compact rows of their own: what
 the branches would cost if gathering and merging were free. PEERS is a folder that holds microsoft/torchscale's
@@ -13,6 +13,7 @@ import argparse
 import functools
 import os
 import sys
+import time
 import types
 from collections.abc import Callable, Sequence
 
@@ -76,7 +77,9 @@ def torchscale(folder: str) -> Callable[..., torch.Tensor]:
     return attend
 
 
-def measure(record: Record, clock: Clock, attn: RingAttention, length: int, peer: Callable | None) -> None:
+def measure(
+    record: Record, clock: Clock, modules: dict[str, RingAttention], length: int, peer: Callable | None
+) -> None:
     q, k, v, dout = (torch.randn(1, length, HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
 
@@ -90,7 +93,8 @@ def measure(record: Record, clock: Clock, attn: RingAttention, length: int, peer
     def both_of(attend):
         return lambda: torch.autograd.grad(attend(*leaves), leaves, dout)
 
-    forward, both = {"module": forward_of(attn)}, {"module": both_of(attn)}
+    forward = {name: forward_of(attn) for name, attn in modules.items()}
+    both = {name: both_of(attn) for name, attn in modules.items()}
     if peer:
         forward["torchscale"], both["torchscale"] = forward_of(peer), both_of(peer)
     sums = bare_sums((q, k, v, dout))
@@ -103,15 +107,30 @@ def measure(record: Record, clock: Clock, attn: RingAttention, length: int, peer
     for direction, steps in (("forward", forward), ("forward+backward", both)):
         peaks = {name: round(peak_mib(step)) for name, step in steps.items() if "kernels" not in name}
         times = clock.blocks_ms(steps, blocks=7 if length > 100_000 else 11, warmup=1)
-        row = {f"module_over_{name.replace(' ', '_')}": ratio(times, "module", name) for name in steps}
-        row.pop("module_over_module")
+        row = {
+            f"{mine}_over_{name.replace(' ', '_')}": ratio(times, mine, name)
+            for mine in modules
+            for name in steps
+            if name not in modules
+        }
         record.add(
             work=f"LongNet causal S{length} H{HEADS} D{HEAD_DIM} bf16 {direction}",
             **row,
             ms={name: round(median(values), 3) for name, values in times.items()},
             peak_mib=peaks,
-            plan=str(attn.plan_for(length, torch.bfloat16, direction != "forward")),
+            plans={
+                name: str(attn.plan_for(length, torch.bfloat16, direction != "forward"))
+                for name, attn in modules.items()
+            },
         )
+
+
+def warm_up(step: Callable[[], object], seconds: float = 0.3) -> None:
+    """Until clocks and caches are those of a program that has been running for a while."""
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        step()
+    torch.cuda.synchronize()
 
 
 def eager_ms(step: Callable[[], object]) -> float:
@@ -132,8 +151,7 @@ def measure_small(record: Record, clock: Clock, profile: str | None) -> None:
         inputs = [torch.randn(1, length, 8, 64, device="cuda", dtype=torch.float16) for _ in range(3)]
         step = functools.partial(attn, *inputs)
         with torch.no_grad():
-            for _ in range(3):
-                step()
+            warm_up(step)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 step()
@@ -153,15 +171,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", help="folder for dilated.json")
     parser.add_argument("--profile", default="auto", help="auto, none (heuristic) or a profile file")
+    parser.add_argument("--prefer", choices=["time", "memory", "balanced"], help="also the module that prefers so")
     parser.add_argument("--lengths", type=int, nargs="+", default=[65536, 262144, 1048576])
     arguments = parser.parse_args()
     profile = None if arguments.profile == "none" else arguments.profile
-    attn = RingAttention(HEADS, HEAD_DIM, None, SEGMENTS, RATES, causal=True, profile=profile)
+    modules = {
+        name: RingAttention(HEADS, HEAD_DIM, None, SEGMENTS, RATES, causal=True, profile=profile, prefer=prefer)
+        for name, prefer in (("module", None), (f"module_{arguments.prefer}", arguments.prefer))
+        if prefer or name == "module"
+    }
     record, clock = Record("dilated", arguments.output), Clock()
     measure_small(record, clock, profile)
     peer = torchscale(os.environ["PEERS"]) if os.environ.get("PEERS") else None
     for length in arguments.lengths:
-        measure(record, clock, attn, length, peer if length < 500_000 else None)  # it runs out of memory above
+        measure(record, clock, modules, length, peer if length < 500_000 else None)  # it runs out of memory above
         torch.cuda.empty_cache()
 
 

@@ -161,6 +161,7 @@ def _try_table(
             conditions=replace(like.conditions, layout=layout),
             wishes=like.wishes,
             auto_dtype=like.auto_dtype,
+            prefer=like.prefer,
             strict=bool(entries),  # a profile that gives way to the heuristic here is no common plan
         )
     except PlanError as error:

@@ -23,6 +23,7 @@ from .checkpoint import MODES
 from .errors import InputError, PlanError, RingAttentionError
 from .layout import Share, Span, positions, resolve_layout, shard
 from .plan import Conditions, Plan
+from .preference import Preference, check_preference
 from .profile import PlanEntry, Profile
 from .program import DTYPE_NAMES, Program
 from .setup import Setup, check_module, device_of, group_size, say_once, set_up, wishes_of
@@ -104,6 +105,8 @@ class RingAttention(nn.Module):
         layout: which positions a rank holds: ``"contiguous"``, ``"zigzag"`` (chunks i and 2 * world - 1 - i, balanced
             under a causal mask), or ``"auto"``: that of the profile's plans for so many ranks; without any, zigzag for
             causal dense attention, else contiguous. See ``shard``, ``unshard`` and ``positions``.
+        prefer: of the plans that the profile holds for a length the fastest (``"time"``), the leanest (``"memory"``)
+            or ``"balanced"``, where half the memory is worth a factor sqrt(2) in time; None: the one its probe chose.
 
     Raises:
         InputError: an argument that makes no sense. ProfileError: a profile that cannot be read. PlanError: nothing
@@ -129,9 +132,11 @@ class RingAttention(nn.Module):
         device: torch.device | str | int | None = None,
         process_group: Any = None,
         layout: str = "auto",
+        prefer: Preference | None = None,
     ) -> None:
         super().__init__()
         check_module(num_heads, head_dim, num_kv_heads, causal, scale, dropout, max_seq_len, process_group)
+        check_preference(prefer)
         pattern = Pattern.of(segment_lengths, dilation_rates, head_offset)
         world = group_size(process_group)
         resolve_layout(layout, pattern, causal)  # what makes no sense is refused before a profile is read
@@ -153,6 +158,7 @@ class RingAttention(nn.Module):
                 conditions=Conditions(deterministic, layout_with(setup.entries) if world > 1 else ""),
                 wishes=wishes_of(backend, dtype, checkpoint),
                 auto_dtype=dtype == "auto",
+                prefer=prefer,
                 strict=setup.named,
                 place_of=setup.place_of,
             )
@@ -168,7 +174,8 @@ class RingAttention(nn.Module):
             from .ring_context import RingContext  # torch.distributed: only where it is used
 
             self._ring = RingContext(process_group, device_of(device))
-            self._setup, self.plan = self._ring.plan_together(resolve, layout_with, shape, self.scale, layout)
+            asked = {"scale": self.scale, "layout": layout, "prefer": prefer}
+            self._setup, self.plan = self._ring.plan_together(resolve, layout_with, shape, asked)
             self.layout = self._ring.layout
         self.shape = shape
         self.dropout = float(dropout)

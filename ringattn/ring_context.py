@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import lru_cache
 from typing import Any
@@ -83,12 +83,11 @@ class RingContext:
         resolve: Callable[[], tuple[Setup, PlanTable]],
         layout_with: Callable[[Sequence[PlanEntry]], str],
         shape: ModuleShape,
-        scale: float,
-        asked_layout: str,
+        asked: Mapping[str, Any],
     ) -> tuple[Setup, PlanTable]:
-        """The plans that every rank runs, and with them the layout; see ``agreement``."""
+        """The plans that every rank runs, and with them the layout; see ``agreement``. ``asked`` must be equal, too."""
         named = {field.name: str(getattr(shape, field.name)) for field in fields(shape)}
-        arguments = (*named.items(), ("scale", repr(scale)), ("layout", asked_layout))
+        arguments = (*named.items(), *((name, str(value)) for name, value in asked.items()))
         setup, table = plan_together(self.watch, self.comm.group, self.module, arguments, resolve, layout_with)
         self.layout = table.conditions.layout
         return setup, table

@@ -15,6 +15,7 @@ from .errors import PlanError
 from .fused_steps import FUSED_STEPS
 from .hardware import HardwareFacts
 from .plan import NO_WISHES, ORDINARY, Conditions, Plan, Wishes, build_plan, heuristic_tunables
+from .preference import Preference, by_preference
 from .profile import Choice, PlanEntry, Policy
 from .workload import INPUT_DTYPES, Mode, Pattern, Tunables, Workload, describe, nearest_bucket, not_narrower
 
@@ -90,6 +91,7 @@ class PlanTable:
     conditions: Conditions
     wishes: Wishes
     auto_dtype: bool
+    prefer: Preference | None = None  # None: the plan that the profile's own probe preferred
 
     def __str__(self) -> str:
         return "\n".join(str(row) for row in self.rows)
@@ -105,6 +107,7 @@ class PlanTable:
             self.conditions,
             self.wishes,
             self.auto_dtype,
+            self.prefer,
         )
 
     def row(self, seq_len: int, dtype: str, train: bool) -> Row:
@@ -176,6 +179,8 @@ class PlanTable:
         else:
             listed += [entry.auto] if entry.auto is not None else []
             listed = [choice for choice in listed if choice.tunables.dtype == self.wishes.dtype]
+        if self.prefer is not None:
+            listed = by_preference(listed, self.prefer)
         return [Choice(as_wished(c.tunables, self.wishes, workload.train), c.evidence) for c in listed]
 
     def _entry(self, bucket: int, workload: Workload) -> PlanEntry:
@@ -222,6 +227,7 @@ def build_table(
     conditions: Conditions = ORDINARY,
     wishes: Wishes = NO_WISHES,
     auto_dtype: bool = False,
+    prefer: Preference | None = None,
     strict: bool = False,
     place_of: Callable[[PlanEntry], str] | None = None,
 ) -> PlanTable:
@@ -231,7 +237,7 @@ def build_table(
     choice that cannot run gives way to the next and to the heuristic. PlanError too when *no* row can run.
     ``place_of`` says where an entry is written, for that error.
     """
-    table = PlanTable(shape, (), entries, policy, facts, conditions, wishes, auto_dtype)
+    table = PlanTable(shape, (), entries, policy, facts, conditions, wishes, auto_dtype, prefer)
     rows: list[Row] = []
     for dtype in INPUT_DTYPES:
         modes: tuple[Mode, ...] = ("infer", "train")

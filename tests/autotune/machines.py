@@ -13,13 +13,14 @@ from autotune.cell import CellContext, CellResult, NoListener, SearchSettings
 from autotune.choose import distance
 from autotune.edge import Edge
 from autotune.evaluator import Checked, Evaluator, Fault
-from autotune.probe import Preference, ProbeRequest
+from autotune.probe import ProbeRequest
 from autotune.race import Limits
 from autotune.replay import QUIET, ReplayEvaluator, Row, SimulatedClock, Trouble
 from autotune.search import CellSearch
 from autotune.space import Machine, Space, build_space
 from autotune.store import Store
 from ringattn.hardware import HardwareFacts
+from ringattn.preference import Preference
 from ringattn.profile import Policy
 from ringattn.workload import BranchTunables, Mode, Pattern, Tunables, Workload
 

@@ -110,6 +110,7 @@ def test_arguments_that_must_be_equal(ranks: Callable[[int], Pool]) -> None:
         "scale": (0.5, 0.25),
         "layout": ("zigzag", "contiguous"),
         "segment_lengths": ([8], [4]),
+        "prefer": (None, "memory"),
     }.items():
         more = {"dilation_rates": [1]} if name == "segment_lengths" else {}
         told = ranks(2).run(_told_to_build, [{name: value, **more} for value in values])

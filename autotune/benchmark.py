@@ -180,6 +180,12 @@ class DeviceBench:
         self._synchronize()
         return (time.perf_counter() - begin) * 1e3
 
+    def first_call(self, workload: Workload, tunables: Tunables) -> Proven:
+        """A call at the workload's length and one at a ragged length, which compile what there is to compile."""
+        module, inputs = self._module(workload, tunables), self._timing_inputs(workload)
+        _caller(module, inputs, workload.train)()
+        return Proven(self._first_call_ms(module, workload, inputs))
+
     def obey(self, workload: Workload, profile_path: str) -> Tunables:
         """What the runtime plans when it reads the file itself, after running it once."""
         module = _build(workload, profile=profile_path, device=self.device, group=self._peers.group)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ringattn.errors import PlanError
 from ringattn.workload import Workload
@@ -12,16 +13,19 @@ from .budget import Budget, Progress, allot, spare_s
 from .cell import CellContext, CellResult, SearchSettings
 from .cell_space import space_or_refusal
 from .evaluator import Evaluator
+from .first_calls import calls_worth_making
 from .grid import Cell
 from .lessons import Lessons
 from .nearby import Nearby
 from .race import Limits
 from .rows import OWED, Rows
 from .search import CellSearch
+from .space import Space
 from .store import Store
 from .task import Task
 from .telling import Telling
 
+AHEAD_SHARE = 0.1  # of the budget may be waited for first calls once the defaults are checked
 HANG_S = {"cpu": 6.0, "nvidia": 25.0}  # a GPU kernel may have to be compiled first
 
 
@@ -46,7 +50,9 @@ class CellRuns:
         """All cells that no earlier run has finished, cheapest first."""
         self.task.observer.plan([cell.workload for cell in self.cells], self.task.preset.budget_s)
         todo = [cell for cell in self.cells if not self.rows.recall(cell.workload)]
-        searches = self._settle(todo)
+        new = [(cell, search) for cell in todo if (search := self.new_search(cell)) is not None]
+        with self._first_calls_ahead([search.context.space for _, search in new]):
+            searches = self._settle(new)
         needs = {workload: search.need() for workload, search in searches.items()}
         self.telling.expect(Progress(self.budget, needs))
         order = sorted(searches, key=lambda w: (w.seq_len, w.mode, not w.pattern.dense, str(w.pattern)))
@@ -54,16 +60,30 @@ class CellRuns:
             shares = allot([needs[w] for w in order[index:]], self.budget.available_s())
             self.search(searches[workload], shares[0], spare_s(shares, self.budget.available_s()))
 
-    def _settle(self, cells: Sequence[Cell]) -> dict[Workload, CellSearch]:
+    @contextlib.contextmanager
+    def _first_calls_ahead(self, spaces: Sequence[Space]) -> Iterator[None]:
+        """What compiles at its first call does so beside what the block does; it is over before anything is timed."""
+        task = self.task
+        calls = calls_worth_making(spaces) if task.edge.first_calls is not None else ()
+        if task.edge.first_calls is None or not calls:
+            yield
+            return
+        ahead = task.edge.first_calls(task.edge.facts, task.request, task.preset, calls)
+        try:
+            yield
+            note = ahead.wait(min(AHEAD_SHARE * task.preset.budget_s, self.budget.available_s()))
+        finally:
+            ahead.stop()
+        if note:
+            task.observer.note(note)
+
+    def _settle(self, new: Sequence[tuple[Cell, CellSearch]]) -> dict[Workload, CellSearch]:
         """The default of every cell, checked and proven: the yardstick of the budget, and of everything else."""
         searches: dict[Workload, CellSearch] = {}
         kept_s = 0.5 * self.task.preset.budget_s  # half of the time, at most, may go into yardsticks
-        for cell in cells:
-            search = self.new_search(cell)
-            if search is None:
-                continue
+        for number, (cell, search) in enumerate(new):
             fault = search.settle(self.budget.deadline(max(0.0, self.budget.available_s() - kept_s)))
-            if cell is cells[0]:  # the worker was started for it, which is nobody's yardstick
+            if number == 0:  # the worker was started for it, which is nobody's yardstick
                 kept_s = min(kept_s, 0.5 * self.budget.available_s())
             if fault is None:
                 searches[cell.workload] = search

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,11 +22,13 @@ from .bench import BenchSettings
 from .budget import EffortPreset
 from .evaluator import Clock, Evaluator, MonotonicClock
 from .exit_codes import NoDevice
+from .first_calls import Call, FirstCalls, processes_for
 from .probe import ProbeRequest
 from .space import Machine, machine_of
 from .trial import WorkerEvaluator
 
 EvaluatorFactory = Callable[[HardwareFacts, ProbeRequest, EffortPreset], Evaluator]
+FirstCallsFactory = Callable[[HardwareFacts, ProbeRequest, EffortPreset, Sequence[Call]], FirstCalls]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class Edge:
     environ: Mapping[str, str]
     home: Path
     today: datetime.date
+    first_calls: FirstCallsFactory | None = None  # where nothing is compiled just in time there are none to make ahead
 
     def at_effort(self, preset: EffortPreset) -> Edge:
         """As an effort looks at it: each tile shape costs 1 to 3 s of compilation and buys a few percent, so that only
@@ -54,9 +57,10 @@ class Edge:
 def real_edge(request: ProbeRequest) -> Edge:
     """This machine; raises NoDevice for one that is absent or that nobody has measured."""
     try:
-        return edge_of(detect(request.device), _worker_evaluator)
+        edge = edge_of(detect(request.device), _worker_evaluator)
     except DeviceError as error:
         raise NoDevice(str(error)) from None
+    return dataclasses.replace(edge, first_calls=_first_calls) if edge.machine.just_in_time else edge
 
 
 def edge_of(facts: HardwareFacts, evaluator: EvaluatorFactory) -> Edge:
@@ -78,6 +82,13 @@ def edge_of(facts: HardwareFacts, evaluator: EvaluatorFactory) -> Edge:
 
 def _worker_evaluator(facts: HardwareFacts, request: ProbeRequest, preset: EffortPreset) -> Evaluator:
     return WorkerEvaluator(bench_settings(facts, request, preset), reference_timeout_s=preset.budget_s)
+
+
+def _first_calls(
+    facts: HardwareFacts, request: ProbeRequest, preset: EffortPreset, calls: Sequence[Call]
+) -> FirstCalls:
+    processes = processes_for(len(calls), len(os.sched_getaffinity(0)), facts.memory_mib)
+    return FirstCalls(bench_settings(facts, request, preset), calls, processes)
 
 
 def bench_settings(facts: HardwareFacts, request: ProbeRequest, preset: EffortPreset) -> BenchSettings:

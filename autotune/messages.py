@@ -12,7 +12,7 @@ REAL_BENCH = "autotune.benchmark:DeviceBench"
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """``action`` is check, prove, obey, block, links or stop; a block times all of ``plans`` in order.
+    """``action`` is check, prove, first-call, obey, block, links or stop; a block times all of ``plans`` in order.
 
     ``lockstep``: other ranks do the same, so a block ends at the first plan that fails, and nothing is tried again.
     """

@@ -41,7 +41,8 @@ class Machine:
 
     ``reasons`` is the one constraint function; ``identity`` maps a plan that can run to something equal for plans
     with equal steps; ``params`` gives a kernel's tunable parameters for a workload and compute dtype. ``fuses`` says
-    whether the steps between kernels are GPU kernels with parameters of their own.
+    whether the steps between kernels are GPU kernels with parameters of their own. ``just_in_time`` are the kernels,
+    and the steps between them, that are compiled at their first call.
     """
 
     kernels: tuple[str, ...]
@@ -49,6 +50,7 @@ class Machine:
     identity: Callable[[Workload, Tunables], Hashable]
     params: Callable[[Workload, str, str], Mapping[str, tuple[ParamValue, ...]]] = lambda workload, kernel, dtype: {}
     fuses: Callable[[str], bool] = lambda dtype: False
+    just_in_time: frozenset[str] = frozenset()
 
 
 def machine_of(facts: HardwareFacts) -> Machine:
@@ -70,7 +72,15 @@ def machine_of(facts: HardwareFacts) -> Machine:
         identity=_identity,
         params=params,
         fuses=lambda dtype: fuses(facts, dtype),
+        just_in_time=frozenset(_compiled_kernels(facts)).union(FUSED_STEPS if fuses(facts, "bf16") else ()),
     )
+
+
+def _compiled_kernels(facts: HardwareFacts) -> Iterator[str]:
+    from ringattn.kernels import KERNELS
+
+    if facts.vendor == "nvidia":
+        yield from (name for name, kernel in KERNELS.items() if kernel.just_in_time)
 
 
 def _identity(workload: Workload, plan: Tunables) -> Tunables:

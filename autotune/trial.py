@@ -35,6 +35,9 @@ HELD_S = 3.0  # a worker that a signal has stopped for so long is not waited for
 _LOOK_S = 0.5  # how often it is looked whether one has
 ATTEMPTS = 2  # a worker that somebody else killed or stopped says nothing of its candidate, at first
 _TAIL_BYTES = 2000
+# Torch's profiler would log every use, and so have the last word of a worker that was killed. What flash-attn-4
+# compiled stays on disk for other workers of this probe only where it is told to keep it.
+_QUIET_AND_CACHED = {"KINETO_LOG_LEVEL": "99", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}
 
 
 class WorkerBug(AssertionError):
@@ -65,6 +68,7 @@ class WorkerEvaluator:
         self._connection: Connection | None = None
         self._errors: IO[bytes] | None = None
         self._is_new = True  # the worker has answered nothing yet
+        self._interrupted = False
         self.blind_spots: tuple[str, ...] = ()
         self.starts = 0
         self.lost_s = 0.0  # went into attempts that ended without an answer, and into new workers after them
@@ -82,6 +86,22 @@ class WorkerEvaluator:
         result = self._ask(Request("prove", cell, (candidate,)), timeout_s)
         assert isinstance(result, (Proven, Fault))
         return result
+
+    def first_call(self, cell: Workload, candidate: Tunables, *, timeout_s: float) -> Proven | Fault:
+        """The candidate called at the cell's length and at another, for what that leaves in the caches of compilers."""
+        try:
+            result = self._exchange(Request("first-call", cell, (candidate,)), timeout_s)
+        except Died as died:
+            return died.fault
+        assert isinstance(result, (Proven, Fault))
+        return result
+
+    def interrupt(self) -> None:
+        """End the worker for good, from another thread than the one that waits for its answer: that gets a Fault."""
+        self._interrupted = True
+        process = self._process
+        if process is not None and process.poll() is None:
+            process.kill()
 
     def obey(self, cell: Workload, profile_path: str, *, timeout_s: float) -> Tunables | Fault:
         result = self._ask(Request("obey", cell, profile_path=profile_path), timeout_s)
@@ -180,6 +200,8 @@ class WorkerEvaluator:
         return min(limit, self._reference_timeout_s)
 
     def _send(self, request: Request) -> None:
+        if self._interrupted:
+            raise Died(Fault("crash", "the worker was ended before its work began"))
         if self._process is None or self._process.poll() is not None:
             self._renew()
         assert self._connection is not None
@@ -287,8 +309,7 @@ class WorkerEvaluator:
             stdin=subprocess.DEVNULL,
             stdout=self._errors,
             stderr=self._errors,
-            # Torch's profiler would log every use, and so have the last word of a worker that was killed.
-            env={"KINETO_LOG_LEVEL": "99"} | os.environ | {"PYTHONPATH": search},
+            env=_QUIET_AND_CACHED | os.environ | {"PYTHONPATH": search},
             start_new_session=True,  # Ctrl-C reaches the parent only, which ends the worker in its own time
         )
         theirs.close()

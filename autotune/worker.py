@@ -100,6 +100,8 @@ def _serve_one(connection: Connection, bench: Bench, request: Request) -> None:
             return bench.check(workload, request.plans[0], phase, request.pace_ms)
         if request.action == "prove":
             return bench.prove(workload, request.plans[0], phase)
+        if request.action == "first-call":
+            return bench.first_call(workload, request.plans[0])
         return bench.obey(workload, request.profile_path)
 
     connection.send(Message("done", 0, _guarded(connection, bench, run, phase, alone=not request.lockstep)))

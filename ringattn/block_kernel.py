@@ -98,7 +98,7 @@ class BlockKernel:
     ``reasons`` is pure and empty when the kernel can run; ``package`` is the import name it needs ("" for torch
     itself). ``params`` lists, per direction and architecture, the values worth searching; the first is the default.
     ``strided_backward``: its backward reads dout and out in any layout whose last stride is 1; ``writes_grads``: it
-    can write gradients where it is told.
+    can write gradients where it is told; ``just_in_time``: it is compiled at its first call, which takes seconds.
     """
 
     name: str
@@ -109,6 +109,7 @@ class BlockKernel:
     remedy: str = ""
     strided_backward: bool = False
     writes_grads: bool = False
+    just_in_time: bool = False
 
     def unsupported_reasons(self, need: KernelNeed, facts: HardwareFacts) -> tuple[str, ...]:
         """Why this kernel cannot serve ``need`` on the machine of ``facts``; empty when it can."""

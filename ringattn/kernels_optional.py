@@ -387,6 +387,7 @@ KERNELS = (
         _FLASH_4_REMEDY,
         strided_backward=True,
         writes_grads=True,
+        just_in_time=True,
     ),
     BlockKernel("xformers", "xformers", xformers_reasons, load_xformers, xformers_params, _XFORMERS_REMEDY),
 )

@@ -251,5 +251,6 @@ KERNELS = (
         "Install the triton of this torch",
         strided_backward=True,
         writes_grads=True,
+        just_in_time=True,
     ),
 )

@@ -399,6 +399,10 @@ def _policy(profile: Profile) -> str:
         ("Computes", dtypes),
         ("Dilated heads", f"read in place below rate {policy.copy_from_rate}, gathered by one copy from it on"),
     ]
+    if policy.launch_bound is not None:
+        few = policy.launch_bound
+        pair = f"{', '.join(few.forward)} / {', '.join(few.backward)}"
+        rows.append((f"Forward / backward below {few.below_gflop:g} GFLOP a launch", pair))
     return "<p>For lengths and shapes that this profile does not cover.</p>" + _facts(rows)
 
 

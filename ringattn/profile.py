@@ -216,19 +216,46 @@ class PlanEntry:
         )
 
 
+def _check_kernel_lists(lists: LaunchBound | Policy) -> None:
+    for direction in ("forward", "backward"):
+        names = getattr(lists, direction)
+        if not names or names[-1] != "math" or len(set(names)) != len(names):
+            raise InputError(f"{direction} is {list(names)}; it must name every kernel once and end in math")
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchBound:
+    """What a policy does differently where launches take longer than the work they start.
+
+    A launch is of that kind whose forward does less than ``below_gflop`` GFLOP: its kernels are these. Where all
+    launches of a training step do on average, dilated heads are gathered by copies, each of which saves launches.
+    """
+
+    below_gflop: float
+    forward: tuple[str, ...]
+    backward: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.below_gflop) and self.below_gflop > 0):
+            raise InputError(f"below_gflop is {self.below_gflop!r}; it must be a finite number > 0")
+        _check_kernel_lists(self)
+
+
 @dataclass(frozen=True, slots=True)
 class Policy:
     """How to plan what nobody measured, for one family of devices.
 
     ``compute_dtype`` maps input dtype to compute dtype (never a narrower one); ``forward`` and ``backward`` are
     kernel names in order of preference and end in ``math``, which runs everything; dilated heads are read in place
-    below rate ``copy_from_rate`` and gathered by a copy from it on.
+    below rate ``copy_from_rate`` and gathered by a copy from it on. ``launch_bound`` is for little work, if that is
+    treated differently.
     """
 
     compute_dtype: tuple[tuple[str, str], ...]
     forward: tuple[str, ...]
     backward: tuple[str, ...]
     copy_from_rate: int
+    launch_bound: LaunchBound | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "compute_dtype", tuple(sorted(self.compute_dtype)))
@@ -238,10 +265,7 @@ class Policy:
         for name, dtype in self.compute_dtype:
             if dtype not in not_narrower(name):
                 raise InputError(f"compute_dtype maps {name} to {dtype!r}; use one of {', '.join(not_narrower(name))}")
-        for direction in ("forward", "backward"):
-            names = getattr(self, direction)
-            if not names or names[-1] != "math" or len(set(names)) != len(names):
-                raise InputError(f"{direction} is {list(names)}; it must name every kernel once and end in math")
+        _check_kernel_lists(self)
         if self.copy_from_rate < 2:
             raise InputError(f"copy_from_rate is {self.copy_from_rate!r}; it must be an integer >= 2")
 
@@ -249,11 +273,19 @@ class Policy:
         """The compute dtype for an input dtype, both by short name."""
         return dict(self.compute_dtype)[input_dtype]
 
-    def kernels_for(self, direction: Literal["forward", "backward"], compute_dtype: str) -> tuple[str, ...]:
-        """The kernels to try, best first; float64 runs on math alone."""
+    def kernels_for(
+        self, direction: Literal["forward", "backward"], compute_dtype: str, launch_gflop: float = math.inf
+    ) -> tuple[str, ...]:
+        """The kernels to try for launches that do so much, best first; float64 runs on math alone."""
         if compute_dtype == "fp64":
             return ("math",)
-        return self.forward if direction == "forward" else self.backward
+        lists = self.launch_bound if self.binds(launch_gflop) else self
+        assert lists is not None
+        return lists.forward if direction == "forward" else lists.backward
+
+    def binds(self, launch_gflop: float) -> bool:
+        """Whether launches that do so much are waited for themselves."""
+        return self.launch_bound is not None and launch_gflop < self.launch_bound.below_gflop
 
     def gather_for(self, rate: int) -> str:
         return "copy" if rate >= self.copy_from_rate else "view"

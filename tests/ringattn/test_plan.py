@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -9,12 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from machine_samples import A100, EPYC, H100, gpu
-from oracle import DENSE, cases, pattern_of, tunables_for
+from oracle import DENSE, Case, cases, pattern_of, tunables_for
 
 from ringattn.errors import PlanError
 from ringattn.geometry import LayoutKey, build_geometry
 from ringattn.hardware import HardwareFacts
 from ringattn.kernels import KERNELS
+from ringattn.launches import forward_gflop, launches
 from ringattn.plan import (
     Conditions,
     Wishes,
@@ -24,7 +26,7 @@ from ringattn.plan import (
     kernel_need,
     rejection_reasons,
 )
-from ringattn.profile import Policy
+from ringattn.profile import LaunchBound, Policy
 from ringattn.resolve import built_in_heuristic
 from ringattn.workload import BranchTunables, Pattern, Tunables, Workload, describe
 
@@ -256,6 +258,51 @@ def test_the_heuristic_obeys_the_policy_s_dtype_and_gather() -> None:
     assert tunables.dtype == "fp32"
     assert [branch.gather for branch in tunables.branches] == ["view", "copy"]
     assert [branch.backward for branch in tunables.branches] == ["", ""]
+
+
+def test_little_work_a_launch_runs_as_the_policy_says_for_it() -> None:
+    """1024 positions of 16 heads x 128 are 4.3 GFLOP, 4096 are 68.7."""
+    few = LaunchBound(8.0, ("flash", "math"), ("efficient", "math"))
+    bound = replace(policy("cudnn", copy_from_rate=64), launch_bound=few)
+
+    def plan(pattern: Pattern, seq_len: int, mode: str = "train", **more: Any) -> list[tuple[str, str, str]]:
+        tunables = heuristic_tunables(asked(pattern, seq_len=seq_len, mode=mode, **more), bound, H100)
+        return [(b.forward, b.backward, b.gather) for b in tunables.branches]
+
+    assert plan(DENSE, 1024) == [("flash", "efficient", "view")]
+    assert plan(DENSE, 1024, "infer") == [("flash", "", "view")]
+    assert plan(DENSE, 1024, batch=2) == [("cudnn", "cudnn", "view")]
+    assert plan(DENSE, 4096) == [("cudnn", "cudnn", "view")]
+    assert plan(DENSE, 1024, dtype="fp64") == [("math", "math", "view")]
+    # Copies save launches of a training step; what is left of them may be large enough.
+    dilated = pattern_of([2048, 4096], [1, 16])
+    assert plan(dilated, 1024) == [("flash", "efficient", "view"), ("flash", "efficient", "copy")]
+    assert plan(dilated, 1024, "infer") == [("flash", "", "view"), ("flash", "", "view")]
+    assert plan(dilated, 4096) == [("cudnn", "cudnn", "view"), ("flash", "efficient", "view")]
+
+
+@pytest.mark.parametrize(
+    ("segments", "rates", "kv_heads", "causal"),
+    [([64, 96], [1, 4], 4, True), ([96], [3], 2, False), ([32, 256], [2, 8], 4, True)],
+)
+def test_the_work_of_a_branch_is_what_its_calls_do(
+    segments: list[int], rates: list[int], kv_heads: int, causal: bool
+) -> None:
+    """Whole segments and rates that divide them: then rows are not rounded."""
+    length = 4 * math.lcm(*segments, *rates)
+    case = Case(length, 4, kv_heads, pattern=pattern_of(segments, rates), causal=causal)
+    for gather in ("view", "copy"):
+        gathers = ("view" if rate == 1 else gather for rate in rates)
+        geometry = build_geometry(
+            LayoutKey(case.pattern, tuple(gathers), None, case.batch, length, case.heads, kv_heads, True)
+        )
+        for branch in range(len(rates)):
+            calls = [placed.call for placed in geometry.windows[0].calls if placed.branch == branch]
+            group = case.heads // kv_heads
+            pairs = sum(c.batch * c.segments * c.kv_heads * group * c.rows**2 for c in calls)
+            gflop = 4e-9 * case.workload().head_dim * pairs * (0.5 if causal else 1.0)
+            assert forward_gflop(case.workload(), branch) == pytest.approx(gflop, rel=0.1)
+            assert launches(case.workload(), branch, gather if rates[branch] > 1 else "view") == len(calls)
 
 
 def test_float64_runs_on_math_whatever_the_policy() -> None:

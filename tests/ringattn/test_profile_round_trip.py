@@ -15,7 +15,18 @@ from profile_samples import RICH, RICH_TEXT, resealed, text
 
 from ringattn import yaml_strict
 from ringattn.errors import InputError, ProfileError
-from ringattn.profile import Choice, Evidence, Failure, Fingerprint, LinkSpeed, PlanEntry, Policy, Profile, Provenance
+from ringattn.profile import (
+    Choice,
+    Evidence,
+    Failure,
+    Fingerprint,
+    LaunchBound,
+    LinkSpeed,
+    PlanEntry,
+    Policy,
+    Profile,
+    Provenance,
+)
 from ringattn.profile_io import dump_profile, parse_profile
 from ringattn.workload import (
     CHECKPOINTS,
@@ -114,7 +125,8 @@ def policies(draw: st.DrawFn) -> Policy:
     dtypes = tuple((name, draw(st.sampled_from(not_narrower(name)))) for name in INPUT_DTYPES)
     kernels = st.lists(names.filter(lambda name: name != "math"), max_size=3, unique=True)
     forward, backward = ((*draw(kernels), "math") for _ in range(2))
-    return Policy(dtypes, forward, backward, draw(st.integers(2, 64)))
+    few = st.builds(LaunchBound, st.floats(0.1, 1e3), st.just(forward), st.just(backward))
+    return Policy(dtypes, forward, backward, draw(st.integers(2, 64)), draw(st.none() | few))
 
 
 versions = st.dictionaries(text, text, max_size=4).map(lambda pairs: tuple(sorted(pairs.items())))

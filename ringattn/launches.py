@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .pattern import head_runs
+from .pattern import branch_calls
 from .workload import Workload
 
 
@@ -16,6 +16,17 @@ def forward_gflop(workload: Workload, branch: int) -> float:
 
 
 def launches(workload: Workload, branch: int, gather: str) -> int:
-    """Of one branch: copied rows are one launch, rows in place one for every affine set of heads."""
-    rate = workload.pattern.resolved(workload.seq_len)[branch].rate
-    return 1 if gather == "copy" else len(head_runs(workload.kv_heads, rate, workload.pattern.head_offset))
+    """Of one branch over whole segments: copied rows are one, rows in place one for every affine set of heads."""
+    one = workload.pattern.resolved(workload.seq_len)[branch]
+    calls = branch_calls(
+        one,
+        begin=0,
+        end=min(one.segment, workload.seq_len),
+        batch=1,
+        batch_folds=True,
+        kv_heads=workload.kv_heads,
+        group=workload.heads // workload.kv_heads,
+        rule=workload.pattern.head_offset,
+        copy=gather == "copy",
+    )
+    return len(calls)

@@ -73,6 +73,18 @@ class _Attend(torch.autograd.Function):
         return *grads, None
 
 
+def _differentiable(program: Program | RingProgram, q: Tensor) -> Runner:
+    """How to run ``program`` on tensors like q so that autograd can come back."""
+    one_op = program.differentiable(q.shape) if q.dtype is program.dtype else None
+    if one_op is not None:
+        return one_op
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return _Attend.apply(q, k, v, program)  # type: ignore[no-untyped-call, no-any-return]
+
+    return attend
+
+
 class RingAttention(nn.Module):
     """Exact dense or dilated attention over one sequence, run the way this machine's hardware profile says.
 
@@ -372,10 +384,7 @@ class RingAttention(nn.Module):
 
     def _plain_runner(self, q: Tensor, k: Tensor, v: Tensor, train: bool, total_length: int | None) -> Runner:
         program = self.program_for(q, k, v, train, total_length)
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            return _Attend.apply(q, k, v, program) if train else program.attend(q, k, v)  # type: ignore[no-untyped-call]
-
+        attend = _differentiable(program, q) if train else program.attend
         if all(x.stride(-1) == 1 or x.shape[-1] == 1 for x in (q, k, v)):
             return attend
         return lambda q, k, v: attend(*compiled.rows_of(q, k, v))

@@ -9,7 +9,7 @@ Legend: N blocks, M rows, H query heads, K key/value heads, D head dimension.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -69,11 +69,26 @@ class Backward(Protocol):
     ) -> Grads: ...
 
 
+class Differentiable(Protocol):
+    """(shape of q (N, M, H, D)) -> the forward whose gradient autograd takes by itself, None where there is none.
+
+    It is called with grad mode on and saves q, k, v, out and lse. Its own gradient is ``backward`` on them, for dout of
+    any strides, and lse is not differentiable.
+    """
+
+    def __call__(self, shape: Sequence[int], /) -> Forward | None: ...
+
+
+def not_differentiable(shape: Sequence[int], /) -> None:
+    """Of a kernel whose gradients its ``backward`` alone gives."""
+
+
 class BoundKernel(NamedTuple):
     """A kernel with causality, scale and parameters fixed: nothing is left to decide at a call."""
 
     forward: Forward
     backward: Backward
+    differentiable: Differentiable = not_differentiable
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,12 @@ Legend: N blocks, M rows, H query heads, D head dimension.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from .block_kernel import BoundKernel, Grads
+from .block_kernel import BoundKernel, Forward, Grads
 
 MAX_GRID = 65535  # CUDA's limit of the second and third grid dimension, where kernels put heads and blocks
 FLASH_2_MAX_ELEMENTS = 2**31  # its backward's offsets into the dq accumulator are 32 bits (flash-attention#2260)
@@ -24,7 +26,13 @@ def flash_2_elements(blocks: int, rows: int, heads: int, head_dim: int) -> int:
 
 def in_parts(kernel: BoundKernel, *, flash_2_backward: bool = False) -> BoundKernel:
     """``kernel``, never called with more than 65,535 blocks, nor past FlashAttention 2's limit in its backward."""
-    whole_forward, whole_backward = kernel
+    whole_forward, whole_backward, whole_differentiable = kernel
+
+    def most_blocks(rows: int, heads: int, head_dim: int) -> int:
+        """The blocks of one call of the backward."""
+        if not flash_2_backward:
+            return MAX_GRID
+        return min(MAX_GRID, FLASH_2_MAX_ELEMENTS // flash_2_elements(1, rows, heads, head_dim))
 
     def forward(q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
         if q.shape[0] <= MAX_GRID:
@@ -36,9 +44,7 @@ def in_parts(kernel: BoundKernel, *, flash_2_backward: bool = False) -> BoundKer
         dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /, grads: Grads | None = None
     ) -> Grads:
         blocks, rows, heads, head_dim = q.shape
-        most = MAX_GRID
-        if flash_2_backward:
-            most = min(most, FLASH_2_MAX_ELEMENTS // flash_2_elements(1, rows, heads, head_dim))
+        most = most_blocks(rows, heads, head_dim)
         if blocks <= most:
             return (
                 whole_backward(dout, q, k, v, out, lse)
@@ -60,7 +66,10 @@ def in_parts(kernel: BoundKernel, *, flash_2_backward: bool = False) -> BoundKer
             torch.cat([dv for _, _, dv in made]),
         )
 
-    return BoundKernel(forward, backward)
+    def differentiable(shape: Sequence[int], /) -> Forward | None:
+        return whole_differentiable(shape) if shape[0] <= most_blocks(*shape[1:]) else None
+
+    return BoundKernel(forward, backward, differentiable)
 
 
 def _parts(blocks: int, most: int) -> list[slice]:

@@ -3,6 +3,10 @@
 The CUDA three (FlashAttention 2, cuDNN, CUTLASS "efficient") return a natural-log float32 LSE and their backwards
 accept a merged out and LSE: relative gradient error about 3e-3 against float64 in bf16 on an H100.
 
+The forward ops of flash and flash-cpu have a derivative in torch: the same backward op on what was saved, which makes
+dout contiguous. So autograd may take them as they are. Not the others: cudnn's backward keys its plan on the strides of
+q, k and v and is silently wrong for another layout of dout; efficient's has no grouped queries.
+
 Legend: N blocks, M rows, H query heads, K key/value heads, D head dimension; kernels that want heads first get a
 transposed view, never a copy.
 """
@@ -59,7 +63,7 @@ def _flash_cpu(config: KernelConfig) -> BoundKernel:
         dq, dk, dv = backward_op(*heads, lse, 0.0, causal, scale=scale)
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
-    return BoundKernel(forward, backward)
+    return BoundKernel(forward, backward, lambda shape: forward)
 
 
 def _flash_cpu_reasons(need: KernelNeed) -> tuple[str, ...]:
@@ -116,7 +120,7 @@ def _flash(config: KernelConfig) -> BoundKernel:
         grads = backward_op(dout, q, k, v, out, lse, None, None, rows, keys, 0.0, causal, state, state, scale=scale)
         return grads[0], grads[1], grads[2]
 
-    return BoundKernel(forward, backward)
+    return BoundKernel(forward, backward, lambda shape: forward)
 
 
 def _cudnn(config: KernelConfig) -> BoundKernel:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .block_kernel import BoundKernel, KernelConfig
+from .block_kernel import BoundKernel, Differentiable, KernelConfig, not_differentiable
 from .geometry import PATTERN_CACHE, Geometry, LayoutKey, PlacedCall, Window
 from .kernels import KERNELS
 from .merge import GradJob, GradPartial, Ops, Partial, Source, TorchOps, accumulator_dtype, as_view
@@ -80,6 +80,8 @@ class Program:
         self._backward = [kernel.backward for kernel in backward]
         self._strided = [KERNELS[b.backward].strided_backward for b in tunables.branches if b.backward]
         self._writer = _writer(plan, travelling) if backward else None
+        # The forward, for inputs in the compute dtype, of a plan that autograd needs no help with
+        self.differentiable: Differentiable = backward[0].differentiable if _is_one_op(plan) else not_differentiable
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kept: Kept | None = None) -> tuple[Tensor, Tensor]:
         """``forward`` for inputs of any dtype: computed in the plan's dtype, out in the input dtype."""
@@ -332,8 +334,11 @@ class Program:
 
 def as_wanted(grads: Triple, dtype: torch.dtype, wanted: Wanted) -> Grads:
     """dq, dk and dv in the dtype of the inputs, None where nobody asked."""
-    dq, dk, dv = (grad.to(dtype) if want else None for grad, want in zip(grads, wanted, strict=True))
-    return dq, dk, dv
+    dq, dk, dv = grads
+    if wanted == ALL and dq.dtype is dk.dtype is dv.dtype is dtype:  # else a microsecond each, for nothing
+        return grads
+    made = [grad.to(dtype) if want else None for grad, want in zip(grads, wanted, strict=True)]
+    return made[0], made[1], made[2]
 
 
 def _empty_like(x: Tensor) -> Tensor:
@@ -372,6 +377,13 @@ def _writer(plan: Plan, travelling: frozenset[int]) -> int | None:
         if here and plan.fused and branch.rate == 1 and KERNELS[chosen.backward].writes_grads:
             return number
     return None
+
+
+def _is_one_op(plan: Plan) -> bool:
+    """Whether to train is one kernel forth and back on the tensors themselves, which keeps what autograd would."""
+    tunables, workload = plan.tunables, plan.workload
+    one_kernel = all(branch.forward == branch.backward for branch in tunables.branches)
+    return workload.pattern.dense and workload.world == 1 and one_kernel and tunables.checkpoint == "selective"
 
 
 def _bind(plan: Plan, tunables: Tunables, name: str, scale: float) -> BoundKernel:

@@ -16,7 +16,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from .block_kernel import BoundKernel, KernelConfig
+from .block_kernel import BoundKernel, Differentiable, KernelConfig, not_differentiable
 from .comm import Comm, CommError, Pending
 from .fused_steps import FUSED_STEPS
 from .geometry import LayoutKey, build_geometry
@@ -57,6 +57,7 @@ class RingProgram:
         tunables, workload = plan.tunables, plan.workload
         self.plan, self.checkpoint = plan, tunables.checkpoint
         self.dtype = TORCH_DTYPES[tunables.dtype]
+        self.differentiable: Differentiable = not_differentiable
         self._watch, self._comm = watch, comm
         degree = ulysses_degree(tunables, comm.size)
         ring_place, place = divmod(comm.rank, degree)

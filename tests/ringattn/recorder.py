@@ -52,7 +52,10 @@ class Record:
 
 
 def record(monkeypatch: pytest.MonkeyPatch) -> Record:
-    """From now on until the end of the test, every kernel loaded notes its calls."""
+    """From now on until the end of the test, every kernel loaded notes its calls.
+
+    None is left to autograd, whose calls of the backward nobody could note.
+    """
     made = Record()
 
     def watched(name: str) -> Any:

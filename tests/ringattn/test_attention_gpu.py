@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import DENSE, Case, assert_within_rule, exact, found, pattern_of, times_seen
+from oracle import DENSE, Case, assert_within_rule, exact, found, laid_out, pattern_of, times_seen
 from recorder import saved_tensors
 
 from ringattn import Pattern, RingAttention, detect
@@ -109,6 +109,25 @@ def test_the_plan_without_a_profile(pattern: Pattern) -> None:
         for name, x, x64 in zip(results._fields, results, exact(case, q, k, v, case.dout(dtype, "cuda")), strict=True):
             error = (x.double() - x64).norm() / x64.norm()
             assert error < (1e-5 if dtype is torch.float32 else 1e-2), (dtype, name)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 1])
+@pytest.mark.parametrize("layout", ["plain", "packed", "heads_first"])
+@pytest.mark.parametrize("of_dout", ["plain", "heads_first", "last_strided", "expanded"])
+def test_flash_is_left_to_autograd_whatever_the_strides(layout: str, of_dout: str, kv_heads: int) -> None:
+    case = replace(MIXED, pattern=DENSE, kv_heads=kv_heads, layout=layout)
+    module = running(case, plan(case, "flash", "flash", torch.bfloat16, "view"), torch.bfloat16)
+    inputs, dout = case.inputs(torch.bfloat16, device="cuda"), case.dout(torch.bfloat16, "cuda")
+    dout = dout[:, :, :1, :1].expand(dout.shape) if of_dout == "expanded" else laid_out(dout, of_dout)
+    out, lse = module(*inputs, return_lse=True)
+    assert type(out.grad_fn).__name__ == "FlashAttentionBackward0"
+    assert not lse.requires_grad
+    results = found(module, *inputs, dout)
+    for name, x, x64 in zip(results._fields, results, exact(case, *inputs, dout), strict=True):
+        assert (x.double() - x64).norm() / x64.norm() < 1e-2, name
+    grads = torch.autograd.grad(out, inputs, dout, create_graph=True)
+    with pytest.raises(RuntimeError, match="derivative for aten::_flash_attention_backward is not implemented"):
+        grads[0].sum().backward()
 
 
 def test_float64_is_exact() -> None:

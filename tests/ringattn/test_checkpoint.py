@@ -186,7 +186,8 @@ def test_offload_keeps_nothing_on_the_gpu_and_gives_the_same_gradients(pattern: 
         module = case.module(device=None, checkpoint=checkpoint)
         with saved_tensors() as saved:
             out = module(*inputs)
-        assert len(saved) == (5 if checkpoint == "selective" else 0)
+        kept = [x for x in saved if x.numel() > 2]  # flash's op keeps an unused state of random numbers, too
+        assert len(kept) == (5 if checkpoint == "selective" else 0)
         results[checkpoint] = (out.detach(), *torch.autograd.grad(out, inputs, dout))
     selective, offload = results.values()
     assert torch.equal(selective[0], offload[0])

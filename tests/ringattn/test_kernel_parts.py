@@ -74,3 +74,16 @@ def test_flash_2s_backward_is_parted_at_its_32_bit_offsets(monkeypatch: pytest.M
     parted.backward(dout, q, k, v, out, lse)
     assert counted.forwards == [7]
     assert counted.backwards == [3, 3, 1]
+
+
+@pytest.mark.parametrize(("flash_2", "most"), [(True, 3), (False, 5)])
+def test_autograd_is_not_left_alone_with_what_runs_in_parts(
+    monkeypatch: pytest.MonkeyPatch, flash_2: bool, most: int
+) -> None:
+    monkeypatch.setattr(kernel_parts, "FLASH_2_MAX_ELEMENTS", 3 * kernel_parts.flash_2_elements(1, 5, 2, 4) + 1)
+    monkeypatch.setattr(kernel_parts, "MAX_GRID", 5)
+    counted = Counted()
+    whole = BoundKernel(counted.forward, counted.backward, lambda shape: counted.forward)
+    parted = kernel_parts.in_parts(whole, flash_2_backward=flash_2)
+    assert parted.differentiable((most, 5, 2, 4)) == counted.forward
+    assert parted.differentiable((most + 1, 5, 2, 4)) is None

@@ -29,18 +29,23 @@ CellState = Literal["tuned", "default", "refused", "inconclusive"]
 
 CALLS_BEFORE_HANG = 15  # a call may take this many times the default's before it counts as hung
 COMPILING = ("compile", "final")  # stages whose plans may be compiled ones
+LAUNCH_BOUND = 1.3  # times the host's time for a call: a call that takes no longer waits for its launches
 UNKNOWN_SIGMA = 0.05  # noise assumed before any was seen
 
 
 @dataclass(frozen=True, slots=True)
 class SearchSettings:
-    """What holds for every cell of a probe. ``hang_s``: no call is given up before (compilation takes its time)."""
+    """What holds for every cell of a probe. ``hang_s``: no call is given up before (compilation takes its time).
+
+    ``asynchronous``: the device works while the host goes on, so that either may be waited for.
+    """
 
     preset: EffortPreset
     seed: int
     limits: Limits = field(default_factory=Limits)
     prefer: Preference = "time"
     hang_s: float = 10.0
+    asynchronous: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +188,14 @@ class CellContext:
             self.estimates,
             narrow=frozenset(plan for plan in plans if not self.is_main(plan)),
             ruled_out=frozenset(plan for plan in plans if self.has_failed(plan) or not self.keeps_limits(plan)),
+            launch_bound=frozenset(plan for plan in plans if self._is_launch_bound(plan)),
         )
+
+    def _is_launch_bound(self, plan: Tunables) -> bool:
+        checked = self.ledger.checked.get(plan)
+        if not (self.settings.asynchronous and isinstance(checked, Checked)):
+            return False
+        return checked.call_ms * 1e3 < LAUNCH_BOUND * checked.host_us
 
     def call_s(self) -> float:
         """A warm call of the default; 0 before it was checked."""

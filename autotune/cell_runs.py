@@ -121,6 +121,7 @@ class CellRuns:
             seed=request.seed,
             limits=Limits(None if limit is None else limit * 2**20, request.max_error),
             prefer=request.prefer,
+            asynchronous=self.task.edge.facts.vendor != "cpu",
             hang_s=min(HANG_S[self.task.edge.facts.vendor], 0.1 * preset.budget_s),
         )
 

@@ -63,10 +63,17 @@ def _calls_of(space: Space) -> list[Call]:
             kernels |= own
             plans.append(plan)
     if not space.workload.pattern.dense and compiled.intersection(FUSED_STEPS):
-        wider = {plan.dtype: plan for plan in reversed(space.kernel_plans) if plan.dtype != space.default.dtype}
+        wider = {p.dtype: p for p in reversed(space.kernel_plans) if p.dtype != space.default.dtype}
         plans += wider.values()
+        # A kernel that reads strides is compiled for the layout of copies as well.
+        plans += [copied for plan in plans if (copied := _copied(space, plan)) is not None]
         plans += _gathers(space)
     return [(space.workload, plan) for plan in dict.fromkeys(plans)]
+
+
+def _copied(space: Space, plan: Tunables) -> Tunables | None:
+    """The plan with every branch copied that may be; None where that cannot run."""
+    return space.combine(plan, {name: values[-1] for name, values in space.knobs.items() if name.startswith("gather.")})
 
 
 def _gathers(space: Space) -> list[Tunables]:

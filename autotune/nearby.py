@@ -16,20 +16,30 @@ HOPELESS = 3.0  # times the best: what was so slow at a neighbouring length is n
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """What a finished cell timed. ``narrow`` have a narrower dtype; ``ruled_out`` failed or break a limit."""
+    """What a finished cell timed. ``narrow`` have a narrower dtype; ``ruled_out`` failed or break a limit.
+
+    ``launch_bound`` took about as long as the host did to launch them, which says nothing of another length:
+    flash-attn-4 takes four times flash's time over 1024 positions and 0.4 of it over 4096.
+    """
 
     cell: Workload
     estimates: Mapping[Tunables, Interval]
     narrow: frozenset[Tunables] = frozenset()
     ruled_out: frozenset[Tunables] = frozenset()
+    launch_bound: frozenset[Tunables] = frozenset()
 
     def behind(self) -> dict[Tunables, float]:
-        """log(t / t_best): what is ruled out is no measure for others, a narrower dtype none for the main ones."""
+        """log(t / t_best): what is ruled out is no measure for others, a narrower dtype none for the main ones.
+
+        Of what was launch-bound nothing is said.
+        """
         allowed = {plan: gain.median for plan, gain in self.estimates.items() if plan not in self.ruled_out}
         best = min(allowed.values(), default=math.inf)
         best_main = min((median for plan, median in allowed.items() if plan not in self.narrow), default=math.inf)
         return {
-            plan: gain.median - (best if plan in self.narrow else best_main) for plan, gain in self.estimates.items()
+            plan: gain.median - (best if plan in self.narrow else best_main)
+            for plan, gain in self.estimates.items()
+            if plan not in self.launch_bound
         }
 
 

@@ -68,7 +68,13 @@ def test_every_compiled_kernel_and_every_gather_is_called_once_for_all_lengths_a
     assert {cell.seq_len for cell, _ in calls if not cell.pattern.dense} == {32768}  # the first that ends no segment
     gathers = {tuple(b.gather for b in made.branches) for made in dilated if made.branches[0].forward == "cudnn"}
     assert len(gathers) == 2**4
-    assert "fp32" in {made.dtype for made in dilated}
+    for dtype, kernel in (("fp32", "efficient"), ("bf16", "flash-attn-4"), ("bf16", "triton")):
+        ways = [
+            {b.gather for b in made.branches[1:]}
+            for made in dilated
+            if made.dtype == dtype and {made.branches[0].forward, made.branches[0].backward} == {kernel}
+        ]
+        assert ways == [{"view"}, {"copy"}], (dtype, kernel)
     for of_pattern in (dilated, [made for cell, made in calls if cell.pattern.dense]):
         alone = [made.branches[0] for made in of_pattern if made.dtype == "bf16"]
         assert {"flash-attn-4", "triton"} <= {b.forward for b in alone if b.forward == b.backward}

@@ -11,7 +11,7 @@ import pytest
 from machines import MIB, Setting, Truth, far_from, invented, plan, workload
 
 from autotune.choose import Candidate, NothingAllowed, choose, distance, pareto_front
-from autotune.evaluator import Fault
+from autotune.evaluator import Checked, Fault
 from autotune.nearby import Nearby, Timed
 from autotune.race import Limits
 from autotune.replay import Trouble
@@ -420,6 +420,31 @@ def test_what_could_not_be_chosen_makes_no_kernel_hopeless_at_the_next_length(ru
     nearby = Nearby([timed])
     assert list(nearby.left_out(estimates, best)) == [far]
     assert nearby.hopeless_parts(best) == {("forward", "math"), ("backward", "math")}
+
+
+def test_what_only_its_launches_made_slow_is_not_hopeless_at_the_next_length() -> None:
+    """flash-attn-4 took four times flash's time over 1024 positions on an H200, and was left out where it was best."""
+    best, launched, slow = plan(DENSE), plan(DENSE, "swift"), plan(DENSE, "math")
+    estimates = {t: Interval(m, m, m, 4) for t, m in ((best, 0.0), (launched, 1.5), (slow, 1.5))}
+    nearby = Nearby([Timed(DENSE, estimates, launch_bound=frozenset([launched]))])
+    assert list(nearby.left_out(estimates, best)) == [slow]
+    assert nearby.behind(launched) is None
+    assert nearby.hopeless_parts(best) == {("forward", "math"), ("backward", "math")}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_call_that_takes_as_long_as_its_launches_is_launch_bound(asynchronous: bool) -> None:
+    """Where the host does the work itself its time is the call's, and says nothing."""
+    trial = Setting(DENSE, by_kernels(quick=0.0, swift=0.1, math=0.9), plan(DENSE), budget_s=20).run()
+    context = trial.context
+    context.settings = replace(context.settings, asynchronous=asynchronous)
+    for known, result in list(context.ledger.checked.items()):
+        if isinstance(result, Checked):
+            factor = 2.0 if known == plan(DENSE) else 1.1
+            context.ledger.checked[known] = replace(result, host_us=1e3 * result.call_ms / factor)
+    bound = context.timed().launch_bound
+    assert (plan(DENSE, "swift") in bound) == asynchronous
+    assert plan(DENSE) not in bound
 
 
 def test_a_wider_dtype_may_win() -> None:

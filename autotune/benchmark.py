@@ -200,21 +200,20 @@ class DeviceBench:
     # --- timing -------------------------------------------------------------------------------------------------
 
     def sample(self, workload: Workload, tunables: Tunables) -> Sample:
-        """One repetition: the median call of as many as make the sample long enough against the timer's noise."""
+        """One repetition: the typical call of as many as make the sample long enough against the timer's noise."""
         runner = self._runner(workload, tunables)
-        call_ms, call_us = self._peers.most(runner.call_ms, runner.host_us)  # and all begin together
+        call_ms, host_us = self._peers.most(runner.call_ms, runner.host_us)  # and all begin together
         repeats = math.ceil(self.settings.sample_target_ms / (call_ms + self._timer.overhead_ms))
         # Calls of a fifth of a ms take twenty where another process is on a core that their threads wait for.
         alone = self.settings.meeting is None
         limit_s = OVERLONG * self.settings.sample_target_ms / 1e3 if alone else math.inf
-        host_s = None if alone else call_us / 1e6
-        readings = self._timer.time(runner.call, min(max(1, repeats), MOST_REPEATS), limit_s, host_s)
+        readings = self._timer.time(runner.call, min(max(1, repeats), MOST_REPEATS), limit_s, host_us)
         if len(readings) > 2:
             del readings[0]  # it paid for whatever the candidate before it left in the caches of the host
-        ms, host_us = float(np.median([r.ms for r in readings])), float(np.median([r.host_us for r in readings]))
-        runner.call_ms = ms
+        typical = self._timer.of(readings)
+        runner.call_ms, runner.host_us = typical.ms, typical.host_us
         first_ms = self._first_calls.get((workload, tunables), 0.0) if self.settings.varied_lengths else 0.0
-        return Sample(ms + first_ms / VARIED_CALLS, host_us)
+        return Sample(typical.ms + first_ms / VARIED_CALLS, typical.host_us)
 
     def begin_block(self) -> None:
         gc.collect()
@@ -277,7 +276,7 @@ class DeviceBench:
         begin = time.perf_counter()
         last = math.inf
         for number in range(1, 50):
-            reading = self._timer.time(runner.call, 1)[0]
+            reading = self._timer.of(self._timer.time(runner.call, 1, host_us=runner.host_us))
             runner.host_us = reading.host_us
             runner.call_ms, taken_s = self._peers.most(reading.ms, time.perf_counter() - begin)
             steady = abs(runner.call_ms - last) <= STEADY * runner.call_ms

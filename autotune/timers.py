@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from ringattn.hardware import HardwareFacts
 
 FEWEST = 3  # readings that are taken however long they last
+# A call in a loop cannot be faster than the host launches it, but in a model attention is not alone: at 4096 positions
+# the matrix products of a layer keep the device busy three times as long as attention does, with a third of its
+# launches, and hide all of flash-attn-4's 195 us on a slow host; at 1024 they hide about half.
+EXPOSED = 1 / 3  # of the host's time for a call, that a model waits for if the device is done earlier
+HEAD_START = 1.5  # times the host's time: with less the device waits where the host is slower than it was
+LONGEST_HEAD_START_MS = 10.0  # a first call that compiles takes the host seconds
+IN_FLIGHT = 4  # calls that the host may be ahead: with a thousand launches waiting, the next would wait as well
+QUIET = 0.25  # what disturbs a host only adds to its time, so this quantile of it is what the call costs
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One call: what the search minimises, and how long the host worked for it."""
+    """One call: how long the device took, which never waited for the host, and how long the host did.
+
+    Where they are one, the device's time is the call's and ``host_us`` the same in us.
+    """
 
     ms: float
     host_us: float
@@ -28,11 +40,11 @@ class HostTimer:
     overhead_ms = 1e-3
 
     def time(
-        self, call: Callable[[], None], repeats: int, limit_s: float = math.inf, host_s: float | None = None
+        self, call: Callable[[], None], repeats: int, limit_s: float = math.inf, host_us: float = 0.0
     ) -> list[Reading]:
         """As many calls as asked for, but none after ``limit_s`` once there are FEWEST.
 
-        ``host_s`` is for devices that get a head start; here all of the time is the host's.
+        ``host_us`` is for devices that get a head start; here all of the time is the host's.
         """
         readings: list[Reading] = []
         first = time.perf_counter()
@@ -45,17 +57,17 @@ class HostTimer:
             readings.append(Reading(seconds * 1e3, seconds * 1e6))
         return readings
 
+    def of(self, readings: Sequence[Reading]) -> Reading:
+        """The typical one."""
+        return Reading(_quantile([r.ms for r in readings], 0.5), _quantile([r.host_us for r in readings], 0.5))
+
 
 class CudaTimer:
     """Device events around each call, the L2 cache flushed before it.
 
-    A call in a loop cannot be faster than the host launches it, but in a model attention is not alone: at 4096
-    positions the matrix products of a layer keep the device busy three times as long as attention does, with a third
-    of its launches, and hide all of flash-attn-4's 195 us on a slow host; at 1024 they hide about half. So the device
-    is given a head start of HIDDEN of the host's time; what it still waits for counts.
+    A flush takes long enough that the host has launched the call before it begins, or there are several: the device is
+    timed without its host, whose own time is read off beside it.
     """
-
-    HIDDEN = 2 / 3
 
     def __init__(self, device: torch.device, facts: HardwareFacts) -> None:
         self._device = device
@@ -67,42 +79,48 @@ class CudaTimer:
         self._flush.zero_()
 
     def time(
-        self, call: Callable[[], None], repeats: int, limit_s: float = math.inf, host_s: float | None = None
+        self, call: Callable[[], None], repeats: int, limit_s: float = math.inf, host_us: float = 0.0
     ) -> list[Reading]:
         """As many calls as asked for, but none launched after ``limit_s`` once there are FEWEST.
 
-        How long a head start must be is not known before the first of them, unless ``host_s`` says what the host takes
-        for a call: then all calls get one head start, which ranks that begin together must.
+        ``host_us`` is what the host takes for a call, as far as known; ranks that begin together give the same.
         """
 
         def event() -> torch.cuda.Event:
             return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
         events = [(event(), event()) for _ in range(repeats)]
-        taken_s: list[float] = []
+        taken_us: list[float] = []
         torch.cuda.synchronize(self._device)
         first = time.perf_counter()
-        for begin, end in events:
-            if time.perf_counter() - first > limit_s and len(taken_s) >= FEWEST:
+        for number, (begin, end) in enumerate(events):
+            if time.perf_counter() - first > limit_s and len(taken_us) >= FEWEST:
                 break
-            expected_s = min(taken_s, default=0.0) if host_s is None else host_s
-            for _ in range(flushes_for(expected_s, self.HIDDEN, self.overhead_ms)):
+            if number >= IN_FLIGHT:
+                events[number - IN_FLIGHT][1].synchronize()
+            for _ in range(flushes_for(host_us, self.overhead_ms)):
                 self._flush_once()
             begin.record()
             started = time.perf_counter()
             call()
-            taken_s.append(time.perf_counter() - started)
+            taken_us.append((time.perf_counter() - started) * 1e6)
             end.record()
         torch.cuda.synchronize(self._device)
-        return [
-            Reading(begin.elapsed_time(end), seconds * 1e6)
-            for (begin, end), seconds in zip(events, taken_s, strict=False)
-        ]
+        return [Reading(begin.elapsed_time(end), us) for (begin, end), us in zip(events, taken_us, strict=False)]
+
+    def of(self, readings: Sequence[Reading]) -> Reading:
+        """What a call takes in a model: the device, or what cannot be hidden of the host."""
+        host_us = _quantile([r.host_us for r in readings], QUIET)
+        return Reading(max(_quantile([r.ms for r in readings], 0.5), EXPOSED * host_us / 1e3), host_us)
 
 
-def flushes_for(host_s: float, hidden: float, flush_ms: float) -> int:
-    """How many flushes of the cache keep the device busy for that part of the host's time; at least one."""
-    return max(1, math.ceil(hidden * host_s * 1e3 / flush_ms))
+def _quantile(values: Sequence[float], share: float) -> float:
+    return float(np.quantile(values, share))
+
+
+def flushes_for(host_us: float, flush_ms: float) -> int:
+    """How many flushes of the cache keep the device busy while the host launches a call; at least one."""
+    return max(1, math.ceil(min(HEAD_START * host_us / 1e3, LONGEST_HEAD_START_MS) / flush_ms))
 
 
 def wake(device: torch.device) -> None:

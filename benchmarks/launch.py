@@ -2,7 +2,7 @@
 
     python benchmarks/launch.py [--output FOLDER] [--profile auto|none|FILE] [--varied-profile FILE]
 
-1,000 unsynchronised calls of B1 H8 S128 D64 bf16, the median of 5 rounds, against aten's FlashAttention 2 op (its
+1,000 unsynchronised calls of B1 H8 S128 D64 bf16, median of 5 rounds in turn, against aten's FlashAttention 2 op (its
 forward, and its forward plus its backward). With gradients the calls go through autograd; what torch's own op costs
 there, which no module can go below, is shown beside it. Then 64 different lengths.
 """
@@ -11,27 +11,38 @@ from __future__ import annotations
 
 import argparse
 import random
-import statistics
 import time
+from collections.abc import Mapping
 
 import torch
-from common import Record
+from common import Record, Step, median, ratio
 
 from ringattn import RingAttention
 
 A = torch.ops.aten
 
 
-def host_us(step, calls: int = 1000) -> float:
-    rounds = []
-    for _ in range(6):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(calls):
-            step()
-        rounds.append((time.perf_counter() - begin) / calls * 1e6)
-        torch.cuda.synchronize()
-    return statistics.median(rounds[1:])
+def round_us(step: Step, calls: int = 1000) -> float:
+    """The host's time for a call, the mean of a thousand that are not waited for."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(calls):
+        step()
+    taken_us = (time.perf_counter() - begin) / calls * 1e6
+    torch.cuda.synchronize()
+    return taken_us
+
+
+def rounds_us(steps: Mapping[str, Step], rounds: int = 5) -> dict[str, list[float]]:
+    """Rounds of all steps in turn, in random order: a host that is slower for a while is so for all of them."""
+    order = random.Random(0)
+    for step in steps.values():
+        round_us(step)
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name in order.sample(list(steps), len(steps)):
+            times[name].append(round_us(steps[name]))
+    return times
 
 
 def host_time(record: Record, profile: str | None) -> None:
@@ -59,25 +70,20 @@ def host_time(record: Record, profile: str | None) -> None:
         out = A._scaled_dot_product_flash_attention(*leaves_heads_first, 0.0, True)[0]
         torch.autograd.grad(out, leaves_heads_first, dout_heads_first)
 
+    def add(work: str, times: dict[str, list[float]], train: bool) -> None:
+        record.add(
+            work=f"host time, {work}",
+            **{f"{name}_us": median(us) for name, us in times.items()},
+            **{f"module_over_{name}": ratio(times, "module", name) for name in times if name != "module"},
+            plan=str(attn.plan_for(128, torch.bfloat16, train)),
+        )
+
     with torch.no_grad():
-        aten, module = host_us(aten_forward), host_us(lambda: attn(q, k, v))
-    plan = attn.plan_for(128, torch.bfloat16, False)
-    record.add(
-        work="host time, forward", aten_us=aten, module_us=module, module_over_aten=module / aten, plan=str(plan)
-    )
-    plan = attn.plan_for(128, torch.bfloat16, True)
+        add("forward", rounds_us({"aten": aten_forward, "module": lambda: attn(q, k, v)}), False)
+    both = {"aten": aten_both, "module": module_both, "aten_under_autograd": op_both}
     for threads in (True, False):
         with torch.autograd.set_multithreading_enabled(threads):
-            aten, module, floor = host_us(aten_both), host_us(module_both), host_us(op_both)
-        record.add(
-            work=f"host time, forward+backward, autograd {'with' if threads else 'without'} its own threads",
-            aten_us=aten,
-            module_us=module,
-            aten_under_autograd_us=floor,
-            module_over_aten=module / aten,
-            module_over_aten_under_autograd=module / floor,
-            plan=str(plan),
-        )
+            add(f"forward+backward, autograd {'with' if threads else 'without'} its own threads", rounds_us(both), True)
 
 
 def varied_lengths(record: Record, profile: str | None) -> None:

@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from autotune import benchmark, health, numerics
 from autotune.benchmark import BenchSettings, DeviceBench, WrongAnswer
 from autotune.health import HostReading, cpu_seconds, host_disturbances, throttle_reasons, throttled_seconds
-from autotune.timers import FEWEST, CudaTimer, cpu_peak_bytes, flushes_for
+from autotune.timers import FEWEST, CudaTimer, Reading, cpu_peak_bytes, flushes_for
 from autotune.trial import WorkerEvaluator
 from ringattn import detect
 from ringattn.workload import BranchTunables, Pattern, Tunables, Workload
@@ -282,10 +284,27 @@ def test_a_sample_ends_when_its_calls_have_become_a_hundred_times_slower(
 
 
 @pytest.mark.parametrize(
-    ("host_s", "flushes"), [(0.0, 1), (50e-6, 1), (539e-6, 6), (541e-6, 7)], ids=["unknown", "short", "most", "more"]
+    ("host_us", "flushes"),
+    [(0.0, 1), (40.0, 1), (41.0, 2), (590.0, 15), (3e6, 167)],
+    ids=["unknown", "short", "longer", "long", "a compiler's"],
 )
-def test_the_device_gets_two_thirds_of_the_hosts_time_as_a_head_start(host_s: float, flushes: int) -> None:
-    assert flushes_for(host_s, CudaTimer.HIDDEN, 0.06) == flushes
+def test_the_device_is_busy_until_the_host_has_launched_a_call(host_us: float, flushes: int) -> None:
+    assert flushes_for(host_us, 0.06) == flushes
+
+
+@given(st.lists(st.floats(1.0, 1e4), min_size=1, max_size=9), st.floats(1e-3, 10.0))
+def test_a_call_takes_the_device_s_time_or_a_third_of_its_quiet_host_s(host_us: list[float], device_ms: float) -> None:
+    timer = object.__new__(CudaTimer)
+    typical = timer.of([Reading(device_ms, us) for us in host_us])
+    assert min(host_us) <= typical.host_us <= sorted(host_us)[len(host_us) // 2]
+    assert typical.ms == pytest.approx(max(device_ms, typical.host_us / 3e3))
+
+
+def test_one_slow_launch_changes_nothing() -> None:
+    """Where launches are waited for: 30 of 40 calls at rest, the others interrupted."""
+    timer = object.__new__(CudaTimer)
+    quiet = [Reading(0.02, 100.0)] * 30
+    assert timer.of(quiet + [Reading(0.5, 900.0)] * 10) == timer.of(quiet) == Reading(pytest.approx(0.1 / 3), 100.0)
 
 
 def test_the_load_of_the_other_ranks_is_not_foreign() -> None:

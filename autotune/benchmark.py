@@ -114,12 +114,15 @@ class DeviceBench:
         runner = self._runner(workload, tunables)
         return Checked(runner.call_ms, error, peak_bytes, cold_ms, runner.host_us)
 
-    def prove(self, workload: Workload, tunables: Tunables, phase: Phase) -> Proven:
-        """Random ragged lengths of the bucket, ordinary and adversarial inputs in turn."""
+    def prove(self, workload: Workload, tunables: Tunables, phase: Phase, part: tuple[int, int] = (0, 1)) -> Proven:
+        """Random ragged lengths of the bucket, ordinary and adversarial inputs in turn; a part of them in a helper."""
         module = self._module(workload, tunables)
-        for length, kind in proving_inputs(workload, self.settings.ragged_lengths, self.settings.seed):
+        number, parts = part
+        for length, kind in proving_inputs(workload, self.settings.ragged_lengths, self.settings.seed)[number::parts]:
             total = length * workload.world - length % workload.world  # ranks hold unequal shares, too
             self._hold_against_reference(module, workload, tunables, total, kind, phase)
+        if parts > 1:
+            return Proven(0.0)
         return Proven(self._first_call_ms(module, workload, self._timing_inputs(workload)))
 
     def _hold_against_reference(
@@ -215,11 +218,12 @@ class DeviceBench:
         first_ms = self._first_calls.get((workload, tunables), 0.0) if self.settings.varied_lengths else 0.0
         return Sample(typical.ms + first_ms / VARIED_CALLS, typical.host_us)
 
-    def begin_block(self) -> None:
+    def begin_block(self, beside: int = 0) -> None:
+        """``beside`` helpers wait on the same device."""
         gc.collect()
         gc.freeze()  # what lives on is not looked at again: with torch alone that took 130 ms, beside 70 of samples
         gc.disable()
-        self._watch.begin()
+        self._watch.begin(beside)
 
     def end_block(self) -> tuple[str, ...]:
         gc.enable()
@@ -324,6 +328,30 @@ class DeviceBench:
         """Drop every candidate and buffer: an out-of-memory may have been the fault of the others."""
         self._runners.clear()
         self._references.forget()
+        self._inputs = None
+        self._release()
+
+
+class HelpingBench(DeviceBench):
+    """In a process beside the one that measures, which gets back the device's memory after each request.
+
+    The rows of references stay: they are small and took long.
+    """
+
+    def prove(self, workload: Workload, tunables: Tunables, phase: Phase, part: tuple[int, int] = (0, 1)) -> Proven:
+        try:
+            return super().prove(workload, tunables, phase, part)
+        finally:
+            self._put_down()
+
+    def first_call(self, workload: Workload, tunables: Tunables) -> Proven:
+        try:
+            return super().first_call(workload, tunables)
+        finally:
+            self._put_down()
+
+    def _put_down(self) -> None:
+        self._references.put_down()
         self._inputs = None
         self._release()
 

@@ -207,7 +207,8 @@ class CellContext:
 
     def prove_s(self) -> float:
         """About what proving a plan takes."""
-        return self.lessons.proof_s(self.cell, self.default, self.call_s(), self.preset.ragged_lengths)
+        lengths = math.ceil(self.preset.ragged_lengths / self.evaluator.provers)
+        return self.lessons.proof_s(self.cell, self.default, self.call_s(), lengths)
 
     def timeout_s(self) -> float:
         return self.settings.hang_s + CALLS_BEFORE_HANG * self.call_s()

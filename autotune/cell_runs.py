@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from ringattn.errors import PlanError
 from ringattn.workload import Workload
@@ -12,7 +11,7 @@ from ringattn.workload import Workload
 from .budget import Budget, Progress, allot, spare_s
 from .cell import CellContext, CellResult, SearchSettings
 from .cell_space import space_or_refusal
-from .evaluator import Evaluator
+from .evaluator import CallsAhead, Evaluator
 from .first_calls import calls_worth_making
 from .grid import Cell
 from .lessons import Lessons
@@ -20,7 +19,6 @@ from .nearby import Nearby
 from .race import Limits
 from .rows import OWED, Rows
 from .search import CellSearch
-from .space import Space
 from .store import Store
 from .task import Task
 from .telling import Telling
@@ -51,8 +49,7 @@ class CellRuns:
         self.task.observer.plan([cell.workload for cell in self.cells], self.task.preset.budget_s)
         todo = [cell for cell in self.cells if not self.rows.recall(cell.workload)]
         new = [(cell, search) for cell in todo if (search := self.new_search(cell)) is not None]
-        with self._first_calls_ahead([search.context.space for _, search in new]):
-            searches = self._settle(new)
+        searches = self._settle_beside_first_calls(new)
         needs = {workload: search.need() for workload, search in searches.items()}
         self.telling.expect(Progress(self.budget, needs))
         order = sorted(searches, key=lambda w: (w.seq_len, w.mode, not w.pattern.dense, str(w.pattern)))
@@ -60,22 +57,17 @@ class CellRuns:
             shares = allot([needs[w] for w in order[index:]], self.budget.available_s())
             self.search(searches[workload], shares[0], spare_s(shares, self.budget.available_s()))
 
-    @contextlib.contextmanager
-    def _first_calls_ahead(self, spaces: Sequence[Space]) -> Iterator[None]:
-        """What compiles at its first call does so beside what the block does; it is over before anything is timed."""
-        task = self.task
-        calls = calls_worth_making(spaces) if task.edge.first_calls is not None else ()
-        if task.edge.first_calls is None or not calls:
-            yield
-            return
-        ahead = task.edge.first_calls(task.edge.facts, task.request, task.preset, calls)
-        try:
-            yield
-            note = ahead.wait(min(AHEAD_SHARE * task.preset.budget_s, self.budget.available_s()))
-        finally:
-            ahead.stop()
-        if note:
-            task.observer.note(note)
+    def _settle_beside_first_calls(self, new: Sequence[tuple[Cell, CellSearch]]) -> dict[Workload, CellSearch]:
+        """What compiles at its first call does so meanwhile; it is over before anything is timed."""
+        calls = calls_worth_making(search.context.space for _, search in new)
+        if not calls or not isinstance(self._evaluator, CallsAhead):
+            return self._settle(new)
+        self._evaluator.begin_first_calls(calls)
+        searches = self._settle(new)
+        waits_s = min(AHEAD_SHARE * self.task.preset.budget_s, self.budget.available_s())
+        if note := self._evaluator.end_first_calls(waits_s):
+            self.task.observer.note(note)
+        return searches
 
     def _settle(self, new: Sequence[tuple[Cell, CellSearch]]) -> dict[Workload, CellSearch]:
         """The default of every cell, checked and proven: the yardstick of the budget, and of everything else."""

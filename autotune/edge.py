@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,13 +22,13 @@ from .bench import BenchSettings
 from .budget import EffortPreset
 from .evaluator import Clock, Evaluator, MonotonicClock
 from .exit_codes import NoDevice
-from .first_calls import Call, FirstCalls, processes_for
+from .health import available_kib
+from .helpers import HelpedEvaluator, helpers_for
 from .probe import ProbeRequest
 from .space import Machine, machine_of
 from .trial import WorkerEvaluator
 
 EvaluatorFactory = Callable[[HardwareFacts, ProbeRequest, EffortPreset], Evaluator]
-FirstCallsFactory = Callable[[HardwareFacts, ProbeRequest, EffortPreset, Sequence[Call]], FirstCalls]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,6 @@ class Edge:
     environ: Mapping[str, str]
     home: Path
     today: datetime.date
-    first_calls: FirstCallsFactory | None = None  # where nothing is compiled just in time there are none to make ahead
 
     def at_effort(self, preset: EffortPreset) -> Edge:
         """As an effort looks at it: each tile shape costs 1 to 3 s of compilation and buys a few percent, so that only
@@ -57,10 +56,9 @@ class Edge:
 def real_edge(request: ProbeRequest) -> Edge:
     """This machine; raises NoDevice for one that is absent or that nobody has measured."""
     try:
-        edge = edge_of(detect(request.device), _worker_evaluator)
+        return edge_of(detect(request.device), _worker_evaluator)
     except DeviceError as error:
         raise NoDevice(str(error)) from None
-    return dataclasses.replace(edge, first_calls=_first_calls) if edge.machine.just_in_time else edge
 
 
 def edge_of(facts: HardwareFacts, evaluator: EvaluatorFactory) -> Edge:
@@ -81,14 +79,11 @@ def edge_of(facts: HardwareFacts, evaluator: EvaluatorFactory) -> Edge:
 
 
 def _worker_evaluator(facts: HardwareFacts, request: ProbeRequest, preset: EffortPreset) -> Evaluator:
-    return WorkerEvaluator(bench_settings(facts, request, preset), reference_timeout_s=preset.budget_s)
-
-
-def _first_calls(
-    facts: HardwareFacts, request: ProbeRequest, preset: EffortPreset, calls: Sequence[Call]
-) -> FirstCalls:
-    processes = processes_for(len(calls), len(os.sched_getaffinity(0)), facts.memory_mib)
-    return FirstCalls(bench_settings(facts, request, preset), calls, processes)
+    settings = bench_settings(facts, request, preset)
+    if facts.vendor == "cpu":  # which the worker has to itself
+        return WorkerEvaluator(settings, reference_timeout_s=preset.budget_s)
+    helpers = helpers_for(len(os.sched_getaffinity(0)), facts.memory_mib, available_kib() // 1024)
+    return HelpedEvaluator(settings, helpers=helpers, reference_timeout_s=preset.budget_s)
 
 
 def bench_settings(facts: HardwareFacts, request: ProbeRequest, preset: EffortPreset) -> BenchSettings:

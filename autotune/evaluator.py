@@ -92,6 +92,17 @@ class KnowsLinks(Protocol):
     def links(self) -> LinkSpeed: ...
 
 
+@runtime_checkable
+class CallsAhead(Protocol):
+    """An evaluator that can make first calls while it does other things."""
+
+    def begin_first_calls(self, calls: Sequence[tuple[Workload, Tunables]]) -> None: ...
+
+    def end_first_calls(self, timeout_s: float) -> str:
+        """Waits for them, at most so long; says what failed."""
+        ...
+
+
 class Evaluator(Protocol):
     """A machine that can check and time plans. Nothing that a candidate does may raise out of these calls."""
 

@@ -20,6 +20,7 @@ THROTTLED_SHARE = 0.10  # of the block, held back by a cgroup quota
 SHORTEST_S = 0.15  # /proc/stat counts in hundredths of a second: shorter blocks say nothing
 
 _PROC_STAT = Path("/proc/stat")
+_MEMINFO = Path("/proc/meminfo")
 _CGROUP_STAT = Path("/sys/fs/cgroup/cpu.stat")
 
 # NVML clock event reasons (nvml.h) that mean the card cannot keep its clocks for a reason outside of the workload.
@@ -132,13 +133,13 @@ class Watch:
         self._cpus = frozenset(os.sched_getaffinity(0))
         self._ticks = os.sysconf("SC_CLK_TCK")
         self._nvml: Nvml | None = None
-        self._alone = 0
+        self._beside = 0
+        self._foreign: int | None = None  # processes of others on the GPU, once blocks have begun
         if not _PROC_STAT.exists():
             self.blind_spots.append("foreign load on the host cannot be seen: no /proc/stat")
         if gpu_uuid is not None:
             try:
                 self._nvml = Nvml(gpu_uuid)
-                self._alone = self._nvml.processes()
             except (OSError, AttributeError) as error:
                 self.blind_spots.append(f"throttling of the GPU cannot be seen: {error}")
         self._before: HostReading | None = None
@@ -157,8 +158,17 @@ class Watch:
         except OSError:
             return 0.0
 
-    def begin(self) -> None:
+    def begin(self, beside: int = 0) -> None:
+        """``beside`` processes of this probe wait on the same GPU."""
+        self._beside = beside
+        if self._nvml is not None and self._foreign is None:
+            self._foreign = max(0, self._nvml.processes() - self._ours())
         self._before = self._read()
+
+    def _ours(self) -> int:
+        """How many processes the driver may count as computing: it may count other ranks here, too, once messages went
+        straight from card to card."""
+        return 1 + len(self._siblings) + self._beside
 
     def end(self) -> tuple[str, ...]:
         """What disturbed the block since ``begin``."""
@@ -167,7 +177,13 @@ class Watch:
         found = list(host_disturbances(self._before, self._read(), len(self._cpus)))
         if self._nvml is not None:
             found.extend(throttle_reasons(self._nvml.reasons()))
-            # The driver may count the other ranks here, too, once messages went straight from card to card.
-            if self._nvml.processes() > max(1 + len(self._siblings), self._alone):
+            assert self._foreign is not None
+            if self._nvml.processes() > self._ours() + self._foreign:
                 found.append("another process started to compute on the GPU")
         return tuple(found)
+
+
+def available_kib() -> int:
+    """Memory of the host that may be had without swapping."""
+    meminfo = _MEMINFO.read_text()
+    return next(int(line.split()[1]) for line in meminfo.splitlines() if line.startswith("MemAvailable:"))

@@ -130,6 +130,12 @@ class Pupil:
         lost: float = getattr(self.evaluator, "lost_s", 0.0)
         return lost + self.lessons.one_off_s
 
+    @property
+    def provers(self) -> int:
+        """How many processes share a proof."""
+        provers: int = getattr(self.evaluator, "provers", 1)
+        return provers
+
     def check(
         self, cell: Workload, candidate: Tunables, *, timeout_s: float, pace_ms: float | None = None
     ) -> Checked | Fault:

@@ -8,13 +8,16 @@ from typing import Any
 from ringattn.workload import Tunables, Workload
 
 REAL_BENCH = "autotune.benchmark:DeviceBench"
+HELPING_BENCH = "autotune.benchmark:HelpingBench"
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """``action`` is check, prove, first-call, obey, block, links or stop; a block times all of ``plans`` in order.
 
-    ``lockstep``: other ranks do the same, so a block ends at the first plan that fails, and nothing is tried again.
+    ``part`` (i, n) of a proof is every n-th of its lengths from the i-th on. ``beside`` helpers wait while a block is
+    timed. ``lockstep``: other ranks do the same, so
+    a block ends at the first plan that fails, and nothing is tried again.
     """
 
     action: str
@@ -23,6 +26,8 @@ class Request:
     profile_path: str = ""
     pace_ms: float | None = None
     lockstep: bool = False
+    part: tuple[int, int] = (0, 1)
+    beside: int = 0
 
 
 @dataclass(frozen=True, slots=True)

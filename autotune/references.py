@@ -80,5 +80,9 @@ class References:
         self._kept[question] = reference = _Reference(sampled, local, exact, {})
         return reference
 
+    def put_down(self) -> None:
+        """The inputs; what the rows are stays known."""
+        self._last = None
+
     def forget(self) -> None:
         self._last = None

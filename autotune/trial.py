@@ -82,8 +82,11 @@ class WorkerEvaluator:
         assert isinstance(result, (Checked, Fault))
         return result
 
-    def prove(self, cell: Workload, candidate: Tunables, *, timeout_s: float) -> Proven | Fault:
-        result = self._ask(Request("prove", cell, (candidate,)), timeout_s)
+    def prove(
+        self, cell: Workload, candidate: Tunables, *, timeout_s: float, part: tuple[int, int] = (0, 1)
+    ) -> Proven | Fault:
+        """``part`` (i, n) is every n-th length from the i-th on; the first call is timed with all of them only."""
+        result = self._ask(Request("prove", cell, (candidate,), part=part), timeout_s)
         assert isinstance(result, (Proven, Fault))
         return result
 
@@ -119,7 +122,7 @@ class WorkerEvaluator:
         while len(results) < len(order):
             rest = tuple(order[len(results) :])
             try:
-                self._send(Request("block", cell, rest))
+                self._send(Request("block", cell, rest, beside=self._beside()))
                 with self._counting_losses():
                     disturbances += self._collect(results, timeout_s)
                 assert len(results) == len(order)
@@ -129,6 +132,10 @@ class WorkerEvaluator:
                 else:
                     results.append(died.fault)
         return Block(tuple(results), disturbances)
+
+    def _beside(self) -> int:
+        """Other processes of this probe that are on the device."""
+        return 0
 
     def _collect(self, results: list[Sample | Fault], timeout_s: float) -> tuple[str, ...]:
         """Adds what the worker says of a block to ``results``, and returns what disturbed it; raises Died."""

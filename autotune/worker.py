@@ -15,12 +15,12 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ringattn.errors import DeviceError
 
 from .evaluator import FailureKind, Fault
+from .health import available_kib
 from .messages import Message, Request
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def _serve_one(connection: Connection, bench: Bench, request: Request) -> None:
         if request.action == "check":
             return bench.check(workload, request.plans[0], phase, request.pace_ms)
         if request.action == "prove":
-            return bench.prove(workload, request.plans[0], phase)
+            return bench.prove(workload, request.plans[0], phase, request.part)
         if request.action == "first-call":
             return bench.first_call(workload, request.plans[0])
         return bench.obey(workload, request.profile_path)
@@ -110,7 +110,7 @@ def _serve_one(connection: Connection, bench: Bench, request: Request) -> None:
 def _serve_block(connection: Connection, bench: Bench, request: Request) -> None:
     workload = request.workload
     assert workload is not None
-    bench.begin_block()
+    bench.begin_block(request.beside)
     for index, plan in enumerate(request.plans):
         connection.send(Message("phase", index, "candidate"))
         result = _guarded(
@@ -166,9 +166,7 @@ def _limit_memory(ranks: int) -> None:
 
     ``ranks`` share what there is.
     """
-    meminfo = Path("/proc/meminfo").read_text()
-    available_kib = next(int(line.split()[1]) for line in meminfo.splitlines() if line.startswith("MemAvailable:"))
-    limit = int(available_kib * 1024 * MEMORY_SHARE / ranks)
+    limit = int(available_kib() * 1024 * MEMORY_SHARE / ranks)
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if hard != resource.RLIM_INFINITY:
         limit = min(limit, hard)

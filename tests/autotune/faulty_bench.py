@@ -30,7 +30,7 @@ class FaultyBench:
         ms = self._obey(kernel)
         return Checked(ms, 1e-3, 1000, ms, float(os.getpid()))
 
-    def prove(self, workload: Workload, tunables: Tunables, phase: Phase) -> Proven:
+    def prove(self, workload: Workload, tunables: Tunables, phase: Phase, part: tuple[int, int] = (0, 1)) -> Proven:
         phase("candidate")
         return Proven(self._obey(tunables.branches[0].forward))
 
@@ -41,10 +41,12 @@ class FaultyBench:
         raise NotImplementedError
 
     def sample(self, workload: Workload, tunables: Tunables) -> Sample:
+        if tunables.branches[0].forward == "who-else":
+            return Sample(1.0, float(self.beside))
         return Sample(self._obey(tunables.branches[0].forward), 10.0)
 
-    def begin_block(self) -> None:
-        pass
+    def begin_block(self, beside: int = 0) -> None:
+        self.beside = beside
 
     def end_block(self) -> tuple[str, ...]:
         return ()
@@ -106,3 +108,19 @@ class _CompilationError(Exception):
 
 
 _CompilationError.__name__ = "CompilationError"
+
+
+class ProvingInParts(FaultyBench):
+    """A part of a proof is wrong, or has no memory, as the environment says when the process starts."""
+
+    def __init__(self, settings: BenchSettings) -> None:
+        super().__init__(settings)
+        self._wrong = os.environ.get("WRONG_PART", "")
+        self._lacks_memory = "HELPER_LACKS_MEMORY" in os.environ
+
+    def prove(self, workload: Workload, tunables: Tunables, phase: Phase, part: tuple[int, int] = (0, 1)) -> Proven:
+        if self._lacks_memory:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 80.00 GiB")
+        if str(part[0]) == self._wrong:
+            raise WrongAnswer(f"part {part[0]} of {part[1]} errs")
+        return Proven(0.0)

@@ -307,6 +307,36 @@ def test_one_slow_launch_changes_nothing() -> None:
     assert timer.of(quiet + [Reading(0.5, 900.0)] * 10) == timer.of(quiet) == Reading(pytest.approx(0.1 / 3), 100.0)
 
 
+def test_another_process_on_the_gpu_is_foreign_unless_it_helps_or_was_there_before() -> None:
+    class Driver:
+        count = 0
+
+        def reasons(self) -> int:
+            return 0
+
+        def processes(self) -> int:
+            return self.count
+
+    def disturbed(before: int, beside: int, after: int, later_beside: int) -> bool:
+        watch, driver = health.Watch(), Driver()
+        watch._nvml = driver  # type: ignore[assignment]
+        driver.count = before
+        watch.begin(beside)
+        watch.end()
+        driver.count = after
+        watch.begin(later_beside)
+        return any("another process" in text for text in watch.end())
+
+    assert disturbed(1, 0, 2, 0)
+    assert not disturbed(3, 0, 3, 0)  # two others were there from the start
+    assert disturbed(3, 0, 4, 0)
+    assert not disturbed(9, 8, 9, 8)
+    assert disturbed(9, 8, 10, 8)
+    assert not disturbed(1, 0, 9, 8)  # helpers came later
+    assert disturbed(4, 1, 4, 0)  # a helper left and somebody else came
+    assert not disturbed(0, 0, 0, 0)  # a driver that counts none
+
+
 def test_the_load_of_the_other_ranks_is_not_foreign() -> None:
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
         try:

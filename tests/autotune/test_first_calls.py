@@ -1,31 +1,27 @@
-"""First calls made ahead: which ones, by how many, and that nothing of them outlives the wait."""
+"""First calls made ahead: which ones, and that a probe times nothing before they are over."""
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from machines import FACTS, plan, row_of, workload
+from machines import FACTS, row_of, workload
 from machines import edge_of as replayed_edge
 
 from autotune.bench import BenchSettings
 from autotune.cell_space import space_or_refusal
 from autotune.edge import Edge, edge_of
-from autotune.evaluator import Fault, Proven
-from autotune.first_calls import Call, FirstCalls, calls_worth_making, processes_for
+from autotune.first_calls import Call, calls_worth_making
 from autotune.grid import cells_for
-from autotune.probe import ProbeRequest
+from autotune.probe import ProbeRequest, SilentObserver
 from autotune.replay import ReplayEvaluator, SimulatedClock
 from autotune.space import Space, machine_of
-from autotune.trial import WorkerBug, WorkerEvaluator
+from autotune.trial import WorkerEvaluator
 from autotune.tuning import run_probe
 from ringattn.hardware import HardwareFacts
-from ringattn.workload import Workload
 
 CELL = workload(512, mode="infer")
 BENCH = "faulty_bench:FaultyBench"
@@ -94,148 +90,58 @@ def test_where_nothing_is_compiled_nothing_is_called() -> None:
     assert calls_worth_making([]) == ()
 
 
-@pytest.mark.parametrize(
-    ("calls", "cores", "memory_mib", "processes"),
-    [
-        (20, 32, 81079, 8),
-        (3, 32, 81079, 3),
-        (20, 4, 81079, 2),
-        (20, 32, 24000, 2),
-        (20, 1, 81079, 0),
-        (0, 32, 81079, 0),
-    ],
-)
-def test_neither_cores_nor_memory_are_exhausted(calls: int, cores: int, memory_mib: int, processes: int) -> None:
-    assert processes_for(calls, cores, memory_mib) == processes
-
-
-# --- making them ------------------------------------------------------------------------------------------------------
-
-
-def of(*kernels: str) -> list[Call]:
-    return [(CELL, plan(CELL, kernel)) for kernel in kernels]
-
-
-def test_all_are_made_whatever_becomes_of_some() -> None:
-    ahead = FirstCalls(settings(), of("quick", "segfault", "error", "quick", "swift"), 2, bench=BENCH)
-    note = ahead.wait(60.0)
-    assert "2 first calls made ahead failed, one so: " in note
-    assert "SIGSEGV" in note or "ValueError" in note
-    assert ahead._left.empty()
-
-
-def test_what_hangs_ends_with_the_wait() -> None:
-    ahead = FirstCalls(settings(), of("hang", "hang", "quick"), 2, bench=BENCH)
-    time.sleep(1.0)
-    pids = [worker._process.pid for worker in ahead._workers if worker._process is not None]
-    begin = time.monotonic()
-    ahead.wait(1.0)
-    assert time.monotonic() - begin < 20.0
-    assert pids
-    for pid in pids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
-
-
-def test_an_ended_worker_begins_nothing_more() -> None:
-    worker = WorkerEvaluator(settings(), bench=BENCH)
-    worker.interrupt()
-    result = worker.first_call(CELL, plan(CELL, "quick"), timeout_s=5.0)
-    assert isinstance(result, Fault)
-    assert worker.starts == 0
-
-
-def test_a_bug_of_ours_is_raised_where_the_calls_are_waited_for() -> None:
-    ahead = FirstCalls(settings("bug-at-start"), of("quick"), 1, bench=BENCH)
-    with pytest.raises(WorkerBug, match="a bug of ours"):
-        ahead.wait(60.0)
-
-
-def test_a_first_call_is_two_calls_of_the_real_module() -> None:
-    worker = WorkerEvaluator(settings())
-    try:
-        cell = Workload("train", True, 64, 2, 16, "fp32")
-        result = worker.first_call(cell, plan(cell, "math", dtype="fp32"), timeout_s=60.0)
-    finally:
-        worker.close()
-    assert isinstance(result, Proven)
-    assert result.first_call_ms > 0
-
-
 # --- in a probe -------------------------------------------------------------------------------------------------------
 
 
-def compiling_edge(tmp_path: Path, first_calls: Callable[..., Any]) -> Edge:
-    """A replayed machine that compiles math at its first call."""
-    clock = SimulatedClock()
-    edge = replayed_edge(tmp_path, lambda: ReplayEvaluator(row_of(lambda cell, plan: 0.0), clock, 0), clock)
-    machine = replace(edge.machine, just_in_time=frozenset({"math"}))
-    return replace(edge, machine=machine, first_calls=first_calls)
+class Calling(ReplayEvaluator):
+    """Says in which order it was asked."""
 
+    def __init__(self, clock: SimulatedClock, log: list[str], note: str = "") -> None:
+        super().__init__(row_of(lambda cell, plan: 0.0), clock, 0)
+        self.log, self.note = log, note
+        self.asked: Sequence[Call] = ()
 
-def request(tmp_path: Path) -> ProbeRequest:
-    return ProbeRequest(output=tmp_path / "made.yaml", effort="quick", seq_lens=(256,), dense=True)
+    def begin_first_calls(self, calls: Sequence[Call]) -> None:
+        self.log.append("begin")
+        self.asked = calls
 
-
-class Pending:
-    """Stands in for FirstCalls; says how many blocks had been timed when it was waited for."""
-
-    def __init__(self, calls: Sequence[Call], note: str = "") -> None:
-        self.calls, self.note = calls, note
-        self.log: list[str] = []
-
-    def wait(self, timeout_s: float) -> str:
+    def end_first_calls(self, timeout_s: float) -> str:
         assert timeout_s >= 0
-        self.log.append("wait")
+        self.log.append("end")
         return self.note
 
-    def stop(self) -> None:
-        self.log.append("stop")
+    def check(self, *arguments: Any, **more: Any) -> Any:
+        self.log.append("check")
+        return super().check(*arguments, **more)
+
+    def block(self, *arguments: Any, **more: Any) -> Any:
+        self.log.append("block")
+        return super().block(*arguments, **more)
 
 
-def test_a_probe_waits_for_them_before_it_times_anything_and_passes_on_what_failed(tmp_path: Path) -> None:
-    made: list[Pending] = []
-
-    def first_calls(facts: object, asked: object, preset: object, calls: Sequence[Call]) -> Pending:
-        made.append(Pending(calls, "1 first call made ahead failed"))
-        return made[0]
-
-    edge = compiling_edge(tmp_path, first_calls)
+def test_they_are_made_beside_the_defaults_and_over_before_anything_is_timed(tmp_path: Path) -> None:
+    clock, log = SimulatedClock(), list[str]()
+    evaluator = Calling(clock, log, "1 first call made ahead failed")
+    edge = replayed_edge(tmp_path, lambda: evaluator, clock)
+    edge = replace(edge, machine=replace(edge.machine, just_in_time=frozenset({"math"})))
     notes: list[str] = []
-    timed_before: list[bool] = []
 
-    class Heard:
-        def __getattr__(self, name: str) -> object:
-            return lambda *arguments: None
-
+    class Heard(SilentObserver):
         def note(self, text: str) -> None:
             notes.append(text)
 
-        def stage(self, cell: object, name: str) -> None:
-            if name != "default":
-                timed_before.append(made[0].log == ["wait", "stop"])
-
-    run_probe(request(tmp_path), Heard(), edge)  # type: ignore[arg-type]
-    assert [called.branches[0].forward for _, called in made[0].calls] == ["math"]
+    request = ProbeRequest(output=tmp_path / "made.yaml", effort="quick", seq_lens=(256, 512), dense=True)
+    run_probe(request, Heard(), edge)
+    assert [made.branches[0].forward for _, made in evaluator.asked] == ["math"]
+    assert log[0] == "begin"
+    assert log[: log.index("end")].count("check") == 4  # the defaults: two lengths, both modes
+    assert "block" not in log[: log.index("end")]
+    assert "block" in log
     assert "1 first call made ahead failed" in notes
-    assert timed_before
-    assert all(timed_before)
 
 
-def test_what_breaks_a_probe_ends_them(tmp_path: Path) -> None:
-    pending = Pending(())
-
-    class Broken(Exception):
-        pass
-
-    class Breaks:
-        def __getattr__(self, name: str) -> object:
-            return lambda *arguments: None
-
-        def stage(self, cell: object, name: str) -> None:
-            raise Broken
-
-    edge = compiling_edge(tmp_path, lambda *arguments: pending)
-    with pytest.raises(Broken):
-        run_probe(request(tmp_path), Breaks(), edge)  # type: ignore[arg-type]
-    assert pending.log == ["stop"]
+def test_without_anything_to_compile_none_are_made(tmp_path: Path) -> None:
+    clock, log = SimulatedClock(), list[str]()
+    edge = replayed_edge(tmp_path, lambda: Calling(clock, log), clock)
+    run_probe(ProbeRequest(output=tmp_path / "made.yaml", effort="quick", seq_lens=(256,), dense=True), None, edge)
+    assert "begin" not in log

@@ -1,0 +1,164 @@
+"""Worker processes beside the one that measures: they compile ahead and take their share of proofs, on the same device.
+
+They never work while something is timed. A standard probe of an H200 spent 35 of its 170 s on proofs, one length after
+the other, nearly all of it in cuDNN's making of plans on one core: 6 to 9 s for a LongNet plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from queue import Empty, SimpleQueue
+from typing import TypeVar
+
+from ringattn.errors import DeviceError
+from ringattn.wording import plural
+from ringattn.workload import Tunables, Workload
+
+from .bench import BenchSettings
+from .evaluator import Fault, Proven
+from .first_calls import Call
+from .messages import HELPING_BENCH, REAL_BENCH
+from .trial import WorkerEvaluator
+
+CALL_TIMEOUT_S = 60.0
+MOST_HELPERS = 8
+MEMORY_PER_HELPER_MIB = 8192  # of the device: its context, and one workload
+HOST_MEMORY_PER_HELPER_MIB = 4096  # torch with its libraries, and what is compiled
+
+Result = TypeVar("Result")
+
+
+def helpers_for(cores: int, memory_mib: int, host_memory_mib: int) -> int:
+    """How many help at once; half of the cores are left to the probe and to compilers' own threads."""
+    by_memory = min(memory_mib // MEMORY_PER_HELPER_MIB, host_memory_mib // HOST_MEMORY_PER_HELPER_MIB)
+    return max(0, min(MOST_HELPERS, cores // 2, by_memory))
+
+
+class _Helper:
+    """A worker process, and the thread that starts it and asks it: the kernel ends a process with that thread."""
+
+    def __init__(self, settings: BenchSettings, bench: str) -> None:
+        self.worker = WorkerEvaluator(settings, bench=bench)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ringtune-helper")
+
+    def do(self, job: Callable[[WorkerEvaluator], Result]) -> Future[Result]:
+        return self._thread.submit(job, self.worker)
+
+    def end(self) -> None:
+        """Whatever it is at; its answer is a Fault then."""
+        self.worker.interrupt()
+        self._thread.submit(self.worker.close)
+        self._thread.shutdown()
+
+
+class HelpedEvaluator(WorkerEvaluator):
+    """Measures in one worker process as WorkerEvaluator does, with helpers for what need not be alone."""
+
+    def __init__(
+        self,
+        settings: BenchSettings,
+        *,
+        helpers: int,
+        bench: str = REAL_BENCH,
+        helping_bench: str = HELPING_BENCH,
+        reference_timeout_s: float = 300.0,
+    ) -> None:
+        super().__init__(settings, bench=bench, reference_timeout_s=reference_timeout_s)
+        self._make: Callable[[], _Helper] = lambda: _Helper(settings, helping_bench)
+        self._helpers = [self._make() for _ in range(helpers)]
+        self._lengths = settings.ragged_lengths
+        self._calls: SimpleQueue[Call] = SimpleQueue()
+        self._calling: dict[Future[list[Fault]], _Helper] = {}
+
+    @property
+    def provers(self) -> int:
+        """How many processes share a proof. Starting one would take longer, so only those that did something count."""
+        return 1 + len(self._started())
+
+    def _started(self) -> list[_Helper]:
+        return [helper for helper in self._helpers if helper.worker.starts]
+
+    # --- first calls ----------------------------------------------------------------------------------------------
+
+    def begin_first_calls(self, calls: Sequence[Call]) -> None:
+        """Makes each call in one helper or other, for what that leaves in the caches of compilers."""
+        for call in calls:
+            self._calls.put(call)
+        for helper in self._helpers[: len(calls)]:
+            self._calling[helper.do(self._make_calls)] = helper
+
+    def _make_calls(self, worker: WorkerEvaluator) -> list[Fault]:
+        faults: list[Fault] = []
+        while True:
+            try:
+                workload, plan = self._calls.get_nowait()
+            except Empty:
+                return faults
+            result = worker.first_call(workload, plan, timeout_s=CALL_TIMEOUT_S)
+            if isinstance(result, Fault):
+                faults.append(result)
+
+    def end_first_calls(self, timeout_s: float) -> str:
+        """Until all are made, at most ``timeout_s``; then what is left is ended. Says what failed, if anything.
+
+        A failure here is no verdict: the probe checks every plan that it considers.
+        """
+        done, late = wait(self._calling, timeout_s)
+        for future in late:
+            self._replace(self._calling[future])
+        faults: list[Fault] = []
+        for future in done:
+            try:
+                faults += future.result()
+            except DeviceError as error:  # a device may refuse another process
+                faults.append(Fault("error", str(error)))
+                self._helpers.remove(self._calling[future])
+                self._calling[future].end()
+        self._calling.clear()
+        if not faults:
+            return ""
+        return f"{plural(len(faults), 'first call')} made ahead failed, one so: {faults[0].kind}, {faults[0].message}"
+
+    def _replace(self, helper: _Helper) -> None:
+        self._helpers[self._helpers.index(helper)] = self._make()
+        helper.end()
+
+    def _beside(self) -> int:
+        return len(self._started())
+
+    # --- proofs ---------------------------------------------------------------------------------------------------
+
+    def prove(
+        self, cell: Workload, candidate: Tunables, *, timeout_s: float, part: tuple[int, int] = (0, 1)
+    ) -> Proven | Fault:
+        """The lengths are dealt out; what a helper cannot say is asked again here, where there is all the memory."""
+        helpers = self._started()[: self._lengths - 1]
+        if not helpers or part != (0, 1):
+            return super().prove(cell, candidate, timeout_s=timeout_s, part=part)
+        parts = len(helpers) + 1
+
+        def prove_part(number: int) -> Callable[[WorkerEvaluator], Proven | Fault]:
+            return lambda worker: worker.prove(cell, candidate, timeout_s=timeout_s, part=(number, parts))
+
+        asked = [helper.do(prove_part(number)) for number, helper in enumerate(helpers, 1)]
+        found = [super().prove(cell, candidate, timeout_s=timeout_s, part=(0, parts))]
+        for number, future in enumerate(asked, 1):
+            result = _answer_of(future)
+            if isinstance(result, Fault) and result.kind != "wrong" and not isinstance(found[0], Fault):
+                result = super().prove(cell, candidate, timeout_s=timeout_s, part=(number, parts))
+            found.append(result)
+        fault = next((result for result in found if isinstance(result, Fault)), None)
+        return fault or super().first_call(cell, candidate, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        while self._helpers:
+            self._helpers.pop().end()
+        super().close()
+
+
+def _answer_of(future: Future[Proven | Fault]) -> Proven | Fault:
+    try:
+        return future.result()
+    except DeviceError as error:  # it was lost, and the device takes no new one
+        return Fault("error", str(error))

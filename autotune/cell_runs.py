@@ -80,7 +80,8 @@ class CellRuns:
             if fault is None:
                 searches[cell.workload] = search
             elif fault.from_outside:  # no verdict on any plan
-                self._finish(search.context.inconclusive(fault.message), 0.0)
+                remedy = "; give a larger --budget or a shorter --seq-len" if fault.kind == "timeout" else ""
+                self._finish(search.context.inconclusive(fault.message + remedy), 0.0)
             else:
                 refused = search.context.result("refused", f"no plan could be run and proven: {fault.message}")
                 self._finish(refused, 0.0)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from ringattn.errors import InputError
 from ringattn.hardware import HardwareFacts
+from ringattn.wording import plural
 from ringattn.workload import Branch, Mode, Pattern, Workload
 
 from .exit_codes import UsageFailure
@@ -48,12 +49,35 @@ class _Shape:
 
 def cells_for(request: ProbeRequest, facts: HardwareFacts) -> tuple[Cell, ...]:
     """Every cell of the request, cheapest first, training beside inference; raises UsageFailure when none is left."""
+    workloads = _workloads(request, facts)
+    found = [workload for workload in workloads if _fits(workload, facts)]
+    if not found:
+        raise UsageFailure(f"{_too_large(workloads[0], facts)}; ask for a shorter --seq-len")
+    return tuple(_cell(workload, request) for workload in found)
+
+
+def left_out(request: ProbeRequest, facts: HardwareFacts) -> str:
+    """What the request names and a probe does not measure, and why; empty where it measures everything."""
+    large = [workload for workload in _workloads(request, facts) if not _fits(workload, facts)]
+    if not large:
+        return ""
+    others = f" (and {plural(len(large) - 1, 'larger workload')})" if len(large) > 1 else ""
+    return f"left out{others}: {_too_large(large[0], facts)}"
+
+
+def _too_large(workload: Workload, facts: HardwareFacts) -> str:
+    return (
+        f"{workload}: its tensors alone{' (each rank makes the whole sequence once)' * (workload.world > 1)} "
+        f"take more than {100 * MEMORY_SHARE:.0f} % of the device's {facts.memory_mib} MiB"
+    )
+
+
+def _workloads(request: ProbeRequest, facts: HardwareFacts) -> list[Workload]:
     on_cpu = facts.vendor == "cpu"
     shape = _shape(request, on_cpu)
     lengths = tuple(sorted(set(request.seq_lens))) or (_CPU_LENGTHS if on_cpu else _GPU_LENGTHS)[request.effort]
     modes: Sequence[Mode] = request.modes or ("train", "infer")
-    found: list[Workload] = []
-    too_big: list[Workload] = []
+    workloads = []
     for seq_len in lengths:
         for dtype in _input_dtypes(request, facts):
             for pattern in _patterns(request, on_cpu):
@@ -73,14 +97,8 @@ def cells_for(request: ProbeRequest, facts: HardwareFacts) -> tuple[Cell, ...]:
                         )
                     except InputError as error:
                         raise UsageFailure(str(error)) from None
-                    (found if _fits(workload, facts) else too_big).append(workload)
-    if not found:
-        raise UsageFailure(
-            f"{too_big[0]}: its tensors alone{' (each rank makes the whole sequence once)' * (request.ranks > 1)} "
-            f"take more than {100 * MEMORY_SHARE:.0f} % of the device's {facts.memory_mib} MiB; "
-            "ask for a shorter --seq-len"
-        )
-    return tuple(_cell(workload, request) for workload in found)
+                    workloads.append(workload)
+    return workloads
 
 
 def _shape(request: ProbeRequest, on_cpu: bool) -> _Shape:

@@ -29,7 +29,7 @@ def run_probe(request: ProbeRequest, observer: ProbeObserver | None = None, edge
     from .device_lock import device_lock
     from .dry_run import dry_run
     from .edge import default_profile_path, real_edge
-    from .grid import cells_for
+    from .grid import cells_for, left_out
     from .probe_run import ProbeRun
     from .task import Task
 
@@ -37,10 +37,15 @@ def run_probe(request: ProbeRequest, observer: ProbeObserver | None = None, edge
     if request.dry_run:
         edge = edge or real_edge(request)
         path = request.output or default_profile_path(edge, request.ranks)
-        return dry_run(Task.of(request, observer, edge), path, cells_for(request, edge.facts))
+        cells = cells_for(request, edge.facts)
+        if large := left_out(request, edge.facts):
+            observer.note(large)
+        return dry_run(Task.of(request, observer, edge), path, cells)
     with _surroundings(request, edge) as edge:
         path = request.output or default_profile_path(edge, request.ranks)
         cells = cells_for(request, edge.facts)
+        if large := left_out(request, edge.facts):
+            observer.note(large)
         with device_lock(request, edge):
             return ProbeRun(Task.of(request, observer, edge), path, cells).run()
 

@@ -176,7 +176,7 @@ def probe(as_json: bool, **options: Any) -> None:
         dry_run=options["dry_run"],
     )
     with probe_observer() as observer:
-        if ranks > 1:
+        if ranks > 1 and not request.dry_run:
             observer.note(f"starting {ranks} ranks and measuring the links between them")
         result = run_probe(request, observer)
     _print_result(result, as_json)

@@ -23,7 +23,7 @@ from autotune.cell_space import space_for
 from autotune.edge import Edge, bench_settings, default_profile_path, edge_of
 from autotune.emit import merged, merged_speeds, same_machine
 from autotune.evaluator import Evaluator, MonotonicClock
-from autotune.exit_codes import ExitCode, ProbeFailure
+from autotune.exit_codes import ExitCode, Inconclusive, ProbeFailure
 from autotune.grid import cells_for
 from autotune.probe import ProbeRequest, SilentObserver
 from autotune.probe_run import ProbeRun, journal_identity
@@ -90,7 +90,10 @@ def test_two_ranks_are_tuned_as_one_and_the_runtime_obeys(fleet: Fleet, tmp_path
     path = tmp_path / "dense.yaml"
     request = replace(REQUEST, output=path, layout="contiguous")
     dense = [cell for cell in cells_for(request, here.facts) if cell.workload.pattern.dense]
-    result = ProbeRun(Task.of(request, SilentObserver(), here), path, dense).run()
+    try:
+        result = ProbeRun(Task.of(request, SilentObserver(), here), path, dense).run()
+    except Inconclusive as error:
+        pytest.skip(f"this machine is too busy to measure anything now: {error}")
     (cell,) = result.cells
     assert cell.workload.world == 2
     assert cell.chosen is not None

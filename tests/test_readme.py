@@ -21,6 +21,8 @@ from autotune.probe import ProbeRequest
 from ringattn.hardware import detect
 from ringattn.profile_io import parse_profile
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text("utf-8")
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)

@@ -28,6 +28,8 @@ from ringattn.hardware import HardwareFacts
 from ringattn.profile_io import load_profile
 from ringattn.workload import BranchTunables, Tunables, Workload, describe
 
+pytestmark = pytest.mark.alone
+
 BENCH = "injected_bench:InjectedBench"
 
 

@@ -14,6 +14,8 @@ from report_samples import cpu_profile
 
 from ringattn.profile_io import save_profile
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).parents[2]
 
 

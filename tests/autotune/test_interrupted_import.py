@@ -14,6 +14,8 @@ import pytest
 
 from autotune.exit_codes import ExitCode
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).parents[2]
 
 # An exception that comes out of Python called by C++ ends the process by SIGABRT.

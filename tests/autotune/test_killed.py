@@ -22,6 +22,8 @@ from report_samples import cpu_profile
 from autotune.exit_codes import ExitCode
 from ringattn.profile_io import load_profile, save_profile
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).parents[2]
 FINISHED_STATES = (1, 2)  # in a journal: complete, pruned
 KILLS = 20

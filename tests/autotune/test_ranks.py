@@ -28,6 +28,8 @@ from autotune.ranks.wire import Hello, accept, connect, listen
 from autotune.trial import WorkerBug
 from ringattn.workload import BranchTunables, Pattern, Tunables, Workload
 
+pytestmark = pytest.mark.alone
+
 CELL = workload(512, mode="infer")
 BENCH = "faulty_rank_bench:FaultyRankBench"
 REPO = Path(__file__).resolve().parents[2]

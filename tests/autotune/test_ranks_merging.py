@@ -13,6 +13,8 @@ from autotune.ranks.merging import disagreement, first_cause, largest, one_plan,
 from autotune.ranks.place import Place, place_of, ranks_wanted
 from ringattn.hardware import HardwareFacts
 
+pytestmark = pytest.mark.alone
+
 H100 = replace(
     FACTS,
     vendor="nvidia",

@@ -41,6 +41,8 @@ from ringattn.workload import Tunables, Workload
 sys.path.insert(0, str(Path(__file__).parents[1] / "ring"))
 from pool import Pool
 
+pytestmark = pytest.mark.alone
+
 REPO = Path(__file__).resolve().parents[2]
 SMALL = ("--seq-len", "1024", "--heads", "2", "--head-dim", "32", "--mode", "infer", "--device", "cpu")
 ONE_BRANCH = ("--segment-lengths", "8192", "--dilation-rates", "1")  # longer than a share: it crosses the ranks

@@ -22,6 +22,8 @@ from autotune.trial import WorkerBug, WorkerEvaluator
 from autotune.worker import classify, one_line
 from ringattn.errors import DeviceError
 
+pytestmark = pytest.mark.alone
+
 CELL = workload(512, mode="infer")
 BENCH = "faulty_bench:FaultyBench"
 REPO = Path(__file__).resolve().parents[2]

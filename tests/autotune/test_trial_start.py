@@ -15,6 +15,8 @@ from autotune.evaluator import Checked
 from autotune.trial import ATTEMPTS, HELD_S, WorkerEvaluator
 from ringattn.errors import DeviceError
 
+pytestmark = pytest.mark.alone
+
 CELL = workload(512, mode="infer")
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,9 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune import benchmark, health, numerics
-from autotune.benchmark import BenchSettings, DeviceBench, WrongAnswer
+from autotune.benchmark import BenchSettings, DeviceBench, Runner, WrongAnswer
 from autotune.health import HostReading, cpu_seconds, host_disturbances, throttle_reasons, throttled_seconds
-from autotune.timers import FEWEST, CudaTimer, Reading, cpu_peak_bytes, flushes_for
+from autotune.ranks.together import Alone
+from autotune.timers import FEWEST, CudaTimer, HostTimer, Reading, cpu_peak_bytes, flushes_for
 from autotune.trial import WorkerEvaluator
 from ringattn import detect
 from ringattn.workload import BranchTunables, Pattern, Tunables, Workload
@@ -307,6 +309,28 @@ def test_one_slow_launch_changes_nothing() -> None:
     timer = object.__new__(CudaTimer)
     quiet = [Reading(0.02, 100.0)] * 30
     assert timer.of(quiet + [Reading(0.5, 900.0)] * 10) == timer.of(quiet) == Reading(pytest.approx(0.1 / 3), 100.0)
+
+
+def test_ranks_warm_up_with_one_head_start(bench: DeviceBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the slowest host, or the others would wait for its device and time that."""
+    head_starts_us: list[float] = []
+
+    class Peers(Alone):
+        def most(self, *values: float) -> tuple[float, ...]:
+            return tuple(max(value, 70.0) for value in values)
+
+    class Timer(HostTimer):
+        def time(
+            self, call: Callable[[], None], repeats: int, limit_s: float = math.inf, host_us: float = 0.0
+        ) -> list[Reading]:
+            head_starts_us.append(host_us)
+            return [Reading(1.0, 20.0)]
+
+    monkeypatch.setattr(bench, "_peers", Peers())
+    monkeypatch.setattr(bench, "_timer", Timer())
+    bench._warm(Runner(lambda: None))
+    assert head_starts_us[0] == 0.0
+    assert set(head_starts_us[1:]) == {70.0}
 
 
 def test_another_process_on_the_gpu_is_foreign_unless_it_helps_or_was_there_before() -> None:

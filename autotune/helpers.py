@@ -6,8 +6,10 @@ the other, nearly all of it in cuDNN's making of plans on one core: 6 to 9 s for
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
@@ -16,7 +18,7 @@ from ringattn.wording import plural
 from ringattn.workload import Tunables, Workload
 
 from .bench import BenchSettings
-from .evaluator import Fault, Proven
+from .evaluator import Checked, Fault, Proven
 from .first_calls import Call
 from .messages import HELPING_BENCH, REAL_BENCH
 from .trial import WorkerEvaluator
@@ -45,9 +47,12 @@ class _Helper:
     def do(self, job: Callable[[WorkerEvaluator], Result]) -> Future[Result]:
         return self._thread.submit(job, self.worker)
 
-    def end(self) -> None:
+    def interrupt(self) -> None:
         """Whatever it is at; its answer is a Fault then."""
         self.worker.interrupt()
+
+    def end(self) -> None:
+        self.interrupt()
         self._thread.submit(self.worker.close)
         self._thread.shutdown()
 
@@ -79,6 +84,24 @@ class HelpedEvaluator(WorkerEvaluator):
     def _started(self) -> list[_Helper]:
         return [helper for helper in self._helpers if helper.worker.starts]
 
+    def check(
+        self, cell: Workload, candidate: Tunables, *, timeout_s: float, pace_ms: float | None = None
+    ) -> Checked | Fault:
+        return self._with_memory(partial(super().check, cell, candidate, timeout_s=timeout_s, pace_ms=pace_ms))
+
+    def _with_memory(self, ask: Callable[[], Result]) -> Result:
+        """The answer; where the device has no memory for it and for first calls at once, these are given up.
+
+        Or a default would be refused for them: q, k, v, out and their gradients of one training step over 524288
+        positions are 32 GiB (32 heads of 128 in bf16), in every helper.
+        """
+        were_calling = bool(self._calling)
+        result = ask()
+        if not (were_calling and _lacks_memory(result)):
+            return result
+        self._give_up_first_calls()
+        return ask()
+
     # --- first calls ----------------------------------------------------------------------------------------------
 
     def begin_first_calls(self, calls: Sequence[Call]) -> None:
@@ -105,27 +128,42 @@ class HelpedEvaluator(WorkerEvaluator):
         A failure here is no verdict: the probe checks every plan that it considers.
         """
         done, late = wait(self._calling, timeout_s)
-        for future in late:
-            self._replace(self._calling[future])
+        self._replace([self._calling[future] for future in late])
         faults: list[Fault] = []
         for future in done:
             try:
                 faults += future.result()
             except DeviceError as error:  # a device may refuse another process
                 faults.append(Fault("error", str(error)))
-                self._helpers.remove(self._calling[future])
-                self._calling[future].end()
+                self._dismiss(self._calling[future])
         self._calling.clear()
         if not faults:
             return ""
         return f"{plural(len(faults), 'first call')} made ahead failed, one so: {faults[0].kind}, {faults[0].message}"
 
-    def _replace(self, helper: _Helper) -> None:
-        self._helpers[self._helpers.index(helper)] = self._make()
+    def _give_up_first_calls(self) -> None:
+        with contextlib.suppress(Empty):
+            while True:
+                self._calls.get_nowait()
+        self._replace(list(self._calling.values()))
+        for future in self._calling:
+            with contextlib.suppress(DeviceError):  # a device may refuse another process; a bug of ours is raised
+                future.result()
+        self._calling.clear()
+
+    def _replace(self, helpers: Sequence[_Helper]) -> None:
+        for helper in helpers:
+            helper.interrupt()  # all of them, before one is waited for
+        for helper in helpers:
+            self._helpers[self._helpers.index(helper)] = self._make()
+            helper.end()
+
+    def _dismiss(self, helper: _Helper) -> None:
+        self._helpers.remove(helper)
         helper.end()
 
     def _beside(self) -> int:
-        return len(self._started())
+        return sum(helper.worker.is_running for helper in self._helpers)
 
     # --- proofs ---------------------------------------------------------------------------------------------------
 
@@ -141,24 +179,34 @@ class HelpedEvaluator(WorkerEvaluator):
         def prove_part(number: int) -> Callable[[WorkerEvaluator], Proven | Fault]:
             return lambda worker: worker.prove(cell, candidate, timeout_s=timeout_s, part=(number, parts))
 
-        asked = [helper.do(prove_part(number)) for number, helper in enumerate(helpers, 1)]
-        found = [super().prove(cell, candidate, timeout_s=timeout_s, part=(0, parts))]
-        for number, future in enumerate(asked, 1):
-            result = _answer_of(future)
-            if isinstance(result, Fault) and result.kind != "wrong" and not isinstance(found[0], Fault):
-                result = super().prove(cell, candidate, timeout_s=timeout_s, part=(number, parts))
+        asked = [(helper, helper.do(prove_part(number))) for number, helper in enumerate(helpers, 1)]
+        own = partial(super().prove, cell, candidate, timeout_s=timeout_s)
+        first = own(part=(0, parts))
+        others = [self._answer_of(*pair) for pair in asked]
+        if _lacks_memory(first):  # beside helpers, which are done now
+            first = self._with_memory(partial(own, part=(0, parts)))
+        found = [first]
+        for number, result in enumerate(others, 1):
+            if isinstance(result, Fault) and result.kind != "wrong" and not isinstance(first, Fault):
+                result = own(part=(number, parts))
             found.append(result)
         fault = next((result for result in found if isinstance(result, Fault)), None)
         return fault or super().first_call(cell, candidate, timeout_s=timeout_s)
 
+    def _answer_of(self, helper: _Helper, future: Future[Proven | Fault]) -> Proven | Fault:
+        try:
+            return future.result()
+        except DeviceError as error:  # it was lost, and the device takes no new one: nor would it for the next proof
+            self._dismiss(helper)
+            return Fault("error", str(error))
+
     def close(self) -> None:
+        for helper in self._helpers:
+            helper.interrupt()  # all of them, before one is waited for
         while self._helpers:
             self._helpers.pop().end()
         super().close()
 
 
-def _answer_of(future: Future[Proven | Fault]) -> Proven | Fault:
-    try:
-        return future.result()
-    except DeviceError as error:  # it was lost, and the device takes no new one
-        return Fault("error", str(error))
+def _lacks_memory(result: object) -> bool:
+    return isinstance(result, Fault) and result.kind == "oom"

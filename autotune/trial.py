@@ -35,6 +35,7 @@ HELD_S = 3.0  # a worker that a signal has stopped for so long is not waited for
 _LOOK_S = 0.5  # how often it is looked whether one has
 ATTEMPTS = 2  # a worker that somebody else killed or stopped says nothing of its candidate, at first
 _TAIL_BYTES = 2000
+_ENDED_EARLY = Fault("crash", "the worker was ended before its work began")
 # Torch's profiler would log every use, and so have the last word of a worker that was killed. What flash-attn-4
 # compiled stays on disk for other workers of this probe only where it is told to keep it.
 _QUIET_AND_CACHED = {"KINETO_LOG_LEVEL": "99", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}
@@ -72,6 +73,11 @@ class WorkerEvaluator:
         self.blind_spots: tuple[str, ...] = ()
         self.starts = 0
         self.lost_s = 0.0  # went into attempts that ended without an answer, and into new workers after them
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there is a worker process; asked while it has nothing to do."""
+        return self._process is not None and self._process.poll() is None
 
     # --- the protocol -------------------------------------------------------------------------------------------
 
@@ -208,7 +214,7 @@ class WorkerEvaluator:
 
     def _send(self, request: Request) -> None:
         if self._interrupted:
-            raise Died(Fault("crash", "the worker was ended before its work began"))
+            raise Died(_ENDED_EARLY)
         if self._process is None or self._process.poll() is not None:
             self._renew()
         assert self._connection is not None
@@ -299,6 +305,8 @@ class WorkerEvaluator:
                 message = self._receive(START_TIMEOUT_S)
                 break
             except (Died, BrokenPipeError) as error:
+                if self._interrupted:  # it was not the machine that ended it, and no second one is started
+                    raise Died(_ENDED_EARLY) from None
                 if not isinstance(error, Died) or not error.struck or attempt == ATTEMPTS:
                     text = f"the measuring process for {self._settings.device} did not start: {error}"
                     raise DeviceError(text) from None
@@ -319,6 +327,8 @@ class WorkerEvaluator:
             env=_QUIET_AND_CACHED | os.environ | {"PYTHONPATH": search},
             start_new_session=True,  # Ctrl-C reaches the parent only, which ends the worker in its own time
         )
+        if self._interrupted:  # while it was made, when there was nothing yet to end
+            self._process.kill()
         theirs.close()
         self._connection = Connection(ours.detach())
         self._is_new = True

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from autotune.bench import BenchSettings, Phase, WrongAnswer
 from autotune.evaluator import Checked, Proven, Sample
+from ringattn.errors import DeviceError
 from ringattn.workload import Tunables, Workload
 
 TIMES_MS = {"quick": 2.0, "swift": 1.0}
@@ -117,10 +118,36 @@ class ProvingInParts(FaultyBench):
         super().__init__(settings)
         self._wrong = os.environ.get("WRONG_PART", "")
         self._lacks_memory = "HELPER_LACKS_MEMORY" in os.environ
+        if "NO_DEVICE" in os.environ:
+            raise DeviceError("all of its slots are taken")
 
     def prove(self, workload: Workload, tunables: Tunables, phase: Phase, part: tuple[int, int] = (0, 1)) -> Proven:
         if self._lacks_memory:
             raise RuntimeError("CUDA out of memory. Tried to allocate 80.00 GiB")
         if str(part[0]) == self._wrong:
             raise WrongAnswer(f"part {part[0]} of {part[1]} errs")
+        return Proven(0.0)
+
+
+class Crowded(FaultyBench):
+    """Has memory for a check while no other process makes first calls, and for its own part of a proof afterwards."""
+
+    def __init__(self, settings: BenchSettings) -> None:
+        super().__init__(settings)
+        self._crowd = Path(os.environ["CROWD_FOLDER"])
+        self._refusals = 0
+
+    def first_call(self, workload: Workload, tunables: Tunables) -> Proven:
+        (self._crowd / str(os.getpid())).touch()
+        return super().first_call(workload, tunables)
+
+    def check(self, workload: Workload, tunables: Tunables, phase: Phase, pace_ms: float | None) -> Checked:
+        if any(Path("/proc", other.name).exists() for other in self._crowd.iterdir()):
+            raise RuntimeError("CUDA out of memory. Tried to allocate 32.00 GiB")
+        return super().check(workload, tunables, phase, pace_ms)
+
+    def prove(self, workload: Workload, tunables: Tunables, phase: Phase, part: tuple[int, int] = (0, 1)) -> Proven:
+        if part[0] == 0 and self._refusals < 2:  # the second attempt of a worker is beside helpers as the first
+            self._refusals += 1
+            raise RuntimeError("CUDA out of memory. Tried to allocate 32.00 GiB")
         return Proven(0.0)

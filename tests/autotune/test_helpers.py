@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from machines import FACTS, plan, workload
 
 from autotune.bench import BenchSettings
-from autotune.evaluator import Fault, Proven, Sample
+from autotune.evaluator import Checked, Fault, Proven, Sample
 from autotune.first_calls import Call
 from autotune.helpers import HelpedEvaluator, helpers_for
 from autotune.trial import WorkerBug, WorkerEvaluator
 from ringattn.workload import Workload
 
+pytestmark = pytest.mark.alone
+
 CELL = workload(512, mode="infer")
 SMALL = Workload("train", True, 64, 2, 16, "fp32")
 BENCH = "faulty_bench:FaultyBench"
 SPLIT = "faulty_bench:ProvingInParts"
+CROWDED = "faulty_bench:Crowded"
 
 
 def settings(device: str = "cpu", ragged_lengths: int = 8) -> BenchSettings:
@@ -109,6 +114,42 @@ def test_an_ended_worker_begins_nothing_more() -> None:
     assert worker.starts == 0
 
 
+@pytest.mark.parametrize("moment", ["made", "starting"])
+def test_a_worker_that_is_ended_while_it_starts_is_not_started_again(
+    moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = WorkerEvaluator(settings(), bench=BENCH)
+    launch, begin = subprocess.Popen, time.monotonic()
+
+    def launch_and_end(*arguments: Any, **more: Any) -> Any:
+        if moment == "made":
+            worker.interrupt()
+        else:
+            threading.Timer(0.02, worker.interrupt).start()  # it takes longer to import anything
+        return launch(*arguments, **more)
+
+    monkeypatch.setattr(subprocess, "Popen", launch_and_end)
+    assert isinstance(worker.first_call(CELL, plan(CELL, "hang"), timeout_s=20.0), Fault)
+    assert worker.starts == 1
+    assert time.monotonic() - begin < 15.0
+    assert not worker.is_running
+
+
+def test_a_check_that_lacks_memory_beside_first_calls_is_made_again_without_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CROWD_FOLDER", str(tmp_path))
+    made = helped(2, CROWDED)
+    made.begin_first_calls(of("hang") * 5)
+    until = time.monotonic() + 60.0
+    while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < until:
+        time.sleep(0.02)
+    assert isinstance(made.check(CELL, plan(CELL, "quick"), timeout_s=20.0), Checked)
+    assert made.end_first_calls(0.0) == ""
+    assert made.provers == 1
+    assert made._beside() == 0
+
+
 def test_a_first_call_is_of_the_real_module() -> None:
     real = HelpedEvaluator(settings(), helpers=1)
     real.begin_first_calls([(SMALL, plan(SMALL, "math", dtype="fp32"))])
@@ -145,6 +186,15 @@ def test_the_worker_knows_who_waits_beside_it() -> None:
         assert sample.host_us == beside
 
 
+def test_a_helper_that_ended_waits_beside_nobody() -> None:
+    """Or a process of somebody else would pass for it, and it for somebody else once it is back."""
+    made = started(2, BENCH)
+    helper = made._helpers[0]
+    fault = helper.do(lambda worker: worker.first_call(CELL, plan(CELL, "segfault"), timeout_s=10.0)).result()
+    assert isinstance(fault, Fault)
+    assert made._beside() == 1
+
+
 @pytest.mark.parametrize("wrong_part", [None, 0, 1, 2])
 def test_every_length_is_proven_by_somebody(wrong_part: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WRONG_PART", "" if wrong_part is None else str(wrong_part))
@@ -161,6 +211,25 @@ def test_what_a_helper_has_no_memory_for_is_proven_by_the_worker(monkeypatch: py
     made = started(2, SPLIT)
     monkeypatch.delenv("HELPER_LACKS_MEMORY")  # for the measuring worker, which starts now
     assert made.prove(CELL, plan(CELL, "quick"), timeout_s=10.0) == Proven(2.0)
+
+
+def test_what_the_worker_has_no_memory_for_beside_helpers_it_proves_after_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CROWD_FOLDER", str(tmp_path))
+    assert started(2, CROWDED).prove(CELL, plan(CELL, "quick"), timeout_s=10.0) == Proven(2.0)
+
+
+def test_a_helper_that_the_device_takes_no_more_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = started(2, SPLIT)
+    assert made.prove(CELL, plan(CELL, "quick"), timeout_s=10.0) == Proven(2.0)
+    for helper in made._helpers:
+        assert helper.worker._process is not None
+        helper.worker._process.kill()
+        helper.worker._process.wait()
+    monkeypatch.setenv("NO_DEVICE", "1")
+    assert made.prove(CELL, plan(CELL, "quick"), timeout_s=10.0) == Proven(2.0)
+    assert made.provers == 1
 
 
 def test_the_parts_of_a_proof_are_all_of_its_lengths() -> None:

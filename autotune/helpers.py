@@ -190,8 +190,10 @@ class HelpedEvaluator(WorkerEvaluator):
             if isinstance(result, Fault) and result.kind != "wrong" and not isinstance(first, Fault):
                 result = own(part=(number, parts))
             found.append(result)
-        fault = next((result for result in found if isinstance(result, Fault)), None)
-        return fault or super().first_call(cell, candidate, timeout_s=timeout_s)
+        faults = [result for result in found if isinstance(result, Fault)]
+        if faults:  # a wrong answer is a verdict, whatever kept others from one
+            return next((fault for fault in faults if fault.kind == "wrong"), faults[0])
+        return super().first_call(cell, candidate, timeout_s=timeout_s)
 
     def _answer_of(self, helper: _Helper, future: Future[Proven | Fault]) -> Proven | Fault:
         try:

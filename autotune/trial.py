@@ -98,10 +98,7 @@ class WorkerEvaluator:
 
     def first_call(self, cell: Workload, candidate: Tunables, *, timeout_s: float) -> Proven | Fault:
         """The candidate called at the cell's length and at another, for what that leaves in the caches of compilers."""
-        try:
-            result = self._exchange(Request("first-call", cell, (candidate,)), timeout_s)
-        except Died as died:
-            return died.fault
+        result = self._ask(Request("first-call", cell, (candidate,)), timeout_s)
         assert isinstance(result, (Proven, Fault))
         return result
 

@@ -206,6 +206,20 @@ def test_every_length_is_proven_by_somebody(wrong_part: int | None, monkeypatch:
         assert result == Fault("wrong", f"WrongAnswer: part {wrong_part} of 3 errs")
 
 
+def test_what_a_helper_finds_wrong_is_wrong_whatever_becomes_of_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WRONG_PART", "2")
+    made = started(2, SPLIT)
+    fault = made.prove(CELL, plan(CELL, "error"), timeout_s=10.0)
+    assert fault == Fault("wrong", "WrongAnswer: part 2 of 3 errs")
+
+
+def test_a_worker_that_somebody_kills_after_a_proof_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ONCE_FILE", str(tmp_path / "done"))
+    assert started(1, SPLIT).prove(CELL, plan(CELL, "killed-once"), timeout_s=10.0) == Proven(3.0)
+
+
 def test_what_a_helper_has_no_memory_for_is_proven_by_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HELPER_LACKS_MEMORY", "1")
     made = started(2, SPLIT)

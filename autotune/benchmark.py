@@ -206,11 +206,11 @@ class DeviceBench:
         """One repetition: the typical call of as many as make the sample long enough against the timer's noise."""
         runner = self._runner(workload, tunables)
         call_ms, host_us = self._peers.most(runner.call_ms, runner.host_us)  # and all begin together
-        repeats = math.ceil(self.settings.sample_target_ms / (call_ms + self._timer.overhead_ms))
+        repeats = self._timer.calls_for(self.settings.sample_target_ms, call_ms, host_us)
         # Calls of a fifth of a ms take twenty where another process is on a core that their threads wait for.
         alone = self.settings.meeting is None
         limit_s = OVERLONG * self.settings.sample_target_ms / 1e3 if alone else math.inf
-        readings = self._timer.time(runner.call, min(max(1, repeats), MOST_REPEATS), limit_s, host_us)
+        readings = self._timer.time(runner.call, min(repeats, MOST_REPEATS), limit_s, host_us)
         if len(readings) > 2:
             del readings[0]  # it paid for whatever the candidate before it left in the caches of the host
         typical = self._timer.of(readings)

@@ -16,6 +16,7 @@ from . import statistics
 from .budget import Deadline, EffortPreset
 from .choose import Candidate
 from .evaluator import Checked, Clock, Evaluator, Fault, Proven
+from .head_start import LAUNCH_BOUND, sample_ms
 from .lessons import Lessons, Part, Pupil, parts_of, without
 from .model import CellModel
 from .nearby import Nearby, Timed
@@ -29,7 +30,6 @@ CellState = Literal["tuned", "default", "refused", "inconclusive"]
 
 CALLS_BEFORE_HANG = 15  # a call may take this many times the default's before it counts as hung
 COMPILING = ("compile", "final")  # stages whose plans may be compiled ones
-LAUNCH_BOUND = 0.4  # of the host's time for a call: one that takes no longer is timed by its launches (timers.EXPOSED)
 UNKNOWN_SIGMA = 0.05  # noise assumed before any was seen
 
 
@@ -203,7 +203,12 @@ class CellContext:
         return known.call_ms / 1e3 if isinstance(known, Checked) else 0.0
 
     def sample_s(self) -> float:
-        return max(self.preset.sample_target_ms / 1e3, self.call_s())
+        """About what one sample of a plan takes: where the host is slower than the device, it is waited for first."""
+        known = self.ledger.checked.get(self.default)
+        taken_s = self.call_s()
+        if self.settings.asynchronous and isinstance(known, Checked):
+            taken_s = sample_ms(known.call_ms, known.host_us) / 1e3
+        return max(self.preset.sample_target_ms / 1e3, taken_s)
 
     def prove_s(self) -> float:
         """About what proving a plan takes."""

@@ -12,13 +12,9 @@ import torch
 
 from ringattn.hardware import HardwareFacts
 
+from .head_start import EXPOSED, FEWEST_LAUNCHES, flushes_for, host_is_slower
+
 FEWEST = 3  # readings that are taken however long they last
-# A call in a loop cannot be faster than the host launches it, but in a model attention is not alone: at 4096 positions
-# the matrix products of a layer keep the device busy three times as long as attention does, with a third of its
-# launches, and hide all of flash-attn-4's 195 us on a slow host; at 1024 they hide about half.
-EXPOSED = 1 / 3  # of the host's time for a call, that a model waits for if the device is done earlier
-HEAD_START = 1.5  # times the host's time: with less the device waits where the host is slower than it was
-LONGEST_HEAD_START_MS = 10.0  # a first call that compiles takes the host seconds
 IN_FLIGHT = 4  # calls that the host may be ahead: with a thousand launches waiting, the next would wait as well
 QUIET = 0.25  # what disturbs a host only adds to its time, so this quantile of it is what the call costs
 
@@ -37,7 +33,9 @@ class Reading:
 class HostTimer:
     """Wall-clock of a call that is over when it returns."""
 
-    overhead_ms = 1e-3
+    def calls_for(self, sample_ms: float, call_ms: float, host_us: float) -> int:
+        """How many calls make a sample of about this length; a microsecond is the timer's own."""
+        return math.ceil(sample_ms / (call_ms + 1e-3))
 
     def time(
         self, call: Callable[[], None], repeats: int, limit_s: float = math.inf, host_us: float = 0.0
@@ -72,8 +70,14 @@ class CudaTimer:
     def __init__(self, device: torch.device, facts: HardwareFacts) -> None:
         self._device = device
         self._flush = torch.empty(max(64, 2 * facts.l2_mib) * 2**20, dtype=torch.int8, device=device)
-        self.overhead_ms = 0.06  # of a flush, until it is known
-        self.overhead_ms = min(reading.ms for reading in self.time(self._flush_once, FEWEST + 2))
+        self._flush_ms = 0.06  # until it is known
+        self._flush_ms = min(reading.ms for reading in self.time(self._flush_once, FEWEST + 2))
+
+    def calls_for(self, sample_ms: float, call_ms: float, host_us: float) -> int:
+        """How many calls make a sample of about this length, their head starts included."""
+        taken_ms = call_ms + flushes_for(host_us, self._flush_ms) * self._flush_ms
+        fewest = FEWEST_LAUNCHES if host_is_slower(call_ms, host_us) else 1
+        return max(fewest, math.ceil(sample_ms / taken_ms))
 
     def _flush_once(self) -> None:
         self._flush.zero_()
@@ -98,7 +102,7 @@ class CudaTimer:
                 break
             if number >= IN_FLIGHT:
                 events[number - IN_FLIGHT][1].synchronize()
-            for _ in range(flushes_for(host_us, self.overhead_ms)):
+            for _ in range(flushes_for(host_us, self._flush_ms)):
                 self._flush_once()
             begin.record()
             started = time.perf_counter()
@@ -116,11 +120,6 @@ class CudaTimer:
 
 def _quantile(values: Sequence[float], share: float) -> float:
     return float(np.quantile(values, share))
-
-
-def flushes_for(host_us: float, flush_ms: float) -> int:
-    """How many flushes of the cache keep the device busy while the host launches a call; at least one."""
-    return max(1, math.ceil(min(HEAD_START * host_us / 1e3, LONGEST_HEAD_START_MS) / flush_ms))
 
 
 def wake(device: torch.device) -> None:

@@ -179,9 +179,8 @@ class PlanTable:
         else:
             listed += [entry.auto] if entry.auto is not None else []
             listed = [choice for choice in listed if choice.tunables.dtype == self.wishes.dtype]
-        if self.prefer is not None:
-            listed = by_preference(listed, self.prefer)
-        return [Choice(as_wished(c.tunables, self.wishes, workload.train), c.evidence) for c in listed]
+        listed = [_with_wishes(choice, self.wishes, workload.train) for choice in listed]
+        return listed if self.prefer is None else by_preference(listed, self.prefer)
 
     def _entry(self, bucket: int, workload: Workload) -> PlanEntry:
         return next(e for e in self.entries if _serves(e, bucket, workload.dtype, workload.mode))
@@ -189,6 +188,12 @@ class PlanTable:
 
 def _serves(entry: PlanEntry, bucket: int, dtype: str, mode: Mode) -> bool:
     return (entry.workload.seq_len, entry.workload.dtype, entry.workload.mode) == (bucket, dtype, mode)
+
+
+def _with_wishes(choice: Choice, wishes: Wishes, train: bool) -> Choice:
+    """What was measured says nothing of a plan that wishes have changed."""
+    tunables = as_wished(choice.tunables, wishes, train)
+    return choice if tunables == choice.tunables else Choice(tunables)
 
 
 def as_wished(tunables: Tunables, wishes: Wishes, train: bool) -> Tunables:

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 
 from autotune import benchmark, health, numerics
 from autotune.benchmark import BenchSettings, DeviceBench, Runner, WrongAnswer
+from autotune.head_start import flushes_for, sample_ms
 from autotune.health import HostReading, cpu_seconds, host_disturbances, throttle_reasons, throttled_seconds
 from autotune.ranks.together import Alone
-from autotune.timers import FEWEST, CudaTimer, HostTimer, Reading, cpu_peak_bytes, flushes_for
+from autotune.timers import FEWEST, CudaTimer, HostTimer, Reading, cpu_peak_bytes
 from autotune.trial import WorkerEvaluator
 from ringattn import detect
 from ringattn.workload import BranchTunables, Pattern, Tunables, Workload
@@ -294,6 +295,19 @@ def test_a_sample_ends_when_its_calls_have_become_a_hundred_times_slower(
 )
 def test_the_device_is_busy_until_the_host_has_launched_a_call(host_us: float, flushes: int) -> None:
     assert flushes_for(host_us, 0.06) == flushes
+
+
+def test_the_head_starts_of_a_sample_are_part_of_its_length() -> None:
+    timer = object.__new__(CudaTimer)
+    timer._flush_ms = 0.06
+    assert timer.calls_for(10.0, 5.0, 1000.0) == 2  # of 5 ms, and 25 flushes
+    assert timer.calls_for(10.0, 0.05, 20.0) == 91
+    assert timer.calls_for(10.0, 0.8, 2400.0) == 5  # of 4.4 ms each, but the host is the slower one
+
+
+def test_where_the_host_is_slower_a_sample_waits_for_it_several_times() -> None:
+    assert sample_ms(3.0, 2000.0) == 3.0
+    assert sample_ms(0.8, 2400.0) == pytest.approx(5 * (0.8 + 3.6))
 
 
 @given(st.lists(st.floats(1.0, 1e4), min_size=1, max_size=9), st.floats(1e-3, 10.0))

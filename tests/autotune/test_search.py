@@ -12,12 +12,12 @@ from machines import MIB, Setting, Truth, far_from, invented, plan, workload
 
 from autotune.choose import Candidate, NothingAllowed, choose, distance, pareto_front
 from autotune.evaluator import Checked, Fault
+from autotune.head_start import EXPOSED
 from autotune.nearby import Nearby, Timed
 from autotune.race import Limits
 from autotune.replay import Trouble
 from autotune.statistics import Interval
 from autotune.store import Store
-from autotune.timers import EXPOSED
 from ringattn.workload import BranchTunables, Pattern, Tunables, Workload
 
 CELL = workload()

@@ -11,6 +11,7 @@ from oracle import DENSE
 
 from ringattn import Profile, RingAttention, detect
 from ringattn.errors import InputError
+from ringattn.plan import Wishes
 from ringattn.preference import Preference, by_preference
 from ringattn.profile import Choice, Fingerprint, PlanEntry, Policy
 from ringattn.table import ModuleShape, build_table
@@ -64,6 +65,17 @@ def test_a_narrower_dtype_is_preferred_only_where_it_may_run() -> None:
         row = table.plan_at(1024, "fp32", True, 1)
         assert row.plan is not None
         assert row.plan.tunables.dtype == dtype
+
+
+def test_what_was_measured_with_another_checkpoint_is_not_preferred_for_it() -> None:
+    lean = replace(LEAN, tunables=replace(LEAN.tunables, checkpoint="full"))
+    shape = ModuleShape(16, 16, 128, True, DENSE)
+    entry = PlanEntry(shape.workload(1024, "bf16", True), FAST, front=(FAST, MIDDLE, lean))
+    for checkpoint, kernel in ((None, "efficient"), ("selective", "flash")):
+        table = build_table(shape, (entry,), POLICY, H100, prefer="memory", wishes=Wishes(checkpoint=checkpoint))
+        row = table.plan_at(1024, "bf16", True, 1)
+        assert row.plan is not None
+        assert row.plan.tunables.branches[0].forward == kernel
 
 
 def test_what_cannot_be_told_apart_keeps_its_order() -> None:

@@ -270,11 +270,11 @@ def explanation_summary(explanation: Explanation) -> RenderableType:
         rows.append(("Gave way", e.gave_way))
     head = Table.grid(padding=(0, 2))
     for label, value in rows:
-        head.add_row(Text(label, style="bold"), Text(plain(value)))
+        head.add_row(Text(label, style="bold"), Text(plain(value), overflow="fold"))  # a path is no use cut off
     parts: list[RenderableType] = [head, Text(""), Text("Which profile, and why", style="bold")]
     trace = Table.grid(padding=(0, 1))  # so that long lines hang
     for line in filter(None, e.trace):
-        trace.add_row(" -", Text(plain(line)))
+        trace.add_row(" -", Text(plain(line), overflow="fold"))
     parts.append(trace)
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("Direction")

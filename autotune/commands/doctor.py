@@ -159,7 +159,7 @@ def doctor_summary(
         ("software", ", ".join(f"{name} {version}" for name, version in facts.software)),
         ("optional packages", ", ".join(facts.packages) or "none found"),
     ):
-        machine.add_row(Text(label, style="dim"), plain(value))
+        machine.add_row(Text(label, style="dim"), Text(plain(value), overflow="fold"))
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("Kernel", no_wrap=True)
     table.add_column("State", no_wrap=True)

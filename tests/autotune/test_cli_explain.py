@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from cli_runs import explained, measured_entry, profile_of_this_machine, ringtune
 
 from ringattn.profile import Choice, PlanEntry
@@ -37,6 +38,17 @@ def test_explain_names_the_row_its_evidence_and_its_failures(at_home: Path) -> N
     text = "".join(ringtune("explain", *SHAPE, "--seq-len", "600").stdout.split())  # lines are as wide as paths allow
     for part in ("math/flash-cpu fp32", "1.25x", "nearest measured length is 512", "needs 3 GiB", "this-machine.yaml"):
         assert part.replace(" ", "") in text
+
+
+def test_no_path_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However narrow the terminal."""
+    folder = tmp_path / ("long" * 20)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(folder))
+    path = folder / "ringtune" / "this-machine.yaml"
+    save_profile(profile_of_this_machine(measured_entry()), path)
+    for arguments in (("explain", *SHAPE, "--seq-len", "600"), ("doctor",), ("which",)):
+        told = "".join(ringtune(*arguments).stdout.split())
+        assert str(path) in told, arguments
 
 
 def test_explain_gives_a_reason_for_every_kernel_that_is_not_in_the_plan(at_home: Path) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ringattn.preference import TIE
+from ringattn.preference import TIE, cost
 from ringattn.wording import plural
 from ringattn.workload import Tunables
 
@@ -61,7 +61,8 @@ def final(context: CellContext, deadline: Deadline) -> CellResult:
     arena = context.arena("final", record)
     entries = arena.admit([context.default, *_finalists(context)], deadline)
     unproven = [entry for entry in entries if entry.tunables not in context.ledger.proven]
-    proofs = len({context.is_main(entry.tunables) for entry in unproven})  # of the choice, and of a narrower one
+    # Of the choice, of a narrower one, and of a plan that holds less: a front of one plan leaves nothing to prefer.
+    proofs = len({context.is_main(entry.tunables) for entry in unproven}) + _has_leaner(context)
     racing = deadline.earlier_by(proof_kept_s(context, deadline, proofs)) if proofs else deadline
     standing = final_race(arena, entries, context.preset, racing)
     for entry in entries:
@@ -97,9 +98,9 @@ def _decide(
     except NothingAllowed:
         return _without_choice(context, others)
     usable = [candidate for candidate in others if not context.has_failed(candidate.tunables)]
-    rest = _runners_up(context, winner, [default, *usable], deadline)
     narrow = _narrow(context, gains, winner)
     front = _front(context, [default, *usable], deadline)
+    rest = _runners_up(context, winner, [default, *usable], deadline)
 
     def measured(candidate: Candidate) -> Measured:
         ms = times_ms.get(candidate.tunables, times_ms[context.default] * candidate.gain.ratio)
@@ -206,11 +207,7 @@ def _runners_up(
     context: CellContext, winner: Candidate, finals: Sequence[Candidate], deadline: Deadline
 ) -> list[Candidate]:
     """The next two: finalists first, then what earlier stages timed, proven while there is time."""
-    known = {c.tunables: c for c in finals}
-    for plan, gain in context.estimates.items():
-        if plan not in known and context.is_main(plan) and gain.count >= 2 and not context.has_failed(plan):
-            known[plan] = context.candidate(plan, gain)
-    wanted = [c for c in known.values() if c is not winner and c.allowed]
+    wanted = [c for c in _timed(context, finals) if c is not winner and c.allowed]
     wanted.sort(key=lambda c: (c not in finals, c.gain.median))
     return _proven(context, wanted, RUNNERS_UP, deadline)
 
@@ -276,10 +273,27 @@ def _nearest_to_limits(context: CellContext) -> str:
 
 
 def _front(context: CellContext, finals: Sequence[Candidate], deadline: Deadline) -> tuple[Candidate, ...]:
-    """Time against memory over everything timed; a plan that there was no time to prove is left out."""
+    """Time against memory over everything timed, proven while there is time: what balances the two comes first."""
+    front = pareto_front(_timed(context, finals))
+    balanced = sorted(front, key=lambda c: cost("balanced", c.gain.median, c.peak_bytes))
+    kept = _proven(context, balanced, FRONT_KEPT, deadline)
+    return tuple(candidate for candidate in front if candidate in kept)
+
+
+def _timed(context: CellContext, finals: Sequence[Candidate] = ()) -> list[Candidate]:
+    """What may be chosen: ``finals``, and of what earlier stages timed all that they do not hold."""
     known = {candidate.tunables: candidate for candidate in finals}
     for plan, gain in context.estimates.items():
         usable = context.is_main(plan) and not context.has_failed(plan) and context.keeps_limits(plan)
         if plan not in known and gain.count >= 2 and usable:
             known[plan] = context.candidate(plan, gain)
-    return tuple(_proven(context, pareto_front(list(known.values())), FRONT_KEPT, deadline))
+    return list(known.values())
+
+
+def _has_leaner(context: CellContext) -> bool:
+    """Whether something that was timed balances time and memory otherwise than the fastest plan does."""
+    front = pareto_front(_timed(context))
+    if len(front) < 2:
+        return False
+    costs = [cost("balanced", candidate.gain.median, candidate.peak_bytes) for candidate in front]
+    return min(costs[1:]) < costs[0]

@@ -558,6 +558,27 @@ def test_what_is_not_allowed_is_not_chosen() -> None:
         choose(CELL, banned, [fast], noisy=False)
 
 
+@pytest.mark.parametrize("budget_s", [4.0, 9.0])
+def test_the_lean_end_of_the_front_is_proven_even_where_time_is_short(budget_s: float) -> None:
+    """The final raced until there was time for one proof, the choice's: a profile then held nothing to prefer."""
+    cell = workload(8192)
+
+    def truth(cell: Workload, tunables: Tunables) -> float:
+        kernels = {name for branch in tunables.branches for name in (branch.forward, branch.backward)}
+        frills = [tunables.checkpoint != "selective", tunables.pool_threshold_mib is not None]
+        frills += [not tunables.pattern_cache, "copy" in {branch.gather for branch in tunables.branches}]
+        return 0.04 * (tunables.window_tokens is not None) + 0.3 * len(kernels - {"swift"}) + 0.1 * sum(frills)
+
+    def peak(tunables: Tunables) -> int:
+        return MIB * (100 if tunables.window_tokens is None else 20 + tunables.window_tokens // 256)
+
+    for seed in range(3):
+        result = Setting(cell, truth, plan(cell), rows={"peak": peak}, budget_s=budget_s).run(seed).result
+        assert result.choice is not None
+        assert result.choice.tunables == plan(cell, "swift")
+        assert [m.tunables for m in result.front] == [plan(cell, "swift"), plan(cell, "swift", window_tokens=2048)]
+
+
 def test_the_front_holds_what_nothing_beats_in_both() -> None:
     points = [(0.0, 100), (0.1, 50), (0.2, 60), (0.3, 20), (0.05, 99.9)]
     front = pareto_front([candidate(QUICK, t, peak=round(m * MIB)) for t, m in points])

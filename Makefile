@@ -56,7 +56,7 @@ $(VENV)/.ringtune-ready-dev: pyproject.toml constraints.txt | $(VENV)/bin/pip
 probe: $(READY)
 	@$(RUN) -m autotune probe $(PROBE_ARGS) || [ $$? -eq 6 ]
 
-# Half of the tests take turns on all cores; those that measure, or wait for processes of their own, have the machine to
+# Most tests take turns on all cores; those that measure, or wait for processes of their own, have the machine to
 # themselves. Both parts run, whatever fails.
 test: $(READY_DEV)
 ifeq ($(strip $(PYTEST_ARGS)),)

@@ -16,8 +16,8 @@ class Request:
     """``action`` is check, prove, first-call, obey, block, links or stop; a block times all of ``plans`` in order.
 
     ``part`` (i, n) of a proof is every n-th of its lengths from the i-th on. ``beside`` helpers wait while a block is
-    timed. ``lockstep``: other ranks do the same, so
-    a block ends at the first plan that fails, and nothing is tried again.
+    timed. ``lockstep``: other ranks do the same, so a block ends at the first plan that fails, and nothing is tried
+    again.
     """
 
     action: str

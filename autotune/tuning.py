@@ -17,6 +17,7 @@ from .ranks.surroundings import edge_of_ranks
 
 if TYPE_CHECKING:
     from .edge import Edge
+    from .grid import Cell
 
 
 def run_probe(request: ProbeRequest, observer: ProbeObserver | None = None, edge: Edge | None = None) -> ProbeResult:
@@ -28,26 +29,30 @@ def run_probe(request: ProbeRequest, observer: ProbeObserver | None = None, edge
     """
     from .device_lock import device_lock
     from .dry_run import dry_run
-    from .edge import default_profile_path, real_edge
-    from .grid import cells_for, left_out
+    from .edge import real_edge
     from .probe_run import ProbeRun
     from .task import Task
 
     observer = observer or SilentObserver()
     if request.dry_run:
         edge = edge or real_edge(request)
-        path = request.output or default_profile_path(edge, request.ranks)
-        cells = cells_for(request, edge.facts)
-        if large := left_out(request, edge.facts):
-            observer.note(large)
+        path, cells = _asked(request, observer, edge)
         return dry_run(Task.of(request, observer, edge), path, cells)
     with _surroundings(request, edge) as edge:
-        path = request.output or default_profile_path(edge, request.ranks)
-        cells = cells_for(request, edge.facts)
-        if large := left_out(request, edge.facts):
-            observer.note(large)
+        path, cells = _asked(request, observer, edge)
         with device_lock(request, edge):
             return ProbeRun(Task.of(request, observer, edge), path, cells).run()
+
+
+def _asked(request: ProbeRequest, observer: ProbeObserver, edge: Edge) -> tuple[Path, tuple[Cell, ...]]:
+    """Where the profile goes, and what is measured for it; what is not is said."""
+    from .edge import default_profile_path
+    from .grid import cells_for, left_out
+
+    cells = cells_for(request, edge.facts)
+    if large := left_out(request, edge.facts):
+        observer.note(large)
+    return request.output or default_profile_path(edge, request.ranks), cells
 
 
 def verify_profile(

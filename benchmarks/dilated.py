@@ -175,10 +175,12 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[65536, 262144, 1048576])
     arguments = parser.parse_args()
     profile = None if arguments.profile == "none" else arguments.profile
+    preferences = {"module": None}
+    if arguments.prefer:
+        preferences[f"module_{arguments.prefer}"] = arguments.prefer
     modules = {
         name: RingAttention(HEADS, HEAD_DIM, None, SEGMENTS, RATES, causal=True, profile=profile, prefer=prefer)
-        for name, prefer in (("module", None), (f"module_{arguments.prefer}", arguments.prefer))
-        if prefer or name == "module"
+        for name, prefer in preferences.items()
     }
     record, clock = Record("dilated", arguments.output), Clock()
     measure_small(record, clock, profile)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from cli_runs import measured_entry, profile_of_this_machine
+from probed_machine import Machine
 from report_samples import gpu_profile
 
 import autotune.tuning
@@ -40,3 +41,8 @@ def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "config" / "ringtune" / "this-machine.yaml"
     save_profile(profile_of_this_machine(measured_entry()), path)
     return path
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)

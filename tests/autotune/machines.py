@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from autotune.budget import EFFORTS, Budget, EffortPreset
@@ -35,6 +35,18 @@ FACTS = HardwareFacts(
     l2_mib=32,
     threads=2,
     software=(("torch", "2.13.0"),),
+)
+H100 = replace(
+    FACTS,
+    vendor="nvidia",
+    device_name="NVIDIA H100 80GB HBM3",
+    sku="h100-sxm",
+    arch="sm_90",
+    sm_count=132,
+    memory_mib=81559,
+    l2_mib=50,
+    threads=0,
+    software=(("torch", "2.11.0"), ("triton", "3.6.0")),
 )
 POLICY = Policy(
     compute_dtype=(("bf16", "fp32"), ("fp16", "fp32"), ("fp32", "fp32"), ("fp64", "fp64")),

@@ -7,47 +7,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-from machines import FACTS, row_of, workload
+from machines import FACTS, H100, row_of
 from machines import edge_of as replayed_edge
 
-from autotune.bench import BenchSettings
 from autotune.cell_space import space_or_refusal
-from autotune.edge import Edge, edge_of
+from autotune.edge import edge_of
+from autotune.evaluator import Evaluator
 from autotune.first_calls import Call, calls_worth_making
 from autotune.grid import cells_for
 from autotune.probe import ProbeRequest, SilentObserver
 from autotune.replay import ReplayEvaluator, SimulatedClock
 from autotune.space import Space, machine_of
-from autotune.trial import WorkerEvaluator
 from autotune.tuning import run_probe
 from ringattn.hardware import HardwareFacts
 
-CELL = workload(512, mode="infer")
-BENCH = "faulty_bench:FaultyBench"
-H100 = HardwareFacts(
-    vendor="nvidia",
-    device_name="NVIDIA H100 80GB HBM3",
-    sku="h100-sxm",
-    arch="sm_90",
-    sm_count=132,
-    memory_mib=81079,
-    l2_mib=50,
-    packages=("flash_attn.cute", "triton"),
-)
-
-
-def settings(device: str = "cpu") -> BenchSettings:
-    return BenchSettings(device, FACTS, seed=0, sample_target_ms=1.0, ragged_lengths=2)
-
-
-@pytest.fixture(autouse=True)
-def _bench_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+COMPILING = replace(H100, packages=("flash_attn.cute", "triton"))
 
 
 def spaces(facts: HardwareFacts, **asked: object) -> list[Space]:
-    edge: Edge = edge_of(facts, lambda facts, request, preset: WorkerEvaluator(settings()))
+    def no_evaluator(*_: object) -> Evaluator:
+        raise AssertionError("spaces are worked out, not measured")
+
+    edge = edge_of(facts, no_evaluator)
     request = ProbeRequest(**asked)  # type: ignore[arg-type]
     found = [space_or_refusal(cell, edge, "auto") for cell in cells_for(request, facts)]
     return [space for space in found if isinstance(space, Space)]
@@ -57,7 +38,7 @@ def spaces(facts: HardwareFacts, **asked: object) -> list[Space]:
 
 
 def test_every_compiled_kernel_and_every_gather_is_called_once_for_all_lengths_and_modes() -> None:
-    calls = calls_worth_making(spaces(H100))
+    calls = calls_worth_making(spaces(COMPILING))
     assert len(set(calls)) == len(calls)
     assert {cell.mode for cell, _ in calls} == {"train"}  # its forward is inference's
     dilated = [made for cell, made in calls if not cell.pattern.dense]
@@ -80,7 +61,7 @@ def test_every_compiled_kernel_and_every_gather_is_called_once_for_all_lengths_a
 
 
 def test_a_probe_of_inference_calls_inference() -> None:
-    calls = calls_worth_making(spaces(H100, modes=("infer",), dense=True))
+    calls = calls_worth_making(spaces(COMPILING, modes=("infer",), dense=True))
     assert {(cell.mode, cell.seq_len) for cell, _ in calls} == {("infer", 1024)}
 
 

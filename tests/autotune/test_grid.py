@@ -16,11 +16,6 @@ from autotune.probe import ProbeRequest, SilentObserver
 from autotune.tuning import run_probe
 
 
-@pytest.fixture
-def machine(tmp_path: Path) -> Machine:
-    return Machine(tmp_path)
-
-
 @pytest.mark.parametrize("effort", ["quick", "standard", "full"])
 def test_the_grid_covers_both_modes_dense_and_dilated_and_several_lengths(effort: str) -> None:
     cells = cells_for(ProbeRequest(effort=effort), FACTS)  # type: ignore[arg-type]

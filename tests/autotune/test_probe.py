@@ -20,12 +20,6 @@ from ringattn.profile import Profile
 from ringattn.profile_io import load_profile, save_profile
 from ringattn.workload import Tunables, Workload
 
-
-@pytest.fixture
-def machine(tmp_path: Path) -> Machine:
-    return Machine(tmp_path)
-
-
 # --- what comes out --------------------------------------------------------------------------------------------------
 
 

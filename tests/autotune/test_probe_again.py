@@ -20,12 +20,6 @@ from ringattn.profile import Choice, PlanEntry
 from ringattn.profile_io import load_profile, save_profile
 from ringattn.workload import Tunables, Workload
 
-
-@pytest.fixture
-def machine(tmp_path: Path) -> Machine:
-    return Machine(tmp_path)
-
-
 # --- what is there already -------------------------------------------------------------------------------------------
 
 

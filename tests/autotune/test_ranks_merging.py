@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from machines import FACTS, plan, workload
+from machines import FACTS, H100, plan, workload
 
 from autotune.evaluator import Checked, Fault, Proven, Sample
 from autotune.exit_codes import UsageFailure
@@ -15,18 +15,6 @@ from ringattn.hardware import HardwareFacts
 
 pytestmark = pytest.mark.alone
 
-H100 = replace(
-    FACTS,
-    vendor="nvidia",
-    device_name="NVIDIA H100 80GB HBM3",
-    sku="h100-sxm",
-    arch="sm_90",
-    sm_count=132,
-    memory_mib=81559,
-    l2_mib=50,
-    threads=0,
-    software=(("torch", "2.11.0"), ("triton", "3.6.0")),
-)
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 
 

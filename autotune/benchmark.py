@@ -30,12 +30,13 @@ from ringattn.workspace import POOL
 from . import numerics
 from .bench import Bench, BenchSettings, PeerWrong, Phase, WrongAnswer
 from .evaluator import Checked, Proven, Sample
+from .head_start import may_be_launches
 from .health import Watch
 from .messages import LinkReading
 from .ranks.links import measure_links
 from .ranks.together import Alone, Together
 from .references import References
-from .timers import CudaTimer, HostTimer, cpu_peak_bytes, wake
+from .timers import FEWEST, CudaTimer, HostTimer, cpu_peak_bytes, wake
 
 WARM_CALLS = 3  # at least, before anything is timed
 WARM_LIMIT_S = 0.5
@@ -105,13 +106,15 @@ class DeviceBench:
         module = self._module(workload, tunables)
         error, cold_ms = self._hold_against_reference(module, workload, tunables, workload.total, "ordinary", phase)
         peak_bytes, taken_ms = self._peak_bytes(module, workload, inputs)
-        (call_ms,) = self._peers.most(taken_ms)
-        if pace_ms is not None and call_ms > SLOW * pace_ms:
-            return Checked(call_ms, error, peak_bytes, cold_ms, host_us=call_ms * 1e3)
+        (waited_ms,) = self._peers.most(taken_ms)
+        if pace_ms is not None and waited_ms > SLOW * pace_ms:
+            call_ms, host_us = self._first_look(module, workload, inputs, waited_ms)
+            if call_ms > SLOW * pace_ms:
+                return Checked(call_ms, error, peak_bytes, cold_ms, host_us)
         self._hold_against_reference(module, workload, tunables, workload.total, "negative", phase)
         if self.settings.varied_lengths:
             self._first_calls[workload, tunables] = self._first_call_ms(module, workload, inputs)
-        runner = self._runner(workload, tunables)
+        runner = self._runner(workload, tunables, module)
         return Checked(runner.call_ms, error, peak_bytes, cold_ms, runner.host_us)
 
     def prove(self, workload: Workload, tunables: Tunables, phase: Phase, part: tuple[int, int] = (0, 1)) -> Proven:
@@ -262,18 +265,34 @@ class DeviceBench:
             self._inputs = (workload, inputs)
         return self._inputs[1]
 
-    def _runner(self, workload: Workload, tunables: Tunables) -> Runner:
-        """A warm candidate; those used longest ago make room."""
+    def _runner(self, workload: Workload, tunables: Tunables, module: RingAttention | None = None) -> Runner:
+        """A warm candidate, of ``module`` if that is there; those used longest ago make room."""
         inputs = self._timing_inputs(workload)
         key = (workload, tunables)
         if key not in self._runners:
             while len(self._runners) >= RUNNERS_KEPT:
                 self._runners.popitem(last=False)
-            runner = Runner(_caller(self._module(workload, tunables), inputs, workload.train))
+            module = module or self._module(workload, tunables)
+            runner = Runner(_caller(module, inputs, workload.train))
             self._warm(runner)
             self._runners[key] = runner
         self._runners.move_to_end(key)
         return self._runners[key]
+
+    def _first_look(
+        self, module: RingAttention, workload: Workload, inputs: numerics.Inputs, waited_ms: float
+    ) -> tuple[float, float]:
+        """The ms of a call, and the us of its host, where someone who waited for the whole of one took ``waited_ms``.
+
+        What is mostly the host's launching counts as it does in a sample: at 1024 positions flash-attn-4 keeps an H100
+        busy for 0.03 ms, and a slow host for 0.36.
+        """
+        if not (self._cuda and may_be_launches(waited_ms)):
+            return waited_ms, waited_ms * 1e3
+        readings = self._timer.time(_caller(module, inputs, workload.train), FEWEST, 0.0, waited_ms * 1e3)
+        typical = self._timer.of(readings)
+        call_ms, host_us = self._peers.most(typical.ms, typical.host_us)
+        return call_ms, host_us
 
     def _warm(self, runner: Runner) -> None:
         """Calls until two in a row take the same time, or long enough."""

@@ -202,6 +202,11 @@ class CellContext:
         known = self.ledger.checked.get(self.default)
         return known.call_ms / 1e3 if isinstance(known, Checked) else 0.0
 
+    def waited_s(self) -> float:
+        """The same where it is waited for: the device's time or the host's, whichever is longer."""
+        known = self.ledger.checked.get(self.default)
+        return max(known.call_ms / 1e3, known.host_us / 1e6) if isinstance(known, Checked) else 0.0
+
     def sample_s(self) -> float:
         """About what one sample of a plan takes: where the host is slower than the device, it is waited for first."""
         known = self.ledger.checked.get(self.default)
@@ -273,6 +278,7 @@ class CellContext:
             sample_s=self.preset.sample_target_ms / 1e3,
             clock=self.clock,
             listener=self.told,
+            asynchronous=self.settings.asynchronous,
         )
 
     def told(self, plan: Tunables, outcome: TrialOutcome) -> None:

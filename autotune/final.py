@@ -47,7 +47,14 @@ def reserve_s(context: CellContext, deadline: Deadline | None = None) -> float:
     blocks = min(max(blocks, preset.final_min_blocks), RESERVED * preset.final_min_blocks)
     # All finalists and the default twice in the first blocks; after them mostly the default, the best and one rival.
     samples = (FINALISTS + 1) * preset.final_min_blocks + 4 * (blocks - preset.final_min_blocks)
-    return 1.2 * samples * context.sample_s() + proof_kept_s(context, deadline)
+    proofs = _proofs_wanted(context, [context.default, *_finalists(context)])
+    return 1.2 * samples * context.sample_s() + proof_kept_s(context, deadline, proofs)
+
+
+def _proofs_wanted(context: CellContext, finalists: Sequence[Tunables]) -> int:
+    """Of the choice, of a narrower one, and of a plan that holds less: a front of one plan leaves nothing to prefer."""
+    unproven = {context.is_main(plan) for plan in finalists if plan not in context.ledger.proven}
+    return len(unproven) + _has_leaner(context)
 
 
 def final(context: CellContext, deadline: Deadline) -> CellResult:
@@ -60,9 +67,7 @@ def final(context: CellContext, deadline: Deadline) -> CellResult:
     record = context.record("final")
     arena = context.arena("final", record)
     entries = arena.admit([context.default, *_finalists(context)], deadline)
-    unproven = [entry for entry in entries if entry.tunables not in context.ledger.proven]
-    # Of the choice, of a narrower one, and of a plan that holds less: a front of one plan leaves nothing to prefer.
-    proofs = len({context.is_main(entry.tunables) for entry in unproven}) + _has_leaner(context)
+    proofs = _proofs_wanted(context, [entry.tunables for entry in entries])
     racing = deadline.earlier_by(proof_kept_s(context, deadline, proofs)) if proofs else deadline
     standing = final_race(arena, entries, context.preset, racing)
     for entry in entries:

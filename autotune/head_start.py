@@ -18,6 +18,11 @@ def host_is_slower(call_ms: float, host_us: float) -> bool:
     return host_us > 1e3 * call_ms
 
 
+def may_be_launches(waited_ms: float) -> bool:
+    """Whether a call that was waited for may have been its host's more than the device's; no plan launches for longer."""
+    return waited_ms <= LONGEST_HEAD_START_MS
+
+
 def flushes_for(host_us: float, flush_ms: float) -> int:
     """How many flushes of the cache keep the device busy while the host launches a call; at least one."""
     return max(1, math.ceil(min(HEAD_START * host_us / 1e3, LONGEST_HEAD_START_MS) / flush_ms))

@@ -20,12 +20,14 @@ from . import statistics
 from .budget import Deadline, EffortPreset
 from .choose import GAIN_MARGIN
 from .evaluator import Block, Checked, Clock, Evaluator, Fault, Proven, Sample
+from .head_start import sample_ms
 from .probe import TrialOutcome
 from .statistics import Interval
 from .store import Entry, StageRecord
 
 DISMISSED = 3.0  # a candidate whose check already took so many times the best's is not timed at all
 FIRST_GATE = math.log(2.0)  # after its first repetition a candidate twice as slow as the best is out
+SECOND_GATE = math.log(1.25)  # after two repetitions one that was so much slower in both is out: no outlier comes twice
 SURE_BLOCKS = 4  # paired repetitions before anything may be called surely slower
 DEFAULT_ATTEMPTS = 2  # blocks in a row whose default failed, before it counts as broken
 PATIENCE = 0.15  # of a cell's time may go into blocks thrown away for foreign load; then the machine counts as loaded
@@ -119,6 +121,7 @@ class Arena:
     sample_s: float  # what one sample takes at least
     clock: Clock
     listener: TrialListener
+    asynchronous: bool = False  # the device works while the host goes on, and gets a head start
     _seed_stage: int = 0
     _default_faults: int = 0
 
@@ -225,8 +228,10 @@ class Arena:
 
     def _sample_estimate_s(self, plan: Tunables) -> float:
         known = self.ledger.checked.get(plan)
-        call_s = known.call_ms / 1e3 if isinstance(known, Checked) else 0.0
-        return max(self.sample_s, call_s)
+        if not isinstance(known, Checked):
+            return self.sample_s
+        taken_ms = sample_ms(known.call_ms, known.host_us) if self.asynchronous else known.call_ms
+        return max(self.sample_s, taken_ms / 1e3)
 
     def block(self, entries: Sequence[Entry]) -> bool:
         """One paired repetition of every entry; False when the block could not be used and nothing was learned.
@@ -360,6 +365,11 @@ class Arena:
             return False
         return statistics.interval_of(differences, seed=self.seed, level=level).low > margin
 
+    def always_slower(self, entry: Entry, other: Entry) -> bool:
+        """Beyond the second gate in every block that held both, of which there are two or more."""
+        differences = self.difference(entry, other)
+        return len(differences) >= 2 and min(differences) > max(SECOND_GATE, 4 * self.ledger.noise_sigma())
+
     def chance_faster(self, entry: Entry, other: Entry, by: float = 0.0) -> float:
         """How likely the entry is faster than the other by that much (log); 0.5 when they never met."""
         differences = self.difference(entry, other)
@@ -388,8 +398,8 @@ def race(
 ) -> list[Entry]:
     """Successive elimination: those still standing, fastest first.
 
-    The first repetition drops what takes twice as long as the best; from SURE_BLOCKS on, what is surely slower
-    than the leader by ``margin`` goes. Ends with ``keep`` left (after SURE_BLOCKS), at ``max_blocks`` or in time.
+    The first repetition drops what takes twice as long as the best, the second what took a quarter longer in both; from
+    SURE_BLOCKS on, what is surely slower than the leader by ``margin`` goes. Ends with ``keep`` left (after SURE_BLOCKS), at ``max_blocks`` or in time.
     """
     alive = [entry for entry in entries if entry.fault is None and not entry.finished]
     alive = within_reach(arena, alive, DISMISSED * arena.fastest_call_ms(alive))
@@ -432,6 +442,8 @@ def _eliminate(arena: Arena, alive: list[Entry], keep: int, margin: float) -> li
         slower_by = arena.median(entry) - arena.median(leader)
         if entry.log_ratios and slower_by > arena.first_gate():
             arena.leave(entry, "more than twice as slow as the best")
+        elif arena.always_slower(entry, leader):
+            arena.leave(entry, "a quarter slower than the best, or more, whenever it was timed")
         elif len(kept) >= keep and arena.surely_slower(entry, leader, margin):
             arena.leave(entry, "surely slower than the best")
         else:

@@ -133,6 +133,7 @@ class _Verification:
             sample_s=preset.sample_target_ms / 1e3,
             clock=edge.clock,
             listener=self._told,
+            asynchronous=edge.facts.vendor != "cpu",
         )
 
     def _told(self, plan: Tunables, outcome: TrialOutcome) -> None:

@@ -20,6 +20,7 @@ from autotune.replay import ReplayEvaluator, SimulatedClock
 from autotune.space import Space, machine_of
 from autotune.tuning import run_probe
 from ringattn.hardware import HardwareFacts
+from ringattn.workload import Tunables
 
 COMPILING = replace(H100, packages=("flash_attn.cute", "triton"))
 
@@ -55,9 +56,25 @@ def test_every_compiled_kernel_and_every_gather_is_called_once_for_all_lengths_a
     for of_pattern in (dilated, [made for cell, made in calls if cell.pattern.dense]):
         alone = [made.branches[0] for made in of_pattern if made.dtype == "bf16"]
         assert {"flash-attn-4", "triton"} <= {b.forward for b in alone if b.forward == b.backward}
+    kernels = ("flash-attn-4", "triton")
     assert all(
-        made.branches[0].forward in ("flash-attn-4", "triton") for cell, made in calls if cell.pattern.dense
+        made.branches[0].forward in kernels or made.branches[0].backward in kernels
+        for cell, made in calls
+        if cell.pattern.dense
     )  # nothing else compiles there
+
+
+def test_a_compiled_backward_is_called_after_another_kernel_s_forward_and_in_every_dtype() -> None:
+    calls = calls_worth_making(spaces(COMPILING, modes=("train",)))
+    for dense in (True, False):
+        made = {(p.dtype, *b) for cell, p in calls if cell.pattern.dense == dense for b in kernels_of(p)}
+        for dtype, kernel in (("bf16", "flash-attn-4"), ("bf16", "triton"), ("fp32", "triton")):
+            assert (dtype, kernel, kernel) in made
+            assert any(d == dtype and backward == kernel != forward for d, forward, backward in made)
+
+
+def kernels_of(plan: Tunables) -> set[tuple[str, str]]:
+    return {(branch.forward, branch.backward) for branch in plan.branches}
 
 
 def test_a_probe_of_inference_calls_inference() -> None:
@@ -113,7 +130,8 @@ def test_they_are_made_beside_the_defaults_and_over_before_anything_is_timed(tmp
 
     request = ProbeRequest(output=tmp_path / "made.yaml", effort="quick", seq_lens=(256, 512), dense=True)
     run_probe(request, Heard(), edge)
-    assert [made.branches[0].forward for _, made in evaluator.asked] == ["math"]
+    assert evaluator.asked
+    assert all("math" in (made.branches[0].forward, made.branches[0].backward) for _, made in evaluator.asked)
     assert log[0] == "begin"
     assert log[: log.index("end")].count("check") == 4  # the defaults: two lengths, both modes
     assert "block" not in log[: log.index("end")]

@@ -19,7 +19,7 @@ def host_is_slower(call_ms: float, host_us: float) -> bool:
 
 
 def may_be_launches(waited_ms: float) -> bool:
-    """Whether a call that was waited for may have been its host's more than the device's; no plan launches for longer."""
+    """Whether a call that was waited for may have been more its host's than the device's: no plan launches longer."""
     return waited_ms <= LONGEST_HEAD_START_MS
 
 

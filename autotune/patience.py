@@ -24,7 +24,7 @@ def reference_limit_s(workload: Workload, device: str, *, gradients: bool, first
     length = math.sqrt(2) * workload.total  # proofs are at lengths up to that
     pairs = numerics.ROWS_PER_HEAD * workload.heads * length
     if gradients:
-        queries = length / numerics.active_share(length)
+        queries = length / numerics.active_share(round(length))
         pairs += numerics.KEY_HEADS * (workload.heads // workload.kv_heads) * queries * length
     branches = len(workload.pattern.resolved(workload.seq_len))
     per_pair_ns = _PAIR_NS[device.partition(":")[0]] * (workload.head_dim + _BESIDE_PRODUCTS + 8 * branches)

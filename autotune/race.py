@@ -398,8 +398,9 @@ def race(
 ) -> list[Entry]:
     """Successive elimination: those still standing, fastest first.
 
-    The first repetition drops what takes twice as long as the best, the second what took a quarter longer in both; from
-    SURE_BLOCKS on, what is surely slower than the leader by ``margin`` goes. Ends with ``keep`` left (after SURE_BLOCKS), at ``max_blocks`` or in time.
+    The first repetition drops what takes twice as long as the best, the second what took a quarter longer in both;
+    from SURE_BLOCKS on, what is surely slower than the leader by ``margin`` goes. Ends with ``keep`` left
+    (after SURE_BLOCKS), at ``max_blocks`` or in time.
     """
     alive = [entry for entry in entries if entry.fault is None and not entry.finished]
     alive = within_reach(arena, alive, DISMISSED * arena.fastest_call_ms(alive))

@@ -81,7 +81,7 @@ class CellSearch:
     def need(self) -> CellNeed:
         """What the cell would take; the default's warm call is the yardstick, and most other kernels are slower."""
         context, preset = self.context, self.context.preset
-        call_s, sample_s = context.call_s(), context.sample_s()
+        sample_s = context.sample_s()
         check_s = 0.05 + 8 * context.waited_s()
         plans = context.space.all_plans(preset.brute_force_plans)
         moves = sum(len(values) - 1 for values in context.space.knobs.values())

@@ -111,16 +111,17 @@ class DeviceBench:
             call_ms, host_us = self._first_look(module, workload, inputs, waited_ms)
             if call_ms > SLOW * pace_ms:
                 return Checked(call_ms, error, peak_bytes, cold_ms, host_us)
-        self._hold_against_reference(module, workload, tunables, workload.total, "negative", phase)
         if self.settings.varied_lengths:
             self._first_calls[workload, tunables] = self._first_call_ms(module, workload, inputs)
-        runner = self._runner(workload, tunables, module)
+        runner = self._runner(workload, tunables, module, waited_ms)
         return Checked(runner.call_ms, error, peak_bytes, cold_ms, runner.host_us)
 
     def prove(self, workload: Workload, tunables: Tunables, phase: Phase, part: tuple[int, int] = (0, 1)) -> Proven:
-        """Random ragged lengths of the bucket, ordinary and adversarial inputs in turn; a part of them in a helper."""
+        """Its own length and random ragged ones of the bucket, with adversarial inputs; a part of them in a helper."""
         module = self._module(workload, tunables)
         number, parts = part
+        if number == 0:
+            self._hold_against_reference(module, workload, tunables, workload.total, "negative", phase)
         for length, kind in proving_inputs(workload, self.settings.ragged_lengths, self.settings.seed)[number::parts]:
             total = length * workload.world - length % workload.world  # ranks hold unequal shares, too
             self._hold_against_reference(module, workload, tunables, total, kind, phase)
@@ -265,8 +266,17 @@ class DeviceBench:
             self._inputs = (workload, inputs)
         return self._inputs[1]
 
-    def _runner(self, workload: Workload, tunables: Tunables, module: RingAttention | None = None) -> Runner:
-        """A warm candidate, of ``module`` if that is there; those used longest ago make room."""
+    def _runner(
+        self,
+        workload: Workload,
+        tunables: Tunables,
+        module: RingAttention | None = None,
+        waited_ms: float | None = None,
+    ) -> Runner:
+        """A warm candidate; those used longest ago make room.
+
+        ``module`` is it, if it has been built, and has been called: the last time for ``waited_ms``.
+        """
         inputs = self._timing_inputs(workload)
         key = (workload, tunables)
         if key not in self._runners:
@@ -274,7 +284,7 @@ class DeviceBench:
                 self._runners.popitem(last=False)
             module = module or self._module(workload, tunables)
             runner = Runner(_caller(module, inputs, workload.train))
-            self._warm(runner)
+            self._warm(runner, waited_ms)
             self._runners[key] = runner
         self._runners.move_to_end(key)
         return self._runners[key]
@@ -294,11 +304,11 @@ class DeviceBench:
         call_ms, host_us = self._peers.most(typical.ms, typical.host_us)
         return call_ms, host_us
 
-    def _warm(self, runner: Runner) -> None:
-        """Calls until two in a row take the same time, or long enough."""
+    def _warm(self, runner: Runner, waited_ms: float | None = None) -> None:
+        """Calls until two in a row take the same time, or long enough; ``waited_ms`` of the last that was made."""
         begin = time.perf_counter()
-        last = math.inf
-        for number in range(1, 50):
+        last = math.inf if waited_ms is None else waited_ms
+        for number in range(1 if waited_ms is None else WARM_CALLS, 50):
             reading = self._timer.of(self._timer.time(runner.call, 1, host_us=runner.host_us))
             # The host's, too: ranks with unlike head starts would time how long they wait for each other.
             runner.call_ms, runner.host_us, taken_s = self._peers.most(

@@ -16,7 +16,7 @@ from . import statistics
 from .budget import Deadline, EffortPreset
 from .choose import Candidate
 from .evaluator import Checked, Clock, Evaluator, Fault, Proven
-from .head_start import LAUNCH_BOUND, sample_ms
+from .head_start import sample_ms
 from .lessons import Lessons, Part, Pupil, parts_of, without
 from .model import CellModel
 from .nearby import Nearby, Timed
@@ -131,7 +131,7 @@ class CellContext:
         self.end = end if end is not None else Deadline(clock, math.inf)
         self.main_dtypes = frozenset(main_dtypes)
         self.default = space.default
-        self.ledger = Ledger()
+        self.ledger = Ledger(asynchronous=settings.asynchronous)
         self.estimates: dict[Tunables, Interval] = {}  # log-ratio of every timed plan, over all stages
         self._readings: dict[Tunables, dict[str, list[float]]] = {}  # by stage
         self.trials = 0
@@ -188,14 +188,8 @@ class CellContext:
             self.estimates,
             narrow=frozenset(plan for plan in plans if not self.is_main(plan)),
             ruled_out=frozenset(plan for plan in plans if self.has_failed(plan) or not self.keeps_limits(plan)),
-            launch_bound=frozenset(plan for plan in plans if self._is_launch_bound(plan)),
+            launch_bound=frozenset(plan for plan in plans if self.ledger.launches_too_long(plan, self.default)),
         )
-
-    def _is_launch_bound(self, plan: Tunables) -> bool:
-        checked = self.ledger.checked.get(plan)
-        if not (self.settings.asynchronous and isinstance(checked, Checked)):
-            return False
-        return checked.call_ms * 1e3 < LAUNCH_BOUND * checked.host_us
 
     def call_s(self) -> float:
         """A warm call of the default; 0 before it was checked."""
@@ -224,9 +218,9 @@ class CellContext:
         return self.settings.hang_s + CALLS_BEFORE_HANG * self.call_s()
 
     def sigma(self) -> float:
-        """Standard deviation of one paired log-ratio, assumed before it was seen."""
+        """Standard deviation of one paired log-ratio; before it was seen that of other cells, or what is assumed."""
         sigma = self.ledger.noise_sigma()
-        return sigma if math.isfinite(sigma) else UNKNOWN_SIGMA
+        return sigma if math.isfinite(sigma) else self.lessons.usual_sigma(UNKNOWN_SIGMA)
 
     def ranked(self, plans: Iterable[Tunables]) -> list[Tunables]:
         """Fastest first, each reading drawn towards what its parts did elsewhere: the luckiest of many must not win."""
@@ -278,7 +272,6 @@ class CellContext:
             sample_s=self.preset.sample_target_ms / 1e3,
             clock=self.clock,
             listener=self.told,
-            asynchronous=self.settings.asynchronous,
         )
 
     def told(self, plan: Tunables, outcome: TrialOutcome) -> None:

@@ -49,12 +49,14 @@ class CellRuns:
         self.task.observer.plan([cell.workload for cell in self.cells], self.task.preset.budget_s)
         todo = [cell for cell in self.cells if not self.rows.recall(cell.workload)]
         new = [(cell, search) for cell in todo if (search := self.new_search(cell)) is not None]
+        # Patterns last: what they compile, 11 s of a first probe of an H100, helpers have compiled until then.
+        new.sort(key=lambda pair: not pair[0].workload.pattern.dense)
         searches = self._settle_beside_first_calls(new)
-        needs = {workload: search.need() for workload, search in searches.items()}
-        self.telling.expect(Progress(self.budget, needs))
+        self.telling.expect(Progress(self.budget, {workload: search.need() for workload, search in searches.items()}))
         order = sorted(searches, key=lambda w: (w.seq_len, w.mode, not w.pattern.dense, str(w.pattern)))
         for index, workload in enumerate(order):
-            shares = allot([needs[w] for w in order[index:]], self.budget.available_s())
+            needs = [searches[other].need() for other in order[index:]]  # each finished cell shows how noisy it is here
+            shares = allot(needs, self.budget.available_s())
             self.search(searches[workload], shares[0], spare_s(shares, self.budget.available_s()))
 
     def _settle_beside_first_calls(self, new: Sequence[tuple[Cell, CellSearch]]) -> dict[Workload, CellSearch]:
@@ -135,6 +137,8 @@ class CellRuns:
         taken_s = clock.now() - began
         self.telling.end(cell, max(0.0, taken_s - (context.evaluator.lost_s - lost_before_s)))
         self._finished[cell] = context
+        if math.isfinite(sigma := context.ledger.noise_sigma()):
+            self.lessons.sigmas.append(sigma)
         self.searched.append(search)
         self.conclude(context, result, taken_s)
 

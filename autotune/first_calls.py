@@ -25,12 +25,17 @@ def calls_worth_making(spaces: Iterable[Space]) -> tuple[Call, ...]:
     """The plans that between them need most of what a probe of these spaces will compile, slowest to compile first.
 
     What is compiled depends on the kernels and on which branches copy, not on the length, but for whether segments
-    end with it: one length is enough that all segments divide.
+    end with it: one length is enough that all segments divide. Only flash-attn-4 compiles once more, 5 s at a time,
+    where segments are clipped to a short sequence.
     """
     alike: dict[Workload, list[Space]] = {}
     for space in spaces:
         alike.setdefault(replace(space.workload, seq_len=1, mode="train", total_length=0), []).append(space)
     calls = [call for group in alike.values() for call in _calls_of(min(group, key=_as_example))]
+    for group in alike.values():
+        shortest = min(group, key=lambda space: (not space.workload.train, space.workload.seq_len))
+        if shortest is not min(group, key=_as_example):
+            calls += [(cell, plan) for cell, plan in _calls_of(shortest) if "flash-attn-4" in _kernels(plan)]
     calls.sort(key=lambda call: (call[0].pattern.dense, not call[0].train))
     return tuple(calls[:MOST_CALLS])
 
@@ -52,10 +57,15 @@ def _calls_of(space: Space) -> list[Call]:
     if not space.workload.pattern.dense and compiled.intersection(FUSED_STEPS):
         wider = {p.dtype: p for p in reversed(space.kernel_plans) if p.dtype != space.default.dtype}
         plans += wider.values()
-        # A kernel that reads strides is compiled for the layout of copies as well.
-        plans += [copied for plan in plans if (copied := _copied(space, plan)) is not None]
+        # A kernel that reads strides is compiled for rows in place and for the layout of copies.
+        both_ways = [_gathered(space, plan, end) for plan in plans for end in (0, -1)]
+        plans = [plan for plan in both_ways if plan is not None]
         plans += _gathers(space)
     return [(space.workload, plan) for plan in dict.fromkeys(plans)]
+
+
+def _kernels(plan: Tunables) -> set[str]:
+    return {name for branch in plan.branches for name in (branch.forward, branch.backward)}
 
 
 def _is_mixed(plan: Tunables) -> bool:
@@ -76,9 +86,10 @@ def _compiled_for(plan: Tunables, compiled: frozenset[str]) -> set[object]:
     return {way for way, kernel in ways.items() if kernel in compiled}
 
 
-def _copied(space: Space, plan: Tunables) -> Tunables | None:
-    """The plan with every branch copied that may be; None where that cannot run."""
-    return space.combine(plan, {name: values[-1] for name, values in space.knobs.items() if name.startswith("gather.")})
+def _gathered(space: Space, plan: Tunables, end: int) -> Tunables | None:
+    """The plan with every branch read in place (0), or copied where it may be (-1); None where that cannot run."""
+    knobs = {name: values[end] for name, values in space.knobs.items() if name.startswith("gather.")}
+    return space.combine(plan, knobs)
 
 
 def _gathers(space: Space) -> list[Tunables]:

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import math
 
-# A call in a loop cannot be faster than the host launches it, but in a model attention is not alone: at 4096 positions
-# the matrix products of a layer keep the device busy three times as long as attention does, with a third of its
-# launches, and hide all of flash-attn-4's 195 us on a slow host; at 1024 they hide about half.
-EXPOSED = 1 / 3  # of the host's time for a call, that a model waits for if the device is done earlier
-LAUNCH_BOUND = 1.2 * EXPOSED  # of the host's time: a call that takes no longer is timed by its launches
+# What a launch costs depends on who waits. In a CUDA graph, or behind a model's matrix products, nobody does: the
+# device's time is all of it. In a loop of nothing but small calls the host's is. So a plan is judged by the device's
+# time, as long as its host takes no more than so many times the default's, where that would be waited for. The ratio of
+# two plans is steady, but the host's own time was twice as long in one of two probes of one machine: while a third of
+# it counted, they chose other plans.
+LAUNCH_LEEWAY = 1.25
 HEAD_START = 1.5  # times the host's time: with less the device waits where the host is slower than it was
 LONGEST_HEAD_START_MS = 10.0  # a first call that compiles takes the host seconds
 FEWEST_LAUNCHES = 5  # calls in a sample where the host is the slower one: its quiet ones want several
+
+
+def judged_ms(ms: float, host_us: float, default_ms: float, default_host_us: float) -> float:
+    """What a call counts as beside a default's: the device's time, or more for a host that launches longer."""
+    waited = max(ms, host_us / 1e3) / max(default_ms, default_host_us / 1e3)
+    return max(ms, default_ms * waited / LAUNCH_LEEWAY)
 
 
 def host_is_slower(call_ms: float, host_us: float) -> bool:

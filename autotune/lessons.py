@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import statistics
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -34,6 +35,7 @@ class Lessons:
     store: Store | None = None
     lost: dict[str, str] = field(default_factory=dict)
     one_off_s: float = 0.0
+    sigmas: list[float] = field(default_factory=list)  # of one paired log-ratio, of every finished cell
     _first_call_s: dict[tuple[Workload, object], float] = field(default_factory=dict)
     _met: set[object] = field(default_factory=set)
     _proof_s: dict[Workload, tuple[float, float]] = field(default_factory=dict)  # and the call's then
@@ -57,6 +59,10 @@ class Lessons:
     def has_lost(self, plan: Tunables) -> bool:
         """Whether a kernel of the plan is known not to load."""
         return not self.lost.keys().isdisjoint(kernel for _, kernel in parts_of(plan))
+
+    def usual_sigma(self, assumed: float) -> float:
+        """What a cell that has timed nothing may expect; ``assumed`` where no other cell has either."""
+        return statistics.median(self.sigmas) if self.sigmas else assumed
 
     # --- time ---------------------------------------------------------------------------------------------------
 

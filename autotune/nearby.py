@@ -11,15 +11,14 @@ from ringattn.workload import Tunables, Workload
 from .lessons import Part, parts_of
 from .statistics import Interval
 
-HOPELESS = 3.0  # times the best: what was so slow at a neighbouring length is not tried again
+HOPELESS = 2.0  # times the best: what was so slow at a neighbouring length is not tried again
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
     """What a finished cell timed. ``narrow`` have a narrower dtype; ``ruled_out`` failed or break a limit.
 
-    ``launch_bound`` took about as long as the host did to launch them, which says nothing of another length:
-    flash-attn-4 takes four times flash's time over 1024 positions and 0.4 of it over 4096.
+    ``launch_bound`` were judged by how long the host takes to launch them, which says nothing of another length.
     """
 
     cell: Workload

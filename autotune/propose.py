@@ -8,7 +8,7 @@ a hundred times as much (95 us against 1 us on an H100's LongNet cell).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 
 import numpy as np
 
@@ -33,15 +33,21 @@ class Walker:
     """Walks over one space. ``tried`` are identities that nobody wants to see again; it grows by what is proposed."""
 
     def __init__(
-        self, space: Space, model: CellModel, tried: set[Hashable], wanted: Callable[[Tunables], bool]
+        self,
+        space: Space,
+        model: CellModel,
+        tried: set[Hashable],
+        wanted: Callable[[Tunables], bool],
+        fixed: Collection[str] = (),
     ) -> None:
+        """``fixed`` are knobs that are not turned; nor is the dtype, which races decide."""
         self._space, self._coder, self._process = space, model.coder, model.process
         self._tried, self._wanted = tried, wanted
         self._turns = [
             (column, name, value, self._coder.number(column, value))
             for column, name in enumerate(self._coder.names)
             for value in space.knobs.get(name, ())
-            if name != "dtype"  # races decide it
+            if name != "dtype" and name not in fixed
         ]
 
     def propose(self, starts: Sequence[Tunables], count: int, least: float) -> list[Tunables]:

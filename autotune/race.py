@@ -20,7 +20,7 @@ from . import statistics
 from .budget import Deadline, EffortPreset
 from .choose import GAIN_MARGIN
 from .evaluator import Block, Checked, Clock, Evaluator, Fault, Proven, Sample
-from .head_start import sample_ms
+from .head_start import judged_ms, sample_ms
 from .probe import TrialOutcome
 from .statistics import Interval
 from .store import Entry, StageRecord
@@ -85,7 +85,8 @@ class Ledger:
     discarded: int = 0
     patience_s: float = 0.0  # left for blocks that are thrown away
     loaded: bool = False  # foreign load did not end: what was timed under it counts, with a wider margin
-    host_us: dict[Tunables, list[float]] = field(default_factory=dict)
+    asynchronous: bool = False  # the device works while the host goes on, and is timed with a head start
+    host_us: dict[Tunables, list[float]] = field(default_factory=dict)  # of every block
 
     def noise_sigma(self) -> float:
         """Standard deviation of one paired log-ratio; infinite until two blocks were seen."""
@@ -98,7 +99,22 @@ class Ledger:
             return None
         # A default whose one call was disturbed would make every first look a promise; its blocks tell.
         default_ms = min([other.call_ms, *([statistics.median(self.default_ms)] if self.default_ms else [])])
-        return math.log(mine.call_ms / default_ms)
+        return math.log(self.judged_ms(mine.call_ms, mine.host_us, default_ms, other.host_us) / default_ms)
+
+    def launches_too_long(self, plan: Tunables, default: Tunables) -> bool:
+        """Whether it was judged by how long the host takes to launch it, which says nothing of longer calls."""
+        mine, other = self.checked.get(plan), self.checked.get(default)
+        if not isinstance(mine, Checked) or not isinstance(other, Checked):
+            return False
+        return self.judged_ms(mine.call_ms, mine.host_us, other.call_ms, other.host_us) > mine.call_ms
+
+    def judged_ms(self, ms: float, host_us: float, default_ms: float, default_host_us: float) -> float:
+        """What a call counts as: its own time where the host waits for all of it."""
+        return judged_ms(ms, host_us, default_ms, default_host_us) if self.asynchronous else ms
+
+    def typical_host_us(self, plan: Tunables) -> float:
+        """Over all blocks: one reading is too rough to judge by."""
+        return statistics.median(self.host_us[plan])
 
     def failures(self) -> dict[Tunables, Fault]:
         failed = {plan: result for plan, result in self.checked.items() if isinstance(result, Fault)}
@@ -121,7 +137,6 @@ class Arena:
     sample_s: float  # what one sample takes at least
     clock: Clock
     listener: TrialListener
-    asynchronous: bool = False  # the device works while the host goes on, and gets a head start
     _seed_stage: int = 0
     _default_faults: int = 0
 
@@ -230,7 +245,7 @@ class Arena:
         known = self.ledger.checked.get(plan)
         if not isinstance(known, Checked):
             return self.sample_s
-        taken_ms = sample_ms(known.call_ms, known.host_us) if self.asynchronous else known.call_ms
+        taken_ms = sample_ms(known.call_ms, known.host_us) if self.ledger.asynchronous else known.call_ms
         return max(self.sample_s, taken_ms / 1e3)
 
     def block(self, entries: Sequence[Entry]) -> bool:
@@ -248,7 +263,7 @@ class Arena:
         block = self.evaluator.block(self.cell, order, timeout_s=self.timeout_s)
         if block.disturbances and not self._accepts(block, self.clock.now() - began):
             return False
-        times, faults = _split(order, block)
+        times, faults = self._split(order, block)
         self._handle_faults(faults, timed)
         readings = times.get(self.default, [])
         if not readings:
@@ -270,8 +285,28 @@ class Arena:
             if entry.tunables == self.default:
                 self.record.report(entry, number, 0.0)
             elif entry.tunables in times:
-                self.record.report(entry, number, math.log(times[entry.tunables][0]) - default_log)
+                self.record.report(
+                    entry, number, self._log_ratio(entry.tunables, times[entry.tunables][0], default_log)
+                )
         return True
+
+    def _log_ratio(self, plan: Tunables, ms: float, default_log: float) -> float:
+        hosts_us = self.ledger.typical_host_us(plan), self.ledger.typical_host_us(self.default)
+        return math.log(self.ledger.judged_ms(ms, hosts_us[0], math.exp(default_log), hosts_us[1])) - default_log
+
+    def _split(
+        self, order: Sequence[Tunables], block: Block
+    ) -> tuple[dict[Tunables, list[float]], dict[Tunables, Fault]]:
+        """Of each plan its times in ms, and its fault."""
+        times: dict[Tunables, list[float]] = {}
+        faults: dict[Tunables, Fault] = {}
+        for plan, result in zip(order, block.results, strict=True):
+            if isinstance(result, Sample):
+                times.setdefault(plan, []).append(result.ms)
+                self.ledger.host_us.setdefault(plan, []).append(result.host_us)
+            else:
+                faults[plan] = result
+        return times, faults
 
     def _accepts(self, block: Block, took_s: float) -> bool:
         """Whether a disturbed block counts: not while there is time to repeat it."""
@@ -374,17 +409,6 @@ class Arena:
         """How likely the entry is faster than the other by that much (log); 0.5 when they never met."""
         differences = self.difference(entry, other)
         return statistics.probability_below(differences, -by, seed=self.seed) if differences else 0.5
-
-
-def _split(order: Sequence[Tunables], block: Block) -> tuple[dict[Tunables, list[float]], dict[Tunables, Fault]]:
-    times: dict[Tunables, list[float]] = {}
-    faults: dict[Tunables, Fault] = {}
-    for plan, result in zip(order, block.results, strict=True):
-        if isinstance(result, Sample):
-            times.setdefault(plan, []).append(result.ms)
-        else:
-            faults[plan] = result
-    return times, faults
 
 
 def race(

@@ -82,7 +82,7 @@ class CellSearch:
         """What the cell would take; the default's warm call is the yardstick, and most other kernels are slower."""
         context, preset = self.context, self.context.preset
         sample_s = context.sample_s()
-        check_s = 0.05 + 8 * context.waited_s()
+        check_s = 0.05 + 5 * context.waited_s()
         plans = context.space.all_plans(preset.brute_force_plans)
         moves = sum(len(values) - 1 for values in context.space.knobs.values())
         if plans is not None:

@@ -12,7 +12,7 @@ import torch
 
 from ringattn.hardware import HardwareFacts
 
-from .head_start import EXPOSED, FEWEST_LAUNCHES, flushes_for, host_is_slower
+from .head_start import FEWEST_LAUNCHES, flushes_for, host_is_slower
 
 FEWEST = 3  # readings that are taken however long they last
 IN_FLIGHT = 4  # calls that the host may be ahead: with a thousand launches waiting, the next would wait as well
@@ -113,9 +113,8 @@ class CudaTimer:
         return [Reading(begin.elapsed_time(end), us) for (begin, end), us in zip(events, taken_us, strict=False)]
 
     def of(self, readings: Sequence[Reading]) -> Reading:
-        """What a call takes in a model: the device, or what cannot be hidden of the host."""
-        host_us = _quantile([r.host_us for r in readings], QUIET)
-        return Reading(max(_quantile([r.ms for r in readings], 0.5), EXPOSED * host_us / 1e3), host_us)
+        """The device's typical time, and the host's when nothing disturbed it."""
+        return Reading(_quantile([r.ms for r in readings], 0.5), _quantile([r.host_us for r in readings], QUIET))
 
 
 def _quantile(values: Sequence[float], share: float) -> float:

@@ -119,7 +119,7 @@ class _Verification:
         self.preset = preset
         self.observer = observer
         self.edge = edge
-        self.ledger = Ledger()
+        self.ledger = Ledger(asynchronous=edge.facts.vendor != "cpu")
         self.arena = Arena(
             cell=entry.workload,
             stage=STAGE,
@@ -133,7 +133,6 @@ class _Verification:
             sample_s=preset.sample_target_ms / 1e3,
             clock=edge.clock,
             listener=self._told,
-            asynchronous=edge.facts.vendor != "cpu",
         )
 
     def _told(self, plan: Tunables, outcome: TrialOutcome) -> None:

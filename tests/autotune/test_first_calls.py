@@ -42,8 +42,13 @@ def test_every_compiled_kernel_and_every_gather_is_called_once_for_all_lengths_a
     calls = calls_worth_making(spaces(COMPILING))
     assert len(set(calls)) == len(calls)
     assert {cell.mode for cell, _ in calls} == {"train"}  # its forward is inference's
-    dilated = [made for cell, made in calls if not cell.pattern.dense]
-    assert {cell.seq_len for cell, _ in calls if not cell.pattern.dense} == {32768}  # the first that ends no segment
+    dilated = [made for cell, made in calls if not cell.pattern.dense and cell.seq_len == 32768]  # segments divide it
+    clipped = [made for cell, made in calls if not cell.pattern.dense and cell.seq_len != 32768]
+    assert {(b.forward, b.backward) for made in clipped for b in made.branches} == {
+        ("flash-attn-4", "flash-attn-4"),
+        ("cudnn", "flash-attn-4"),
+    }  # it alone compiles again where a short sequence clips segments
+    assert {made.branches[-1].gather for made in clipped} == {"view", "copy"}
     gathers = {tuple(b.gather for b in made.branches) for made in dilated if made.branches[0].forward == "cudnn"}
     assert len(gathers) == 2**4
     for dtype, kernel in (("fp32", "efficient"), ("bf16", "flash-attn-4"), ("bf16", "triton")):

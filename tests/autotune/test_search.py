@@ -8,11 +8,13 @@ import math
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from machines import MIB, Setting, Truth, far_from, invented, plan, workload
 
 from autotune.choose import Candidate, NothingAllowed, choose, distance, pareto_front
 from autotune.evaluator import Checked, Fault
-from autotune.head_start import EXPOSED
+from autotune.head_start import judged_ms
 from autotune.nearby import Nearby, Timed
 from autotune.race import Limits
 from autotune.replay import Trouble
@@ -434,18 +436,32 @@ def test_what_only_its_launches_made_slow_is_not_hopeless_at_the_next_length() -
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_call_timed_by_its_launches_is_launch_bound(asynchronous: bool) -> None:
+def test_a_plan_judged_by_its_launches_is_launch_bound(asynchronous: bool) -> None:
     """Where the host does the work itself its time is the call's, and says nothing."""
     trial = Setting(DENSE, by_kernels(quick=0.0, swift=0.1, math=0.9), plan(DENSE), budget_s=20).run()
     context = trial.context
-    context.settings = replace(context.settings, asynchronous=asynchronous)
+    context.ledger.asynchronous = asynchronous
     for known, result in list(context.ledger.checked.items()):
         if isinstance(result, Checked):
-            share = 1.0 if known == plan(DENSE) else EXPOSED
-            context.ledger.checked[known] = replace(result, host_us=1e3 * result.call_ms / share)
+            slower = 1.0 if known == plan(DENSE) else 2.0
+            context.ledger.checked[known] = replace(result, host_us=1e4 * result.call_ms * slower)
     bound = context.timed().launch_bound
     assert (plan(DENSE, "swift") in bound) == asynchronous
     assert plan(DENSE) not in bound
+
+
+@given(st.floats(1e-3, 1e2), st.floats(1.0, 1e5), st.floats(1e-3, 1e2), st.floats(1.0, 1e5), st.floats(0.2, 5.0))
+def test_a_call_is_judged_by_the_device_unless_its_host_launches_longer(
+    ms: float, host_us: float, default_ms: float, default_host_us: float, slower: float
+) -> None:
+    judged = judged_ms(ms, host_us, default_ms, default_host_us)
+    assert judged >= ms
+    assert judged_ms(ms, 0.0, default_ms, default_host_us) <= max(ms, judged)
+    assert judged_ms(default_ms, default_host_us, default_ms, default_host_us) == default_ms
+    assert judged_ms(ms, default_host_us, ms, default_host_us) == ms
+    # A host that is slower with everything, where it is waited for with both, changes nothing.
+    if min(host_us, slower * host_us) > 1e3 * ms and min(default_host_us, slower * default_host_us) > 1e3 * default_ms:
+        assert judged_ms(ms, slower * host_us, default_ms, slower * default_host_us) == pytest.approx(judged)
 
 
 def test_a_wider_dtype_may_win() -> None:

@@ -307,7 +307,9 @@ class DeviceBench:
     def _warm(self, runner: Runner, waited_ms: float | None = None) -> None:
         """Calls until two in a row take the same time, or long enough; ``waited_ms`` of the last that was made."""
         begin = time.perf_counter()
-        last = math.inf if waited_ms is None else waited_ms
+        last = math.inf
+        if waited_ms is not None:  # with the head start it needs from the first reading on, which may be the only one
+            last, runner.host_us = waited_ms, waited_ms * 1e3
         for number in range(1 if waited_ms is None else WARM_CALLS, 50):
             reading = self._timer.of(self._timer.time(runner.call, 1, host_us=runner.host_us))
             # The host's, too: ranks with unlike head starts would time how long they wait for each other.

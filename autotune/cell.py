@@ -131,7 +131,7 @@ class CellContext:
         self.end = end if end is not None else Deadline(clock, math.inf)
         self.main_dtypes = frozenset(main_dtypes)
         self.default = space.default
-        self.ledger = Ledger(asynchronous=settings.asynchronous)
+        self.ledger = Ledger(asynchronous=settings.asynchronous, block_pace=self.lessons.block_pace)
         self.estimates: dict[Tunables, Interval] = {}  # log-ratio of every timed plan, over all stages
         self._readings: dict[Tunables, dict[str, list[float]]] = {}  # by stage
         self.trials = 0

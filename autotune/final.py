@@ -29,13 +29,14 @@ WIDE = 0.10  # a possible gain (log-ratio) that a kept default must be able to e
 # nothing per shape take a second for all their lengths; cuDNN takes 6 to 12 s for a LongNet plan, and what the default
 # owes is paid out of what is left of the probe when every cell has been searched.
 PROOF_KEPT_S = 2.0
+PROOF_MARGIN = 1.2  # a choice that misses its proof by a hair is lost
 REFUSED_SIGMA = 0.5  # noise of one paired log-ratio from which no verdict is given
 AT_PAR = Interval(0.0, 0.0, 0.0, 2)
 
 
 def proof_kept_s(context: CellContext, deadline: Deadline | None = None, proofs: int = 1) -> float:
     """Seconds that a cell ending at ``deadline`` keeps for the proof of its choice: what will not fit after its end."""
-    whole_s = proofs * context.prove_s()
+    whole_s = PROOF_MARGIN * proofs * context.prove_s()
     after_s = whole_s if deadline is None else context.end.remaining_s() - deadline.remaining_s()
     return min(whole_s, max(PROOF_KEPT_S, whole_s - after_s))
 
@@ -48,7 +49,7 @@ def reserve_s(context: CellContext, deadline: Deadline | None = None) -> float:
     # All finalists and the default twice in the first blocks; after them mostly the default, the best and one rival.
     samples = (FINALISTS + 1) * preset.final_min_blocks + 4 * (blocks - preset.final_min_blocks)
     proofs = _proofs_wanted(context, [context.default, *_finalists(context)])
-    return 1.2 * samples * context.sample_s() + proof_kept_s(context, deadline, proofs)
+    return context.ledger.block_pace * samples * context.sample_s() + proof_kept_s(context, deadline, proofs)
 
 
 def _proofs_wanted(context: CellContext, finalists: Sequence[Tunables]) -> int:

@@ -186,8 +186,8 @@ class Arithmetic:
 
     ``recomputed`` is the relative error between a logit of the forward and the same logit worked out again in the
     backward, by other instructions in another order, and of an out merged from several: it is what keeps the sums
-    of the backward from cancelling. ``kept`` is that of an out which is kept for the backward, rounded by half a unit by its
-    branch, and by another half merged: as much as it may be, not what these values happen to round by.
+    of the backward from cancelling. ``kept`` is that of an out which is kept for the backward, rounded by half a
+    unit by its branch and by another half merged: as much as it may be, not what these values happen to round by.
     """
 
     dtype: torch.dtype

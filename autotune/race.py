@@ -39,7 +39,9 @@ POLISHES = 3  # rounds of the median polish
 LEAN_BLOCKS = 3  # repetitions of a slower plan that needs less memory
 LOOKED_OFTEN = 0.998  # of an interval that is looked at after every block of a final: 95 % would drop the best by luck
 FINAL_PRECISION = 0.008  # half-width of the interval at which the final stops early
-BLOCK_OVERHEAD = 1.15  # random order, flushes and messages, on top of the samples
+BLOCK_PACE = 1.15  # times its samples a block takes, until it is known: random order, flushes, messages, the record
+LONGEST_PACE = 4.0  # a block that took longer was held up
+LATEST_BLOCK = 0.2  # weight of the latest block in how long they take
 
 TrialListener = Callable[[Tunables, TrialOutcome], None]
 
@@ -87,6 +89,7 @@ class Ledger:
     loaded: bool = False  # foreign load did not end: what was timed under it counts, with a wider margin
     asynchronous: bool = False  # the device works while the host goes on, and is timed with a head start
     host_us: dict[Tunables, list[float]] = field(default_factory=dict)  # of every block
+    block_pace: float = BLOCK_PACE
 
     def noise_sigma(self) -> float:
         """Standard deviation of one paired log-ratio; infinite until two blocks were seen."""
@@ -239,7 +242,7 @@ class Arena:
     def estimate_s(self, entries: Sequence[Entry]) -> float:
         """Seconds that one block of these entries takes."""
         plans = [self.default, self.default, *(entry.tunables for entry in entries)]
-        return BLOCK_OVERHEAD * sum(self._sample_estimate_s(plan) for plan in plans)
+        return self.ledger.block_pace * sum(self._sample_estimate_s(plan) for plan in plans)
 
     def _sample_estimate_s(self, plan: Tunables) -> float:
         known = self.ledger.checked.get(plan)
@@ -254,6 +257,14 @@ class Arena:
         Raises DefaultBroken after DEFAULT_ATTEMPTS blocks without a default. A disturbed block is thrown away and
         the caller repeats it; on a machine where that does not end, blocks count and the machine as loaded.
         """
+        began, expected_s = self.clock.now(), self.estimate_s(entries)
+        try:
+            return self._block(entries)
+        finally:
+            latest = self.ledger.block_pace * (self.clock.now() - began) / expected_s
+            self.ledger.block_pace += LATEST_BLOCK * (min(latest, LONGEST_PACE) - self.ledger.block_pace)
+
+    def _block(self, entries: Sequence[Entry]) -> bool:
         number = max(self.record.default_ms, default=-1) + 1
         rng = np.random.default_rng((self.seed, self._seed_stage, number, self.ledger.discarded + self._default_faults))
         timed = [entry for entry in entries if entry.tunables != self.default]

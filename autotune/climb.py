@@ -173,7 +173,8 @@ class Climb:
         """Whether one of them was faster than what it is a turn of, or not timed at all."""
         timed = [self.entries[plan] for plan in plans if plan in self.entries and self.entries[plan].log_ratios]
         gains = [-median(self.arena.difference(entry, self.incumbent)) for entry in timed]
-        return len(timed) < len(plans) or any(gain > max(WORTH_TRYING, self.context.sigma()) for gain in gains)
+        luck = 2 * self.context.sigma()
+        return len(timed) < len(plans) or any(gain > max(WORTH_TRYING, luck) for gain in gains)
 
     def _proposals(self, model: CellModel, fixed: Collection[str] = ()) -> list[Tunables]:
         context = self.context

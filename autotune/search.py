@@ -91,7 +91,8 @@ class CellSearch:
         else:
             kernels = len(context.space.kernel_plans)
             base = kernels * (check_s + 2 * sample_s) + preset.race_blocks * (preset.survivors + 3) * sample_s
-            improve_s = moves * (check_s + 4 * sample_s) + 8 * preset.race_blocks * sample_s
+            # A climb ends by itself once nothing is promised any more; until then each knob is turned some twice.
+            improve_s = 2 * moves * (check_s + 4 * sample_s) + 8 * preset.race_blocks * sample_s
             explore_s = preset.explore_plans * (check_s + 3 * sample_s)
         return CellNeed(base + reserve_s(context), improve_s, explore_s)
 

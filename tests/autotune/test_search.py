@@ -443,7 +443,7 @@ def test_a_plan_judged_by_its_launches_is_launch_bound(asynchronous: bool) -> No
     context.ledger.asynchronous = asynchronous
     for known, result in list(context.ledger.checked.items()):
         if isinstance(result, Checked):
-            slower = 1.0 if known == plan(DENSE) else 2.0
+            slower = 1.0 if known == plan(DENSE) else 6.0
             context.ledger.checked[known] = replace(result, host_us=1e4 * result.call_ms * slower)
     bound = context.timed().launch_bound
     assert (plan(DENSE, "swift") in bound) == asynchronous

@@ -344,6 +344,10 @@ class Profile:
         if twice:
             raise InputError(f"plans answers one workload more than once: {twice[0]}")
 
+    def covers(self, world: int) -> bool:
+        """Whether it holds plans for so many ranks."""
+        return any(entry.workload.world == world for entry in self.plans)
+
     @classmethod
     def single(cls, facts: HardwareFacts, workload: Workload, tunables: Tunables) -> Profile:
         """A measured profile of one plan and no evidence: how a tuner hands the runtime a candidate."""

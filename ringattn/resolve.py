@@ -100,10 +100,10 @@ def resolve(located: Sequence[Located], facts: HardwareFacts, *, world: int = 1)
         else:
             measured.append((match, entry))
     # Stable: search order stays between equals.
-    measured.sort(key=lambda pair: (not _plans_for(pair[1].profile, world), *pair[0].rank))
+    measured.sort(key=lambda pair: (not pair[1].profile.covers(world), *pair[0].rank))
     for number, (match, entry) in enumerate(measured):
         verdict = "taken" if number == 0 else f"not taken, {measured[0][1].path} comes first"
-        if number and _plans_for(measured[0][1].profile, world) and not _plans_for(entry.profile, world):
+        if number and measured[0][1].profile.covers(world) and not entry.profile.covers(world):
             verdict = f"not taken, it holds no plans for {plural(world, 'rank')}"
         trace.insert(number, f"{entry.path} ({entry.origin}): {verdict}; tier {match.tier}: {match.why}")
     heuristic = _heuristic(located, facts, bound, trace)
@@ -112,10 +112,6 @@ def resolve(located: Sequence[Located], facts: HardwareFacts, *, world: int = 1)
         assert match.tier is not None
         return Resolution(entry.profile, heuristic.profile, entry.path, match.tier, tuple(trace))
     return Resolution(None, heuristic.profile, heuristic.path, "heuristic", tuple(trace))
-
-
-def _plans_for(profile: Profile, world: int) -> bool:
-    return any(entry.workload.world == world for entry in profile.plans)
 
 
 def _check_bound(bound: Located, facts: HardwareFacts, world: int) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
 from ..exit_codes import ExitCode
 from .options import device_option, json_option, ranks_asked, world_option
+
+if TYPE_CHECKING:
+    from ringattn.hardware import HardwareFacts
 
 
 @click.command(short_help="Print the profile this machine uses.")
@@ -16,22 +21,29 @@ from .options import device_option, json_option, ranks_asked, world_option
 def which(path_only: bool, device: str | None, nproc: str | None, as_json: bool) -> None:
     """Print which profile this machine uses, and how well it fits.
 
-    Exit code 4 says that nothing measured fits and the heuristic decides;
-    --path-only then prints nothing.
+    Exit code 4 says that nothing measured fits, or nothing for so many ranks,
+    and the heuristic decides; --path-only then prints nothing.
 
     \b
         ringtune which
         PROFILE=$(ringtune which --path-only) || ringtune probe
     """
     from ringattn.profile_paths import shipped_folder
+    from ringattn.wording import plural
 
     from ..terminal import emit_json, plain, warn
     from .locate import TIER_MEANINGS, resolve_here
 
     if path_only and as_json:
         raise click.UsageError("--path-only and --json exclude each other")
-    resolution, notes = resolve_here(device, lambda facts: ranks_asked(nproc, facts))
-    measured = resolution.profile is not None
+    ranks: list[int] = []
+
+    def asked(facts: HardwareFacts) -> int:
+        ranks.append(ranks_asked(nproc, facts))
+        return ranks[0]
+
+    resolution, notes = resolve_here(device, asked)
+    measured = resolution.profile is not None and resolution.profile.covers(ranks[0])
     for note in notes:
         warn(f"warning: {note}")
     if as_json:
@@ -46,5 +58,11 @@ def which(path_only: bool, device: str | None, nproc: str | None, as_json: bool)
     if not measured:
         if not as_json:
             over = f" --nproc {nproc}" if nproc else ""
-            warn(f"No measured profile serves this machine; `ringtune probe{over}` makes one.")
+            if resolution.profile is None:
+                warn(f"No measured profile serves this machine; `ringtune probe{over}` makes one.")
+            else:
+                warn(
+                    f"It holds no plans for {plural(ranks[0], 'rank')}, which a heuristic serves; "
+                    f"`ringtune probe{over}` adds them."
+                )
         raise click.exceptions.Exit(ExitCode.NO_PROFILE)

@@ -98,6 +98,10 @@ def test_which_names_the_profile_that_so_many_ranks_use(
     for ranks, name in (("1", "alone.yaml"), ("2", "two.yaml")):
         result = ringtune("which", "--device", "cpu", "--nproc", ranks, "--path-only")
         assert (result.exit_code, result.stdout) == (0, f"{home / name}\n")
+    result = ringtune("which", "--device", "cpu", "--nproc", "3")
+    assert result.exit_code == 4
+    assert "holds no plans for 3 ranks, which a heuristic serves; `ringtune probe --nproc 3` adds them" in result.stderr
+    assert ringtune("which", "--device", "cpu", "--nproc", "3", "--path-only").stdout == ""
 
 
 # --- of another machine -----------------------------------------------------------------------------------------

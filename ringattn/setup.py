@@ -20,7 +20,7 @@ from .profile import PlanEntry, Policy, Profile
 from .profile_paths import FILE_VARIABLE, Located, collect
 from .program import DTYPE_NAMES
 from .resolve import Resolution, entries_for, resolve
-from .table import ModuleShape
+from .table import ModuleShape, probe_options
 from .workload import CHECKPOINTS
 
 logger = logging.getLogger("ringattn")
@@ -78,23 +78,6 @@ class Setup:
         )
         reasons = {name: kernel.unsupported_reasons(need, self.facts) for name, kernel in KERNELS.items()}
         return {name: why for name, why in reasons.items() if why}
-
-
-def probe_options(shape: ModuleShape) -> str:
-    """What to tell `ringtune probe` so that it measures this module's workload."""
-    options = [f"--heads {shape.heads}", f"--head-dim {shape.head_dim}"]
-    if shape.kv_heads != shape.heads:
-        options.insert(1, f"--kv-heads {shape.kv_heads}")
-    options.append("--causal" if shape.causal else "--no-causal")
-    if shape.pattern.dense:
-        options.append("--dense")
-    else:
-        segments = ",".join(str(branch.segment) for branch in shape.pattern.branches)
-        rates = ",".join(str(branch.rate) for branch in shape.pattern.branches)
-        options += [f"--segment-lengths {segments}", f"--dilation-rates {rates}"]
-    if shape.world > 1:
-        options.append(f"--nproc {shape.world}")
-    return " ".join(options)
 
 
 def set_up(profile: Any, device: Any, shape: ModuleShape) -> Setup:

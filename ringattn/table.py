@@ -54,6 +54,23 @@ class ModuleShape:
         )
 
 
+def probe_options(shape: ModuleShape) -> str:
+    """What to tell `ringtune probe` so that it measures this module's workload."""
+    options = [f"--heads {shape.heads}", f"--head-dim {shape.head_dim}"]
+    if shape.kv_heads != shape.heads:
+        options.insert(1, f"--kv-heads {shape.kv_heads}")
+    options.append("--causal" if shape.causal else "--no-causal")
+    if shape.pattern.dense:
+        options.append("--dense")
+    else:
+        segments = ",".join(str(branch.segment) for branch in shape.pattern.branches)
+        rates = ",".join(str(branch.rate) for branch in shape.pattern.branches)
+        options += [f"--segment-lengths {segments}", f"--dilation-rates {rates}"]
+    if shape.world > 1:
+        options.append(f"--nproc {shape.world}")
+    return " ".join(options)
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One row: a plan, or why there is none. ``bucket`` None stands for every length that was not measured."""
@@ -136,7 +153,10 @@ class PlanTable:
         if row.bucket is not None or not measured:
             return f"{what}: no plan was measured for this module; a heuristic plan serves"
         lengths = f"from {measured[0]} to {measured[-1]}" if len(measured) > 1 else f"at {measured[0]}"
-        return f"{what}: measured {lengths} positions; outside, a heuristic plan serves"
+        return (
+            f"{what}: measured {lengths} positions; outside, a heuristic plan serves; "
+            f"`ringtune probe {probe_options(self.shape)} --seq-len LENGTH` measures one more"
+        )
 
     def _build(self, bucket: int | None, workload: Workload) -> Row:
         """Pure: the first that can run of the bucket's choices and the heuristic, for this workload."""

@@ -21,8 +21,7 @@ from ringattn.hardware import HardwareFacts
 from ringattn.plan import NO_WISHES, Conditions, Wishes
 from ringattn.profile import Choice, Fingerprint, PlanEntry, Policy
 from ringattn.profile_io import save_profile
-from ringattn.setup import probe_options
-from ringattn.table import ModuleShape, PlanTable, Row, as_wished, build_table, fitted
+from ringattn.table import ModuleShape, PlanTable, Row, as_wished, build_table, fitted, probe_options
 from ringattn.workload import BranchTunables, Tunables, Workload, nearest_bucket, not_narrower
 
 POLICY = Policy(
@@ -422,7 +421,10 @@ def test_beyond_the_measured_lengths_the_heuristic_serves_and_is_said_once(said:
         assert module.plan_for(length, "fp32", False).tunables.branches[0].forward == "flash-cpu"
     (record,) = said.records
     assert record.levelname == "WARNING"
-    assert record.getMessage() == "fp32 infer: measured from 64 to 128 positions; outside, a heuristic plan serves"
+    assert record.getMessage() == (
+        "fp32 infer: measured from 64 to 128 positions; outside, a heuristic plan serves; "
+        "`ringtune probe --heads 2 --head-dim 4 --no-causal --dense --seq-len LENGTH` measures one more"
+    )
 
 
 def test_a_runner_up_is_said_once(

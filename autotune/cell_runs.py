@@ -23,7 +23,7 @@ from .store import Store
 from .task import Task
 from .telling import Telling
 
-AHEAD_SHARE = 0.1  # of the budget may be waited for first calls once the defaults are checked
+AHEAD_SHARE = 0.05  # of the budget may be waited for more first calls once the defaults are checked
 HANG_S = {"cpu": 6.0, "nvidia": 25.0}  # a GPU kernel may have to be compiled first
 
 

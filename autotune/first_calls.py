@@ -8,7 +8,7 @@ disk, spent 12.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ringattn.fused_steps import FUSED_STEPS
@@ -28,6 +28,7 @@ def calls_worth_making(spaces: Iterable[Space]) -> tuple[Call, ...]:
     end with it: one length is enough that all segments divide. Only flash-attn-4 compiles once more, 5 s at a time,
     where segments are clipped to a short sequence.
     """
+    spaces = list(spaces)
     alike: dict[Workload, list[Space]] = {}
     for space in spaces:
         alike.setdefault(replace(space.workload, seq_len=1, mode="train", total_length=0), []).append(space)
@@ -36,8 +37,21 @@ def calls_worth_making(spaces: Iterable[Space]) -> tuple[Call, ...]:
         shortest = min(group, key=lambda space: (not space.workload.train, space.workload.seq_len))
         if shortest is not min(group, key=_as_example):
             calls += [(cell, plan) for cell, plan in _calls_of(shortest) if "flash-attn-4" in _kernels(plan)]
-    calls.sort(key=lambda call: (call[0].pattern.dense, not call[0].train))
+    defaults = [space.default for space in spaces]
+    calls.sort(key=lambda call: (_turn(call[1], defaults), call[0].pattern.dense, not call[0].train))
     return tuple(calls[:MOST_CALLS])
+
+
+def _turn(plan: Tunables, defaults: Sequence[Tunables]) -> int:
+    """What the check of the defaults compiles comes first, then flash-attn-4, which takes longest; gathers last."""
+    of_a_default = any(plan.dtype == other.dtype and _kernels(plan) <= _kernels(other) for other in defaults)
+    if of_a_default:
+        return 0 if any(_gathers(plan) == _gathers(other) for other in defaults) else 3
+    return 1 if "flash-attn-4" in _kernels(plan) else 2
+
+
+def _gathers(plan: Tunables) -> tuple[str, ...]:
+    return tuple(branch.gather for branch in plan.branches)
 
 
 def _as_example(space: Space) -> tuple[bool, bool, int]:
@@ -50,7 +64,8 @@ def _calls_of(space: Space) -> list[Call]:
     compiled = space.machine.just_in_time
     plans: list[Tunables] = []
     covered = set[object]()
-    for plan in sorted(space.kernel_plans, key=_is_mixed):
+    # Another dtype is tried once or twice, and given up where it is slow: the first of its plans is called below.
+    for plan in sorted((p for p in space.kernel_plans if p.dtype == space.default.dtype), key=_is_mixed):
         if (needed := _compiled_for(plan, compiled)) - covered:
             covered |= needed
             plans.append(plan)
@@ -60,7 +75,7 @@ def _calls_of(space: Space) -> list[Call]:
         # A kernel that reads strides is compiled for rows in place and for the layout of copies.
         both_ways = [_gathered(space, plan, end) for plan in plans for end in (0, -1)]
         plans = [plan for plan in both_ways if plan is not None]
-        plans += _gathers(space)
+        plans += _every_gather(space)
     return [(space.workload, plan) for plan in dict.fromkeys(plans)]
 
 
@@ -82,7 +97,7 @@ def _compiled_for(plan: Tunables, compiled: frozenset[str]) -> set[object]:
     if len({(branch.forward, branch.backward) for branch in plan.branches}) > 1:
         return set()
     forward, backward = plan.branches[0].forward, plan.branches[0].backward
-    ways = {(plan.dtype, forward): forward, (plan.dtype, backward, forward == backward): backward}
+    ways = {(forward,): forward, (backward, forward == backward): backward}
     return {way for way, kernel in ways.items() if kernel in compiled}
 
 
@@ -92,7 +107,7 @@ def _gathered(space: Space, plan: Tunables, end: int) -> Tunables | None:
     return space.combine(plan, knobs)
 
 
-def _gathers(space: Space) -> list[Tunables]:
+def _every_gather(space: Space) -> list[Tunables]:
     """The default with every choice of branches that copy their rows."""
     knobs = {name: values for name, values in space.knobs.items() if name.startswith("gather.")}
     every = (dict(zip(knobs, values, strict=True)) for values in itertools.product(*knobs.values()))

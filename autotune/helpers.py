@@ -24,6 +24,7 @@ from .messages import HELPING_BENCH, REAL_BENCH
 from .trial import WorkerEvaluator
 
 CALL_TIMEOUT_S = 60.0
+LAST_CALL_S = 10.0  # for calls that were begun when time was over: flash-attn-4's take 5 s
 MOST_HELPERS = 8
 MEMORY_PER_HELPER_MIB = 8192  # of the device: its context, and one workload
 HOST_MEMORY_PER_HELPER_MIB = 4096  # torch with its libraries, and what is compiled
@@ -123,11 +124,14 @@ class HelpedEvaluator(WorkerEvaluator):
                 faults.append(result)
 
     def end_first_calls(self, timeout_s: float) -> str:
-        """Until all are made, at most ``timeout_s``; then what is left is ended. Says what failed, if anything.
+        """Until all are made, or ``timeout_s`` is over and those begun are. Says what failed, if anything.
 
-        A failure here is no verdict: the probe checks every plan that it considers.
+        A call that does not end soon is ended. A failure here is no verdict: the probe checks every plan that it
+        considers.
         """
-        done, late = wait(self._calling, timeout_s)
+        wait(self._calling, timeout_s)
+        self._begin_no_more()
+        done, late = wait(self._calling, LAST_CALL_S)  # a helper that is ended proves nothing later
         self._replace([self._calling[future] for future in late])
         faults: list[Fault] = []
         for future in done:
@@ -141,10 +145,13 @@ class HelpedEvaluator(WorkerEvaluator):
             return ""
         return f"{plural(len(faults), 'first call')} made ahead failed, one so: {faults[0].kind}, {faults[0].message}"
 
-    def _give_up_first_calls(self) -> None:
+    def _begin_no_more(self) -> None:
         with contextlib.suppress(Empty):
             while True:
                 self._calls.get_nowait()
+
+    def _give_up_first_calls(self) -> None:
+        self._begin_no_more()
         self._replace(list(self._calling.values()))
         for future in self._calling:
             with contextlib.suppress(DeviceError):  # a device may refuse another process; a bug of ours is raised

@@ -16,6 +16,8 @@ from ringattn.workload import Tunables
 from .budget import Deadline
 from .cell import CellContext
 from .evaluator import Checked, Fault
+from .lessons import parts_of
+from .nearby import HOPELESS
 from .race import PROMISING, WORTH_TRYING, Arena, race, screen, within_reach
 from .space import Value, candidate_key, decode, encode, from_key
 from .store import Entry, StageRecord
@@ -85,6 +87,10 @@ def _admit_within_reach(
             left_out[candidate_key(plan)] = "a part of it did not end in time"
             continue
         known = [entry for entry in entries if entry.checked is not None]
+        behind = _dtype_behind(plan, known, arena.fastest_call_ms(known))
+        if plan.dtype != context.default.dtype and behind > HOPELESS:
+            left_out[candidate_key(plan)] = f"its dtype took {behind:.1f} times the best"
+            continue
         calls_ms = {changes[e.tunables]: e.checked.call_ms for e in known if e.checked is not None}
         rivals = [e for e in known if context.is_main(e.tunables) or not context.is_main(plan)]
         predicted_ms, best_ms = _sum_of_parts(changes[plan], calls_ms), arena.fastest_call_ms(rivals)
@@ -94,6 +100,18 @@ def _admit_within_reach(
             entries += arena.admit([plan], deadline)
     arena.record.note("left_out", left_out)
     return entries
+
+
+def _dtype_behind(plan: Tunables, known: Sequence[Entry], best_ms: float) -> float:
+    """How many times the best the best plan of this dtype took; math, which is slow in any, is no evidence."""
+    alike = [
+        e.checked.call_ms
+        for e in known
+        if e.checked is not None
+        and e.tunables.dtype == plan.dtype
+        and not ({"math"} & {kernel for _, kernel in parts_of(e.tunables)})
+    ]
+    return min(alike) / best_ms if alike else 0.0
 
 
 def _expected(context: CellContext, plan: Tunables) -> tuple[int, float]:

@@ -69,13 +69,27 @@ def test_every_compiled_kernel_and_every_gather_is_called_once_for_all_lengths_a
     )  # nothing else compiles there
 
 
-def test_a_compiled_backward_is_called_after_another_kernel_s_forward_and_in_every_dtype() -> None:
+def test_a_compiled_backward_is_called_after_another_kernel_s_forward_too() -> None:
     calls = calls_worth_making(spaces(COMPILING, modes=("train",)))
     for dense in (True, False):
-        made = {(p.dtype, *b) for cell, p in calls if cell.pattern.dense == dense for b in kernels_of(p)}
-        for dtype, kernel in (("bf16", "flash-attn-4"), ("bf16", "triton"), ("fp32", "triton")):
-            assert (dtype, kernel, kernel) in made
-            assert any(d == dtype and backward == kernel != forward for d, forward, backward in made)
+        made = {b for cell, p in calls if cell.pattern.dense == dense and p.dtype == "bf16" for b in kernels_of(p)}
+        for kernel in ("flash-attn-4", "triton"):
+            assert (kernel, kernel) in made
+            assert any(backward == kernel != forward for forward, backward in made)
+
+
+def test_what_defaults_compile_comes_first_then_what_takes_longest_and_gathers_last() -> None:
+    made = [plan for _, plan in calls_worth_making(spaces(COMPILING))]
+    kernels = [{name for pair in kernels_of(plan) for name in pair} for plan in made]
+    slowest = [number for number, names in enumerate(kernels) if "flash-attn-4" in names]
+    gathers = [
+        n for n, names in enumerate(kernels) if names == {"cudnn"} and made[n].branches[1:] != made[n].branches[:1] * 4
+    ]
+    assert kernels[0] == {"cudnn"}
+    assert slowest == list(range(slowest[0], slowest[0] + len(slowest)))
+    assert slowest[0] <= 2
+    assert max(gathers) == len(made) - 1
+    assert min(number for number, names in enumerate(kernels) if "triton" in names) > slowest[-1]
 
 
 def kernels_of(plan: Tunables) -> set[tuple[str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,11 +14,11 @@ from hypothesis import strategies as st
 from machines import MIB, Setting, Truth, far_from, invented, plan, workload
 
 from autotune.choose import Candidate, NothingAllowed, choose, distance, pareto_front
-from autotune.evaluator import Checked, Fault
+from autotune.evaluator import Block, Checked, Fault
 from autotune.head_start import judged_ms
 from autotune.nearby import Nearby, Timed
 from autotune.race import Limits
-from autotune.replay import Trouble
+from autotune.replay import ReplayEvaluator, Trouble
 from autotune.statistics import Interval
 from autotune.store import Store
 from ringattn.workload import BranchTunables, Pattern, Tunables, Workload
@@ -268,6 +269,26 @@ def test_random_kills_of_the_worker_leave_the_right_winner(seed: int) -> None:
     assert trial.result.choice.tunables == plan(DENSE, "swift")
 
 
+def test_the_best_plan_may_die_in_the_first_block_of_its_climb(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can be said then of how much faster the turns beside it are."""
+    real, best, deaths = ReplayEvaluator.block, plan(CELL, "swift"), 0
+
+    def block(self: ReplayEvaluator, cell: Workload, order: Sequence[Tunables], *, timeout_s: float) -> Block:
+        nonlocal deaths
+        whole = real(self, cell, order, timeout_s=timeout_s)
+        if deaths or best not in order or all(timed.pattern_cache for timed in order):
+            return whole
+        deaths += 1
+        killed = Fault("crash", "the worker was killed by signal 9")
+        return Block(tuple(killed if timed == best else sample for timed, sample in zip(order, whole.results)))
+
+    monkeypatch.setattr(ReplayEvaluator, "block", block)
+    trial = Setting(CELL, by_kernels(quick=0.0, swift=-0.1, math=1.0), QUICK, budget_s=20).run()
+    assert deaths == 1
+    assert trial.result.choice is not None
+    assert trial.result.choice.tunables == best
+
+
 @pytest.mark.parametrize("at_s", [1.0, 3.0, 6.0])
 def test_a_step_of_the_clock_rate_in_the_middle_changes_nothing(at_s: float) -> None:
     truth = by_kernels(quick=0.0, swift=-0.05, math=1.0)
@@ -462,6 +483,26 @@ def test_a_call_is_judged_by_the_device_unless_its_host_launches_longer(
     # A host that is slower with everything, where it is waited for with both, changes nothing.
     if min(host_us, slower * host_us) > 1e3 * ms and min(default_host_us, slower * default_host_us) > 1e3 * default_ms:
         assert judged_ms(ms, slower * host_us, default_ms, slower * default_host_us) == pytest.approx(judged)
+
+
+def test_a_dtype_that_is_far_slower_is_tried_once() -> None:
+    truth = lambda _, t: 2.0 if t.dtype == "fp32" else by_kernels(quick=0.0, swift=0.1, math=3.0)(_, t)  # noqa: E731
+    trial = Setting(DENSE, truth, plan(DENSE), dtypes=("bf16", "fp32"), main_dtypes=("bf16", "fp32")).run()
+    wide = [known for known in trial.context.ledger.checked if known.dtype == "fp32"]
+    assert len(wide) == 1
+
+
+def test_what_its_launches_make_slow_is_no_measure_at_first_looks() -> None:
+    """A fifth of the default's time on the device, and fifty times its host's: judged by which, it is the slowest."""
+    launching = lambda tunables: 5e4 if "math" in str(tunables) else 1e3  # noqa: E731
+    truth = by_kernels(quick=0.0, swift=-0.1, math=-0.8)
+    rows = {"base_ms": 0.5, "host_us": launching}
+    trial = Setting(DENSE, truth, plan(DENSE), rows=rows, asynchronous=True).run()
+    assert trial.result.choice is not None
+    assert trial.result.choice.tunables == plan(DENSE, "swift")
+    slow = {p: gain for p, gain in trial.context.estimates.items() if "math" in str(p)}
+    assert slow
+    assert all(gain.median > 1.0 for gain in slow.values())
 
 
 def test_a_wider_dtype_may_win() -> None:

@@ -30,7 +30,7 @@ KEY_HEADS = 1  # key/value heads whose dk and dv are checked; those need whole r
 # One query in so many has a gradient, more at lengths where it can be had: every tile of 64 has some, and the reference
 # costs that much less. With one in 8 everywhere, the references of one proof around 65536 took 11 s of an H100.
 LEAST_ACTIVE_SHARE, MOST_ACTIVE_SHARE = 8, 64
-ACTIVE_QUERIES = 2048  # about so many at lengths between
+ACTIVE_QUERIES = 2048  # so many, or up to twice, at lengths between
 ALWAYS_ACTIVE = 1024  # lengths up to this have gradients everywhere
 KEYS_PER_HEAD = 8
 SLACK = 4.0  # a right kernel may err this many times as much as the modelled roundings
@@ -135,10 +135,11 @@ def active_positions(seq_len: int, seed: int) -> NDArray[np.bool_]:
 
 
 def active_share(seq_len: int) -> int:
-    """One query in so many has a gradient."""
+    """One query in so many has a gradient: a power of two, or one tile in eight had none with one query in 58."""
     if seq_len <= ALWAYS_ACTIVE:
         return 1
-    return min(max(LEAST_ACTIVE_SHARE, seq_len // ACTIVE_QUERIES), MOST_ACTIVE_SHARE)
+    share = 1 << max(0, (seq_len // ACTIVE_QUERIES).bit_length() - 1)
+    return min(max(LEAST_ACTIVE_SHARE, share), MOST_ACTIVE_SHARE)
 
 
 # --- which key is seen, how often ------------------------------------------------------------------------------------

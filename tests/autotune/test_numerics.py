@@ -80,6 +80,13 @@ def test_gradients_of_long_cells_are_sparse_and_still_those_of_the_whole() -> No
         torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("length", [1025, 20481, 68000, 92682, 120000, 131072, 300000])
+def test_every_tile_of_queries_has_a_gradient(length: int) -> None:
+    active = numerics.active_positions(length, 3)
+    assert active[: length // 64 * 64].reshape(-1, 64).any(1).all()
+    assert active.sum() <= max(length / 8, 4096, length / 64) + 3
+
+
 def test_what_is_timed_has_gradients_everywhere() -> None:
     cell = workload(1500)
     assert bool(numerics.make_inputs(cell, 1500, "ordinary", 1, CPU, for_timing=True).active.all())

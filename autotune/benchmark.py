@@ -117,13 +117,13 @@ class DeviceBench:
         return Checked(runner.call_ms, error, peak_bytes, cold_ms, runner.host_us)
 
     def prove(self, workload: Workload, tunables: Tunables, phase: Phase, part: tuple[int, int] = (0, 1)) -> Proven:
-        """Its own length and random ragged ones of the bucket, with adversarial inputs; a part of them in a helper."""
+        """Its own length with adversarial inputs, and random ragged ones of the bucket; a part of them in a helper."""
         module = self._module(workload, tunables)
         number, parts = part
-        if number == 0:
-            self._hold_against_reference(module, workload, tunables, workload.total, "negative", phase)
-        for length, kind in proving_inputs(workload, self.settings.ragged_lengths, self.settings.seed)[number::parts]:
-            total = length * workload.world - length % workload.world  # ranks hold unequal shares, too
+        ragged = proving_inputs(workload, self.settings.ragged_lengths, self.settings.seed)
+        # Ranks hold unequal shares, too.
+        totals = [(length * workload.world - length % workload.world, kind) for length, kind in ragged]
+        for total, kind in [(workload.total, "negative"), *totals][number::parts]:
             self._hold_against_reference(module, workload, tunables, total, kind, phase)
         if parts > 1:
             return Proven(0.0)

@@ -178,7 +178,7 @@ class HelpedEvaluator(WorkerEvaluator):
         self, cell: Workload, candidate: Tunables, *, timeout_s: float, part: tuple[int, int] = (0, 1)
     ) -> Proven | Fault:
         """The lengths are dealt out; what a helper cannot say is asked again here, where there is all the memory."""
-        helpers = self._started()[: self._lengths - 1]
+        helpers = self._started()[: self._lengths]  # and the cell's own length
         if not helpers or part != (0, 1):
             return super().prove(cell, candidate, timeout_s=timeout_s, part=part)
         parts = len(helpers) + 1

@@ -154,6 +154,10 @@ def test_a_proof_is_at_the_cell_s_own_length_too_with_adversarial_inputs(
         for part in range(parts):
             bench.prove(CELL, plan(), no_phase, (part, parts))
         assert len(looked_at) == 1 + lengths
+    for part in range(1 + lengths):  # one each, where there are so many processes
+        looked_at.clear()
+        bench.prove(CELL, plan(), no_phase, (part, 1 + lengths))
+        assert len(looked_at) == 1
 
 
 def test_the_reference_is_worked_out_once_for_all_candidates(

@@ -131,7 +131,7 @@ class CellContext:
         self.end = end if end is not None else Deadline(clock, math.inf)
         self.main_dtypes = frozenset(main_dtypes)
         self.default = space.default
-        self.ledger = Ledger(asynchronous=settings.asynchronous, block_pace=self.lessons.block_pace)
+        self.ledger = Ledger(asynchronous=settings.asynchronous, pace=self.lessons.pace)
         self.estimates: dict[Tunables, Interval] = {}  # log-ratio of every timed plan, over all stages
         self._readings: dict[Tunables, dict[str, list[float]]] = {}  # by stage
         self.trials = 0
@@ -211,7 +211,7 @@ class CellContext:
 
     def prove_s(self) -> float:
         """About what proving a plan takes."""
-        lengths = math.ceil(self.preset.ragged_lengths / self.evaluator.provers)
+        lengths = math.ceil((1 + self.preset.ragged_lengths) / self.evaluator.provers)
         return self.lessons.proof_s(self.cell, self.default, self.call_s(), lengths)
 
     def timeout_s(self) -> float:

@@ -137,7 +137,6 @@ class CellRuns:
         taken_s = clock.now() - began
         self.telling.end(cell, max(0.0, taken_s - (context.evaluator.lost_s - lost_before_s)))
         self._finished[cell] = context
-        self.lessons.block_pace = context.ledger.block_pace
         if math.isfinite(sigma := context.ledger.noise_sigma()):
             self.lessons.sigmas.append(sigma)
         self.searched.append(search)

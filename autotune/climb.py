@@ -57,7 +57,7 @@ class Climb:
         housekeeping = self._housekeeping()
         first = [*self._gathered_otherwise(), *self._moves(LEAN_KNOBS), *housekeeping]
         self._block([self.incumbent, *self._check(first)], searching)
-        if not self._may_gain(housekeeping):
+        if housekeeping and not self._may_gain(housekeeping):
             self._until(searching, self._kernels_and_rivals)
         self._until(searching, self._fresh_and_rivals)
         self._until(self.deadline, self._plainer_and_rivals)
@@ -170,11 +170,12 @@ class Climb:
         return [plan for knob, plan in turns.items() if knob in HOUSEKEEPING]
 
     def _may_gain(self, plans: Collection[Tunables]) -> bool:
-        """Whether one of them was faster than what it is a turn of, or not timed at all."""
-        timed = [self.entries[plan] for plan in plans if plan in self.entries and self.entries[plan].log_ratios]
-        gains = [-median(self.arena.difference(entry, self.incumbent)) for entry in timed]
+        """Whether one of them was faster than what it is a turn of, or could run and was not timed beside it."""
+        runs = [plan for plan in plans if not self.context.has_failed(plan)]
+        timed = [self.arena.difference(self.entries[plan], self.incumbent) for plan in runs if plan in self.entries]
+        gains = [-median(differences) for differences in timed if differences]
         luck = 2 * self.context.sigma()
-        return len(timed) < len(plans) or any(gain > max(WORTH_TRYING, luck) for gain in gains)
+        return len(gains) < len(runs) or any(gain > max(WORTH_TRYING, luck) for gain in gains)
 
     def _proposals(self, model: CellModel, fixed: Collection[str] = ()) -> list[Tunables]:
         context = self.context

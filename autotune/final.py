@@ -49,7 +49,7 @@ def reserve_s(context: CellContext, deadline: Deadline | None = None) -> float:
     # All finalists and the default twice in the first blocks; after them mostly the default, the best and one rival.
     samples = (FINALISTS + 1) * preset.final_min_blocks + 4 * (blocks - preset.final_min_blocks)
     proofs = _proofs_wanted(context, [context.default, *_finalists(context)])
-    return context.ledger.block_pace * samples * context.sample_s() + proof_kept_s(context, deadline, proofs)
+    return context.ledger.pace.factor * samples * context.sample_s() + proof_kept_s(context, deadline, proofs)
 
 
 def _proofs_wanted(context: CellContext, finalists: Sequence[Tunables]) -> int:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from ringattn.workload import Tunables, Workload
 
 from .evaluator import Block, Checked, Clock, Evaluator, Fault, Proven
-from .race import BLOCK_PACE
+from .race import Pace
 from .space import Space
 from .store import Store
 
@@ -37,7 +37,7 @@ class Lessons:
     lost: dict[str, str] = field(default_factory=dict)
     one_off_s: float = 0.0
     sigmas: list[float] = field(default_factory=list)  # of one paired log-ratio, of every finished cell
-    block_pace: float = BLOCK_PACE  # of the last cell
+    pace: Pace = field(default_factory=Pace)  # of blocks
     _first_call_s: dict[tuple[Workload, object], float] = field(default_factory=dict)
     _met: set[object] = field(default_factory=set)
     _proof_s: dict[Workload, tuple[float, float]] = field(default_factory=dict)  # and the call's then

@@ -75,6 +75,16 @@ class Limits:
 
 
 @dataclass(slots=True)
+class Pace:
+    """Times its samples a block takes; one for all cells of a probe, as all have the same machine around them."""
+
+    factor: float = BLOCK_PACE
+
+    def learn(self, taken_s: float, samples_s: float) -> None:
+        self.factor += LATEST_BLOCK * (min(taken_s / samples_s, LONGEST_PACE) - self.factor)
+
+
+@dataclass(slots=True)
 class Ledger:
     """What one cell knows of its candidates, over all of its stages."""
 
@@ -89,7 +99,7 @@ class Ledger:
     loaded: bool = False  # foreign load did not end: what was timed under it counts, with a wider margin
     asynchronous: bool = False  # the device works while the host goes on, and is timed with a head start
     host_us: dict[Tunables, list[float]] = field(default_factory=dict)  # of every block
-    block_pace: float = BLOCK_PACE
+    pace: Pace = field(default_factory=Pace)
 
     def noise_sigma(self) -> float:
         """Standard deviation of one paired log-ratio; infinite until two blocks were seen."""
@@ -106,10 +116,15 @@ class Ledger:
 
     def launches_too_long(self, plan: Tunables, default: Tunables) -> bool:
         """Whether it was judged by how long the host takes to launch it, which says nothing of longer calls."""
-        mine, other = self.checked.get(plan), self.checked.get(default)
-        if not isinstance(mine, Checked) or not isinstance(other, Checked):
-            return False
-        return self.judged_ms(mine.call_ms, mine.host_us, other.call_ms, other.host_us) > mine.call_ms
+        mine = self.checked.get(plan)
+        return isinstance(mine, Checked) and self.checked_ms(mine, default) > mine.call_ms
+
+    def checked_ms(self, mine: Checked, default: Tunables) -> float:
+        """What the call of a check counts as."""
+        other = self.checked.get(default)
+        if not isinstance(other, Checked):
+            return mine.call_ms
+        return self.judged_ms(mine.call_ms, mine.host_us, other.call_ms, other.host_us)
 
     def judged_ms(self, ms: float, host_us: float, default_ms: float, default_host_us: float) -> float:
         """What a call counts as: its own time where the host waits for all of it."""
@@ -226,7 +241,7 @@ class Arena:
         assert isinstance(default, Checked)
         assert entry.checked is not None
         self.record.default_ms.setdefault(0, default.call_ms)
-        self.record.report(entry, 0, math.log(entry.checked.call_ms / default.call_ms))
+        self.record.report(entry, 0, math.log(self.checked_ms(entry.checked) / default.call_ms))
         self.leave(entry, reason)
 
     def keeps_limits(self, entry: Entry) -> bool:
@@ -235,14 +250,23 @@ class Arena:
 
     def fastest_call_ms(self, entries: Iterable[Entry]) -> float:
         """Of those that may be chosen, by their checks; infinite where there are none."""
-        return min((e.checked.call_ms for e in entries if e.checked and self.keeps_limits(e)), default=math.inf)
+        allowed = [e.checked for e in entries if e.checked is not None and self.keeps_limits(e)]
+        return min(map(self.checked_ms, allowed), default=math.inf)
+
+    def checked_ms(self, checked: Checked) -> float:
+        """What the call of a check counts as."""
+        return self.ledger.checked_ms(checked, self.default)
 
     # --- blocks -------------------------------------------------------------------------------------------------
 
     def estimate_s(self, entries: Sequence[Entry]) -> float:
         """Seconds that one block of these entries takes."""
-        plans = [self.default, self.default, *(entry.tunables for entry in entries)]
-        return self.ledger.block_pace * sum(self._sample_estimate_s(plan) for plan in plans)
+        return self.ledger.pace.factor * self._samples_s(entries)
+
+    def _samples_s(self, entries: Sequence[Entry]) -> float:
+        """The default's are two, also where it is an entry."""
+        timed = [entry.tunables for entry in entries if entry.tunables != self.default]
+        return sum(self._sample_estimate_s(plan) for plan in (self.default, self.default, *timed))
 
     def _sample_estimate_s(self, plan: Tunables) -> float:
         known = self.ledger.checked.get(plan)
@@ -257,12 +281,11 @@ class Arena:
         Raises DefaultBroken after DEFAULT_ATTEMPTS blocks without a default. A disturbed block is thrown away and
         the caller repeats it; on a machine where that does not end, blocks count and the machine as loaded.
         """
-        began, expected_s = self.clock.now(), self.estimate_s(entries)
+        began, samples_s = self.clock.now(), self._samples_s(entries)
         try:
             return self._block(entries)
         finally:
-            latest = self.ledger.block_pace * (self.clock.now() - began) / expected_s
-            self.ledger.block_pace += LATEST_BLOCK * (min(latest, LONGEST_PACE) - self.ledger.block_pace)
+            self.ledger.pace.learn(self.clock.now() - began, samples_s)
 
     def _block(self, entries: Sequence[Entry]) -> bool:
         number = max(self.record.default_ms, default=-1) + 1
@@ -461,7 +484,7 @@ def within_reach(arena: Arena, entries: Iterable[Entry], most_ms: float) -> list
             kept.append(entry)
         elif not arena.keeps_limits(entry):
             arena.dismiss(entry, "breaks a limit, not timed in pairs")
-        elif entry.checked.call_ms > most_ms:
+        elif arena.checked_ms(entry.checked) > most_ms:
             arena.dismiss(entry, "far slower at its first look, not timed in pairs")
         else:
             kept.append(entry)

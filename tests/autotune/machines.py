@@ -95,6 +95,7 @@ def row_of(
     base_ms: float = 5.0,
     peak: Callable[[Tunables], int] = lambda tunables: MIB,
     error: Callable[[Tunables], float] = lambda tunables: 1e-3,
+    host_us: Callable[[Tunables], float] = lambda tunables: 20.0,
     faults: Mapping[Tunables, Fault] | None = None,
 ) -> Callable[[Workload, Tunables], Row]:
     """True rows out of a function of the plan."""
@@ -104,7 +105,7 @@ def row_of(
         if fault is not None:
             return Row(tunables, fault=fault)
         ms = base_ms * math.exp(log_ratio(cell, tunables))
-        return Row(tunables, (ms,), Checked(ms, error(tunables), peak(tunables), ms, 20.0))
+        return Row(tunables, (ms,), Checked(ms, error(tunables), peak(tunables), ms, host_us(tunables)))
 
     return row
 
@@ -136,6 +137,7 @@ class Setting:
     prefer: Preference = "time"
     trouble: Trouble = QUIET
     rows: Mapping[str, object] = field(default_factory=dict)
+    asynchronous: bool = False
     unproven: Mapping[Tunables, Fault] = field(default_factory=dict)
 
     def run(self, seed: int = 0, store: Store | None = None) -> Trial:
@@ -148,7 +150,9 @@ class Setting:
             unproven=self.unproven,
         )
         space = build_space(self.cell, self.machine, self.default, self.dtypes)
-        settings = SearchSettings(EFFORTS[self.effort], seed, self.limits, self.prefer, hang_s=2.0)
+        settings = SearchSettings(
+            EFFORTS[self.effort], seed, self.limits, self.prefer, hang_s=2.0, asynchronous=self.asynchronous
+        )
         context = CellContext(
             space, evaluator, store or Store(None), settings, NoListener(), clock, main_dtypes=self.main_dtypes
         )

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from machines import edge_of, invented, plan, row_of, workload
 
-from autotune.budget import allot, spare_s
+from autotune.budget import EFFORTS, allot, spare_s
+from autotune.cell import CellContext, NoListener, SearchSettings
 from autotune.evaluator import Checked, Fault, Proven
 from autotune.lessons import Lessons, Pupil, without
 from autotune.nearby import Nearby, Timed
@@ -177,6 +178,30 @@ def test_a_proof_is_expected_to_take_what_it_took_at_another_length() -> None:
     assert isinstance(pupil.check(CELL, plan(CELL), timeout_s=9), Checked)
     assert isinstance(pupil.prove(CELL, plan(CELL), timeout_s=9), Proven)
     assert lessons.proof_s(CELL.at(8192), plan(CELL), 0.015, 8) == pytest.approx(3.0 + 8 * 0.005 + 8 * 2 * 0.01)
+
+
+def test_how_long_blocks_take_in_one_cell_is_known_to_those_made_before() -> None:
+    lessons, clock = Lessons(), SimulatedClock()
+    settings = SearchSettings(EFFORTS["quick"], 0)
+    evaluator = ReplayEvaluator(row_of(lambda cell, tunables: 0.0), clock)
+    first, later = (
+        CellContext(
+            build_space(cell, invented(), plan(cell), ("bf16",)),
+            evaluator,
+            Store(None),
+            settings,
+            NoListener(),
+            clock,
+            main_dtypes=("bf16",),
+            lessons=lessons,
+        )
+        for cell in (CELL, CELL.at(8192))
+    )
+    arenas = [context.arena("race", context.record("race")) for context in (first, later)]
+    expected_s = arenas[1].estimate_s([])
+    for _ in range(9):
+        first.ledger.pace.learn(0.06, 0.02)
+    assert arenas[1].estimate_s([]) > 2 * expected_s
 
 
 def test_a_cell_may_borrow_from_later_ones_but_never_most_of_what_they_have() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,14 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from machines import MIB, Setting, Truth, far_from, invented, plan, workload
 
+from autotune.budget import Deadline
 from autotune.choose import Candidate, NothingAllowed, choose, distance, pareto_front
+from autotune.climb import Climb
 from autotune.evaluator import Block, Checked, Fault
 from autotune.head_start import judged_ms
+from autotune.model import CellModel
 from autotune.nearby import Nearby, Timed
 from autotune.race import Limits
 from autotune.replay import ReplayEvaluator, Trouble
 from autotune.statistics import Interval
-from autotune.store import Store
+from autotune.store import Entry, Store
 from ringattn.workload import BranchTunables, Pattern, Tunables, Workload
 
 CELL = workload()
@@ -280,13 +283,50 @@ def test_the_best_plan_may_die_in_the_first_block_of_its_climb(monkeypatch: pyte
             return whole
         deaths += 1
         killed = Fault("crash", "the worker was killed by signal 9")
-        return Block(tuple(killed if timed == best else sample for timed, sample in zip(order, whole.results)))
+        results = zip(order, whole.results, strict=True)
+        return Block(tuple(killed if timed == best else sample for timed, sample in results))
 
     monkeypatch.setattr(ReplayEvaluator, "block", block)
     trial = Setting(CELL, by_kernels(quick=0.0, swift=-0.1, math=1.0), QUICK, budget_s=20).run()
     assert deaths == 1
     assert trial.result.choice is not None
     assert trial.result.choice.tunables == best
+
+
+@pytest.mark.parametrize("house", ["none", "useless", "failing", "gaining"])
+def test_a_climb_turns_housekeeping_with_the_rest_only_where_one_turn_gained(
+    house: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a dense cell there is none of it, and nothing is left for a second search to turn."""
+    real, searches = Climb._until, []
+
+    def until(self: Climb, deadline: Deadline, wanted: Callable[[CellModel], list[Entry]]) -> None:
+        searches.append(wanted.__name__)  # type: ignore[attr-defined]
+        real(self, deadline, wanted)
+
+    monkeypatch.setattr(Climb, "_until", until)
+    cell = DENSE if house == "none" else CELL
+    kept = 0.2 if house == "gaining" else 0.0
+    uncached = plan(cell, pattern_cache=house == "none")
+    faults = {uncached: Fault("error", "no")} if house == "failing" else {}
+    truth = lambda _, t: kept * t.pattern_cache + 0.5 * (kernels_of(t) != {"quick"})  # noqa: E731
+    # A dense plan never looks at these knobs.
+    machine = invented() if cell is CELL else replace(invented(), identity=lambda _, t: (t.branches, t.checkpoint))
+    setting = Setting(cell, truth, plan(cell), machine, rows={"faults": faults}, effort="quick", budget_s=20)
+    trial = setting.run()
+    first = [] if house in ("none", "gaining") else ["_kernels_and_rivals"]
+    assert searches == [*first, "_fresh_and_rivals", "_plainer_and_rivals"]
+    assert trial.result.state == ("tuned" if house == "gaining" else "default")
+
+
+def kernels_of(tunables: Tunables) -> set[str]:
+    return {kernel for branch in tunables.branches for kernel in (branch.forward, branch.backward)}
+
+
+def test_blocks_are_expected_to_take_what_they_took() -> None:
+    """1.1 times their samples on this machine, whether or not the default is an entry beside its two readings."""
+    trial = Setting(DENSE, by_kernels(quick=0.0, swift=0.01, math=0.02), plan(DENSE)).run()
+    assert trial.context.ledger.pace.factor == pytest.approx(1.1, rel=0.01)
 
 
 @pytest.mark.parametrize("at_s", [1.0, 3.0, 6.0])

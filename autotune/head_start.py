@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 
 # What a launch costs depends on who waits. In a CUDA graph, or behind a model's matrix products, nobody does: the
-# device's time is all of it. In a loop of nothing but small calls the host's is. So a plan is judged by the device's
-# time, unless its host takes more than so many times the default's where that would be waited for. While a third of the
-# host's time counted in every call, two probes of one machine chose other plans: its host was twice as slow in one of
-# them. On one H100's host flash-attn-4 takes 1.5 times cuDNN's at 4096 positions, and up to 3 times flash's at 1024.
+# device's time is all of it. In a loop of nothing but small calls the host's is. So a plan is judged by its ratio to
+# the default on the device, but by no less than one in so many of that ratio where the host is waited for, too. While
+# a third of the host's time counted in every call, two probes of one machine chose other plans: its host was twice as
+# slow in one of them. On one H100's host flash-attn-4 takes 1.5 times cuDNN's at 4096 positions, and up to 3 times
+# flash's at 1024.
 LAUNCH_LEEWAY = 4.0
 HEAD_START = 1.5  # times the host's time: with less the device waits where the host is slower than it was
 LONGEST_HEAD_START_MS = 10.0  # a first call that compiles takes the host seconds
@@ -16,7 +17,7 @@ FEWEST_LAUNCHES = 5  # calls in a sample where the host is the slower one: its q
 
 
 def judged_ms(ms: float, host_us: float, default_ms: float, default_host_us: float) -> float:
-    """What a call counts as beside a default's: the device's time, or more for a host that launches longer."""
+    """What a call counts as beside a default's: the device's time, or more where its launches make up for the gain."""
     waited = max(ms, host_us / 1e3) / max(default_ms, default_host_us / 1e3)
     return max(ms, default_ms * waited / LAUNCH_LEEWAY)
 

@@ -14,7 +14,7 @@ from . import statistics
 from .budget import Deadline
 from .cell import CellContext, CellResult, Measured
 from .choose import NOISY_SIGMA, Candidate, NothingAllowed, choose, distance, pareto_front
-from .evaluator import Checked
+from .evaluator import Checked, Fault
 from .race import Arena, DefaultBroken, final_race
 from .statistics import Interval
 
@@ -29,6 +29,7 @@ WIDE = 0.10  # a possible gain (log-ratio) that a kept default must be able to e
 # nothing per shape take a second for all their lengths; cuDNN takes 6 to 12 s for a LongNet plan, and what the default
 # owes is paid out of what is left of the probe when every cell has been searched.
 PROOF_KEPT_S = 2.0
+LIKE_A_FAILED_ONE = 3  # more choices that may fail their proof as another did, before one passes
 PROOF_MARGIN = 1.2  # a choice that misses its proof by a hair is lost
 REFUSED_SIGMA = 0.5  # noise of one paired log-ratio from which no verdict is given
 AT_PAR = Interval(0.0, 0.0, 0.0, 2)
@@ -53,9 +54,14 @@ def reserve_s(context: CellContext, deadline: Deadline | None = None) -> float:
 
 
 def _proofs_wanted(context: CellContext, finalists: Sequence[Tunables]) -> int:
-    """Of the choice, of a narrower one, and of a plan that holds less: a front of one plan leaves nothing to prefer."""
-    unproven = {context.is_main(plan) for plan in finalists if plan not in context.ledger.proven}
-    return len(unproven) + _has_leaner(context)
+    """Of the choice, of a narrower one, and of a plan that holds less: a front of one plan leaves nothing to prefer.
+
+    What failed at other lengths is seldom alone: the next choices are often of the same kernels.
+    """
+    ledger = context.ledger
+    unproven = {context.is_main(plan) for plan in finalists if plan not in ledger.proven}
+    failed = sum(isinstance(result, Fault) for result in ledger.proven.values())
+    return len(unproven) + _has_leaner(context) + LIKE_A_FAILED_ONE * failed
 
 
 def final(context: CellContext, deadline: Deadline) -> CellResult:

@@ -45,7 +45,7 @@ EFFORTS: Mapping[str, EffortPreset] = MappingProxyType(
     {
         preset.name: preset
         for preset in (
-            EffortPreset("quick", 50.0, 1, 8, 6, 24, 10.0, 8, 24, 0, refine_anchors=False, compile_finalists=False),
+            EffortPreset("quick", 50.0, 1, 8, 6, 128, 10.0, 8, 24, 0, refine_anchors=False, compile_finalists=False),
             EffortPreset(
                 "standard", 170.0, 2, 12, 8, 128, 10.0, 8, 48, 120, refine_anchors=True, compile_finalists=False
             ),

@@ -122,6 +122,7 @@ class CellContext:
         self.nearby: Nearby | None = None
         self.seeds: Sequence[Tunables] = ()  # worth trying first
         self.owes_proof = False  # of its default, at other lengths
+        self.undecided_s = 0.0  # beyond its time, that a final may take which noise keeps from an answer
         self.evaluator = Pupil(evaluator, self.lessons, clock)
         self.store = store
         self.settings = settings

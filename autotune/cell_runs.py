@@ -24,6 +24,9 @@ from .task import Task
 from .telling import Telling
 
 AHEAD_SHARE = 0.05  # of the budget may be waited for more first calls once the defaults are checked
+# Of the time that no cell needs, for one that noise keeps from an answer: two ranks of a CPU gave up after 15 of 30 s.
+# The rest is for proofs that are owed.
+UNDECIDED_SHARE = 0.5
 HANG_S = {"cpu": 6.0, "nvidia": 25.0}  # a GPU kernel may have to be compiled first
 
 
@@ -57,6 +60,8 @@ class CellRuns:
         for index, workload in enumerate(order):
             needs = [searches[other].need() for other in order[index:]]  # each finished cell shows how noisy it is here
             shares = allot(needs, self.budget.available_s())
+            unneeded_s = max(0.0, self.budget.available_s() - sum(shares))
+            searches[workload].context.undecided_s = UNDECIDED_SHARE * unneeded_s
             self.search(searches[workload], shares[0], spare_s(shares, self.budget.available_s()))
 
     def _settle_beside_first_calls(self, new: Sequence[tuple[Cell, CellSearch]]) -> dict[Workload, CellSearch]:

@@ -17,6 +17,7 @@ from .choose import NOISY_SIGMA, Candidate, NothingAllowed, choose, distance, pa
 from .evaluator import Checked, Fault
 from .race import Arena, DefaultBroken, final_race
 from .statistics import Interval
+from .store import Entry
 
 FINALISTS = 4  # the default among them
 FRONT_KEPT = 4
@@ -77,6 +78,8 @@ def final(context: CellContext, deadline: Deadline) -> CellResult:
     proofs = _proofs_wanted(context, [entry.tunables for entry in entries])
     racing = deadline.earlier_by(proof_kept_s(context, deadline, proofs)) if proofs else deadline
     standing = final_race(arena, entries, context.preset, racing)
+    if context.undecided_s > 0 and _noise_hides_a_gain(arena, standing):
+        standing = final_race(arena, standing, context.preset, racing.earlier_by(-context.undecided_s))
     for entry in entries:
         arena.leave(entry, "final")
     record.abandon_open("not timed: no time was left")
@@ -86,6 +89,12 @@ def final(context: CellContext, deadline: Deadline) -> CellResult:
     gains = {e.tunables: arena.interval(e) for e in standing if len(e.log_ratios) >= 2}
     times_ms = {e.tunables: arena.median_ms(e) for e in entries if e.log_ratios}
     return _decide(context, arena, gains, times_ms, deadline)
+
+
+def _noise_hides_a_gain(arena: Arena, entries: Sequence[Entry]) -> bool:
+    """Whether the cell would end inconclusive: something may be faster than the default by WIDE, or not at all."""
+    rivals = [entry for entry in entries if entry.tunables != arena.default and len(entry.log_ratios) >= 2]
+    return any(gain.high >= 0 and -gain.low > WIDE for gain in arena.intervals(rivals))
 
 
 def _decide(

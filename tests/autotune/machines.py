@@ -140,7 +140,7 @@ class Setting:
     asynchronous: bool = False
     unproven: Mapping[Tunables, Fault] = field(default_factory=dict)
 
-    def run(self, seed: int = 0, store: Store | None = None) -> Trial:
+    def run(self, seed: int = 0, store: Store | None = None, undecided_s: float = 0.0) -> Trial:
         clock = SimulatedClock()
         evaluator = ReplayEvaluator(
             row_of(self.truth, **self.rows),  # type: ignore[arg-type]
@@ -156,6 +156,7 @@ class Setting:
         context = CellContext(
             space, evaluator, store or Store(None), settings, NoListener(), clock, main_dtypes=self.main_dtypes
         )
+        context.undecided_s = undecided_s
         search = CellSearch(context)
         budget = Budget(self.budget_s, clock)
         fault = search.settle(budget.deadline(self.budget_s))

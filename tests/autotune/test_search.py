@@ -692,3 +692,14 @@ def test_only_a_full_probe_compiles_and_only_its_best_plan() -> None:
         assert trial.result.choice is not None
         assert trial.result.choice.tunables.compile is compiled
         assert sum(tunables.compile for tunables in trial.context.ledger.checked) == int(compiled)
+
+
+@pytest.mark.parametrize("undecided_s", [0.0, 30.0])
+def test_where_noise_hides_a_gain_the_final_takes_time_that_nobody_needs(undecided_s: float) -> None:
+    """swift is 11 % faster, and one reading is off by 20 %: with a few blocks nothing can be said."""
+    trouble = Trouble(sigma=0.2, outlier_share=0.0, drift=0.0)
+    setting = Setting(DENSE, by_kernels(quick=0.0, swift=-0.06, math=2.0), plan(DENSE), budget_s=3.0, trouble=trouble)
+    trial = setting.run(undecided_s=undecided_s)
+    blocks = len(trial.context.ledger.default_ms)
+    assert trial.clock.now() <= 3.3 + undecided_s
+    assert (blocks > 40) == (undecided_s > 0), blocks

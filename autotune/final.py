@@ -78,8 +78,9 @@ def final(context: CellContext, deadline: Deadline) -> CellResult:
     proofs = _proofs_wanted(context, [entry.tunables for entry in entries])
     racing = deadline.earlier_by(proof_kept_s(context, deadline, proofs)) if proofs else deadline
     standing = final_race(arena, entries, context.preset, racing)
-    if context.undecided_s > 0 and _noise_hides_a_gain(arena, standing):
-        standing = final_race(arena, standing, context.preset, racing.earlier_by(-context.undecided_s))
+    beyond_s = min(context.undecided_s, context.end.remaining_s() - deadline.remaining_s())
+    if beyond_s > 0 and _noise_hides_a_gain(arena, standing):
+        standing = final_race(arena, standing, context.preset, racing.earlier_by(-beyond_s))
     for entry in entries:
         arena.leave(entry, "final")
     record.abandon_open("not timed: no time was left")

@@ -118,6 +118,7 @@ class CellSearch:
 
     def run_without_default(self, fault: Fault, deadline: Deadline) -> CellResult:
         """The cell's result when its default failed like this after all."""
+        self.context.undecided_s = 0.0  # what nobody needed then is what owed proofs are paid from now
         return self._run(deadline, fault)
 
     def _run(self, deadline: Deadline, fault: Fault | None = None) -> CellResult:

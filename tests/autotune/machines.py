@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from autotune.budget import EFFORTS, Budget, EffortPreset
+from autotune.budget import EFFORTS, Budget, Deadline, EffortPreset
 from autotune.cell import CellContext, CellResult, NoListener, SearchSettings
 from autotune.choose import distance
 from autotune.edge import Edge
@@ -140,7 +140,9 @@ class Setting:
     asynchronous: bool = False
     unproven: Mapping[Tunables, Fault] = field(default_factory=dict)
 
-    def run(self, seed: int = 0, store: Store | None = None, undecided_s: float = 0.0) -> Trial:
+    def run(
+        self, seed: int = 0, store: Store | None = None, undecided_s: float = 0.0, end_s: float = math.inf
+    ) -> Trial:
         clock = SimulatedClock()
         evaluator = ReplayEvaluator(
             row_of(self.truth, **self.rows),  # type: ignore[arg-type]
@@ -158,6 +160,7 @@ class Setting:
         )
         context.undecided_s = undecided_s
         search = CellSearch(context)
+        context.end = Deadline(clock, end_s)
         budget = Budget(self.budget_s, clock)
         fault = search.settle(budget.deadline(self.budget_s))
         if fault is not None:

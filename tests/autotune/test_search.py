@@ -703,3 +703,4 @@ def test_where_noise_hides_a_gain_the_final_takes_time_that_nobody_needs(undecid
     blocks = len(trial.context.ledger.default_ms)
     assert trial.clock.now() <= 3.3 + undecided_s
     assert (blocks > 40) == (undecided_s > 0), blocks
+    assert setting.run(undecided_s=undecided_s, end_s=3.0).clock.now() <= 3.3  # but never beyond the probe's

@@ -16,7 +16,6 @@ from . import statistics
 from .budget import Deadline, EffortPreset
 from .choose import Candidate
 from .evaluator import Checked, Clock, Evaluator, Fault, Proven
-from .head_start import sample_ms
 from .lessons import Lessons, Part, Pupil, parts_of, without
 from .model import CellModel
 from .nearby import Nearby, Timed
@@ -203,12 +202,8 @@ class CellContext:
         return max(known.call_ms / 1e3, known.host_us / 1e6) if isinstance(known, Checked) else 0.0
 
     def sample_s(self) -> float:
-        """About what one sample of a plan takes: where the host is slower than the device, it is waited for first."""
-        known = self.ledger.checked.get(self.default)
-        taken_s = self.call_s()
-        if self.settings.asynchronous and isinstance(known, Checked):
-            taken_s = sample_ms(known.call_ms, known.host_us) / 1e3
-        return max(self.preset.sample_target_ms / 1e3, taken_s)
+        """About what one sample of a plan takes."""
+        return self.ledger.sample_s(self.default, self.preset.sample_target_ms / 1e3)
 
     def prove_s(self) -> float:
         """About what proving a plan takes."""

@@ -59,10 +59,10 @@ class CellRuns:
         order = sorted(searches, key=lambda w: (w.seq_len, w.mode, not w.pattern.dense, str(w.pattern)))
         for index, workload in enumerate(order):
             needs = [searches[other].need() for other in order[index:]]  # each finished cell shows how noisy it is here
-            shares = allot(needs, self.budget.available_s())
-            unneeded_s = max(0.0, self.budget.available_s() - sum(shares))
-            searches[workload].context.undecided_s = UNDECIDED_SHARE * unneeded_s
-            self.search(searches[workload], shares[0], spare_s(shares, self.budget.available_s()))
+            available_s = self.budget.available_s()
+            shares = allot(needs, available_s)
+            searches[workload].context.undecided_s = UNDECIDED_SHARE * max(0.0, available_s - sum(shares))
+            self.search(searches[workload], shares[0], spare_s(shares, available_s))
 
     def _settle_beside_first_calls(self, new: Sequence[tuple[Cell, CellSearch]]) -> dict[Workload, CellSearch]:
         """What compiles at its first call does so meanwhile; it is over before anything is timed."""

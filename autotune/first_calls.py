@@ -32,10 +32,12 @@ def calls_worth_making(spaces: Iterable[Space]) -> tuple[Call, ...]:
     alike: dict[Workload, list[Space]] = {}
     for space in spaces:
         alike.setdefault(replace(space.workload, seq_len=1, mode="train", total_length=0), []).append(space)
-    calls = [call for group in alike.values() for call in _calls_of(min(group, key=_as_example))]
+    calls: list[Call] = []
     for group in alike.values():
+        example = min(group, key=_as_example)
+        calls += _calls_of(example)
         shortest = min(group, key=lambda space: (not space.workload.train, space.workload.seq_len))
-        if shortest is not min(group, key=_as_example):
+        if shortest is not example:
             calls += [(cell, plan) for cell, plan in _calls_of(shortest) if "flash-attn-4" in _kernels(plan)]
     defaults = [space.default for space in spaces]
     calls.sort(key=lambda call: (_turn(call[1], defaults), call[0].pattern.dense, not call[0].train))

@@ -272,13 +272,13 @@ def attend_rows(
     out = arithmetic.result(exact_out)
     if dout_RD is None:
         return Attended(out, lse[:, 0])
-    saved = exact_out if arithmetic.kept else out
-    generator = torch.Generator(q.device).manual_seed(0)
-
-    def signs(x: Tensor) -> Tensor:
-        return 2.0 * torch.randint(0, 2, x.shape, generator=generator, device=x.device).to(x.dtype) - 1.0
-
+    dout = arithmetic.operand(dout_RD.to(arithmetic.dtype))
+    saved, rounded_by = exact_out, torch.zeros_like(lse)
     if arithmetic.recomputed:
+        generator = torch.Generator(q.device).manual_seed(0)
+
+        def signs(x: Tensor) -> Tensor:
+            return 2.0 * torch.randint(0, 2, x.shape, generator=generator, device=x.device).to(x.dtype) - 1.0
 
         def wobbled(x: Tensor) -> Tensor:
             return torch.where(x == -math.inf, x, x * (1 + arithmetic.recomputed * signs(x)))
@@ -286,12 +286,10 @@ def attend_rows(
         # Merging weighs partial results by exp(L_b - L), which is as inexact as L is large: one factor per row.
         of_row = torch.where(empty, 0.0, lse).abs() * arithmetic.recomputed / 4
         logits, saved = wobbled(logits), wobbled(saved) * (1 + of_row * signs(of_row))
-    weights = torch.exp(logits - torch.where(empty, 0.0, lse))
-    dout = arithmetic.operand(dout_RD.to(arithmetic.dtype))
-    delta = (saved * dout).sum(-1, keepdim=True)
-    if arithmetic.kept:
         # One row may be all of a dk: over 12031 positions it erred by 0.19 in every kernel, and here by 0.008 for luck.
-        delta += signs(delta) * arithmetic.kept * (saved * dout).norm(dim=-1, keepdim=True)
+        rounded_by = signs(of_row) * arithmetic.kept * (saved * dout).norm(dim=-1, keepdim=True)
+    weights = torch.exp(logits - torch.where(empty, 0.0, lse))
+    delta = (saved * dout).sum(-1, keepdim=True) + rounded_by
     dlogits = arithmetic.operand(weights * (dout @ v.T - delta))
     dq = arithmetic.result((dlogits @ k) * scale) if want_dq else None
     return Attended(out, lse[:, 0], dq, weights, dlogits)

@@ -134,6 +134,14 @@ class Ledger:
         """Over all blocks: one reading is too rough to judge by."""
         return statistics.median(self.host_us[plan])
 
+    def sample_s(self, plan: Tunables, least_s: float) -> float:
+        """About what one sample takes: where the host is slower than the device, it is waited for first."""
+        known = self.checked.get(plan)
+        if not isinstance(known, Checked):
+            return least_s
+        taken_ms = sample_ms(known.call_ms, known.host_us) if self.asynchronous else known.call_ms
+        return max(least_s, taken_ms / 1e3)
+
     def failures(self) -> dict[Tunables, Fault]:
         failed = {plan: result for plan, result in self.checked.items() if isinstance(result, Fault)}
         return failed | {plan: result for plan, result in self.proven.items() if isinstance(result, Fault)}
@@ -266,14 +274,7 @@ class Arena:
     def _samples_s(self, entries: Sequence[Entry]) -> float:
         """The default's are two, also where it is an entry."""
         timed = [entry.tunables for entry in entries if entry.tunables != self.default]
-        return sum(self._sample_estimate_s(plan) for plan in (self.default, self.default, *timed))
-
-    def _sample_estimate_s(self, plan: Tunables) -> float:
-        known = self.ledger.checked.get(plan)
-        if not isinstance(known, Checked):
-            return self.sample_s
-        taken_ms = sample_ms(known.call_ms, known.host_us) if self.ledger.asynchronous else known.call_ms
-        return max(self.sample_s, taken_ms / 1e3)
+        return sum(self.ledger.sample_s(plan, self.sample_s) for plan in (self.default, self.default, *timed))
 
     def block(self, entries: Sequence[Entry]) -> bool:
         """One paired repetition of every entry; False when the block could not be used and nothing was learned.

@@ -87,8 +87,7 @@ def _admit_within_reach(
             left_out[candidate_key(plan)] = "a part of it did not end in time"
             continue
         known = [entry for entry in entries if entry.checked is not None]
-        behind = _dtype_behind(plan, known, arena.fastest_call_ms(known))
-        if plan.dtype != context.default.dtype and behind > HOPELESS:
+        if plan.dtype != context.default.dtype and (behind := _dtype_behind(arena, plan, known)) > HOPELESS:
             left_out[candidate_key(plan)] = f"its dtype took {behind:.1f} times the best"
             continue
         calls_ms = {changes[e.tunables]: e.checked.call_ms for e in known if e.checked is not None}
@@ -102,16 +101,16 @@ def _admit_within_reach(
     return entries
 
 
-def _dtype_behind(plan: Tunables, known: Sequence[Entry], best_ms: float) -> float:
+def _dtype_behind(arena: Arena, plan: Tunables, known: Sequence[Entry]) -> float:
     """How many times the best the best plan of this dtype took; math, which is slow in any, is no evidence."""
     alike = [
-        e.checked.call_ms
+        arena.checked_ms(e.checked)
         for e in known
         if e.checked is not None
         and e.tunables.dtype == plan.dtype
-        and not ({"math"} & {kernel for _, kernel in parts_of(e.tunables)})
+        and "math" not in {kernel for _, kernel in parts_of(e.tunables)}
     ]
-    return min(alike) / best_ms if alike else 0.0
+    return min(alike) / arena.fastest_call_ms(known) if alike else 0.0
 
 
 def _expected(context: CellContext, plan: Tunables) -> tuple[int, float]:

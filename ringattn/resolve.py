@@ -54,6 +54,7 @@ class Resolution:
 
     ``profile`` is the measured profile (None: nothing measured fits), ``heuristic`` answers what it does not cover,
     ``path`` is the file of the one that leads, ``trace`` says of every profile looked at why it was taken or not.
+    ``world`` is the number of ranks that was asked for.
     """
 
     profile: Profile | None
@@ -61,6 +62,7 @@ class Resolution:
     path: str
     tier: Tier
     trace: tuple[str, ...]
+    world: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +112,8 @@ def resolve(located: Sequence[Located], facts: HardwareFacts, *, world: int = 1)
     if measured:
         match, entry = measured[0]
         assert match.tier is not None
-        return Resolution(entry.profile, heuristic.profile, entry.path, match.tier, tuple(trace))
-    return Resolution(None, heuristic.profile, heuristic.path, "heuristic", tuple(trace))
+        return Resolution(entry.profile, heuristic.profile, entry.path, match.tier, tuple(trace), world)
+    return Resolution(None, heuristic.profile, heuristic.path, "heuristic", tuple(trace), world)
 
 
 def _check_bound(bound: Located, facts: HardwareFacts, world: int) -> None:

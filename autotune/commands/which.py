@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import click
 
 from ..exit_codes import ExitCode
 from .options import device_option, json_option, ranks_asked, world_option
-
-if TYPE_CHECKING:
-    from ringattn.hardware import HardwareFacts
 
 
 @click.command(short_help="Print the profile this machine uses.")
@@ -36,14 +31,8 @@ def which(path_only: bool, device: str | None, nproc: str | None, as_json: bool)
 
     if path_only and as_json:
         raise click.UsageError("--path-only and --json exclude each other")
-    ranks: list[int] = []
-
-    def asked(facts: HardwareFacts) -> int:
-        ranks.append(ranks_asked(nproc, facts))
-        return ranks[0]
-
-    resolution, notes = resolve_here(device, asked)
-    measured = resolution.profile is not None and resolution.profile.covers(ranks[0])
+    resolution, notes = resolve_here(device, lambda facts: ranks_asked(nproc, facts))
+    measured = resolution.profile is not None and resolution.profile.covers(resolution.world)
     for note in notes:
         warn(f"warning: {note}")
     if as_json:
@@ -62,7 +51,7 @@ def which(path_only: bool, device: str | None, nproc: str | None, as_json: bool)
                 warn(f"No measured profile serves this machine; `ringtune probe{over}` makes one.")
             else:
                 warn(
-                    f"It holds no plans for {plural(ranks[0], 'rank')}, which a heuristic serves; "
+                    f"It holds no plans for {plural(resolution.world, 'rank')}, which a heuristic serves; "
                     f"`ringtune probe{over}` adds them."
                 )
         raise click.exceptions.Exit(ExitCode.NO_PROFILE)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from machines import H100
+
 from ringattn.profile import Choice, Evidence, Failure, Fingerprint, PlanEntry, Policy, Profile, Provenance
 from ringattn.workload import Branch, BranchTunables, Pattern, Tunables, Workload
 
@@ -95,16 +99,7 @@ def gpu_profile() -> Profile:
     entries.append(PlanEntry(refused, refusal="no kernel here has a backward for head_dim 512 within the memory limit"))
     return Profile(
         source="measured",
-        fingerprint=Fingerprint(
-            vendor="nvidia",
-            device_name="NVIDIA H100 80GB HBM3",
-            sku="h100-sxm",
-            arch="sm_90",
-            sm_count=132,
-            memory_mib=81559,
-            l2_mib=50,
-            power_limit_w=700,
-        ),
+        fingerprint=Fingerprint.of(replace(H100, power_limit_w=700)),
         software=(
             ("torch", "2.13.0"),
             ("cuda", "13.0"),

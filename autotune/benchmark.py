@@ -14,7 +14,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -36,6 +36,7 @@ from .messages import LinkReading
 from .ranks.links import measure_links
 from .ranks.together import Alone, Together
 from .references import References
+from .stopwatch import Launches, Stopwatch
 from .timers import FEWEST, CudaTimer, HostTimer, cpu_peak_bytes, wake
 
 WARM_CALLS = 3  # at least, before anything is timed
@@ -58,6 +59,7 @@ class Runner:
     call: Callable[[], None]
     call_ms: float = 0.0
     host_us: float = 0.0
+    launches: Launches = field(default_factory=Launches)
 
 
 def proving_inputs(workload: Workload, count: int, seed: int) -> tuple[tuple[int, str], ...]:
@@ -87,6 +89,7 @@ class DeviceBench:
         uuid = str(torch.cuda.get_device_properties(self.device).uuid) if self._cuda else None
         self._watch = Watch(uuid, self._peers.siblings)
         self._timer = CudaTimer(self.device, settings.facts) if self._cuda else HostTimer()
+        self._stopwatch = Stopwatch(self._timer, self._peers)
         if self._cuda:
             wake(self.device)
         else:
@@ -214,10 +217,7 @@ class DeviceBench:
         # Calls of a fifth of a ms take twenty where another process is on a core that their threads wait for.
         alone = self.settings.meeting is None
         limit_s = OVERLONG * self.settings.sample_target_ms / 1e3 if alone else math.inf
-        readings = self._timer.time(runner.call, min(repeats, MOST_REPEATS), limit_s, host_us)
-        if len(readings) > 2:
-            del readings[0]  # it paid for whatever the candidate before it left in the caches of the host
-        typical = self._timer.of(readings)
+        typical = self._stopwatch.read(runner.call, runner.launches, min(repeats, MOST_REPEATS), limit_s)
         runner.call_ms, runner.host_us = typical.ms, typical.host_us
         first_ms = self._first_calls.get((workload, tunables), 0.0) if self.settings.varied_lengths else 0.0
         return Sample(typical.ms + first_ms / VARIED_CALLS, typical.host_us)
@@ -299,8 +299,8 @@ class DeviceBench:
         """
         if not (self._cuda and may_be_launches(waited_ms)):
             return waited_ms, waited_ms * 1e3
-        readings = self._timer.time(_caller(module, inputs, workload.train), FEWEST, 0.0, waited_ms * 1e3)
-        typical = self._timer.of(readings)
+        call = _caller(module, inputs, workload.train)
+        typical = self._stopwatch.read(call, Launches(waited_ms * 1e3), FEWEST + 1)
         call_ms, host_us = self._peers.most(typical.ms, typical.host_us)
         return call_ms, host_us
 
@@ -309,10 +309,9 @@ class DeviceBench:
         begin = time.perf_counter()
         last = math.inf
         if waited_ms is not None:  # with the head start it needs from the first reading on, which may be the only one
-            last, runner.host_us = waited_ms, waited_ms * 1e3
+            last, runner.launches.us = waited_ms, waited_ms * 1e3
         for number in range(1 if waited_ms is None else WARM_CALLS, 50):
-            reading = self._timer.of(self._timer.time(runner.call, 1, host_us=runner.host_us))
-            # The host's, too: ranks with unlike head starts would time how long they wait for each other.
+            reading = self._stopwatch.read(runner.call, runner.launches, 1)
             runner.call_ms, runner.host_us, taken_s = self._peers.most(
                 reading.ms, reading.host_us, time.perf_counter() - begin
             )

@@ -21,13 +21,15 @@ QUIET = 0.25  # what disturbs a host only adds to its time, so this quantile of 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One call: how long the device took, which never waited for the host, and how long the host did.
+    """One call: how long the device took, and how long the host did to launch it.
 
-    Where they are one, the device's time is the call's and ``host_us`` the same in us.
+    Where they are one, the device's time is the call's and ``host_us`` the same in us. ``late``: the device had begun
+    before all of it was launched, so it may have waited for the host.
     """
 
     ms: float
     host_us: float
+    late: bool = False
 
 
 class HostTimer:
@@ -64,7 +66,8 @@ class CudaTimer:
     """Device events around each call, the L2 cache flushed before it.
 
     A flush takes long enough that the host has launched the call before it begins, or there are several: the device is
-    timed without its host, whose own time is read off beside it.
+    timed without its host, whose own time is read off beside it. Where the host was slower than that, the reading says
+    so.
     """
 
     def __init__(self, device: torch.device, facts: HardwareFacts) -> None:
@@ -94,11 +97,11 @@ class CudaTimer:
             return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
         events = [(event(), event()) for _ in range(repeats)]
-        taken_us: list[float] = []
+        launched: list[tuple[float, bool]] = []
         torch.cuda.synchronize(self._device)
         first = time.perf_counter()
         for number, (begin, end) in enumerate(events):
-            if time.perf_counter() - first > limit_s and len(taken_us) >= FEWEST:
+            if time.perf_counter() - first > limit_s and len(launched) >= FEWEST:
                 break
             if number >= IN_FLIGHT:
                 events[number - IN_FLIGHT][1].synchronize()
@@ -107,10 +110,14 @@ class CudaTimer:
             begin.record()
             started = time.perf_counter()
             call()
-            taken_us.append((time.perf_counter() - started) * 1e6)
+            taken_us = (time.perf_counter() - started) * 1e6
             end.record()
+            launched.append((taken_us, begin.query()))  # type: ignore[no-untyped-call]
         torch.cuda.synchronize(self._device)
-        return [Reading(begin.elapsed_time(end), us) for (begin, end), us in zip(events, taken_us, strict=False)]
+        return [
+            Reading(begin.elapsed_time(end), taken_us, late)
+            for (begin, end), (taken_us, late) in zip(events, launched, strict=False)
+        ]
 
     def of(self, readings: Sequence[Reading]) -> Reading:
         """The device's typical time, and the host's when nothing disturbed it."""

@@ -61,8 +61,8 @@ EFFORTS: Mapping[str, EffortPreset] = MappingProxyType(
 class CellNeed:
     """What a cell would take, in seconds, stage by stage.
 
-    ``base_s`` (gate, race, final) must be paid for any answer; ``improve_s`` and ``explore_s`` buy less and less
-    gain per second, so they are served after every base is.
+    ``base_s`` (gate, race, final) must be paid for any answer, ``improve_s`` finds what a mix of kernels and gathers
+    gains; ``explore_s`` buys less and less per second, so it is served after the others are.
     """
 
     base_s: float
@@ -75,7 +75,10 @@ class CellNeed:
 
 
 def allot(needs: Sequence[CellNeed], available_s: float) -> tuple[float, ...]:
-    """Seconds for each cell out of ``available_s``, by expected gain: all bases first, then improvement, then the rest.
+    """Seconds for each cell out of ``available_s``, by expected gain: bases and improvement first, then the rest.
+
+    With all bases served before any improvement the longest dense cell of an H100 got 22 of 128 s, and LongNet ones
+    ended after three steps of their climb.
 
     A tier that cannot be served whole is split by the square roots of the needs, which makes the sum of the variances
     least: split by the needs themselves, one cell of 0.35 s a call took 63 of 170 s on a CPU, and those of 5 ms were
@@ -83,8 +86,8 @@ def allot(needs: Sequence[CellNeed], available_s: float) -> tuple[float, ...]:
     """
     shares = [0.0] * len(needs)
     left = max(0.0, available_s)
-    for tier in ("base_s", "improve_s", "explore_s"):
-        wanted = [getattr(need, tier) for need in needs]
+    for tier in (("base_s", "improve_s"), ("explore_s",)):
+        wanted = [sum(getattr(need, part) for part in tier) for need in needs]
         handed_out = _by_square_roots(wanted, left)
         shares = [share + seconds for share, seconds in zip(shares, handed_out, strict=True)]
         left = max(0.0, left - sum(handed_out))

@@ -27,6 +27,7 @@ AHEAD_SHARE = 0.05  # of the budget may be waited for more first calls once the 
 # Of the time that no cell needs, for one that noise keeps from an answer: two ranks of a CPU gave up after 15 of 30 s.
 # The rest is for proofs that are owed.
 UNDECIDED_SHARE = 0.5
+UNDECIDED_MORE = 0.3  # of its own share it may have in any case: of eight blocks two are outliers in one cell of 100
 HANG_S = {"cpu": 6.0, "nvidia": 25.0}  # a GPU kernel may have to be compiled first
 
 
@@ -61,7 +62,8 @@ class CellRuns:
             needs = [searches[other].need() for other in order[index:]]  # each finished cell shows how noisy it is here
             available_s = self.budget.available_s()
             shares = allot(needs, available_s)
-            searches[workload].context.undecided_s = UNDECIDED_SHARE * max(0.0, available_s - sum(shares))
+            unneeded_s = UNDECIDED_SHARE * max(0.0, available_s - sum(shares))
+            searches[workload].context.undecided_s = max(unneeded_s, UNDECIDED_MORE * shares[0])
             self.search(searches[workload], shares[0], spare_s(shares, available_s))
 
     def _settle_beside_first_calls(self, new: Sequence[tuple[Cell, CellSearch]]) -> dict[Workload, CellSearch]:
@@ -74,6 +76,8 @@ class CellRuns:
         waits_s = min(AHEAD_SHARE * self.task.preset.budget_s, self.budget.available_s())
         if note := self._evaluator.end_first_calls(waits_s):
             self.task.observer.note(note)
+        for search in searches.values():
+            search.look_again()
         return searches
 
     def _settle(self, new: Sequence[tuple[Cell, CellSearch]]) -> dict[Workload, CellSearch]:

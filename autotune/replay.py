@@ -276,7 +276,7 @@ class ReplayEvaluator:
         assert row.checked is not None
         slow = pace_ms is not None and row.median_ms > 2.5 * pace_ms
         checked = replace(row.checked, call_ms=row.median_ms * self._noise(), cold_ms=1e3 * self._cold_s(cell, row))
-        seconds = self.check_s + checked.cold_ms / 1e3 + (2 if slow else 8) * row.median_ms / 1e3
+        seconds = self.check_s + checked.cold_ms / 1e3 + (2 if slow else 5) * row.median_ms / 1e3
         if seconds > timeout_s:
             self.clock.advance(timeout_s + self.restart_s)
             return Fault("timeout", f"no answer within {timeout_s:.1f} s")

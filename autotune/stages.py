@@ -24,6 +24,7 @@ from .store import Entry, StageRecord
 
 NARROW_REACH = 1.5  # times the best main plan, by the calls of their checks, which may be disturbed
 CLOSE = math.log(1.5)  # times the best at a length nearby: such plans are checked before others
+RECOMPUTED = ("full", "offload")  # checkpoints that save memory and cost time, always
 BATCH = 4  # plans asked of TPE at a time; one block serves them all
 
 
@@ -78,7 +79,7 @@ def _admit_within_reach(
     changes = {plan: _changes(context, plan) for plan in plans}
     entries: list[Entry] = []
     left_out: dict[str, str] = {}
-    for plan in sorted(plans, key=lambda plan: (*_expected(context, plan), len(changes[plan]))):
+    for plan in sorted(plans, key=lambda p: (p.checkpoint in RECOMPUTED, *_expected(context, p), len(changes[p]))):
         if context.lessons.has_lost(plan):
             left_out[candidate_key(plan)] = "a kernel of it cannot be loaded"
             continue
@@ -90,6 +91,9 @@ def _admit_within_reach(
         if plan.dtype != context.default.dtype and (behind := _dtype_behind(arena, plan, known)) > HOPELESS:
             left_out[candidate_key(plan)] = f"its dtype took {behind:.1f} times the best"
             continue
+        if _recomputes_for_nothing(context, arena, plan, known):
+            left_out[candidate_key(plan)] = "what it adds to save memory is worth it for the fastest kernels only"
+            continue
         calls_ms = {changes[e.tunables]: e.checked.call_ms for e in known if e.checked is not None}
         rivals = [e for e in known if context.is_main(e.tunables) or not context.is_main(plan)]
         predicted_ms, best_ms = _sum_of_parts(changes[plan], calls_ms), arena.fastest_call_ms(rivals)
@@ -99,6 +103,22 @@ def _admit_within_reach(
             entries += arena.admit([plan], deadline)
     arena.record.note("left_out", left_out)
     return entries
+
+
+def _recomputes_for_nothing(context: CellContext, arena: Arena, plan: Tunables, known: Sequence[Entry]) -> bool:
+    """Whether it trades time for memory around kernels that are not the fastest, where nothing but time is asked for.
+
+    Such plans, two for each pair of kernels, took two thirds of the time of an H100's longest cell. With the fastest
+    kernels they are the lean end of the front.
+    """
+    settings = context.settings
+    if plan.checkpoint not in RECOMPUTED or settings.prefer != "time" or settings.limits.peak_bytes is not None:
+        return False
+    plain = [e for e in known if e.tunables.dtype == plan.dtype and e.tunables.checkpoint not in RECOMPUTED]
+    if not plain:
+        return False
+    fastest = min(plain, key=lambda entry: arena.checked_ms(entry.checked) if entry.checked else math.inf)
+    return fastest.tunables.branches != plan.branches
 
 
 def _dtype_behind(arena: Arena, plan: Tunables, known: Sequence[Entry]) -> float:

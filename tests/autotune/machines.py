@@ -177,6 +177,18 @@ def far_from(cell: Workload, target: Tunables, per_knob: float = 0.08) -> Truth:
     return log_ratio
 
 
+def by_kernels(**log_times: float) -> Truth:
+    """The sum of the first branch's kernels; every other knob away from the plainest costs 10 %."""
+
+    def truth(cell: Workload, tunables: Tunables) -> float:
+        first = tunables.branches[0]
+        uniform = plan(cell, first.forward, first.backward or None, dtype=tunables.dtype)
+        frills = 0.1 * distance(cell, tunables, uniform)
+        return frills + log_times[first.forward] + (log_times[first.backward] if first.backward else 0.0)
+
+    return truth
+
+
 def edge_of(
     tmp_path: Path,
     evaluator: Callable[[], Evaluator],

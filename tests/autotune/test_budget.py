@@ -22,11 +22,18 @@ def test_shares_never_exceed_what_there_is_nor_what_is_needed(needs: list[CellNe
     assert all(share <= need.total_s + 1e-6 for share, need in zip(shares, needs, strict=True))
 
 
-def test_every_base_is_served_before_any_improvement() -> None:
-    needs = [CellNeed(5, 20, 50), CellNeed(5, 20, 50)]
+def test_bases_and_improvement_are_served_before_any_exploration() -> None:
+    needs = [CellNeed(5, 20, 50), CellNeed(5, 20, 0)]
     assert allot(needs, 10) == pytest.approx((5, 5))
-    assert allot(needs, 30) == pytest.approx((15, 15))
-    assert allot(needs, 1000) == pytest.approx((75, 75))
+    assert allot(needs, 50) == pytest.approx((25, 25))
+    assert allot(needs, 60) == pytest.approx((35, 25))
+    assert allot(needs, 1000) == pytest.approx((75, 25))
+
+
+def test_a_dear_base_leaves_room_for_the_improvement_of_the_cheap_ones() -> None:
+    shares = allot([CellNeed(50), *[CellNeed(2, 6)] * 8], 60)
+    assert min(shares[1:]) > 5
+    assert shares[0] > 12
 
 
 def test_a_tier_that_cannot_be_served_whole_is_split_by_the_square_roots_of_the_needs() -> None:

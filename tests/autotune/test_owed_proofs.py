@@ -323,7 +323,7 @@ def test_what_is_owed_is_paid_before_new_lengths_are_searched(tmp_path: Path) ->
         return (GIVES_WAY if cell.seq_len > 3000 else STAYS)(cell, tunables)
 
     house = House(tmp_path, truth, ("flash-cpu", "swift"), new_shape_s=0.13)
-    result = house.probe(74.0, effort="standard")
+    result = house.probe(66.0, effort="standard")
     assert [report.workload.seq_len for report in result.cells] == [2048, 4096]
     assert owing(result) == []
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from machines import MIB, Setting, Truth, far_from, invented, plan, workload
+from machines import MIB, Setting, by_kernels, far_from, invented, plan, workload
 
 from autotune.budget import Deadline
 from autotune.choose import Candidate, NothingAllowed, choose, distance, pareto_front
@@ -42,18 +42,6 @@ TARGET = Tunables(
     checkpoint="none",
     pool_threshold_mib=16,
 )
-
-
-def by_kernels(**log_times: float) -> Truth:
-    """The sum of the first branch's kernels; every other knob away from the plainest costs 10 %."""
-
-    def truth(cell: Workload, tunables: Tunables) -> float:
-        first = tunables.branches[0]
-        uniform = plan(cell, first.forward, first.backward or None, dtype=tunables.dtype)
-        frills = 0.1 * distance(cell, tunables, uniform)
-        return frills + log_times[first.forward] + (log_times[first.backward] if first.backward else 0.0)
-
-    return truth
 
 
 def lossy(tunables: Tunables) -> float:

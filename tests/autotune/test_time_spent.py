@@ -1,0 +1,78 @@
+"""What a search spends its time on: the likely cells and plans first, and no more than an answer needs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from machines import MIB, Setting, by_kernels, plan, workload
+
+from autotune.budget import Deadline
+from autotune.final import _finalists
+from autotune.race import ALONE_PRECISION, FINAL_PRECISION, Limits, _is_settled
+from autotune.search import CellSearch
+from autotune.stages import race_plans
+from autotune.statistics import Interval
+from ringattn.preference import Preference
+from ringattn.workload import Pattern, Tunables, Workload
+
+DENSE = workload(pattern=Pattern())
+
+
+def test_a_default_that_was_checked_beside_something_else_is_timed_again() -> None:
+    context = Setting(DENSE, by_kernels(quick=0.0, swift=-0.1, math=2.0), plan(DENSE)).run().context
+    search = CellSearch(context)
+    true_ms = context.checked(context.default).call_ms
+    context.ledger.checked[context.default] = replace(context.checked(context.default), call_ms=3 * true_ms)
+    before = search.need().total_s
+    search.look_again()
+    assert context.checked(context.default).call_ms == pytest.approx(true_ms, rel=0.1)
+    assert search.need().total_s < before
+
+
+@pytest.mark.parametrize(("prefer", "limit"), [("time", None), ("memory", None), ("time", 100 * MIB)])
+def test_plans_that_recompute_are_tried_around_the_fastest_kernels_only_unless_memory_counts(
+    prefer: Preference, limit: int | None
+) -> None:
+    setting = Setting(DENSE, by_kernels(quick=0.0, swift=-0.2, math=0.3), plan(DENSE), limits=Limits(limit))
+    context = replace(setting, prefer=prefer).run().context
+    plans = [
+        plan(DENSE, name, checkpoint=kept) for name in ("quick", "swift", "math") for kept in ("selective", "full")
+    ]
+    race_plans(context, "again", plans, keep=6, deadline=Deadline(context.clock, math.inf), reach=10.0)
+    tried = {entry.tunables for entry in context.record("again").entries()}
+    recomputing = {branch.forward for p in tried if p.checkpoint == "full" for branch in p.branches}
+    only_time = prefer == "time" and limit is None
+    assert recomputing == ({"swift"} if only_time else {"quick", "swift", "math"})
+
+
+def test_what_a_climb_had_no_time_to_time_is_a_finalist_if_its_first_look_was_the_fastest() -> None:
+    context = Setting(DENSE, by_kernels(quick=0.0, swift=-0.1, math=2.0), plan(DENSE)).run().context
+    unseen = plan(DENSE, "swift", "quick", pool_threshold_mib=16)
+    fastest = context.checked(plan(DENSE, "swift"))
+    for factor, wanted in ((0.9, True), (1.0, False)):
+        context.ledger.checked[unseen] = replace(fastest, call_ms=factor * fastest.call_ms)
+        assert (unseen in _finalists(context)) == wanted
+
+
+def test_finalists_differ_in_more_than_housekeeping() -> None:
+    """Two of the three beside an H100's default were its winner with another pool, and with no cache of patterns."""
+
+    def truth(cell: Workload, tunables: Tunables) -> float:
+        housekept = 0.001 * ((tunables.pool_threshold_mib is not None) + (not tunables.pattern_cache))
+        return by_kernels(quick=0.0, swift=-0.2, math=-0.12)(cell, tunables) - housekept
+
+    context = Setting(DENSE, truth, plan(DENSE), budget_s=40).run().context
+    finalists = _finalists(context)
+    bare = [replace(p, pattern_cache=True, pool_threshold_mib=None, pool_strategy="shape") for p in finalists]
+    simplest = bare.count(plan(DENSE, "swift"))  # the best, and what is as good and plainer
+    assert len(set(bare)) >= len(bare) - (simplest - 1)
+    assert simplest <= 2
+
+
+@pytest.mark.parametrize(("gain", "blocks"), [(-0.16, 8), (-0.03, 20)])
+def test_one_plan_far_ahead_is_not_timed_for_the_last_digit(gain: float, blocks: int) -> None:
+    interval = Interval(gain - 0.012, gain, gain + 0.012, blocks)
+    assert _is_settled(interval, ALONE_PRECISION) == (gain < -0.1)
+    assert not _is_settled(interval, FINAL_PRECISION)

@@ -47,6 +47,7 @@ class CellRuns:
         self._store = store
         self._evaluator = evaluator
         self._finished: dict[Workload, CellContext] = {}
+        self._looked_too_early: frozenset[Workload] = frozenset()  # their defaults, beside first calls
 
     def run(self) -> None:
         """All cells that no earlier run has finished, cheapest first."""
@@ -59,6 +60,8 @@ class CellRuns:
         self.telling.expect(Progress(self.budget, {workload: search.need() for workload, search in searches.items()}))
         order = sorted(searches, key=lambda w: (w.seq_len, w.mode, not w.pattern.dense, str(w.pattern)))
         for index, workload in enumerate(order):
+            if workload in self._looked_too_early:
+                searches[workload].look_again()
             needs = [searches[other].need() for other in order[index:]]  # each finished cell shows how noisy it is here
             available_s = self.budget.available_s()
             shares = allot(needs, available_s)
@@ -76,8 +79,7 @@ class CellRuns:
         waits_s = min(AHEAD_SHARE * self.task.preset.budget_s, self.budget.available_s())
         if note := self._evaluator.end_first_calls(waits_s):
             self.task.observer.note(note)
-        for search in searches.values():
-            search.look_again()
+        self._looked_too_early = frozenset(searches)
         return searches
 
     def _settle(self, new: Sequence[tuple[Cell, CellSearch]]) -> dict[Workload, CellSearch]:

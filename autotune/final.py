@@ -148,7 +148,15 @@ def _proven_choice(
         left = _proven_already(context, left)
     context.owes_proof = False
     while True:
-        winner = choose(context.cell, default, left, noisy=noisy, prefer=context.settings.prefer)
+        winner = choose(
+            context.cell,
+            default,
+            left,
+            noisy=noisy,
+            prefer=context.settings.prefer,
+            sigma=context.sigma(),
+            usual=context.seeds,
+        )
         if winner is default and default.tunables not in context.ledger.proven:
             context.owes_proof = not deadline.allows(context.prove_s())
             if context.owes_proof:

@@ -492,7 +492,7 @@ def test_a_plan_judged_by_its_launches_is_launch_bound(asynchronous: bool) -> No
     context.ledger.asynchronous = asynchronous
     for known, result in list(context.ledger.checked.items()):
         if isinstance(result, Checked):
-            slower = 1.0 if known == plan(DENSE) else 6.0
+            slower = 1.0 if known == plan(DENSE) else 12.0
             context.ledger.checked[known] = replace(result, host_us=1e4 * result.call_ms * slower)
     bound = context.timed().launch_bound
     assert (plan(DENSE, "swift") in bound) == asynchronous
@@ -631,6 +631,20 @@ def test_the_default_stays_unless_the_interval_excludes_the_margin(
     other = candidate(plan(CELL, "swift"), centre, width)
     chosen = choose(CELL, DEFAULT, [other], noisy=noisy)
     assert (chosen is other) is leaves
+
+
+@pytest.mark.parametrize(
+    ("behind", "sigma", "kept"),
+    [(0.01, 0.03, True), (0.01, 0.002, False), (0.03, 0.03, False), (-0.002, 0.0, True)],
+    ids=["noise may hide it", "surely slower", "too far", "the best itself"],
+)
+def test_what_won_nearby_stays_as_long_as_it_cannot_be_told_from_the_best(
+    behind: float, sigma: float, kept: bool
+) -> None:
+    usual, best = candidate(plan(CELL, "swift"), -0.2 + behind), candidate(plan(CELL, "math", "swift"), -0.2)
+    chosen = choose(CELL, DEFAULT, [usual, best], noisy=False, sigma=sigma, usual=[usual.tunables])
+    assert (chosen is usual) == kept
+    assert choose(CELL, DEFAULT, [best], noisy=False, sigma=sigma, usual=[usual.tunables]) is best
 
 
 def test_what_is_not_allowed_is_not_chosen() -> None:

@@ -253,13 +253,13 @@ class _Ahead(Generic[Result]):
 class _Behind:
     """Results on their way home, a few messages at most: what has arrived makes room for the next one to be sent.
 
-    Of several head groups the three gradients travel together while the next group is computed. Of a single one two
-    at a time do: each has a buffer that it arrives in, which at the end is what decides the peak.
+    Of several head groups the three gradients travel together while the next group is computed. Of a single one they
+    go one by one, as the network sends them anyway: each has a buffer that it arrives in, which decides the peak.
     """
 
     def __init__(self, groups: int) -> None:
         self._under_way: deque[Pending] = deque()
-        self._most = 3 if groups > 1 else 2
+        self._most = 3 if groups > 1 else 1
 
     def make_room(self) -> None:
         """Before another one is added."""

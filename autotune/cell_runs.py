@@ -29,6 +29,13 @@ AHEAD_SHARE = 0.05  # of the budget may be waited for more first calls once the 
 UNDECIDED_SHARE = 0.5
 UNDECIDED_MORE = 0.3  # of its own share it may have in any case: of eight blocks two are outliers in one cell of 100
 HANG_S = {"cpu": 6.0, "nvidia": 25.0}  # a GPU kernel may have to be compiled first
+# flash-attn-4's forward took 11 s, its import included: after 3 of 30 s it counted as hung, and was lost to the probe.
+COMPILES_S = {"cpu": 0.0, "nvidia": 12.0}
+
+
+def hang_s(vendor: str, budget_s: float) -> float:
+    """Seconds before which no call counts as hung: in a short probe a tenth of it, but time for a kernel to compile."""
+    return min(HANG_S[vendor], max(0.1 * budget_s, COMPILES_S[vendor]))
 
 
 class CellRuns:
@@ -128,7 +135,7 @@ class CellRuns:
             limits=Limits(None if limit is None else limit * 2**20, request.max_error),
             prefer=request.prefer,
             asynchronous=self.task.edge.facts.vendor != "cpu",
-            hang_s=min(HANG_S[self.task.edge.facts.vendor], 0.1 * preset.budget_s),
+            hang_s=hang_s(self.task.edge.facts.vendor, preset.budget_s),
         )
 
     def search(self, search: CellSearch, share_s: float, spare_s: float) -> None:

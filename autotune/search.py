@@ -105,11 +105,11 @@ class CellSearch:
         more_s = (len(raced) - likely) * (check_s + 2 * sample_s) + preset.race_blocks * FINALISTS * sample_s
         if plans is not None:
             return CellNeed(base + reserve_s(context), 0.0, more_s)
-        turns = sum(len(values) - 1 for values in context.space.knobs.values())
+        turns, promising = sum(len(values) - 1 for values in context.space.knobs.values()), self._promising_turns()
         # A climb ends by itself once nothing is promised any more; until then each knob is turned some twice.
         turn_s = 2 * (check_s + 2 * sample_s)
-        improve_s = self._promising_turns() * turn_s + DECIDED * (1 + RIVALS) * sample_s
-        more_s += turns * turn_s + preset.explore_plans * (check_s + 3 * sample_s)
+        improve_s = promising * turn_s + DECIDED * (1 + RIVALS) * sample_s
+        more_s += max(0, turns - promising) * turn_s + preset.explore_plans * (check_s + 3 * sample_s)
         return CellNeed(base + reserve_s(context), improve_s, more_s)
 
     def _within_reach(self, plans: Sequence[Tunables]) -> float:

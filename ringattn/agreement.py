@@ -45,7 +45,7 @@ def plan_together(
     module: int,
     arguments: tuple[tuple[str, str], ...],
     build: Callable[[], tuple[Setup, PlanTable]],
-    layout_with: Callable[[Entries], str],
+    layout_with: Callable[[Entries, HardwareFacts], str],
 ) -> tuple[Setup, PlanTable]:
     """``build`` on every rank, and one common result. ``layout_with`` says which layout goes with a profile's rows.
 
@@ -116,7 +116,7 @@ def _common(
     module: int,
     built: tuple[Setup, PlanTable],
     said: Sequence[Statement],
-    layout_with: Callable[[Entries], str],
+    layout_with: Callable[[Entries, HardwareFacts], str],
 ) -> tuple[Setup, PlanTable]:
     """The first of the ranks' profiles, the most frequent first, whose table is the same on all; else the heuristic."""
     setup, table = built
@@ -130,7 +130,7 @@ def _common(
     assert policy is not None
     counts = Counter(each.entries for each in said if each.entries)
     candidates: list[Entries] = [*(entries for entries, _ in counts.most_common()), ()]
-    tables = [_try_table(entries, policy, facts, table, layout_with(entries)) for entries in candidates]
+    tables = [_try_table(entries, policy, facts, table, layout_with(entries, facts)) for entries in candidates]
     mine = [repr(each.rows) if isinstance(each, PlanTable) else "" for each in tables]
     everyones = _gather(watch, group, module, "common", mine)
     for number, entries in enumerate(candidates):

@@ -21,11 +21,13 @@ from torch import Tensor, nn
 from . import compiled
 from .checkpoint import MODES
 from .errors import InputError, PlanError, RingAttentionError
+from .hardware import HardwareFacts
 from .layout import Share, Span, positions, resolve_layout, shard
 from .plan import Conditions, Plan
 from .preference import Preference, check_preference
 from .profile import PlanEntry, Profile
 from .program import DTYPE_NAMES, Program
+from .ring_plan import exchanges_heads
 from .setup import Setup, check_module, device_of, group_size, say_once, set_up, wishes_of
 from .table import ModuleShape, PlanTable, build_table
 from .wording import plural
@@ -116,7 +118,7 @@ class RingAttention(nn.Module):
             builds the module, in the same order among modules of the group.
         layout: which positions a rank holds: ``"contiguous"``, ``"zigzag"`` (chunks i and 2 * world - 1 - i, balanced
             under a causal mask), or ``"auto"``: that of the profile's plans for so many ranks; without any, zigzag for
-            causal dense attention, else contiguous. See ``shard``, ``unshard`` and ``positions``.
+            causal dense attention in a ring, else contiguous. See ``shard``, ``unshard`` and ``positions``.
         prefer: of the plans that the profile holds for a length the fastest (``"time"``), the leanest (``"memory"``)
             or ``"balanced"``, where half the memory is worth a factor sqrt(2) in time; None: the one its probe chose.
 
@@ -155,9 +157,10 @@ class RingAttention(nn.Module):
         shape = ModuleShape(num_heads, num_kv_heads or num_heads, head_dim, causal, pattern, max_seq_len, world)
         self.scale = 1.0 / math.sqrt(head_dim) if scale is None else float(scale)
 
-        def layout_with(entries: Sequence[PlanEntry]) -> str:
+        def layout_with(entries: Sequence[PlanEntry], facts: HardwareFacts) -> str:
             measured = [entry.choice.tunables.layout for entry in entries if entry.choice is not None]
-            return resolve_layout(layout, pattern, causal, measured)
+            exchanged = exchanges_heads(pattern, shape.kv_heads, world, facts)
+            return resolve_layout(layout, pattern, causal, measured, exchanged=exchanged)
 
         def resolve() -> tuple[Setup, PlanTable]:
             setup = set_up(profile, device, shape)
@@ -167,7 +170,7 @@ class RingAttention(nn.Module):
                 setup.entries,
                 setup.policy,
                 setup.facts,
-                conditions=Conditions(deterministic, layout_with(setup.entries) if world > 1 else ""),
+                conditions=Conditions(deterministic, layout_with(setup.entries, setup.facts) if world > 1 else ""),
                 wishes=wishes_of(backend, dtype, checkpoint),
                 auto_dtype=dtype == "auto",
                 prefer=prefer,
@@ -181,7 +184,7 @@ class RingAttention(nn.Module):
         self._ring: RingContext | None = None
         if world == 1:
             self._setup, self.plan = resolve()
-            self.layout = layout_with(())
+            self.layout = resolve_layout(layout, pattern, causal)
         else:
             from .ring_context import RingContext  # torch.distributed: only where it is used
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from .agreement import plan_together
 from .comm import Comm, CommError
 from .errors import InputError, RingAttentionError
+from .hardware import HardwareFacts
 from .layout import Share, assemble, length_of, shares
 from .plan import Plan
 from .profile import PlanEntry
@@ -81,7 +82,7 @@ class RingContext:
     def plan_together(
         self,
         resolve: Callable[[], tuple[Setup, PlanTable]],
-        layout_with: Callable[[Sequence[PlanEntry]], str],
+        layout_with: Callable[[Sequence[PlanEntry], HardwareFacts], str],
         shape: ModuleShape,
         asked: Mapping[str, Any],
     ) -> tuple[Setup, PlanTable]:

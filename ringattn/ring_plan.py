@@ -207,6 +207,12 @@ def _blocks(
     return tuple(found)
 
 
+def exchanges_heads(pattern: Pattern, kv_heads: int, world: int, facts: HardwareFacts) -> bool:
+    """Whether Ulysses is what ranks do by rule: NVLink makes its all-to-all cheap, and the heads divide."""
+    over_nvlink = facts.link.startswith("nv") and facts.device_count >= world
+    return over_nvlink and pattern.dense and kv_heads % world == 0
+
+
 def ring_heuristic(
     workload: Workload, tunables: Tunables, facts: HardwareFacts, layout: str, *, keep: bool
 ) -> Tunables:
@@ -215,10 +221,8 @@ def ring_heuristic(
     Dense: Ulysses where NVLink makes its all-to-all cheap and the heads divide; else the ring, which sends to one
     neighbour. Of a dilated pattern few rows travel: all are sent at once, while what stays is computed.
     """
-    layout = layout or resolve_layout("auto", workload.pattern, workload.causal)
-    world = workload.world
-    over_nvlink = facts.link.startswith("nv") and facts.device_count >= world
-    exchanges = over_nvlink and workload.pattern.dense and workload.kv_heads % world == 0
+    exchanges = exchanges_heads(workload.pattern, workload.kv_heads, workload.world, facts)
+    layout = layout or resolve_layout("auto", workload.pattern, workload.causal, exchanged=exchanges)
     rows = "ring" if workload.pattern.dense else "all-gather"
     chosen = replace(tunables, schedule="ulysses" if exchanges else rows, layout=layout)
     travelling = Ranks.of(workload, chosen).travelling(workload) if not exchanges else ()

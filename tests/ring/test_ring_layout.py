@@ -66,6 +66,9 @@ def test_a_rank_without_positions_is_refused(layout: str, total: int, world: int
 def test_auto_layout() -> None:
     dilated = pattern_of([8], [2])
     assert resolve_layout("auto", Pattern(), True) == "zigzag"
+    assert resolve_layout("auto", Pattern(), True, exchanged=True) == "contiguous"
+    assert resolve_layout("zigzag", Pattern(), True, exchanged=True) == "zigzag"
+    assert resolve_layout("auto", Pattern(), True, ["zigzag"], exchanged=True) == "zigzag"
     assert resolve_layout("auto", Pattern(), False) == "contiguous"
     assert resolve_layout("auto", dilated, True) == "contiguous"
     with pytest.raises(InputError, match="striped"):

@@ -43,6 +43,11 @@ def distance(workload: Workload, plan: Tunables, default: Tunables) -> int:
     return sum(here.get(name) != there.get(name) for name in here.keys() | there.keys())
 
 
+def gain_margin(*, noisy: bool) -> float:
+    """The log-ratio under which the whole interval of a plan must be that takes the default's place."""
+    return math.log1p(-(NOISY_GAIN_MARGIN if noisy else GAIN_MARGIN))
+
+
 def choose(
     workload: Workload,
     default: Candidate,
@@ -64,7 +69,7 @@ def choose(
         if not allowed:
             raise NothingAllowed
         return _usual(allowed, prefer, sigma, usual) or _preferred(workload, allowed, default, prefer)
-    margin = math.log1p(-(NOISY_GAIN_MARGIN if noisy else GAIN_MARGIN))
+    margin = gain_margin(noisy=noisy)
     if prefer == "time":
         allowed = [candidate for candidate in allowed if candidate.gain.high < margin]
     else:

@@ -13,7 +13,7 @@ from ringattn.workload import Tunables
 from . import statistics
 from .budget import Deadline
 from .cell import CellContext, CellResult, Measured
-from .choose import NOISY_SIGMA, Candidate, NothingAllowed, choose, distance, pareto_front
+from .choose import NOISY_SIGMA, Candidate, NothingAllowed, choose, distance, gain_margin, pareto_front
 from .evaluator import Checked, Fault
 from .race import Arena, DefaultBroken, final_race
 from .statistics import Interval
@@ -93,9 +93,10 @@ def final(context: CellContext, deadline: Deadline) -> CellResult:
 
 
 def _noise_hides_a_gain(arena: Arena, entries: Sequence[Entry]) -> bool:
-    """Whether the cell would end inconclusive: something may be faster than the default by WIDE, or not at all."""
+    """Whether the cell would end inconclusive: something may be faster than the default by WIDE, or not enough."""
     rivals = [entry for entry in entries if entry.tunables != arena.default and len(entry.log_ratios) >= 2]
-    return any(gain.high >= 0 and -gain.low > WIDE for gain in arena.intervals(rivals))
+    least = gain_margin(noisy=arena.ledger.noise_sigma() > NOISY_SIGMA)
+    return any(gain.high >= least and -gain.low > WIDE for gain in arena.intervals(rivals))
 
 
 def _decide(
@@ -185,7 +186,7 @@ def _with_doubts(context: CellContext, result: CellResult, others: Sequence[Cand
     sigma = context.ledger.noise_sigma()
     if missed is not None and -missed.gain.low > WIDE and result.state == "default":
         result.state = "inconclusive"
-        why = "noise hides" if missed.gain.high >= 0 else "no time was left to prove"
+        why = "noise hides" if missed.gain.high >= gain_margin(noisy=noisy) else "no time was left to prove"
         note = f"{why} what may be a gain of up to {-100 * missed.gain.low:.0f} %"
         result.note = "; ".join(filter(None, (result.note, note)))
     elif noisy:

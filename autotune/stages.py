@@ -88,7 +88,7 @@ def _admit_within_reach(
             left_out[candidate_key(plan)] = "a part of it did not end in time"
             continue
         known = [entry for entry in entries if entry.checked is not None]
-        if plan.dtype != context.default.dtype and (behind := _dtype_behind(arena, plan, known)) > HOPELESS:
+        if (behind := _dtype_behind(context, arena, plan)) > HOPELESS:
             left_out[candidate_key(plan)] = f"its dtype took {behind:.1f} times the best"
             continue
         if _recomputes_for_nothing(context, arena, plan, known):
@@ -121,16 +121,24 @@ def _recomputes_for_nothing(context: CellContext, arena: Arena, plan: Tunables, 
     return fastest.tunables.branches != plan.branches
 
 
-def _dtype_behind(arena: Arena, plan: Tunables, known: Sequence[Entry]) -> float:
-    """How many times the best the best plan of this dtype took; math, which is slow in any, is no evidence."""
+def _dtype_behind(context: CellContext, arena: Arena, plan: Tunables) -> float:
+    """How many times the best the best plan of this dtype took; math, which is slow in any, is no evidence.
+
+    0 for the default's dtype, and where none of this one was checked.
+    """
+    if plan.dtype == context.default.dtype:
+        return 0.0
+    calls_ms = {
+        known: arena.checked_ms(result)
+        for known, result in context.ledger.checked.items()
+        if isinstance(result, Checked)
+    }
     alike = [
-        arena.checked_ms(e.checked)
-        for e in known
-        if e.checked is not None
-        and e.tunables.dtype == plan.dtype
-        and "math" not in {kernel for _, kernel in parts_of(e.tunables)}
+        ms
+        for known, ms in calls_ms.items()
+        if known.dtype == plan.dtype and "math" not in {kernel for _, kernel in parts_of(known)}
     ]
-    return min(alike) / arena.fastest_call_ms(known) if alike else 0.0
+    return min(alike) / min(calls_ms.values()) if alike else 0.0
 
 
 def _expected(context: CellContext, plan: Tunables) -> tuple[int, float]:
@@ -221,6 +229,8 @@ def _ask_batch(context: CellContext, arena: Arena, record: StageRecord, deadline
         reasons = context.space.machine.reasons(context.cell, plan)
         if context.lessons.has_lost(plan):
             reasons = (*reasons, "a kernel of it cannot be loaded")
+        if (behind := _dtype_behind(context, arena, plan)) > HOPELESS:
+            reasons = (*reasons, f"its dtype took {behind:.1f} times the best")
         if reasons:
             record.reject(trial, reasons)
         elif record.find(plan) is not None or plan in context.estimates:

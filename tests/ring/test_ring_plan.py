@@ -50,7 +50,7 @@ def test_heads_go_in_groups_only_where_that_was_measured_to_pay() -> None:
 
 
 def test_heuristic_layouts() -> None:
-    """Zigzag balances a ring; where heads are exchanged all ranks have the same work, and contiguous rows are in order."""
+    """Zigzag balances a ring; where heads are exchanged all ranks have the same work; contiguous rows are in order."""
     assert _chosen(_workload(), H100).layout == "contiguous"
     assert _chosen(_workload(kv_heads=2), H100).layout == "zigzag"
     assert _chosen(_workload(), replace(H100, link="pcie")).layout == "zigzag"

@@ -16,7 +16,7 @@ from . import statistics
 from .budget import Deadline, EffortPreset
 from .choose import Candidate
 from .evaluator import Checked, Clock, Evaluator, Fault, Proven
-from .lessons import Lessons, Part, Pupil, parts_of, without
+from .lessons import Lessons, Part, Pupil, without
 from .model import CellModel
 from .nearby import Nearby, Timed
 from .probe import TrialOutcome
@@ -161,11 +161,10 @@ class CellContext:
         hung: set[str] = set()
         ran: set[str] = set()
         for plan, result in self.ledger.checked.items():
-            kernels = {kernel for _, kernel in parts_of(plan)}
             if isinstance(result, Checked):
-                ran |= kernels
+                ran |= plan.kernels
             elif result.kind == "timeout":
-                hung |= kernels
+                hung |= plan.kernels
         return hung - ran
 
     def keeps_limits(self, plan: Tunables) -> bool:
@@ -328,9 +327,8 @@ class CellContext:
         best: dict[str, Tunables] = {}
         timed = [plan for plan, gain in self.estimates.items() if math.isfinite(gain.half_width)]  # more than once
         for plan in self.ranked(plan for plan in timed if self.is_main(plan)):
-            kernels = {name for branch in plan.branches for name in (branch.forward, branch.backward) if name}
-            if len(kernels) == 1:
-                best.setdefault(kernels.pop(), plan)
+            if len(plan.kernels) == 1:
+                best.setdefault(min(plan.kernels), plan)
         return tuple(
             self.measured(self.candidate(plan, self.estimates[plan]), default_ms * self.estimates[plan].ratio)
             for plan in best.values()

@@ -16,7 +16,6 @@ from ringattn.workload import Tunables
 from .budget import Deadline
 from .cell import CellContext
 from .choose import distance
-from .lessons import parts_of
 from .model import CellModel, Scales
 from .propose import Walker
 from .race import LEAN_BLOCKS, WORTH_TRYING, Arena
@@ -185,7 +184,7 @@ class Climb:
         silent = context.silent_kernels()
 
         def wanted(plan: Tunables) -> bool:
-            return context.is_main(plan) and silent.isdisjoint(kernel for _, kernel in parts_of(plan))
+            return context.is_main(plan) and silent.isdisjoint(plan.kernels)
 
         walker = Walker(context.space, model, tried, wanted, fixed)
         starts = list(dict.fromkeys([self.incumbent.tunables, *self._ranked[:STARTS]]))

@@ -38,7 +38,7 @@ def calls_worth_making(spaces: Iterable[Space]) -> tuple[Call, ...]:
         calls += _calls_of(example)
         shortest = min(group, key=lambda space: (not space.workload.train, space.workload.seq_len))
         if shortest is not example:
-            calls += [(cell, plan) for cell, plan in _calls_of(shortest) if "flash-attn-4" in _kernels(plan)]
+            calls += [(cell, plan) for cell, plan in _calls_of(shortest) if "flash-attn-4" in plan.kernels]
     defaults = [space.default for space in spaces]
     calls.sort(key=lambda call: (_turn(call[1], defaults), call[0].pattern.dense, not call[0].train))
     return tuple(calls[:MOST_CALLS])
@@ -46,10 +46,10 @@ def calls_worth_making(spaces: Iterable[Space]) -> tuple[Call, ...]:
 
 def _turn(plan: Tunables, defaults: Sequence[Tunables]) -> int:
     """What the check of the defaults compiles comes first, then flash-attn-4, which takes longest; gathers last."""
-    of_a_default = any(plan.dtype == other.dtype and _kernels(plan) <= _kernels(other) for other in defaults)
+    of_a_default = any(plan.dtype == other.dtype and plan.kernels <= other.kernels for other in defaults)
     if of_a_default:
         return 0 if any(_gathers(plan) == _gathers(other) for other in defaults) else 3
-    return 1 if "flash-attn-4" in _kernels(plan) else 2
+    return 1 if "flash-attn-4" in plan.kernels else 2
 
 
 def _gathers(plan: Tunables) -> tuple[str, ...]:
@@ -79,10 +79,6 @@ def _calls_of(space: Space) -> list[Call]:
         plans = [plan for plan in both_ways if plan is not None]
         plans += _every_gather(space)
     return [(space.workload, plan) for plan in dict.fromkeys(plans)]
-
-
-def _kernels(plan: Tunables) -> set[str]:
-    return {name for branch in plan.branches for name in (branch.forward, branch.backward)}
 
 
 def _is_mixed(plan: Tunables) -> bool:

@@ -60,7 +60,7 @@ class Lessons:
 
     def has_lost(self, plan: Tunables) -> bool:
         """Whether a kernel of the plan is known not to load."""
-        return not self.lost.keys().isdisjoint(kernel for _, kernel in parts_of(plan))
+        return not self.lost.keys().isdisjoint(plan.kernels)
 
     def usual_sigma(self, assumed: float) -> float:
         """What a cell that has timed nothing may expect; ``assumed`` where no other cell has either."""

@@ -109,8 +109,7 @@ def too_heavy(workload: Workload, plan: Tunables) -> tuple[str, ...]:
 
     On one device that costs nothing, over several the workers of all of them are started anew.
     """
-    names = {name for branch in plan.branches for name in (branch.forward, branch.backward)}
-    if workload.world == 1 or "math" not in names:
+    if workload.world == 1 or "math" not in plan.kernels:
         return ()
     branches = workload.pattern.resolved(workload.total)
     rows = max(-(-min(branch.segment, workload.total) // branch.rate) for branch in branches)

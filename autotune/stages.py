@@ -16,7 +16,6 @@ from ringattn.workload import Tunables
 from .budget import Deadline
 from .cell import CellContext
 from .evaluator import Checked, Fault
-from .lessons import parts_of
 from .nearby import HOPELESS
 from .race import PROMISING, WORTH_TRYING, Arena, race, screen, within_reach
 from .space import Value, candidate_key, decode, encode, from_key
@@ -133,11 +132,7 @@ def _dtype_behind(context: CellContext, arena: Arena, plan: Tunables) -> float:
         for known, result in context.ledger.checked.items()
         if isinstance(result, Checked)
     }
-    alike = [
-        ms
-        for known, ms in calls_ms.items()
-        if known.dtype == plan.dtype and "math" not in {kernel for _, kernel in parts_of(known)}
-    ]
+    alike = [ms for known, ms in calls_ms.items() if known.dtype == plan.dtype and "math" not in known.kernels]
     return min(alike) / min(calls_ms.values()) if alike else 0.0
 
 

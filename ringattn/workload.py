@@ -236,6 +236,11 @@ class Tunables:
         if tuple(sorted(self.params)) != self.params:
             raise InputError("params must be sorted by name")
 
+    @property
+    def kernels(self) -> frozenset[str]:
+        """The names of all kernels of the plan, of either direction."""
+        return frozenset(name for b in self.branches for name in (b.forward, b.backward) if name)
+
     def params_of(self, kernel: str) -> dict[str, ParamValue]:
         """The parameters meant for ``kernel``, without its prefix."""
         prefix = kernel + "."

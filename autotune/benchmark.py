@@ -213,7 +213,8 @@ class DeviceBench:
         """One repetition: the typical call of as many as make the sample long enough against the timer's noise."""
         runner = self._runner(workload, tunables)
         call_ms, host_us = self._peers.most(runner.call_ms, runner.host_us)  # and all begin together
-        repeats = self._timer.calls_for(self.settings.sample_target_ms, call_ms, host_us)
+        waits_us = max(host_us, runner.launches.us)  # the same on all ranks
+        repeats = self._timer.calls_for(self.settings.sample_target_ms, call_ms, waits_us)
         # Calls of a fifth of a ms take twenty where another process is on a core that their threads wait for.
         alone = self.settings.meeting is None
         limit_s = OVERLONG * self.settings.sample_target_ms / 1e3 if alone else math.inf

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ringattn.errors import PlanError
 from ringattn.workload import Workload
@@ -29,21 +29,31 @@ AHEAD_SHARE = 0.05  # of the budget may be waited for more first calls once the 
 UNDECIDED_SHARE = 0.5
 UNDECIDED_MORE = 0.3  # of its own share it may have in any case: of eight blocks two are outliers in one cell of 100
 HANG_S = {"cpu": 6.0, "nvidia": 25.0}  # a GPU kernel may have to be compiled first
-# flash-attn-4's forward took 11 s, its import included: after 3 of 30 s it counted as hung, and was lost to the probe.
-COMPILES_S = {"cpu": 0.0, "nvidia": 12.0}
+# Over ranks nothing compiles ahead. flash-attn-4's forward took 11 s, its import included: after 3 of 30 s it counted
+# as hung, and was lost to the probe.
+COMPILES_S, COMPILES_SHARE = {"cpu": 0.0, "nvidia": 12.0}, 0.4
 
 
-def hang_s(vendor: str, budget_s: float) -> float:
-    """Seconds before which no call counts as hung: in a short probe a tenth of it, but time for a kernel to compile."""
-    return min(HANG_S[vendor], max(0.1 * budget_s, COMPILES_S[vendor]))
+def hang_s(vendor: str, budget_s: float, ranks: int) -> float:
+    """Seconds before which no call counts as hung: in a short probe a tenth of it, more where kernels compile."""
+    compiles_s = min(COMPILES_S[vendor], COMPILES_SHARE * budget_s) if ranks > 1 else 0.0
+    return min(HANG_S[vendor], max(0.1 * budget_s, compiles_s))
 
 
 class CellRuns:
     """The searches of one probe. What must survive a kill is in the store, everything else here."""
 
     def __init__(
-        self, task: Task, cells: Sequence[Cell], rows: Rows, store: Store, evaluator: Evaluator, budget: Budget
+        self,
+        task: Task,
+        cells: Sequence[Cell],
+        rows: Rows,
+        store: Store,
+        evaluator: Evaluator,
+        budget: Budget,
+        layout_of: Callable[[Workload], str],
     ) -> None:
+        """``layout_of`` says in which layout over several ranks a cell is searched."""
         self.task = task
         self.cells = tuple(cells)
         self.rows = rows
@@ -53,6 +63,7 @@ class CellRuns:
         self.searched: list[CellSearch] = []
         self._store = store
         self._evaluator = evaluator
+        self._layout_of = layout_of
         self._finished: dict[Workload, CellContext] = {}
         self._looked_too_early: frozenset[Workload] = frozenset()  # their defaults, beside first calls
 
@@ -109,7 +120,7 @@ class CellRuns:
 
     def new_search(self, cell: Cell) -> CellSearch | None:
         """None where nothing can run the cell; its row says so then."""
-        space = space_or_refusal(cell, self.task.edge, self.task.request.layout)
+        space = space_or_refusal(cell, self.task.edge, self._layout_of(cell.workload))
         if isinstance(space, PlanError):
             self.rows.refuse(cell.workload, space)
             return None
@@ -135,7 +146,7 @@ class CellRuns:
             limits=Limits(None if limit is None else limit * 2**20, request.max_error),
             prefer=request.prefer,
             asynchronous=self.task.edge.facts.vendor != "cpu",
-            hang_s=hang_s(self.task.edge.facts.vendor, preset.budget_s),
+            hang_s=hang_s(self.task.edge.facts.vendor, preset.budget_s, request.ranks),
         )
 
     def search(self, search: CellSearch, share_s: float, spare_s: float) -> None:

@@ -79,7 +79,7 @@ def final(context: CellContext, deadline: Deadline) -> CellResult:
     racing = deadline.earlier_by(proof_kept_s(context, deadline, proofs)) if proofs else deadline
     standing = final_race(arena, entries, context.preset, racing)
     beyond_s = min(context.undecided_s, context.end.remaining_s() - deadline.remaining_s())
-    if beyond_s > 0 and _noise_hides_a_gain(arena, standing):
+    if beyond_s > 0 and _noise_hides_a_gain(context, arena, standing):
         standing = final_race(arena, standing, context.preset, racing.earlier_by(-beyond_s))
     for entry in entries:
         arena.leave(entry, "final")
@@ -92,11 +92,20 @@ def final(context: CellContext, deadline: Deadline) -> CellResult:
     return _decide(context, arena, gains, times_ms, deadline)
 
 
-def _noise_hides_a_gain(arena: Arena, entries: Sequence[Entry]) -> bool:
-    """Whether the cell would end inconclusive: something may be faster than the default by WIDE, or not enough."""
-    rivals = [entry for entry in entries if entry.tunables != arena.default and len(entry.log_ratios) >= 2]
-    least = gain_margin(noisy=arena.ledger.noise_sigma() > NOISY_SIGMA)
-    return any(gain.high >= least and -gain.low > WIDE for gain in arena.intervals(rivals))
+def _is_noisy(context: CellContext) -> bool:
+    return context.ledger.noise_sigma() > NOISY_SIGMA or context.ledger.loaded
+
+
+def _noise_hides_a_gain(context: CellContext, arena: Arena, entries: Sequence[Entry]) -> bool:
+    """Whether the cell would end inconclusive: nothing is surely fast enough, and something may be by WIDE."""
+    rivals = [
+        entry
+        for entry in entries
+        if entry.tunables != arena.default and len(entry.log_ratios) >= 2
+        if context.is_main(entry.tunables) and context.keeps_limits(entry.tunables)
+    ]
+    gains, least = arena.intervals(rivals), gain_margin(noisy=_is_noisy(context))
+    return all(gain.high >= least for gain in gains) and any(-gain.low > WIDE for gain in gains)
 
 
 def _decide(
@@ -109,7 +118,7 @@ def _decide(
     sigma = context.ledger.noise_sigma()
     if sigma > REFUSED_SIGMA:
         return context.inconclusive(f"one plan timed twice differs by {100 * sigma:.0f} % here; quieten the machine")
-    noisy = sigma > NOISY_SIGMA or context.ledger.loaded
+    noisy = _is_noisy(context)
     default = context.candidate(context.default, replace(AT_PAR, count=len(arena.record.default_ms)))
     others = [
         context.candidate(plan, gain)

@@ -15,6 +15,7 @@ from ringattn import __version__
 from ringattn.hardware import HardwareFacts
 from ringattn.profile import LinkSpeed, Profile
 from ringattn.wording import plural
+from ringattn.workload import Workload
 
 from .budget import RESERVE_S, Budget
 from .cell_runs import CellRuns
@@ -23,6 +24,7 @@ from .emit import merged, merged_speeds, save_obeyed
 from .evaluator import Evaluator, KnowsLinks
 from .exit_codes import Inconclusive
 from .grid import Cell
+from .joined_layout import joined_layout
 from .owed_proofs import pay_owed_proofs
 from .probe import ProbeRequest, ProbeResult
 from .refining import refine
@@ -45,6 +47,13 @@ class ProbeRun:
         began = edge.clock.now()
         cells = self._cells
         old = earlier_profile(task, self._path)
+        new = {cell.workload for cell in cells}
+
+        def layout_of(cell: Workload) -> str:
+            return joined_layout(cell, task.request.layout, old, new | {cell}, self._path)
+
+        for workload in new:
+            layout_of(workload)  # raises before anything is measured
         if old is not None and task.request.resume:
             outcome = verified_instead(old, task, self._path, cells)
             if isinstance(outcome, ProbeResult):
@@ -64,7 +73,7 @@ class ProbeRun:
                 speed = _link_speed(store, evaluator)  # starts the ranks' workers, which the budget does not pay for
                 budget = Budget(task.preset.budget_s, edge.clock, reserve_s=RESERVE_S, spent_s=spent_s)
                 rows = Rows(task, store, merged_speeds(old, speed))
-                runs = CellRuns(task, cells, rows, store, evaluator, budget)
+                runs = CellRuns(task, cells, rows, store, evaluator, budget, layout_of)
                 runs.run()
                 pay_owed_proofs(runs)  # before finer anchors: what the profile holds already should be proven
                 if task.preset.refine_anchors:

@@ -52,7 +52,8 @@ class CellSearch:
         fault = context.ledger.failures().get(context.space.default, nothing)  # where it failed since it was settled
         record = context.record("default", {})
         for plan in self._default_candidates():
-            arena = context.arena("default", record, plan, timeout_s=DEFAULT_PATIENCE * context.timeout_s())
+            patience_s = min(DEFAULT_PATIENCE * context.timeout_s(), max(context.timeout_s(), deadline.remaining_s()))
+            arena = context.arena("default", record, plan, timeout_s=patience_s)
             entries = arena.admit([plan], deadline)
             if entries:
                 arena.record.complete(entries[0], 0.0, context.settings.limits.constraints(context.checked(plan)))

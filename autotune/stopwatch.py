@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from .head_start import CALMING, LONGEST_LAUNCH_US
 from .ranks.together import Alone
 from .statistics import median
 from .timers import Reading
+
+Item = TypeVar("Item")
 
 ROUNDS = 3  # of readings in a sample, each with twice the head start of the one before
 ENOUGH = 0.5  # of the readings of a round, when that many are not late
@@ -51,22 +53,32 @@ class Stopwatch:
         """The typical reading of those that were not late on any rank, or of all where every one was.
 
         ``launches`` learns from it; ranks with unlike head starts would time how long they wait for each other. Over
-        ranks ``limit_s`` is infinite, so that all take as many readings. The first of several paid for whatever the
-        candidate before it left in the caches of the host, and does not count.
+        ranks ``limit_s`` is infinite, so that all take as many readings.
         """
+        if launches.always_late:
+            (late,) = self._peers.most(float(self._timer.time(call, 1, host_us=launches.us)[0].late))
+            if late:  # no head start is long enough, and what it adds would count as the host's time
+                return self._timer.of(_warmed(self._timer.time(call, repeats, limit_s)))
+            launches.always_late = False
         everything: list[Reading] = []
         clean: list[Reading] = []
-        for number in range(1 if launches.always_late else ROUNDS):
+        for number in range(ROUNDS):
             readings = self._timer.time(call, repeats, limit_s, launches.us)
-            late = self._peers.most(*(float(reading.late) for reading in readings))
-            first = 1 if number == 0 and len(readings) > 2 else 0
-            everything += readings[first:]
-            clean += [reading for reading, was in zip(readings[first:], late[first:], strict=True) if not was]
-            if len(clean) >= ENOUGH * (len(readings) - first) or launches.us >= LONGEST_LAUNCH_US:
+            flags = self._peers.most(*(float(reading.late) for reading in readings))
+            counted = list(zip(readings, flags, strict=True))
+            counted = _warmed(counted) if number == 0 else counted
+            everything += [reading for reading, _ in counted]
+            clean += [reading for reading, late in counted if not late]
+            if len(clean) >= ENOUGH * len(counted) or launches.us >= LONGEST_LAUNCH_US:
                 break
             (slowest_us,) = self._peers.most(max(reading.host_us for reading in readings))
-            launches.us = max(2 * launches.us, slowest_us)
-        launches.always_late = not clean
+            launches.us = min(max(2 * launches.us, slowest_us), LONGEST_LAUNCH_US)
+        launches.always_late = not clean and repeats > 1
         (typical_us,) = self._peers.most(median([reading.host_us for reading in everything]))
-        launches.us = max(typical_us, CALMING * launches.us)
+        launches.us = min(max(typical_us, CALMING * launches.us), LONGEST_LAUNCH_US)
         return self._timer.of(clean or everything)
+
+
+def _warmed(readings: list[Item]) -> list[Item]:
+    """Without the first of several: it paid for whatever the candidate before it left in the caches of the host."""
+    return readings[1:] if len(readings) > 2 else readings

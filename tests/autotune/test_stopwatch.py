@@ -64,8 +64,29 @@ def test_a_call_that_waits_for_the_device_itself_is_taken_as_it_comes_and_soon_w
     assert stopwatch.read(nothing, launches, 5).ms == pytest.approx(0.22)
     assert len(timer.head_starts_us) == ROUNDS
     assert launches.always_late
-    stopwatch.read(nothing, launches, 5)
-    assert len(timer.head_starts_us) == ROUNDS + 1
+    for _ in range(8):
+        assert stopwatch.read(nothing, launches, 5).host_us == 200
+    assert len(timer.head_starts_us) == ROUNDS + 2 * 8
+    assert set(timer.head_starts_us[ROUNDS + 1 :: 2]) == {0.0}  # else the head start would count as the host's time
+
+
+def test_a_call_that_no_longer_waits_is_read_like_any_other_again() -> None:
+    timer = SlowHost([200] * 100)
+    launches = Launches(200.0, always_late=True)
+    assert Stopwatch(timer, Alone()).read(nothing, launches, 5).ms == 0.02
+    assert not launches.always_late
+
+
+def test_one_launch_of_half_a_second_is_forgotten_soon() -> None:
+    """It gave each of the next ten samples a head start of 10 ms before every call of 0.05 ms."""
+    timer = SlowHost([5e5] + [100] * 100)
+    launches = Launches(100.0)
+    stopwatch = Stopwatch(timer, Alone())
+    stopwatch.read(nothing, launches, 1)
+    assert launches.us <= LONGEST_LAUNCH_US
+    for _ in range(12):
+        stopwatch.read(nothing, launches, 5)
+    assert launches.us < 150
 
 
 def test_no_head_start_is_longer_than_the_longest() -> None:

@@ -1,0 +1,65 @@
+"""Rows over several ranks that join an earlier profile lie as those beside them: a module takes one layout for all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from machines import FACTS
+
+from autotune.exit_codes import ProbeFailure
+from autotune.joined_layout import joined_layout
+from ringattn.profile import Profile
+from ringattn.workload import BranchTunables, Tunables, Workload
+
+PATH = Path("ring.yaml")
+
+
+def cell(seq_len: int, mode: str = "train", heads: int = 32) -> Workload:
+    return Workload(mode, True, seq_len, heads, 128, "bf16", heads, world=4)  # type: ignore[arg-type]
+
+
+def holding(layout: str, cells: Sequence[Workload]) -> Profile:
+    def tunables(workload: Workload) -> Tunables:
+        kernels = BranchTunables("cudnn", "cudnn" if workload.train else "")
+        return Tunables("bf16", (kernels,), schedule="ring", layout=layout)
+
+    singles = [Profile.single(FACTS, workload, tunables(workload)) for workload in cells]
+    return replace(singles[0], plans=tuple(entry for single in singles for entry in single.plans))
+
+
+def test_a_new_length_lies_as_the_rows_that_are_there() -> None:
+    old = holding("zigzag", [cell(8192), cell(16384)])
+    assert joined_layout(cell(4096), "auto", old, {cell(4096)}, PATH) == "zigzag"
+    assert joined_layout(cell(4096), "zigzag", old, {cell(4096)}, PATH) == "zigzag"
+
+
+def test_another_layout_than_theirs_is_refused_before_anything_is_measured() -> None:
+    old = holding("zigzag", [cell(8192), cell(16384)])
+    with pytest.raises(ProbeFailure, match=r"ring\.yaml: 2 rows .* in zigzag layout.*give --layout zigzag"):
+        joined_layout(cell(4096), "contiguous", old, {cell(4096)}, PATH)
+
+
+def test_rows_that_are_measured_anew_decide_nothing() -> None:
+    old = holding("zigzag", [cell(8192), cell(16384)])
+    new = {cell(8192), cell(16384)}
+    assert joined_layout(cell(8192), "auto", old, new, PATH) == "auto"
+    assert joined_layout(cell(8192), "contiguous", old, new, PATH) == "contiguous"
+
+
+def test_rows_of_other_heads_decide_where_the_module_would_take_them() -> None:
+    """With rows of 32 heads for inference, and 6 heads measured in training only, a module of 6 takes both."""
+    old = holding("contiguous", [cell(8192, "infer"), cell(8192, "train")])
+    six = {cell(8192, "train", 6)}
+    assert joined_layout(cell(8192, "train", 6), "auto", old, six, PATH) == "contiguous"
+    both = {cell(8192, "train", 6), cell(8192, "infer", 6)}
+    assert joined_layout(cell(8192, "train", 6), "auto", old, both, PATH) == "auto"
+
+
+def test_without_an_earlier_profile_or_other_ranks_what_was_asked_is_searched() -> None:
+    alone = replace(cell(8192), world=1)
+    assert joined_layout(cell(8192), "zigzag", None, {cell(8192)}, PATH) == "zigzag"
+    assert joined_layout(alone, "auto", holding("zigzag", [cell(8192)]), {alone}, PATH) == "auto"
+    assert joined_layout(cell(8192), "auto", holding("zigzag", [replace(cell(8192), world=2)]), set(), PATH) == "auto"

@@ -17,6 +17,7 @@ import atexit
 import json
 import logging
 import os
+import sys
 import threading
 import time
 import weakref
@@ -46,11 +47,16 @@ class PeerError(RingAttentionError):
 
 
 class Failure(NamedTuple):
-    """An entry of the ledger: ``rank`` failed, as ``told_by`` says."""
+    """An entry of the ledger: ``rank`` failed, as ``told_by`` says.
+
+    ``moment`` is how many forwards and backwards it had ended before: ranks that fail in the same one each raise their
+    own error, and must not raise the other's in a later call.
+    """
 
     rank: int
     told_by: int
     reason: str
+    moment: int = sys.maxsize
 
     def __str__(self) -> str:
         return f"rank {self.rank} {self.reason}"
@@ -72,6 +78,8 @@ class Watch:
         self._heard: Failure | None = None
         self._calls: dict[int, tuple[int, str]] = {}  # by module: calls begun, and what the last one looked like
         self._modules = 0
+        self._moment = 0  # forwards and backwards that were ended, the same on all ranks
+        self._failed_at = -1  # the last of them in which this rank failed
         self._stop = threading.Event()
         # The thread must not keep the watch alive: a group that is dropped ends it.
         arguments = (weakref.ref(self), self._stop, self._store)
@@ -87,7 +95,7 @@ class Watch:
         vars(error)[_TOLD] = True
         text = str(error).strip().splitlines()
         reason = f"failed: {type(error).__name__}: {text[0] if text else 'no message'}"
-        self._write(self._store, Failure(self._global[self.rank], self.rank, reason))
+        self._write(self._store, Failure(self._global[self.rank], self.rank, reason, self._moment))
 
     def settle(self, comm: Comm, *, well: bool) -> None:
         """Ends a call in which every message was exchanged; raises PeerError if another rank failed in it.
@@ -95,6 +103,9 @@ class Watch:
         On CPUs ranks vote, so that all leave the same call. On GPUs, where a call returns before it has run, what
         counts is what the thread has heard so far.
         """
+        moment, self._moment = self._moment, self._moment + 1
+        if not well:
+            self._failed_at = moment
         if self._synchronous:
             if comm.vote(well) or not well:
                 return
@@ -103,6 +114,8 @@ class Watch:
         failure = self._new_failure(self._store)
         if failure is not None:
             raise PeerError(str(failure))
+        if self._synchronous:
+            raise PeerError("another rank failed in this call, and did not say why")
 
     def lost(self, error: BaseException) -> PeerError:
         """The error to raise instead of one of the network: who is gone, or who failed, as far as anybody knows."""
@@ -139,13 +152,14 @@ class Watch:
         return failure
 
     def _new_failure(self, store: Store) -> Failure | None:
-        """The first failure of another rank in the ledger that was not raised here yet."""
+        """The first failure of another rank in the ledger that was not raised here yet, later than this rank's own."""
         count = store.add("failures", 0)
         found = None
         while self._seen < count:
             failure = Failure(*json.loads(store.get(f"failure/{self._seen}")))
             self._seen += 1
-            if found is None and failure.told_by != self.rank and failure.rank != self._global[self.rank]:
+            others = failure.told_by != self.rank and failure.rank != self._global[self.rank]
+            if found is None and others and failure.moment > self._failed_at:
                 found = failure
         if count == self._seen:
             self._heard = None

@@ -17,6 +17,7 @@ from ring_cases import RingCase, run_ring
 from ringattn import RingAttention
 from ringattn.block_kernel import BoundKernel
 from ringattn.kernels import KERNELS
+from ringattn.watch import BEAT_S
 
 TIMEOUT_S = 6.0
 CASE = Case(24, 6, 3, 4, causal=True)
@@ -157,6 +158,32 @@ def test_an_exception_in_the_middle_of_a_ring(at: int, ranks: Callable[[int], Po
 def test_an_exception_in_other_schedules(schedule: str, at: int, ranks: Callable[[int], Pool]) -> None:
     told = ranks(3).run(_one_rank_breaks, schedule, at, ValueError("kernel broke"))
     _assert_told(told, "ValueError", "kernel broke")
+
+
+def _all_ranks_break(schedule: str, at: int) -> Told:
+    module = RingCase(CASE, schedule, "zigzag").module()
+    kernel, breaking = KERNELS["math"], _Breaking(at, ValueError("kernel broke"))
+    object.__setattr__(kernel, "load", breaking.load)
+    try:
+        leaves = _leaves(module)
+        told = _told(lambda: module(*leaves).sum().backward())
+    finally:
+        object.__setattr__(kernel, "load", breaking.original)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        time.sleep(2 * BEAT_S)  # while the others wait for it they look for failures, and must not find that one
+    _assert_works(schedule)
+    return told
+
+
+@pytest.mark.parametrize("schedule", ["ring", "ulysses"])
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_failure_of_all_ranks_in_one_call_is_none_of_the_next(
+    schedule: str, at: int, ranks: Callable[[int], Pool]
+) -> None:
+    """Each raised its own error, and one of them later the other's, in a call that the other went on with for good."""
+    told = ranks(3).run(_all_ranks_break, schedule, at)
+    assert [error for error, _, _ in told] == ["ValueError"] * 3
 
 
 def test_out_of_memory(ranks: Callable[[int], Pool]) -> None:

@@ -131,12 +131,13 @@ def test_the_sampler_tries_no_dtype_that_is_far_behind() -> None:
         ([(-0.17, 0.01)], True),
         ([(-0.17, -0.005)], True),  # it does not clear the margin of a noisy machine
         ([(-0.17, -0.05)], False),  # surely faster
-        ([(-0.19, -0.09), (-0.17, 0.01)], False),  # one is, whatever the other
+        ([(-0.19, -0.09), (-0.17, 0.01)], False),  # the best one is, whatever the other
+        ([(-0.28, 0.1), (-0.18, -0.08)], True),  # a slower one is
         ([(-0.05, 0.01)], False),  # nothing that matters
         ([], False),
     ],
 )
-def test_a_gain_is_hidden_by_noise_where_the_cell_would_end_inconclusive(
+def test_a_gain_is_hidden_by_noise_where_the_best_could_not_be_taken(
     intervals: list[tuple[float, float]], hidden: bool
 ) -> None:
     """An interval of 0.4 to 17 % was called a gain that there had been no time to prove."""

@@ -66,11 +66,16 @@ class RingContext:
             self.watch.begin(self.module, self._calls, self._told)
             return
         self._told = self._text(q, train, total_length)
-        self.watch.begin(self.module, self._calls, self._told)
-        self.watch.lockstep(self.module, self._calls, self._told)
+        self._compare(self._told)
+        self._looks = looks
+
+    def _compare(self, told: str) -> None:
+        """Waits until every rank begins this call, and raises on all of them where one tells something else."""
+        self.watch.begin(self.module, self._calls, told)
+        self.watch.lockstep(self.module, self._calls, told)
         if self._agreed:
             self.watch.forget(self.module, self._agreed)
-        self._looks, self._agreed = looks, self._calls
+        self._agreed = self._calls
 
     def _text(self, q: Tensor, train: bool, total_length: int | None) -> str:
         """What a call looks like, the same on every rank of a right one."""
@@ -101,7 +106,17 @@ class RingContext:
         return RingProgram(plan, scale, self.comm, self.parts(plan.workload.total), plan.workload.batch, self.watch)
 
     def unshard(self, x: Tensor, total_length: int | None, dim: int) -> Tensor:
-        parts = self.parts(self.total_of(x.shape[dim], total_length))
+        """Every rank's rows in order. Ranks compare what they hold first: messages of unequal sizes end a process."""
+        self._calls += 1
+        try:
+            total = self.total_of(x.shape[dim], total_length)
+            shape = ", ".join("rows" if number == dim % x.ndim else str(n) for number, n in enumerate(x.shape))
+            self._compare(f"unshards {plural(total, 'position')} in all, of ({shape}) in {str(x.dtype)[6:]}")
+        except RingAttentionError as error:
+            self.watch.report(error)
+            raise
+        dim %= x.ndim
+        parts = self.parts(total)
         sizes = [(*x.shape[:dim], length_of(part), *x.shape[dim + 1 :]) for part in parts]
         try:
             return assemble(self.comm.gather_rows(x, sizes), parts, dim)

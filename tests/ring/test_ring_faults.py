@@ -276,6 +276,27 @@ def _wrong_share() -> Told:
     return _told(lambda: module(*(x.detach() for x in _leaves(module)), total_length=23))
 
 
+def _unshard_uneven(total_length: int | None, dim: int) -> Told:
+    module = RingCase(CASE, "ring", "contiguous").module()
+    rows = torch.full((1, 5 - dist.get_rank(), 2, 4), float(dist.get_rank()))
+    found: list[torch.Tensor] = []
+    told = _told(lambda: found.append(module.unshard(rows, total_length, dim)))
+    dist.barrier()
+    if found:
+        assert found[0][0, :, 0, 0].tolist() == [0.0] * 5 + [1.0] * 4
+    _assert_works()
+    return told
+
+
+def test_uneven_shares_are_not_unsharded_without_their_total(ranks: Callable[[int], Pool]) -> None:
+    """gloo ended the process of one rank, and gave the other rows of nobody."""
+    told = ranks(2).run(_unshard_uneven, None, 1)
+    assert [error for error, _, _ in told] == ["InputError"] * 2
+    assert all("unshards 10 positions in all" in text and "unshards 8 positions" in text for _, text, _ in told)
+    assert [error for error, _, _ in ranks(2).run(_unshard_uneven, 9, 1)] == [""] * 2
+    assert [error for error, _, _ in ranks(2).run(_unshard_uneven, 9, -3)] == [""] * 2
+
+
 def test_a_length_that_is_not_the_share_of_the_total(ranks: Callable[[int], Pool]) -> None:
     told = ranks(3).run(_wrong_share)
     wrong = [each for each in told if each[0] == "InputError"]

@@ -171,6 +171,10 @@ class CellContext:
         checked = self.ledger.checked.get(plan)
         return isinstance(checked, Checked) and self.settings.limits.keeps(checked)
 
+    def may_be_chosen(self, plan: Tunables) -> bool:
+        """Whether it is right as far as is known, within the limits, and of a dtype that may win."""
+        return self.is_main(plan) and self.keeps_limits(plan) and not self.has_failed(plan)
+
     def checked(self, plan: Tunables) -> Checked:
         result = self.ledger.checked[plan]
         assert isinstance(result, Checked), f"{plan} has no numbers: {result}"

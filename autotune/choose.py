@@ -65,36 +65,32 @@ def choose(
     NothingAllowed where nothing else is left.
     """
     allowed = [candidate for candidate in others if candidate.allowed]
+    margin = gain_margin(noisy=noisy)
     if not default.allowed:
         if not allowed:
             raise NothingAllowed
-        return _usual(allowed, prefer, sigma, usual) or _preferred(workload, allowed, default, prefer)
-    margin = gain_margin(noisy=noisy)
-    if prefer == "time":
-        allowed = [candidate for candidate in allowed if candidate.gain.high < margin]
+    elif prefer == "time":
+        allowed = [candidate for candidate in allowed if candidate.gain.high < margin] or [default]
     else:
         # Leaner plans need not be faster than the default, but faster ones must be so beyond doubt.
-        allowed = [c for c in allowed if c.gain.high < margin or c.peak_bytes < default.peak_bytes]
-    candidates = [default, *allowed] if prefer != "time" else allowed or [default]
-    return _usual(candidates, prefer, sigma, usual) or _preferred(workload, candidates, default, prefer)
+        leaner = [c for c in allowed if c.gain.high < margin or c.peak_bytes < default.peak_bytes]
+        allowed = [default, *leaner]
+    stays = _usual(allowed, sigma, usual) if prefer == "time" else None
+    return stays or _preferred(workload, allowed, default, prefer)
 
 
-def _usual(
-    candidates: Sequence[Candidate], prefer: Preference, sigma: float, usual: Sequence[Tunables]
-) -> Candidate | None:
+def _usual(candidates: Sequence[Candidate], sigma: float, usual: Sequence[Tunables]) -> Candidate | None:
     """The winner of a cell nearby, if it may well be the best here, too.
 
     Eight blocks of an H100's longest cell, 3 % of noise each, put a plan level with one that was 3.5 % slower.
     """
-    if prefer != "time":
-        return None
     best = min(candidates, key=lambda candidate: candidate.gain.median)
-    for plan in usual:
-        for candidate in candidates:
-            fewest = min(candidate.gain.count, best.gain.count)
-            doubt = min(STANDARD_ERROR * sigma * math.sqrt(2 / fewest), MOST_DOUBT) if fewest else 0.0
-            if candidate.tunables == plan and doubt > TIE and candidate.gain.median <= best.gain.median + doubt:
-                return candidate
+    known = {candidate.tunables: candidate for candidate in candidates}
+    for candidate in (known[plan] for plan in usual if plan in known):
+        fewest = min(candidate.gain.count, best.gain.count)
+        doubt = min(STANDARD_ERROR * sigma * math.sqrt(2 / fewest), MOST_DOUBT) if fewest else 0.0
+        if doubt > TIE and candidate.gain.median <= best.gain.median + doubt:
+            return candidate
     return None
 
 

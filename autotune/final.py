@@ -14,8 +14,10 @@ from . import statistics
 from .budget import Deadline
 from .cell import CellContext, CellResult, Measured
 from .choose import NOISY_SIGMA, Candidate, NothingAllowed, choose, distance, gain_margin, pareto_front
+from .climb import HOUSEKEEPING
 from .evaluator import Checked, Fault
 from .race import Arena, DefaultBroken, final_race
+from .space import Value, encode
 from .statistics import Interval
 from .store import Entry
 
@@ -105,15 +107,14 @@ def _noise_hides_a_gain(context: CellContext, arena: Arena, entries: Sequence[En
     rivals = [
         entry
         for entry in entries
-        if entry.tunables != arena.default and len(entry.log_ratios) >= 2
-        if context.is_main(entry.tunables) and context.keeps_limits(entry.tunables)
+        if entry.tunables != arena.default and len(entry.log_ratios) >= 2 and context.may_be_chosen(entry.tunables)
     ]
     gains, least = arena.intervals(rivals), gain_margin(noisy=_is_noisy(context))
-    best = min(gains, key=lambda gain: gain.median, default=AT_PAR)
-    sure = [gain.median for gain in gains if gain.high < least]
-    if best.high < least or not gains:
+    if not gains or min(gains, key=lambda gain: gain.median).high < least:
         return False
-    return best.median < min(sure) - TIE if sure else any(-gain.low > WIDE for gain in gains)
+    best = min(gain.median for gain in gains)
+    sure = [gain.median for gain in gains if gain.high < least]
+    return best < min(sure) - TIE if sure else any(-gain.low > WIDE for gain in gains)
 
 
 def _decide(
@@ -224,32 +225,33 @@ def _finalists(context: CellContext) -> list[Tunables]:
         allowed = [plan for plan in allowed if context.estimates[plan].median < best + CONTENDER]
     wanted = FINALISTS - 1 - len(narrow)
     simplest = _simplest_equal(context, allowed) if context.settings.prefer == "time" else []
-    first = [*allowed[:1], *simplest, *_looked_faster(context, allowed)]
-    return list(dict.fromkeys([*first, *_unlike(allowed)]))[:wanted] + narrow
+    first = [*allowed[:1], *simplest, *_looked_faster(context)]
+    return list(dict.fromkeys([*first, *_unlike(context, allowed)]))[:wanted] + narrow
 
 
-def _looked_faster(context: CellContext, mains: Sequence[Tunables]) -> list[Tunables]:
+def _looked_faster(context: CellContext) -> list[Tunables]:
     """The plan that there was no time to time, if its check's call was faster than that of all that were timed.
 
     Of 14 plans that a climb had checked on an H100, 6 were not timed, the fastest among them.
     """
+    default = context.default
     looks = {
         plan: look
         for plan in context.ledger.checked
-        if context.is_main(plan) and context.keeps_limits(plan) and not context.has_failed(plan)
-        if (look := 0.0 if plan == context.default else context.ledger.first_look(plan, context.default)) is not None
+        if context.may_be_chosen(plan) and (look := context.ledger.first_look(plan, default)) is not None
     }
-    timed = [look for plan, look in looks.items() if plan in context.estimates or plan == context.default]
-    untimed = {plan: look for plan, look in looks.items() if plan not in context.estimates and plan != context.default}
-    best = min(untimed, key=lambda plan: untimed[plan], default=None)
-    return [best] if best is not None and untimed[best] < min(timed, default=math.inf) - TIE else []
+    timed = [look for plan, look in looks.items() if plan in context.estimates]
+    timed += [0.0] if context.may_be_chosen(default) else []
+    untimed = [plan for plan in looks if plan not in context.estimates]
+    best = min(untimed, key=lambda plan: looks[plan], default=None)
+    return [best] if best is not None and looks[best] < min(timed, default=math.inf) - TIE else []
 
 
-def _unlike(ranked: Sequence[Tunables]) -> list[Tunables]:
+def _unlike(context: CellContext, ranked: Sequence[Tunables]) -> list[Tunables]:
     """Without what differs from a faster one in housekeeping only: those would be three times the same kernels."""
-    kept: dict[Tunables, Tunables] = {}
+    kept: dict[frozenset[tuple[str, Value]], Tunables] = {}
     for plan in ranked:
-        bare = replace(plan, pattern_cache=True, pool_threshold_mib=None, pool_strategy="shape")
+        bare = frozenset(item for item in encode(context.cell, plan).items() if item[0] not in HOUSEKEEPING)
         kept.setdefault(bare, plan)
     return list(kept.values())
 
@@ -359,8 +361,7 @@ def _timed(context: CellContext, finals: Sequence[Candidate] = ()) -> list[Candi
     """What may be chosen: ``finals``, and of what earlier stages timed all that they do not hold."""
     known = {candidate.tunables: candidate for candidate in finals}
     for plan, gain in context.estimates.items():
-        usable = context.is_main(plan) and not context.has_failed(plan) and context.keeps_limits(plan)
-        if plan not in known and gain.count >= 2 and usable:
+        if plan not in known and gain.count >= 2 and context.may_be_chosen(plan):
             known[plan] = context.candidate(plan, gain)
     return list(known.values())
 

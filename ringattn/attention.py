@@ -27,7 +27,6 @@ from .plan import Conditions, Plan
 from .preference import Preference, check_preference
 from .profile import PlanEntry, Profile
 from .program import DTYPE_NAMES, Program
-from .ring_plan import exchanges_heads
 from .setup import Setup, check_module, device_of, group_size, say_once, set_up, wishes_of
 from .table import ModuleShape, PlanTable, build_table
 from .wording import plural
@@ -158,9 +157,7 @@ class RingAttention(nn.Module):
         self.scale = 1.0 / math.sqrt(head_dim) if scale is None else float(scale)
 
         def layout_with(entries: Sequence[PlanEntry], facts: HardwareFacts) -> str:
-            measured = [entry.choice.tunables.layout for entry in entries if entry.choice is not None]
-            exchanged = exchanges_heads(pattern, shape.kv_heads, world, facts)
-            return resolve_layout(layout, pattern, causal, measured, exchanged=exchanged)
+            return shape.layout(layout, entries, facts)
 
         def resolve() -> tuple[Setup, PlanTable]:
             setup = set_up(profile, device, shape)

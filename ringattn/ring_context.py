@@ -110,12 +110,12 @@ class RingContext:
         self._calls += 1
         try:
             total = self.total_of(x.shape[dim], total_length)
-            shape = ", ".join("rows" if number == dim % x.ndim else str(n) for number, n in enumerate(x.shape))
+            dim %= x.ndim
+            shape = ", ".join("rows" if number == dim else str(n) for number, n in enumerate(x.shape))
             self._compare(f"unshards {plural(total, 'position')} in all, of ({shape}) in {str(x.dtype)[6:]}")
         except RingAttentionError as error:
             self.watch.report(error)
             raise
-        dim %= x.ndim
         parts = self.parts(total)
         sizes = [(*x.shape[:dim], length_of(part), *x.shape[dim + 1 :]) for part in parts]
         try:

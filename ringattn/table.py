@@ -8,15 +8,17 @@ choice, then its runners-up, then the heuristic; the first that the constraint f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from .errors import PlanError
 from .fused_steps import FUSED_STEPS
 from .hardware import HardwareFacts
+from .layout import resolve_layout
 from .plan import NO_WISHES, ORDINARY, Conditions, Plan, Wishes, build_plan, heuristic_tunables
 from .preference import Preference, by_preference
 from .profile import Choice, PlanEntry, Policy
+from .ring_plan import exchanges_heads
 from .workload import INPUT_DTYPES, Mode, Pattern, Tunables, Workload, describe, nearest_bucket, not_narrower
 
 # Where no length was measured a row is made for this one, to know at init whether anything can run at all.
@@ -36,6 +38,12 @@ class ModuleShape:
     pattern: Pattern
     max_seq_len: int | None = None
     world: int = 1
+
+    def layout(self, asked: str, entries: Sequence[PlanEntry], facts: HardwareFacts) -> str:
+        """How a sequence lies over the ranks, where a profile has these rows for the module; see ``resolve_layout``."""
+        measured = [entry.choice.tunables.layout for entry in entries if entry.choice is not None]
+        exchanged = exchanges_heads(self.pattern, self.kv_heads, self.world, facts)
+        return resolve_layout(asked, self.pattern, self.causal, measured, exchanged=exchanged)
 
     def workload(self, seq_len: int, dtype: str, train: bool, batch: int = 1, total_length: int = 0) -> Workload:
         mode: Mode = "train" if train else "infer"

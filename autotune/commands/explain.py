@@ -60,10 +60,8 @@ def explain(profile: Path | None, as_json: bool, **asked: Any) -> None:
     check_shape(heads, kv_heads)
 
     from ringattn.hardware import detect
-    from ringattn.layout import resolve_layout
     from ringattn.plan import Conditions
     from ringattn.profile_io import load_profile
-    from ringattn.ring_plan import exchanges_heads
     from ringattn.setup import device_of, set_up_for
     from ringattn.table import ModuleShape, build_table
     from ringattn.workload import Pattern
@@ -81,15 +79,12 @@ def explain(profile: Path | None, as_json: bool, **asked: Any) -> None:
     ranks = ranks_asked(asked["nproc"], facts)
     shape = ModuleShape(heads, kv_heads, asked["head_dim"], asked["causal"], pattern, world=ranks)
     setup = set_up_for(facts, "auto" if profile is None else profile, target, shape)
-    layouts = [entry.choice.tunables.layout for entry in setup.entries if entry.choice is not None]
-    exchanged = exchanges_heads(pattern, kv_heads, ranks, setup.facts)
-    layout = resolve_layout("auto", pattern, asked["causal"], layouts, exchanged=exchanged) if ranks > 1 else ""
     table = build_table(
         shape,
         setup.entries,
         setup.policy,
         setup.facts,
-        conditions=Conditions(layout=layout),
+        conditions=Conditions(layout=shape.layout("auto", setup.entries, setup.facts) if ranks > 1 else ""),
         strict=setup.named and not foreign,
         place_of=setup.place_of,
     )

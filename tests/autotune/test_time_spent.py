@@ -146,7 +146,6 @@ def test_a_gain_is_hidden_by_noise_where_the_best_could_not_be_taken(
     arena = SimpleNamespace(default=plan(DENSE), intervals=lambda entries: gains)
     context = SimpleNamespace(
         ledger=SimpleNamespace(noise_sigma=lambda: 0.1, loaded=False),
-        is_main=lambda known: True,
-        keeps_limits=lambda known: True,
+        may_be_chosen=lambda known: True,
     )
     assert _noise_hides_a_gain(context, arena, rivals) == hidden  # type: ignore[arg-type]

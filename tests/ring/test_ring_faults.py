@@ -129,12 +129,11 @@ class _Breaking:
         return BoundKernel(breaking(kernel.forward), breaking(kernel.backward))  # type: ignore[arg-type]
 
 
-def _one_rank_breaks(schedule: str, at: int, error: Exception) -> Told:
-    ring = RingCase(CASE, schedule, "zigzag")
-    module = ring.module()
-    kernel = KERNELS["math"]
-    breaking = _Breaking(at, error)
-    if dist.get_rank() == 1:
+def _told_of_a_broken_call(schedule: str, at: int, error: Exception, *, here: bool) -> Told:
+    """A forward and a backward, in which the kernel raises ``error`` at one of its calls on the ranks of ``here``."""
+    module = RingCase(CASE, schedule, "zigzag").module()
+    kernel, breaking = KERNELS["math"], _Breaking(at, error)
+    if here:
         object.__setattr__(kernel, "load", breaking.load)
     try:
         leaves = _leaves(module)
@@ -143,6 +142,11 @@ def _one_rank_breaks(schedule: str, at: int, error: Exception) -> Told:
         object.__setattr__(kernel, "load", breaking.original)
     assert told[0], "the call went through"
     dist.barrier()
+    return told
+
+
+def _one_rank_breaks(schedule: str, at: int, error: Exception) -> Told:
+    told = _told_of_a_broken_call(schedule, at, error, here=dist.get_rank() == 1)
     _assert_works(schedule)  # the group is as good as before
     return told
 
@@ -161,15 +165,7 @@ def test_an_exception_in_other_schedules(schedule: str, at: int, ranks: Callable
 
 
 def _all_ranks_break(schedule: str, at: int) -> Told:
-    module = RingCase(CASE, schedule, "zigzag").module()
-    kernel, breaking = KERNELS["math"], _Breaking(at, ValueError("kernel broke"))
-    object.__setattr__(kernel, "load", breaking.load)
-    try:
-        leaves = _leaves(module)
-        told = _told(lambda: module(*leaves).sum().backward())
-    finally:
-        object.__setattr__(kernel, "load", breaking.original)
-    dist.barrier()
+    told = _told_of_a_broken_call(schedule, at, ValueError("kernel broke"), here=True)
     if dist.get_rank() == 0:
         time.sleep(2 * BEAT_S)  # while the others wait for it they look for failures, and must not find that one
     _assert_works(schedule)

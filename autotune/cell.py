@@ -13,14 +13,16 @@ from ringattn.preference import Preference
 from ringattn.workload import Tunables, Workload
 
 from . import statistics
+from .arena import Arena
 from .budget import Deadline, EffortPreset
 from .choose import Candidate
 from .evaluator import Checked, Clock, Evaluator, Fault, Proven
+from .ledger import Ledger
 from .lessons import Lessons, Part, Pupil, without
+from .limits import Limits
 from .model import CellModel
 from .nearby import Nearby, Timed
 from .probe import TrialOutcome
-from .race import Arena, Ledger, Limits
 from .space import Space, Value, candidate_key
 from .statistics import Interval
 from .store import Entry, StageRecord, Store

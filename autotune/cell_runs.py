@@ -15,8 +15,8 @@ from .evaluator import CallsAhead, Evaluator
 from .first_calls import calls_worth_making
 from .grid import Cell
 from .lessons import Lessons
+from .limits import Limits
 from .nearby import Nearby
-from .race import Limits
 from .rows import OWED, Rows
 from .search import CellSearch
 from .store import Store

@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from ringattn.preference import TIE
 from ringattn.workload import Tunables
 
+from .arena import Arena
 from .budget import Deadline
 from .cell import CellContext
 from .choose import distance
 from .model import CellModel, Scales
 from .propose import Walker
-from .race import LEAN_BLOCKS, WORTH_TRYING, Arena
+from .race import LEAN_BLOCKS, WORTH_TRYING
 from .space import candidate_key, encode, from_key
 from .statistics import median, settled
 from .store import Entry

@@ -11,12 +11,13 @@ from ringattn.wording import plural
 from ringattn.workload import Tunables
 
 from . import statistics
+from .arena import Arena, DefaultBroken
 from .budget import Deadline
 from .cell import CellContext, CellResult, Measured
 from .choose import NOISY_SIGMA, Candidate, NothingAllowed, choose, distance, gain_margin, pareto_front
 from .climb import HOUSEKEEPING
 from .evaluator import Checked, Fault
-from .race import Arena, DefaultBroken, final_race
+from .race import final_race
 from .space import Value, encode
 from .statistics import Interval
 from .store import Entry

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from ringattn.workload import Tunables, Workload
 
 from .evaluator import Block, Checked, Clock, Evaluator, Fault, Proven
-from .race import Pace
+from .ledger import Pace
 from .space import Space
 from .store import Store
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from ringattn.workload import Tunables
 
+from .arena import DefaultBroken
 from .budget import CellNeed, Deadline
 from .cell import CellContext, CellResult
 from .choose import distance
@@ -20,7 +21,7 @@ from .climb import DECIDED, HOUSEKEEPING, LEAN_KNOBS, RIVALS, climb
 from .evaluator import Fault, Sample
 from .final import FINALISTS, final, reserve_s
 from .nearby import Nearby
-from .race import PATIENCE, SURE_BLOCKS, DefaultBroken
+from .race import SURE_BLOCKS
 from .stages import explore, race_plans
 
 # A forward and a backward kernel together take about what each adds alone, so most pairs need no look: in a race
@@ -156,7 +157,7 @@ class CellSearch:
     def _run(self, deadline: Deadline, fault: Fault | None = None) -> CellResult:
         """``fault`` is how the default failed already."""
         context = self.context
-        context.ledger.patience_s = PATIENCE * deadline.remaining_s()
+        context.ledger.be_patient(deadline.remaining_s())
         for attempt in range(2):
             try:
                 if fault is not None and not attempt:

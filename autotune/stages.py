@@ -13,11 +13,12 @@ import numpy as np
 
 from ringattn.workload import Tunables
 
+from .arena import Arena
 from .budget import Deadline
 from .cell import CellContext
 from .evaluator import Checked, Fault
 from .nearby import HOPELESS
-from .race import PROMISING, WORTH_TRYING, Arena, race, screen, within_reach
+from .race import PROMISING, WORTH_TRYING, race, screen, within_reach
 from .space import Value, candidate_key, decode, encode, from_key
 from .store import Entry, StageRecord
 

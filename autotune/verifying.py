@@ -12,6 +12,7 @@ from ringattn.plan import build_plan
 from ringattn.profile import Choice, Fingerprint, PlanEntry, Profile
 from ringattn.workload import Tunables, describe
 
+from .arena import Arena, DefaultBroken
 from .budget import Budget, Deadline, EffortPreset
 from .cell import CALLS_BEFORE_HANG
 from .choose import GAIN_MARGIN, NOISY_GAIN_MARGIN, NOISY_SIGMA
@@ -19,8 +20,10 @@ from .edge import Edge
 from .evaluator import Checked, Evaluator, Fault
 from .exit_codes import ExitCode, ProbeFailure
 from .final import REFUSED_SIGMA
+from .ledger import Ledger
+from .limits import Limits
 from .probe import ProbeObserver, ProbeRequest, TrialOutcome, VerifiedCell, VerifyResult
-from .race import PATIENCE, Arena, DefaultBroken, Ledger, Limits, final_race
+from .race import final_race
 from .store import Entry, Store
 from .terminal import plural
 
@@ -140,7 +143,7 @@ class _Verification:
 
     def run(self, deadline: Deadline) -> VerifiedCell | str:
         """The verdict, or why there is none."""
-        self.ledger.patience_s = PATIENCE * deadline.remaining_s()
+        self.ledger.be_patient(deadline.remaining_s())
         try:
             build_plan(self.entry.workload, self.winner, self.edge.facts)
         except PlanError as error:

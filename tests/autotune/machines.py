@@ -13,8 +13,8 @@ from autotune.cell import CellContext, CellResult, NoListener, SearchSettings
 from autotune.choose import distance
 from autotune.edge import Edge
 from autotune.evaluator import Checked, Evaluator, Fault
+from autotune.limits import Limits
 from autotune.probe import ProbeRequest
-from autotune.race import Limits
 from autotune.replay import QUIET, ReplayEvaluator, Row, SimulatedClock, Trouble
 from autotune.search import CellSearch
 from autotune.space import Machine, Space, build_space

@@ -18,9 +18,9 @@ from autotune.choose import Candidate, NothingAllowed, choose, distance, pareto_
 from autotune.climb import Climb
 from autotune.evaluator import Block, Checked, Fault
 from autotune.head_start import judged_ms
+from autotune.limits import Limits
 from autotune.model import CellModel
 from autotune.nearby import Nearby, Timed
-from autotune.race import Limits
 from autotune.replay import ReplayEvaluator, Trouble
 from autotune.statistics import Interval
 from autotune.store import Entry, Store

@@ -14,7 +14,8 @@ from autotune.cell_runs import hang_s
 from autotune.climb import BATCH
 from autotune.evaluator import Checked, Fault
 from autotune.final import _finalists, _noise_hides_a_gain
-from autotune.race import ALONE_PRECISION, FINAL_PRECISION, Limits, _is_settled
+from autotune.limits import Limits
+from autotune.race import ALONE_PRECISION, FINAL_PRECISION, _is_settled
 from autotune.replay import Trouble
 from autotune.search import CellSearch
 from autotune.stages import race_plans

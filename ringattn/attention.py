@@ -249,7 +249,10 @@ class RingAttention(nn.Module):
         return (Span(0, total_length),) if self._ring is None else self._ring.share(total_length)
 
     def plan_for(self, seq_len: int, dtype: torch.dtype | str, train: bool, batch: int = 1) -> Plan:
-        """The plan that a call with ``seq_len`` positions of this input dtype obeys; PlanError where it is refused."""
+        """The plan that a call with ``seq_len`` positions of this input dtype obeys; PlanError where it is refused.
+
+        Its ``origin``, printed with it, says whether the profile has it, measured or not, or the heuristic made it.
+        """
         name = dtype if isinstance(dtype, str) else DTYPE_NAMES.get(dtype, str(dtype))
         if name not in DTYPE_NAMES.values():
             raise InputError(f"dtype is {dtype}; use one of {', '.join(map(str, DTYPE_NAMES))}")

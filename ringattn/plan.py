@@ -42,16 +42,19 @@ ORDINARY = Conditions()
 class Plan:
     """One resolved row: nothing in it is left to decide.
 
-    ``fused`` says whether the steps between kernels run as one GPU kernel each or as torch operations.
+    ``fused`` says whether the steps between kernels run as one GPU kernel each or as torch operations. ``origin`` is
+    where a module's table has it from: "profile" or "heuristic", with "+ user" for what was asked for explicitly and
+    "not measured" for a plan of a profile that has no measurement of it; empty for a plan of no table.
     """
 
     workload: Workload
     tunables: Tunables
     fused: bool
     conditions: Conditions = ORDINARY
+    origin: str = ""
 
     def __str__(self) -> str:
-        return f"{self.workload}: {describe(self.tunables)}"
+        return f"{self.workload}: {describe(self.tunables)}" + (f"  ({self.origin})" if self.origin else "")
 
 
 def fuses(facts: HardwareFacts, dtype: str) -> bool:

@@ -87,9 +87,14 @@ class Row:
     dtype: str
     mode: Mode
     plan: Plan | None
-    origin: str  # "profile", "heuristic", or either with "+ user" for what was asked for explicitly
     refusal: PlanError | None = None
+    refused_by: str = ""  # where there is no plan, what an ``origin`` would be
     note: str = ""
+
+    @property
+    def origin(self) -> str:
+        """Where the plan, or its refusal, is from; see ``Plan``."""
+        return self.refused_by if self.plan is None else self.plan.origin
 
     def runnable(self) -> Plan:
         """The plan; PlanError where the row is a refusal."""
@@ -172,7 +177,7 @@ class PlanTable:
         refused = self._entry(bucket, workload).refusal if bucket is not None else ""
         if refused and self.wishes == NO_WISHES:
             refusal = PlanError(f"cannot run {workload}", {"measured": (refused,)}, _FORCE)
-            return Row(bucket, workload.dtype, workload.mode, None, "profile", refusal=refusal)
+            return Row(bucket, workload.dtype, workload.mode, None, refusal, "profile")
         rejected: dict[str, tuple[str, ...]] = {}
         for choice in self._choices(bucket, workload):
             tunables = fitted(choice.tunables, workload)
@@ -181,17 +186,18 @@ class PlanTable:
             except PlanError as error:
                 rejected |= error.rejected
                 continue
+            origin = "profile" + user + ("" if choice.evidence is not None else ", not measured")
             note = "; ".join(f"{name}: {', '.join(why)}" for name, why in rejected.items())
-            return Row(bucket, workload.dtype, workload.mode, plan, "profile" + user, note=note)
+            return Row(bucket, workload.dtype, workload.mode, replace(plan, origin=origin), note=note)
         try:
             tunables = heuristic_tunables(
                 workload, self.policy, self.facts, conditions=self.conditions, wishes=self.wishes
             )
             plan = build_plan(workload, tunables, self.facts, conditions=self.conditions)
         except PlanError as error:
-            return Row(bucket, workload.dtype, workload.mode, None, "heuristic" + user, refusal=error.again())
+            return Row(bucket, workload.dtype, workload.mode, None, error.again(), "heuristic" + user)
         note = "; ".join(f"{name}: {', '.join(why)}" for name, why in rejected.items())
-        return Row(bucket, workload.dtype, workload.mode, plan, "heuristic" + user, note=note)
+        return Row(bucket, workload.dtype, workload.mode, replace(plan, origin="heuristic" + user), note=note)
 
     def _choices(self, bucket: int | None, workload: Workload) -> list[Choice]:
         if bucket is None:

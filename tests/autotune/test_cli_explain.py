@@ -84,7 +84,7 @@ def test_explain_says_of_a_cell_that_could_not_be_measured_just_that(at_home: Pa
     unmeasured = PlanEntry(entry.workload, Choice(entry.choice.tunables), failures=entry.failures)
     save_profile(profile_of_this_machine(unmeasured), at_home)
     said = explained(*SHAPE, "--seq-len", "600")
-    assert said["origin"] == "profile"
+    assert said["origin"] == "profile, not measured"
     assert said["why"] == "the nearest length of the profile is 512; this cell could not be measured, its default stays"
     known = {v["kernel"]: v["evidence"] for v in said["kernels"] if v["evidence"]}
     assert known["flash-cpu"] == "could run; not measured here"

@@ -260,7 +260,7 @@ def small(length: int, *kernels: str, dtype: str = "fp32", train: bool = False, 
     mode: Any = "train" if train else "infer"
     workload = Workload(mode, False, length, 2, 4, dtype)
     first, *rest = (
-        Choice(Tunables(changes.get("compute", dtype), (BranchTunables(name, name if train else ""),)))
+        Choice(Tunables(changes.get("compute", dtype), (BranchTunables(name, name if train else ""),)), EVIDENCE)
         for name in kernels
     )
     return PlanEntry(workload, first, tuple(rest), auto=changes.get("auto"))
@@ -342,7 +342,24 @@ def test_the_profile_beats_the_heuristic_and_an_explicit_choice_beats_both() -> 
     assert Case(64).module(profile=None).plan_for(64, "fp32", False).tunables.branches[0].forward == "flash-cpu"
     module = Case(64).module(profile=profile, backend="flash-cpu")
     assert module.plan_for(64, "fp32", False).tunables.branches[0].forward == "flash-cpu"
-    assert "(profile + user)" in str(module.plan)
+    assert "(profile + user, not measured)" in str(module.plan)  # with the kernel that was measured it would be
+    assert "(profile + user)" in str(Case(64).module(profile=profile, backend="math").plan)
+
+
+def test_a_plan_says_where_it_is_from_and_whether_it_was_measured() -> None:
+    """In ``plan_for`` as in the table: a cell for which no time was left keeps its default, without a measurement."""
+    kept = small(256, "math")
+    assert kept.choice is not None
+    module = Case(64).module(
+        profile=measured_here(small(64, "math"), replace(kept, choice=Choice(kept.choice.tunables)))
+    )
+    for length, origin in ((64, "profile"), (256, "profile, not measured"), (4096, "heuristic")):
+        plan = module.plan_for(length, "fp32", False)
+        assert plan.origin == origin
+        assert str(plan).endswith(f"  ({origin})")
+    for printed in (str(module.plan), module.explain()):
+        assert "S~64  fp32  infer  math fp32  (profile)\n" in printed
+        assert "S~256  fp32  infer  math fp32  (profile, not measured)\n" in printed
 
 
 @pytest.mark.parametrize("naming", ["argument", "profile", "variable"])

@@ -18,12 +18,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One file: what is wrong with its form (one line), and with ``--here`` what cannot run on this machine."""
+    """One file: what is wrong with its form (one line), and with ``--here`` what cannot run on this machine.
+
+    Of its ``plans`` so many are ``unmeasured``: no fault, but nobody knows what is fast there.
+    """
 
     file: str
     ok: bool
     error: str = ""
     plans: int = 0
+    unmeasured: int = 0
     tier: str = ""
     problems: tuple[str, ...] = ()
 
@@ -36,8 +40,9 @@ class Verdict:
 def validate(profiles: tuple[Path, ...], here: bool, device: str | None, as_json: bool) -> None:
     """Check the form of PROFILES, and with --here whether they can run on this machine.
 
-    Good files are named on stdout, faults on stderr: one line with the file
-    and the key inside it. Exit code 1 when any file has one.
+    Good files are named on stdout, with how many plans are defaults that were
+    kept unmeasured; faults on stderr: one line with the file and the key inside
+    it. Exit code 1 when any file has one.
 
     \b
         ringtune validate profiles/*.yaml
@@ -62,7 +67,8 @@ def validate(profiles: tuple[Path, ...], here: bool, device: str | None, as_json
             warn(f"Error: {verdict.file}: {problem}")
         if verdict.ok:
             where = f", runs here (tier {verdict.tier})" if here else ""
-            click.echo(f"ok  {plain(verdict.file)}: {plural(verdict.plans, 'plan')}{where}")
+            kept = f", {verdict.unmeasured} of them a default that was not measured" if verdict.unmeasured else ""
+            click.echo(f"ok  {plain(verdict.file)}: {plural(verdict.plans, 'plan')}{kept}{where}")
     if not all(verdict.ok for verdict in verdicts):
         raise click.exceptions.Exit(ExitCode.ERROR)
 
@@ -76,10 +82,11 @@ def judge(path: Path, facts: HardwareFacts | None) -> Verdict:
         profile = load_profile(path)
     except ProfileError as error:
         return Verdict(str(path), ok=False, error=str(error))
+    unmeasured = sum(entry.choice is not None and entry.evidence is None for entry in profile.plans)
     if facts is None:
-        return Verdict(str(path), ok=True, plans=len(profile.plans))
+        return Verdict(str(path), ok=True, plans=len(profile.plans), unmeasured=unmeasured)
     tier, problems = problems_here(profile, str(path), facts)
-    return Verdict(str(path), not problems, plans=len(profile.plans), tier=tier, problems=problems)
+    return Verdict(str(path), not problems, "", len(profile.plans), unmeasured, tier, problems)
 
 
 def problems_here(profile: Profile, path: str, facts: HardwareFacts) -> tuple[str, tuple[str, ...]]:

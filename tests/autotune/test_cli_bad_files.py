@@ -9,7 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_runs import one_line_error, ringtune
+from cli_runs import measured_entry, one_line_error, profile_of_this_machine, ringtune
+from report_samples import plan
+
+from ringattn.profile import Choice, PlanEntry
+from ringattn.profile_io import save_profile
 
 ROOT = Path(__file__).parents[2]
 
@@ -75,6 +79,19 @@ def test_validate_judges_every_file(gpu_file: Path, tmp_path: Path) -> None:
     assert result.stderr.count("Error: ") == 1
     verdicts = json.loads(ringtune("validate", "--json", gpu_file, bad).stdout)
     assert [v["ok"] for v in verdicts] == [True, False]
+
+
+def test_validate_says_how_many_plans_were_not_measured(tmp_path: Path) -> None:
+    path = tmp_path / "here.yaml"
+    kept = PlanEntry(measured_entry(1024).workload, Choice(plan("flash-cpu", "flash-cpu", dtype="fp32")))
+    save_profile(profile_of_this_machine(measured_entry(), kept), path)
+    for here in ((), ("--here", "--device", "cpu")):
+        result = ringtune("validate", *here, path)
+        assert result.exit_code == 0
+        assert f"{path}: 2 plans, 1 of them a default that was not measured" in result.stdout
+        assert json.loads(ringtune("validate", *here, "--json", path).stdout)[0]["unmeasured"] == 1
+    save_profile(profile_of_this_machine(measured_entry()), path)
+    assert ringtune("validate", path).stdout == f"ok  {path}: 1 plan\n"
 
 
 def test_every_shipped_profile_is_valid() -> None:

@@ -150,3 +150,21 @@ def test_a_gain_is_hidden_by_noise_where_the_best_could_not_be_taken(
         may_be_chosen=lambda known: True,
     )
     assert _noise_hides_a_gain(context, arena, rivals) == hidden  # type: ignore[arg-type]
+
+
+def test_blocks_are_expected_to_take_what_they_took() -> None:
+    """1.1 times their samples on this machine, whether or not the default is an entry beside its two readings."""
+    trial = Setting(DENSE, by_kernels(quick=0.0, swift=0.01, math=0.02), plan(DENSE)).run()
+    assert trial.context.ledger.pace.factor == pytest.approx(1.1, rel=0.01)
+
+
+@pytest.mark.parametrize("undecided_s", [0.0, 30.0])
+def test_where_noise_hides_a_gain_the_final_takes_time_that_nobody_needs(undecided_s: float) -> None:
+    """swift is 11 % faster, and one reading is off by 20 %: with a few blocks nothing can be said."""
+    trouble = Trouble(sigma=0.2, outlier_share=0.0, drift=0.0)
+    setting = Setting(DENSE, by_kernels(quick=0.0, swift=-0.06, math=2.0), plan(DENSE), budget_s=3.0, trouble=trouble)
+    trial = setting.run(undecided_s=undecided_s)
+    blocks = len(trial.context.ledger.default_ms)
+    assert trial.clock.now() <= 3.3 + undecided_s
+    assert (blocks > 40) == (undecided_s > 0), blocks
+    assert setting.run(undecided_s=undecided_s, end_s=3.0).clock.now() <= 3.3  # but never beyond the probe's

@@ -197,7 +197,8 @@ class RingAttention(nn.Module):
         self._traced: dict[Any, Program | RingProgram] = {}
         self._programs: dict[Any, Program | RingProgram] = {}
         self._handle = compiled.register(self)
-        self._setup.announce()
+        if self._speaks():
+            self._setup.announce()
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, return_lse: bool = False, total_length: int | None = None
@@ -247,6 +248,10 @@ class RingAttention(nn.Module):
 
     def _share(self, total_length: int) -> Share:
         return (Span(0, total_length),) if self._ring is None else self._ring.share(total_length)
+
+    def _speaks(self) -> bool:
+        """Whether this rank tells about plans: those of a group run one, and its rank 0 tells for all."""
+        return self._ring is None or self._ring.comm.rank == 0
 
     def plan_for(self, seq_len: int, dtype: torch.dtype | str, train: bool, batch: int = 1) -> Plan:
         """The plan that a call with ``seq_len`` positions of this input dtype obeys; PlanError where it is refused.
@@ -322,7 +327,7 @@ class RingAttention(nn.Module):
             length = self._ring.planned_length(length, total_length)
             row = self.plan.plan_at(length, DTYPE_NAMES[q.dtype], train, batch, total_length or 0)
         plan = row.runnable()
-        if note := self.plan.fallback_note(row):
+        if (note := self.plan.fallback_note(row)) and self._speaks():
             say_once(logging.WARNING, note)
         key: Hashable = (plan.tunables, plan.workload.mode)
         if self._ring is not None and plan.tunables.schedule != "local":

@@ -18,7 +18,7 @@ from pool import Pool
 from ring_cases import RingCase, run_ring
 from test_ring_faults import Told, _told
 
-from ringattn import Profile, RingAttention
+from ringattn import Profile, RingAttention, setup
 from ringattn.workload import BranchTunables, Tunables, describe
 
 CASE = Case(24, 2, 2, 4, causal=True)
@@ -97,6 +97,30 @@ def test_equal_profiles_say_nothing(ranks: Callable[[int], Pool]) -> None:
     for plan, said in ranks(2).run(_with_profiles, [_profile("ulysses", "math")] * 2):
         assert "ulysses/zigzag" in plan
         assert said == []
+
+
+def _warned(profile: Any) -> list[str]:
+    """What a rank warns of where no plan was measured: at init, or at a length of a measured module."""
+    setup._said.clear()  # of earlier tests in the same process
+    kept = _Kept()
+    logging.getLogger("ringattn").addHandler(kept)
+    try:
+        module = _module(profile)
+        module(*(x.detach().float() for x in CASE.inputs()))
+    finally:
+        logging.getLogger("ringattn").removeHandler(kept)
+    return kept.said
+
+
+def test_only_rank_0_says_that_a_heuristic_serves(ranks: Callable[[int], Pool]) -> None:
+    longer = _profile("ring", "math")
+    (entry,) = longer.plans
+    longer = replace(longer, plans=(replace(entry, workload=entry.workload.at(4096)),))
+    for profile, text in ((_profile("ring", "math", world=4), "using the heuristic"), (longer, "a heuristic plan")):
+        first, second = ranks(2).run(_warned, profile)
+        assert len(first) == 1
+        assert text in first[0]
+        assert second == []
 
 
 def _told_to_build(arguments: list[dict[str, Any]]) -> Told:

@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from ringattn.layout import resolve_layout
+from ringattn.module_rows import entries_for
 from ringattn.profile import Profile
-from ringattn.resolve import entries_for
+from ringattn.table import ModuleShape
 from ringattn.wording import plural
 from ringattn.workload import Workload
 
@@ -35,15 +36,7 @@ def joined_layout(cell: Workload, asked: str, old: Profile | None, new: Collecti
             or (entry.workload.heads, entry.workload.kv_heads) == module
         )
     ]
-    beside, _ = entries_for(
-        replace(old, plans=tuple(kept)),
-        pattern=cell.pattern,
-        causal=cell.causal,
-        head_dim=cell.head_dim,
-        heads=cell.heads,
-        kv_heads=cell.kv_heads,
-        world=cell.world,
-    )
+    beside, _ = entries_for(replace(old, plans=tuple(kept)), ModuleShape.of(cell))
     layouts = [e.choice.tunables.layout for e in beside if e.choice is not None and e.choice.tunables.layout]
     if not layouts:
         return asked

@@ -21,10 +21,9 @@ from typing import Literal
 
 from .errors import ProfileError
 from .hardware import HardwareFacts
-from .profile import Fingerprint, PlanEntry, Policy, Profile, Provenance
+from .profile import Fingerprint, Policy, Profile, Provenance
 from .profile_paths import Located, Origin, collect, search_paths
 from .wording import plural
-from .workload import Pattern
 
 __all__ = [
     "TIERS",
@@ -34,7 +33,6 @@ __all__ = [
     "Tier",
     "built_in_heuristic",
     "collect",
-    "entries_for",
     "misfit",
     "resolve",
     "search_paths",
@@ -296,59 +294,3 @@ def built_in_heuristic(vendor: str) -> Profile:
         policy=Policy(dtypes, forward=kernels, backward=kernels, copy_from_rate=8),
         provenance=Provenance(notes=("built in",)),
     )
-
-
-# --- plans of a profile -----------------------------------------------------------------------------------------
-
-
-def entries_for(
-    profile: Profile,
-    *,
-    pattern: Pattern,
-    causal: bool,
-    head_dim: int,
-    heads: int,
-    kv_heads: int,
-    world: int = 1,
-) -> tuple[tuple[PlanEntry, ...], str]:
-    """The rows of ``profile`` that answer a module, and a note on how they were chosen.
-
-    Pattern, causal, head_dim and world match exactly or not at all; of the head counts measured for a mode and dtype
-    the nearest in log2 is taken. One row at most for each (mode, dtype, length): the smallest batch.
-    """
-    same = [
-        entry
-        for entry in profile.plans
-        if _same_pattern(entry.workload.pattern, pattern)
-        and (entry.workload.causal, entry.workload.head_dim, entry.workload.world) == (causal, head_dim, world)
-    ]
-    asked = f"{pattern} {'causal' if causal else 'full'} D{head_dim}" + (f" world={world}" if world > 1 else "")
-    if not same:
-        return (), f"no plan for {asked}"
-
-    def distance(entry: PlanEntry) -> tuple[float, int, int]:
-        h, kv = entry.workload.heads, entry.workload.kv_heads
-        apart = abs(math.log2(h / heads)) + abs(math.log2((h / kv) / (heads / kv_heads)))
-        return (apart, h, kv)
-
-    nearest: dict[tuple[str, str], tuple[float, int, int]] = {}
-    for entry in same:
-        key = (entry.workload.mode, entry.workload.dtype)
-        nearest[key] = min(nearest.get(key, distance(entry)), distance(entry))
-    rows: dict[tuple[str, str, int], PlanEntry] = {}
-    for entry in sorted(same, key=lambda entry: entry.workload.batch):
-        w = entry.workload
-        if distance(entry) == nearest[w.mode, w.dtype]:
-            rows.setdefault((w.mode, w.dtype, w.seq_len), entry)
-    used = sorted({(entry.workload.heads, entry.workload.kv_heads) for entry in rows.values()})
-    note = f"{plural(len(rows), 'plan')} for {asked}"
-    if used != [(heads, kv_heads)]:
-        measured = ", ".join(f"{h}/{kv}" for h, kv in used)
-        note += f", measured with {measured} heads where {heads}/{kv_heads} were asked for"
-    return tuple(rows[key] for key in sorted(rows)), note
-
-
-def _same_pattern(one: Pattern, other: Pattern) -> bool:
-    """Whether two patterns select the same positions: the offset rule matters only where a rate is above 1."""
-    dilated = any(branch.rate > 1 for branch in one.branches)
-    return one.branches == other.branches and (one.head_offset == other.head_offset or not dilated)

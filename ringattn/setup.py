@@ -15,11 +15,12 @@ import torch
 from .errors import InputError
 from .hardware import HardwareFacts, detect
 from .kernels import KERNELS
+from .module_rows import entries_for
 from .plan import Wishes, kernel_need
 from .profile import PlanEntry, Policy, Profile
 from .profile_paths import FILE_VARIABLE, Located, collect
 from .program import DTYPE_NAMES
-from .resolve import Resolution, entries_for, resolve
+from .resolve import Resolution, resolve
 from .table import ModuleShape, probe_options
 from .workload import CHECKPOINTS
 
@@ -102,15 +103,7 @@ def set_up_for(facts: HardwareFacts, profile: Any, target: torch.device, shape: 
     for note in notes:
         say_once(logging.WARNING, note)
     if measured is not None:
-        entries, note = entries_for(
-            measured,
-            pattern=shape.pattern,
-            causal=shape.causal,
-            head_dim=shape.head_dim,
-            heads=shape.heads,
-            kv_heads=shape.kv_heads,
-            world=shape.world,
-        )
+        entries, note = entries_for(measured, shape)
         trace = (*trace, note)
     policy = resolution.heuristic.policy if measured is None or measured.policy is None else measured.policy
     assert policy is not None

@@ -39,6 +39,12 @@ class ModuleShape:
     max_seq_len: int | None = None
     world: int = 1
 
+    @classmethod
+    def of(cls, workload: Workload) -> ModuleShape:
+        """Of a module that meets this workload."""
+        w = workload
+        return cls(w.heads, w.kv_heads, w.head_dim, w.causal, w.pattern, world=w.world)
+
     def layout(self, asked: str, entries: Sequence[PlanEntry], facts: HardwareFacts) -> str:
         """How a sequence lies over the ranks, where a profile has these rows for the module; see ``resolve_layout``."""
         measured = [entry.choice.tunables.layout for entry in entries if entry.choice is not None]

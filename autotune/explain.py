@@ -46,6 +46,7 @@ class Explanation:
     failures: tuple[Failure, ...]
     why: str
     foreign: str = ""  # why the profile would not be used here; then all else is as on the machine it is of
+    other_heads: str = ""  # that the plan was measured with other numbers of heads, and with which
 
 
 def why_foreign(profile: Profile, facts: HardwareFacts) -> str:
@@ -97,7 +98,20 @@ def explain_workload(workload: Workload, setup: Setup, table: PlanTable, foreign
         failures=entry.failures if entry is not None else (),
         why=_why(row, setup, entry, chosen),
         foreign=foreign,
+        other_heads=_other_heads(workload, row, entry),
     )
+
+
+def _other_heads(workload: Workload, row: Row, entry: PlanEntry | None) -> str:
+    """What is to be said of a row that was taken as the nearest in heads; empty for one of as many."""
+    asked = (workload.heads, workload.kv_heads)
+    if entry is None or row.origin.startswith("heuristic"):
+        return ""
+    theirs = (entry.workload.heads, entry.workload.kv_heads)
+    if theirs == asked:
+        return ""
+    words = "{} query and {} key/value heads"
+    return f"the row is for {words.format(*theirs)}, the nearest in the profile to {words.format(*asked)}"
 
 
 def _trace(setup: Setup, foreign: str) -> tuple[str, ...]:
@@ -254,6 +268,7 @@ def explanation_summary(explanation: Explanation) -> RenderableType:
     plan = describe(e.tunables) if e.tunables is not None else f"refused: {e.refusal}"
     rows = [
         ("Workload", str(e.workload)),
+        *([("Other heads", e.other_heads)] if e.other_heads else []),  # first: it is another workload's answer
         ("Machine", e.device_name),
         ("Profile", f"{e.path or 'built in'} ({'of another machine' if e.foreign else f'tier {e.tier}'})"),
     ]

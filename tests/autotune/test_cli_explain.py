@@ -91,6 +91,19 @@ def test_explain_says_of_a_cell_that_could_not_be_measured_just_that(at_home: Pa
     assert not any("slower when measured" in text for text in known.values())
 
 
+def test_explain_says_first_that_the_row_is_for_other_heads(at_home: Path) -> None:
+    asked = ("--device", "cpu", "--head-dim", "32", "--seq-len", "512", "--heads", "8", "--kv-heads", "2")
+    told = "the row is for 4 query and 4 key/value heads, the nearest in the profile to 8 query and 2 key/value heads"
+    assert explained(at_home, *asked)["other_heads"] == told
+    lines = ringtune("explain", at_home, *asked).stdout.splitlines()
+    assert lines[0].startswith("Workload")
+    assert lines[1].startswith("Other heads")
+    beyond = (*asked[:5], "100000", *asked[6:])  # served by the heuristic, which has no heads of its own
+    for same in ((*SHAPE, "--seq-len", "512"), beyond):
+        assert explained(at_home, *same)["other_heads"] == ""
+        assert "Other heads" not in ringtune("explain", at_home, *same).stdout
+
+
 def test_explain_takes_a_profile(at_home: Path) -> None:
     assert explained(at_home, *SHAPE, "--seq-len", "512")["path"] == str(at_home)
 

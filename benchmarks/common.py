@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ringattn import detect
+from ringattn.wording import plural
 
 Step = Callable[[], object]
 
@@ -33,6 +34,14 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "command": " ".join(sys.argv),
     }
+
+
+def need_gpus(count: int = 1) -> None:
+    """Ends the program with one line and exit status 1 where torch finds fewer than ``count`` NVIDIA GPUs."""
+    found = torch.cuda.device_count() if torch.version.cuda else 0  # a ROCm build counts AMD's as CUDA devices
+    if found < count:
+        needs = f"needs {plural(count, 'NVIDIA GPU')}, and torch {torch.__version__} finds {found} here"
+        sys.exit(f"{Path(sys.argv[0]).name}: {needs}; run it on a machine that has them, with a CUDA build of torch")
 
 
 class Clock:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-from common import Clock, Record, median, ratio
+from common import Clock, Record, median, need_gpus, ratio
 from common_kernels import BareKernel, runnable
 
 from ringattn import RingAttention
@@ -63,6 +63,7 @@ def main() -> None:
     parser.add_argument("--profile", default="auto", help="auto, none (heuristic) or a profile file")
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384, 65536])
     arguments = parser.parse_args()
+    need_gpus()
     profile = None if arguments.profile == "none" else arguments.profile
     attn = RingAttention(HEADS, HEAD_DIM, causal=True, profile=profile)
     record, clock = Record("dense", arguments.output), Clock()

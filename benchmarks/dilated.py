@@ -18,7 +18,7 @@ import types
 from collections.abc import Callable, Sequence
 
 import torch
-from common import Clock, Record, median, peak_mib, ratio
+from common import Clock, Record, median, need_gpus, peak_mib, ratio
 from common_kernels import BareKernel
 
 from ringattn import RingAttention, detect
@@ -174,6 +174,7 @@ def main() -> None:
     parser.add_argument("--prefer", choices=["time", "memory", "balanced"], help="also the module that prefers so")
     parser.add_argument("--lengths", type=int, nargs="+", default=[65536, 262144, 1048576])
     arguments = parser.parse_args()
+    need_gpus()
     profile = None if arguments.profile == "none" else arguments.profile
     preferences = {"module": None}
     if arguments.prefer:

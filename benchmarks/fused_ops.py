@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
-from common import Clock, Record, median
+from common import Clock, Record, median, need_gpus
 
 from ringattn.geometry import Geometry, LayoutKey, PlacedCall, Window, build_geometry
 from ringattn.merge import GradJob, GradPartial, Partial, Source
@@ -154,6 +154,7 @@ def main() -> None:
     parser.add_argument("--warps", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--access", type=int, nargs="+", default=[64, 128], help="bytes of a row read side by side")
     args = parser.parse_args()
+    need_gpus()
     torch.manual_seed(0)
     record, clock = Record("fused_ops", args.output), Clock()
     measure_host(record)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 
 import torch
-from common import Record, Step, median, ratio
+from common import Record, Step, median, need_gpus, ratio
 
 from ringattn import RingAttention
 
@@ -122,6 +122,7 @@ def main() -> None:
     parser.add_argument("--profile", default="auto", help="auto, none (heuristic) or a profile file")
     parser.add_argument("--varied-profile", help="a profile probed with --varied-lengths, for the 64 lengths")
     arguments = parser.parse_args()
+    need_gpus()
     profile = None if arguments.profile == "none" else arguments.profile
     record = Record("launch", arguments.output)
     host_time(record, profile)

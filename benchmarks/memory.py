@@ -12,7 +12,7 @@ import argparse
 from dataclasses import replace
 
 import torch
-from common import Clock, Record, median, peak_mib, ratio
+from common import Clock, Record, median, need_gpus, peak_mib, ratio
 
 from ringattn import Profile, RingAttention, detect
 from ringattn.workspace import POOL
@@ -60,6 +60,7 @@ def main() -> None:
     parser.add_argument("--output", help="folder for memory.json")
     parser.add_argument("--length", type=int, default=131072)
     arguments = parser.parse_args()
+    need_gpus()
     length = arguments.length
     facts = detect()
     record, clock = Record("memory", arguments.output), Clock()

@@ -16,6 +16,7 @@ import json
 import os
 import random
 import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import machine
+from common import machine, need_gpus
 from ring_peers import context_parallel, zigzag
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -314,6 +315,9 @@ def main() -> None:
     parser.add_argument("--high-priority", action=argparse.BooleanOptionalAction, default=True, help="NCCL's stream")
     parser.add_argument("--blocks", type=int, default=11)
     arguments = parser.parse_args()
+    if "LOCAL_RANK" not in os.environ:
+        sys.exit("ring.py: this process is no rank; start it with: torchrun --standalone --nproc-per-node N ring.py")
+    need_gpus(int(os.environ["LOCAL_RANK"]) + 1)
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     # Messages start while attention kernels hold every processor only if their stream goes first.
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=arguments.high_priority)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
-from common import Clock, Record, median, ratio
+from common import Clock, Record, median, need_gpus, ratio
 
 from ringattn import detect
 from ringattn.block_kernel import BoundKernel, KernelConfig, KernelNeed, Params
@@ -162,6 +162,7 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="every key instead of causal")
     parser.add_argument("--tiles", action="store_true", help="every tile of the triton kernel")
     arguments = parser.parse_args()
+    need_gpus()
     record, clock = Record("triton_kernel", arguments.output), Clock()
     heads, kv_heads = arguments.heads, arguments.kv_heads
     for head_dim in arguments.head_dims:

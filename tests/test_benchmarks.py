@@ -1,0 +1,43 @@
+"""Benchmarks on a machine that lacks what they measure."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+ON_GPUS = ("dense", "dilated", "fused_ops", "launch", "memory", "ring", "triton_kernel")
+
+
+def end_of(name: str, monkeypatch: pytest.MonkeyPatch) -> object:
+    """What the script gives to ``sys.exit``: a text goes to stderr, and the exit status is 1."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    monkeypatch.setattr(sys, "argv", [str(BENCHMARKS / f"{name}.py")])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    return ended.value.code
+
+
+@pytest.mark.parametrize("name", ON_GPUS)
+def test_without_a_gpu_a_benchmark_ends_with_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    said = end_of(name, monkeypatch)
+    assert isinstance(said, str)
+    assert said.startswith(f"{name}.py: needs 1 NVIDIA GPU, and torch {torch.__version__} finds 0 here; ")
+    assert "\n" not in said
+
+
+def test_the_ring_says_how_to_start_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert "torchrun --standalone" in str(end_of("ring", monkeypatch))
+
+
+def test_every_benchmark_that_times_on_a_gpu_asks_for_one() -> None:
+    asking = {path.stem for path in BENCHMARKS.glob("*.py") if "need_gpus(" in path.read_text()} - {"common"}
+    timing = {path.stem for path in BENCHMARKS.glob("*.py") if "torch.cuda.synchronize" in path.read_text()}
+    assert timing - {"common"} <= asking == set(ON_GPUS)

@@ -22,8 +22,8 @@ from .evaluator import Block, Checked, Clock, Evaluator, Fault, Sample
 from .ledger import Ledger
 from .limits import Limits
 from .probe import TrialOutcome
+from .stage_record import Entry, StageRecord
 from .statistics import Interval
-from .store import Entry, StageRecord
 
 DEFAULT_ATTEMPTS = 2  # blocks in a row whose default failed, before it counts as broken
 POLISHES = 3  # rounds of the median polish

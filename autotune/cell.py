@@ -24,8 +24,9 @@ from .model import CellModel
 from .nearby import Nearby, Timed
 from .probe import TrialOutcome
 from .space import Space, Value, candidate_key
+from .stage_record import Entry, StageRecord
 from .statistics import Interval
-from .store import Entry, StageRecord, Store
+from .store import Store
 
 CellState = Literal["tuned", "default", "refused", "inconclusive"]
 

@@ -21,8 +21,8 @@ from .model import CellModel, Scales
 from .propose import Walker
 from .race import LEAN_BLOCKS, WORTH_TRYING
 from .space import candidate_key, encode, from_key
+from .stage_record import Entry
 from .statistics import median, settled
-from .store import Entry
 
 BATCH = 4  # new plans in one block: checking one costs as much as timing eight
 STARTS = 3  # best plans from which walks over the model begin

@@ -19,8 +19,8 @@ from .climb import HOUSEKEEPING
 from .evaluator import Checked, Fault
 from .race import final_race
 from .space import Value, encode
+from .stage_record import Entry
 from .statistics import Interval
-from .store import Entry
 
 FINALISTS = 4  # the default among them
 FRONT_KEPT = 4

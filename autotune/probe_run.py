@@ -25,11 +25,12 @@ from .evaluator import Evaluator, KnowsLinks
 from .exit_codes import Inconclusive
 from .grid import Cell
 from .joined_layout import joined_layout
+from .journal_file import journal_path
 from .owed_proofs import pay_owed_proofs
 from .probe import ProbeRequest, ProbeResult
 from .refining import refine
 from .rows import OWED, Rows
-from .store import Store, journal_path
+from .store import Store
 from .task import Task
 
 

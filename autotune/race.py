@@ -9,8 +9,8 @@ from . import statistics
 from .arena import Arena
 from .budget import Deadline, EffortPreset
 from .choose import GAIN_MARGIN
+from .stage_record import Entry
 from .statistics import Interval
-from .store import Entry
 
 DISMISSED = 3.0  # a candidate whose check already took so many times the best's is not timed at all
 FIRST_GATE = math.log(2.0)  # after its first repetition a candidate twice as slow as the best is out

@@ -20,7 +20,7 @@ from .evaluator import Checked, Fault
 from .nearby import HOPELESS
 from .race import PROMISING, WORTH_TRYING, race, screen, within_reach
 from .space import Value, candidate_key, decode, encode, from_key
-from .store import Entry, StageRecord
+from .stage_record import Entry, StageRecord
 
 NARROW_REACH = 1.5  # times the best main plan, by the calls of their checks, which may be disturbed
 CLOSE = math.log(1.5)  # times the best at a length nearby: such plans are checked before others

@@ -24,7 +24,8 @@ from .ledger import Ledger
 from .limits import Limits
 from .probe import ProbeObserver, ProbeRequest, TrialOutcome, VerifiedCell, VerifyResult
 from .race import final_race
-from .store import Entry, Store
+from .stage_record import Entry
+from .store import Store
 from .terminal import plural
 
 STAGE = "verify"

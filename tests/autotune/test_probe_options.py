@@ -10,7 +10,8 @@ from click.testing import CliRunner
 
 from autotune.cli import cli
 from autotune.commands.options import seconds
-from autotune.store import Store, journal_path
+from autotune.journal_file import journal_path
+from autotune.store import Store
 
 
 @pytest.mark.parametrize(

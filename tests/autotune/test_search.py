@@ -15,7 +15,8 @@ from autotune.climb import Climb
 from autotune.evaluator import Fault
 from autotune.model import CellModel
 from autotune.replay import Trouble
-from autotune.store import Entry, Store
+from autotune.stage_record import Entry
+from autotune.store import Store
 from ringattn.workload import BranchTunables, Pattern, Tunables, Workload
 
 CELL = workload()

@@ -19,8 +19,10 @@ from optuna.trial import TrialState
 from autotune.cli import exit_code_of
 from autotune.evaluator import Checked, Fault
 from autotune.exit_codes import DeviceBusy, ExitCode, ProbeFailure
+from autotune.journal_file import JournalFile, journal_path
 from autotune.space import build_space, candidate_key
-from autotune.store import StageRecord, Store, _JournalFile, journal_path
+from autotune.stage_record import StageRecord
+from autotune.store import Store
 
 CELL = workload()
 SPACE = build_space(CELL, invented(), plan(CELL), ("bf16",))
@@ -179,7 +181,7 @@ def test_a_pipe_in_the_place_of_the_journal_is_refused_and_not_waited_for(tmp_pa
 
 
 def test_a_full_disk_is_told_with_the_name_of_the_journal(tmp_path: Path) -> None:
-    full = _JournalFile(Path("/dev/full"))
+    full = JournalFile(Path("/dev/full"))
     with pytest.raises(OSError, match="No space left on device: '/dev/full'") as caught:
         full.append_logs([{"op_code": 0}])
     assert exit_code_of(caught.value) == ExitCode.ERROR

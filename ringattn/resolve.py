@@ -51,12 +51,13 @@ class Resolution:
     """What to obey on this machine.
 
     ``profile`` is the measured profile (None: nothing measured fits), ``heuristic`` answers what it does not cover,
-    ``path`` is the file of the one that leads, ``trace`` says of every profile looked at why it was taken or not.
-    ``world`` is the number of ranks that was asked for.
+    ``path`` is the file of the one that leads, ``trace`` says of every profile looked at why it was taken or not, and
+    only counts the shipped ones for other devices. ``world`` is the number of ranks that was asked for.
     """
 
     profile: Profile | None
     heuristic: Profile
+    heuristic_path: str
     path: str
     tier: Tier
     trace: tuple[str, ...]
@@ -86,6 +87,7 @@ def resolve(located: Sequence[Located], facts: HardwareFacts, *, world: int = 1)
     bound = next((entry for origin in _BINDING for entry in located if entry.origin == origin), None)
     if bound is not None:
         _check_bound(bound, facts, world)
+    every, located = len(located), [entry for entry in located if not _ships_for_others(entry, facts)]
     trace: list[str] = []
     measured: list[tuple[_Match, Located]] = []
     for entry in located:
@@ -105,13 +107,35 @@ def resolve(located: Sequence[Located], facts: HardwareFacts, *, world: int = 1)
         verdict = "taken" if number == 0 else f"not taken, {measured[0][1].path} comes first"
         if number and measured[0][1].profile.covers(world) and not entry.profile.covers(world):
             verdict = f"not taken, it holds no plans for {plural(world, 'rank')}"
-        trace.insert(number, f"{entry.path} ({entry.origin}): {verdict}; tier {match.tier}: {match.why}")
+        lacks = (
+            f"; it holds no plans for {plural(world, 'rank')}"
+            if number == 0 and not entry.profile.covers(world)
+            else ""
+        )
+        trace.insert(number, f"{entry.path} ({entry.origin}): {verdict}; tier {match.tier}: {match.why}{lacks}")
     heuristic = _heuristic(located, facts, bound, trace)
+    if others := every - len(located):
+        trace.append(f"{plural(others, 'shipped profile')} for other devices: not taken")
     if measured:
         match, entry = measured[0]
         assert match.tier is not None
-        return Resolution(entry.profile, heuristic.profile, entry.path, match.tier, tuple(trace), world)
-    return Resolution(None, heuristic.profile, heuristic.path, "heuristic", tuple(trace), world)
+        profile, path, tier = entry.profile, entry.path, match.tier
+    else:
+        profile, path, tier = None, heuristic.path, "heuristic"
+    return Resolution(profile, heuristic.profile, heuristic.path, path, tier, tuple(trace), world)
+
+
+def _ships_for_others(entry: Located, facts: HardwareFacts) -> bool:
+    """Whether a profile came with the package and was made for another vendor, or is a rule for other devices.
+
+    Nobody put it there for this machine, so why it does not serve is no news. A measured one of the same vendor is:
+    people ask why their card does not use it.
+    """
+    made = entry.profile.fingerprint
+    rule = entry.profile.source == "heuristic"
+    return entry.origin == "shipped" and (
+        made.vendor != facts.vendor or (rule and bool(_heuristic_misfit(made, facts)))
+    )
 
 
 def _check_bound(bound: Located, facts: HardwareFacts, world: int) -> None:

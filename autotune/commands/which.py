@@ -17,13 +17,13 @@ def which(path_only: bool, device: str | None, nproc: str | None, as_json: bool)
     """Print which profile this machine uses, and how well it fits.
 
     Exit code 4 says that nothing measured fits, or nothing for so many ranks,
-    and the heuristic decides; --path-only then prints nothing.
+    and the heuristic decides, whose file is printed; --path-only then prints
+    nothing. Shipped profiles for other devices are counted, not listed.
 
     \b
         ringtune which
         PROFILE=$(ringtune which --path-only) || ringtune probe
     """
-    from ringattn.profile_paths import shipped_folder
     from ringattn.wording import plural
 
     from ..terminal import emit_json, plain, warn
@@ -33,17 +33,17 @@ def which(path_only: bool, device: str | None, nproc: str | None, as_json: bool)
         raise click.UsageError("--path-only and --json exclude each other")
     resolution, notes = resolve_here(device, lambda facts: ranks_asked(nproc, facts))
     measured = resolution.profile is not None and resolution.profile.covers(resolution.world)
+    path, tier = (resolution.path, resolution.tier) if measured else (resolution.heuristic_path, "heuristic")
     for note in notes:
         warn(f"warning: {note}")
     if as_json:
-        emit_json({"path": resolution.path, "tier": resolution.tier, "trace": resolution.trace, "notes": notes})
+        emit_json({"path": path, "tier": tier, "trace": resolution.trace, "notes": notes})
     elif measured or not path_only:
-        click.echo(resolution.path)
+        click.echo(path)
         if not path_only:
-            click.echo(f"tier: {resolution.tier} ({TIER_MEANINGS[resolution.tier]})")
+            click.echo(f"tier: {tier} ({TIER_MEANINGS[tier]})")
             for line in resolution.trace:
-                if not line.startswith(str(shipped_folder())):  # what comes with the package fits few machines
-                    click.echo(f"  {plain(line)}")
+                click.echo(f"  {plain(line)}")
     if not measured:
         if not as_json:
             over = f" --nproc {nproc}" if nproc else ""
@@ -51,7 +51,7 @@ def which(path_only: bool, device: str | None, nproc: str | None, as_json: bool)
                 warn(f"No measured profile serves this machine; `ringtune probe{over}` makes one.")
             else:
                 warn(
-                    f"It holds no plans for {plural(resolution.world, 'rank')}, which a heuristic serves; "
-                    f"`ringtune probe{over}` adds them."
+                    f"{resolution.path}: holds no plans for {plural(resolution.world, 'rank')}, which a heuristic "
+                    f"serves; `ringtune probe{over}` adds them."
                 )
         raise click.exceptions.Exit(ExitCode.NO_PROFILE)

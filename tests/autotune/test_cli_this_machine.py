@@ -35,6 +35,14 @@ def test_which_names_the_file_and_the_tier(at_home: Path) -> None:
     assert ringtune("which", "--device", "cpu", "--path-only").stdout == f"{at_home}\n"
 
 
+def test_which_lists_what_is_for_this_kind_of_device_and_counts_the_rest(at_home: Path) -> None:
+    lines = ringtune("which", "--device", "cpu").stdout.splitlines()
+    assert f"  {at_home} (user): taken; tier exact: the same device and software" in lines
+    assert any("heuristic-cpu" in line and "taken for what no plan covers" in line for line in lines)
+    assert not any("nvidia" in line for line in lines)
+    assert lines[-1].endswith(" shipped profiles for other devices: not taken")
+
+
 def test_which_warns_of_a_broken_file_and_goes_on(at_home: Path) -> None:
     (at_home.parent / "broken.yaml").write_text("schema: [")
     result = ringtune("which", "--device", "cpu")

@@ -170,12 +170,35 @@ def test_the_order_of_different_tiers_does_not_matter(order: list[int]) -> None:
 
 
 def test_every_file_is_in_the_trace_with_a_reason() -> None:
-    located = found(("h100", measured(H100)), ("a100", measured(A100)), ("epyc", measured(EPYC)), ("any", heuristic()))
+    h100 = measured(H100, dense_entry())
+    located = found(("h100", h100), ("a100", measured(A100)), ("epyc", measured(EPYC)), ("any", heuristic()))
     assert resolve(located, H100).trace == (
         "h100 (user): taken; tier exact: the same device and software",
         "a100 (user): not taken, made for arch sm_80, and this device's is sm_90",
         "epyc (user): not taken, made for vendor cpu, and this device's is nvidia",
         "any (user): taken for what no plan covers; tier heuristic",
+    )
+    assert resolve(located, H100, world=2).trace[0] == (
+        "h100 (user): taken; tier exact: the same device and software; it holds no plans for 2 ranks"
+    )
+
+
+def test_shipped_files_for_other_devices_are_counted() -> None:
+    """Those of this vendor's other cards are named: people ask why theirs does not use them."""
+    shipped: Origin = "shipped"
+    located = found(
+        ("a100", measured(A100), shipped),
+        ("epyc", measured(EPYC), shipped),
+        ("old", heuristic(arch="sm_80"), shipped),
+        ("cpu", heuristic("cpu"), shipped),
+        ("any", heuristic(), shipped),
+        ("mine", heuristic("cpu"), "user"),
+    )
+    assert resolve(located, H100).trace == (
+        "a100 (shipped): not taken, made for arch sm_80, and this device's is sm_90",
+        "mine (user): not taken, made for vendor cpu, and this device's is nvidia",
+        "any (shipped): taken for what no plan covers; tier heuristic",
+        "3 shipped profiles for other devices: not taken",
     )
 
 

@@ -24,20 +24,23 @@ from torch import Tensor
 
 from ringattn.attention import RingAttention
 from ringattn.profile import Profile
+from ringattn.program import TORCH_DTYPES
 from ringattn.workload import Tunables, Workload
 from ringattn.workspace import POOL
 
-from . import numerics
 from .bench import Bench, BenchSettings, PeerWrong, Phase, WrongAnswer
 from .evaluator import Checked, Proven, Sample
 from .head_start import may_be_launches
 from .health import Watch
+from .kernel_inputs import KINDS, Inputs, make_inputs
 from .messages import LinkReading
 from .ranks.links import measure_links
 from .ranks.together import Alone, Together
 from .references import References
+from .sampled_rows import Expected, Sampled, pick_rows
 from .stopwatch import Launches, Stopwatch
 from .timers import FEWEST, CudaTimer, HostTimer, cpu_peak_bytes, wake
+from .verdict import judge
 
 WARM_CALLS = 3  # at least, before anything is timed
 WARM_LIMIT_S = 0.5
@@ -71,8 +74,7 @@ def proving_inputs(workload: Workload, count: int, seed: int) -> tuple[tuple[int
     low, high = workload.seq_len / RAGGED_SPREAD, workload.seq_len * RAGGED_SPREAD
     lengths = np.exp(rng.uniform(math.log(low), math.log(high), size=count))
     whole = [int(min(max(math.ceil(low), round(n)), math.floor(high))) for n in lengths]
-    kinds = numerics.KINDS
-    return tuple((length, kinds[(number + seed) % len(kinds)]) for number, length in enumerate(whole))
+    return tuple((length, KINDS[(number + seed) % len(KINDS)]) for number, length in enumerate(whole))
 
 
 class DeviceBench:
@@ -96,7 +98,7 @@ class DeviceBench:
             cpu_peak_bytes(lambda: None)  # loading torch's profiler takes seconds on a busy machine
         self._references = References(self.device, settings.seed, train_too=settings.train_too, rank=self._peers.rank)
         self._runners: OrderedDict[tuple[Workload, Tunables], Runner] = OrderedDict()
-        self._inputs: tuple[Workload, numerics.Inputs] | None = None
+        self._inputs: tuple[Workload, Inputs] | None = None
         self._new_length = 0
         self._first_calls: dict[tuple[Workload, Tunables], float] = {}
 
@@ -150,9 +152,9 @@ class DeviceBench:
         module: RingAttention,
         workload: Workload,
         length: int,
-        inputs: numerics.Inputs,
-        sampled: numerics.Sampled,
-        expected: numerics.Expected,
+        inputs: Inputs,
+        sampled: Sampled,
+        expected: Expected,
     ) -> tuple[float, float]:
         """What ``_hold_against_reference`` gives, once the reference is there."""
         ragged = length != workload.world * inputs.q.shape[1] or length % workload.world
@@ -162,9 +164,9 @@ class DeviceBench:
         out, lse, grads = _results(call, inputs, workload.train)
         self._synchronize()
         taken_ms = (time.perf_counter() - begin) * 1e3
-        got = numerics.pick_rows(workload, sampled, out, lse, grads)
+        got = pick_rows(workload, sampled, out, lse, grads)
         whole = [("out", out), ("lse", lse), *zip(("dq", "dk", "dv"), grads, strict=False)]
-        verdict = numerics.judge(expected, got, whole)
+        verdict = judge(expected, got, whole)
         found = self._peers.first_fault(verdict.fault)
         if found is not None:
             rank, fault = found
@@ -172,7 +174,7 @@ class DeviceBench:
             raise WrongAnswer(text) if verdict.fault else PeerWrong(f"rank {rank}: {text}")
         return verdict.error, taken_ms
 
-    def _first_call_ms(self, module: RingAttention, workload: Workload, inputs: numerics.Inputs) -> float:
+    def _first_call_ms(self, module: RingAttention, workload: Workload, inputs: Inputs) -> float:
         """A call at a length this process has not run: some kernels build a plan for every new shape."""
         self._new_length += 1
         length = max(1, workload.seq_len - self._new_length % 61)
@@ -243,7 +245,7 @@ class DeviceBench:
         """The runtime's module, obeying exactly this plan."""
         dtype: str | torch.dtype | None = None
         if tunables.dtype != workload.dtype:
-            dtype = "tf32" if tunables.dtype == "tf32" else numerics.TORCH_DTYPES[tunables.dtype]
+            dtype = "tf32" if tunables.dtype == "tf32" else TORCH_DTYPES[tunables.dtype]
         profile = Profile.single(self.settings.facts, workload, tunables)
         module = _build(
             workload,
@@ -257,13 +259,13 @@ class DeviceBench:
         assert planned == tunables, f"the runtime plans {planned} where {tunables} was asked for"
         return module
 
-    def _timing_inputs(self, workload: Workload) -> numerics.Inputs:
+    def _timing_inputs(self, workload: Workload) -> Inputs:
         if self._inputs is None or self._inputs[0] != workload:
             self._runners.clear()
             self._inputs = None
             self._release()
             seed = self.settings.seed + self._peers.rank
-            inputs = numerics.make_inputs(workload, workload.seq_len, "ordinary", seed, self.device, for_timing=True)
+            inputs = make_inputs(workload, workload.seq_len, "ordinary", seed, self.device, for_timing=True)
             self._inputs = (workload, inputs)
         return self._inputs[1]
 
@@ -291,7 +293,7 @@ class DeviceBench:
         return self._runners[key]
 
     def _first_look(
-        self, module: RingAttention, workload: Workload, inputs: numerics.Inputs, waited_ms: float
+        self, module: RingAttention, workload: Workload, inputs: Inputs, waited_ms: float
     ) -> tuple[float, float]:
         """The ms of a call, and the us of its host, where someone who waited for the whole of one took ``waited_ms``.
 
@@ -321,7 +323,7 @@ class DeviceBench:
                 break
             last = runner.call_ms
 
-    def _peak_bytes(self, module: RingAttention, workload: Workload, inputs: numerics.Inputs) -> tuple[int, float]:
+    def _peak_bytes(self, module: RingAttention, workload: Workload, inputs: Inputs) -> tuple[int, float]:
         """What two calls in a row hold at most beyond the inputs, and the ms of the second.
 
         The buffers of the pool count, as they stay.
@@ -360,16 +362,17 @@ class DeviceBench:
     def forget(self) -> None:
         """Drop every candidate and buffer: an out-of-memory may have been the fault of the others."""
         self._runners.clear()
-        self._references.forget()
+        self._put_down()
+
+    def _put_down(self) -> None:
+        """The inputs; the rows of references stay: they are small and took long."""
+        self._references.put_down()
         self._inputs = None
         self._release()
 
 
 class HelpingBench(DeviceBench):
-    """In a process beside the one that measures, which gets back the device's memory after each request.
-
-    The rows of references stay: they are small and took long.
-    """
+    """In a process beside the one that measures, which gets back the device's memory after each request."""
 
     def prove(self, workload: Workload, tunables: Tunables, phase: Phase, part: tuple[int, int] = (0, 1)) -> Proven:
         try:
@@ -382,11 +385,6 @@ class HelpingBench(DeviceBench):
             return super().first_call(workload, tunables)
         finally:
             self._put_down()
-
-    def _put_down(self) -> None:
-        self._references.put_down()
-        self._inputs = None
-        self._release()
 
 
 def _build(
@@ -418,7 +416,7 @@ def _build(
 # --- calls -----------------------------------------------------------------------------------------------------------
 
 
-def _caller(module: RingAttention, inputs: numerics.Inputs, train: bool) -> Callable[[], None]:
+def _caller(module: RingAttention, inputs: Inputs, train: bool) -> Callable[[], None]:
     """What is timed: one forward, and in training the backward to q, k and v."""
     if not train:
 
@@ -435,9 +433,7 @@ def _caller(module: RingAttention, inputs: numerics.Inputs, train: bool) -> Call
     return step
 
 
-def _results(
-    module: Callable[..., Any], inputs: numerics.Inputs, train: bool
-) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+def _results(module: Callable[..., Any], inputs: Inputs, train: bool) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """out, lse and the gradients (none for inference)."""
     if not train:
         with torch.no_grad():

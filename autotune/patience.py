@@ -6,7 +6,8 @@ import math
 
 from ringattn.workload import Workload
 
-from . import numerics
+from .kernel_inputs import active_share
+from .sampled_rows import KEY_HEADS, ROWS_PER_HEAD
 
 # Of one (query, key) pair, per dimension of the head and a share for everything that is no matrix product: one core
 # of a server takes 0.3 to 1.0 ns, a GPU that is weak in float64 (1/64 of its float32) some hundredths.
@@ -22,10 +23,10 @@ def reference_limit_s(workload: Workload, device: str, *, gradients: bool, first
     ``gradients``: its rows are worked out, too. ``first``: of a worker.
     """
     length = math.sqrt(2) * workload.total  # proofs are at lengths up to that
-    pairs = numerics.ROWS_PER_HEAD * workload.heads * length
+    pairs = ROWS_PER_HEAD * workload.heads * length
     if gradients:
-        queries = length / numerics.active_share(round(length))
-        pairs += numerics.KEY_HEADS * (workload.heads // workload.kv_heads) * queries * length
+        queries = length / active_share(round(length))
+        pairs += KEY_HEADS * (workload.heads // workload.kv_heads) * queries * length
     branches = len(workload.pattern.resolved(workload.seq_len))
     per_pair_ns = _PAIR_NS[device.partition(":")[0]] * (workload.head_dim + _BESIDE_PRODUCTS + 8 * branches)
     return _SLACK * 1e-9 * per_pair_ns * pairs + (_FIRST_S if first else 0.0)

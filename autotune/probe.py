@@ -43,7 +43,7 @@ class ProbeRequest:
     dilation_rates: tuple[int, ...] | None = None
     dense: bool = False  # without the grid's dilated pattern
     precision: Precision = "auto"
-    max_error: float | None = None  # relative 2-norm against float64; None: DESIGN section 7 alone decides
+    max_error: float | None = None  # relative 2-norm against float64; None: the numerical gate alone decides
     varied_lengths: bool = False  # lengths vary between calls: first-call cost counts in the score
     memory_limit_mib: int | None = None  # workspace beyond the inputs
     prefer: Preference = "time"

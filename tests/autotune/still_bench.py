@@ -10,7 +10,7 @@ import torch
 from autotune.bench import Phase
 from autotune.benchmark import DeviceBench
 from autotune.evaluator import Checked, Sample
-from autotune.numerics import Inputs
+from autotune.kernel_inputs import Inputs
 from ringattn.workload import Tunables, Workload
 
 TIMES_MS = {"ring": 6.0, "all-gather": 6.0, "ulysses": 3.0}

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autotune import benchmark, health, numerics
+from autotune import benchmark, health, references
 from autotune.benchmark import BenchSettings, DeviceBench, Runner, WrongAnswer, proving_inputs
 from autotune.head_start import flushes_for, sample_ms
 from autotune.health import HostReading, cpu_seconds, host_disturbances, throttle_reasons, throttled_seconds
@@ -170,7 +170,8 @@ def test_the_reference_is_worked_out_once_for_all_candidates(
     def never(*args: object, **kwargs: object) -> None:
         raise AssertionError("worked out again")
 
-    monkeypatch.setattr(numerics, "compute_rows", never)
+    monkeypatch.setattr(references, "compute_rows", never)
+    monkeypatch.setattr(references, "expect", never)
     bench.check(cell, plan("math", cell), no_phase, None)
     infer = replace(cell, mode="infer")
     bench.check(infer, plan(cell=infer), no_phase, None)

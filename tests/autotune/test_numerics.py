@@ -13,9 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autotune import numerics
+from autotune.arithmetic import EXACT
 from autotune.benchmark import proving_inputs
-from autotune.numerics import EXACT, KINDS, Inputs, Sampled, Verdict
+from autotune.kernel_inputs import KINDS, Inputs, active_positions, make_inputs
+from autotune.sampled_rows import Sampled, compute_rows, expect, pick_rows, sample_positions
+from autotune.verdict import Verdict, judge
 from ringattn import Profile, RingAttention, detect
 from ringattn.reference import dilated_attention_reference
 from ringattn.workload import BranchTunables, Mode, Pattern, Tunables, Workload
@@ -54,11 +56,11 @@ def test_sampled_rows_are_the_rows_of_the_whole(
     seq_len: int, pattern: Pattern, causal: bool, kind: str, seed: int
 ) -> None:
     cell = workload(seq_len, "fp64", pattern, causal=causal)
-    inputs = numerics.make_inputs(cell, seq_len, kind, seed, CPU)
-    sampled = numerics.sample_positions(cell, seq_len, seed)
-    rows = numerics.compute_rows(cell, inputs, sampled, EXACT)
+    inputs = make_inputs(cell, seq_len, kind, seed, CPU)
+    sampled = sample_positions(cell, seq_len, seed)
+    rows = compute_rows(cell, inputs, sampled, EXACT)
     out, lse, grads = whole_results(cell, inputs)
-    expected = numerics.pick_rows(cell, sampled, out, lse, grads)
+    expected = pick_rows(cell, sampled, out, lse, grads)
     assert [name for name, _ in rows.tensors] == ["out", "dq", "dk", "dv"]
     for (_, got), (_, wanted) in zip(rows.tensors, expected.tensors, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
@@ -67,29 +69,29 @@ def test_sampled_rows_are_the_rows_of_the_whole(
 
 def test_gradients_of_long_cells_are_sparse_and_still_those_of_the_whole() -> None:
     cell = workload(1500, "fp64", batch=1)
-    inputs = numerics.make_inputs(cell, 1500, "ordinary", 1, CPU)
+    inputs = make_inputs(cell, 1500, "ordinary", 1, CPU)
     share = float(inputs.active.double().mean())
     assert 1 / 12 < share < 1 / 5
     assert not bool(inputs.dout[:, ~inputs.active].any())
     tiles = inputs.active[: 1500 // 64 * 64].view(-1, 64)
     assert bool(tiles.any(1).all())  # every tile of queries has a gradient
-    sampled = numerics.sample_positions(cell, 1500, 1)
-    rows = numerics.compute_rows(cell, inputs, sampled, EXACT)
-    expected = numerics.pick_rows(cell, sampled, *whole_results(cell, inputs))
+    sampled = sample_positions(cell, 1500, 1)
+    rows = compute_rows(cell, inputs, sampled, EXACT)
+    expected = pick_rows(cell, sampled, *whole_results(cell, inputs))
     for (_, got), (_, wanted) in zip(rows.tensors, expected.tensors, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("length", [1025, 20481, 68000, 92682, 120000, 131072, 300000])
 def test_every_tile_of_queries_has_a_gradient(length: int) -> None:
-    active = numerics.active_positions(length, 3)
+    active = active_positions(length, 3)
     assert active[: length // 64 * 64].reshape(-1, 64).any(1).all()
     assert active.sum() <= max(length / 8, 4096, length / 64) + 3
 
 
 def test_what_is_timed_has_gradients_everywhere() -> None:
     cell = workload(1500)
-    assert bool(numerics.make_inputs(cell, 1500, "ordinary", 1, CPU, for_timing=True).active.all())
+    assert bool(make_inputs(cell, 1500, "ordinary", 1, CPU, for_timing=True).active.all())
 
 
 # --- inputs ----------------------------------------------------------------------------------------------------------
@@ -103,7 +105,7 @@ def logits_of(cell: Workload, inputs: Inputs) -> Tensor:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_adversarial_logits_are_far_from_zero_and_ordinary_ones_are_sharp(dtype: str) -> None:
     cell = workload(256, dtype)
-    means = {kind: logits_of(cell, numerics.make_inputs(cell, 256, kind, 0, CPU)) for kind in KINDS}
+    means = {kind: logits_of(cell, make_inputs(cell, 256, kind, 0, CPU)) for kind in KINDS}
     assert float(means["negative"].mean()) < -80
     assert float(means["positive"].mean()) > 80
     assert float(means["positive"].max()) > 88  # exp() of it overflows float32
@@ -113,18 +115,18 @@ def test_adversarial_logits_are_far_from_zero_and_ordinary_ones_are_sharp(dtype:
 def test_inputs_come_in_the_layouts_that_models_use() -> None:
     cell = workload(256)
     ordinary, packed, transposed = (
-        numerics.make_inputs(cell, 256, kind, 0, CPU) for kind in ("ordinary", "packed", "transposed")
+        make_inputs(cell, 256, kind, 0, CPU) for kind in ("ordinary", "packed", "transposed")
     )
     assert ordinary.q.is_contiguous()
     assert not packed.q.is_contiguous()
     assert packed.q.untyped_storage().data_ptr() == packed.v.untyped_storage().data_ptr()
     assert packed.dout.stride() == (0, 0, 0, 0)
     assert transposed.dout.transpose(1, 2).is_contiguous()
-    long = numerics.make_inputs(workload(1500), 1500, "packed", 0, CPU)
+    long = make_inputs(workload(1500), 1500, "packed", 0, CPU)
     assert long.dout.stride() == (0, 1, 0, 0)
-    again = numerics.make_inputs(cell, 256, "ordinary", 0, CPU)
+    again = make_inputs(cell, 256, "ordinary", 0, CPU)
     assert torch.equal(again.q, ordinary.q)
-    assert not torch.equal(numerics.make_inputs(cell, 256, "ordinary", 1, CPU).q, ordinary.q)
+    assert not torch.equal(make_inputs(cell, 256, "ordinary", 1, CPU).q, ordinary.q)
 
 
 def test_ragged_lengths_stay_in_the_bucket_and_reach_every_tile_residue() -> None:
@@ -158,7 +160,7 @@ def judged(cell: Workload, length: int, kind: str, seed: int, tunables: Tunables
         profile=Profile.single(detect("cpu"), cell.at(length), tunables),
         device="cpu",
     )
-    inputs = numerics.make_inputs(cell, length, kind, seed, CPU)
+    inputs = make_inputs(cell, length, kind, seed, CPU)
     q, k, v = (x.detach().requires_grad_(cell.train) for x in (inputs.q, inputs.k, inputs.v))
     out, lse = module(q, k, v, return_lse=True)
     grads = torch.autograd.grad(out, (q, k, v), inputs.dout) if cell.train else ()
@@ -176,12 +178,12 @@ def verdict_of(
     grads: Sequence[Tensor],
     sampled: Sampled | None = None,
 ) -> Verdict:
-    sampled = sampled or numerics.sample_positions(cell, length, seed)
-    exact = numerics.compute_rows(cell, inputs, sampled, EXACT)
-    expected = numerics.expect(cell, inputs, sampled, exact, dtype)
-    got = numerics.pick_rows(cell, sampled, out, lse, grads)
+    sampled = sampled or sample_positions(cell, length, seed)
+    exact = compute_rows(cell, inputs, sampled, EXACT)
+    expected = expect(cell, inputs, sampled, exact, dtype)
+    got = pick_rows(cell, sampled, out, lse, grads)
     whole = [("out", out), ("lse", lse), *zip(("dq", "dk", "dv"), grads, strict=False)]
-    return numerics.judge(expected, got, whole)
+    return judge(expected, got, whole)
 
 
 @given(
@@ -212,7 +214,7 @@ def test_a_right_kernel_passes_where_one_row_is_all_of_a_dk(seed: int) -> None:
     """Query 1 alone has a gradient, and only key 0 is looked at: by luck the modelled out is hardly rounded there."""
     pattern = Pattern.of([64, 64], [1, 2])
     cell = workload(64, "bf16", pattern, batch=1, heads=2, kv_heads=2, head_dim=128)
-    ordinary = numerics.make_inputs(cell, 64, "positive", seed, CPU)
+    ordinary = make_inputs(cell, 64, "positive", seed, CPU)
     only = torch.arange(64) == 1
     inputs = replace(ordinary, dout=ordinary.dout * only[:, None, None], active=only)
     sampled = Sampled((0, 0), ((1,), (1,)), (1,), ((0,),))  # the odd head, whose second branch holds query 1 too
@@ -236,7 +238,7 @@ Spoil = Callable[[Tensor, Tensor, list[Tensor]], None]
 def spoiled(spoil: Spoil, dtype: str = "bf16", kind: str = "ordinary", pattern: Pattern = DILATED) -> Verdict:
     """A right answer in this dtype, with one fault."""
     cell = workload(300, dtype, pattern)
-    inputs = numerics.make_inputs(cell, 300, kind, 0, CPU)
+    inputs = make_inputs(cell, 300, kind, 0, CPU)
     as_64 = Inputs(kind, inputs.q.double(), inputs.k.double(), inputs.v.double(), inputs.dout.double(), inputs.active)
     out, lse, grads = whole_results(cell, as_64)
     results = [x.to(inputs.q.dtype) for x in (out, *grads)]
@@ -252,7 +254,7 @@ def test_the_unspoiled_answer_passes() -> None:
 
 def a_sampled_row() -> tuple[int, int, int]:
     cell = workload(300)
-    sampled = numerics.sample_positions(cell, 300, 0)
+    sampled = sample_positions(cell, 300, 0)
     return sampled.batch_of_head[1], sampled.rows_of_head[1][5], 2  # a query head of the second key/value head
 
 
@@ -329,7 +331,7 @@ def test_a_kernel_without_a_running_maximum_fails_on_adversarial_inputs() -> Non
     faults = {}
     for kind in ("ordinary", "negative", "positive"):
         inference = replace(cell, mode="infer")
-        inputs = numerics.make_inputs(inference, 300, kind, 0, CPU)
+        inputs = make_inputs(inference, 300, kind, 0, CPU)
         faults[kind] = verdict_of(inference, 300, inputs, 0, "fp32", *naive(inputs), ()).fault
     assert faults["ordinary"] == ""
     assert "not finite" in faults["positive"]
@@ -339,7 +341,7 @@ def test_a_kernel_without_a_running_maximum_fails_on_adversarial_inputs() -> Non
 def test_a_wider_compute_dtype_is_held_to_its_own_precision_up_to_the_returned_dtype() -> None:
     """fp32 inside, bf16 out: the rounding of what is returned is allowed, a bf16 computation is not mistaken for it."""
     cell = workload(300, "bf16", mode="infer")
-    inputs = numerics.make_inputs(cell, 300, "ordinary", 0, CPU)
+    inputs = make_inputs(cell, 300, "ordinary", 0, CPU)
     out, lse = dilated_attention_reference(
         inputs.q.float(), inputs.k.float(), inputs.v.float(), cell.pattern, cell.causal
     )
@@ -350,7 +352,7 @@ def test_a_wider_compute_dtype_is_held_to_its_own_precision_up_to_the_returned_d
 
 def test_positions_include_edges_and_are_drawn_anew_for_every_seed() -> None:
     cell = workload(4096, pattern=Pattern())
-    seen = [numerics.sample_positions(cell, 4096, seed) for seed in range(30)]
+    seen = [sample_positions(cell, 4096, seed) for seed in range(30)]
     rows = {row for sampled in seen for head in sampled.rows_of_head for row in head}
     assert {0, 4095, 63, 64, 127, 128} <= rows
     assert len(rows) > 200

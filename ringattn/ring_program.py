@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .block_kernel import BoundKernel, Differentiable, KernelConfig, not_differentiable
 from .comm import Comm, CommError, Pending
+from .failsafe import DrainedError, Failsafe
 from .fused_steps import FUSED_STEPS
 from .geometry import LayoutKey, build_geometry
 from .head_exchange import HeadExchange
@@ -28,7 +29,8 @@ from .merge import accumulator_dtype
 from .pattern import Call, HeadRun
 from .plan import Plan
 from .program import ALL, TORCH_DTYPES, Grads, Kept, Program, Triple, Wanted, as_wanted
-from .ring import BranchKernels, DrainedError, Failsafe, Ring, RingSetting
+from .ring import Ring
+from .ring_lanes import BranchKernels, RingSetting
 from .ring_schedules import HeadRange, RingGeometry, ring_geometry, ulysses_degree
 from .workload import BranchTunables
 

@@ -186,7 +186,7 @@ def test_a_named_profile_that_cannot_be_read_is_part_of_the_diagnosis(
     monkeypatch.setenv("RINGTUNE_PROFILE", str(tmp_path / "gone.yaml"))
     result = CliRunner().invoke(cli, ["doctor", "--device", "cpu"])
     assert result.exit_code == 0
-    assert "gone.yaml" in result.stdout
+    assert "gone.yaml" in result.stdout.replace("\n", "")  # which wraps where the folder's name is long
 
 
 def test_a_readable_profile_is_listed_by_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

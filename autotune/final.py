@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ringattn.preference import TIE, cost
-from ringattn.wording import plural
 from ringattn.workload import Tunables
 
 from . import statistics
@@ -138,7 +137,7 @@ def _decide(
     try:
         winner = _proven_choice(context, default, others, noisy, deadline)
     except NothingAllowed:
-        return _without_choice(context, others)
+        return _without_choice(context)
     usable = [candidate for candidate in others if not context.has_failed(candidate.tunables)]
     narrow = _narrow(context, gains, winner)
     front = _front(context, [default, *usable], deadline)
@@ -328,26 +327,21 @@ def _narrow(context: CellContext, gains: Mapping[Tunables, Interval], winner: Ca
     return best if best is not None and context.prove(best.tunables) is None else None
 
 
-def _without_choice(context: CellContext, others: Sequence[Candidate]) -> CellResult:
+def _without_choice(context: CellContext) -> CellResult:
     """Refused where every plan was looked at, and none within the limits is right; else nobody knows."""
-    allowed = [candidate.tunables for candidate in others if candidate.allowed]
-    mains = filter(context.is_main, context.space.kernel_plans)
-    if any(plan not in context.ledger.checked for plan in mains) or any(
-        not context.has_failed(plan) for plan in allowed
-    ):
+    checked = context.ledger.checked
+    allowed = [plan for plan in checked if context.is_main(plan) and context.keeps_limits(plan)]
+    untried = [plan for plan in context.space.kernel_plans if context.is_main(plan) and plan not in checked]
+    if any(not context.has_failed(plan) for plan in allowed) or (allowed and untried):
         return context.inconclusive("no time was left to prove a plan within the limits; give a larger --budget")
     if allowed:
         fault = context.ledger.failures()[allowed[0]]
         return context.result("refused", f"no plan within the limits is right: {fault.kind}, {fault.message}")
-    return context.result("refused", f"no plan keeps the limits: {_nearest_to_limits(context)}")
-
-
-def _nearest_to_limits(context: CellContext) -> str:
-    checked = [result for result in context.ledger.checked.values() if isinstance(result, Checked)]
-    least = min(c.peak_bytes for c in checked) / 2**20
-    error = min(c.error for c in checked)
-    plans = plural(len(checked), "plan")
-    return f"the leanest of {plans} holds {math.ceil(least)} MiB, the most exact errs by {error:.1e}"
+    ran = [each for plan, each in checked.items() if isinstance(each, Checked) and context.is_main(plan)]
+    missed = context.settings.limits.missed(ran)
+    if untried:
+        return context.inconclusive(f"{missed}; no time was left for others: {len(untried)}, give a larger --budget")
+    return context.result("refused", missed)
 
 
 def _front(context: CellContext, finals: Sequence[Candidate], deadline: Deadline) -> tuple[Candidate, ...]:

@@ -235,9 +235,11 @@ def verdict(profile: Profile) -> str:
     numbers = headline(profile)
     if not numbers.cells:
         return "A heuristic: no plan in it was measured; it says which kernels to prefer on such a machine."
-    won = f"another plan than the default won in {numbers.changed}" if numbers.changed else "the default stays in all"
+    won = (
+        f"; another plan than the default won in {numbers.changed}" if numbers.changed else "; the default stays in all"
+    )
     total = f"{numbers.measured} of " if numbers.measured < numbers.cells else ""
-    text = f"{total}{plural(numbers.cells, 'workload')} measured; {won}."
+    text = f"{total}{plural(numbers.cells, 'workload')} measured{won if numbers.measured else ''}."
     if numbers.refused:
         text += f" {numbers.refused} without a plan."
     if numbers.median_speedup is not None and numbers.changed:

@@ -203,7 +203,7 @@ def check_writable(output: Path) -> None:
 
 
 def _print_result(result: ProbeResult, as_json: bool) -> None:
-    from ..terminal import console, emit_json, format_duration, warn
+    from ..terminal import console, emit_json, format_duration, plural, warn
 
     if as_json:
         emit_json(probe_document(result))
@@ -220,8 +220,11 @@ def _print_result(result: ProbeResult, as_json: bool) -> None:
         click.echo(f"{_how_to_use(result.profile_path)}; 'ringtune report {result.profile_path}' makes a page of it.")
     for line in result.inconclusive:
         warn(f"inconclusive: {line}")
-    if result.inconclusive:
-        warn("the profile leaves those cells at their default; probe again when the machine is quiet")
+    without = sum(cell.status == "inconclusive" and cell.chosen is None for cell in result.cells)
+    if kept := len(result.inconclusive) - without:
+        warn(f"the profile leaves {plural(kept, 'cell')} at the default; probe again when the machine is quiet")
+    if without:
+        warn(f"the profile has no row for {plural(without, 'cell')}, whose default is over a limit or was not checked")
 
 
 def _how_to_use(path: Path) -> str:

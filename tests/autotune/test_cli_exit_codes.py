@@ -10,8 +10,9 @@ from cli_runs import engine, one_line_error, ringtune
 from report_samples import gpu_profile
 
 from autotune.exit_codes import DeviceBusy, ExitCode, Inconclusive, NoDevice, ProbeFailure, UsageFailure
-from autotune.probe import ProbeObserver, ProbeResult
+from autotune.probe import CellReport, ProbeObserver, ProbeResult
 from ringattn.errors import DeviceError, PlanError, ProfileError
+from ringattn.workload import Workload
 
 FAULTS = [
     (ProbeFailure("it went wrong"), 1),
@@ -75,3 +76,16 @@ def test_inconclusive_cells_still_show_the_profile_and_exit_6(monkeypatch: pytes
     assert shown.exit_code == 6
     assert "NVIDIA H100" in shown.stdout
     assert "inconclusive: train dense S1024: noise 12 %" in shown.stderr
+    assert "the profile leaves 1 cell at the default" in shown.stderr
+    assert "no row" not in shown.stderr
+
+
+def test_a_cell_without_a_plan_is_not_said_to_keep_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its default is over the limit, so the profile has no row for it at all."""
+    cell = CellReport(Workload("train", True, 1024, 4, 64, "fp32"), "inconclusive")
+    result = ProbeResult(Path("p.yaml"), gpu_profile(), (cell,), 9.0, inconclusive=("train dense S1024: over",))
+    engine(monkeypatch, lambda observer: result)
+    shown = ringtune("probe")
+    assert shown.exit_code == 6
+    assert "the profile has no row for 1 cell, " in shown.stderr
+    assert "at the default" not in shown.stderr

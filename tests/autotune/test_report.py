@@ -154,6 +154,10 @@ def test_the_summary_shows_a_few_notes_and_counts_the_rest() -> None:
 
 def test_verdict_of_a_profile_whose_default_stays() -> None:
     assert verdict(cpu_profile()) == "4 workloads measured; the default stays in all."
+    refused = PlanEntry(Workload("train", True, 64, 4, 64, "fp32"), refusal="none of 3 plans keeps the memory limit")
+    assert (
+        verdict(dataclasses.replace(cpu_profile(), plans=(refused,))) == "0 of 1 workload measured. 1 without a plan."
+    )
 
 
 @pytest.mark.parametrize(

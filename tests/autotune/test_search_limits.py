@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
 from machines import MIB, Setting, by_kernels, invented, plan, workload
 
 from autotune.choose import distance
+from autotune.evaluator import Checked
 from autotune.limits import Limits
 from ringattn.workload import Pattern, Tunables, Workload
 
@@ -46,7 +48,35 @@ def test_when_no_plan_keeps_the_limits_the_refusal_says_how_near_it_got() -> Non
         rows={"peak": lambda t: 8 * MIB},
     ).run()
     assert trial.result.state == "refused"
-    assert "8 MiB" in trial.result.note
+    assert re.fullmatch(
+        r"none of \d+ plans keeps the memory limit of 1 MiB "
+        r"\(the smallest peak is 8 MiB; give --memory-limit 8 or a shorter --seq-len\)",
+        trial.result.note,
+    )
+
+
+def test_plans_for_which_no_time_was_left_may_be_within_a_limit_that_all_others_break() -> None:
+    trial = Setting(
+        DENSE,
+        by_kernels(quick=0.0, swift=-0.2, math=1.0),
+        plan(DENSE),
+        limits=Limits(peak_bytes=MIB),
+        rows={"peak": lambda t: 8 * MIB},
+        budget_s=1.5,
+    ).run()
+    assert trial.result.state == "inconclusive"
+    assert "the smallest peak is 8 MiB; give --memory-limit 8 or" in trial.result.note
+    assert re.search(r"; no time was left for others: \d+, give a larger --budget$", trial.result.note)
+    assert trial.result.choice is None
+
+
+def test_an_error_limit_that_no_plan_keeps_is_said_beside_that_on_memory() -> None:
+    checked = [Checked(1.0, 2e-3, 3 * MIB, 1.0, 1.0), Checked(1.0, 1e-3, 5 * MIB // 2, 1.0, 1.0)]
+    assert Limits(peak_bytes=MIB, error=1e-4).missed(checked) == (
+        "none of 2 plans keeps the memory limit of 1 MiB (the smallest peak is 3 MiB; give --memory-limit 3 or a "
+        "shorter --seq-len) and the error limit of 1.0e-04 (the smallest error is 1.0e-03; give a larger --max-error "
+        "or a wider --precision)"
+    )
 
 
 def test_an_error_bound_excludes_the_inexact_default_as_well() -> None:

@@ -211,9 +211,11 @@ class CellContext:
         """About what one sample of a plan takes."""
         return self.ledger.sample_s(self.default, self.preset.sample_target_ms / 1e3)
 
-    def prove_s(self) -> float:
-        """About what proving a plan takes."""
+    def prove_s(self, plan: Tunables | None = None) -> float:
+        """About what proving a plan takes, or ``plan`` if its kernels were proven here already."""
         lengths = math.ceil((1 + self.preset.ragged_lengths) / self.evaluator.provers)
+        if plan is not None and self.lessons.has_proven(self.cell, plan):
+            return self.lessons.proof_s(self.cell, plan, self.call_s(), lengths, compiled=True)
         return self.lessons.proof_s(self.cell, self.default, self.call_s(), lengths)
 
     def timeout_s(self) -> float:

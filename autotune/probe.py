@@ -144,6 +144,7 @@ class VerifyResult:
     elapsed_s: float = 0.0
     inconclusive: tuple[str, ...] = ()
     left_out: int = 0  # rows at their default, which no probe could measure
+    other_ranks: int = 0  # rows for other numbers of ranks than it ran on
 
 
 class ProbeObserver(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,19 +61,23 @@ def verify_profile(
 ) -> VerifyResult:
     """Re-time the recorded winners of ``path`` on this machine; of ``request`` device, seed, effort and budget count.
 
-    ``edge`` stands in for this machine. Raises ProfileError for a broken file and ProbeFailure when the profile is of
-    another machine.
+    Rows for other numbers of ranks than the request's are left out, and counted. ``edge`` stands in for this machine.
+    Raises ProfileError for a broken file and ProbeFailure when the profile is of another machine or has no such rows.
     """
     from .device_lock import device_lock
-    from .verifying import check_same_silicon, entries_over, verify_cells
+    from .verifying import check_same_silicon, entries_over, how_to_verify, verify_cells
 
     observer = observer or SilentObserver()
     profile = load_profile(path)
     if profile.source != "measured" or not profile.plans:
         raise ProbeFailure(f"{path}: holds no measured plans, so there is nothing to verify; run: ringtune probe")
     entries = entries_over(profile, request.ranks, path)
-    if left_out := len(profile.plans) - len(entries):
-        observer.note(f"{path.name}: {plural(left_out, 'row')} for other numbers of ranks left out")
+    others = [entry.workload.world for entry in profile.plans if entry.workload.world != request.ranks]
+    if others:
+        worlds = sorted(set(others))
+        of = f"{', '.join(map(str, worlds))} {'rank' if worlds == [1] else 'ranks'}"
+        how = how_to_verify(worlds)
+        observer.note(f"{path.name}: {plural(len(others), 'row')} for {of} left out; ringtune verify {how} judges them")
     if all(entry.evidence is None for entry in entries):
         raise ProbeFailure(
             f"{path}: none of its plans was measured, so there is nothing to verify; run: ringtune probe"
@@ -83,7 +88,8 @@ def verify_profile(
     with _surroundings(request, edge) as edge:
         check_same_silicon(profile, edge.facts, path)
         with device_lock(request, edge):
-            return verify_cells(profile, entries, request, preset, observer, edge)
+            result = verify_cells(profile, entries, request, preset, observer, edge)
+    return replace(result, other_ranks=len(others))
 
 
 @contextlib.contextmanager

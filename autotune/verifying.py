@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from ringattn.errors import PlanError
@@ -50,14 +50,21 @@ def _size(made: Fingerprint) -> str:
 
 
 def entries_over(profile: Profile, ranks: int, path: Path) -> tuple[PlanEntry, ...]:
-    """The rows for so many ranks; ProbeFailure where there are none, saying how to verify those there are."""
+    """The rows for so many ranks; ProbeFailure (no matching profile) where there are none, naming those there are."""
     found = tuple(entry for entry in profile.plans if entry.workload.world == ranks)
     if not found:
-        worlds = sorted({entry.workload.world for entry in profile.plans})
-        how = f"--nproc {worlds[-1]}" if worlds[-1] > 1 else "no --nproc"
-        numbers = "1 rank" if worlds == [1] else f"{', '.join(map(str, worlds))} ranks"
-        raise ProbeFailure(f"{path}: its plans are for {numbers}, not {ranks}; run: ringtune verify with {how}")
+        worlds = {entry.workload.world for entry in profile.plans}
+        numbers = "1 rank" if worlds == {1} else f"{', '.join(map(str, sorted(worlds)))} ranks"
+        raise ProbeFailure(
+            f"{path}: its plans are for {numbers}, not {ranks}; run: ringtune verify {how_to_verify(worlds)}",
+            ExitCode.NO_PROFILE,
+        )
     return found
+
+
+def how_to_verify(worlds: Collection[int]) -> str:
+    """The options of ``ringtune verify`` for rows over one of these numbers of ranks."""
+    return " or ".join(f"with --nproc {world}" if world > 1 else "without --nproc" for world in sorted(worlds))
 
 
 def verify_cells(

@@ -13,7 +13,7 @@ from .options import budget_option, device_option, json_option, nproc_option, pr
 if TYPE_CHECKING:
     from ..probe import VerifyResult
 
-FIELDS = ("stale", "cells", "elapsed_s", "inconclusive", "left_out")  # of the result, that --json prints
+FIELDS = ("stale", "cells", "elapsed_s", "inconclusive", "left_out", "other_ranks")  # of the result, that --json prints
 
 
 @click.command(short_help="Check that recorded winners still win.")
@@ -44,8 +44,11 @@ def verify(
     """Re-time the recorded winners of PROFILE, without searching again.
 
     PROFILE is the one this machine resolves unless given. Exit code 5 says
-    that some winner no longer wins: probe again. Rows for several ranks need
-    as many: --nproc, or torchrun.
+    that some winner no longer wins: probe again.
+
+    Rows for several ranks need as many: --nproc, or torchrun. Those for another
+    number are left out, which is said and does not change the exit code; where
+    PROFILE has none for this number it is exit code 4.
     """
     from ..probe import ProbeRequest
     from ..progress import probe_observer
@@ -73,7 +76,7 @@ def verify(
         for cell in result.cells:
             state = "stale" if cell.stale else "holds"
             click.echo(f"{state}  {cell.workload}" + (f"  ({cell.note})" if cell.note else ""))
-        every = len(result.cells) + len(result.inconclusive) + result.left_out
+        every = len(result.cells) + len(result.inconclusive) + result.left_out + result.other_ranks
         judged = f"{len(result.cells)} of {plural(every, 'cell')}"
         click.echo(f"{path}: {_verdict(result)} ({judged}, {format_duration(result.elapsed_s)})")
     for line in result.stale:
@@ -94,4 +97,6 @@ def _verdict(result: VerifyResult) -> str:
         return "nothing could be judged"
     if result.stale:
         return f"{plural(len(result.stale), 'winner')} no longer winning"
-    return "the winners that could be judged still win" if result.inconclusive else "every winner still wins"
+    if result.inconclusive:
+        return "the winners that could be judged still win"
+    return "every winner for these ranks still wins" if result.other_ranks else "every winner still wins"

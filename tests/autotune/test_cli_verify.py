@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cli_runs import ringtune
+from cli_runs import measured_entry, one_line_error, profile_of_this_machine, ringtune
 from report_samples import plan
 
 import autotune.tuning
 from autotune.exit_codes import ExitCode
 from autotune.probe import ProbeObserver, ProbeRequest, VerifiedCell, VerifyResult
+from ringattn.profile_io import save_profile
 from ringattn.workload import Workload
 
 
@@ -50,6 +52,25 @@ def test_the_summary_says_how_many_of_how_many_cells(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(autotune.tuning, "verify_profile", lambda path, request, observer: result)
     assert "every winner still wins (1 of 3 cells, 4 s)" in ringtune("verify", gpu_file).stdout
     assert json.loads(ringtune("verify", "--json", gpu_file).stdout)["left_out"] == 2
+
+
+def test_rows_for_other_numbers_of_ranks_are_counted_and_no_winners_here(
+    monkeypatch: pytest.MonkeyPatch, gpu_file: Path
+) -> None:
+    result = VerifyResult((), (verified(stale=False),), 4.0, other_ranks=2)
+    monkeypatch.setattr(autotune.tuning, "verify_profile", lambda path, request, observer: result)
+    shown = ringtune("verify", gpu_file)
+    assert shown.exit_code == ExitCode.OK
+    assert "every winner for these ranks still wins (1 of 3 cells, 4 s)" in shown.stdout
+    assert json.loads(ringtune("verify", "--json", gpu_file).stdout)["other_ranks"] == 2
+
+
+def test_rows_for_other_numbers_of_ranks_alone_are_no_matching_profile(tmp_path: Path) -> None:
+    entry = measured_entry()
+    path = tmp_path / "two.yaml"
+    save_profile(profile_of_this_machine(replace(entry, workload=replace(entry.workload, world=2))), path)
+    line = one_line_error(ringtune("verify", "--device", "cpu", path), ExitCode.NO_PROFILE)
+    assert line.endswith("two.yaml: its plans are for 2 ranks, not 1; run: ringtune verify with --nproc 2")
 
 
 def test_a_verify_that_judged_nothing_does_not_say_that_winners_win(

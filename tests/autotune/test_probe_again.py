@@ -89,6 +89,21 @@ def test_verify_leaves_out_rows_that_were_never_measured(machine: Machine, tmp_p
         verify_profile(path, ProbeRequest(effort="quick"), Watching(), machine.edge)
 
 
+def test_verify_leaves_out_rows_for_other_numbers_of_ranks_and_says_how_they_are_judged(
+    machine: Machine, tmp_path: Path
+) -> None:
+    path = tmp_path / "m.yaml"
+    run_probe(request_for(path), Watching(), machine.edge)
+    old = load_profile(path)
+    spread = [replace(entry, workload=replace(entry.workload, world=2)) for entry in old.plans[:3]]
+    save_profile(replace(old, plans=(*old.plans, *spread)), path)
+    observer = Watching()
+    outcome = verify_profile(path, ProbeRequest(effort="quick"), observer, machine.edge)
+    assert {cell.workload.world for cell in outcome.cells} == {1}
+    assert (len(outcome.cells), outcome.other_ranks, outcome.stale) == (len(old.plans), 3, ())
+    assert "m.yaml: 3 rows for 2 ranks left out; ringtune verify with --nproc 2 judges them" in observer.notes
+
+
 @pytest.mark.parametrize(
     "fault", [Fault("timeout", "no answer within 9.0 s"), Fault("crash", "the worker was killed by SIGKILL")]
 )

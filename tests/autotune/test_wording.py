@@ -9,7 +9,7 @@ import pytest
 
 from autotune.commands.doctor import ranks_text
 from autotune.commands.options import check_pattern
-from autotune.exit_codes import ProbeFailure, UsageFailure
+from autotune.exit_codes import ExitCode, ProbeFailure, UsageFailure
 from autotune.ranks.place import ranks_wanted
 from autotune.rows import OWED
 from autotune.verifying import check_same_silicon, entries_over
@@ -47,8 +47,9 @@ def test_plural(count: int, noun: str, text: str) -> None:
 def test_one_of_a_thing_is_said_as_one() -> None:
     with pytest.raises(UsageFailure, match="torch sees 1 GPU here"):
         ranks_wanted("2", None, 1, "cuda")
-    with pytest.raises(ProbeFailure, match="its plans are for 1 rank, not 2; run: ringtune verify with no --nproc"):
+    with pytest.raises(ProbeFailure, match="its plans are for 1 rank, not 2; run: ringtune verify without --") as none:
         entries_over(ONE_RANK, 2, Path("one.yaml"))
+    assert none.value.exit_code == ExitCode.NO_PROFILE
     with pytest.raises(ProbeFailure, match=r"\(h100-sxm, 1 unit, 81559 MiB\)"):
         check_same_silicon(ONE_RANK, replace(ONE_GPU, sm_count=132), Path("one.yaml"))
     with pytest.raises(InputError, match="segment_lengths has 1 entry and dilation_rates 2"):

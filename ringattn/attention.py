@@ -1,4 +1,4 @@
-"""``RingAttention``: the module people use, and the autograd Function that runs a plan both ways.
+"""``RingAttention``: the module people use.
 
 Everything is decided before a call: the table of plans at init, and once per new shape which row of it serves.
 ``forward`` looks the answer up and runs it.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from . import compiled
-from .checkpoint import MODES
-from .errors import InputError, PlanError, RingAttentionError
+from .autograd import Runner, differentiable
+from .errors import InputError, PlanError
 from .hardware import HardwareFacts
 from .layout import Share, Span, positions, resolve_layout, shard
 from .plan import Conditions, Plan
@@ -38,52 +38,6 @@ if TYPE_CHECKING:
 
 # Shapes whose runner is remembered; a program that meets more forgets them all and looks them up again.
 _MOST_SHAPES = 4096
-
-Runner = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
-class _Attend(torch.autograd.Function):
-    """Forward by the plan; backward of every partial against the final out and LSE.
-
-    What is saved is the plan's checkpoint: by default q, k, v, out and lse, whatever the number of branches.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, program: Program | RingProgram) -> tuple[Tensor, Tensor]:
-        out, lse, saved = MODES[program.checkpoint].forward(program, q, k, v)
-        ctx.mark_non_differentiable(lse)
-        ctx.set_materialize_grads(False)  # a grad of lse never exists: no zeros are made for it at each call
-        ctx.save_for_backward(*saved.tensors)
-        ctx.program, ctx.elsewhere = program, saved.elsewhere
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: None) -> tuple[Tensor | None, ...]:
-        if dout is None:
-            return None, None, None, None
-        if torch.is_grad_enabled():  # only under create_graph=True
-            raise RingAttentionError(
-                "double backward (create_graph=True) is not supported: the kernels have no second derivative"
-            )
-        program, mode = ctx.program, MODES[ctx.program.checkpoint]
-        if torch.is_autocast_enabled(dout.device.type):
-            with torch.autocast(dout.device.type, enabled=False):
-                grads = mode.backward(program, dout, ctx.saved_tensors, ctx.elsewhere, ctx.needs_input_grad[:3])
-        else:
-            grads = mode.backward(program, dout, ctx.saved_tensors, ctx.elsewhere, ctx.needs_input_grad[:3])
-        return *grads, None
-
-
-def _differentiable(program: Program | RingProgram, q: Tensor) -> Runner:
-    """How to run ``program`` on tensors like q so that autograd can come back."""
-    one_op = program.differentiable(q.shape) if q.dtype is program.dtype else None
-    if one_op is not None:
-        return one_op
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return _Attend.apply(q, k, v, program)  # type: ignore[no-untyped-call, no-any-return]
-
-    return attend
 
 
 class RingAttention(nn.Module):
@@ -392,7 +346,7 @@ class RingAttention(nn.Module):
 
     def _plain_runner(self, q: Tensor, k: Tensor, v: Tensor, train: bool, total_length: int | None) -> Runner:
         program = self.program_for(q, k, v, train, total_length)
-        attend = _differentiable(program, q) if train else program.attend
+        attend = differentiable(program, q) if train else program.attend
         if all(x.stride(-1) == 1 or x.shape[-1] == 1 for x in (q, k, v)):
             return attend
         return lambda q, k, v: attend(*compiled.rows_of(q, k, v))

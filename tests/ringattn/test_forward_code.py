@@ -20,7 +20,7 @@ from oracle import DENSE, Case, pattern_of
 
 import ringattn
 from ringattn import RingAttention, checkpoint, hardware, plan, profile_paths, resolve, setup, table
-from ringattn.attention import _Attend
+from ringattn.autograd import _Attend
 from ringattn.program import Program
 
 PACKAGE = Path(ringattn.__file__).parent

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ringattn.errors import ProfileError
-from ringattn.profile import Profile
+from ringattn.profile import PlanEntry, Profile
 from ringattn.profile_io import load_profile
 
 from .emit import same_machine
@@ -36,11 +36,17 @@ def earlier_profile(task: Task, path: Path) -> Profile | None:
     return profile
 
 
+def recorded_rows(old: Profile, cells: Sequence[Cell]) -> tuple[PlanEntry, ...]:
+    """The rows of these cells, where each of them was measured; else none."""
+    wanted = {cell.workload for cell in cells}
+    found = tuple(entry for entry in old.plans if entry.workload in wanted and entry.evidence is not None)
+    return found if len(found) == len(wanted) else ()
+
+
 def verified_instead(old: Profile, task: Task, path: Path, cells: Sequence[Cell]) -> ProbeResult | tuple[Cell, ...]:
     """The result of re-timing what is recorded; where that is not enough, the cells that are left to search."""
-    wanted = {cell.workload for cell in cells}
-    recorded = [entry for entry in old.plans if entry.workload in wanted and entry.evidence is not None]
-    if len(recorded) < len(wanted):
+    recorded = recorded_rows(old, cells)
+    if not recorded:
         return tuple(cells)
     task.observer.note(f"{path.name}: of this machine already; verifying instead of searching")
     outcome = verify_cells(old, recorded, task.request, task.preset, task.observer, task.edge, tell_end=False)

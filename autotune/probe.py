@@ -94,6 +94,7 @@ class DryCell:
     candidates: int  # distinct plans in the whole valid space
     estimate_s: float
     rejected: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    layout: str = ""  # of the sequence over several ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,7 @@ class DryRun:
     cells: tuple[DryCell, ...]
     estimate_s: float
     tunables: tuple[tuple[str, tuple[str, ...]], ...] = ()  # name and the values searched, as text
+    verifies: bool = False  # all cells are in the profile: they are verified, and only those that are stale searched
 
 
 @dataclass(frozen=True, slots=True)

@@ -210,6 +210,10 @@ def _print_result(result: ProbeResult, as_json: bool) -> None:
     elif result.dry_run is not None:
         console().print(dry_run_summary(result.dry_run))
         click.echo(f"The profile would be {result.profile_path}")
+        if result.dry_run.verifies:
+            click.echo(
+                "It has all these cells: they would be verified, and only stale ones searched; --fresh searches all"
+            )
     elif result.profile is not None:
         from ..report import terminal_summary
 
@@ -269,7 +273,8 @@ def dry_run_summary(dry_run: DryRun) -> Any:
         column.justify = "right"
     for cell in dry_run.cells:
         kernels = ", ".join(cell.kernels) or "none"
-        cells.add_row(plain(cell.workload), plain(kernels), str(cell.candidates), format_duration(cell.estimate_s))
+        workload = f"{cell.workload} {cell.layout}" if cell.layout else str(cell.workload)
+        cells.add_row(plain(workload), plain(kernels), str(cell.candidates), format_duration(cell.estimate_s))
     space = table("Tunable", "Values")
     for name, values in dry_run.tunables:
         space.add_row(plain(name), plain(", ".join(values)))

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from machines import FACTS
+from probed_machine import Machine, Watching, request_for
+from rich.console import Console
 
+from autotune.commands.probe import dry_run_summary
 from autotune.exit_codes import ProbeFailure
 from autotune.joined_layout import joined_layout
+from autotune.tuning import run_probe
 from ringattn.profile import Profile
+from ringattn.profile_io import save_profile
 from ringattn.workload import BranchTunables, Tunables, Workload
 
 PATH = Path("ring.yaml")
@@ -63,3 +69,25 @@ def test_without_an_earlier_profile_or_other_ranks_what_was_asked_is_searched() 
     assert joined_layout(cell(8192), "zigzag", None, {cell(8192)}, PATH) == "zigzag"
     assert joined_layout(alone, "auto", holding("zigzag", [cell(8192)]), {alone}, PATH) == "auto"
     assert joined_layout(cell(8192), "auto", holding("zigzag", [replace(cell(8192), world=2)]), set(), PATH) == "auto"
+
+
+def test_a_dry_run_lays_cells_as_the_probe_would(machine: Machine, tmp_path: Path) -> None:
+    path = tmp_path / "m.yaml"
+    asked = {"dry_run": True, "ranks": 2, "dense": True, "heads": 4, "head_dim": 64, "causal": True}
+    request = request_for(path, modes=("train",), **asked)
+
+    def layouts() -> set[str]:
+        found = run_probe(request, Watching(), machine.edge).dry_run
+        assert found is not None
+        shown = io.StringIO()
+        Console(file=shown, width=200).print(dry_run_summary(found))
+        assert all(f"{cell.workload} {cell.layout} " in shown.getvalue() for cell in found.cells)
+        return {cell.layout for cell in found.cells}
+
+    assert layouts() == {"zigzag"}  # the rule's own, in a ring
+    tunables = Tunables("fp32", (BranchTunables("math", "math"),), schedule="ring", layout="contiguous")
+    there = Workload("train", True, 1024, 4, 64, "fp32", 4, world=2)
+    save_profile(Profile.single(machine.edge.facts, there, tunables), path)
+    assert layouts() == {"contiguous"}
+    with pytest.raises(ProbeFailure, match="give --layout contiguous, or another --output"):
+        run_probe(replace(request, layout="zigzag"), Watching(), machine.edge)

@@ -63,6 +63,27 @@ def test_verify_holds_on_an_unchanged_machine_even_with_noise(tmp_path: Path) ->
         assert outcome.stale == ()
 
 
+def test_a_dry_run_says_that_cells_of_the_profile_would_be_verified(machine: Machine, tmp_path: Path) -> None:
+    path = tmp_path / "m.yaml"
+    dry = request_for(path, dry_run=True)
+
+    def verifies(request: ProbeRequest) -> bool:
+        found = run_probe(request, Watching(), machine.edge).dry_run
+        assert found is not None
+        return found.verifies
+
+    assert not verifies(dry)
+    run_probe(request_for(path), Watching(), machine.edge)
+    written = path.read_bytes()
+    assert verifies(dry)
+    assert not verifies(replace(dry, resume=False))
+    assert not verifies(replace(dry, seq_lens=(512, 2048)))  # one length more than it has
+    assert path.read_bytes() == written
+    path.write_text("schema: [")
+    with pytest.raises(ProfileError, match=r"m\.yaml"):
+        run_probe(dry, Watching(), machine.edge)
+
+
 def _forget(path: Path, seq_lens: tuple[int, ...]) -> None:
     """Makes rows of these lengths what a probe writes of cells that it could not measure."""
     old = load_profile(path)

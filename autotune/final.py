@@ -296,7 +296,7 @@ def _proven(context: CellContext, candidates: Sequence[Candidate], wanted: int, 
         plan = candidate.tunables
         if len(kept) == wanted:
             break
-        if plan not in context.ledger.proven and not deadline.allows(context.prove_s()):
+        if plan not in context.ledger.proven and not deadline.allows(context.prove_s(plan)):
             continue
         if context.prove(plan) is None:
             kept.append(candidate)

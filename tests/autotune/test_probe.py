@@ -48,7 +48,9 @@ def test_a_probe_writes_what_is_fastest_at_each_length(machine: Machine, tmp_pat
 def test_each_kernel_used_alone_is_in_the_profile(machine: Machine, tmp_path: Path) -> None:
     path = tmp_path / "machine.yaml"
     run_probe(request_for(path), Watching(), machine.edge)
-    for entry in load_profile(path).plans:
+    plans = load_profile(path).plans
+    assert all(entry.singles for entry in plans)
+    for entry in plans:
         assert entry.choice is not None
         alone = [entry.choice.tunables, *(single.tunables for single in entry.singles)]
         kernels = [{name for b in plan.branches for name in (b.forward, b.backward) if name} for plan in alone]

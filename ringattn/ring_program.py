@@ -288,7 +288,7 @@ def _merge_of(plan: Plan) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
 def _kernels(plan: Plan, branch: BranchTunables, scale: float) -> BranchKernels:
     def load(name: str, causal: bool) -> BoundKernel:
         deterministic, params = plan.conditions.deterministic, plan.tunables.params_of(name)
-        return KERNELS[name].load(KernelConfig(causal, scale, deterministic, params))
+        return KERNELS[name].load(KernelConfig(causal, scale, deterministic, params, plan.tunables.dtype))
 
     causal = plan.workload.causal
     backward = [load(branch.backward, causal), load(branch.backward, False)] if branch.backward else None

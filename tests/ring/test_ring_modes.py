@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from oracle import Case, Results, assert_equal_to, exact, found, pattern_of
+from oracle import DENSE, Case, Results, assert_equal_to, exact, found, pattern_of
 from pool import Pool
 from ring_cases import RingCase, check_exact, run_ring
+
+from ringattn import Workload
+from ringattn.block_kernel import BoundKernel, KernelConfig
+from ringattn.kernels import KERNELS
+from ringattn.layout import shares
+from ringattn.plan import Conditions, Plan
+from ringattn.ring_program import RingProgram
+from ringattn.workload import BranchTunables, Tunables
 
 CAUSAL = Case(40, 8, 8, 4, causal=True)
 CROSSING = Case(48, 8, 4, 4, pattern=pattern_of([6, 48], [1, 3]), causal=True)
@@ -33,6 +43,46 @@ WORLD_4 = [
 
 def test_memory_policies_and_head_groups(ranks: Callable[[int], Pool]) -> None:
     assert ranks(4).run(check_exact, WORLD_4) == [len(WORLD_4)] * 4
+
+
+def test_kernels_are_told_all_that_is_fixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of what travels as those of what stays; tf32 has run as float32, as their tensors look alike."""
+    told: list[KernelConfig] = []
+    nothing = BoundKernel(lambda *rows: rows[:2], lambda *rows, grads=None: rows[:3])
+    noting = replace(KERNELS["math"], load=lambda config: told.append(config) or nothing)
+    monkeypatch.setitem(KERNELS, "math", noting)  # type: ignore[arg-type]
+    branch, parts = BranchTunables("math", "math"), shares("contiguous", 96, 2)
+    for pattern, causals in (
+        (DENSE, (True, False, True, False)),  # diagonal and full blocks, forward and backward
+        (pattern_of([12, 36], [1, 2]), (True, False, True, False) * 2 + (True, True)),
+    ):
+        told.clear()
+        workload = Workload("train", True, 48, 4, 4, "fp32", pattern=pattern, world=2)
+        branches = (branch,) * max(1, len(pattern.branches))
+        tunables = Tunables("tf32", branches, schedule="ring", layout="contiguous", params=(("math.tile", 64),))
+        plan = Plan(workload, tunables, False, Conditions(deterministic=True, layout="contiguous"))
+        rank: Any = SimpleNamespace(rank=1, size=2, report=None)
+        RingProgram(plan, 0.3, rank, parts, 1, rank)
+        assert [config.causal for config in told] == list(causals)
+        for config in told:
+            assert (config.scale, config.deterministic, config.dtype) == (0.3, True, "tf32")
+            assert config.params == {"tile": 64}
+
+
+SCALED = [
+    RingCase(Case(48, 4, 2, 4, pattern=pattern, causal=True, scale=0.3), schedule, spread)
+    for schedule, spread, pattern in (
+        ("ring", "zigzag", DENSE),
+        ("ulysses", "contiguous", DENSE),
+        ("local", "contiguous", pattern_of([12, 24], [1, 2])),
+        ("ring", "contiguous", pattern_of([12, 24, 48], [1, 2, 2])),  # one program has what travels and what stays
+        ("ring", "contiguous", pattern_of([12, 36], [1, 2])),
+    )
+]
+
+
+def test_the_scale_of_the_module(ranks: Callable[[int], Pool]) -> None:
+    assert ranks(2).run(check_exact, SCALED) == [len(SCALED)] * 2
 
 
 def _on_subgroups(ring: RingCase) -> None:

@@ -16,16 +16,16 @@ ELEMENT = 8  # float64
 LENGTH, HEADS, HEAD_DIM = 96, 4, 4
 
 
-def _sent(ring: RingCase) -> tuple[int, int]:
+def _sent(ring: RingCase, dtype: torch.dtype = torch.float64, compute: str = "fp64") -> tuple[int, int]:
     """(bytes sent in a forward, in a forward and backward) by this rank."""
-    q, k, v = ring.case.inputs()
-    module = ring.module()
+    q, k, v = ring.case.inputs(dtype)
+    module = ring.module(dtype, compute)
     assert module._ring is not None
     comm = module._ring.comm
     leaves = [module.shard(x.detach()).clone().requires_grad_() for x in (q, k, v)]
     out = module(*leaves)
     forward = comm.sent_bytes
-    torch.autograd.grad(out, leaves, module.shard(ring.case.dout()))
+    torch.autograd.grad(out, leaves, module.shard(ring.case.dout(dtype)))
     return forward, comm.sent_bytes
 
 
@@ -44,6 +44,14 @@ def test_a_full_ring_passes_every_share_once_a_step(world: int, ranks: Callable[
         sent = ranks(world).run(_sent, RingCase(_case(kv_heads), "ring", "contiguous"))
         forward = (world - 1) * _share(world, kv_heads)
         assert sent == [(forward, 3 * forward)] * world  # again in the backward, and as much of dk and dv
+
+
+@pytest.mark.parametrize(("grad_wire", "gradients"), [("", 1), ("compute", 2)])
+def test_rows_travel_as_narrow_as_they_came(grad_wire: str, gradients: int, ranks: Callable[[int], Pool]) -> None:
+    """Inputs in bfloat16 that are computed in float32; gradients are as wide as that where the plan says so."""
+    ring = RingCase(_case(), "ring", "contiguous", grad_wire=grad_wire)
+    narrow = _share(2) * 2 // ELEMENT
+    assert ranks(2).run(_sent, ring, torch.bfloat16, "fp32") == [(narrow, (2 + gradients) * narrow)] * 2
 
 
 @pytest.mark.parametrize("schedule", ["ring", "all-gather"])

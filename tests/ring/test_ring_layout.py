@@ -110,6 +110,7 @@ def test_what_one_rank_sends_another_receives_in_the_same_order(
             sent = _by_pair(geometries, step, kind[0])
             taken = {(b, a): rows for (a, b), rows in _by_pair(geometries, step, kind[1]).items()}
             assert sent == taken, (step, kind)
+            assert all(rows for messages in sent.values() for _, _, rows, _ in messages), "a message of nothing"
 
 
 def _by_pair(geometries: list[RingGeometry], step: int, kind: str) -> dict[tuple[int, int], list[tuple[int, ...]]]:
@@ -239,6 +240,13 @@ def test_no_buffer_of_the_ring_grows_with_the_world() -> None:
             (lane,) = geometry.lanes
             assert max(hop.rows for hop in lane.hops) <= 64
             assert [hop.step for hop in lane.hops] == list(range(1, world))
+
+
+@pytest.mark.parametrize(("groups", "made"), [(1, [4]), (2, [2, 2]), (3, [1, 1, 2]), (9, [1, 1, 1, 1])])
+def test_head_groups_of_an_all_gather_travel_one_after_the_other(groups: int, made: list[int]) -> None:
+    for geometry in _geometries(Pattern(), False, ("zigzag", 32, 2), HeadRange(0, 4, 4), "all-gather", groups):
+        assert [lane.kv_heads for lane in geometry.lanes] == made
+        assert [[hop.step for hop in lane.hops] for lane in geometry.lanes] == [[1 + n] for n in range(len(made))]
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5)), min_size=1, max_size=12))

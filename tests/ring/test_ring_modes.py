@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,12 +15,13 @@ from oracle import DENSE, Case, Results, assert_equal_to, exact, found, pattern_
 from pool import Pool
 from ring_cases import RingCase, check_exact, run_ring
 
-from ringattn import Workload
+import ringattn.ring
+from ringattn import RingAttention, Workload
 from ringattn.block_kernel import BoundKernel, KernelConfig
 from ringattn.kernels import KERNELS
 from ringattn.layout import shares
 from ringattn.plan import Conditions, Plan
-from ringattn.ring_program import RingProgram
+from ringattn.ring_program import RingProgram, _Behind
 from ringattn.workload import BranchTunables, Tunables
 
 CAUSAL = Case(40, 8, 8, 4, causal=True)
@@ -83,6 +85,109 @@ SCALED = [
 
 def test_the_scale_of_the_module(ranks: Callable[[int], Pool]) -> None:
     assert ranks(2).run(check_exact, SCALED) == [len(SCALED)] * 2
+
+
+def _program(schedule: str, dtype: str = "fp32", compute: str = "fp32", **chosen: Any) -> RingProgram:
+    """Of rank 0 of two, which has nobody to talk to."""
+    workload = Workload("train", True, 48, 4, 4, dtype, world=2)
+    tunables = Tunables(compute, (BranchTunables("math", "math"),), schedule=schedule, layout="zigzag", **chosen)
+    rank: Any = SimpleNamespace(rank=0, size=2, report=None)
+    return RingProgram(Plan(workload, tunables, False), 0.5, rank, shares("zigzag", 96, 2), 1, rank)
+
+
+def test_head_groups_are_those_of_the_plan() -> None:
+    for groups in (0, 2):
+        (ring,) = _program("all-gather", head_groups=groups)._rings
+        assert len(ring._geometry.lanes) == max(1, groups)
+        assert len(_program("ulysses", head_groups=groups)._rings) == max(1, groups)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "compute", "grad_wire", "expected"),
+    [
+        ("bf16", "fp32", "", (torch.bfloat16, torch.bfloat16)),
+        ("bf16", "fp32", "compute", (torch.bfloat16, torch.float32)),
+        ("fp32", "bf16", "", (torch.bfloat16, torch.bfloat16)),
+        ("fp32", "tf32", "", (torch.float32, torch.float32)),
+    ],
+)
+def test_what_travels_is_no_wider_than_it_has_to_be(
+    dtype: str, compute: str, grad_wire: str, expected: tuple[torch.dtype, torch.dtype]
+) -> None:
+    (ring,) = _program("ring", dtype, compute, grad_wire=grad_wire)._rings
+    assert (ring._setting.wire, ring._setting.grad_wire) == expected
+
+
+@pytest.mark.parametrize(("groups", "most"), [(1, 1), (2, 3)])
+def test_few_results_are_on_their_way_home_at_once(groups: int, most: int) -> None:
+    arrived: list[int] = []
+    behind = _Behind(groups)
+    for number in range(6):
+        behind.make_room()
+        behind.add(SimpleNamespace(wait=partial(arrived.append, number)))  # type: ignore[arg-type]
+        assert number + 1 - len(arrived) <= most
+    behind.wait()
+    assert arrived == list(range(6))
+
+
+def _most_kept(ring: RingCase) -> int:
+    """How many steps' keys and values a lane of this rank has at once."""
+    most, move_keys = 0, ringattn.ring._Lane.move_keys
+
+    def counting(lane: Any, *arguments: Any) -> None:
+        nonlocal most
+        move_keys(lane, *arguments)
+        most = max(most, len(lane._brought) + (lane._own is not None))
+
+    ringattn.ring._Lane.move_keys = counting  # type: ignore[method-assign]
+    try:
+        check_exact([ring])
+    finally:
+        ringattn.ring._Lane.move_keys = move_keys  # type: ignore[method-assign]
+    return most
+
+
+def test_a_ring_keeps_the_keys_of_two_steps_at_most(ranks: Callable[[int], Pool]) -> None:
+    """What a kernel reads, and what arrives meanwhile; not those of all ranks."""
+    assert ranks(4).run(_most_kept, RingCase(CAUSAL, "ring", "zigzag")) == [2] * 4
+
+
+def _lengths_with_equal_shares(schedule: str) -> None:
+    """Rank 0 holds 5 positions of 10 and of 9."""
+    rings = [RingCase(Case(n, 2, 2, 4, causal=True), schedule, "contiguous", ragged=True) for n in (10, 9, 10)]
+    module = rings[0].module()
+    for ring in rings:
+        case = ring.case
+        q, k, v = case.inputs()
+        assert_equal_to(run_ring(ring, module, q, k, v, case.dout()), exact(case, q, k, v, case.dout()))
+
+
+@pytest.mark.parametrize("schedule", ["ring", "ulysses"])
+def test_a_share_may_belong_to_sequences_of_two_lengths(schedule: str, ranks: Callable[[int], Pool]) -> None:
+    ranks(2).run(_lengths_with_equal_shares, schedule)
+
+
+def _in_autocast() -> None:
+    module = RingAttention(2, 4, causal=True, profile=None, device="cpu", process_group=dist.group.WORLD)
+    case = Case(24, 2, 2, 4, causal=True)
+    q, k, v = case.inputs(torch.float32)
+    dout = module.shard(case.dout(torch.float32))
+    leaves = [module.shard(x.detach()).clone().requires_grad_() for x in (q, k, v)]
+    plain = module(*leaves)
+    with torch.autocast("cpu", torch.bfloat16):
+        narrow = module(*leaves)
+    narrowed = module(*(x.bfloat16() for x in leaves))
+    assert (plain.dtype, narrow.dtype, narrowed.dtype) == (torch.float32, torch.float32, torch.bfloat16)
+    assert torch.equal(narrow, narrowed.float())
+    assert not torch.equal(narrow, plain)
+    assert torch.equal(module(*leaves), plain)
+    grads = torch.autograd.grad(narrow, leaves, dout)
+    expected = torch.autograd.grad(narrowed, leaves, dout.bfloat16())
+    assert all(torch.equal(x, y) for x, y in zip(grads, expected, strict=True))
+
+
+def test_autocast_narrows_what_is_computed(ranks: Callable[[int], Pool]) -> None:
+    ranks(2).run(_in_autocast)
 
 
 def _on_subgroups(ring: RingCase) -> None:

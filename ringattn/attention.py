@@ -379,7 +379,8 @@ class RingAttention(nn.Module):
         assert self._ring is not None
         try:
             self._check(q, k, v)
-            self._ring.enter(q, train, total_length)
+            narrow = autocast if autocast is not q.dtype and self._narrows(q, autocast) else None
+            self._ring.enter(q, train, total_length, narrow)
             shapes = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, train)
             key = (shapes, total_length, autocast)
             run = self._runners.get(key)

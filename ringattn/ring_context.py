@@ -58,14 +58,17 @@ class RingContext:
             )
         return total_length
 
-    def enter(self, q: Tensor, train: bool, total_length: int | None) -> None:
-        """Begins a call: where it differs from the last, ranks wait for each other and compare."""
+    def enter(self, q: Tensor, train: bool, total_length: int | None, narrow: torch.dtype | None) -> None:
+        """Begins a call: where it differs from the last, ranks wait for each other and compare.
+
+        ``narrow`` is the dtype that autocast has the inputs converted to.
+        """
         self._calls += 1
-        looks = (q.shape[:2], q.dtype, train, total_length)
+        looks = (q.shape[:2], q.dtype, train, total_length, narrow)
         if looks == self._looks:
             self.watch.begin(self.module, self._calls, self._told)
             return
-        self._told = self._text(q, train, total_length)
+        self._told = self._text(q, train, total_length, narrow)
         self._compare(self._told)
         self._looks = looks
 
@@ -77,12 +80,13 @@ class RingContext:
             self.watch.forget(self.module, self._agreed)
         self._agreed = self._calls
 
-    def _text(self, q: Tensor, train: bool, total_length: int | None) -> str:
+    def _text(self, q: Tensor, train: bool, total_length: int | None, narrow: torch.dtype | None) -> str:
         """What a call looks like, the same on every rank of a right one."""
         total = self.total_of(q.shape[1], total_length)
         length = plural(q.shape[1], "position") if total_length is None else "a share"
+        dtype = str(q.dtype)[6:] + (f" under autocast to {str(narrow)[6:]}" if narrow else "")
         gradients = "with" if train else "without"
-        return f"calls with batch {q.shape[0]}, {length} of {total} in all, {str(q.dtype)[6:]}, {gradients} gradients"
+        return f"calls with batch {q.shape[0]}, {length} of {total} in all, {dtype}, {gradients} gradients"
 
     def plan_together(
         self,

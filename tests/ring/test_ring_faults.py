@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
@@ -17,7 +18,7 @@ from ring_cases import RingCase, run_ring
 from ringattn import RingAttention
 from ringattn.block_kernel import BoundKernel
 from ringattn.kernels import KERNELS
-from ringattn.watch import BEAT_S
+from ringattn.watch import BEAT_S, _gone, _leave
 
 TIMEOUT_S = 6.0
 CASE = Case(24, 6, 3, 4, causal=True)
@@ -61,7 +62,11 @@ def _die_or_call(schedule: str, backward: bool) -> Told:
     dist.barrier()
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    return _told((lambda: out.sum().backward()) if backward else (lambda: module(*leaves)))
+    told = _told((lambda: out.sum().backward()) if backward else (lambda: module(*leaves)))
+    again = _told(lambda: module(*leaves))
+    assert again[:2] == told[:2], "the group is of no use any more"
+    assert again[2] < 1
+    return told
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
@@ -71,6 +76,65 @@ def test_a_killed_rank_is_named(schedule: str, backward: bool, fragile: Pool) ->
     for error, message, seconds in fragile.results_of([0, 2], TIMEOUT_S + 10):
         assert error == "PeerError"
         assert "rank 1 stopped responding" in message
+        assert seconds < TIMEOUT_S + 5
+
+
+def _die_or_unshard() -> Told:
+    """After ranks have compared what they unshard."""
+    module = RingCase(CASE, "ring", "zigzag").module()
+    assert module._ring is not None
+    rows = _leaves(module)[0].detach()
+    if dist.get_rank() == 1:
+        module._ring.comm.gather_rows = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    return _told(lambda: module.unshard(rows))
+
+
+def test_a_rank_killed_while_rows_are_unsharded_is_named(fragile: Pool) -> None:
+    fragile.start(_die_or_unshard)
+    for error, message, seconds in fragile.results_of([0, 2], TIMEOUT_S + 10):
+        assert error == "PeerError"
+        assert "rank 1 stopped responding" in message
+        assert seconds < TIMEOUT_S + 5
+
+
+def _die_or_listen() -> list[str]:
+    """What the log says while this rank does something else."""
+    RingCase(CASE, "ring", "zigzag").module()
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ringattn").addHandler(handler)
+    time.sleep(2 * BEAT_S)  # it has beaten
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    deadline = time.monotonic() + TIMEOUT_S
+    while not said and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return said
+
+
+def test_a_killed_rank_is_named_where_nobody_waits_for_it(fragile: Pool) -> None:
+    """By the thread, that is: the main one may sit in a call of a GPU."""
+    fragile.start(_die_or_listen)
+    assert fragile.results_of([0, 2], TIMEOUT_S + 10) == [[f"rank 1 {_gone('')}"]] * 2
+
+
+def _leave_or_call() -> Told:
+    module = RingCase(CASE, "ring", "zigzag").module()
+    leaves = _leaves(module)
+    module(*leaves)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        _leave()
+        os._exit(0)
+    return _told(lambda: module(*leaves))
+
+
+def test_a_rank_that_ended_by_itself_is_not_called_killed(fragile: Pool) -> None:
+    fragile.start(_leave_or_call)
+    for error, message, seconds in fragile.results_of([0, 2], TIMEOUT_S + 10):
+        assert error == "PeerError"
+        assert "rank 1 has left: its process ended" in message
         assert seconds < TIMEOUT_S + 5
 
 
@@ -182,6 +246,59 @@ def test_a_failure_of_all_ranks_in_one_call_is_none_of_the_next(
     assert [error for error, _, _ in told] == ["ValueError"] * 3
 
 
+def _messages_need_memory() -> Told:
+    module = RingCase(CASE, "ring", "zigzag").module()
+    assert module._ring is not None
+
+    def exchange(*_: object) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    if dist.get_rank() == 1:
+        module._ring.comm.exchange = exchange  # type: ignore[assignment, method-assign]
+    return _told(lambda: module(*_leaves(module)))
+
+
+def test_memory_for_messages_that_runs_out_is_told_to_those_who_wait(fragile: Pool) -> None:
+    """Nothing can be sent any more, so the group is lost; its reason is not."""
+    told = fragile.run(_messages_need_memory, limit_s=TIMEOUT_S + 10)
+    assert told[1][:2] == ("OutOfMemoryError", "out of memory")
+    for rank in (0, 2):
+        assert told[rank][0] == "PeerError"
+        assert told[rank][1].startswith("rank 1 failed: OutOfMemoryError: out of memory; the process group is aborted")
+        assert told[rank][2] < TIMEOUT_S + 5
+
+
+def _one_rank_breaks_unnoticed() -> tuple[Told, Told]:
+    """As on GPUs, where a call returns before it has run, and nobody votes."""
+    module = RingCase(CASE, "ring", "zigzag").module()
+    assert module._ring is not None
+    watch, kernel = module._ring.watch, KERNELS["math"]
+    breaking, leaves = _Breaking(1, ValueError("kernel broke")), _leaves(module)
+    watch._synchronous = False
+    if dist.get_rank() == 1:
+        object.__setattr__(kernel, "load", breaking.load)
+    try:
+        first = _told(lambda: module(*leaves))
+        dist.barrier()
+        time.sleep(2 * BEAT_S)
+        second = _told(lambda: module(*leaves))
+        assert _told(lambda: module(*leaves))[0] == ""
+    finally:
+        watch._synchronous = True
+        object.__setattr__(kernel, "load", breaking.original)
+    dist.barrier()
+    _assert_works()
+    return first, second
+
+
+def test_without_a_vote_a_failure_is_told_in_the_next_call(ranks: Callable[[int], Pool]) -> None:
+    told = ranks(3).run(_one_rank_breaks_unnoticed)
+    assert [each[:2] for each in told[1]] == [("ValueError", "kernel broke"), ("", "")]
+    for first, second in (told[0], told[2]):
+        assert first[0] == ""
+        assert second[:2] == ("PeerError", "rank 1 failed: ValueError: kernel broke")
+
+
 def test_out_of_memory(ranks: Callable[[int], Pool]) -> None:
     told = ranks(3).run(_one_rank_breaks, "ring", 2, torch.OutOfMemoryError("CUDA out of memory"))
     _assert_told(told, "OutOfMemoryError", "CUDA out of memory")
@@ -265,6 +382,80 @@ def test_gradients_wanted_on_some_ranks_alone(ranks: Callable[[int], Pool]) -> N
     for error, message, _ in ranks(3).run(_gradients_on_one_rank):
         assert error == "InputError"
         assert "without gradients" in message
+
+
+def _otherwise_on_one_rank(change: str) -> Told:
+    """A call that goes through and is to differ from the next one on rank 1 alone, which all ranks compare."""
+    module = RingCase(CASE, "ring", "zigzag").module()
+    leaves = _leaves(module)
+    module(*leaves)
+    module(*(x[:, :2] for x in leaves))
+    here = dist.get_rank() == 1
+    if here and change == "dtype":
+        leaves = [x.detach().float().requires_grad_() for x in leaves]
+    if here and change == "gradients":
+        leaves = [x.detach() for x in leaves]
+    if here and change == "batch":
+        leaves = [torch.cat((x, x)) for x in leaves]
+    told = _told(lambda: module(*leaves))
+    _assert_works()
+    return told
+
+
+@pytest.mark.parametrize(
+    ("change", "told"), [("dtype", "float32"), ("gradients", "without gradients"), ("batch", "batch 2")]
+)
+def test_what_differs_on_one_rank(change: str, told: str, ranks: Callable[[int], Pool]) -> None:
+    for error, message, _ in ranks(3).run(_otherwise_on_one_rank, change):
+        assert error == "InputError"
+        _, first, other = message.split(" calls with ")
+        assert told in other
+        assert told not in first
+
+
+def _autocast_on_one_rank() -> Told:
+    module = RingAttention(6, 4, causal=True, profile=None, device="cpu", process_group=dist.group.WORLD)
+    q = torch.randn(1, 8, 6, 4)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dist.get_rank() == 1):
+        told = _told(lambda: module(q, q, q))
+    _assert_works()
+    return told
+
+
+def test_autocast_on_one_rank(ranks: Callable[[int], Pool]) -> None:
+    """Rows half as wide as the others waited for ended a process."""
+    for error, message, _ in ranks(3).run(_autocast_on_one_rank):
+        assert error == "InputError"
+        assert "in all, float32 under autocast to bfloat16, without gradients" in message
+
+
+def _total_on_one_rank() -> Told:
+    """Shares that are right for one total are not for another."""
+    module = RingCase(CASE, "ring", "contiguous").module()
+    rows = torch.zeros(1, 5 - dist.get_rank(), 2, 4)
+    told = _told(lambda: module.unshard(rows, (9, 11)[dist.get_rank()]))
+    _assert_works()
+    return told
+
+
+def test_a_share_that_is_wrong_on_one_rank_is_told_to_those_who_unshard(ranks: Callable[[int], Pool]) -> None:
+    told = ranks(2).run(_total_on_one_rank)
+    assert told[1][0] == "InputError"
+    assert told[0][0] == "PeerError"
+    assert told[0][1].startswith("rank 1 failed: InputError: the sequence has 4 positions here; of total_length 11")
+    assert told[0][2] < 5
+
+
+@pytest.mark.parametrize("total_length", [True, 24.0, "24", 0])
+def test_a_total_length_that_is_no_length(total_length: object, ranks: Callable[[int], Pool]) -> None:
+    for error, message, _ in ranks(2).run(_told_of_a_total, total_length):
+        assert error == "InputError"
+        assert message == f"total_length is {total_length!r}; it must be an integer >= 1, or None"
+
+
+def _told_of_a_total(total_length: object) -> Told:
+    module = RingCase(CASE, "ring", "zigzag").module()
+    return _told(lambda: module(*_leaves(module), total_length=total_length))
 
 
 def _wrong_share() -> Told:

@@ -18,7 +18,12 @@ from pool import Pool
 from ring_cases import RingCase, run_ring
 from test_ring_faults import Told, _told
 
+import ringattn.attention
 from ringattn import Profile, RingAttention, setup
+from ringattn.agreement import _try_table
+from ringattn.errors import PlanError
+from ringattn.setup import Setup
+from ringattn.table import PlanTable
 from ringattn.workload import BranchTunables, Tunables, describe
 
 CASE = Case(24, 2, 2, 4, causal=True)
@@ -121,6 +126,84 @@ def test_only_rank_0_says_that_a_heuristic_serves(ranks: Callable[[int], Pool]) 
         assert len(first) == 1
         assert text in first[0]
         assert second == []
+
+
+# --- other machines ----------------------------------------------------------------------------------------------
+
+
+def _elsewhere(changes: list[dict[str, dict[str, Any]]], profiles: list[Any]) -> RingAttention:
+    """A module on ranks whose facts or policies were changed: as if they ran on machines of their own."""
+    own, set_up = changes[dist.get_rank()], ringattn.attention.set_up
+
+    def changed(*arguments: Any) -> Setup:
+        setup = set_up(*arguments)
+        facts = replace(setup.facts, **own.get("facts", {}))
+        return replace(setup, facts=facts, policy=replace(setup.policy, **own.get("policy", {})))
+
+    ringattn.attention.set_up = changed
+    try:
+        return _module(profiles[dist.get_rank()])
+    finally:
+        ringattn.attention.set_up = set_up
+
+
+def _told_elsewhere(facts: dict[str, Any]) -> Told:
+    return _told(lambda: _elsewhere([{}, {"facts": facts}], [None, None]))
+
+
+@pytest.mark.parametrize(
+    ("facts", "told"),
+    [
+        ({"arch": "riscv64", "device_name": "Other"}, "rank 1 on Other (riscv64); one sequence needs one architecture"),
+        ({"software": (("torch", "2.0.1"),)}, "on rank 0 of the group and 2.0.1 on rank 1"),
+    ],
+    ids=["architecture", "torch"],
+)
+def test_ranks_on_machines_that_do_not_go_together(
+    facts: dict[str, Any], told: str, ranks: Callable[[int], Pool]
+) -> None:
+    for error, message, _ in ranks(2).run(_told_elsewhere, facts):
+        assert error == "InputError"
+        assert told in message
+
+
+def _found_elsewhere(changes: list[dict[str, dict[str, Any]]], profiles: list[Any]) -> tuple[Any, ...]:
+    module = _elsewhere(changes, profiles)
+    facts, plan = module._setup.facts, module.plan_for(CASE.length // 2, torch.float32, True)
+    return facts.packages, facts.link, facts.device_count, describe(plan.tunables), "all use" in module.explain()
+
+
+def test_ranks_that_differ_plan_for_what_all_of_them_have(ranks: Callable[[int], Pool]) -> None:
+    profiles = [_profile("ring", "math"), _profile("ring", "flash-cpu")]
+    first, second = ({"packages": packages, "link": "nv18", "device_count": 2} for packages in (("a", "b"), ("b", "c")))
+    told = ranks(2).run(_found_elsewhere, [{"facts": first}, {"facts": second}], profiles)
+    assert told == [(("b",), "nv18", 2, told[0][3], True)] * 2
+    told = ranks(2).run(_found_elsewhere, [{"facts": first}, {"facts": second | {"link": "pcie"}}], profiles)
+    assert told == [(("b",), "", 1, told[0][3], True)] * 2
+
+
+def test_ranks_whose_heuristics_differ_take_that_of_rank_0(ranks: Callable[[int], Pool]) -> None:
+    policy = {"forward": ("math",), "backward": ("math",)}
+    for changes, kernel in (([{}, {"policy": policy}], "flash-cpu"), ([{"policy": policy}, {}], "math")):
+        (*_, first, explained), (*_, second, _) = ranks(2).run(_found_elsewhere, changes, [None, None])
+        assert first == second
+        assert first.startswith(f"{kernel}/{kernel} fp32")
+        assert explained
+
+
+def test_a_common_table_is_what_the_module_asked_for() -> None:
+    """And none where the profile would give way to the heuristic."""
+    module = CASE.module(dtype="auto", prefer="memory", checkpoint="full")
+    facts, policy = module._setup.facts, module._setup.policy
+    table = _try_table((), policy, facts, module.plan, "zigzag")
+    assert isinstance(table, PlanTable)
+    assert (table.prefer, table.auto_dtype, table.wishes) == ("memory", True, module.plan.wishes)
+    assert table.conditions.layout == "zigzag"
+    unfit = Profile.single(facts, CASE.workload("fp32"), Tunables("fp32", (BranchTunables("cudnn", "cudnn"),)))
+    assert isinstance(_try_table(unfit.plans, policy, facts, CASE.module().plan, ""), PlanError)
+
+
+# --- errors ------------------------------------------------------------------------------------------------------
 
 
 def _told_to_build(arguments: list[dict[str, Any]]) -> Told:

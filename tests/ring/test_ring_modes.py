@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from oracle import DENSE, Case, Results, assert_equal_to, exact, found, pattern_of
+from oracle import DENSE, Case, Results, assert_equal_to, exact, found, laid_out, pattern_of
 from pool import Pool
 from ring_cases import RingCase, check_exact, run_ring
 
@@ -259,6 +259,34 @@ def _odd_memory_layouts(ring: RingCase) -> None:
     ones = exact(case, q, k, v, torch.ones_like(q))
     for grad, whole in zip(grads, (ones.dq, ones.dk, ones.dv), strict=True):
         assert (grad - module.shard(whole)).abs().max() < 1e-12
+
+
+def _rows_that_kernels_get(ring: RingCase) -> set[int]:
+    """The last strides of q, k and v, also after a call of the same shape whose rows lie in one piece."""
+    kernel, load, strides = KERNELS["math"], KERNELS["math"].load, set[int]()
+
+    def noting(config: KernelConfig) -> BoundKernel:
+        bound = load(config)
+
+        def forward(*rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            strides.update(x.stride(-1) for x in rows)
+            return bound.forward(*rows)
+
+        return BoundKernel(forward, bound.backward)
+
+    module = ring.module()
+    leaves = [module.shard(x.detach()) for x in ring.case.inputs()]
+    object.__setattr__(kernel, "load", noting)
+    try:
+        module(*leaves)
+        module(*(laid_out(x, "last_strided") for x in leaves))
+    finally:
+        object.__setattr__(kernel, "load", load)
+    return strides
+
+
+def test_kernels_get_rows_in_one_piece(ranks: Callable[[int], Pool]) -> None:
+    assert ranks(2).run(_rows_that_kernels_get, RingCase(CAUSAL, "ring", "zigzag")) == [{1}] * 2
 
 
 @pytest.mark.parametrize("schedule", ["ring", "all-gather", "ulysses"])

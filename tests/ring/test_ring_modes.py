@@ -156,9 +156,12 @@ def _lengths_with_equal_shares(schedule: str) -> None:
     """Rank 0 holds 5 positions of 10 and of 9."""
     rings = [RingCase(Case(n, 2, 2, 4, causal=True), schedule, "contiguous", ragged=True) for n in (10, 9, 10)]
     module = rings[0].module()
+    assert module._ring is not None
     for ring in rings:
         case = ring.case
         q, k, v = case.inputs()
+        here = module.positions(case.length).numel()
+        assert module._ring.planned_length(here, case.length) == 5, "ranks would look up plans of their own"
         assert_equal_to(run_ring(ring, module, q, k, v, case.dout()), exact(case, q, k, v, case.dout()))
 
 

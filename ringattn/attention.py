@@ -141,6 +141,7 @@ class RingAttention(nn.Module):
 
             self._ring = RingContext(process_group, device_of(device))
             asked = {"scale": self.scale, "layout": layout, "prefer": prefer}
+            asked |= {"backend": backend, "dtype": dtype, "checkpoint": checkpoint}
             self._setup, self.plan = self._ring.plan_together(resolve, layout_with, shape, asked)
             self.layout = self._ring.layout
         self.shape = shape

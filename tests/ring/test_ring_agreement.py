@@ -218,11 +218,15 @@ def test_arguments_that_must_be_equal(ranks: Callable[[int], Pool]) -> None:
         "layout": ("zigzag", "contiguous"),
         "segment_lengths": ([8], [4]),
         "prefer": (None, "memory"),
+        "backend": ("math", ("math", "flash-cpu")),
+        "dtype": (torch.float32, None),
+        "checkpoint": (None, "full"),
     }.items():
         more = {"dilation_rates": [1]} if name == "segment_lengths" else {}
         told = ranks(2).run(_told_to_build, [{name: value, **more} for value in values])
         for error, message, seconds in told:
             assert error == "InputError"
+            assert message.startswith("pattern is" if more else f"{name} is")
             assert "on rank 0 of the group and" in message
             assert seconds < 5
 

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -411,6 +412,38 @@ def test_what_differs_on_one_rank(change: str, told: str, ranks: Callable[[int],
         _, first, other = message.split(" calls with ")
         assert told in other
         assert told not in first
+
+
+def _comparisons() -> list[int]:
+    """How often ranks have compared, after every call."""
+    module = RingAttention(6, 4, causal=True, profile=None, device="cpu", process_group=dist.group.WORLD)
+    assert module._ring is not None
+    watch, counts, calls = module._ring.watch, list[int](), 0
+    lockstep = watch.lockstep
+
+    def counting(*arguments: Any) -> None:
+        nonlocal calls
+        calls += 1
+        lockstep(*arguments)
+
+    x = torch.randn(1, 8, 6, 4)
+    more = x.clone().requires_grad_()
+    watch.lockstep = counting  # type: ignore[method-assign]
+    try:
+        for given, total in ((x, None), (x, None), (x.double(), None), (more, None), (more, 24), (more[:, :7], None)):
+            module(given, given, given, total_length=total)
+            counts.append(calls)
+        with torch.autocast("cpu", torch.bfloat16):
+            module(more[:, :7], more[:, :7], more[:, :7])
+        counts.append(calls)
+    finally:
+        del watch.lockstep
+    return counts
+
+
+def test_ranks_compare_whenever_a_call_differs_from_the_last(ranks: Callable[[int], Pool]) -> None:
+    """In its dtype, whether it trains, its total length, its shape, or autocast."""
+    assert ranks(3).run(_comparisons) == [[1, 1, 2, 3, 4, 5, 6]] * 3
 
 
 def _autocast_on_one_rank() -> Told:

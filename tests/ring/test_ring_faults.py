@@ -247,6 +247,28 @@ def test_a_failure_of_all_ranks_in_one_call_is_none_of_the_next(
     assert [error for error, _, _ in told] == ["ValueError"] * 3
 
 
+def _one_of_a_sub_group_breaks() -> Told:
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    own = groups[dist.get_rank() % 2]
+    ring, kernel, breaking = RingCase(CASE, "ring", "zigzag"), KERNELS["math"], _Breaking(2, ValueError("kernel broke"))
+    module = ring.module(group=own)
+    if dist.get_rank() == 3:
+        object.__setattr__(kernel, "load", breaking.load)
+    try:
+        leaves = _leaves(module)
+        told = _told(lambda: module(*leaves))
+    finally:
+        object.__setattr__(kernel, "load", breaking.original)
+    dist.destroy_process_group(own)
+    return told
+
+
+def test_a_rank_of_a_sub_group_is_named_as_all_ranks_know_it(ranks: Callable[[int], Pool]) -> None:
+    told = ranks(4).run(_one_of_a_sub_group_breaks)
+    assert [error for error, _, _ in told] == ["", "PeerError", "", "ValueError"]
+    assert told[1][1] == "rank 3 failed: ValueError: kernel broke"
+
+
 def _messages_need_memory() -> Told:
     module = RingCase(CASE, "ring", "zigzag").module()
     assert module._ring is not None

@@ -169,6 +169,25 @@ def test_a_rank_that_does_not_call_is_named(fragile: Pool) -> None:
         assert seconds < TIMEOUT_S + 5
 
 
+def _impatient_or_asleep() -> Told:
+    module = RingCase(CASE, "ring", "zigzag").module()
+    assert module._ring is not None
+    if dist.get_rank() == 1:
+        time.sleep(TIMEOUT_S)
+        return "", "", 0.0
+    if dist.get_rank() == 0:
+        module._ring.watch.timeout_s = 1.0
+    return _told(lambda: module(*_leaves(module)))
+
+
+def test_what_one_rank_has_waited_for_in_vain_no_other_waits_for(fragile: Pool) -> None:
+    fragile.start(_impatient_or_asleep)
+    (first, said, _), (error, message, seconds) = fragile.results_of([0, 2], TIMEOUT_S + 10)
+    assert (first, said) == ("PeerError", "rank 1 did not make this call within the group's timeout of 1 s")
+    assert (error, message) == ("PeerError", "rank 1 did not make this call in time")
+    assert seconds < TIMEOUT_S
+
+
 # --- a rank raises -----------------------------------------------------------------------------------------------
 
 
@@ -438,8 +457,8 @@ def test_what_differs_on_one_rank(change: str, told: str, ranks: Callable[[int],
         assert told not in first
 
 
-def _comparisons() -> list[int]:
-    """How often ranks have compared, after every call."""
+def _comparisons() -> tuple[list[int], list[int]]:
+    """How often ranks have compared, after every call, and the calls of which the store still knows."""
     module = RingAttention(6, 4, causal=True, profile=None, device="cpu", process_group=dist.group.WORLD)
     assert module._ring is not None
     watch, counts, calls = module._ring.watch, list[int](), 0
@@ -462,12 +481,13 @@ def _comparisons() -> list[int]:
         counts.append(calls)
     finally:
         del watch.lockstep
-    return counts
+    kept = [watch._call_key(module._ring.module, call, watch.rank) for call in range(9)]
+    return counts, [call for call, key in enumerate(kept) if watch._store.check([key])]
 
 
 def test_ranks_compare_whenever_a_call_differs_from_the_last(ranks: Callable[[int], Pool]) -> None:
     """In its dtype, whether it trains, its total length, its shape, or autocast."""
-    assert ranks(3).run(_comparisons) == [[1, 1, 2, 3, 4, 5, 6]] * 3
+    assert ranks(3).run(_comparisons) == [([1, 1, 2, 3, 4, 5, 6], [7])] * 3
 
 
 def _autocast_on_one_rank() -> Told:

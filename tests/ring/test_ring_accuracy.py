@@ -105,8 +105,8 @@ def test_errors_do_not_grow_with_the_world(
 
 def test_errors_do_not_grow_with_the_branches(ranks: Callable[[int], Pool]) -> None:
     """What lanes that no program joins gave is added and merged in float32, and rounded once."""
-    case = Case(192, 4, 4, 16, pattern=pattern_of([24, 96, 192, 192, 192, 192], [1, 2, 3, 2, 5, 1]), causal=True)
+    case = Case(192, 4, 4, 16, pattern=pattern_of([128] * 8, [1] * 8), causal=True)
     alone = _one_rank_errors(case, torch.bfloat16)
-    (errors, *_) = ranks(2).run(_gradient_errors, RingCase(case, "ring", "zigzag"), "bf16")
+    (errors, *_) = ranks(2).run(_gradient_errors, RingCase(case, "ring", "contiguous"), "bf16")
     for name, error in errors.items():
         assert error <= 1.07 * alone[name], f"{name}: {error:.3e}, one rank {alone[name]:.3e}"

@@ -18,6 +18,7 @@ from ring_cases import RingCase, run_ring
 
 from ringattn import RingAttention
 from ringattn.block_kernel import BoundKernel
+from ringattn.comm import Comm, Message
 from ringattn.kernels import KERNELS
 from ringattn.watch import BEAT_S, _gone, _leave
 
@@ -186,6 +187,27 @@ def test_what_one_rank_has_waited_for_in_vain_no_other_waits_for(fragile: Pool) 
     assert (first, said) == ("PeerError", "rank 1 did not make this call within the group's timeout of 1 s")
     assert (error, message) == ("PeerError", "rank 1 did not make this call in time")
     assert seconds < TIMEOUT_S
+
+
+def _messages_that_do_not_start() -> list[Told]:
+    comm = Comm(dist.group.WORLD)
+    x = torch.zeros(4)
+
+    def lost(*_: object, **__: object) -> None:
+        raise RuntimeError("connection closed\nby whom")
+
+    batch, all_to_all = dist.batch_isend_irecv, dist.all_to_all_single
+    dist.batch_isend_irecv = dist.all_to_all_single = lost
+    try:
+        exchange = _told(lambda: comm.exchange([Message(x, 1 - comm.rank)], []))
+        return [exchange, _told(lambda: comm.all_to_all(x, x.clone(), [8, 8], [8, 8]))]
+    finally:
+        dist.batch_isend_irecv, dist.all_to_all_single = batch, all_to_all
+
+
+def test_a_peer_that_is_lost_when_messages_start_is_lost_as_well(ranks: Callable[[int], Pool]) -> None:
+    for told in ranks(2).run(_messages_that_do_not_start):
+        assert [each[:2] for each in told] == [("CommError", "communication failed: connection closed")] * 2
 
 
 # --- a rank raises -----------------------------------------------------------------------------------------------

@@ -344,7 +344,7 @@ def _one_rank_breaks_unnoticed() -> tuple[Told, Told]:
     try:
         first = _told(lambda: module(*leaves))
         deadline = time.monotonic() + 10 * BEAT_S
-        while dist.get_rank() != 1 and watch._heard is None and time.monotonic() < deadline:
+        while not first[0] and watch._heard is None and time.monotonic() < deadline:
             time.sleep(0.05)
         dist.barrier()
         second = _told(lambda: module(*leaves))
@@ -357,12 +357,11 @@ def _one_rank_breaks_unnoticed() -> tuple[Told, Told]:
     return first, second
 
 
-def test_without_a_vote_a_failure_is_told_in_the_next_call(ranks: Callable[[int], Pool]) -> None:
+def test_without_a_vote_a_failure_is_told_once_it_is_heard(ranks: Callable[[int], Pool]) -> None:
     told = ranks(3).run(_one_rank_breaks_unnoticed)
     assert [each[:2] for each in told[1]] == [("ValueError", "kernel broke"), ("", "")]
-    for first, second in (told[0], told[2]):
-        assert first[0] == ""
-        assert second[:2] == ("PeerError", "rank 1 failed: ValueError: kernel broke")
+    for both in (told[0], told[2]):  # in the next call, or in this one by a thread that is quick
+        assert sorted(each[:2] for each in both) == [("", ""), ("PeerError", "rank 1 failed: ValueError: kernel broke")]
 
 
 def test_out_of_memory(ranks: Callable[[int], Pool]) -> None:

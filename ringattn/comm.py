@@ -66,7 +66,8 @@ class Comm:
     ) -> Pending:
         """Starts all messages together; ``after`` runs once they have arrived."""
         if not sends and not receives:
-            return Pending((), (), after) if after else NOTHING
+            assert not after
+            return NOTHING
         operations = [
             dist.P2POp(operation, _flat(tensor), self._global_ranks[rank], self.group)
             for operation, messages in ((dist.isend, sends), (dist.irecv, receives))

@@ -9,7 +9,6 @@ Legend: B batch, S rows of this rank, T rows of all ``degree`` ranks together, M
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -28,10 +27,8 @@ class HeadExchange:
         share = joined([span for part in parts for span in part])
         # Of every member's spans, in its order: where each begins among the rows of all, and how long it is.
         self._spans = [[(rows_within(span, share), span.length) for span in part] for part in parts]
-        ends = [(part[0].begin, part[-1].end) for part in parts]
-        touching = all(a[1] == b[0] for a, b in itertools.pairwise(ends))
         # The rows of all members, one member after the other, are the rows of all in ascending position.
-        self._ascending = touching and all(len(part) == 1 for part in parts)
+        self._ascending = all(len(part) == 1 for part in parts)
 
     def spread(self, tensors: Sequence[Tensor], group: int, dtype: torch.dtype) -> tuple[Pending, list[Tensor]]:
         """Starts to bring a head group of each (B, S, heads, D) tensor here: (B, T, heads / degree / groups, D).

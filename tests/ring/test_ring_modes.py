@@ -15,7 +15,7 @@ from oracle import DENSE, Case, Results, assert_equal_to, exact, found, laid_out
 from pool import Pool
 from ring_cases import RingCase, check_exact, run_ring
 
-import ringattn.ring
+import ringattn.ring_lanes
 from ringattn import RingAttention, Workload
 from ringattn.block_kernel import BoundKernel, KernelConfig
 from ringattn.kernels import KERNELS
@@ -132,18 +132,18 @@ def test_few_results_are_on_their_way_home_at_once(groups: int, most: int) -> No
 
 def _most_kept(ring: RingCase) -> int:
     """How many steps' keys and values a lane of this rank has at once."""
-    most, move_keys = 0, ringattn.ring._Lane.move_keys
+    most, move_keys = 0, ringattn.ring_lanes.RunningLane.move_keys
 
     def counting(lane: Any, *arguments: Any) -> None:
         nonlocal most
         move_keys(lane, *arguments)
         most = max(most, len(lane._brought) + (lane._own is not None))
 
-    ringattn.ring._Lane.move_keys = counting  # type: ignore[method-assign]
+    ringattn.ring_lanes.RunningLane.move_keys = counting  # type: ignore[method-assign]
     try:
         check_exact([ring])
     finally:
-        ringattn.ring._Lane.move_keys = move_keys  # type: ignore[method-assign]
+        ringattn.ring_lanes.RunningLane.move_keys = move_keys  # type: ignore[method-assign]
     return most
 
 

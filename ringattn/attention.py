@@ -22,7 +22,7 @@ from . import compiled
 from .autograd import Runner, differentiable
 from .errors import InputError, PlanError
 from .hardware import HardwareFacts
-from .layout import Share, Span, positions, resolve_layout, shard
+from .layout import Share, Span, check_dim, positions, resolve_layout, shard
 from .plan import Conditions, Plan
 from .preference import Preference, check_preference
 from .profile import PlanEntry, Profile
@@ -166,20 +166,13 @@ class RingAttention(nn.Module):
         Returns out (B, S, H, D) in q's dtype; with ``return_lse`` also lse (B, H, S), natural log, float32 (float64
         for float64), -inf where nothing is selected, not differentiable.
         """
-        if self.dropout and self.training:
-            raise self._dropout_refusal()
-        if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
-            self._check(q, k, v)
-        if not (q.layout is k.layout is v.layout is torch.strided) or q.is_nested or k.is_nested or v.is_nested:
-            self._check(q, k, v)  # such tensors have no strides, which are read below, before a new shape is checked
-        train = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        device = self._device_type
-        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        if self._ring is None and total_length is not None and total_length != q.shape[1]:
-            raise InputError(f"total_length is {total_length!r}, but this rank holds all {q.shape[1]}; leave it out")
         if self._ring is not None:
-            out, lse = self._ring.outside_graphs(self._over_ranks, q, k, v, train, total_length, autocast)
-        elif torch.compiler.is_compiling():
+            out, lse = self._ring.outside_graphs(self._over_ranks, q, k, v, total_length)
+            return (out, lse) if return_lse else out
+        train, autocast = self._mode(q, k, v)
+        if total_length is not None and total_length != q.shape[1]:
+            raise InputError(f"total_length is {total_length!r}, but this rank holds all {q.shape[1]}; leave it out")
+        if torch.compiler.is_compiling():
             out, lse = self._trace(q, k, v, train, autocast)
         else:
             key = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, train)
@@ -195,11 +188,15 @@ class RingAttention(nn.Module):
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's rows of ``x``, which is the whole sequence along ``dim``."""
+        check_dim(x, dim)
         return shard(x, self._share(x.shape[dim]), dim)
 
     def unshard(self, x: Tensor, total_length: int | None = None, dim: int = 1) -> Tensor:
         """The whole sequence from every rank's rows; all ranks call it. Not differentiable."""
-        return x if self._ring is None else self._ring.unshard(x, total_length, dim)
+        if self._ring is None:
+            check_dim(x, dim)
+            return x
+        return self._ring.unshard(x, total_length, dim)
 
     def _share(self, total_length: int) -> Share:
         return (Span(0, total_length),) if self._ring is None else self._ring.share(total_length)
@@ -373,24 +370,32 @@ class RingAttention(nn.Module):
 
         return run
 
-    def _over_ranks(
-        self, q: Tensor, k: Tensor, v: Tensor, train: bool, total_length: int | None, autocast: torch.dtype | None
-    ) -> tuple[Tensor, Tensor]:
+    def _over_ranks(self, q: Tensor, k: Tensor, v: Tensor, total_length: int | None) -> tuple[Tensor, Tensor]:
         """The call in step with the other ranks; what is wrong with it here is told to them."""
         assert self._ring is not None
-        try:
+        with self._ring.call():
+            train, autocast = self._mode(q, k, v)
             self._check(q, k, v)
-            narrow = autocast if autocast is not q.dtype and self._narrows(q, autocast) else None
-            self._ring.enter(q, train, total_length, narrow)
             shapes = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, train)
             key = (shapes, total_length, autocast)
             run = self._runners.get(key)
             if run is None:
                 run = self._new_runner(q, k, v, train, key)
-        except Exception as error:
-            self._ring.watch.report(error)
-            raise
+            narrow = autocast if autocast is not q.dtype and self._narrows(q, autocast) else None
+            self._ring.enter((q, k, v), run, train, total_length, narrow)
         return run(q, k, v)
+
+    def _mode(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[bool, torch.dtype | None]:
+        """Whether gradients are wanted, and the dtype of autocast; raises for what has neither, nor strides."""
+        if self.dropout and self.training:
+            raise self._dropout_refusal()
+        if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+            self._check(q, k, v)
+        if not (q.layout is k.layout is v.layout is torch.strided) or q.is_nested or k.is_nested or v.is_nested:
+            self._check(q, k, v)  # such tensors have no strides, which are read before a new shape is checked
+        train = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        device = self._device_type
+        return train, torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
         """(B, S) of well-formed inputs; InputError names what does not fit."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .errors import InputError
+from .wording import plural
 from .workload import LAYOUTS, Pattern
 
 
@@ -113,6 +114,12 @@ def rows_within(inner: Span, share: Share) -> int:
 def positions(share: Share, device: torch.device | str | None = None) -> Tensor:
     """Global positions (S,) int64 of a rank's rows, for labels and rotary embeddings."""
     return torch.cat([torch.arange(span.begin, span.end, device=device) for span in share])
+
+
+def check_dim(x: Tensor, dim: int) -> None:
+    """InputError where ``x`` has no such dimension."""
+    if not -x.ndim <= dim < x.ndim:
+        raise InputError(f"dim is {dim}; the tensor has {plural(x.ndim, 'dimension')}, {tuple(x.shape)}")
 
 
 def shard(x: Tensor, share: Share, dim: int = 1) -> Tensor:

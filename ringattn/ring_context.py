@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from .agreement import plan_together
 from .comm import Comm, CommError
 from .errors import InputError, RingAttentionError
 from .hardware import HardwareFacts
-from .layout import Share, assemble, length_of, shares
+from .layout import Share, assemble, check_dim, length_of, shares
 from .plan import Plan
 from .profile import PlanEntry
 from .ring_program import RingProgram
@@ -23,6 +24,8 @@ from .setup import Setup
 from .table import ModuleShape, PlanTable
 from .watch import watch_of
 from .wording import plural
+
+Runner = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class RingContext:
@@ -37,6 +40,7 @@ class RingContext:
         self._calls = 0
         self._agreed = 0  # the last call that ranks compared
         self._looks: tuple[Any, ...] = ()
+        self._last: Callable[[], object] = lambda: None  # the messages of the last call that ranks compared
         self._told = ""  # the same in words
         self.parts = lru_cache(maxsize=1024)(lambda total: shares(self.layout, total, self.comm.size))
 
@@ -58,23 +62,36 @@ class RingContext:
             )
         return total_length
 
-    def enter(self, q: Tensor, train: bool, total_length: int | None, narrow: torch.dtype | None) -> None:
-        """Begins a call: where it differs from the last, ranks wait for each other and compare.
+    def enter(
+        self, inputs: Sequence[Tensor], run: Runner, train: bool, total_length: int | None, narrow: torch.dtype | None
+    ) -> None:
+        """Begins a call, which ``run`` is: where it differs from the last, ranks wait for each other and compare.
 
-        ``narrow`` is the dtype that autocast has the inputs converted to.
+        ``narrow`` is the dtype that autocast has the inputs, q, k and v, converted to.
         """
-        self._calls += 1
+        q = inputs[0]
         looks = (q.shape[:2], q.dtype, train, total_length, narrow)
         if looks == self._looks:
             self.watch.begin(self.module, self._calls, self._told)
             return
-        self._told = self._text(q, train, total_length, narrow)
-        self._compare(self._told)
-        self._looks = looks
+        told = self._text(q, train, total_length, narrow)
+        self._compare(told)
+        self._told, self._looks = told, looks
+        self._last = partial(_run_on_zeros, run, tuple(x.shape for x in inputs), q.dtype, q.device)
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Counts a call. One that this rank does not begin is told to the others, who may be in its messages."""
+        self._calls += 1
+        try:
+            yield
+        except Exception as error:
+            self.watch.miss(error, (self.module, self._calls), self._last)
+            raise
 
     def _compare(self, told: str) -> None:
         """Waits until every rank begins this call, and raises on all of them where one tells something else."""
-        self.watch.begin(self.module, self._calls, told)
+        self.watch.begin(self.module, self._calls, told, comparing=True)
         self.watch.lockstep(self.module, self._calls, told)
         if self._agreed:
             self.watch.forget(self.module, self._agreed)
@@ -111,15 +128,12 @@ class RingContext:
 
     def unshard(self, x: Tensor, total_length: int | None, dim: int) -> Tensor:
         """Every rank's rows in order. Ranks compare what they hold first: messages of unequal sizes end a process."""
-        self._calls += 1
-        try:
+        with self.call():
+            check_dim(x, dim)
             total = self.total_of(x.shape[dim], total_length)
             dim %= x.ndim
             shape = ", ".join("rows" if number == dim else str(n) for number, n in enumerate(x.shape))
             self._compare(f"unshards {plural(total, 'position')} in all, of ({shape}) in {str(x.dtype)[6:]}")
-        except RingAttentionError as error:
-            self.watch.report(error)
-            raise
         parts = self.parts(total)
         sizes = [(*x.shape[:dim], length_of(part), *x.shape[dim + 1 :]) for part in parts]
         try:
@@ -141,3 +155,8 @@ class RingContext:
             "a RingAttention over several ranks cannot be pickled: a process group belongs to its process; "
             "save its arguments, or its state_dict"
         )
+
+
+def _run_on_zeros(run: Runner, shapes: Sequence[torch.Size], dtype: torch.dtype, device: torch.device) -> None:
+    with torch.no_grad():
+        run(*(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes))

@@ -5,7 +5,10 @@ Everything goes through the store that the group was made with, so it works whil
 - a *ledger* of failures: a rank that raises writes its reason there, and the others raise it as theirs;
 - a *beat* of every rank, written each second by a thread, with the call it is in: who is gone stops beating;
 - *lockstep*: before a call that differs from the last one, ranks wait for each other and compare, because messages
-  of unequal sizes would hang or worse.
+  of unequal sizes would hang or worse;
+- *absence*: a rank that cannot begin a call asks the others whether they are in its messages already. If one is, all
+  that are not exchange the messages of the last call with it, whose result nobody uses: else they would be taken for
+  those of the next.
 
 A thread of every rank also listens to the next one's beat, so that a lost rank is named even where the main thread
 is stuck in a GPU call.
@@ -36,10 +39,15 @@ logger = logging.getLogger("ringattn")
 BEAT_S = 1.0
 # After an error of the network: a rank that beats no more for so long is gone.
 _SILENT_AFTER_ERROR_S = 3.5
+_ANSWERED_WITHIN_S = 10.0  # what the threads of ranks that live have said whether these are in a call
+_INSIDE, _OUTSIDE = "inside", "outside"
 _LEFT = "left"
 _TOLD = "_ringattn_told"  # marks an exception that the other ranks know of
 
 Store = Any  # torch.distributed.Store has no type stubs
+
+
+Call = tuple[int, int]  # a module, and which of its calls
 
 
 class PeerError(RingAttentionError):
@@ -50,13 +58,20 @@ class Failure(NamedTuple):
     """An entry of the ledger: ``rank`` failed, as ``told_by`` says.
 
     ``moment`` is how many forwards and backwards it had ended before: ranks that fail in the same one each raise their
-    own error, and must not raise the other's in a later call.
+    own error, and must not raise the other's in a later call. ``missed`` is the call (module, number) that the rank did
+    not begin.
     """
 
     rank: int
     told_by: int
     reason: str
     moment: int = sys.maxsize
+    missed: Call | None = None
+
+    @classmethod
+    def read(cls, text: str | bytes) -> Failure:
+        rank, told_by, reason, moment, missed = json.loads(text)
+        return cls(rank, told_by, reason, moment, missed and (missed[0], missed[1]))
 
     def __str__(self) -> str:
         return f"rank {self.rank} {self.reason}"
@@ -80,6 +95,10 @@ class Watch:
         self._modules = 0
         self._moment = 0  # forwards and backwards that were ended, the same on all ranks
         self._failed_at = -1  # the last of them in which this rank failed
+        self._beginning = threading.Lock()  # a call is begun before a thread says where this rank is, or after it
+        self._comparing: Call | None = None
+        self._missed: dict[Call, Failure] = {}  # that others did not begin, and this rank will not either
+        self._sits_out = False
         self._stop = threading.Event()
         # The thread must not keep the watch alive: a group that is dropped ends it.
         arguments = (weakref.ref(self), self._stop, self._store)
@@ -88,14 +107,14 @@ class Watch:
 
     # -- failures --
 
-    def report(self, error: BaseException) -> None:
-        """Tells the others that this rank failed; once for each error."""
+    def report(self, error: BaseException, missed: Call | None = None) -> None:
+        """Tells the others that this rank failed, or that it does not begin a call; once for each error."""
         if _TOLD in vars(error) or isinstance(error, PeerError):
             return
         vars(error)[_TOLD] = True
         text = str(error).strip().splitlines()
         reason = f"failed: {type(error).__name__}: {text[0] if text else 'no message'}"
-        self._write(self._store, Failure(self._global[self.rank], self.rank, reason, self._moment))
+        self._write(self._store, Failure(self._global[self.rank], self.rank, reason, self._moment, missed))
 
     def settle(self, comm: Comm, *, well: bool) -> None:
         """Ends a call in which every message was exchanged; raises PeerError if another rank failed in it.
@@ -103,9 +122,8 @@ class Watch:
         On CPUs ranks vote, so that all leave the same call. On GPUs, where a call returns before it has run, what
         counts is what the thread has heard so far.
         """
-        moment, self._moment = self._moment, self._moment + 1
-        if not well:
-            self._failed_at = moment
+        well = well and not self._sits_out
+        self._end_moment(well)
         if self._synchronous:
             if comm.vote(well) or not well:
                 return
@@ -117,13 +135,24 @@ class Watch:
         if self._synchronous:
             raise PeerError("another rank failed in this call, and did not say why")
 
+    def _end_moment(self, well: bool) -> None:
+        if not well:
+            self._failed_at = self._moment
+        self._moment += 1
+
     def lost(self, error: BaseException) -> PeerError:
         """The error to raise instead of one of the network: who is gone, or who failed, as far as anybody knows."""
         failure = self._diagnose()
-        if failure is None:
-            calls = ", ".join(f"rank {self._global[rank]} {status}" for rank, status in self._statuses().items())
-            return self._break(Failure(self._global[self.rank], self.rank, f"met: {error}; no rank failed ({calls})"))
-        return self._break(failure)
+        return self._break(failure or self._straggler(error))
+
+    def _straggler(self, error: BaseException) -> Failure:
+        """Who made the fewest calls, where nobody failed; this rank's own ``error`` if none made fewer than it."""
+        calls = self._calls_made()
+        told = ", ".join(f"rank {self._global[rank]} is in call {count}" for rank, count in calls.items())
+        last = min(calls, key=lambda rank: calls[rank], default=self.rank)
+        if calls and calls[last] < calls[self.rank]:
+            return Failure(self._global[last], self.rank, f"did not make this call: {told}")
+        return Failure(self._global[self.rank], self.rank, f"met: {error}; no rank failed ({told})")
 
     def _break(self, failure: Failure) -> PeerError:
         """The group is of no use any more: messages were lost."""
@@ -156,14 +185,21 @@ class Watch:
         count = store.add("failures", 0)
         found = None
         while self._seen < count:
-            failure = Failure(*json.loads(store.get(f"failure/{self._seen}")))
+            failure = Failure.read(store.get(f"failure/{self._seen}"))
             self._seen += 1
             others = failure.told_by != self.rank and failure.rank != self._global[self.rank]
-            if found is None and others and failure.moment > self._failed_at:
+            if found is None and others and failure.moment > self._failed_at and not self._is_over(failure):
                 found = failure
+                if failure.missed is not None:
+                    self._missed[failure.missed] = failure
         if count == self._seen:
             self._heard = None
         return found
+
+    def _is_over(self, failure: Failure) -> bool:
+        """Whether this rank went through the call without noticing who was missing, as it sends nothing."""
+        module, call = failure.missed or (0, 0)
+        return self._synchronous and self._calls.get(module, (0, ""))[0] > call > 0
 
     def _count(self) -> int:
         return int(self._store.add("failures", 0))
@@ -182,11 +218,17 @@ class Watch:
         self._modules += 1
         return self._modules
 
-    def begin(self, module: int, call: int, looks: str) -> None:
-        """This rank begins call number ``call`` of a module."""
+    def begin(self, module: int, call: int, looks: str, *, comparing: bool = False) -> None:
+        """This rank begins call number ``call`` of a module, its messages at once or ``comparing`` it first."""
         if self._broken is not None:
             raise PeerError(f"{self._broken}; the process group is aborted, start it anew")
-        self._calls[module] = (call, looks)
+        with self._beginning:
+            failure = self._missed.get((module, call))
+            if failure is None:
+                self._calls[module] = (call, looks)
+                self._comparing = (module, call) if comparing else None
+        if failure is not None:
+            raise PeerError(str(failure))
 
     def lockstep(self, module: int, call: int, looks: str) -> None:
         """Waits until every rank begins this call, and compares what it looks like to each.
@@ -209,6 +251,7 @@ class Watch:
             )
             vars(error)[_TOLD] = True  # every rank sees it for itself
             raise error
+        self._comparing = None  # nobody is missing any more
 
     def meet(self, keys: Sequence[str], absence: str, probe: Callable[[int], str] = lambda rank: "") -> None:
         """Waits for the keys of all ranks in the store.
@@ -228,9 +271,7 @@ class Watch:
                 for rank in missing:
                     reason = probe(rank)
                     if reason:
-                        error = InputError(reason)
-                        self.report(error)
-                        raise error
+                        raise InputError(reason)
                 if missing and now > deadline:
                     raise self._absent(missing, absence)
             time.sleep(pause_s)
@@ -251,6 +292,58 @@ class Watch:
             f"ranks call with different inputs: rank {self._global[self.rank]} {looks}, rank {self._global[rank]} "
             f"{there}; give every rank its share of one sequence, or total_length where they differ"
         )
+
+    # -- absence --
+
+    def miss(self, error: Exception, call: Call, sit_out: Callable[[], object]) -> None:
+        """This rank does not begin a call, for ``error``: the others are told, and ``sit_out`` is called if it must be.
+
+        That exchanges the messages of the last call, which others are in.
+        """
+        if _TOLD in vars(error) or (isinstance(error, PeerError) and call not in self._missed):
+            return  # every rank knows of it, or the group is of no use any more
+        self.report(error, call)
+        self._store.set(self._place_key(call, self.rank), _OUTSIDE)
+        if self._is_awaited(call):
+            self._sits_out = True
+            try:
+                sit_out()
+            except Exception as other:  # noqa: BLE001  what is raised is ``error``, which the others know
+                error.add_note(f"and while the others were in this call: {type(other).__name__}: {other}")
+            finally:
+                self._sits_out = False
+        else:
+            self._end_moment(well=False)
+        self._missed.pop(call, None)
+
+    def _is_awaited(self, call: Call) -> bool:
+        """Whether a rank is in the messages of the call; the group is broken where one does not say."""
+        keys = [self._place_key(call, rank) for rank in range(self.size)]
+        deadline = time.monotonic() + min(_ANSWERED_WITHIN_S, self.timeout_s)
+        while not self._store.check(keys):
+            if time.monotonic() > deadline:
+                silent = [rank for rank in range(self.size) if not self._store.check([keys[rank]])]
+                self._break(Failure(self._global[silent[0]], self.rank, "does not say whether it is in a call"))
+                return False
+            time.sleep(0.01)
+        return _INSIDE.encode() in self._store.multi_get(keys)
+
+    def place(self, store: Store, failure: Failure) -> None:
+        """Says whether this rank is in the messages of the call that another has missed; if not, it begins it no more.
+
+        Called by the thread: the main one may wait for these messages.
+        """
+        assert failure.missed is not None
+        module, call = failure.missed
+        with self._beginning:
+            begun, _ = self._calls.get(module, (0, ""))
+            inside = begun > call or (begun == call and self._comparing != failure.missed)
+            if not inside:
+                self._missed.setdefault(failure.missed, failure)
+        store.set(self._place_key(failure.missed, self.rank), _INSIDE if inside else _OUTSIDE)
+
+    def _place_key(self, call: Call, rank: int) -> str:
+        return f"missed/{call[0]}/{call[1]}/{rank}"
 
     def forget(self, module: int, call: int) -> None:
         """Removes what ``lockstep`` left in the store, once every rank is past it."""
@@ -283,12 +376,11 @@ class Watch:
             return {}
         return {int(module): (call, looks) for module, (call, looks) in json.loads(beat)["calls"].items()}
 
-    def _statuses(self) -> dict[int, str]:
+    def _calls_made(self) -> dict[int, int]:
         try:
-            calls = {rank: sum(call for call, _ in self._status(rank).values()) for rank in range(self.size)}
+            return {rank: sum(call for call, _ in self._status(rank).values()) for rank in range(self.size)}
         except RuntimeError:  # the store is gone; the error that led here says enough
             return {}
-        return {rank: f"in call {call}" for rank, call in calls.items()}
 
 
 def _beat(of: weakref.ref[Watch], stop: threading.Event, shared: Store) -> None:
@@ -328,9 +420,11 @@ class _Listener:
     def __call__(self, watch: Watch, store: Store) -> None:
         count = int(store.add("failures", 0))
         while self._told < count:
-            failure = Failure(*json.loads(store.get(f"failure/{self._told}")))
+            failure = Failure.read(store.get(f"failure/{self._told}"))
             self._told += 1
             if failure.told_by != watch.rank:
+                if failure.missed is not None:
+                    watch.place(store, failure)
                 watch._heard = failure
                 logger.error("%s", failure)
         self._follow_next(watch, store)

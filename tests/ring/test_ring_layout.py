@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle import pattern_of, patterns
 
-from ringattn import Pattern
+from ringattn import Pattern, RingAttention
 from ringattn.errors import InputError
 from ringattn.layout import assemble, grouped, length_of, positions, resolve_layout, shard, shares
 from ringattn.pattern import head_offset_of
@@ -49,6 +49,14 @@ def test_assemble_undoes_shard(spread: tuple[str, int, int], dim: int) -> None:
     assert all(
         torch.equal(piece, x.index_select(dim, positions(part))) for piece, part in zip(pieces, parts, strict=True)
     )
+
+
+@pytest.mark.parametrize("dim", [2, -3])
+def test_a_dimension_that_is_none_is_named(dim: int) -> None:
+    module = RingAttention(2, 4)
+    for call in (module.shard, module.unshard):
+        with pytest.raises(InputError, match=rf"^dim is {dim}; the tensor has 2 dimensions, \(4, 10\)$"):
+            call(torch.zeros(4, 10), dim=dim)
 
 
 @given(LAYOUTS, st.integers(1, 4), st.integers(1, 3), st.integers(1, 5))

@@ -47,6 +47,15 @@ class _Shape:
     head_dim: int
 
 
+def check_lengths(request: ProbeRequest) -> None:
+    """UsageFailure where a rank would hold too little of a sequence to have both of its chunks."""
+    if request.ranks > 1 and request.layout != "contiguous" and 1 in request.seq_lens:
+        raise UsageFailure(
+            f"--seq-len 1: in zigzag layout each of {request.ranks} ranks holds 2 positions at least; "
+            "give a longer one, or --layout contiguous"
+        )
+
+
 def cells_for(request: ProbeRequest, facts: HardwareFacts) -> tuple[Cell, ...]:
     """Every cell of the request, cheapest first, training beside inference; raises UsageFailure when none is left."""
     workloads = _workloads(request, facts)

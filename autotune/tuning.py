@@ -14,7 +14,7 @@ from ringattn.wording import plural
 from .budget import EFFORTS
 from .exit_codes import ProbeFailure
 from .probe import ProbeObserver, ProbeRequest, ProbeResult, SilentObserver, VerifyResult
-from .ranks.surroundings import edge_of_ranks
+from .ranks.surroundings import edge_of_ranks, facts_of_ranks
 
 if TYPE_CHECKING:
     from .edge import Edge
@@ -31,12 +31,15 @@ def run_probe(request: ProbeRequest, observer: ProbeObserver | None = None, edge
     from .device_lock import device_lock
     from .dry_run import dry_run
     from .edge import real_edge
+    from .grid import check_lengths
     from .probe_run import ProbeRun
     from .task import Task
 
     observer = observer or SilentObserver()
+    check_lengths(request)
     if request.dry_run:
         edge = edge or real_edge(request)
+        edge = replace(edge, facts=facts_of_ranks(edge.facts, request.ranks, edge.environ))
         path, cells = _asked(request, observer, edge)
         return dry_run(Task.of(request, observer, edge), path, cells)
     with _surroundings(request, edge) as edge:

@@ -170,7 +170,10 @@ class PlanTable:
             return ""
         measured = _buckets(self.entries, row.dtype, row.mode)
         if row.bucket is not None or not measured:
-            return f"{what}: no plan was measured for this module; a heuristic plan serves"
+            if row.dtype == "fp64":  # a probe's reference has no better dtype to hold it against
+                return f"{what}: not measured; a heuristic plan serves"
+            options = f"{probe_options(self.shape)} --mode {row.mode} --precision {row.dtype}"
+            return f"{what}: not measured; a heuristic plan serves; `ringtune probe {options}` measures it"
         lengths = f"from {measured[0]} to {measured[-1]}" if len(measured) > 1 else f"at {measured[0]}"
         return (
             f"{what}: measured {lengths} positions; outside, a heuristic plan serves; "

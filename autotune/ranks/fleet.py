@@ -22,7 +22,7 @@ from ringattn.hardware import HardwareFacts
 from ..exit_codes import NoDevice, ProbeFailure, UsageFailure
 from ..trial import WorkerBug
 from .merging import disagreement, ranks_text
-from .place import Place
+from .place import THREADS, Place
 from .relay import failed, serve
 from .wire import Abort, Answer, Call, Hello, Quit, Rest, Welcome, accept, listen
 
@@ -30,7 +30,6 @@ GATHER_TIMEOUT_S = 120.0  # for every rank to come, and to say what it runs on
 GRACE_S = 2.0  # for the other ranks to answer by themselves once one has failed
 ABORT_TIMEOUT_S = 30.0
 QUIT_TIMEOUT_S = 5.0
-_THREADS = "OMP_NUM_THREADS"
 
 
 class Fleet:
@@ -92,7 +91,7 @@ class Fleet:
         environ = dict(environ)
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, (package_folder, environ.get("PYTHONPATH", ""))))
         if not torchrun and self.world > 1:
-            environ.setdefault(_THREADS, "1")  # as torchrun does, whose jobs are to find this profile
+            environ.setdefault(THREADS, "1")  # as torchrun does, whose jobs are to find this profile
         words = (self.host, str(port), str(rank), str(local_rank), str(os.getpid()))
         child = subprocess.Popen(
             [sys.executable, "-m", "autotune.ranks.relay", *words],

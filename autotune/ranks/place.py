@@ -11,6 +11,7 @@ from ..exit_codes import UsageFailure
 
 _TOLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 EVERY_GPU = "gpu"
+THREADS = "OMP_NUM_THREADS"  # that a rank on a CPU computes with
 
 
 @dataclass(frozen=True, slots=True)

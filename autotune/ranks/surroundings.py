@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ringattn.hardware import HardwareFacts
@@ -12,7 +13,7 @@ from ringattn.hardware import HardwareFacts
 from ..budget import EffortPreset
 from ..evaluator import Evaluator
 from ..probe import ProbeRequest
-from .place import place_of, ranks_wanted
+from .place import THREADS, place_of, ranks_wanted
 
 if TYPE_CHECKING:
     from ..edge import Edge
@@ -41,6 +42,12 @@ def follow_rank_0() -> None:
     place = place_of(os.environ)
     assert place is not None
     follow(place)
+
+
+def facts_of_ranks(facts: HardwareFacts, ranks: int, environ: Mapping[str, str]) -> HardwareFacts:
+    """What ranks would find that a probe starts here: on CPUs they have one thread each unless told otherwise."""
+    starts = ranks > 1 and place_of(environ) is None
+    return replace(facts, threads=1) if starts and facts.vendor == "cpu" and THREADS not in environ else facts
 
 
 @contextlib.contextmanager

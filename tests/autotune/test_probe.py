@@ -130,6 +130,30 @@ def test_a_dry_run_says_where_the_profile_would_be_and_does_not_finish_a_probe(
     assert not default.parent.exists()
 
 
+@pytest.mark.parametrize(("environ", "threads"), [({}, "-1t"), ({"OMP_NUM_THREADS": "2"}, "")])
+def test_a_dry_run_over_ranks_names_the_file_that_they_would_write(
+    environ: dict[str, str], threads: str, machine: Machine, tmp_path: Path
+) -> None:
+    """Each has one thread unless told otherwise; the name was of a machine with as many as this process has."""
+    facts = replace(machine.edge.facts, sku="epyc", sm_count=2, threads=2)
+    edge = replace(machine.edge, facts=facts, environ={**machine.edge.environ, **environ})
+    request = replace(request_for(tmp_path, dry_run=True), output=None, ranks=2)
+    path = run_probe(request, Watching(), edge).profile_path
+    assert path is not None
+    assert path.name == f"cpu-epyc-2c{threads}-x2.yaml"
+
+
+def test_a_length_of_which_a_rank_cannot_hold_two_chunks_is_refused_before_ranks_start(
+    machine: Machine, tmp_path: Path
+) -> None:
+    request = request_for(tmp_path / "m.yaml", ranks=2, seq_lens=(1, 64))
+    with pytest.raises(UsageFailure, match=r"^--seq-len 1: in zigzag layout each of 2 ranks holds 2"):
+        run_probe(request, Watching(), machine.edge)
+    assert machine.made == []
+    narrow = replace(request, layout="contiguous", dry_run=True)
+    assert run_probe(narrow, Watching(), machine.edge).dry_run is not None
+
+
 # --- what must not be written ----------------------------------------------------------------------------------------
 
 

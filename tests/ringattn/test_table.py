@@ -444,6 +444,18 @@ def test_beyond_the_measured_lengths_the_heuristic_serves_and_is_said_once(said:
     )
 
 
+def test_a_mode_that_was_not_measured_is_said_with_its_remedy(said: pytest.LogCaptureFixture) -> None:
+    """It was called a module that was not measured, and nothing said how to measure it."""
+    module = Case(64).module(profile=measured_here(small(64, "math")))
+    said.clear()
+    module(*Case(64).inputs(torch.bfloat16))
+    (record,) = said.records
+    assert record.getMessage() == (
+        "bf16 train: not measured; a heuristic plan serves; `ringtune probe --heads 2 --head-dim 4 --no-causal --dense "
+        "--mode train --precision bf16` measures it"
+    )
+
+
 def test_a_runner_up_is_said_once(
     said: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,16 +60,20 @@ def plan_together(
     except RingAttentionError as error:
         own, statement = error, Statement(error=f"{type(error).__name__}: {error}")
     said = _gather(watch, group, module, "resolved", statement)
-    failed = [rank for rank, each in enumerate(said) if each.error]
-    if own is not None:
-        raise own
-    if failed:
-        raise PeerError(f"rank {failed[0]} of the group could not build its module: {said[failed[0]].error}")
-    assert built is not None
-    _check_equal(said)
-    if all(each.table == said[0].table for each in said):
-        return built
-    return _common(watch, group, module, built, said, layout_with)
+    try:
+        if own is not None:
+            raise own
+        failed = [rank for rank, each in enumerate(said) if each.error]
+        if failed:
+            raise PeerError(f"rank {failed[0]} of the group could not build its module: {said[failed[0]].error}")
+        assert built is not None
+        _check_equal(said)
+        if all(each.table == said[0].table for each in said):
+            return built
+        return _common(watch, group, module, built, said, layout_with)
+    except RingAttentionError as error:
+        watch.is_known(error)
+        raise
 
 
 def _statement(arguments: tuple[tuple[str, str], ...], setup: Setup, table: PlanTable) -> Statement:

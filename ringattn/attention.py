@@ -22,7 +22,7 @@ from . import compiled
 from .autograd import Runner, differentiable
 from .errors import InputError, PlanError
 from .hardware import HardwareFacts
-from .layout import Share, Span, check_dim, positions, resolve_layout, shard
+from .layout import Share, Span, check_dim, check_total, positions, resolve_layout, shard
 from .plan import Conditions, Plan
 from .preference import Preference, check_preference
 from .profile import PlanEntry, Profile
@@ -102,48 +102,55 @@ class RingAttention(nn.Module):
         prefer: Preference | None = None,
     ) -> None:
         super().__init__()
-        check_module(num_heads, head_dim, num_kv_heads, causal, scale, dropout, max_seq_len, process_group)
-        check_preference(prefer)
-        pattern = Pattern.of(segment_lengths, dilation_rates, head_offset)
         world = group_size(process_group)
-        resolve_layout(layout, pattern, causal)  # what makes no sense is refused before a profile is read
-        shape = ModuleShape(num_heads, num_kv_heads or num_heads, head_dim, causal, pattern, max_seq_len, world)
-        self.scale = 1.0 / math.sqrt(head_dim) if scale is None else float(scale)
-
-        def layout_with(entries: Sequence[PlanEntry], facts: HardwareFacts) -> str:
-            return shape.layout(layout, entries, facts)
-
-        def resolve() -> tuple[Setup, PlanTable]:
-            setup = set_up(profile, device, shape)
-            deterministic = torch.are_deterministic_algorithms_enabled()
-            table = build_table(
-                shape,
-                setup.entries,
-                setup.policy,
-                setup.facts,
-                conditions=Conditions(deterministic, layout_with(setup.entries, setup.facts) if world > 1 else ""),
-                wishes=wishes_of(backend, dtype, checkpoint),
-                auto_dtype=dtype == "auto",
-                prefer=prefer,
-                strict=setup.named,
-                place_of=setup.place_of,
-            )
-            return setup, table
-
-        self._setup: Setup
-        self.plan: PlanTable
         self._ring: RingContext | None = None
-        if world == 1:
-            self._setup, self.plan = resolve()
-            self.layout = resolve_layout(layout, pattern, causal)
-        else:
+        if world > 1:
             from .ring_context import RingContext  # torch.distributed: only where it is used
 
             self._ring = RingContext(process_group, device_of(device))
-            asked = {"scale": self.scale, "layout": layout, "prefer": prefer}
-            asked |= {"backend": backend, "dtype": dtype, "checkpoint": checkpoint}
-            self._setup, self.plan = self._ring.plan_together(resolve, layout_with, shape, asked)
-            self.layout = self._ring.layout
+        try:
+            check_module(num_heads, head_dim, num_kv_heads, causal, scale, dropout, max_seq_len, process_group)
+            check_preference(prefer)
+            pattern = Pattern.of(segment_lengths, dilation_rates, head_offset)
+            resolve_layout(layout, pattern, causal)  # what makes no sense is refused before a profile is read
+            shape = ModuleShape(num_heads, num_kv_heads or num_heads, head_dim, causal, pattern, max_seq_len, world)
+            self.scale = 1.0 / math.sqrt(head_dim) if scale is None else float(scale)
+            deterministic = torch.are_deterministic_algorithms_enabled()
+
+            def layout_with(entries: Sequence[PlanEntry], facts: HardwareFacts) -> str:
+                return shape.layout(layout, entries, facts)
+
+            def resolve() -> tuple[Setup, PlanTable]:
+                setup = set_up(profile, device, shape)
+                table = build_table(
+                    shape,
+                    setup.entries,
+                    setup.policy,
+                    setup.facts,
+                    conditions=Conditions(deterministic, layout_with(setup.entries, setup.facts) if world > 1 else ""),
+                    wishes=wishes_of(backend, dtype, checkpoint),
+                    auto_dtype=dtype == "auto",
+                    prefer=prefer,
+                    strict=setup.named,
+                    place_of=setup.place_of,
+                )
+                return setup, table
+
+            self._setup: Setup
+            self.plan: PlanTable
+            if self._ring is None:
+                self._setup, self.plan = resolve()
+                self.layout = resolve_layout(layout, pattern, causal)
+            else:
+                asked = {"scale": self.scale, "layout": layout, "prefer": prefer, "dropout": float(dropout)}
+                asked |= {"backend": backend, "dtype": dtype, "checkpoint": checkpoint}
+                asked["use_deterministic_algorithms"] = deterministic
+                self._setup, self.plan = self._ring.plan_together(resolve, layout_with, shape, asked)
+                self.layout = self._ring.layout
+        except Exception as error:
+            if self._ring is not None:
+                self._ring.watch.not_built(error)
+            raise
         self.shape = shape
         self.dropout = float(dropout)
         self.device = self._setup.device
@@ -184,6 +191,7 @@ class RingAttention(nn.Module):
 
     def positions(self, total_length: int) -> Tensor:
         """Positions (S,) int64 of this rank's rows in a sequence of ``total_length``, for rotary offsets and labels."""
+        check_total(total_length)
         return positions(self._share(total_length), self.device)
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .checkpoint import MODES
+from .checkpoint import MODES, HostCopies, Mode
 from .errors import RingAttentionError
-from .program import Program
+from .program import Program, Wanted
 
 if TYPE_CHECKING:
     from .ring_program import RingProgram
@@ -31,23 +32,45 @@ class _Attend(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # a grad of lse never exists: no zeros are made for it at each call
         ctx.save_for_backward(*saved.tensors)
         ctx.program, ctx.elsewhere = program, saved.elsewhere
+        # Over ranks: what a rank that cannot begin its backward needs to exchange the messages of it.
+        ctx.like = [] if isinstance(program, Program) else [(x.shape, x.dtype, x.device) for x in saved.tensors]
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: None) -> tuple[Tensor | None, ...]:
         if dout is None:
             return None, None, None, None
-        if torch.is_grad_enabled():  # only under create_graph=True
-            raise RingAttentionError(
-                "double backward (create_graph=True) is not supported: the kernels have no second derivative"
-            )
         program, mode = ctx.program, MODES[ctx.program.checkpoint]
+        wanted = ctx.needs_input_grad[:3]
+        try:
+            if torch.is_grad_enabled():  # only under create_graph=True
+                raise RingAttentionError(
+                    "double backward (create_graph=True) is not supported: the kernels have no second derivative"
+                )
+            saved = ctx.saved_tensors
+        except Exception as error:
+            if not isinstance(program, Program):
+                program.sit_out(error, partial(_on_zeros, mode, program, dout, ctx.like, ctx.elsewhere, wanted))
+            raise
         if torch.is_autocast_enabled(dout.device.type):
             with torch.autocast(dout.device.type, enabled=False):
-                grads = mode.backward(program, dout, ctx.saved_tensors, ctx.elsewhere, ctx.needs_input_grad[:3])
+                grads = mode.backward(program, dout, saved, ctx.elsewhere, wanted)
         else:
-            grads = mode.backward(program, dout, ctx.saved_tensors, ctx.elsewhere, ctx.needs_input_grad[:3])
+            grads = mode.backward(program, dout, saved, ctx.elsewhere, wanted)
         return *grads, None
+
+
+def _on_zeros(
+    mode: Mode,
+    program: RingProgram,
+    dout: Tensor,
+    like: Sequence[tuple[torch.Size, torch.dtype, torch.device]],
+    elsewhere: HostCopies | None,
+    wanted: Wanted,
+) -> None:
+    with torch.no_grad(), torch.autocast(dout.device.type, enabled=False):
+        saved = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in like]
+        mode.backward(program, torch.zeros_like(dout), saved, elsewhere, wanted)
 
 
 def differentiable(program: Program | RingProgram, q: Tensor) -> Runner:

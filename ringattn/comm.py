@@ -102,16 +102,16 @@ class Comm:
             raise CommError(f"communication failed: {_first_line(error)}") from error
         return Pending((work,), (send, receive), after)
 
-    def vote(self, well: bool) -> bool:
-        """Whether all is well with every rank: one byte to and from each."""
-        mine = torch.tensor([well], dtype=torch.uint8)
-        theirs = torch.empty(self.size, 1, dtype=torch.uint8)
+    def vote(self, well: bool, ticket: int) -> tuple[bool, list[int]]:
+        """Whether all is well with every rank, and each one's ticket: two numbers to and from each."""
+        mine = torch.tensor([well, ticket])
+        theirs = torch.empty(self.size, 2, dtype=mine.dtype)
         others = [rank for rank in range(self.size) if rank != self.rank]
         sent_bytes = self.sent_bytes
         self.exchange([Message(mine, rank) for rank in others], [Message(theirs[rank], rank) for rank in others]).wait()
         self.sent_bytes = sent_bytes  # the count is of rows
         theirs[self.rank] = mine
-        return bool(theirs.all())
+        return bool(theirs[:, 0].all()), theirs[:, 1].tolist()
 
     def gather_rows(self, local: Tensor, sizes: Sequence[tuple[int, ...]]) -> list[Tensor]:
         """Every rank's tensor, in the order of ranks, where ``sizes`` are their shapes."""

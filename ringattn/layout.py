@@ -116,8 +116,16 @@ def positions(share: Share, device: torch.device | str | None = None) -> Tensor:
     return torch.cat([torch.arange(span.begin, span.end, device=device) for span in share])
 
 
+def check_total(total_length: object) -> None:
+    """InputError unless it is a number of positions."""
+    if isinstance(total_length, bool) or not isinstance(total_length, int) or total_length < 1:
+        raise InputError(f"total_length is {total_length!r}; it must be an integer >= 1")
+
+
 def check_dim(x: Tensor, dim: int) -> None:
-    """InputError where ``x`` has no such dimension."""
+    """InputError where ``x`` is no dense tensor with such a dimension."""
+    if not isinstance(x, Tensor) or x.layout is not torch.strided:
+        raise InputError(f"x is {f'a {x.layout} tensor' if isinstance(x, Tensor) else repr(x)}; give a dense tensor")
     if not -x.ndim <= dim < x.ndim:
         raise InputError(f"dim is {dim}; the tensor has {plural(x.ndim, 'dimension')}, {tuple(x.shape)}")
 

@@ -16,7 +16,7 @@ from .agreement import plan_together
 from .comm import Comm, CommError
 from .errors import InputError, RingAttentionError
 from .hardware import HardwareFacts
-from .layout import Share, assemble, check_dim, length_of, shares
+from .layout import Share, assemble, check_dim, check_total, length_of, shares
 from .plan import Plan
 from .profile import PlanEntry
 from .ring_program import RingProgram
@@ -52,8 +52,7 @@ class RingContext:
         """Positions of the whole sequence; InputError where this rank's share of it has another length."""
         if total_length is None:
             return local_length * self.comm.size
-        if isinstance(total_length, bool) or not isinstance(total_length, int) or total_length < 1:
-            raise InputError(f"total_length is {total_length!r}; it must be an integer >= 1, or None")
+        check_total(total_length)
         expected = length_of(self.share(total_length))
         if local_length != expected:
             raise InputError(
@@ -124,7 +123,8 @@ class RingContext:
         return -(-self.total_of(local_length, total_length) // self.comm.size)
 
     def program(self, plan: Plan, scale: float) -> RingProgram:
-        return RingProgram(plan, scale, self.comm, self.parts(plan.workload.total), plan.workload.batch, self.watch)
+        parts, batch = self.parts(plan.workload.total), plan.workload.batch
+        return RingProgram(plan, scale, self.comm, parts, batch, self.watch, self.module)
 
     def unshard(self, x: Tensor, total_length: int | None, dim: int) -> Tensor:
         """Every rank's rows in order. Ranks compare what they hold first: messages of unequal sizes end a process."""

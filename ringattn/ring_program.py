@@ -32,6 +32,7 @@ from .program import ALL, TORCH_DTYPES, Grads, Kept, Program, Triple, Wanted, as
 from .ring import Ring
 from .ring_lanes import BranchKernels, RingSetting
 from .ring_schedules import HeadRange, RingGeometry, ring_geometry, ulysses_degree
+from .watch import ticket_of
 from .workload import BranchTunables
 
 Result = TypeVar("Result")
@@ -43,8 +44,11 @@ class Watch(Protocol):
     def report(self, error: BaseException) -> None:
         """This rank failed: the others are to know."""
 
-    def settle(self, comm: Comm, *, well: bool) -> None:
+    def settle(self, comm: Comm, ticket: int, *, well: bool) -> None:
         """The call ends, ``well`` or not, with every message exchanged; raises if another rank failed in it."""
+
+    def sit_out(self, error: Exception, messages: Callable[[], object]) -> None:
+        """The others are told of ``error``, and get the messages of the call."""
 
     def lost(self, error: CommError) -> Exception:
         """What to raise instead of ``error``: the rank that is gone and its reason, as far as anybody knows."""
@@ -54,13 +58,14 @@ class RingProgram:
     """The plan ``plan`` for sequences of which rank i holds ``parts[i]``, at one batch size."""
 
     def __init__(
-        self, plan: Plan, scale: float, comm: Comm, parts: tuple[Share, ...], batch: int, watch: Watch
+        self, plan: Plan, scale: float, comm: Comm, parts: tuple[Share, ...], batch: int, watch: Watch, module: int = 0
     ) -> None:
+        """``module`` is its number among those of the group."""
         tunables, workload = plan.tunables, plan.workload
         self.plan, self.checkpoint = plan, tunables.checkpoint
         self.dtype = TORCH_DTYPES[tunables.dtype]
         self.differentiable: Differentiable = not_differentiable
-        self._watch, self._comm = watch, comm
+        self._watch, self._comm, self._module = watch, comm, module
         degree = ulysses_degree(tunables, comm.size)
         ring_place, place = divmod(comm.rank, degree)
         members = tuple(range(ring_place * degree, (ring_place + 1) * degree))
@@ -109,7 +114,7 @@ class RingProgram:
         ``kept``, if given, receives what Ulysses brought here, so that the backward need not bring it again.
         """
         forward = self._spread_forward if self._spreads else self._ring_forward
-        out, lse = self._watched(lambda: forward(q, k, v, kept))
+        out, lse = self._watched(lambda: forward(q, k, v, kept), ticket_of(self._module, backward=False))
         return out.to(q.dtype), lse
 
     def gradients(
@@ -128,21 +133,26 @@ class RingProgram:
         All three are computed and travel whatever is wanted: what one rank has frozen another may have not.
         """
         dout, out, lse = dout.contiguous(), out.contiguous(), lse.contiguous()
+        ticket = ticket_of(self._module, backward=True)
         if self._spreads:
-            grads = self._watched(lambda: self._spread_backward(dout, q, k, v, out, lse, kept))
+            grads = self._watched(lambda: self._spread_backward(dout, q, k, v, out, lse, kept), ticket)
         else:
-            grads = self._watched(lambda: self._rings[0].backward(dout, q, k, v, out, lse))
+            grads = self._watched(lambda: self._rings[0].backward(dout, q, k, v, out, lse), ticket)
         return as_wanted(grads, q.dtype, wanted)
 
-    def _watched(self, call: Callable[[], Result]) -> Result:
+    def sit_out(self, error: Exception, messages: Callable[[], object]) -> None:
+        """What this rank does instead of a call whose ``messages`` the others are in; ``error`` is told to them."""
+        self._watch.sit_out(error, messages)
+
+    def _watched(self, call: Callable[[], Result], ticket: int) -> Result:
         """The call, with what goes wrong here told to the others, and what went wrong there raised here."""
         try:
             try:
                 result = call()
             except DrainedError as drained:
-                self._watch.settle(self._comm, well=False)
+                self._watch.settle(self._comm, ticket, well=False)
                 raise drained.error from None
-            self._watch.settle(self._comm, well=True)
+            self._watch.settle(self._comm, ticket, well=True)
             return result
         except CommError as error:
             raise self._watch.lost(error) from error

@@ -54,6 +54,10 @@ class PeerError(RingAttentionError):
     """Another rank failed or is gone: which one, and its reason."""
 
 
+class _SatOutError(PeerError):
+    """The end of a call whose messages this rank exchanged for the others' sake."""
+
+
 class Failure(NamedTuple):
     """An entry of the ledger: ``rank`` failed, as ``told_by`` says.
 
@@ -116,16 +120,25 @@ class Watch:
         reason = f"failed: {type(error).__name__}: {text[0] if text else 'no message'}"
         self._write(self._store, Failure(self._global[self.rank], self.rank, reason, self._moment, missed))
 
-    def settle(self, comm: Comm, *, well: bool) -> None:
+    def settle(self, comm: Comm, ticket: int, *, well: bool) -> None:
         """Ends a call in which every message was exchanged; raises PeerError if another rank failed in it.
 
-        On CPUs ranks vote, so that all leave the same call. On GPUs, where a call returns before it has run, what
-        counts is what the thread has heard so far.
+        On CPUs ranks vote, so that all leave the same call, which ``ticket`` stands for: InputError where it was not
+        the same on all. On GPUs, where a call returns before it has run, what counts is what the thread has heard so
+        far.
         """
         well = well and not self._sits_out
         self._end_moment(well)
+        if self._sits_out:
+            if self._synchronous:
+                comm.vote(well, ticket)
+            raise _SatOutError
         if self._synchronous:
-            if comm.vote(well) or not well:
+            all_well, tickets = comm.vote(well, ticket)
+            if well and any(other != ticket for other in tickets):
+                self._failed_at = self._moment - 1
+                raise self._out_of_order(tickets)
+            if all_well or not well:
                 return
         elif self._heard is None or not well:
             return
@@ -134,6 +147,16 @@ class Watch:
             raise PeerError(str(failure))
         if self._synchronous:
             raise PeerError("another rank failed in this call, and did not say why")
+
+    def _out_of_order(self, tickets: Sequence[int]) -> InputError:
+        other = next(rank for rank, ticket in enumerate(tickets) if ticket != tickets[self.rank])
+        here, there = (f"rank {self._global[rank]} was in {ticket_text(tickets[rank])}" for rank in (self.rank, other))
+        error = InputError(
+            f"{here} and {there} at once, so that each took the other's rows; call modules, and go back through "
+            "them, in the same order on every rank"
+        )
+        vars(error)[_TOLD] = True  # every rank sees it for itself
+        return error
 
     def _end_moment(self, well: bool) -> None:
         if not well:
@@ -302,19 +325,36 @@ class Watch:
         """
         if _TOLD in vars(error) or (isinstance(error, PeerError) and call not in self._missed):
             return  # every rank knows of it, or the group is of no use any more
-        self.report(error, call)
         self._store.set(self._place_key(call, self.rank), _OUTSIDE)
+        self.report(error, call)
         if self._is_awaited(call):
-            self._sits_out = True
-            try:
-                sit_out()
-            except Exception as other:  # noqa: BLE001  what is raised is ``error``, which the others know
-                error.add_note(f"and while the others were in this call: {type(other).__name__}: {other}")
-            finally:
-                self._sits_out = False
+            self.sit_out(error, sit_out)
         else:
             self._end_moment(well=False)
         self._missed.pop(call, None)
+
+    def sit_out(self, error: Exception, messages: Callable[[], object]) -> None:
+        """Reports ``error``, and exchanges the messages of a call, of which the others are told that it failed."""
+        self.report(error)
+        self._sits_out = True
+        try:
+            messages()
+        except _SatOutError:
+            pass
+        except Exception as other:  # noqa: BLE001  what is raised is ``error``, which the others know
+            error.add_note(f"and while the others were in this call: {type(other).__name__}: {other}")
+        finally:
+            self._sits_out = False
+
+    def not_built(self, error: Exception) -> None:
+        """A module is built on no rank: the others are told, where they do not know."""
+        self.report(error)
+        self._end_moment(well=False)
+
+    @staticmethod
+    def is_known(error: Exception) -> None:
+        """Every rank raises this, or was told of it by other means."""
+        vars(error)[_TOLD] = True
 
     def _is_awaited(self, call: Call) -> bool:
         """Whether a rank is in the messages of the call; the group is broken where one does not say."""
@@ -440,6 +480,16 @@ class _Listener:
             watch._write(store, failure)
             watch._heard = failure
             logger.error("%s", failure)
+
+
+def ticket_of(module: int, *, backward: bool) -> int:
+    """A number for the forwards, or the backwards, of a module."""
+    return 2 * module + backward
+
+
+def ticket_text(ticket: int) -> str:
+    module, backward = divmod(ticket, 2)
+    return f"the {'backward' if backward else 'forward'} of the module that was built as number {module} on its group"
 
 
 def _gone(beat: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ def explain(profile: Path | None, as_json: bool, **asked: Any) -> None:
     from ringattn.workload import Pattern
 
     from ..explain import explain_workload, explanation_summary, facts_of, why_foreign
+    from ..ranks.surroundings import facts_of_ranks
     from ..terminal import console, emit_json
 
     target = device_of(asked["device"])
@@ -77,6 +79,7 @@ def explain(profile: Path | None, as_json: bool, **asked: Any) -> None:
         facts = facts_of(named) if foreign else facts
     pattern = Pattern.of(asked["segment_lengths"], asked["dilation_rates"])
     ranks = ranks_asked(asked["nproc"], facts)
+    facts = facts if foreign else facts_of_ranks(facts, ranks, os.environ)
     shape = ModuleShape(heads, kv_heads, asked["head_dim"], asked["causal"], pattern, world=ranks)
     setup = set_up_for(facts, "auto" if profile is None else profile, target, shape)
     table = build_table(

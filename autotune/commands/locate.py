@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,9 +34,12 @@ def resolve_here(
     from ringattn.hardware import detect
     from ringattn.resolve import collect, resolve
 
+    from ..ranks.surroundings import facts_of_ranks
+
     located, notes = collect()
     facts = detect(device)
-    return resolve(located, facts, world=ranks if isinstance(ranks, int) else ranks(facts)), notes
+    world = ranks if isinstance(ranks, int) else ranks(facts)
+    return resolve(located, facts_of_ranks(facts, world, os.environ), world=world), notes
 
 
 def chosen_profile_path(named: Path | None, device: str | None, ranks: int = 1) -> Path:

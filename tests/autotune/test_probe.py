@@ -16,6 +16,7 @@ from autotune.exit_codes import ExitCode, Inconclusive, ProbeFailure, UsageFailu
 from autotune.probe import ProbeRequest
 from autotune.replay import ReplayEvaluator, Trouble
 from autotune.tuning import run_probe
+from ringattn.errors import ProfileError
 from ringattn.profile import Profile
 from ringattn.profile_io import load_profile, save_profile
 from ringattn.workload import Tunables, Workload
@@ -141,6 +142,14 @@ def test_a_dry_run_over_ranks_names_the_file_that_they_would_write(
     path = run_probe(request, Watching(), edge).profile_path
     assert path is not None
     assert path.name == f"cpu-epyc-2c{threads}-x2.yaml"
+
+
+def test_a_broken_profile_is_told_of_before_anything_is_started(machine: Machine, tmp_path: Path) -> None:
+    path = tmp_path / "m.yaml"
+    path.write_text("schema: 1\n", "utf-8")
+    with pytest.raises(ProfileError, match=r"m\.yaml"):
+        run_probe(request_for(path, ranks=2), Watching())
+    assert path.read_text("utf-8") == "schema: 1\n"
 
 
 def test_a_length_of_which_a_rank_cannot_hold_two_chunks_is_refused_before_ranks_start(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -646,6 +647,131 @@ def test_what_all_ranks_failed_of_is_no_reason_of_a_later_failure(ranks: Callabl
         assert "k is torch.float32" in third[1]
 
 
+# --- one rank does not begin a backward that the others are in ---------------------------------------------------
+
+
+def _backward_steps(ring: RingCase, spoil: str) -> list[Told]:
+    """Step 1 of 3 is spoilt on rank 1, between its forward and its backward."""
+    module, case = ring.module(), ring.case
+    wanted = exact(case, *case.inputs(), case.dout())
+    told = []
+    for step in range(3):
+        spoilt = step == 1 and dist.get_rank() == 1
+        leaves, dout = _leaves(module, case), module.shard(case.dout())
+        q, k, v = (x * 1 for x in leaves)
+        out, lse = module(q, k, v, return_lse=True)
+        if spoilt and spoil == "in place":
+            with torch.no_grad():
+                q.add_(1)
+
+        def run(out: torch.Tensor = out, lse: torch.Tensor = lse, leaves: Any = leaves, dout: Any = dout) -> None:
+            grads = torch.autograd.grad(out, leaves, dout, create_graph=spoilt and spoil == "twice")  # noqa: B023
+            rows = (out, lse, *grads)
+            whole = [module.unshard(x.detach(), dim=2 if x is lse else 1) for x in rows]
+            assert_equal_to(whole, list(wanted))
+
+        told.append(_told(run))
+    return told
+
+
+BACKWARDS = {"twice": "double backward", "in place": "modified by an inplace operation"}
+
+
+@pytest.mark.parametrize("spoil", list(BACKWARDS))
+@pytest.mark.parametrize(
+    ("schedule", "checkpoint"), [("ring", "selective"), ("ring", "full"), ("ulysses", "none"), ("ulysses", "full")]
+)
+def test_a_backward_that_one_rank_does_not_begin_ends_on_all(
+    schedule: str, checkpoint: str, spoil: str, ranks: Callable[[int], Pool]
+) -> None:
+    """The others waited for the group's timeout, and heard that no rank had failed."""
+    case = replace(CASE, heads=4, kv_heads=2)
+    ring = RingCase(case, schedule, "zigzag", checkpoint=checkpoint)
+    for number, steps in enumerate(ranks(2).run(_backward_steps, ring, spoil)):
+        assert [error for error, _, _ in steps] == [
+            "",
+            "PeerError" if number == 0 else "RingAttentionError" if spoil == "twice" else "RuntimeError",
+            "",
+        ], steps
+        assert BACKWARDS[spoil] in steps[1][1]
+        assert steps[1][2] < 5
+
+
+# --- ranks are in different calls --------------------------------------------------------------------------------
+
+
+def _in_another_order(backward: bool) -> tuple[Told, Told]:
+    """Two modules of one shape, called, or gone back through, in another order on rank 1."""
+    ring = RingCase(CASE, "ring", "zigzag")
+    modules = [ring.module(), ring.module()]
+    inputs = [_leaves(module) for module in modules]
+    outs = [module(*leaves) for module, leaves in zip(modules, inputs, strict=True)]
+    first, second = (1, 0) if dist.get_rank() == 1 else (0, 1)
+
+    def go(number: int) -> Told:
+        if backward:
+            return _told(lambda: outs[number].sum().backward())
+        return _told(lambda: modules[number](*inputs[number]))
+
+    told = go(first), go(second)
+    _assert_works()
+    return told
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_modules_in_another_order_on_one_rank(backward: bool, ranks: Callable[[int], Pool]) -> None:
+    """Each took the other's rows: results were wrong by 1 and more."""
+    name = "backward" if backward else "forward"
+    for told in ranks(2).run(_in_another_order, backward):
+        for error, message, seconds in told:
+            assert error == "InputError"
+            assert re.search(rf"rank \d was in the {name} of the module .* in the same order on every rank", message)
+            assert seconds < 5
+
+
+# --- one rank cannot build its module ----------------------------------------------------------------------------
+
+
+def _wrongly_built(here: dict[str, Any]) -> Told:
+    wrong = here if dist.get_rank() == 1 else {}
+    told = _told(lambda: RingAttention(**({"num_heads": 2, "head_dim": 4, "process_group": dist.group.WORLD} | wrong)))
+    _assert_works()
+    return told
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"num_kv_heads": 3}, "num_heads is 2, not a multiple of num_kv_heads, 3"),
+        ({"layout": "nope"}, "layout is 'nope'"),
+        ({"segment_lengths": [4]}, "dilation_rates"),
+        ({"prefer": "speed"}, "prefer is 'speed'"),
+        ({"dropout": 0.1}, "dropout is 0.0 on rank 0 of the group and 0.1 on rank 1"),
+    ],
+    ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
+)
+def test_a_module_that_one_rank_cannot_build(wrong: dict[str, Any], told: str, ranks: Callable[[int], Pool]) -> None:
+    """The others waited for the group's timeout."""
+    for number, (error, message, seconds) in enumerate(ranks(2).run(_wrongly_built, wrong)):
+        assert error == ("InputError" if number == 1 or "dropout" in wrong else "PeerError")
+        assert told in message
+        assert seconds < 5
+
+
+def _deterministic_on_one_rank() -> Told:
+    torch.use_deterministic_algorithms(dist.get_rank() == 1)
+    try:
+        return _told(lambda: RingCase(CASE, "ring", "zigzag").module())
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_deterministic_algorithms_on_one_rank(ranks: Callable[[int], Pool]) -> None:
+    for error, message, _ in ranks(2).run(_deterministic_on_one_rank):
+        assert error == "InputError"
+        assert "use_deterministic_algorithms is False on rank 0 of the group and True on rank 1" in message
+
+
 # --- shares that are wrong ---------------------------------------------------------------------------------------
 
 
@@ -670,7 +796,7 @@ def test_a_share_that_is_wrong_on_one_rank_is_told_to_those_who_unshard(ranks: C
 def test_a_total_length_that_is_no_length(total_length: object, ranks: Callable[[int], Pool]) -> None:
     for error, message, _ in ranks(2).run(_told_of_a_total, total_length):
         assert error == "InputError"
-        assert message == f"total_length is {total_length!r}; it must be an integer >= 1, or None"
+        assert message == f"total_length is {total_length!r}; it must be an integer >= 1"
 
 
 def _told_of_a_total(total_length: object) -> Told:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -12,7 +14,16 @@ from ringattn import Pattern, RingAttention
 from ringattn.errors import InputError
 from ringattn.layout import assemble, grouped, length_of, positions, resolve_layout, shard, shares
 from ringattn.pattern import head_offset_of
-from ringattn.ring_schedules import HeadRange, Lane, RingGeometry, Transfer, affine_runs, ring_geometry
+from ringattn.ring_schedules import (
+    HeadRange,
+    Lane,
+    RingGeometry,
+    Transfer,
+    _carried,
+    _travelling,
+    affine_runs,
+    ring_geometry,
+)
 
 LAYOUTS = st.sampled_from(("contiguous", "zigzag"))
 
@@ -57,6 +68,20 @@ def test_a_dimension_that_is_none_is_named(dim: int) -> None:
     for call in (module.shard, module.unshard):
         with pytest.raises(InputError, match=rf"^dim is {dim}; the tensor has 2 dimensions, \(4, 10\)$"):
             call(torch.zeros(4, 10), dim=dim)
+
+
+@pytest.mark.parametrize("rows", ["x", torch.zeros(4, 4).to_sparse()], ids=["text", "sparse"])
+def test_what_is_no_dense_tensor_is_not_sharded(rows: Any) -> None:
+    module = RingAttention(2, 4)
+    for call in (module.shard, module.unshard):
+        with pytest.raises(InputError, match=r"^x is .*; give a dense tensor$"):
+            call(rows)
+
+
+@pytest.mark.parametrize("total", [20.5, True, "8", 0])
+def test_positions_are_of_a_whole_number(total: Any) -> None:
+    with pytest.raises(InputError, match=r"^total_length is .*; it must be an integer >= 1$"):
+        RingAttention(2, 4).positions(total)
 
 
 @given(LAYOUTS, st.integers(1, 4), st.integers(1, 3), st.integers(1, 5))
@@ -265,3 +290,19 @@ def test_runs_list_their_heads_in_order(heads: list[tuple[int, int]]) -> None:
         for j in range(run.count)
     ]
     assert listed == heads
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("direction", [1, -1])
+@pytest.mark.parametrize(("layout", "world"), [("zigzag", 5), ("contiguous", 4), ("contiguous", 1)])
+def test_the_rows_of_a_whole_journey_are_those_of_its_hops(
+    layout: str, world: int, direction: int, causal: bool
+) -> None:
+    geometry = ring_geometry(
+        Pattern(()), causal, shares(layout, 12 * world + 1, world), 0, 1, HeadRange(0, 1, 1), "ring", 1
+    )
+    for lane in geometry.lanes:
+        steps = range(1, len(lane.members))
+        carried = [_carried(lane, causal, direction, owner, step) for owner in range(world) for step in steps]
+        assert _travelling(lane, causal, direction) == sum(carried)
+    assert geometry.lanes

@@ -15,11 +15,12 @@ from typing import Any
 import torch.distributed as dist
 
 from .errors import InputError, PlanError, RingAttentionError
+from .failures import PeerError, mark_known
 from .hardware import HardwareFacts
 from .profile import PlanEntry, Policy
 from .setup import Setup
 from .table import PlanTable, build_table
-from .watch import PeerError, Watch
+from .watch import Watch
 
 logger = logging.getLogger("ringattn")
 
@@ -72,7 +73,7 @@ def plan_together(
             return built
         return _common(watch, group, module, built, said, layout_with)
     except RingAttentionError as error:
-        watch.is_known(error)
+        mark_known(error)
         raise
 
 

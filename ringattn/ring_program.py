@@ -19,6 +19,7 @@ from torch import Tensor
 from .block_kernel import BoundKernel, Differentiable, KernelConfig, not_differentiable
 from .comm import Comm, CommError, Pending
 from .failsafe import DrainedError, Failsafe
+from .failures import ticket_of
 from .fused_steps import FUSED_STEPS
 from .geometry import LayoutKey, build_geometry
 from .head_exchange import HeadExchange
@@ -32,7 +33,6 @@ from .program import ALL, TORCH_DTYPES, Grads, Kept, Program, Triple, Wanted, as
 from .ring import Ring
 from .ring_lanes import BranchKernels, RingSetting
 from .ring_schedules import HeadRange, RingGeometry, ring_geometry, ulysses_degree
-from .watch import ticket_of
 from .workload import BranchTunables
 
 Result = TypeVar("Result")

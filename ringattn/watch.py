@@ -20,19 +20,19 @@ import atexit
 import json
 import logging
 import os
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from .comm import Comm
-from .errors import InputError, RingAttentionError
+from .errors import InputError
+from .failures import Call, Failure, PeerError, SatOutError, is_known, mark_known, ticket_text
 
 logger = logging.getLogger("ringattn")
 
@@ -42,43 +42,8 @@ _SILENT_AFTER_ERROR_S = 3.5
 _ANSWERED_WITHIN_S = 10.0  # what the threads of ranks that live have said whether these are in a call
 _INSIDE, _OUTSIDE = "inside", "outside"
 _LEFT = "left"
-_TOLD = "_ringattn_told"  # marks an exception that the other ranks know of
 
 Store = Any  # torch.distributed.Store has no type stubs
-
-
-Call = tuple[int, int]  # a module, and which of its calls
-
-
-class PeerError(RingAttentionError):
-    """Another rank failed or is gone: which one, and its reason."""
-
-
-class _SatOutError(PeerError):
-    """The end of a call whose messages this rank exchanged for the others' sake."""
-
-
-class Failure(NamedTuple):
-    """An entry of the ledger: ``rank`` failed, as ``told_by`` says.
-
-    ``moment`` is how many forwards and backwards it had ended before: ranks that fail in the same one each raise their
-    own error, and must not raise the other's in a later call. ``missed`` is the call (module, number) that the rank did
-    not begin.
-    """
-
-    rank: int
-    told_by: int
-    reason: str
-    moment: int = sys.maxsize
-    missed: Call | None = None
-
-    @classmethod
-    def read(cls, text: str | bytes) -> Failure:
-        rank, told_by, reason, moment, missed = json.loads(text)
-        return cls(rank, told_by, reason, moment, missed and (missed[0], missed[1]))
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} {self.reason}"
 
 
 class Watch:
@@ -113,9 +78,9 @@ class Watch:
 
     def report(self, error: BaseException, missed: Call | None = None) -> None:
         """Tells the others that this rank failed, or that it does not begin a call; once for each error."""
-        if _TOLD in vars(error) or isinstance(error, PeerError):
+        if is_known(error) or isinstance(error, PeerError):
             return
-        vars(error)[_TOLD] = True
+        mark_known(error)
         text = str(error).strip().splitlines()
         reason = f"failed: {type(error).__name__}: {text[0] if text else 'no message'}"
         self._write(self._store, Failure(self._global[self.rank], self.rank, reason, self._moment, missed))
@@ -132,7 +97,7 @@ class Watch:
         if self._sits_out:
             if self._synchronous:
                 comm.vote(well, ticket)
-            raise _SatOutError
+            raise SatOutError
         if self._synchronous:
             all_well, tickets = comm.vote(well, ticket)
             if well and any(other != ticket for other in tickets):
@@ -155,7 +120,7 @@ class Watch:
             f"{here} and {there} at once, so that each took the other's rows; call modules, and go back through "
             "them, in the same order on every rank"
         )
-        vars(error)[_TOLD] = True  # every rank sees it for itself
+        mark_known(error)  # every rank sees it for itself
         return error
 
     def _end_moment(self, well: bool) -> None:
@@ -272,7 +237,7 @@ class Watch:
                 f"ranks call with different inputs: rank {self._global[0]} {told[0]}, rank {self._global[rank]} "
                 f"{told[rank]}; give every rank its share of one sequence, or total_length where they differ"
             )
-            vars(error)[_TOLD] = True  # every rank sees it for itself
+            mark_known(error)  # every rank sees it for itself
             raise error
         self._comparing = None  # nobody is missing any more
 
@@ -323,7 +288,7 @@ class Watch:
 
         That exchanges the messages of the last call, which others are in.
         """
-        if _TOLD in vars(error) or (isinstance(error, PeerError) and call not in self._missed):
+        if is_known(error) or (isinstance(error, PeerError) and call not in self._missed):
             return  # every rank knows of it, or the group is of no use any more
         self._store.set(self._place_key(call, self.rank), _OUTSIDE)
         self.report(error, call)
@@ -339,7 +304,7 @@ class Watch:
         self._sits_out = True
         try:
             messages()
-        except _SatOutError:
+        except SatOutError:
             pass
         except Exception as other:  # noqa: BLE001  what is raised is ``error``, which the others know
             error.add_note(f"and while the others were in this call: {type(other).__name__}: {other}")
@@ -350,11 +315,6 @@ class Watch:
         """A module is built on no rank: the others are told, where they do not know."""
         self.report(error)
         self._end_moment(well=False)
-
-    @staticmethod
-    def is_known(error: Exception) -> None:
-        """Every rank raises this, or was told of it by other means."""
-        vars(error)[_TOLD] = True
 
     def _is_awaited(self, call: Call) -> bool:
         """Whether a rank is in the messages of the call; the group is broken where one does not say."""
@@ -480,16 +440,6 @@ class _Listener:
             watch._write(store, failure)
             watch._heard = failure
             logger.error("%s", failure)
-
-
-def ticket_of(module: int, *, backward: bool) -> int:
-    """A number for the forwards, or the backwards, of a module."""
-    return 2 * module + backward
-
-
-def ticket_text(ticket: int) -> str:
-    module, backward = divmod(ticket, 2)
-    return f"the {'backward' if backward else 'forward'} of the module that was built as number {module} on its group"
 
 
 def _gone(beat: str) -> str:

@@ -162,9 +162,11 @@ def _dtype_wish(dtype: Any) -> str | None:
 
 
 def group_size(process_group: Any) -> int:
-    """Ranks of None (one), a ProcessGroup or a one-dimensional DeviceMesh."""
+    """Ranks of None (one), a ProcessGroup or a one-dimensional DeviceMesh; InputError where this rank is in none."""
     if process_group is None:
         return 1
+    if isinstance(process_group, int) and process_group == torch.distributed.GroupMember.NON_GROUP_MEMBER:
+        raise InputError("this rank is no member of process_group; build the module on the members alone")
     dimensions = getattr(process_group, "ndim", 1)
     if dimensions != 1:
         raise InputError(f"process_group is a DeviceMesh of {dimensions} dimensions; give one of them, mesh['name']")

@@ -173,6 +173,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"device": "xpu"}, DeviceError, "xpu"),
     ({"device": "cuda:99"}, DeviceError, "cuda:99"),
     ({"process_group": 4}, InputError, "process_group is 4; use a ProcessGroup or a one-dimensional DeviceMesh"),
+    ({"process_group": torch.distributed.GroupMember.NON_GROUP_MEMBER}, InputError, "this rank is no member of"),
 ]
 
 

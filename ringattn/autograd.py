@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .checkpoint import MODES, HostCopies, Mode
+from .checkpoint import MODES, Mode
 from .errors import RingAttentionError
-from .program import Program, Wanted
+from .program import Program
 
 if TYPE_CHECKING:
     from .ring_program import RingProgram
@@ -41,17 +40,8 @@ class _Attend(torch.autograd.Function):
         if dout is None:
             return None, None, None, None
         program, mode = ctx.program, MODES[ctx.program.checkpoint]
+        saved = _saved_for_once(ctx) if isinstance(program, Program) else _saved_over_ranks(ctx, dout, program, mode)
         wanted = ctx.needs_input_grad[:3]
-        try:
-            if torch.is_grad_enabled():  # only under create_graph=True
-                raise RingAttentionError(
-                    "double backward (create_graph=True) is not supported: the kernels have no second derivative"
-                )
-            saved = ctx.saved_tensors
-        except Exception as error:
-            if not isinstance(program, Program):
-                program.sit_out(error, partial(_on_zeros, mode, program, dout, ctx.like, ctx.elsewhere, wanted))
-            raise
         if torch.is_autocast_enabled(dout.device.type):
             with torch.autocast(dout.device.type, enabled=False):
                 grads = mode.backward(program, dout, saved, ctx.elsewhere, wanted)
@@ -60,17 +50,28 @@ class _Attend(torch.autograd.Function):
         return *grads, None
 
 
-def _on_zeros(
-    mode: Mode,
-    program: RingProgram,
-    dout: Tensor,
-    like: Sequence[tuple[torch.Size, torch.dtype, torch.device]],
-    elsewhere: HostCopies | None,
-    wanted: Wanted,
-) -> None:
-    with torch.no_grad(), torch.autocast(dout.device.type, enabled=False):
-        saved = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in like]
-        mode.backward(program, torch.zeros_like(dout), saved, elsewhere, wanted)
+def _saved_for_once(ctx: Any) -> Sequence[Tensor]:
+    if torch.is_grad_enabled():  # only under create_graph=True
+        raise RingAttentionError(
+            "double backward (create_graph=True) is not supported: the kernels have no second derivative"
+        )
+    saved: tuple[Tensor, ...] = ctx.saved_tensors
+    return saved
+
+
+def _saved_over_ranks(ctx: Any, dout: Tensor, program: RingProgram, mode: Mode) -> Sequence[Tensor]:
+    """The same; a rank that does not get it exchanges the messages of the backward, which the others are in."""
+
+    def messages() -> None:
+        with torch.no_grad(), torch.autocast(dout.device.type, enabled=False):
+            saved = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like]
+            mode.backward(program, torch.zeros_like(dout), saved, ctx.elsewhere, ctx.needs_input_grad[:3])
+
+    try:
+        return _saved_for_once(ctx)
+    except Exception as error:
+        program.sit_out(error, messages)
+        raise
 
 
 def differentiable(program: Program | RingProgram, q: Tensor) -> Runner:

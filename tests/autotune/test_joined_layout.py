@@ -87,7 +87,8 @@ def test_a_dry_run_lays_cells_as_the_probe_would(machine: Machine, tmp_path: Pat
     assert layouts() == {"zigzag"}  # the rule's own, in a ring
     tunables = Tunables("fp32", (BranchTunables("math", "math"),), schedule="ring", layout="contiguous")
     there = Workload("train", True, 1024, 4, 64, "fp32", 4, world=2)
-    save_profile(Profile.single(machine.edge.facts, there, tunables), path)
+    ranks = replace(machine.edge.facts, threads=1)  # what each of them finds
+    save_profile(Profile.single(ranks, there, tunables), path)
     assert layouts() == {"contiguous"}
     with pytest.raises(ProbeFailure, match="give --layout contiguous, or another --output"):
         run_probe(replace(request, layout="zigzag"), Watching(), machine.edge)

@@ -26,7 +26,15 @@ from ringattn.program import Program
 PACKAGE = Path(ringattn.__file__).parent
 
 # Everything that runs at every call, once a shape is known.
-HOT = [RingAttention.forward, _Attend.forward, _Attend.backward, Program.attend, Program.gradients, Program.forward]
+HOT = [
+    RingAttention.forward,
+    RingAttention._mode,
+    _Attend.forward,
+    _Attend.backward,
+    Program.attend,
+    Program.gradients,
+    Program.forward,
+]
 HOT += [Program._forward_window, Program._backward_window, Program.backward, Program._rows, Program._direct]
 
 

@@ -42,8 +42,8 @@ def run_probe(request: ProbeRequest, observer: ProbeObserver | None = None, edge
         edge = replace(edge, facts=facts_of_ranks(edge.facts, request.ranks, edge.environ))
         path, cells = _asked(request, observer, edge)
         return dry_run(Task.of(request, observer, edge), path, cells)
-    if request.resume and request.output is not None and request.output.exists():
-        load_profile(request.output)  # a broken file is told of before ranks start
+    if request.ranks > 1 and request.resume and request.output is not None and request.output.exists():
+        load_profile(request.output)  # a broken file is told of before ranks start, which takes 16 s on two cores
     with _surroundings(request, edge) as edge:
         path, cells = _asked(request, observer, edge)
         with device_lock(request, edge):

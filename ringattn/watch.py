@@ -92,11 +92,10 @@ class Watch:
         the same on all. On GPUs, where a call returns before it has run, what counts is what the thread has heard so
         far.
         """
-        well = well and not self._sits_out
-        self._end_moment(well)
+        self._end_moment(well=well and not self._sits_out)
         if self._sits_out:
             if self._synchronous:
-                comm.vote(well, ticket)
+                comm.vote(False, ticket)
             raise SatOutError
         if self._synchronous:
             all_well, tickets = comm.vote(well, ticket)
@@ -281,6 +280,16 @@ class Watch:
             f"{there}; give every rank its share of one sequence, or total_length where they differ"
         )
 
+    def forget(self, module: int, call: int) -> None:
+        """Removes what ``lockstep`` left in the store, once every rank is past it."""
+        self._store.delete_key(self._call_key(module, call, self.rank))
+
+    def _call_key(self, module: int, call: int, rank: int) -> str:
+        return f"call/{module}/{call}/{rank}"
+
+    def _call_keys(self, module: int, call: int) -> list[str]:
+        return [self._call_key(module, call, rank) for rank in range(self.size)]
+
     # -- absence --
 
     def miss(self, error: Exception, call: Call, sit_out: Callable[[], object]) -> None:
@@ -344,16 +353,6 @@ class Watch:
 
     def _place_key(self, call: Call, rank: int) -> str:
         return f"missed/{call[0]}/{call[1]}/{rank}"
-
-    def forget(self, module: int, call: int) -> None:
-        """Removes what ``lockstep`` left in the store, once every rank is past it."""
-        self._store.delete_key(self._call_key(module, call, self.rank))
-
-    def _call_key(self, module: int, call: int, rank: int) -> str:
-        return f"call/{module}/{call}/{rank}"
-
-    def _call_keys(self, module: int, call: int) -> list[str]:
-        return [self._call_key(module, call, rank) for rank in range(self.size)]
 
     # -- beats --
 

@@ -39,14 +39,17 @@ def test_a_plan_over_the_memory_limit_is_timed_and_does_not_win() -> None:
     assert plan(DENSE, "swift") not in trial.result.failures
 
 
+ALL_OVER_THE_LIMIT = Setting(
+    DENSE,
+    by_kernels(quick=0.0, swift=-0.2, math=1.0),
+    plan(DENSE),
+    limits=Limits(peak_bytes=MIB),
+    rows={"peak": lambda t: 8 * MIB},
+)
+
+
 def test_when_no_plan_keeps_the_limits_the_refusal_says_how_near_it_got() -> None:
-    trial = Setting(
-        DENSE,
-        by_kernels(quick=0.0, swift=-0.2, math=1.0),
-        plan(DENSE),
-        limits=Limits(peak_bytes=MIB),
-        rows={"peak": lambda t: 8 * MIB},
-    ).run()
+    trial = ALL_OVER_THE_LIMIT.run()
     assert trial.result.state == "refused"
     assert re.fullmatch(
         r"none of \d+ plans keeps the memory limit of 1 MiB "
@@ -56,14 +59,7 @@ def test_when_no_plan_keeps_the_limits_the_refusal_says_how_near_it_got() -> Non
 
 
 def test_plans_for_which_no_time_was_left_may_be_within_a_limit_that_all_others_break() -> None:
-    trial = Setting(
-        DENSE,
-        by_kernels(quick=0.0, swift=-0.2, math=1.0),
-        plan(DENSE),
-        limits=Limits(peak_bytes=MIB),
-        rows={"peak": lambda t: 8 * MIB},
-        budget_s=1.5,
-    ).run()
+    trial = replace(ALL_OVER_THE_LIMIT, budget_s=1.5).run()
     assert trial.result.state == "inconclusive"
     assert "the smallest peak is 8 MiB; give --memory-limit 8 or" in trial.result.note
     assert re.search(r"; no time was left for others: \d+, give a larger --budget$", trial.result.note)

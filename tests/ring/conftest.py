@@ -10,6 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "ringattn"))  # the oracle of the core's tests
 
+from faults import TIMEOUT_S
 from pool import Pool
 
 _pools: dict[int, Pool] = {}
@@ -35,3 +36,11 @@ def ranks() -> Iterator[Callable[[int], Pool]]:
     for pool in _pools.values():
         pool.stop()
     _pools.clear()
+
+
+@pytest.fixture
+def fragile() -> Iterator[Pool]:
+    """Three ranks that a test may break."""
+    pool = Pool(3, TIMEOUT_S)
+    yield pool
+    pool.kill()

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from faults import Told, told_of
 from oracle import Case, assert_equal_to, cpu, exact, found
 from pool import Pool
 from ring_cases import RingCase, run_ring
-from test_ring_faults import Told, _told
 
 import ringattn.attention
 from ringattn import Profile, RingAttention, setup
@@ -148,7 +148,7 @@ def _elsewhere(changes: list[dict[str, dict[str, Any]]], profiles: list[Any]) ->
 
 
 def _told_elsewhere(facts: dict[str, Any]) -> Told:
-    return _told(lambda: _elsewhere([{}, {"facts": facts}], [None, None]))
+    return told_of(lambda: _elsewhere([{}, {"facts": facts}], [None, None]))
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_a_common_table_is_what_the_module_asked_for() -> None:
 
 def _told_to_build(arguments: list[dict[str, Any]]) -> Told:
     own = dict(arguments[dist.get_rank()])
-    return _told(lambda: _module(own.pop("profile", None), **own))
+    return told_of(lambda: _module(own.pop("profile", None), **own))
 
 
 def test_arguments_that_must_be_equal(ranks: Callable[[int], Pool]) -> None:
@@ -254,7 +254,7 @@ def _copies() -> None:
     leaves = [module.shard(x.detach()) for x in (q, k, v)]
     expected = module(*leaves)
     assert torch.equal(copy.deepcopy(module)(*leaves), expected)
-    assert _told(lambda: pickle.dumps(module))[0] == "RingAttentionError"
+    assert told_of(lambda: pickle.dumps(module))[0] == "RingAttentionError"
     assert module.state_dict() == {}
     compiled = torch.compile(lambda *inputs: module(*inputs).sin() + 1, backend="eager")
     assert torch.equal(compiled(*leaves), expected.sin() + 1)
@@ -273,7 +273,7 @@ def _a_group_of_one() -> None:
         assert module.layout == "zigzag"
         assert torch.equal(module.positions(24), torch.arange(24))
         assert torch.equal(module.unshard(module.shard(q)), q)
-        assert _told(lambda: module(q, k, v, total_length=25))[0] == "InputError"
+        assert told_of(lambda: module(q, k, v, total_length=25))[0] == "InputError"
     dist.barrier()
 
 

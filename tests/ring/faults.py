@@ -1,4 +1,4 @@
-"""What tests of faults over ranks share: a call that is told of, and whether the group still works."""
+"""What tests of faults over ranks share: a kernel that breaks, what a rank is told, whether the group still works."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from oracle import Case, assert_equal_to, exact
 from ring_cases import RingCase, run_ring
 
 from ringattn import RingAttention
+from ringattn.block_kernel import BoundKernel
+from ringattn.kernels import KERNELS
 
 TIMEOUT_S = 6.0
 CASE = Case(24, 6, 3, 4, causal=True)
@@ -33,3 +35,33 @@ def assert_works(schedule: str = "ring") -> None:
     ring = RingCase(CASE, schedule, "zigzag")
     q, k, v = CASE.inputs()
     assert_equal_to(run_ring(ring, ring.module(), q, k, v, CASE.dout()), exact(CASE, q, k, v, CASE.dout()))
+
+
+class Breaking:
+    """The math kernel, raising at one of its calls."""
+
+    def __init__(self, at: int, error: Exception) -> None:
+        self.at, self.error, self.calls = at, error, 0
+        self.original = KERNELS["math"].load
+
+    def load(self, config: object) -> BoundKernel:
+        kernel = self.original(config)  # type: ignore[arg-type]
+
+        def breaking(step: Callable[..., object]) -> Callable[..., object]:
+            def run(*args: object, **kwargs: object) -> object:
+                self.calls += 1
+                if self.calls == self.at:
+                    raise self.error
+                return step(*args, **kwargs)
+
+            return run
+
+        return BoundKernel(breaking(kernel.forward), breaking(kernel.backward))  # type: ignore[arg-type]
+
+
+def assert_told(told: list[Told], error: str, message: str) -> None:
+    assert told[1][:2] == (error, message)
+    for rank in (0, 2):
+        assert told[rank][0] == "PeerError"
+        assert told[rank][1] == f"rank 1 failed: {error}: {message}"
+        assert told[rank][2] < 5

@@ -8,41 +8,18 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from faults import CASE, TIMEOUT_S, Told, assert_works, leaves_of, told_of
+from faults import CASE, TIMEOUT_S, Breaking, Told, assert_told, assert_works, leaves_of, told_of
 from pool import Pool
 from ring_cases import RingCase
 
-from ringattn.block_kernel import BoundKernel
 from ringattn.kernels import KERNELS
 from ringattn.watch import BEAT_S
-
-
-class _Breaking:
-    """The math kernel, raising at one of its calls."""
-
-    def __init__(self, at: int, error: Exception) -> None:
-        self.at, self.error, self.calls = at, error, 0
-        self.original = KERNELS["math"].load
-
-    def load(self, config: object) -> BoundKernel:
-        kernel = self.original(config)  # type: ignore[arg-type]
-
-        def breaking(step: Callable[..., object]) -> Callable[..., object]:
-            def run(*args: object, **kwargs: object) -> object:
-                self.calls += 1
-                if self.calls == self.at:
-                    raise self.error
-                return step(*args, **kwargs)
-
-            return run
-
-        return BoundKernel(breaking(kernel.forward), breaking(kernel.backward))  # type: ignore[arg-type]
 
 
 def _told_of_a_broken_call(schedule: str, at: int, error: Exception, *, here: bool) -> Told:
     """A forward and a backward, in which the kernel raises ``error`` at one of its calls on the ranks of ``here``."""
     module = RingCase(CASE, schedule, "zigzag").module()
-    kernel, breaking = KERNELS["math"], _Breaking(at, error)
+    kernel, breaking = KERNELS["math"], Breaking(at, error)
     if here:
         object.__setattr__(kernel, "load", breaking.load)
     try:
@@ -64,14 +41,14 @@ def _one_rank_breaks(schedule: str, at: int, error: Exception) -> Told:
 @pytest.mark.parametrize("at", [1, 2, 3, 4, 5, 6])
 def test_an_exception_in_the_middle_of_a_ring(at: int, ranks: Callable[[int], Pool]) -> None:
     told = ranks(3).run(_one_rank_breaks, "ring", at, ValueError("kernel broke"))
-    _assert_told(told, "ValueError", "kernel broke")
+    assert_told(told, "ValueError", "kernel broke")
 
 
 @pytest.mark.parametrize("schedule", ["all-gather", "ulysses"])
 @pytest.mark.parametrize("at", [1, 2])
 def test_an_exception_in_other_schedules(schedule: str, at: int, ranks: Callable[[int], Pool]) -> None:
     told = ranks(3).run(_one_rank_breaks, schedule, at, ValueError("kernel broke"))
-    _assert_told(told, "ValueError", "kernel broke")
+    assert_told(told, "ValueError", "kernel broke")
 
 
 def _all_ranks_break(schedule: str, at: int) -> Told:
@@ -95,7 +72,7 @@ def test_a_failure_of_all_ranks_in_one_call_is_none_of_the_next(
 def _one_of_a_sub_group_breaks() -> Told:
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     own = groups[dist.get_rank() % 2]
-    ring, kernel, breaking = RingCase(CASE, "ring", "zigzag"), KERNELS["math"], _Breaking(2, ValueError("kernel broke"))
+    ring, kernel, breaking = RingCase(CASE, "ring", "zigzag"), KERNELS["math"], Breaking(2, ValueError("kernel broke"))
     module = ring.module(group=own)
     if dist.get_rank() == 3:
         object.__setattr__(kernel, "load", breaking.load)
@@ -141,7 +118,7 @@ def _one_rank_breaks_unnoticed() -> tuple[Told, Told]:
     module = RingCase(CASE, "ring", "zigzag").module()
     assert module._ring is not None
     watch, kernel = module._ring.watch, KERNELS["math"]
-    breaking, leaves = _Breaking(1, ValueError("kernel broke")), leaves_of(module)
+    breaking, leaves = Breaking(1, ValueError("kernel broke")), leaves_of(module)
     watch._synchronous = False
     if dist.get_rank() == 1:
         object.__setattr__(kernel, "load", breaking.load)
@@ -170,12 +147,4 @@ def test_without_a_vote_a_failure_is_told_once_it_is_heard(ranks: Callable[[int]
 
 def test_out_of_memory(ranks: Callable[[int], Pool]) -> None:
     told = ranks(3).run(_one_rank_breaks, "ring", 2, torch.OutOfMemoryError("CUDA out of memory"))
-    _assert_told(told, "OutOfMemoryError", "CUDA out of memory")
-
-
-def _assert_told(told: list[Told], error: str, message: str) -> None:
-    assert told[1][:2] == (error, message)
-    for rank in (0, 2):
-        assert told[rank][0] == "PeerError"
-        assert told[rank][1] == f"rank 1 failed: {error}: {message}"
-        assert told[rank][2] < 5
+    assert_told(told, "OutOfMemoryError", "CUDA out of memory")

@@ -7,10 +7,10 @@ from itertools import product
 
 import pytest
 import torch
+from faults import Breaking, Told, assert_told, leaves_of, told_of
 from oracle import DENSE, Case, pattern_of
 from pool import Pool
 from ring_cases import RingCase, check_exact
-from test_ring_faults import Told, _assert_told, _Breaking, _leaves, _told
 
 import ringattn.ring
 from ringattn import Pattern
@@ -94,13 +94,13 @@ FAULTY = RingCase(Case(72, 4, 4, 4, 1, NESTED, True), "all-gather", "contiguous"
 
 def _one_rank_breaks(at: int) -> tuple[str, str, float]:
     module = FAULTY.module()
-    kernel, breaking = KERNELS["math"], _Breaking(at, ValueError("kernel broke"))
+    kernel, breaking = KERNELS["math"], Breaking(at, ValueError("kernel broke"))
     rank = torch.distributed.get_rank()
     if rank == 1:
         object.__setattr__(kernel, "load", breaking.load)
     try:
-        leaves = _leaves(module, FAULTY.case)
-        told = _told(lambda: module(*leaves).sum().backward())
+        leaves = leaves_of(module, FAULTY.case)
+        told = told_of(lambda: module(*leaves).sum().backward())
     finally:
         object.__setattr__(kernel, "load", breaking.original)
     assert told[0], "the call went through"
@@ -112,7 +112,7 @@ def _one_rank_breaks(at: int) -> tuple[str, str, float]:
 @pytest.mark.parametrize("at", [1, 3, 5, 8, 10])
 def test_an_exception_beside_what_travels(at: int, ranks: Callable[[int], Pool]) -> None:
     """Also in a branch that stays: what travels meanwhile is taken in all the same."""
-    _assert_told(ranks(3).run(_one_rank_breaks, at), "ValueError", "kernel broke")
+    assert_told(ranks(3).run(_one_rank_breaks, at), "ValueError", "kernel broke")
 
 
 def _memory_runs_out(ring: RingCase, step: str, at: int) -> Told:
@@ -131,8 +131,8 @@ def _memory_runs_out(ring: RingCase, step: str, at: int) -> Told:
     if torch.distributed.get_rank() == 1:
         setattr(place, step, breaking)
     try:
-        leaves = _leaves(module, ring.case)
-        told = _told(lambda: module(*leaves).sum().backward())
+        leaves = leaves_of(module, ring.case)
+        told = told_of(lambda: module(*leaves).sum().backward())
     finally:
         setattr(place, step, original)
     torch.distributed.barrier()
@@ -168,4 +168,4 @@ def test_memory_that_runs_out_around_the_kernels(
 ) -> None:
     """Before the first message as after the last: the others get what they wait for, and the group stays usable."""
     told = ranks(4 if ring is SPREAD else 3).run(_memory_runs_out, ring, step, at)
-    _assert_told(told, "OutOfMemoryError", "out of memory")
+    assert_told(told, "OutOfMemoryError", "out of memory")

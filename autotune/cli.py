@@ -21,7 +21,7 @@ from .commands.validate import validate
 from .commands.verify import verify
 from .commands.which import which
 from .exit_codes import ExitCode, ProbeFailure
-from .terminal import plain
+from .formats import plain
 
 EPILOG = """\b
 Exit codes: 0 ok, 1 error, 2 usage, 3 no device, 4 no matching profile,

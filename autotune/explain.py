@@ -146,8 +146,8 @@ def _choice_of(entry: PlanEntry | None, tunables: Tunables | None) -> Choice | N
 
 
 def _why(row: Row, setup: Setup, entry: PlanEntry | None, chosen: Choice | None) -> str:
+    from .formats import format_length
     from .report import Speedup, kept_default
-    from .terminal import format_length
 
     lengths = sorted(
         {e.workload.seq_len for e in setup.entries if (e.workload.dtype, e.workload.mode) == (row.dtype, row.mode)}
@@ -228,8 +228,8 @@ def _known_of(name: str, direction: Direction, entry: PlanEntry | None) -> str:
     """What the profile recorded of a kernel in one direction: its best plan, a failure, or nothing."""
     from ringattn.workload import describe
 
+    from .formats import format_factor
     from .report import kernels_named, recorded_choices, relative_time
-    from .terminal import format_factor
 
     if entry is None:
         return "could run; nothing was measured for this workload"
@@ -260,9 +260,10 @@ def explanation_summary(explanation: Explanation) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
+    from ringattn.wording import plural
     from ringattn.workload import describe
 
-    from .terminal import format_bytes, format_ms, plain, plural
+    from .formats import format_bytes, format_ms, plain
 
     e = explanation
     plan = describe(e.tunables) if e.tunables is not None else f"refused: {e.refusal}"

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ringattn.wording import plural
 from ringattn.workload import Workload
 
+from .formats import format_duration, format_ms, plain
 from .probe import ProbeObserver, ProbeResult, TrialOutcome, VerifyResult
-from .terminal import console, format_duration, format_ms, plain, plural
+from .terminal import console
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

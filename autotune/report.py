@@ -13,9 +13,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ringattn.wording import plural
 from ringattn.workload import Tunables, Workload, describe
 
-from .terminal import format_bytes, format_factor, format_length, format_ms, plain, plural
+from .formats import format_bytes, format_factor, format_length, format_ms, plain
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

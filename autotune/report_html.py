@@ -11,8 +11,10 @@ from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
+from ringattn.wording import plural
 from ringattn.workload import BranchTunables, Workload, describe
 
+from .formats import escape, format_bytes, format_duration, format_factor, format_length, format_ms
 from .report import (
     FAILURE_MEANINGS,
     FailureGroup,
@@ -31,7 +33,6 @@ from .report import (
     verdict,
 )
 from .report_svg import FrontPoint, Point, Series, front_chart, interval_bar, kernel_class, relative_chart
-from .terminal import escape, format_bytes, format_duration, format_factor, format_length, format_ms, plural
 
 if TYPE_CHECKING:
     from ringattn.profile import Choice, PlanEntry, Profile

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
-from .terminal import escape, format_bytes, format_factor, format_length, format_ms
+from .formats import escape, format_bytes, format_factor, format_length, format_ms
 
 WIDTH = 360
 LEFT, RIGHT, TOP = 42, 84, 14

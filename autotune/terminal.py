@@ -1,4 +1,4 @@
-"""What every command shares at the terminal: consoles, one JSON document, and numbers a person can read.
+"""What every command shares at the terminal: consoles and one JSON document.
 
 stdout carries the answer (a table, or with ``--json`` exactly one document); stderr carries logs, progress and
 errors. Rich is imported late so that ``ringtune --help`` stays quick.
@@ -7,7 +7,6 @@ errors. Rich is imported late so that ``ringtune --help`` stays quick.
 from __future__ import annotations
 
 import dataclasses
-import html
 import json
 import math
 from collections.abc import Mapping
@@ -16,13 +15,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ringattn.wording import plural as plural  # for whoever prints
+from .formats import plain
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 PIPED_WIDTH = 110  # columns when stdout is no terminal: tables stay whole in a log file
-_KIB = 1024
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -59,71 +57,3 @@ def _plain_data(value: object) -> object:
 def warn(text: str) -> None:
     """One line on stderr that is not an error."""
     click.echo(plain(text), err=True)
-
-
-def plain(text: object) -> str:
-    r"""``text`` on one line, with everything that could steer a terminal written out (``\x1b``).
-
-    Profiles are shared between machines, so their strings are other people's.
-    """
-    return "".join(
-        c if c.isprintable() else " " if c in "\n\t" else c.encode("unicode_escape").decode() for c in str(text)
-    )
-
-
-def escape(text: object) -> str:
-    """``plain`` text for HTML and SVG, in content and in quoted attributes alike."""
-    return html.escape(plain(text), quote=True)
-
-
-def format_ms(ms: float) -> str:
-    """Three significant digits with the unit that keeps them short: ``24.1 us``, ``1.52 ms``, ``2.10 s``."""
-    if ms < 0.1:
-        return f"{_three_digits(ms * 1e3)} us"
-    if ms < 1e3:
-        return f"{_three_digits(ms)} ms"
-    return f"{_three_digits(ms / 1e3)} s"
-
-
-def format_bytes(count: int) -> str:
-    """``512 B``, ``3.00 KiB``, ``1.50 GiB``."""
-    value, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < _KIB:
-            break
-        value, unit = value / _KIB, larger
-    return f"{count} B" if unit == "B" else f"{_three_digits(value)} {unit}"
-
-
-def format_length(tokens: int) -> str:
-    """A sequence length as people say it: ``8K`` for 8192, ``1M``, otherwise digits in groups."""
-    if tokens >= _KIB**2 and tokens % _KIB**2 == 0:
-        return f"{tokens // _KIB**2}M"
-    if tokens >= _KIB and tokens % _KIB == 0:
-        return f"{tokens // _KIB}K"
-    return f"{tokens:,}"
-
-
-def format_duration(seconds: float) -> str:
-    """``8 s``, ``2 min 05 s``, ``1 h 12 min``."""
-    whole = max(0, math.ceil(seconds - 0.5))
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-
-
-def format_factor(factor: float) -> str:
-    """How many times: ``1.18x``; what is beyond all sense stays short."""
-    return f"{factor:.2f}x" if factor < 1000 else f"{factor:.3g}x"
-
-
-def _three_digits(value: float) -> str:
-    if value >= 1e6:
-        return f"{value:.3g}"
-    if value >= 100:
-        return f"{value:,.0f}"
-    if value >= 10:
-        return f"{value:.1f}"
-    return f"{value:.2f}" if value >= 1 else f"{value:.3f}"

@@ -10,6 +10,7 @@ from ringattn.errors import PlanError
 from ringattn.hardware import HardwareFacts
 from ringattn.plan import build_plan
 from ringattn.profile import Choice, Fingerprint, PlanEntry, Profile
+from ringattn.wording import plural
 from ringattn.workload import Tunables, describe
 
 from .arena import Arena, DefaultBroken
@@ -26,7 +27,6 @@ from .probe import ProbeObserver, ProbeRequest, TrialOutcome, VerifiedCell, Veri
 from .race import final_race
 from .stage_record import Entry
 from .store import Store
-from .terminal import plural
 
 STAGE = "verify"
 HANG_S, HANG_SHARE = 30.0, 0.4  # a plan that ran here before may take so long, or so much of the budget, to answer

@@ -143,7 +143,7 @@ def doctor_summary(
     from rich.table import Table
     from rich.text import Text
 
-    from ..terminal import format_bytes, plain
+    from ..formats import format_bytes, plain
     from .locate import TIER_MEANINGS
 
     machine = Table.grid(padding=(0, 2))

@@ -203,7 +203,10 @@ def check_writable(output: Path) -> None:
 
 
 def _print_result(result: ProbeResult, as_json: bool) -> None:
-    from ..terminal import console, emit_json, format_duration, plural, warn
+    from ringattn.wording import plural
+
+    from ..formats import format_duration
+    from ..terminal import console, emit_json, warn
 
     if as_json:
         emit_json(probe_document(result))
@@ -260,7 +263,9 @@ def dry_run_summary(dry_run: DryRun) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    from ..terminal import format_duration, plain, plural
+    from ringattn.wording import plural
+
+    from ..formats import format_duration, plain
 
     def table(*columns: str) -> Table:
         made = Table(box=SIMPLE_HEAD, pad_edge=False)

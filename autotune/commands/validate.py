@@ -48,7 +48,10 @@ def validate(profiles: tuple[Path, ...], here: bool, device: str | None, as_json
         ringtune validate profiles/*.yaml
         ringtune validate --here this-machine.yaml
     """
-    from ..terminal import emit_json, plain, plural, warn
+    from ringattn.wording import plural
+
+    from ..formats import plain
+    from ..terminal import emit_json, warn
 
     if device is not None and not here:
         raise click.UsageError("--device needs --here: the form of a file does not depend on a device")

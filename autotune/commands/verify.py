@@ -50,10 +50,13 @@ def verify(
     number are left out, which is said and does not change the exit code; where
     PROFILE has none for this number it is exit code 4.
     """
+    from ringattn.wording import plural
+
+    from ..formats import format_duration
     from ..probe import ProbeRequest
     from ..progress import probe_observer
     from ..ranks.surroundings import follow_rank_0, is_follower, ranks_of
-    from ..terminal import emit_json, format_duration, plural, warn
+    from ..terminal import emit_json, warn
     from ..tuning import verify_profile
     from .locate import chosen_profile_path
 
@@ -91,7 +94,7 @@ def verify(
 
 
 def _verdict(result: VerifyResult) -> str:
-    from ..terminal import plural
+    from ringattn.wording import plural
 
     if not result.cells:
         return "nothing could be judged"

@@ -26,7 +26,8 @@ def which(path_only: bool, device: str | None, nproc: str | None, as_json: bool)
     """
     from ringattn.wording import plural
 
-    from ..terminal import emit_json, plain, warn
+    from ..formats import plain
+    from ..terminal import emit_json, warn
     from .locate import TIER_MEANINGS, resolve_here
 
     if path_only and as_json:

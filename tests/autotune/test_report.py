@@ -17,6 +17,7 @@ from browser import Page, chromium, headless_page
 from report_samples import LENGTHS, cpu_profile, evidence, gpu_profile, heuristic_profile, plan
 from rich.console import Console
 
+from autotune.formats import escape, format_bytes, format_duration, format_length, format_ms, plain
 from autotune.report import (
     Speedup,
     failure_groups,
@@ -32,7 +33,6 @@ from autotune.report import (
 )
 from autotune.report_html import html_report
 from autotune.report_svg import Point, Series, front_chart, interval_bar, relative_chart
-from autotune.terminal import escape, format_bytes, format_duration, format_length, format_ms, plain
 from ringattn.profile import Choice, Failure, PlanEntry, Profile
 from ringattn.workload import BranchTunables, Tunables, Workload
 

@@ -21,7 +21,7 @@ from .budget import Deadline
 from .evaluator import Block, Checked, Clock, Evaluator, Fault, Sample
 from .ledger import Ledger
 from .limits import Limits
-from .probe import TrialOutcome
+from .outcome import TrialOutcome
 from .stage_record import Entry, StageRecord
 from .statistics import Interval
 

@@ -22,7 +22,7 @@ from .lessons import Lessons, Part, Pupil, without
 from .limits import Limits
 from .model import CellModel
 from .nearby import Nearby, Timed
-from .probe import TrialOutcome
+from .outcome import TrialOutcome
 from .space import Space, Value, candidate_key
 from .stage_record import Entry, StageRecord
 from .statistics import Interval

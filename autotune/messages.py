@@ -9,6 +9,7 @@ from ringattn.workload import Tunables, Workload
 
 REAL_BENCH = "autotune.benchmark:DeviceBench"
 HELPING_BENCH = "autotune.benchmark:HelpingBench"
+MESSAGE_MIB = 64  # size of the message that links are measured with
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from ringattn.preference import Preference
 from ringattn.workload import Mode, Tunables, Workload
 
+from .outcome import TrialOutcome
+
 if TYPE_CHECKING:
     from ringattn.profile import Profile
 
 Effort = Literal["quick", "standard", "full"]
 Precision = Literal["auto", "bf16", "fp16", "tf32", "fp32"]
 Layout = Literal["auto", "contiguous", "zigzag"]
-OutcomeKind = Literal[
-    "ok", "oom", "crash", "timeout", "wrong", "compile", "error", "rejected", "over-memory", "over-error"
-]
 CellStatus = Literal["tuned", "default", "refused", "inconclusive", "resumed"]
 
 
@@ -53,19 +52,6 @@ class ProbeRequest:
     layout: Layout = "auto"  # of a sequence over them
     resume: bool = True
     dry_run: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class TrialOutcome:
-    """What one candidate of one cell came to; ``median_ms`` and ``default_ratio`` are None unless it was timed."""
-
-    kind: OutcomeKind
-    stage: str
-    median_ms: float | None = None
-    default_ratio: float | None = None  # time / default's time, below 1 is faster
-    error: float | None = None  # relative 2-norm against float64
-    peak_bytes: int | None = None
-    message: str = ""  # one line; for a wrong answer also the input that broke it
 
 
 @dataclass(frozen=True, slots=True)

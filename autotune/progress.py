@@ -19,7 +19,8 @@ from ringattn.wording import plural
 from ringattn.workload import Workload
 
 from .formats import format_duration, format_ms, plain
-from .probe import ProbeObserver, ProbeResult, TrialOutcome, VerifyResult
+from .outcome import TrialOutcome
+from .probe import ProbeObserver, ProbeResult, VerifyResult
 from .terminal import console
 
 if TYPE_CHECKING:

@@ -6,7 +6,8 @@ from ringattn.workload import Tunables, Workload, describe
 
 from .budget import CellNeed, Progress
 from .evaluator import Clock
-from .probe import ProbeObserver, TrialOutcome
+from .outcome import TrialOutcome
+from .probe import ProbeObserver
 
 
 class Telling:

@@ -23,7 +23,8 @@ from .exit_codes import ExitCode, ProbeFailure
 from .final import REFUSED_SIGMA
 from .ledger import Ledger
 from .limits import Limits
-from .probe import ProbeObserver, ProbeRequest, TrialOutcome, VerifiedCell, VerifyResult
+from .outcome import TrialOutcome
+from .probe import ProbeObserver, ProbeRequest, VerifiedCell, VerifyResult
 from .race import final_race
 from .stage_record import Entry
 from .store import Store

@@ -13,9 +13,9 @@ from ringattn.workload import Tunables, Workload
 
 from ..evaluator import Block, Checked, Fault, Proven, Sample
 from ..exit_codes import ProbeFailure
-from ..messages import REAL_BENCH, Meeting, Request
+from ..messages import MESSAGE_MIB, REAL_BENCH, Meeting, Request
 from .merging import first_cause, largest, one_plan, samples_of
-from .wire import MESSAGE_MIB, Answer, Call
+from .wire import Answer, Call
 
 if TYPE_CHECKING:
     from ..bench import BenchSettings

@@ -7,9 +7,8 @@ import time
 
 import torch
 
-from ..messages import LinkReading
+from ..messages import MESSAGE_MIB, LinkReading
 from .together import Alone, exchange
-from .wire import MESSAGE_MIB
 
 SMALL_BYTES = 8
 ROUNDS, SMALL_ROUNDS = 7, 50

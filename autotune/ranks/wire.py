@@ -20,7 +20,6 @@ from ..messages import Request
 if TYPE_CHECKING:
     from ..bench import BenchSettings
 
-MESSAGE_MIB = 64  # of the message that links are measured with
 HANDSHAKE_S = 10
 _IDLE_S, _PROBE_EVERY_S, _PROBES = 15, 5, 3  # a host that is gone is noticed after half a minute
 

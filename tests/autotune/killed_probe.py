@@ -16,7 +16,8 @@ from machines import edge_of, row_of
 
 from autotune import emit, tuning
 from autotune.evaluator import Block, Checked, Evaluator, Fault
-from autotune.probe import ProbeRequest, SilentObserver, TrialOutcome
+from autotune.outcome import TrialOutcome
+from autotune.probe import ProbeRequest, SilentObserver
 from autotune.replay import QUIET, ReplayEvaluator, SimulatedClock
 from autotune.space import candidate_key
 from ringattn.profile import Profile

@@ -10,7 +10,8 @@ from machines import edge_of, row_of
 
 from autotune.edge import Edge
 from autotune.evaluator import Block
-from autotune.probe import ProbeRequest, SilentObserver, TrialOutcome
+from autotune.outcome import TrialOutcome
+from autotune.probe import ProbeRequest, SilentObserver
 from autotune.replay import QUIET, ReplayEvaluator, SimulatedClock, Trouble
 from ringattn.profile import Profile
 from ringattn.workload import Tunables, Workload

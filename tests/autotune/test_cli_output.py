@@ -14,7 +14,8 @@ from cli_runs import engine, ringtune
 from report_samples import gpu_profile, heuristic_profile, plan
 
 from autotune.commands.probe import _how_to_use
-from autotune.probe import CellReport, DryCell, DryRun, ProbeObserver, ProbeRequest, ProbeResult, TrialOutcome
+from autotune.outcome import TrialOutcome
+from autotune.probe import CellReport, DryCell, DryRun, ProbeObserver, ProbeRequest, ProbeResult
 from ringattn.profile_io import save_profile
 from ringattn.workload import Workload
 

@@ -10,7 +10,8 @@ import sys
 import pytest
 from rich.console import Console
 
-from autotune.probe import ProbeObserver, ProbeResult, TrialOutcome
+from autotune.outcome import TrialOutcome
+from autotune.probe import ProbeObserver, ProbeResult
 from autotune.progress import ETA_LINE_EVERY_S, InterruptibleObserver, LiveObserver, LogObserver, probe_observer
 from ringattn.workload import Workload
 

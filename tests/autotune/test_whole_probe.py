@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import math
+from pathlib import Path
 
 import pytest
 from modelled_h100 import device_ms, modelled_edge
@@ -10,16 +12,22 @@ from modelled_h100 import device_ms, modelled_edge
 from autotune.probe import ProbeRequest
 from autotune.tuning import run_probe
 from ringattn.profile import PlanEntry
+from ringattn.profile_io import dump_profile
 from ringattn.workload import Workload
 
 BUDGET_S = 100.0  # what is left of a standard probe's after its defaults and first calls
 AGREED = math.log(1.02)
+RECORDED = Path(__file__).parents[1] / "data" / "replayed-probe.yaml.gz"
+
+
+_profiles: list[str] = []  # the files that the probes below wrote
 
 
 @pytest.fixture(scope="module")
 def probes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Workload, PlanEntry]]:
     """The rows of two probes with different seeds, one of them beside a slower host."""
     found = []
+    _profiles.clear()
     for seed, slowness in ((1, 4.0), (2, 2.5)):
         folder = tmp_path_factory.mktemp(f"seed-{seed}")
         edge = modelled_edge(folder, seed, slowness)
@@ -27,6 +35,7 @@ def probes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Workload, Plan
         result = run_probe(request, None, edge)
         assert edge.clock.now() <= 1.1 * BUDGET_S
         assert result.profile is not None
+        _profiles.append(dump_profile(result.profile))
         found.append({entry.workload: entry for entry in result.profile.plans})
     return found
 
@@ -68,3 +77,8 @@ def test_the_kernel_that_is_fastest_alone_is_found_at_every_dense_length(
             if cell.pattern.dense and cell.seq_len >= 4096:
                 assert entry.choice is not None
                 assert entry.choice.tunables.branches[0].forward == "flash-attn-4", cell
+
+
+def test_a_replayed_probe_writes_the_recorded_profile(probes: list[dict[Workload, PlanEntry]]) -> None:
+    """Byte for byte, for one seed: simulated time and noise leave nothing to chance."""
+    assert _profiles[0] == gzip.decompress(RECORDED.read_bytes()).decode()

@@ -73,9 +73,10 @@ else
 	@$(RUN) -m pytest $(PYTEST_ARGS)
 endif
 
-# Warnings are errors: a link to a page that is gone, a name that is not there. Nothing is fetched.
+# Warnings are errors: a link to a page that is gone, a name that is not there. Nothing is fetched. Every page is read
+# anew, since those that did not change would not warn again.
 docs: $(READY_DOCS)
-	@$(RUN) -m sphinx -M html docs $(SITE) --quiet --fail-on-warning --keep-going
+	@$(RUN) -m sphinx -M html docs $(SITE) --fresh-env --write-all --quiet --fail-on-warning --keep-going
 	@echo "$(SITE)/html/index.html"
 
 lint: $(READY_DEV)

@@ -14,7 +14,6 @@ author = "the ringtune contributors"
 version = release = __version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_click"]
-myst_enable_extensions = ["deflist", "dollarmath"]
 myst_heading_anchors = 3  # links to a section of a page work here as they do on GitHub
 
 autodoc_typehints = "signature"
@@ -25,6 +24,7 @@ python_maximum_signature_line_length = 88
 html_theme = "furo"
 html_title = f"ringtune {version}"
 html_copy_source = False
+html_show_copyright = False
 
 
 def examples_as_code(app: Sphinx, context: click.Context, lines: list[str]) -> None:

@@ -1,4 +1,4 @@
-# `make probe` and `make test` each do all the set-up a fresh clone needs, once: a virtual environment in
+# `make probe`, `make test` and `make docs` each do all the set-up a fresh clone needs, once: a virtual environment in
 # .venv with the pinned versions of constraints.txt. NO_INSTALL=1 uses $(PYTHON) as it is and installs nothing.
 
 PYTHON ?= python3
@@ -6,19 +6,22 @@ VENV ?= .venv
 NO_INSTALL ?= 0
 PROBE_ARGS ?= --effort quick
 PYTEST_ARGS ?=
+SITE ?= build/docs
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-dev probe test lint types format clean
+.PHONY: help setup setup-dev setup-docs probe test docs lint types format clean
 
 ifeq ($(NO_INSTALL),1)
 RUN := PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON)
 READY :=
 READY_DEV :=
+READY_DOCS :=
 else
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ringtune-ready
 READY_DEV := $(VENV)/.ringtune-ready-dev
+READY_DOCS := $(VENV)/.ringtune-ready-docs
 endif
 
 # No byte-compilation of all of torch ahead of time: what is imported is compiled when it is.
@@ -27,12 +30,15 @@ PIP_INSTALL = $(VENV)/bin/python -m pip install -qq --no-input --disable-pip-ver
 help:
 	@echo "make probe    measure this machine and write its profile (PROBE_ARGS='--effort standard' for longer)"
 	@echo "make test     run the tests (PYTEST_ARGS='-k merge' for some)"
+	@echo "make docs     build the documentation into $(SITE)/html"
 	@echo "make lint | types | format | clean"
 	@echo "NO_INSTALL=1  use the current Python and install nothing; PYTHON=... names another one"
 
 setup: $(READY)
 
 setup-dev: $(READY_DEV)
+
+setup-docs: $(READY_DOCS)
 
 $(VENV)/bin/pip:
 	@$(PYTHON) -c 'import sys; sys.exit("ringtune needs Python 3.11 or newer and $(PYTHON) is %d.%d; name another one: make PYTHON=python3.12 ..." % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
@@ -46,10 +52,11 @@ $(VENV)/.ringtune-ready: pyproject.toml constraints.txt | $(VENV)/bin/pip
 	@$(PIP_INSTALL) --no-build-isolation --editable .
 	@touch $@
 
-$(VENV)/.ringtune-ready-dev: pyproject.toml constraints.txt | $(VENV)/bin/pip
-	@echo "installing ringtune[dev] with the versions of constraints.txt into $(VENV) (torch is large; this happens once)"
+# .ringtune-ready-dev and -docs: the extra of that name, too.
+$(VENV)/.ringtune-ready-%: pyproject.toml constraints.txt | $(VENV)/bin/pip
+	@echo "installing ringtune[$*] with the versions of constraints.txt into $(VENV) (torch is large; this happens once)"
 	@$(PIP_INSTALL) hatchling editables
-	@$(PIP_INSTALL) --no-build-isolation --editable '.[dev]'
+	@$(PIP_INSTALL) --no-build-isolation --editable '.[$*]'
 	@touch $(VENV)/.ringtune-ready $@
 
 # 6 is no failure of make's: cells that could not be measured keep their default, and the command has said which.
@@ -65,6 +72,12 @@ ifeq ($(strip $(PYTEST_ARGS)),)
 else
 	@$(RUN) -m pytest $(PYTEST_ARGS)
 endif
+
+# Warnings are errors: a link to a page that is gone, a name that is not there. Nothing is fetched. Every page is read
+# anew, since those that did not change would not warn again.
+docs: $(READY_DOCS)
+	@$(RUN) -m sphinx -M html docs $(SITE) --fresh-env --write-all --quiet --fail-on-warning --keep-going
+	@echo "$(SITE)/html/index.html"
 
 lint: $(READY_DEV)
 	@$(RUN) -m ruff check .

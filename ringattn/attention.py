@@ -48,9 +48,11 @@ class RingAttention(nn.Module):
     log-sum-exp, exactly (LongNet, arXiv:2307.02486). No pattern is dense attention.
 
     Args:
-        num_heads, head_dim: H and D.
+        num_heads: H.
+        head_dim: D.
         num_kv_heads: Hkv, a divisor of H; None is H.
-        segment_lengths, dilation_rates: the branches, two lists of one length; None for both is dense.
+        segment_lengths: w of each branch; None, as for dilation_rates, is dense.
+        dilation_rates: r of each branch, as many as segment_lengths.
         causal: a position attends to itself and earlier ones only.
         scale: factor on the logits, > 0; None is 1 / sqrt(D).
         dropout: probability in training mode; refused there with each kernel's reason where no kernel can do it
@@ -76,8 +78,10 @@ class RingAttention(nn.Module):
             or ``"balanced"``, where half the memory is worth a factor sqrt(2) in time; None: the one its probe chose.
 
     Raises:
-        InputError: an argument that makes no sense. ProfileError: a profile that cannot be read. PlanError: nothing
-        that was asked for can run here, with every candidate's reasons. DeviceError: no such device.
+        InputError: an argument that makes no sense.
+        ProfileError: a profile that cannot be read.
+        PlanError: nothing that was asked for can run here, with every candidate's reasons.
+        DeviceError: no such device.
     """
 
     def __init__(

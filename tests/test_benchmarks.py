@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 import sys
+import xml.etree.ElementTree
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,17 @@ def test_without_a_gpu_a_benchmark_ends_with_one_line(name: str, monkeypatch: py
 def test_the_ring_says_how_to_start_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     assert "torchrun --standalone" in str(end_of("ring", monkeypatch))
+
+
+def test_the_picture_is_made_of_the_committed_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made = tmp_path / "dense.svg"
+    monkeypatch.setattr(sys, "argv", ["plot_dense.py", "--output", str(made)])
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    runpy.run_path(str(BENCHMARKS / "plot_dense.py"), run_name="__main__")
+    committed = BENCHMARKS.parent / "docs" / "dense.svg"
+    assert made.read_text("utf-8") == committed.read_text("utf-8"), "run: python benchmarks/plot_dense.py"
+    xml.etree.ElementTree.parse(made)
+    assert "http" not in made.read_text("utf-8").replace("http://www.w3.org/2000/svg", ""), "it loads nothing"
 
 
 def test_every_benchmark_that_times_on_a_gpu_asks_for_one() -> None:

@@ -122,6 +122,16 @@ def test_sdist_holds_the_profiles_where_a_checkout_and_an_installation_look(buil
         assert {Path(name).name for name in names if Path(name).parent == Path(folder)} >= SHIPPED
 
 
+def test_sdist_holds_what_the_readme_links(built: Path) -> None:
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    linked = re.findall(r"\]\(([^)#:]+)\)", (ROOT / "README.md").read_text("utf-8"))
+    assert linked
+    for target in linked:
+        assert target in names or any(name.startswith(f"{target}/") for name in names), target
+
+
 def test_hard_dependencies_are_few_and_need_no_cuda(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
@@ -129,7 +139,7 @@ def test_hard_dependencies_are_few_and_need_no_cuda(wheel: Path) -> None:
     required = metadata.get_all("Requires-Dist") or []
     hard = {re.match(r"[\w.-]+", line).group() for line in required if "extra ==" not in line}  # type: ignore[union-attr]
     assert hard == {"torch", "pyyaml", "optuna", "click", "rich"}
-    assert set(metadata.get_all("Provides-Extra") or []) == {"flash", "flash4", "xformers", "dev"}
+    assert set(metadata.get_all("Provides-Extra") or []) == {"flash", "flash4", "xformers", "dev", "docs"}
 
 
 def test_installed_wheel_loads_every_shipped_profile(installed: Path, tmp_path: Path) -> None:
@@ -174,7 +184,10 @@ def test_console_script_of_the_wheel_runs(installed: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-@pytest.mark.parametrize(("target", "stamp"), [("probe", ".ringtune-ready"), ("test", ".ringtune-ready-dev")])
+@pytest.mark.parametrize(
+    ("target", "stamp"),
+    [("probe", ".ringtune-ready"), ("test", ".ringtune-ready-dev"), ("docs", ".ringtune-ready-docs")],
+)
 def test_make_sets_up_once_and_again_when_a_requirement_changes(target: str, stamp: str, tmp_path: Path) -> None:
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copyfile(ROOT / name, tmp_path / name)

@@ -1,103 +1,33 @@
-"""The README is true: its commands and its Python run, its profile loads, what it names exists."""
+"""The README is true: its Python runs, its figures were measured, what it names and links exists."""
 
 from __future__ import annotations
 
-import os
+import json
 import re
-import shlex
-import subprocess
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from documents import README, ROOT, blocks, blocks_of, run, text_of
 
-from autotune.cli import cli
-from autotune.exit_codes import ExitCode
 from autotune.grid import cells_for
 from autotune.probe import ProbeRequest
 from ringattn.hardware import detect
-from ringattn.profile_io import parse_profile
 
 pytestmark = pytest.mark.alone
 
-ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text("utf-8")
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-# What makes a real probe end in seconds (one small cell); everything else of a command runs as it is written.
-SHORT_PROBE = shlex.split(
-    "--effort quick --budget 30 --mode infer --seq-len 128 --heads 2 --head-dim 32 "
-    "--segment-lengths 64 --dilation-rates 1 --device cpu"
-)
-# Longer: messages between processes take turns on the cores of a small machine.
-SHORT_RING = shlex.split(
-    "--effort quick --budget 30 --mode infer --seq-len 1024 --heads 2 --head-dim 32 "
-    "--segment-lengths 8192 --dilation-rates 1 --device cpu"
-)
-ONE_TEST = "-q -p no:cacheprovider tests/autotune/test_progress.py"
+TEXT = text_of(README)
+(TEN_LINES,) = blocks("python", README)
 
 
-def blocks(language: str) -> list[str]:
-    return [text for kind, text in BLOCKS if kind == language]
+def test_it_has_the_blocks_that_are_tested() -> None:
+    assert {block.language for block in blocks_of(README)} == {"console", "python"}
 
 
-def commands() -> list[str]:
-    lines = [line.split("#")[0].strip() for text in blocks("console") for line in text.splitlines()]
-    return list(dict.fromkeys(line for line in lines if line))
-
-
-def as_run(command: str, folder: Path) -> list[str]:
-    """How a command of the README runs here: with this Python, installing nothing, in seconds."""
-    words = shlex.split(command)
-    if words[0] == "make":
-        extra = ["NO_INSTALL=1", f"PYTHON={sys.executable}", f"PROBE_ARGS={shlex.join(SHORT_PROBE)}"]
-        return [*words, *extra, f"PYTEST_ARGS={ONE_TEST}"]
-    if words[:2] == ["pip", "install"]:
-        checks_only = ["--dry-run", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-        target = [str(ROOT) if word == "." else word for word in words[2:]]
-        return [sys.executable, "-m", "pip", "install", *checks_only, *target]
-    if words[0] == "torchrun":
-        assert words[-3:] == ["-m", "autotune", "probe"]
-        return [sys.executable, "-m", "torch.distributed.run", *words[1:], *SHORT_RING]
-    assert words[0] == "ringtune", f"the README runs {command!r}; say here how a test can"
-    if words[1] == "probe":
-        words += SHORT_RING if "--nproc" in words else SHORT_PROBE
-    return [sys.executable, "-m", "autotune", *words[1:]]
-
-
-def run(command: list[str], home: Path) -> subprocess.CompletedProcess[str]:
-    environ = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "CI")}
-    environ |= {"HOME": str(home), "XDG_CONFIG_HOME": str(home / ".config"), "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=100)
-
-
-def test_it_has_the_blocks_that_are_tested_here() -> None:
-    assert {kind for kind, _ in BLOCKS} == {"console", "python", "yaml"}
-    assert len(commands()) >= 4
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One home for all commands, so that what one writes the next one finds, as for a reader."""
-    return tmp_path_factory.mktemp("home")
-
-
-@pytest.mark.parametrize("command", commands())
-def test_its_commands_run(command: str, home: Path) -> None:
-    if command.startswith("pip install"):
-        pytest.importorskip("hatchling", reason="pip install '.[dev]' brings it")
-    done = run(as_run(command, home), home)
-    told = f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
-    if "probe" in command and re.search(r"inconclusive|no cell could be measured|Error 6$", done.stderr, re.MULTILINE):
-        pytest.skip("this machine is too busy to measure anything now")
-    assert done.returncode == 0, told
-
-
-@pytest.mark.parametrize("code", blocks("python"), ids=lambda code: code.splitlines()[0])
-def test_its_python_runs(code: str, tmp_path: Path) -> None:
-    done = run([sys.executable, "-c", code], tmp_path)
+def test_its_python_runs(tmp_path: Path) -> None:
+    done = run([sys.executable, "-c", TEN_LINES.text], tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip(), "it prints the plan that ran"
 
@@ -105,9 +35,8 @@ def test_its_python_runs(code: str, tmp_path: Path) -> None:
 def test_its_python_runs_what_a_quick_probe_of_a_cpu_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that what a newcomer has just measured serves the first lines they run."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    (code,) = blocks("python")
     ran: dict[str, Any] = {}
-    exec(code, ran)  # noqa: S102 - the README's own lines
+    exec(TEN_LINES.text, ran)  # noqa: S102 - the README's own lines
     batch, seq_len = ran["q"].shape[:2]
     assert ran["q"].dtype == torch.float32
     grid = {cell.workload for cell in cells_for(ProbeRequest(effort="quick"), detect("cpu"))}
@@ -115,45 +44,40 @@ def test_its_python_runs_what_a_quick_probe_of_a_cpu_measures(monkeypatch: pytes
 
 
 def test_the_ten_lines_of_python_are_ten() -> None:
-    assert "Ten lines of Python" in README
-    (code,) = blocks("python")
-    assert len(code.strip().splitlines()) <= 10
+    assert "Ten lines of Python" in TEXT
+    assert len(TEN_LINES.text.strip().splitlines()) <= 10
 
 
-@pytest.mark.parametrize("text", blocks("yaml"), ids=lambda text: "profile")
-def test_its_profile_loads(text: str) -> None:
-    profile = parse_profile(text, "README.md")
-    assert profile.source == "measured"
-    assert profile.plans
-    assert profile.plans[0].choice is not None
-    assert profile.plans[0].choice.evidence is not None
+def test_it_can_be_read_in_a_minute() -> None:
+    assert len(TEXT.splitlines()) <= 110
 
 
-def test_the_commands_it_names_are_those_there_are() -> None:
-    named = set(re.findall(r"`ringtune (\w+)", README))
-    assert named == set(cli.commands)
+def test_it_shows_the_picture_and_links_every_page() -> None:
+    assert "](docs/dense.svg)" in TEXT
+    pages = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")}
+    linked = set(re.findall(r"\]\(([^)#]+)", TEXT))
+    assert pages - linked == {"docs/index.md", "docs/changelog.md"}, "the site's own start, and CHANGELOG.md"
 
 
-def test_the_options_it_names_exist() -> None:
-    known = {name for command in cli.commands.values() for p in command.params for name in (*p.opts, *p.secondary_opts)}
-    known |= {"--help", "--version"}
-    ours = re.sub(r"^torchrun .*-m autotune", "", README, flags=re.MULTILINE)  # what stands before is torchrun's
-    assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", ours)) <= known
+def numbers_in(results: Any) -> list[float]:
+    """Every number anywhere in a JSON document."""
+    if isinstance(results, dict):
+        results = list(results.values())
+    if isinstance(results, list):
+        return [number for each in results for number in numbers_in(each)]
+    return [float(results)] if isinstance(results, int | float) and not isinstance(results, bool) else []
 
 
-def test_the_exit_codes_it_names_are_those_there_are() -> None:
-    sentence = re.search(r"Exit codes: (.*?)\.", README, re.DOTALL)
-    assert sentence is not None
-    assert [int(n) for n in re.findall(r"\b(\d+) [a-z]", sentence[1])] == [int(code) for code in ExitCode]
-
-
-def test_the_files_it_links_exist() -> None:
-    for target in re.findall(r"\]\(([^)#]+)", README):
-        if not target.startswith(("http://", "https://")):
-            assert (ROOT / target).exists(), target
-    assert "(docs/cli.md)" in README, "the reference of the command is linked"
-
-
-def test_the_extras_it_names_exist() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    assert set(re.findall(r"ringtune\[(\w+)\]", README)) <= set(project["optional-dependencies"])
+@pytest.mark.parametrize("page", ["README.md", "docs/performance.md"])
+def test_every_time_in_its_tables_is_a_committed_result(page: str) -> None:
+    """Each section with a table links the files of its figures; a time is one of theirs to the digits it has."""
+    checked = 0
+    for section in re.split(r"^## ", text_of(ROOT / page), flags=re.MULTILINE):
+        rows = re.findall(r"^\|.*$", section, re.MULTILINE)
+        times = [time for row in rows for time in re.findall(r"([\d.]+) ms", row)]
+        files = re.findall(r"benchmarks/results/([\w-]+\.json)\)", section)
+        results = [json.loads((ROOT / "benchmarks" / "results" / name).read_text("utf-8")) for name in files]
+        measured = {f"{number:#.3g}".rstrip(".") for number in numbers_in(results)}
+        assert set(times) <= measured, sorted(set(times) - measured)
+        checked += len(times)
+    assert checked >= 10

@@ -1,0 +1,126 @@
+"""The pages of docs/ are true: commands and Python run, the profile loads, what they name and link exists.
+
+``make docs`` builds them with warnings as errors, which checks links between pages, their sections and API names.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from documents import PAGES, ROOT, as_run, blocks, commands, run, text_of
+
+import ringattn
+from autotune.cli import cli
+from autotune.exit_codes import ExitCode
+from ringattn.profile_io import parse_profile
+
+pytestmark = pytest.mark.alone
+
+DOCS = ROOT / "docs"
+OVER_RANKS = DOCS / "howto" / "ring.md"
+DOCUMENTS = (*PAGES, ROOT / "CONTRIBUTING.md")
+ALL = "\n".join(map(text_of, DOCUMENTS))
+
+RUN_BLOCKS = """
+import json, sys
+for page, number, code in json.load(open(sys.argv[1])):
+    exec(compile(code, f"{page}, Python block {number}", "exec"), {"__name__": "__main__"})
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One home for all commands, so that what one writes the next one finds, as for a reader."""
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.mark.parametrize("command", commands(*PAGES))
+def test_commands_run(command: str, home: Path) -> None:
+    if command.startswith("pip install"):
+        pytest.importorskip("hatchling", reason="pip install '.[dev]' brings it")
+    done = run(as_run(command), home)
+    told = f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+    if "probe" in command and re.search(r"inconclusive|no cell could be measured|Error 6$", done.stderr, re.MULTILINE):
+        pytest.skip("this machine is too busy to measure anything now")
+    assert done.returncode == 0, told
+
+
+def test_python_runs(tmp_path: Path) -> None:
+    """All blocks in one process, each with names of its own."""
+    pages = [page for page in PAGES if page.parent != ROOT and page != OVER_RANKS]
+    found = [(block.page, number, block.text) for number, block in enumerate(blocks("python", *pages))]
+    assert found
+    listed = tmp_path / "blocks.json"
+    listed.write_text(json.dumps(found), encoding="utf-8")
+    done = run([sys.executable, "-c", RUN_BLOCKS, str(listed)], tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_python_over_ranks_runs_on_two(tmp_path: Path) -> None:
+    (block,) = blocks("python", OVER_RANKS)
+    program = tmp_path / "ring.py"
+    program.write_text(block.text, encoding="utf-8")
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = run([sys.executable, *start, str(program)], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("torch.Size([1, 512, 4, 32])") == 2
+
+
+def test_the_profile_loads() -> None:
+    (block,) = blocks("yaml", *PAGES)
+    profile = parse_profile(block.text, block.page)
+    assert profile.source == "measured"
+    assert profile.plans
+    assert profile.plans[0].evidence is not None
+
+
+def test_the_commands_they_name_are_those_there_are() -> None:
+    run_here = {command.split()[1] for command in commands(*PAGES) if command.startswith("ringtune ")}
+    assert run_here | set(re.findall(r"`ringtune\s([a-z]+)", ALL)) == set(cli.commands)
+
+
+def test_the_options_they_name_exist() -> None:
+    known = {name for command in cli.commands.values() for p in command.params for name in (*p.opts, *p.secondary_opts)}
+    known |= {"--help", "--version"}
+    ours = re.sub(r"torchrun .*", "", ALL)  # its options are torchrun's
+    assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", ours)) <= known
+
+
+def test_the_reference_lists_every_command_in_the_order_of_the_help() -> None:
+    (listed,) = re.findall(r"^ +:commands: (.*)$", text_of(DOCS / "cli.md"), re.MULTILINE)
+    assert listed.split(", ") == list(cli.commands)
+
+
+def test_the_exit_codes_are_those_there_are() -> None:
+    listed = re.findall(r"^\| (\d+) \| [a-z]", text_of(DOCS / "cli.md"), re.MULTILINE)
+    assert [int(code) for code in listed] == [int(code) for code in ExitCode]
+
+
+def test_the_api_reference_lists_every_public_name() -> None:
+    listed = re.findall(r"auto\w+:: ringattn\.(\w+)$", text_of(DOCS / "api.md"), re.MULTILINE)
+    assert sorted(listed) == sorted(ringattn.__all__)
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: page.name)
+def test_the_files_they_link_exist(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)", text_of(page)):
+        if not target.startswith(("http://", "https://")):
+            assert (page.parent / target).exists(), target
+
+
+def test_the_extras_they_name_exist() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    named = set(re.findall(r"(?:ringtune|'\.)\[(\w+)\]", ALL))
+    assert {"flash", "flash4", "xformers"} <= named <= set(project["optional-dependencies"])
+
+
+def test_the_source_files_they_name_exist() -> None:
+    named = set(re.findall(r"`((?:ringattn|autotune|tests|benchmarks|examples|profiles)/[\w./-]+)`", ALL))
+    assert named
+    for path in named:
+        assert (ROOT / path).exists(), path

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,14 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from . import compiled
+from .arguments import input_dtype, integer, is_integer
 from .autograd import Runner, differentiable
 from .errors import InputError, PlanError
 from .hardware import HardwareFacts
-from .layout import Share, Span, check_dim, check_total, positions, resolve_layout, shard
+from .layout import Share, Span, check_dim, positions, resolve_layout, shard
 from .plan import Conditions, Plan
 from .preference import Preference, check_preference
 from .profile import PlanEntry, Profile
-from .program import DTYPE_NAMES, Program
+from .program import DTYPE_NAMES, TORCH_DTYPES, Program
 from .setup import Setup, check_module, device_of, group_size, say_once, set_up, wishes_of
 from .table import ModuleShape, PlanTable, build_table
 from .wording import plural
@@ -61,8 +62,8 @@ class RingAttention(nn.Module):
             None uses the built-in heuristic alone.
         backend: a kernel name, or (forward name, backward name). Beats the profile; raises where ineligible.
         dtype: None computes in the input dtype unless the heuristic knows a wider one to be the better one;
-            ``"auto"`` in the fastest dtype that the profile measured within its error bound; or a torch.dtype, or
-            ``"tf32"``.
+            ``"auto"`` in the fastest dtype that the profile measured within its error bound; or a torch.dtype, its
+            name (``"bf16"``, ``"bfloat16"``), or ``"tf32"``.
         checkpoint: ``"none"``, ``"selective"``, ``"full"`` or ``"offload"``; None as the profile says.
         max_seq_len: longer sequences raise InputError; None is no limit.
         device: where it will run; None is the current CUDA device, else the CPU. Tensors elsewhere raise.
@@ -109,11 +110,16 @@ class RingAttention(nn.Module):
 
             self._ring = RingContext(process_group, device_of(device))
         try:
-            check_module(num_heads, head_dim, num_kv_heads, causal, scale, dropout, max_seq_len, process_group)
+            check_module(causal, scale, dropout, process_group)
+            num_heads, head_dim = integer("num_heads", num_heads), integer("head_dim", head_dim)
+            num_kv_heads = num_heads if num_kv_heads is None else integer("num_kv_heads", num_kv_heads)
+            max_seq_len = None if max_seq_len is None else integer("max_seq_len", max_seq_len)
+            if num_heads % num_kv_heads:
+                raise InputError(f"num_heads is {num_heads}, not a multiple of num_kv_heads, {num_kv_heads}")
             check_preference(prefer)
             pattern = Pattern.of(segment_lengths, dilation_rates, head_offset)
             resolve_layout(layout, pattern, causal)  # what makes no sense is refused before a profile is read
-            shape = ModuleShape(num_heads, num_kv_heads or num_heads, head_dim, causal, pattern, max_seq_len, world)
+            shape = ModuleShape(num_heads, num_kv_heads, head_dim, causal, pattern, max_seq_len, world)
             self.scale = 1.0 / math.sqrt(head_dim) if scale is None else float(scale)
             deterministic = torch.are_deterministic_algorithms_enabled()
 
@@ -177,7 +183,7 @@ class RingAttention(nn.Module):
             out, lse = self._ring.outside_graphs(self._over_ranks, q, k, v, total_length)
             return (out, lse) if return_lse else out
         train, autocast = self._mode(q, k, v)
-        if total_length is not None and total_length != q.shape[1]:
+        if total_length is not None and (not is_integer(total_length) or total_length != q.shape[1]):
             raise InputError(f"total_length is {total_length!r}, but this rank holds all {q.shape[1]}; leave it out")
         if torch.compiler.is_compiling():
             out, lse = self._trace(q, k, v, train, autocast)
@@ -191,7 +197,7 @@ class RingAttention(nn.Module):
 
     def positions(self, total_length: int) -> Tensor:
         """Positions (S,) int64 of this rank's rows in a sequence of ``total_length``, for rotary offsets and labels."""
-        check_total(total_length)
+        total_length = integer("total_length", total_length)
         return positions(self._share(total_length), self.device)
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
@@ -216,13 +222,13 @@ class RingAttention(nn.Module):
     def plan_for(self, seq_len: int, dtype: torch.dtype | str, train: bool, batch: int = 1) -> Plan:
         """The plan that a call with ``seq_len`` positions of this input dtype obeys; PlanError where it is refused.
 
+        ``dtype`` is a torch.dtype or its name, ``"bf16"`` or ``"bfloat16"``.
+
         Its ``origin``, printed with it, says whether the profile has it, measured or not, or the heuristic made it.
         """
-        name = dtype if isinstance(dtype, str) else DTYPE_NAMES.get(dtype, str(dtype))
-        if name not in DTYPE_NAMES.values():
-            raise InputError(f"dtype is {dtype}; use one of {', '.join(map(str, DTYPE_NAMES))}")
+        seq_len, batch = integer("the sequence length", seq_len), integer("batch", batch)
         self._check_length(seq_len)
-        return self.plan.plan_at(seq_len, name, train, batch).runnable()
+        return self.plan.plan_at(seq_len, input_dtype(dtype), train, batch).runnable()
 
     def explain(self) -> str:
         """Why this plan: the profiles looked at, the tier, the table, and what gave way to what."""
@@ -232,19 +238,25 @@ class RingAttention(nn.Module):
 
     def warmup(
         self,
-        lengths: Sequence[int],
-        dtype: torch.dtype = torch.float32,
+        lengths: Iterable[int] | int,
+        dtype: torch.dtype | str = torch.float32,
         batch_size: int = 1,
         train: bool = False,
     ) -> dict[int, float]:
         """Makes the first call at each length ahead (kernel plans and compilation), through autograd if ``train``.
 
-        Returns the milliseconds that each first call took.
+        ``dtype`` is that of the inputs. Returns the milliseconds that each first call took.
         """
+        given = lengths if isinstance(lengths, Iterable) and not isinstance(lengths, str) else [lengths]
+        lengths = [integer("the sequence length", length) for length in given]  # all, before the first is run
+        for length in lengths:
+            self._check_length(length)
+        batch_size, dtype = integer("batch_size", batch_size), TORCH_DTYPES[input_dtype(dtype)]
+        if not isinstance(train, bool):
+            raise InputError(f"train is {train!r}; it must be True or False")
         took_ms = {}
         generator = torch.Generator(self.device)  # its own: a warm-up leaves the program's random numbers alone
         for length in lengths:
-            self._check_length(length)
             begin = time.perf_counter()
             heads = (self.shape.heads, self.shape.kv_heads, self.shape.kv_heads)
             q, k, v = (
@@ -384,6 +396,8 @@ class RingAttention(nn.Module):
         with self._ring.call():
             train, autocast = self._mode(q, k, v)
             self._check(q, k, v)
+            if total_length is not None:
+                total_length = integer("total_length", total_length)
             shapes = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, train)
             key = (shapes, total_length, autocast)
             run = self._runners.get(key)
@@ -446,8 +460,6 @@ class RingAttention(nn.Module):
 
     def _check_length(self, length: int) -> None:
         limit = self.shape.max_seq_len
-        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-            raise InputError(f"the sequence length is {length!r}; it must be an integer >= 1")
         if limit is not None and length > limit:
             raise InputError(f"the sequence has {length} positions, more than max_seq_len, {limit}")
 

@@ -6,6 +6,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from oracle import Case, pattern_of
@@ -147,6 +148,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"dropout": -0.1}, InputError, r"dropout is -0.1; it must be in \[0, 1\)"),
     ({"dropout": 1.0}, InputError, r"dropout is 1.0; it must be in \[0, 1\)"),
     ({"dropout": float("nan")}, InputError, r"dropout is nan; it must be in \[0, 1\)"),
+    ({"dropout": False}, InputError, r"dropout is False; it must be in \[0, 1\)"),
     ({"dropout": None}, InputError, r"dropout is None; it must be in \[0, 1\)"),
     ({"head_offset": "staggered"}, InputError, "head_offset is 'staggered'; use 'interleaved' or 'blocked'"),
     ({"profile": 3}, InputError, "profile is 3; use 'auto', a path, a Profile, or None for the heuristic alone"),
@@ -159,14 +161,16 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"backend": "flash"}, PlanError, "nothing that was asked for can run on this machine: flash: runs on NVIDIA GPUs"),
     ({"backend": "flash-attn-2"}, PlanError, "nothing that was asked for can run .*flash-attn-2"),
     ({"backend": ("cudnn", "math")}, PlanError, "nothing that was asked for can run on this machine: cudnn: runs on"),
-    ({"dtype": "bf16"}, InputError, "dtype is 'bf16'; use None, 'auto', 'tf32' or one of torch.bfloat16"),
-    ({"dtype": torch.int8}, InputError, "dtype is torch.int8; use None, 'auto', 'tf32' or one of torch.bfloat16"),
+    ({"dtype": "float8"}, InputError, "dtype is 'float8'; use None, 'auto', 'tf32' or one of bf16, fp16, fp32, fp64"),
+    ({"dtype": torch.int8}, InputError, r"dtype is torch.int8; use None, .*, fp64 or torch.bfloat16, torch.float16, t"),
     ({"dtype": 16}, InputError, "dtype is 16; use None, 'auto'"),
     ({"dtype": "tf32"}, PlanError, "nothing that was asked for can run .*tf32"),
     ({"checkpoint": "some"}, InputError, "checkpoint is 'some'; use one of none, selective, full, offload, or None"),
     ({"max_seq_len": 0}, InputError, "max_seq_len is 0; it must be an integer >= 1"),
+    ({"max_seq_len": True}, InputError, "max_seq_len is True; it must be an integer >= 1"),
     ({"max_seq_len": 8.5}, InputError, "max_seq_len is 8.5; it must be an integer >= 1"),
     ({"device": "gpu"}, InputError, "device is 'gpu'; use a torch device such as 'cuda:0' or 'cpu'"),
+    ({"device": True}, InputError, "device is True; use a torch device"),
     ({"device": 3.5}, InputError, "device is 3.5; use a torch device"),
     ({"device": "meta"}, DeviceError, "device is 'meta'; use 'cuda', 'cuda:N' or 'cpu'"),
     ({"device": "mps"}, DeviceError, "mps"),
@@ -306,10 +310,91 @@ def test_cpu_with_an_index_is_the_cpu() -> None:
     assert module(device=torch.device("cpu", 0))(**tensors()).shape == (2, 8, 4, 16)
 
 
-@pytest.mark.parametrize("lengths", [[0], [-1], [2.5], [32]])
-def test_a_warm_up_wants_lengths_it_may_run(lengths: list[Any]) -> None:
+@pytest.mark.parametrize("lengths", [[0], [-1], [2.5], [32], [8, 32], True, None, "16", 2.5, 32])
+def test_a_warm_up_wants_lengths_it_may_run(lengths: Any) -> None:
+    attn = module(max_seq_len=16)
     with pytest.raises(InputError, match=r"sequence (length is .*; it must be an integer >= 1|has 32 positions)"):
-        module(max_seq_len=16).warmup(lengths)
+        attn.warmup(lengths)
+    assert not attn._runners  # nothing was run before what cannot be run was noticed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dtype": torch.int32}, "dtype is torch.int32; use one of bf16, fp16, fp32, fp64 or torch.bfloat16, torch.f"),
+        ({"dtype": "int"}, "dtype is 'int'; use one of bf16"),
+        ({"dtype": None}, "dtype is None; use one of bf16"),
+        ({"batch_size": 0}, "batch_size is 0; it must be an integer >= 1"),
+        ({"batch_size": True}, "batch_size is True; it must be an integer >= 1"),
+        ({"train": "no"}, "train is 'no'; it must be True or False"),
+    ],
+)
+def test_a_warm_up_wants_inputs_it_may_make(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message) as raised:
+        module().warmup([8], **arguments)
+    one_line(raised.value)
+
+
+@pytest.mark.parametrize("total", [True, 1.0, "1"])
+def test_a_total_length_is_an_integer(total: Any) -> None:
+    one = {name: x[:, :1] for name, x in tensors().items()}
+    with pytest.raises(InputError, match=r"total_length is .*, but this rank holds all 1; leave it out"):
+        module()(**one, total_length=total)
+    with pytest.raises(InputError, match=r"total_length is .*; it must be an integer >= 1"):
+        module().positions(total)
+
+
+# --- one spelling rule ------------------------------------------------------------------------------------------------
+
+SPELLINGS = {
+    name: (name, long, f"torch.{long}", getattr(torch, long))
+    for name, long in (("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32"), ("fp64", "float64"))
+}
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_a_dtype_has_every_spelling_everywhere(name: str) -> None:
+    for spelling in SPELLINGS[name]:
+        assert module(dtype=spelling).plan.wishes.dtype == name
+        assert module().plan_for(8, spelling, train=False).workload.dtype == name
+        attn = module()
+        attn.warmup([8], dtype=spelling)
+        assert {key[0][6] for key in attn._runners} == {SPELLINGS[name][-1]}
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.int64, np.uint16])
+def test_integers_of_numpy_are_integers(kind: Any) -> None:
+    attn = RingAttention(
+        kind(4),
+        kind(16),
+        kind(2),
+        [kind(4), kind(8)],
+        [kind(1), kind(2)],
+        profile=None,
+        device="cpu",
+        max_seq_len=kind(8),
+    )
+    same = RingAttention(4, 16, 2, [4, 8], [1, 2], profile=None, device="cpu", max_seq_len=8)
+    assert attn._handle == same._handle
+    assert RingAttention(4, 16, 2, np.array([4, 8]), np.array([1, 2]), profile=None, device="cpu").shape.pattern == (
+        same.shape.pattern
+    )
+    plan = attn.plan_for(kind(8), "fp32", True, kind(2))
+    assert plan == same.plan_for(8, "fp32", True, 2)
+    assert type(plan.workload.seq_len) is type(plan.workload.batch) is int
+    assert attn(**tensors(), total_length=kind(8)).shape == (2, 8, 4, 16)
+    assert torch.equal(attn.positions(kind(8)), torch.arange(8))
+    took = attn.warmup(np.array([4, 8], kind), batch_size=kind(1))
+    assert [type(length) for length in took] == [int, int]
+    assert set(attn.warmup(kind(8))) == set(attn.warmup(8)) == {8}
+    assert attn.shard(torch.zeros(1, 8), kind(1)).shape == (1, 8)
+
+
+@pytest.mark.parametrize("name", ["num_heads", "head_dim", "num_kv_heads", "max_seq_len"])
+def test_truth_values_of_numpy_are_no_integers(name: str) -> None:
+    plain: dict[str, Any] = {"num_heads": 1, "head_dim": 16, "profile": None, "device": "cpu"}
+    with pytest.raises(InputError, match=rf"{name} is .*True.*; it must be an integer >= 1"):
+        RingAttention(**(plain | {name: np.bool_(True)}))
 
 
 # --- the errors themselves --------------------------------------------------------------------------------------------

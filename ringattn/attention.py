@@ -37,9 +37,6 @@ if TYPE_CHECKING:
     from .ring_context import RingContext
     from .ring_program import RingProgram
 
-# Shapes whose runner is remembered; a program that meets more forgets them all and looks them up again.
-_MOST_SHAPES = 4096
-
 
 class RingAttention(nn.Module):
     """Exact dense or dilated attention over one sequence, run the way this machine's hardware profile says.
@@ -162,9 +159,9 @@ class RingAttention(nn.Module):
         self.device = self._setup.device
         self._device_type = self.device.type
         self._runners: dict[Any, Runner] = {}
-        self._traced: dict[Any, Program | RingProgram] = {}
+        self.traced: dict[Any, Program | RingProgram] = {}
         self._programs: dict[Any, Program | RingProgram] = {}
-        self._handle = compiled.register(self)
+        self._digest, self._configuration = compiled.register(self)
         if self._speaks():
             self._setup.announce()
 
@@ -277,11 +274,11 @@ class RingAttention(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles are planned modules without loaded kernels, and compiled graphs know them apart."""
-        return {**self.__dict__, "_runners": {}, "_traced": {}, "_programs": {}, "_handle": 0}
+        return {**self.__dict__, "_runners": {}, "traced": {}, "_programs": {}, "_digest": "", "_configuration": ""}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._handle = compiled.register(self)
+        self._digest, self._configuration = compiled.register(self)
 
     def extra_repr(self) -> str:
         s = self.shape
@@ -313,22 +310,6 @@ class RingAttention(nn.Module):
             self._programs[key] = program
         return program
 
-    def traced_program(self, q: Tensor, k: Tensor, v: Tensor, train: bool) -> Program | RingProgram:
-        """``program_for``, remembered: what the operators of a compiled graph run."""
-        key = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, train)
-        program = self._traced.get(key)
-        if program is None:
-            if len(self._traced) >= _MOST_SHAPES:
-                self._traced.clear()
-            program = self._traced[key] = self.program_for(q, k, v, train)
-            if train and program.checkpoint != "selective":
-                say_once(
-                    logging.WARNING,
-                    "torch.compile decides what is kept for the backward: checkpoint "
-                    f"{program.checkpoint} of the plan is not followed",
-                )
-        return program
-
     def _trace(
         self, q: Tensor, k: Tensor, v: Tensor, train: bool, autocast: torch.dtype | None
     ) -> tuple[Tensor, Tensor]:
@@ -342,7 +323,11 @@ class RingAttention(nn.Module):
         dtype = q.dtype
         if self._narrows(q, autocast):
             q, k, v = q.to(autocast), k.to(autocast), v.to(autocast)
-        out, lse = compiled.attend(q, k, v, self._handle, train)
+        module = self._digest
+        if torch.compiler.is_exporting():
+            self._check(q, k, v)  # a program that nobody can call is not exported
+            module = self._configuration
+        out, lse = compiled.attend(q, k, v, module, train)
         return out.to(dtype), lse
 
     def _narrows(self, q: Tensor, autocast: torch.dtype | None) -> bool:
@@ -357,7 +342,7 @@ class RingAttention(nn.Module):
         else:
             narrow = autocast if self._narrows(q, autocast) else None
             run = self._autocast_runner(q, k, v, train, total_length, narrow)
-        if len(self._runners) >= _MOST_SHAPES:
+        if len(self._runners) >= compiled.MOST_SHAPES:
             self._runners.clear()
         self._runners[key] = run
         return run
@@ -394,6 +379,8 @@ class RingAttention(nn.Module):
         """The call in step with the other ranks; what is wrong with it here is told to them."""
         assert self._ring is not None
         with self._ring.call():
+            if torch.compiler.is_exporting():
+                raise InputError("torch.export takes no RingAttention over several ranks; build it with one to export")
             train, autocast = self._mode(q, k, v)
             self._check(q, k, v)
             if total_length is not None:

@@ -455,7 +455,7 @@ def test_a_warm_up_makes_the_first_calls(train: bool) -> None:
 
 
 def test_remembered_shapes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ringattn.attention._MOST_SHAPES", 4)
+    monkeypatch.setattr("ringattn.compiled.MOST_SHAPES", 4)
     module = Case(8).module()
     for length in range(1, 12):
         case = Case(length)

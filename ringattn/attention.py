@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from . import compiled
+from . import compiled, transforms
 from .arguments import input_dtype, integer, is_integer
 from .autograd import Runner, differentiable
 from .errors import InputError, PlanError
@@ -30,6 +30,7 @@ from .profile import PlanEntry, Profile
 from .program import DTYPE_NAMES, TORCH_DTYPES, Program
 from .setup import Setup, check_module, device_of, group_size, say_once, set_up, wishes_of
 from .table import ModuleShape, PlanTable, build_table
+from .transforms import transforms_active
 from .wording import plural
 from .workload import HeadOffset, Pattern
 
@@ -182,7 +183,7 @@ class RingAttention(nn.Module):
         train, autocast = self._mode(q, k, v)
         if total_length is not None and (not is_integer(total_length) or total_length != q.shape[1]):
             raise InputError(f"total_length is {total_length!r}, but this rank holds all {q.shape[1]}; leave it out")
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or transforms_active():
             out, lse = self._trace(q, k, v, train, autocast)
         else:
             key = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, train)
@@ -313,21 +314,24 @@ class RingAttention(nn.Module):
     def _trace(
         self, q: Tensor, k: Tensor, v: Tensor, train: bool, autocast: torch.dtype | None
     ) -> tuple[Tensor, Tensor]:
-        """The call as torch.compile sees it: one operator, conversions around it."""
+        """The call as torch.compile and torch.func see it: one operator or Function, conversions around it."""
         wished = self.plan.wishes.checkpoint
         if train and wished not in (None, "selective"):
             raise InputError(
-                f"checkpoint is {wished!r}, but under torch.compile the compiler decides what is kept; use "
-                "checkpoint=None there, or torch.utils.checkpoint around the module"
+                f"checkpoint is {wished!r}, but under torch.compile and torch.func q, k, v, out and lse are what is "
+                "kept, or less where the compiler decides; use checkpoint=None there"
             )
         dtype = q.dtype
         if self._narrows(q, autocast):
             q, k, v = q.to(autocast), k.to(autocast), v.to(autocast)
-        module = self._digest
-        if torch.compiler.is_exporting():
+        if not torch.compiler.is_compiling():
+            self._check(q, k, v)  # as each sample is; what the Function checks has the samples in its batch
+            out, lse = transforms.attend(self, q, k, v, train)
+        elif torch.compiler.is_exporting():
             self._check(q, k, v)  # a program that nobody can call is not exported
-            module = self._configuration
-        out, lse = compiled.attend(q, k, v, module, train)
+            out, lse = compiled.attend(q, k, v, self._configuration, train)
+        else:
+            out, lse = compiled.attend(q, k, v, self._digest, train)
         return out.to(dtype), lse
 
     def _narrows(self, q: Tensor, autocast: torch.dtype | None) -> bool:
@@ -379,8 +383,8 @@ class RingAttention(nn.Module):
         """The call in step with the other ranks; what is wrong with it here is told to them."""
         assert self._ring is not None
         with self._ring.call():
-            if torch.compiler.is_exporting():
-                raise InputError("torch.export takes no RingAttention over several ranks; build it with one to export")
+            if torch.compiler.is_exporting() or transforms_active():
+                raise InputError("torch.export and torch.func take no RingAttention over several ranks")
             train, autocast = self._mode(q, k, v)
             self._check(q, k, v)
             if total_length is not None:

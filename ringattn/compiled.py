@@ -85,8 +85,8 @@ def traced_program(owner: Owner, q: Tensor, k: Tensor, v: Tensor, train: bool) -
         if train and program.checkpoint != "selective":
             say_once(
                 logging.WARNING,
-                "torch.compile decides what is kept for the backward: checkpoint "
-                f"{program.checkpoint} of the plan is not followed",
+                "under torch.compile and torch.func the plan does not decide what is kept for the backward: its "
+                f"checkpoint {program.checkpoint} is not followed",
             )
     return program
 

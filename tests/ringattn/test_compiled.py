@@ -220,7 +220,7 @@ def test_another_checkpoint_is_refused_in_training_alone() -> None:
     inputs = CASE.inputs()
     frozen = [x.detach() for x in inputs]
     assert torch.equal(whole(module)(*frozen), module(*frozen))
-    with pytest.raises(Exception, match=r"checkpoint is 'full', but under torch\.compile the compiler decides"):
+    with pytest.raises(Exception, match=r"checkpoint is 'full', but under torch\.compile and torch\.func q, k,"):
         whole(module)(*inputs)
     assert torch.equal(whole(CASE.module(checkpoint="selective"))(*inputs), CASE.module()(*inputs))
 
@@ -237,7 +237,8 @@ def test_a_plan_whose_checkpoint_is_not_followed_says_so_once(
         assert same(found(attend, q, k, v, case.dout()), found(module, q, k, v, case.dout()))
     messages = [r.getMessage() for r in caplog.records if r.levelname == "WARNING" and r.name == "ringattn"]
     assert messages == [
-        "torch.compile decides what is kept for the backward: checkpoint full of the plan is not followed"
+        "under torch.compile and torch.func the plan does not decide what is kept for the backward: its checkpoint "
+        "full is not followed"
     ]
 
 

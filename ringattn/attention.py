@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from .plan import Conditions, Plan
 from .preference import Preference, check_preference
 from .profile import PlanEntry, Profile
 from .program import DTYPE_NAMES, TORCH_DTYPES, Program
-from .setup import Setup, check_module, device_of, group_size, say_once, set_up, wishes_of
+from .setup import Setup, check_module, device_of, group_size, say_once, set_up, warn_of_empty_heads, wishes_of
 from .table import ModuleShape, PlanTable, build_table
 from .transforms import transforms_active
 from .wording import plural
@@ -62,7 +62,8 @@ class RingAttention(nn.Module):
         dtype: None computes in the input dtype unless the heuristic knows a wider one to be the better one;
             ``"auto"`` in the fastest dtype that the profile measured within its error bound; or a torch.dtype, its
             name (``"bf16"``, ``"bfloat16"``), or ``"tf32"``.
-        checkpoint: ``"none"``, ``"selective"``, ``"full"`` or ``"offload"``; None as the profile says.
+        checkpoint: ``"none"``, ``"selective"``, ``"full"`` or ``"offload"``; None as the profile says. Raises where no
+            plan for training could follow it (offload on a CPU, none without a branch that gathers).
         max_seq_len: longer sequences raise InputError; None is no limit.
         device: where it will run; None is the current CUDA device, else the CPU. Tensors elsewhere raise.
         process_group: None: this rank holds the whole sequence, also where torch.distributed is initialised. A
@@ -165,6 +166,7 @@ class RingAttention(nn.Module):
         self._digest, self._configuration = compiled.register(self)
         if self._speaks():
             self._setup.announce()
+            warn_of_empty_heads(shape)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, return_lse: bool = False, total_length: int | None = None
@@ -280,6 +282,10 @@ class RingAttention(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._digest, self._configuration = compiled.register(self)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """What torch.jit.script asks first."""
+        raise InputError("torch.jit.script cannot compile a RingAttention; use torch.export, or torch.compile")
 
     def extra_repr(self) -> str:
         s = self.shape
@@ -401,6 +407,8 @@ class RingAttention(nn.Module):
     def _mode(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[bool, torch.dtype | None]:
         """Whether gradients are wanted, and the dtype of autocast; raises for what has neither, nor strides."""
         if self.dropout and self.training:
+            if torch.compiler.is_dynamo_compiling():  # which cannot trace how a PlanError is made, and shows that
+                raise InputError(f"dropout is {self.dropout} in training mode; set dropout=0.0, or call eval()")
             raise self._dropout_refusal()
         if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
             self._check(q, k, v)
@@ -413,11 +421,15 @@ class RingAttention(nn.Module):
     def _check(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
         """(B, S) of well-formed inputs; InputError names what does not fit."""
         s = self.shape
+        if torch._C._is_tracing():
+            raise InputError("torch.jit.trace records one shape and plan; use torch.export, or torch.compile")
         for name, x, heads in (("q", q, s.heads), ("k", k, s.kv_heads), ("v", v, s.kv_heads)):
             if not isinstance(x, Tensor):
                 raise InputError(f"{name} is a {type(x).__name__}; it must be a tensor")
             if x.is_nested:
-                raise InputError(f"{name} is a nested tensor; pad it to one length, or call once for each sequence")
+                raise InputError(
+                    f"{name} is a nested tensor; call once for each sequence, or for batches of sequences of one length"
+                )
             if x.layout is not torch.strided:
                 raise InputError(f"{name} has layout {x.layout}; make it a dense tensor with to_dense()")
             if x.dim() != 4:
@@ -428,6 +440,8 @@ class RingAttention(nn.Module):
                     f"{name} has shape {tuple(x.shape)}; the module has {argument} {heads} and head_dim {s.head_dim}, "
                     f"so it must be (batch, sequence, {heads}, {s.head_dim})"
                 )
+            if x.is_meta:
+                raise InputError(f"{name} is on meta, where tensors hold no data; give it data with to_empty() first")
             if x.device != self.device:
                 raise InputError(
                     f"{name} is on {x.device}, the module's plans are for {self.device}; move it there, "

@@ -18,11 +18,13 @@ from .errors import InputError
 from .hardware import HardwareFacts, detect
 from .kernels import KERNELS
 from .module_rows import entries_for
+from .pattern import heads_without_rows
 from .plan import Wishes, kernel_need
 from .profile import PlanEntry, Policy, Profile
 from .profile_paths import FILE_VARIABLE, Located, collect
 from .resolve import Resolution, resolve
 from .table import ModuleShape, probe_options
+from .wording import plural
 from .workload import CHECKPOINTS
 
 logger = logging.getLogger("ringattn")
@@ -80,6 +82,18 @@ class Setup:
         )
         reasons = {name: kernel.unsupported_reasons(need, self.facts) for name, kernel in KERNELS.items()}
         return {name: why for name, why in reasons.items() if why}
+
+
+def warn_of_empty_heads(shape: ModuleShape) -> None:
+    """Says once, naming them, which heads never attend to anything: by definition they are 0, but hardly on purpose."""
+    empty = heads_without_rows(shape.pattern, shape.heads, shape.kv_heads, shape.max_seq_len)
+    if empty:
+        listed = ", ".join(map(str, empty[:8])) + (f" and {len(empty) - 8} more" if len(empty) > 8 else "")
+        say_once(
+            logging.WARNING,
+            f"pattern {shape.pattern}: of {plural(shape.heads, 'head')} no branch lets {listed} select a position, so "
+            "their output is 0; give a branch a dilation rate no larger than its segments and sequences are long",
+        )
 
 
 def set_up(profile: Any, device: Any, shape: ModuleShape) -> Setup:

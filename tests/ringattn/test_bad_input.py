@@ -11,7 +11,7 @@ import pytest
 import torch
 from oracle import Case, pattern_of
 
-from ringattn import Pattern, RingAttention, Workload
+from ringattn import Pattern, RingAttention, Workload, checkpoint
 from ringattn.errors import DeviceError, InputError, PlanError, ProfileError, RingAttentionError
 from ringattn.workload import BranchTunables, Tunables
 
@@ -45,10 +45,10 @@ BAD_TENSORS = {
     "heads first": ({"q": torch.zeros(2, 4, 8, 16)}, r"q has shape \(2, 4, 8, 16\); the module has num_heads 4 and"),
     "heads of q for k": ({"k": torch.zeros(2, 8, 4, 16)}, r"k has shape \(2, 8, 4, 16\); .* has num_kv_heads 2"),
     "head_dim": ({"v": torch.zeros(2, 8, 2, 8)}, r"v has .*head_dim 16, so it must be \(batch, sequence, 2, 16\)"),
-    "device": ({"k": torch.zeros(2, 8, 2, 16, device="meta")}, "k is on meta, the module's plans are for cpu; move it"),
+    "device": ({"k": torch.zeros(2, 8, 2, 16, device="meta")}, "k is on meta, where tensors hold no data; give it"),
     "all on another device": (
         {n: torch.zeros(2, 8, h, 16, device="meta") for n, h in (("q", 4), ("k", 2), ("v", 2))},
-        "q is on meta, the module's plans are for cpu; move it there",
+        r"q is on meta, where tensors hold no data; give it data with to_empty\(\) first",
     ),
     "sparse": ({"q": torch.zeros(2, 8, 4, 16).to_sparse()}, "q has layout torch.sparse_coo; make it .* with to_dense"),
     "sparse rows": (
@@ -56,10 +56,10 @@ BAD_TENSORS = {
         "k has layout torch.sparse_csr; make it a dense tensor with to_dense",
     ),
     "of another library": ({"v": torch.zeros(2, 8, 2, 16).to_mkldnn()}, "v has layout torch._mkldnn; make it a dense"),
-    "nested": ({"v": torch.nested.nested_tensor([torch.zeros(8, 2, 16)] * 2)}, "v is a nested tensor; pad it to one"),
+    "nested": ({"v": torch.nested.nested_tensor([torch.zeros(8, 2, 16)] * 2)}, "v is a nested tensor; call once for"),
     "jagged": (
         {"q": torch.nested.nested_tensor([torch.zeros(8, 4, 16), torch.zeros(3, 4, 16)], layout=torch.jagged)},
-        "q is a nested tensor; pad it to one length, or call once for each sequence",
+        "q is a nested tensor; call once for each sequence, or for batches of sequences of one length",
     ),
     "integers": ({"q": torch.zeros(2, 8, 4, 16, dtype=torch.int64)}, r"q is torch.int64; use one of torch.bfloat16"),
     "complex": ({"v": torch.zeros(2, 8, 2, 16, dtype=torch.complex64)}, r"v is torch.complex64; use one of"),
@@ -282,14 +282,32 @@ def test_a_backward_that_cannot_run_raises_in_training_alone() -> None:
         attn(**inputs)
 
 
-@pytest.mark.parametrize("checkpoint", ["none", "offload"])
-def test_a_checkpoint_that_would_change_nothing_raises_in_training_alone(checkpoint: str) -> None:
-    attn = module(checkpoint=checkpoint)  # dense: no rows to keep; a CPU: nowhere to offload to
-    inputs = tensors()
-    attn(**inputs)
-    inputs["v"].requires_grad_()
-    with pytest.raises(PlanError, match=f"checkpoint {checkpoint}"):
-        attn(**inputs)
+@pytest.mark.parametrize(
+    ("checkpoint", "reason"),
+    [
+        ("none", "checkpoint none keeps gathered rows, and no branch gathers; use selective"),
+        ("offload", "checkpoint offload moves tensors to the host, where a CPU has them already"),
+    ],
+)
+def test_a_checkpoint_that_nothing_can_follow_raises_at_init(checkpoint: str, reason: str) -> None:
+    with pytest.raises(PlanError, match=f"^checkpoint {checkpoint} can run nowhere here: .*{reason}"):
+        module(checkpoint=checkpoint)
+
+
+def test_checkpoint_offload_raises_for_a_pattern_too() -> None:
+    with pytest.raises(PlanError, match="checkpoint offload can run nowhere here"):
+        Case(24, pattern=pattern_of([8, 16], [1, 2])).module(checkpoint="offload")
+
+
+def test_a_checkpoint_that_some_length_may_follow_is_no_error_at_init() -> None:
+    assert Case(8, pattern=pattern_of([8, 16], [1, 2])).module(checkpoint="none").plan.wishes.checkpoint == "none"
+    assert module(checkpoint="full").plan.wishes.checkpoint == "full"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is pinned memory")
+def test_no_pinned_memory_is_told_in_one_line() -> None:
+    with pytest.raises(DeviceError, match=r"checkpoint 'offload' wants 32 bytes of pinned host memory, .*; use an"):
+        checkpoint._pinned_like(torch.zeros(8))
 
 
 @pytest.mark.parametrize(
@@ -303,6 +321,38 @@ def test_float64_is_neither_reached_nor_left(dtype: torch.dtype, inputs: torch.d
     attn = module(dtype=dtype)
     with pytest.raises(PlanError, match=message):
         attn(**{name: x.to(inputs) for name, x in tensors().items()})
+
+
+class Around(torch.nn.Module):
+    def __init__(self, attn: RingAttention) -> None:
+        super().__init__()
+        self.attn = attn
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        return self.attn(q, k, v)
+
+
+@pytest.mark.parametrize("around", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_torchscript_is_refused(around: bool, autocast: bool) -> None:
+    attn = Around(module()) if around else module()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with pytest.raises(InputError, match=r"^torch\.jit\.trace records one shape and plan; use torch\.export, or"):
+            torch.jit.trace(attn, tuple(tensors().values()))
+        with pytest.raises(InputError, match=r"^torch\.jit\.script cannot compile a RingAttention; use torch\.export"):
+            torch.jit.script(attn)
+
+
+def test_a_module_without_tensors_is_the_same_on_meta() -> None:
+    """Models are built or moved there before they get their data; the module holds none, its plans are for a CPU."""
+    case = Case(24, 4, 2, 8, 2, pattern_of([8, 16], [1, 2]), causal=True)
+    expected = case.module()(*case.inputs())
+    with torch.device("meta"):
+        attn = case.module()
+    for there in (attn, case.module().to("meta"), Around(case.module()).to("meta")):
+        assert torch.equal(there(*case.inputs()), expected)
+        with pytest.raises(InputError, match="q is on meta, where tensors hold no data"):
+            there(*(x.to("meta") for x in case.inputs()))
 
 
 def test_cpu_with_an_index_is_the_cpu() -> None:

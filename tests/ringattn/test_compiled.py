@@ -14,7 +14,7 @@ from recorder import record
 from torch import Tensor, nn
 
 from ringattn import Pattern, RingAttention, compiled, setup
-from ringattn.errors import InputError, RingAttentionError
+from ringattn.errors import InputError, PlanError, RingAttentionError
 from ringattn.table import PlanTable
 from ringattn.workload import BranchTunables, Tunables
 
@@ -148,6 +148,18 @@ def test_a_plan_is_made_once_a_shape_not_once_a_call(monkeypatch: pytest.MonkeyP
     assert planned == [24]
 
 
+class First(nn.Module):
+    """A model that begins with attention over what it is given."""
+
+    def __init__(self, attn: RingAttention) -> None:
+        super().__init__()
+        self.attn = attn
+
+    def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        out: Tensor = self.attn(*inputs) + 1
+        return out
+
+
 class Layer(nn.Module):
     def __init__(self, width: int, heads: int, attn: RingAttention) -> None:
         super().__init__()
@@ -254,10 +266,15 @@ def test_bad_tensors_are_named() -> None:
 
 def test_dropout_in_training_is_refused() -> None:
     q, k, v = (x.detach() for x in CASE.inputs())
-    with pytest.raises(Exception, match="dropout"):
-        whole(CASE.module(dropout=0.5).train())(q, k, v)
     module = CASE.module(dropout=0.5).eval()
     assert torch.equal(whole(module)(q, k, v), CASE.module()(q, k, v))
+    refused = CASE.module(dropout=0.5).train()
+    model = First(refused)  # around the module: dynamo runs a frame again, eagerly, that raises before its first op
+    with pytest.raises(Exception, match=r"dropout is 0\.5 in training mode; set dropout=0\.0, or call eval\(\)"):
+        whole(model)((q, k, v))
+    for attend in (lambda: refused(q, k, v), lambda: model((q, k, v))):
+        with pytest.raises(PlanError, match=r"dropout 0\.5 in training mode: .*math: dropout is not exact"):
+            torch.compile(attend, backend="eager")()
 
 
 # --- the operators ---------------------------------------------------------------------------------------------------

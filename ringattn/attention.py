@@ -11,33 +11,32 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from . import compiled
+from . import compiled, transforms
+from .arguments import input_dtype, integer, is_integer
 from .autograd import Runner, differentiable
 from .errors import InputError, PlanError
 from .hardware import HardwareFacts
-from .layout import Share, Span, check_dim, check_total, positions, resolve_layout, shard
+from .layout import Share, Span, check_dim, positions, resolve_layout, shard
 from .plan import Conditions, Plan
 from .preference import Preference, check_preference
 from .profile import PlanEntry, Profile
-from .program import DTYPE_NAMES, Program
-from .setup import Setup, check_module, device_of, group_size, say_once, set_up, wishes_of
+from .program import DTYPE_NAMES, TORCH_DTYPES, Program
+from .setup import Setup, check_module, device_of, group_size, say_once, set_up, warn_of_empty_heads, wishes_of
 from .table import ModuleShape, PlanTable, build_table
+from .transforms import transforms_active
 from .wording import plural
 from .workload import HeadOffset, Pattern
 
 if TYPE_CHECKING:
     from .ring_context import RingContext
     from .ring_program import RingProgram
-
-# Shapes whose runner is remembered; a program that meets more forgets them all and looks them up again.
-_MOST_SHAPES = 4096
 
 
 class RingAttention(nn.Module):
@@ -63,9 +62,10 @@ class RingAttention(nn.Module):
             None uses the built-in heuristic alone.
         backend: a kernel name, or (forward name, backward name). Beats the profile; raises where ineligible.
         dtype: None computes in the input dtype unless the heuristic knows a wider one to be the better one;
-            ``"auto"`` in the fastest dtype that the profile measured within its error bound; or a torch.dtype, or
-            ``"tf32"``.
-        checkpoint: ``"none"``, ``"selective"``, ``"full"`` or ``"offload"``; None as the profile says.
+            ``"auto"`` in the fastest dtype that the profile measured within its error bound; or a torch.dtype, its
+            name (``"bf16"``, ``"bfloat16"``), or ``"tf32"``.
+        checkpoint: ``"none"``, ``"selective"``, ``"full"`` or ``"offload"``; None as the profile says. Raises where no
+            plan for training could follow it (offload on a CPU, none without a branch that gathers).
         max_seq_len: longer sequences raise InputError; None is no limit.
         device: where it will run; None is the current CUDA device, else the CPU. Tensors elsewhere raise.
         process_group: None: this rank holds the whole sequence, also where torch.distributed is initialised. A
@@ -113,11 +113,16 @@ class RingAttention(nn.Module):
 
             self._ring = RingContext(process_group, device_of(device))
         try:
-            check_module(num_heads, head_dim, num_kv_heads, causal, scale, dropout, max_seq_len, process_group)
+            check_module(causal, scale, dropout, process_group)
+            num_heads, head_dim = integer("num_heads", num_heads), integer("head_dim", head_dim)
+            num_kv_heads = num_heads if num_kv_heads is None else integer("num_kv_heads", num_kv_heads)
+            max_seq_len = None if max_seq_len is None else integer("max_seq_len", max_seq_len)
+            if num_heads % num_kv_heads:
+                raise InputError(f"num_heads is {num_heads}, not a multiple of num_kv_heads, {num_kv_heads}")
             check_preference(prefer)
             pattern = Pattern.of(segment_lengths, dilation_rates, head_offset)
             resolve_layout(layout, pattern, causal)  # what makes no sense is refused before a profile is read
-            shape = ModuleShape(num_heads, num_kv_heads or num_heads, head_dim, causal, pattern, max_seq_len, world)
+            shape = ModuleShape(num_heads, num_kv_heads, head_dim, causal, pattern, max_seq_len, world)
             self.scale = 1.0 / math.sqrt(head_dim) if scale is None else float(scale)
             deterministic = torch.are_deterministic_algorithms_enabled()
 
@@ -160,11 +165,12 @@ class RingAttention(nn.Module):
         self.device = self._setup.device
         self._device_type = self.device.type
         self._runners: dict[Any, Runner] = {}
-        self._traced: dict[Any, Program | RingProgram] = {}
+        self.traced: dict[Any, Program | RingProgram] = {}
         self._programs: dict[Any, Program | RingProgram] = {}
-        self._handle = compiled.register(self)
+        self._digest, self._configuration = compiled.register(self)
         if self._speaks():
             self._setup.announce()
+            warn_of_empty_heads(shape)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, return_lse: bool = False, total_length: int | None = None
@@ -181,9 +187,9 @@ class RingAttention(nn.Module):
             out, lse = self._ring.outside_graphs(self._over_ranks, q, k, v, total_length)
             return (out, lse) if return_lse else out
         train, autocast = self._mode(q, k, v)
-        if total_length is not None and total_length != q.shape[1]:
+        if total_length is not None and (not is_integer(total_length) or total_length != q.shape[1]):
             raise InputError(f"total_length is {total_length!r}, but this rank holds all {q.shape[1]}; leave it out")
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or transforms_active():
             out, lse = self._trace(q, k, v, train, autocast)
         else:
             key = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, train)
@@ -195,7 +201,7 @@ class RingAttention(nn.Module):
 
     def positions(self, total_length: int) -> Tensor:
         """Positions (S,) int64 of this rank's rows in a sequence of ``total_length``, for rotary offsets and labels."""
-        check_total(total_length)
+        total_length = integer("total_length", total_length)
         return positions(self._share(total_length), self.device)
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
@@ -220,13 +226,13 @@ class RingAttention(nn.Module):
     def plan_for(self, seq_len: int, dtype: torch.dtype | str, train: bool, batch: int = 1) -> Plan:
         """The plan that a call with ``seq_len`` positions of this input dtype obeys; PlanError where it is refused.
 
+        ``dtype`` is a torch.dtype or its name, ``"bf16"`` or ``"bfloat16"``.
+
         Its ``origin``, printed with it, says whether the profile has it, measured or not, or the heuristic made it.
         """
-        name = dtype if isinstance(dtype, str) else DTYPE_NAMES.get(dtype, str(dtype))
-        if name not in DTYPE_NAMES.values():
-            raise InputError(f"dtype is {dtype}; use one of {', '.join(map(str, DTYPE_NAMES))}")
+        seq_len, batch = integer("the sequence length", seq_len), integer("batch", batch)
         self._check_length(seq_len)
-        return self.plan.plan_at(seq_len, name, train, batch).runnable()
+        return self.plan.plan_at(seq_len, input_dtype(dtype), train, batch).runnable()
 
     def explain(self) -> str:
         """Why this plan: the profiles looked at, the tier, the table, and what gave way to what."""
@@ -236,19 +242,25 @@ class RingAttention(nn.Module):
 
     def warmup(
         self,
-        lengths: Sequence[int],
-        dtype: torch.dtype = torch.float32,
+        lengths: Iterable[int] | int,
+        dtype: torch.dtype | str = torch.float32,
         batch_size: int = 1,
         train: bool = False,
     ) -> dict[int, float]:
         """Makes the first call at each length ahead (kernel plans and compilation), through autograd if ``train``.
 
-        Returns the milliseconds that each first call took.
+        ``dtype`` is that of the inputs. Returns the milliseconds that each first call took.
         """
+        given = lengths if isinstance(lengths, Iterable) and not isinstance(lengths, str) else [lengths]
+        lengths = [integer("the sequence length", length) for length in given]  # all, before the first is run
+        for length in lengths:
+            self._check_length(length)
+        batch_size, dtype = integer("batch_size", batch_size), TORCH_DTYPES[input_dtype(dtype)]
+        if not isinstance(train, bool):
+            raise InputError(f"train is {train!r}; it must be True or False")
         took_ms = {}
         generator = torch.Generator(self.device)  # its own: a warm-up leaves the program's random numbers alone
         for length in lengths:
-            self._check_length(length)
             begin = time.perf_counter()
             heads = (self.shape.heads, self.shape.kv_heads, self.shape.kv_heads)
             q, k, v = (
@@ -269,11 +281,15 @@ class RingAttention(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles are planned modules without loaded kernels, and compiled graphs know them apart."""
-        return {**self.__dict__, "_runners": {}, "_traced": {}, "_programs": {}, "_handle": 0}
+        return {**self.__dict__, "_runners": {}, "traced": {}, "_programs": {}, "_digest": "", "_configuration": ""}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._handle = compiled.register(self)
+        self._digest, self._configuration = compiled.register(self)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """What torch.jit.script asks first."""
+        raise InputError("torch.jit.script cannot compile a RingAttention; use torch.export, or torch.compile")
 
     def extra_repr(self) -> str:
         s = self.shape
@@ -305,36 +321,27 @@ class RingAttention(nn.Module):
             self._programs[key] = program
         return program
 
-    def traced_program(self, q: Tensor, k: Tensor, v: Tensor, train: bool) -> Program | RingProgram:
-        """``program_for``, remembered: what the operators of a compiled graph run."""
-        key = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, train)
-        program = self._traced.get(key)
-        if program is None:
-            if len(self._traced) >= _MOST_SHAPES:
-                self._traced.clear()
-            program = self._traced[key] = self.program_for(q, k, v, train)
-            if train and program.checkpoint != "selective":
-                say_once(
-                    logging.WARNING,
-                    "torch.compile decides what is kept for the backward: checkpoint "
-                    f"{program.checkpoint} of the plan is not followed",
-                )
-        return program
-
     def _trace(
         self, q: Tensor, k: Tensor, v: Tensor, train: bool, autocast: torch.dtype | None
     ) -> tuple[Tensor, Tensor]:
-        """The call as torch.compile sees it: one operator, conversions around it."""
+        """The call as torch.compile and torch.func see it: one operator or Function, conversions around it."""
         wished = self.plan.wishes.checkpoint
         if train and wished not in (None, "selective"):
             raise InputError(
-                f"checkpoint is {wished!r}, but under torch.compile the compiler decides what is kept; use "
-                "checkpoint=None there, or torch.utils.checkpoint around the module"
+                f"checkpoint is {wished!r}, but under torch.compile and torch.func q, k, v, out and lse are what is "
+                "kept, or less where the compiler decides; use checkpoint=None there"
             )
         dtype = q.dtype
         if self._narrows(q, autocast):
             q, k, v = q.to(autocast), k.to(autocast), v.to(autocast)
-        out, lse = compiled.attend(q, k, v, self._handle, train)
+        if not torch.compiler.is_compiling():
+            self._check(q, k, v)  # as each sample is; what the Function checks has the samples in its batch
+            out, lse = transforms.attend(self, q, k, v, train)
+        elif torch.compiler.is_exporting():
+            self._check(q, k, v)  # a program that nobody can call is not exported
+            out, lse = compiled.attend(q, k, v, self._configuration, train)
+        else:
+            out, lse = compiled.attend(q, k, v, self._digest, train)
         return out.to(dtype), lse
 
     def _narrows(self, q: Tensor, autocast: torch.dtype | None) -> bool:
@@ -349,7 +356,7 @@ class RingAttention(nn.Module):
         else:
             narrow = autocast if self._narrows(q, autocast) else None
             run = self._autocast_runner(q, k, v, train, total_length, narrow)
-        if len(self._runners) >= _MOST_SHAPES:
+        if len(self._runners) >= compiled.MOST_SHAPES:
             self._runners.clear()
         self._runners[key] = run
         return run
@@ -386,8 +393,12 @@ class RingAttention(nn.Module):
         """The call in step with the other ranks; what is wrong with it here is told to them."""
         assert self._ring is not None
         with self._ring.call():
+            if torch.compiler.is_exporting() or transforms_active():
+                raise InputError("torch.export and torch.func take no RingAttention over several ranks")
             train, autocast = self._mode(q, k, v)
             self._check(q, k, v)
+            if total_length is not None:
+                total_length = integer("total_length", total_length)
             shapes = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, train)
             key = (shapes, total_length, autocast)
             run = self._runners.get(key)
@@ -400,6 +411,8 @@ class RingAttention(nn.Module):
     def _mode(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[bool, torch.dtype | None]:
         """Whether gradients are wanted, and the dtype of autocast; raises for what has neither, nor strides."""
         if self.dropout and self.training:
+            if torch.compiler.is_dynamo_compiling():  # which cannot trace how a PlanError is made, and shows that
+                raise InputError(f"dropout is {self.dropout} in training mode; set dropout=0.0, or call eval()")
             raise self._dropout_refusal()
         if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
             self._check(q, k, v)
@@ -412,11 +425,15 @@ class RingAttention(nn.Module):
     def _check(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
         """(B, S) of well-formed inputs; InputError names what does not fit."""
         s = self.shape
+        if torch._C._is_tracing():
+            raise InputError("torch.jit.trace records one shape and plan; use torch.export, or torch.compile")
         for name, x, heads in (("q", q, s.heads), ("k", k, s.kv_heads), ("v", v, s.kv_heads)):
             if not isinstance(x, Tensor):
                 raise InputError(f"{name} is a {type(x).__name__}; it must be a tensor")
             if x.is_nested:
-                raise InputError(f"{name} is a nested tensor; pad it to one length, or call once for each sequence")
+                raise InputError(
+                    f"{name} is a nested tensor; call once for each sequence, or for batches of sequences of one length"
+                )
             if x.layout is not torch.strided:
                 raise InputError(f"{name} has layout {x.layout}; make it a dense tensor with to_dense()")
             if x.dim() != 4:
@@ -427,6 +444,8 @@ class RingAttention(nn.Module):
                     f"{name} has shape {tuple(x.shape)}; the module has {argument} {heads} and head_dim {s.head_dim}, "
                     f"so it must be (batch, sequence, {heads}, {s.head_dim})"
                 )
+            if x.is_meta:
+                raise InputError(f"{name} is on meta, where tensors hold no data; give it data with to_empty() first")
             if x.device != self.device:
                 raise InputError(
                     f"{name} is on {x.device}, the module's plans are for {self.device}; move it there, "
@@ -450,8 +469,6 @@ class RingAttention(nn.Module):
 
     def _check_length(self, length: int) -> None:
         limit = self.shape.max_seq_len
-        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-            raise InputError(f"the sequence length is {length!r}; it must be an integer >= 1")
         if limit is not None and length > limit:
             raise InputError(f"the sequence has {length} positions, more than max_seq_len, {limit}")
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .errors import RingAttentionError
+from .errors import DeviceError, RingAttentionError, one_line
 from .program import Grads, Kept, Program, Wanted
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class HostCopies:
         copies = []
         with torch.cuda.stream(stream):
             for tensor in tensors:
-                copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+                copy = _pinned_like(tensor)
                 copy.copy_(tensor, non_blocking=True)
                 tensor.record_stream(stream)
                 copies.append(copy)
@@ -137,6 +137,17 @@ class HostCopies:
         for tensor in fetched:
             tensor.record_stream(current)
         return fetched
+
+
+def _pinned_like(tensor: Tensor) -> Tensor:
+    """Pinned host memory for a tensor; DeviceError where there is none to be had."""
+    try:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    except RuntimeError as error:
+        raise DeviceError(
+            f"checkpoint 'offload' wants {tensor.nbytes} bytes of pinned host memory, which cannot be had "
+            f"({one_line(str(error).partition(chr(10))[0])}); use another checkpoint"
+        ) from error
 
 
 _copy_streams: dict[torch.device, torch.cuda.Stream] = {}

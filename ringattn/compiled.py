@@ -3,41 +3,92 @@
 Eager calls take the autograd Function or an operator of torch instead: a custom op costs three times as much host time
 as the Function (22 against 7 microseconds a call on a CPU).
 
-A module is known to the operators by a number, its handle, because a graph holds no Python objects. Modules of one
-configuration share a handle, so that the layers of a model share what was compiled for the first of them.
+A graph holds no Python objects, so the operators know a module by a name. Under torch.compile that is the digest of its
+configuration: modules of one configuration share it, so that the layers of a model share what was compiled for the
+first of them, and a cached graph means the same in every process. Under torch.export it is the configuration itself.
 """
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import threading
 import weakref
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
+from .errors import RingAttentionError
+from .exported import ExportedAttention, configuration_text
+from .setup import say_once
+
 if TYPE_CHECKING:
     from .attention import RingAttention
+    from .program import Program
+    from .ring_program import RingProgram
+
+# Shapes whose program or runner is remembered; who meets more forgets them all and looks them up again.
+MOST_SHAPES = 4096
 
 _lock = threading.Lock()
-_handles: dict[Hashable, int] = {}
-_modules: dict[int, weakref.WeakSet[RingAttention]] = {}
+_texts: dict[Hashable, str] = {}
+_modules: dict[str, weakref.WeakSet[RingAttention]] = {}
+_loaded: dict[tuple[str, torch.device], ExportedAttention] = {}
 
 
-def register(module: RingAttention) -> int:
-    """The handle of ``module``, valid as long as it or an equal one lives."""
-    configuration = (module.plan.question, module.scale, module.device)
+class Owner(Protocol):
+    """Who has plans for the operators: a module, or what stands for it in a loaded program."""
+
+    traced: dict[Any, Any]
+
+    def program_for(self, q: Tensor, k: Tensor, v: Tensor, train: bool, /) -> Program | RingProgram: ...
+
+
+def register(module: RingAttention) -> tuple[str, str]:
+    """The digest of a module's configuration, known as long as it or an equal one lives, and the configuration."""
+    question = (module.plan.question, module.scale)
     with _lock:
-        handle = _handles.setdefault(configuration, len(_handles) + 1)
-        _modules.setdefault(handle, weakref.WeakSet()).add(module)
-    return handle
+        text = _texts.get(question)
+        if text is None:
+            text = _texts[question] = configuration_text(module.plan, module.scale)
+        digest = f"{hashlib.sha256(text.encode()).hexdigest()[:16]}@{module.device}"
+        _modules.setdefault(digest, weakref.WeakSet()).add(module)
+    return digest, text
 
 
-def _module(handle: int) -> RingAttention:
-    module = next(iter(_modules[handle]), None)
-    assert module is not None, "the RingAttention of a compiled graph is gone"
-    return module
+def _owner(module: str, device: torch.device) -> Owner:
+    if not module.startswith("{"):
+        owner = next(iter(_modules.get(module, ())), None)
+        if owner is None:
+            raise RingAttentionError(
+                "a compiled graph runs a RingAttention that this process does not hold; build the module and keep it, "
+                "or save the model with torch.export"
+            )
+        return owner
+    loaded = _loaded.get((module, device))
+    if loaded is None:
+        with _lock:
+            loaded = _loaded[module, device] = ExportedAttention(module, device)
+    return loaded
+
+
+def traced_program(owner: Owner, q: Tensor, k: Tensor, v: Tensor, train: bool) -> Program | RingProgram:
+    """``program_for``, remembered, where not the plan's checkpoint decides what is kept for the backward."""
+    key = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, train)
+    program: Program | RingProgram | None = owner.traced.get(key)
+    if program is None:
+        if len(owner.traced) >= MOST_SHAPES:
+            owner.traced.clear()
+        program = owner.traced[key] = owner.program_for(q, k, v, train)
+        if train and program.checkpoint != "selective":
+            say_once(
+                logging.WARNING,
+                "under torch.compile and torch.func the plan does not decide what is kept for the backward: its "
+                f"checkpoint {program.checkpoint} is not followed",
+            )
+    return program
 
 
 def rows_of(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -53,15 +104,15 @@ def _in_rows(x: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("ringattn::attend", mutates_args=())
-def attend(q: Tensor, k: Tensor, v: Tensor, handle: int, train: bool) -> tuple[Tensor, Tensor]:
-    """out (B, S, H, D) and lse (B, H, S), both contiguous, for the module with this handle."""
-    program = _module(handle).traced_program(q, k, v, train)
+def attend(q: Tensor, k: Tensor, v: Tensor, module: str, train: bool) -> tuple[Tensor, Tensor]:
+    """out (B, S, H, D) and lse (B, H, S), both contiguous, for the module of this digest or configuration."""
+    program = traced_program(_owner(module, q.device), q, k, v, train)
     out, lse = program.attend(*rows_of(q, k, v))
     return out.contiguous(), lse.contiguous()
 
 
 @attend.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, handle: int, train: bool) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, module: str, train: bool) -> tuple[Tensor, Tensor]:
     batch, length, heads, _ = q.shape
     wide = torch.float64 if q.dtype is torch.float64 else torch.float32
     return q.new_empty(q.shape), q.new_empty((batch, heads, length), dtype=wide)
@@ -69,10 +120,10 @@ def _(q: Tensor, k: Tensor, v: Tensor, handle: int, train: bool) -> tuple[Tensor
 
 @torch.library.custom_op("ringattn::attend_backward", mutates_args=())
 def attend_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: int
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, module: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv, contiguous, for the module with this handle."""
-    program = _module(handle).traced_program(q, k, v, True)
+    """dq, dk, dv, contiguous."""
+    program = traced_program(_owner(module, q.device), q, k, v, True)
     dq, dk, dv = program.gradients(dout, *rows_of(q, k, v), out, lse)
     assert dq is not None
     assert dk is not None
@@ -82,20 +133,20 @@ def attend_backward(
 
 @attend_backward.register_fake
 def _(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: int
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, module: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, handle, _ = inputs
+    q, k, v, module, _ = inputs
     ctx.save_for_backward(q, k, v, *output)
     ctx.mark_non_differentiable(output[1])
-    ctx.handle = handle
+    ctx.module = module
 
 
 def _backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-    return (*attend_backward(dout, *ctx.saved_tensors, ctx.handle), None, None)
+    return (*attend_backward(dout, *ctx.saved_tensors, ctx.module), None, None)
 
 
 attend.register_autograd(_backward, setup_context=_setup_context)

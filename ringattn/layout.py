@@ -116,12 +116,6 @@ def positions(share: Share, device: torch.device | str | None = None) -> Tensor:
     return torch.cat([torch.arange(span.begin, span.end, device=device) for span in share])
 
 
-def check_total(total_length: object) -> None:
-    """InputError unless it is a number of positions."""
-    if isinstance(total_length, bool) or not isinstance(total_length, int) or total_length < 1:
-        raise InputError(f"total_length is {total_length!r}; it must be an integer >= 1")
-
-
 def check_dim(x: Tensor, dim: int) -> None:
     """InputError where ``x`` is no dense tensor with such a dimension."""
     if not isinstance(x, Tensor) or x.layout is not torch.strided:

@@ -68,6 +68,18 @@ def head_offset_of(kv_head: int, kv_heads: int, rate: int, rule: HeadOffset) -> 
     return kv_head // -(-kv_heads // rate)
 
 
+def heads_without_rows(pattern: Pattern, heads: int, kv_heads: int, longest: int | None = None) -> tuple[int, ...]:
+    """The query heads that no branch lets select a position in any sequence of up to ``longest`` positions."""
+    group = heads // kv_heads
+
+    def selects(kv_head: int, branch: Branch) -> bool:
+        offset = head_offset_of(kv_head, kv_heads, branch.rate, pattern.head_offset)
+        return offset < min(branch.segment, longest or branch.segment)
+
+    empty = [h for h in range(kv_heads) if pattern.branches and not any(selects(h, b) for b in pattern.branches)]
+    return tuple(head for h in empty for head in range(h * group, (h + 1) * group))
+
+
 def selected_rows(length: int, rate: int, offset: int) -> int:
     """How many of ``length`` positions a head with ``offset`` selects."""
     return max(0, -(-(length - offset) // rate))

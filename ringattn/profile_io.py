@@ -151,6 +151,19 @@ def dump_profile(profile: Profile) -> str:
     return write_yaml({**plain, **({"software": versions} if versions else {}), _CHECKSUM: checksum_of(plain)})
 
 
+def to_plain(value: Any) -> dict[str, Any]:
+    """A dataclass of plain data in the format of profiles, for ``from_plain`` to give back an equal one."""
+    return _encode_fields(value, "")
+
+
+def from_plain(cls: Any, plain: object, source: str) -> Any:
+    """The inverse, as strict as a profile is read; ``source`` names it in the ProfileError."""
+    try:
+        return _decode(cls, plain, "")
+    except _Fault as fault:
+        raise ProfileError(source, fault.message, fault.key) from None
+
+
 def checksum_of(plain: dict[str, Any]) -> str:
     """``sha256:`` over the content as canonical JSON, so that comments and layout are free."""
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .agreement import plan_together
+from .arguments import integer
 from .comm import Comm, CommError
 from .errors import InputError, RingAttentionError
 from .hardware import HardwareFacts
-from .layout import Share, assemble, check_dim, check_total, length_of, shares
+from .layout import Share, assemble, check_dim, length_of, shares
 from .plan import Plan
 from .profile import PlanEntry
 from .ring_program import RingProgram
@@ -52,7 +53,7 @@ class RingContext:
         """Positions of the whole sequence; InputError where this rank's share of it has another length."""
         if total_length is None:
             return local_length * self.comm.size
-        check_total(total_length)
+        total_length = integer("total_length", total_length)
         expected = length_of(self.share(total_length))
         if local_length != expected:
             raise InputError(

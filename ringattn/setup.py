@@ -7,21 +7,24 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from .arguments import input_dtype, is_integer
 from .errors import InputError
 from .hardware import HardwareFacts, detect
 from .kernels import KERNELS
 from .module_rows import entries_for
+from .pattern import heads_without_rows
 from .plan import Wishes, kernel_need
 from .profile import PlanEntry, Policy, Profile
 from .profile_paths import FILE_VARIABLE, Located, collect
-from .program import DTYPE_NAMES
 from .resolve import Resolution, resolve
 from .table import ModuleShape, probe_options
+from .wording import plural
 from .workload import CHECKPOINTS
 
 logger = logging.getLogger("ringattn")
@@ -81,6 +84,18 @@ class Setup:
         return {name: why for name, why in reasons.items() if why}
 
 
+def warn_of_empty_heads(shape: ModuleShape) -> None:
+    """Says once, naming them, which heads never attend to anything: by definition they are 0, but hardly on purpose."""
+    empty = heads_without_rows(shape.pattern, shape.heads, shape.kv_heads, shape.max_seq_len)
+    if empty:
+        listed = ", ".join(map(str, empty[:8])) + (f" and {len(empty) - 8} more" if len(empty) > 8 else "")
+        say_once(
+            logging.WARNING,
+            f"pattern {shape.pattern}: of {plural(shape.heads, 'head')} no branch lets {listed} select a position, so "
+            "their output is 0; give a branch a dilation rate no larger than its segments and sequences are long",
+        )
+
+
 def set_up(profile: Any, device: Any, shape: ModuleShape) -> Setup:
     """Reads the device and the profiles; see ``RingAttention`` for what may be asked and what is raised."""
     target = device_of(device)
@@ -126,8 +141,8 @@ def device_of(device: Any) -> torch.device:
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())
     try:
-        target = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    except (RuntimeError, TypeError) as error:
+        target = torch.device("cuda", int(device)) if is_integer(device) else torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
         raise InputError(f"device is {device!r}; use a torch device such as 'cuda:0' or 'cpu'") from error
     if target.type == "cuda" and target.index is None and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
@@ -154,11 +169,7 @@ def wishes_of(backend: Any, dtype: Any, checkpoint: str | None) -> Wishes:
 def _dtype_wish(dtype: Any) -> str | None:
     if dtype is None or (isinstance(dtype, str) and dtype == "auto"):
         return None
-    if isinstance(dtype, str) and dtype == "tf32":
-        return "tf32"
-    if isinstance(dtype, torch.dtype) and dtype in DTYPE_NAMES:
-        return DTYPE_NAMES[dtype]
-    raise InputError(f"dtype is {dtype!r}; use None, 'auto', 'tf32' or one of {', '.join(map(str, DTYPE_NAMES))}")
+    return "tf32" if isinstance(dtype, str) and dtype == "tf32" else input_dtype(dtype, also="None, 'auto', 'tf32' or ")
 
 
 def group_size(process_group: Any) -> int:
@@ -176,37 +187,18 @@ def group_size(process_group: Any) -> int:
     return int(size())
 
 
-def check_module(
-    num_heads: int,
-    head_dim: int,
-    num_kv_heads: int | None,
-    causal: bool,
-    scale: float | None,
-    dropout: float,
-    max_seq_len: int | None,
-    process_group: Any,
-) -> None:
-    """InputError, naming the argument, unless the module's numbers make sense."""
-    positive = {"num_heads": num_heads, "head_dim": head_dim}
-    if num_kv_heads is not None:
-        positive["num_kv_heads"] = num_kv_heads
-    if max_seq_len is not None:
-        positive["max_seq_len"] = max_seq_len
-    for name, value in positive.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InputError(f"{name} is {value!r}; it must be an integer >= 1")
-    if num_kv_heads is not None and num_heads % num_kv_heads:
-        raise InputError(f"num_heads is {num_heads}, not a multiple of num_kv_heads, {num_kv_heads}")
+def check_module(causal: bool, scale: float | None, dropout: float, process_group: Any) -> None:
+    """InputError, naming the argument, unless these make sense."""
     if not isinstance(causal, bool):
         raise InputError(f"causal is {causal!r}; it must be True or False")
     if scale is not None and (
-        isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale) or scale <= 0
+        isinstance(scale, bool) or not isinstance(scale, Real) or not math.isfinite(scale) or scale <= 0
     ):
         # Kernels set masked logits to -inf before they scale: times 0 or less that is NaN or inf.
         raise InputError(
             f"scale is {scale!r}; it must be a finite number > 0, or None for 1/sqrt(head_dim); to turn logits "
             "around, negate q"
         )
-    if not isinstance(dropout, (int, float)) or not 0.0 <= dropout < 1.0:
+    if isinstance(dropout, bool) or not isinstance(dropout, Real) or not 0.0 <= dropout < 1.0:
         raise InputError(f"dropout is {dropout!r}; it must be in [0, 1)")
     group_size(process_group)

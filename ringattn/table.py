@@ -308,6 +308,12 @@ def build_table(
     refusals = [row.refusal for row in rows if row.refusal is not None]
     if len(refusals) == len(rows):
         raise PlanError("nothing that was asked for can run on this machine", _merged_reasons(refusals))
+    trained = [row for row in rows if row.mode == "train"]
+    decided = wishes.checkpoint != "none" or shape.pattern.dense  # whether branches gather depends on the length
+    if wishes.checkpoint is not None and decided and all(row.refusal is not None for row in trained):
+        # A checkpoint matters in training alone, so this one could never be followed.
+        refusals = [row.refusal for row in trained if row.refusal is not None]
+        raise PlanError(f"checkpoint {wishes.checkpoint} can run nowhere here", _merged_reasons(refusals))
     return replace(table, rows=tuple(rows))
 
 

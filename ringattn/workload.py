@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from .arguments import integer, is_integer, is_list
 from .errors import InputError
 from .wording import plural
 
@@ -66,8 +67,10 @@ class Pattern:
             raise InputError(f"head_offset is {self.head_offset!r}; use 'interleaved' or 'blocked'")
         for branch in self.branches:
             for name, value in (("segment_lengths", branch.segment), ("dilation_rates", branch.rate)):
-                if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LONGEST:
+                if not is_integer(value) or not 1 <= value <= LONGEST:
                     raise InputError(f"{name} holds {value!r}; every entry must be an integer >= 1 and <= 2**40")
+        branches = tuple(Branch(int(branch.segment), int(branch.rate)) for branch in self.branches)
+        object.__setattr__(self, "branches", branches)
 
     @classmethod
     def of(
@@ -82,7 +85,7 @@ class Pattern:
         if segment_lengths is None or dilation_rates is None:
             raise InputError("segment_lengths and dilation_rates go together; give both, or neither for dense")
         for name, entries in (("segment_lengths", segment_lengths), ("dilation_rates", dilation_rates)):
-            if not isinstance(entries, Sequence) or isinstance(entries, str):
+            if not is_list(entries):
                 raise InputError(f"{name} is {entries!r}; give a list of integers, one per branch")
         segments, rates = tuple(segment_lengths), tuple(dilation_rates)
         if len(segments) != len(rates) or not segments:
@@ -137,11 +140,8 @@ class Workload:
         if self.dtype not in INPUT_DTYPES:
             raise InputError(f"dtype is {self.dtype!r}; use one of {', '.join(INPUT_DTYPES)}")
         for name in ("seq_len", "heads", "kv_heads", "head_dim", "batch", "world"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InputError(f"{name} is {value!r}; it must be an integer >= 1")
-        if isinstance(self.total_length, bool) or not isinstance(self.total_length, int) or self.total_length < 0:
-            raise InputError(f"total_length is {self.total_length!r}; it must be an integer >= 0")
+            object.__setattr__(self, name, integer(name, getattr(self, name)))
+        object.__setattr__(self, "total_length", integer("total_length", self.total_length, least=0))
         if self.heads % self.kv_heads:
             raise InputError(f"heads is {self.heads}, not a multiple of kv_heads, {self.kv_heads}")
 
@@ -229,8 +229,8 @@ class Tunables:
             raise InputError("branches is empty; a plan has one entry per branch, and one for dense")
         for name in ("window_tokens", "pool_threshold_mib", "ulysses", "head_groups"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-                raise InputError(f"{name} is {value!r}; it must be null or an integer >= 0")
+            if value is not None:
+                object.__setattr__(self, name, integer(name, value, least=0, instead="null or "))
         if self.window_tokens == 0:
             raise InputError("window_tokens is 0; it must be null or an integer >= 1")
         if tuple(sorted(self.params)) != self.params:

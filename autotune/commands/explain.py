@@ -10,6 +10,7 @@ import click
 
 from .options import (
     POSITIVE,
+    DtypeChoice,
     check_pattern,
     check_shape,
     device_option,
@@ -37,7 +38,7 @@ from .options import (
 @pattern_options
 @click.option(
     "--dtype",
-    type=click.Choice(["bf16", "fp16", "fp32", "fp64"]),
+    type=DtypeChoice(["bf16", "fp16", "fp32", "fp64"]),
     help="Input dtype.  [default: bf16 on a GPU, fp32 on a CPU]",
 )
 @device_option

@@ -9,12 +9,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from ringattn.arguments import dtype_name
 from ringattn.wording import plural
 
 if TYPE_CHECKING:
     from ringattn.hardware import HardwareFacts
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+class DtypeChoice(click.Choice):  # type: ignore[type-arg]  # generic since click 8.2 alone
+    """A dtype by any of the names that ``ringattn`` takes, or another of the values listed."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return super().convert(dtype_name(value) or value, param, ctx)
 
 
 def integer_list(value: str | tuple[int, ...]) -> tuple[int, ...]:

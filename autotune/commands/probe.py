@@ -12,6 +12,7 @@ import click
 from ..exit_codes import ExitCode, ProbeFailure
 from .options import (
     POSITIVE,
+    DtypeChoice,
     budget_option,
     check_pattern,
     check_shape,
@@ -62,7 +63,7 @@ MODES: dict[str, tuple[Mode, ...]] = {"train": ("train",), "infer": ("infer",), 
 @click.option("--dense", is_flag=True, help="Dense attention alone, without the grid's dilated pattern.")
 @click.option(
     "--precision",
-    type=click.Choice(["auto", "bf16", "fp16", "tf32", "fp32"]),
+    type=DtypeChoice(["auto", "bf16", "fp16", "tf32", "fp32"]),
     default="auto",
     show_default=True,
     help="Dtype to compute in; auto measures all that pass the error bound.",

@@ -30,6 +30,8 @@ LIVE = [
     ),
     (("--dense",), {"dense": True}),
     (("--precision", "tf32"), {"precision": "tf32"}),
+    (("--precision", "torch.bfloat16"), {"precision": "bf16"}),
+    (("--precision", "float32"), {"precision": "fp32"}),
     (("--max-error", "1e-3"), {"max_error": 1e-3}),
     (("--varied-lengths",), {"varied_lengths": True}),
     (("--memory-limit", "512"), {"memory_limit_mib": 512}),

@@ -28,7 +28,8 @@ from oracle import (
 )
 from torch import Tensor
 
-from ringattn import Pattern, RingAttention
+from ringattn import Pattern, RingAttention, setup
+from ringattn.pattern import heads_without_rows
 from ringattn.reference import dilated_attention_reference
 from ringattn.table import PlanTable
 
@@ -454,8 +455,46 @@ def test_a_warm_up_makes_the_first_calls(train: bool) -> None:
     assert len(module._runners) == 2
 
 
+@pytest.mark.parametrize(
+    ("case", "longest", "heads"),
+    [
+        (Case(8, 4, 4, pattern=pattern_of([2], [4])), None, "2, 3"),
+        (Case(8, 4, 2, pattern=pattern_of([1, 1], [2, 4])), None, "2, 3"),
+        (Case(8, 4, 4, pattern=pattern_of([1], [2], "blocked")), None, "2, 3"),
+        (Case(2, 4, 4, pattern=pattern_of([8], [4])), 2, "2, 3"),
+        (Case(8, 16, 16, pattern=pattern_of([4], [16])), None, "4, 5, 6, 7, 8, 9, 10, 11 and 4 more"),
+    ],
+)
+def test_heads_that_select_nothing_are_named_once(
+    case: Case, longest: int | None, heads: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup, "_said", set())
+    for _ in range(2):
+        module = case.module(max_seq_len=longest)
+    messages = [r.getMessage() for r in caplog.records if r.levelname == "WARNING" and "select" in r.getMessage()]
+    assert messages == [
+        f"pattern {case.pattern}: of {case.heads} heads no branch lets {heads} select a position, so their output is "
+        "0; give a branch a dilation rate no larger than its segments and sequences are long"
+    ]
+    out, lse = module(*case.inputs(), return_lse=True)
+    empty = lse.isneginf().all(2).all(0)
+    assert [head for head in range(case.heads) if empty[head]] == list(
+        heads_without_rows(case.pattern, case.heads, case.kv_heads, longest)
+    )
+    assert (out[:, :, empty] == 0).all()
+
+
+@pytest.mark.parametrize("pattern", [DENSE, pattern_of([2, 4], [4, 4]), pattern_of([4], [4])], ids=str)
+def test_heads_that_select_something_are_not(
+    pattern: Pattern, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup, "_said", set())
+    Case(8, 4, 4, pattern=pattern).module()
+    assert not [r for r in caplog.records if "select" in r.getMessage()]
+
+
 def test_remembered_shapes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ringattn.attention._MOST_SHAPES", 4)
+    monkeypatch.setattr("ringattn.compiled.MOST_SHAPES", 4)
     module = Case(8).module()
     for length in range(1, 12):
         case = Case(length)

@@ -6,11 +6,12 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from oracle import Case, pattern_of
 
-from ringattn import Pattern, RingAttention, Workload
+from ringattn import Pattern, RingAttention, Workload, checkpoint
 from ringattn.errors import DeviceError, InputError, PlanError, ProfileError, RingAttentionError
 from ringattn.workload import BranchTunables, Tunables
 
@@ -44,10 +45,10 @@ BAD_TENSORS = {
     "heads first": ({"q": torch.zeros(2, 4, 8, 16)}, r"q has shape \(2, 4, 8, 16\); the module has num_heads 4 and"),
     "heads of q for k": ({"k": torch.zeros(2, 8, 4, 16)}, r"k has shape \(2, 8, 4, 16\); .* has num_kv_heads 2"),
     "head_dim": ({"v": torch.zeros(2, 8, 2, 8)}, r"v has .*head_dim 16, so it must be \(batch, sequence, 2, 16\)"),
-    "device": ({"k": torch.zeros(2, 8, 2, 16, device="meta")}, "k is on meta, the module's plans are for cpu; move it"),
+    "device": ({"k": torch.zeros(2, 8, 2, 16, device="meta")}, "k is on meta, where tensors hold no data; give it"),
     "all on another device": (
         {n: torch.zeros(2, 8, h, 16, device="meta") for n, h in (("q", 4), ("k", 2), ("v", 2))},
-        "q is on meta, the module's plans are for cpu; move it there",
+        r"q is on meta, where tensors hold no data; give it data with to_empty\(\) first",
     ),
     "sparse": ({"q": torch.zeros(2, 8, 4, 16).to_sparse()}, "q has layout torch.sparse_coo; make it .* with to_dense"),
     "sparse rows": (
@@ -55,10 +56,10 @@ BAD_TENSORS = {
         "k has layout torch.sparse_csr; make it a dense tensor with to_dense",
     ),
     "of another library": ({"v": torch.zeros(2, 8, 2, 16).to_mkldnn()}, "v has layout torch._mkldnn; make it a dense"),
-    "nested": ({"v": torch.nested.nested_tensor([torch.zeros(8, 2, 16)] * 2)}, "v is a nested tensor; pad it to one"),
+    "nested": ({"v": torch.nested.nested_tensor([torch.zeros(8, 2, 16)] * 2)}, "v is a nested tensor; call once for"),
     "jagged": (
         {"q": torch.nested.nested_tensor([torch.zeros(8, 4, 16), torch.zeros(3, 4, 16)], layout=torch.jagged)},
-        "q is a nested tensor; pad it to one length, or call once for each sequence",
+        "q is a nested tensor; call once for each sequence, or for batches of sequences of one length",
     ),
     "integers": ({"q": torch.zeros(2, 8, 4, 16, dtype=torch.int64)}, r"q is torch.int64; use one of torch.bfloat16"),
     "complex": ({"v": torch.zeros(2, 8, 2, 16, dtype=torch.complex64)}, r"v is torch.complex64; use one of"),
@@ -147,6 +148,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"dropout": -0.1}, InputError, r"dropout is -0.1; it must be in \[0, 1\)"),
     ({"dropout": 1.0}, InputError, r"dropout is 1.0; it must be in \[0, 1\)"),
     ({"dropout": float("nan")}, InputError, r"dropout is nan; it must be in \[0, 1\)"),
+    ({"dropout": False}, InputError, r"dropout is False; it must be in \[0, 1\)"),
     ({"dropout": None}, InputError, r"dropout is None; it must be in \[0, 1\)"),
     ({"head_offset": "staggered"}, InputError, "head_offset is 'staggered'; use 'interleaved' or 'blocked'"),
     ({"profile": 3}, InputError, "profile is 3; use 'auto', a path, a Profile, or None for the heuristic alone"),
@@ -159,14 +161,16 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"backend": "flash"}, PlanError, "nothing that was asked for can run on this machine: flash: runs on NVIDIA GPUs"),
     ({"backend": "flash-attn-2"}, PlanError, "nothing that was asked for can run .*flash-attn-2"),
     ({"backend": ("cudnn", "math")}, PlanError, "nothing that was asked for can run on this machine: cudnn: runs on"),
-    ({"dtype": "bf16"}, InputError, "dtype is 'bf16'; use None, 'auto', 'tf32' or one of torch.bfloat16"),
-    ({"dtype": torch.int8}, InputError, "dtype is torch.int8; use None, 'auto', 'tf32' or one of torch.bfloat16"),
+    ({"dtype": "float8"}, InputError, "dtype is 'float8'; use None, 'auto', 'tf32' or one of bf16, fp16, fp32, fp64"),
+    ({"dtype": torch.int8}, InputError, r"dtype is torch.int8; use None, .*, fp64 or torch.bfloat16, torch.float16, t"),
     ({"dtype": 16}, InputError, "dtype is 16; use None, 'auto'"),
     ({"dtype": "tf32"}, PlanError, "nothing that was asked for can run .*tf32"),
     ({"checkpoint": "some"}, InputError, "checkpoint is 'some'; use one of none, selective, full, offload, or None"),
     ({"max_seq_len": 0}, InputError, "max_seq_len is 0; it must be an integer >= 1"),
+    ({"max_seq_len": True}, InputError, "max_seq_len is True; it must be an integer >= 1"),
     ({"max_seq_len": 8.5}, InputError, "max_seq_len is 8.5; it must be an integer >= 1"),
     ({"device": "gpu"}, InputError, "device is 'gpu'; use a torch device such as 'cuda:0' or 'cpu'"),
+    ({"device": True}, InputError, "device is True; use a torch device"),
     ({"device": 3.5}, InputError, "device is 3.5; use a torch device"),
     ({"device": "meta"}, DeviceError, "device is 'meta'; use 'cuda', 'cuda:N' or 'cpu'"),
     ({"device": "mps"}, DeviceError, "mps"),
@@ -278,14 +282,32 @@ def test_a_backward_that_cannot_run_raises_in_training_alone() -> None:
         attn(**inputs)
 
 
-@pytest.mark.parametrize("checkpoint", ["none", "offload"])
-def test_a_checkpoint_that_would_change_nothing_raises_in_training_alone(checkpoint: str) -> None:
-    attn = module(checkpoint=checkpoint)  # dense: no rows to keep; a CPU: nowhere to offload to
-    inputs = tensors()
-    attn(**inputs)
-    inputs["v"].requires_grad_()
-    with pytest.raises(PlanError, match=f"checkpoint {checkpoint}"):
-        attn(**inputs)
+@pytest.mark.parametrize(
+    ("checkpoint", "reason"),
+    [
+        ("none", "checkpoint none keeps gathered rows, and no branch gathers; use selective"),
+        ("offload", "checkpoint offload moves tensors to the host, where a CPU has them already"),
+    ],
+)
+def test_a_checkpoint_that_nothing_can_follow_raises_at_init(checkpoint: str, reason: str) -> None:
+    with pytest.raises(PlanError, match=f"^checkpoint {checkpoint} can run nowhere here: .*{reason}"):
+        module(checkpoint=checkpoint)
+
+
+def test_checkpoint_offload_raises_for_a_pattern_too() -> None:
+    with pytest.raises(PlanError, match="checkpoint offload can run nowhere here"):
+        Case(24, pattern=pattern_of([8, 16], [1, 2])).module(checkpoint="offload")
+
+
+def test_a_checkpoint_that_some_length_may_follow_is_no_error_at_init() -> None:
+    assert Case(8, pattern=pattern_of([8, 16], [1, 2])).module(checkpoint="none").plan.wishes.checkpoint == "none"
+    assert module(checkpoint="full").plan.wishes.checkpoint == "full"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is pinned memory")
+def test_no_pinned_memory_is_told_in_one_line() -> None:
+    with pytest.raises(DeviceError, match=r"checkpoint 'offload' wants 32 bytes of pinned host memory, .*; use an"):
+        checkpoint._pinned_like(torch.zeros(8))
 
 
 @pytest.mark.parametrize(
@@ -301,15 +323,128 @@ def test_float64_is_neither_reached_nor_left(dtype: torch.dtype, inputs: torch.d
         attn(**{name: x.to(inputs) for name, x in tensors().items()})
 
 
+class Around(torch.nn.Module):
+    def __init__(self, attn: RingAttention) -> None:
+        super().__init__()
+        self.attn = attn
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        return self.attn(q, k, v)
+
+
+@pytest.mark.parametrize("around", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_torchscript_is_refused(around: bool, autocast: bool) -> None:
+    attn = Around(module()) if around else module()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with pytest.raises(InputError, match=r"^torch\.jit\.trace records one shape and plan; use torch\.export, or"):
+            torch.jit.trace(attn, tuple(tensors().values()))
+        with pytest.raises(InputError, match=r"^torch\.jit\.script cannot compile a RingAttention; use torch\.export"):
+            torch.jit.script(attn)
+
+
+def test_a_module_without_tensors_is_the_same_on_meta() -> None:
+    """Models are built or moved there before they get their data; the module holds none, its plans are for a CPU."""
+    case = Case(24, 4, 2, 8, 2, pattern_of([8, 16], [1, 2]), causal=True)
+    expected = case.module()(*case.inputs())
+    with torch.device("meta"):
+        attn = case.module()
+    for there in (attn, case.module().to("meta"), Around(case.module()).to("meta")):
+        assert torch.equal(there(*case.inputs()), expected)
+        with pytest.raises(InputError, match="q is on meta, where tensors hold no data"):
+            there(*(x.to("meta") for x in case.inputs()))
+
+
 def test_cpu_with_an_index_is_the_cpu() -> None:
     assert module(device="cpu:0").device == torch.device("cpu")
     assert module(device=torch.device("cpu", 0))(**tensors()).shape == (2, 8, 4, 16)
 
 
-@pytest.mark.parametrize("lengths", [[0], [-1], [2.5], [32]])
-def test_a_warm_up_wants_lengths_it_may_run(lengths: list[Any]) -> None:
+@pytest.mark.parametrize("lengths", [[0], [-1], [2.5], [32], [8, 32], True, None, "16", 2.5, 32])
+def test_a_warm_up_wants_lengths_it_may_run(lengths: Any) -> None:
+    attn = module(max_seq_len=16)
     with pytest.raises(InputError, match=r"sequence (length is .*; it must be an integer >= 1|has 32 positions)"):
-        module(max_seq_len=16).warmup(lengths)
+        attn.warmup(lengths)
+    assert not attn._runners  # nothing was run before what cannot be run was noticed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dtype": torch.int32}, "dtype is torch.int32; use one of bf16, fp16, fp32, fp64 or torch.bfloat16, torch.f"),
+        ({"dtype": "int"}, "dtype is 'int'; use one of bf16"),
+        ({"dtype": None}, "dtype is None; use one of bf16"),
+        ({"batch_size": 0}, "batch_size is 0; it must be an integer >= 1"),
+        ({"batch_size": True}, "batch_size is True; it must be an integer >= 1"),
+        ({"train": "no"}, "train is 'no'; it must be True or False"),
+    ],
+)
+def test_a_warm_up_wants_inputs_it_may_make(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message) as raised:
+        module().warmup([8], **arguments)
+    one_line(raised.value)
+
+
+@pytest.mark.parametrize("total", [True, 1.0, "1"])
+def test_a_total_length_is_an_integer(total: Any) -> None:
+    one = {name: x[:, :1] for name, x in tensors().items()}
+    with pytest.raises(InputError, match=r"total_length is .*, but this rank holds all 1; leave it out"):
+        module()(**one, total_length=total)
+    with pytest.raises(InputError, match=r"total_length is .*; it must be an integer >= 1"):
+        module().positions(total)
+
+
+# --- one spelling rule ------------------------------------------------------------------------------------------------
+
+SPELLINGS = {
+    name: (name, long, f"torch.{long}", getattr(torch, long))
+    for name, long in (("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32"), ("fp64", "float64"))
+}
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_a_dtype_has_every_spelling_everywhere(name: str) -> None:
+    for spelling in SPELLINGS[name]:
+        assert module(dtype=spelling).plan.wishes.dtype == name
+        assert module().plan_for(8, spelling, train=False).workload.dtype == name
+        attn = module()
+        attn.warmup([8], dtype=spelling)
+        assert {key[0][6] for key in attn._runners} == {SPELLINGS[name][-1]}
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.int64, np.uint16])
+def test_integers_of_numpy_are_integers(kind: Any) -> None:
+    attn = RingAttention(
+        kind(4),
+        kind(16),
+        kind(2),
+        [kind(4), kind(8)],
+        [kind(1), kind(2)],
+        profile=None,
+        device="cpu",
+        max_seq_len=kind(8),
+    )
+    same = RingAttention(4, 16, 2, [4, 8], [1, 2], profile=None, device="cpu", max_seq_len=8)
+    assert attn._configuration == same._configuration
+    assert RingAttention(4, 16, 2, np.array([4, 8]), np.array([1, 2]), profile=None, device="cpu").shape.pattern == (
+        same.shape.pattern
+    )
+    plan = attn.plan_for(kind(8), "fp32", True, kind(2))
+    assert plan == same.plan_for(8, "fp32", True, 2)
+    assert type(plan.workload.seq_len) is type(plan.workload.batch) is int
+    assert attn(**tensors(), total_length=kind(8)).shape == (2, 8, 4, 16)
+    assert torch.equal(attn.positions(kind(8)), torch.arange(8))
+    took = attn.warmup(np.array([4, 8], kind), batch_size=kind(1))
+    assert [type(length) for length in took] == [int, int]
+    assert set(attn.warmup(kind(8))) == set(attn.warmup(8)) == {8}
+    assert attn.shard(torch.zeros(1, 8), kind(1)).shape == (1, 8)
+
+
+@pytest.mark.parametrize("name", ["num_heads", "head_dim", "num_kv_heads", "max_seq_len"])
+def test_truth_values_of_numpy_are_no_integers(name: str) -> None:
+    plain: dict[str, Any] = {"num_heads": 1, "head_dim": 16, "profile": None, "device": "cpu"}
+    with pytest.raises(InputError, match=rf"{name} is .*True.*; it must be an integer >= 1"):
+        RingAttention(**(plain | {name: np.bool_(True)}))
 
 
 # --- the errors themselves --------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from ringattn.pattern import (
     branch_calls,
     head_offset_of,
     head_runs,
+    heads_without_rows,
     nests,
     run_view,
     selected_rows,
@@ -23,6 +24,24 @@ from ringattn.pattern import (
 from ringattn.workload import Branch, HeadOffset, Pattern
 
 rules = st.sampled_from(("interleaved", "blocked"))
+
+
+@given(patterns(), st.integers(1, 9), st.integers(1, 3), st.none() | st.integers(1, 20))
+def test_heads_without_rows_select_nothing_in_any_sequence(
+    pattern: Pattern, kv_heads: int, group: int, longest: int | None
+) -> None:
+    length = longest or max((branch.segment for branch in pattern.branches), default=1)
+
+    def selects(head: int) -> bool:
+        return pattern.dense or any(
+            p % branch.segment % branch.rate
+            == head_offset_of(head // group, kv_heads, branch.rate, pattern.head_offset)
+            for branch in pattern.branches
+            for p in range(length)
+        )
+
+    heads = kv_heads * group
+    assert heads_without_rows(pattern, heads, kv_heads, longest) == tuple(h for h in range(heads) if not selects(h))
 
 
 @pytest.mark.parametrize(

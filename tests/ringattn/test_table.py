@@ -295,9 +295,9 @@ def test_plan_for_wants_a_length(length: Any) -> None:
         Case(8).module().plan_for(length, torch.float32, train=False)
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, "float32", "tf32"])
+@pytest.mark.parametrize("dtype", [torch.int32, "int32", "tf32", "auto", 16, None])
 def test_plan_for_wants_an_input_dtype(dtype: Any) -> None:
-    with pytest.raises(InputError, match=r"dtype is .*; use one of torch\.bfloat16"):
+    with pytest.raises(InputError, match=r"dtype is .*; use one of bf16, fp16, fp32, fp64 or torch\.bfloat16"):
         Case(8).module().plan_for(8, dtype, train=False)
 
 

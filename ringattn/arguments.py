@@ -1,0 +1,51 @@
+"""How users spell integers and dtypes: one rule each, for every argument. No torch, so that the command line has it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Integral
+from typing import Any
+
+from .errors import InputError
+
+_LONG_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+_SHORT_NAMES = {spelling: short for short, long in _LONG_NAMES.items() for spelling in (short, long, f"torch.{long}")}
+
+
+def is_integer(value: object) -> bool:
+    """Whether it is an integer, numpy's too; True and False are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def integer(name: str, value: Any, least: int = 1, instead: str = "") -> int:
+    """``value`` as an int; InputError unless it is one >= ``least``. ``instead`` names what else may be given."""
+    if not is_integer(value) or value < least:
+        raise InputError(f"{name} is {value!r}; it must be {instead}an integer >= {least}")
+    return int(value)
+
+
+def is_list(value: object) -> bool:
+    """Whether it is a sequence of items or an array of one dimension: no text, and no tensor, which may be far away."""
+    return (isinstance(value, Sequence) and not isinstance(value, str | bytes)) or (
+        type(value).__module__ == "numpy" and getattr(value, "ndim", 0) == 1
+    )
+
+
+def dtype_name(value: object) -> str | None:
+    """The short name of a dtype of inputs, given as a torch.dtype or by a short or long name; None for another."""
+    if not isinstance(value, str) and (type(value).__module__, type(value).__name__) != ("torch", "dtype"):
+        return None
+    return _SHORT_NAMES.get(str(value))
+
+
+def input_dtype(value: object, *, also: str = "") -> str:
+    """The same; InputError for another. ``also`` are the other values that the argument takes."""
+    name = dtype_name(value)
+    if name is None:
+        names = ", ".join(_LONG_NAMES)
+        raise InputError(f"dtype is {value!r}; use {also}one of {names} or {dtype_choices()}")
+    return name
+
+
+def dtype_choices() -> str:
+    return ", ".join(f"torch.{_LONG_NAMES[name]}" for name in _LONG_NAMES)

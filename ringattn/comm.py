@@ -32,8 +32,14 @@ class Message(NamedTuple):
 class Pending:
     """Messages under way. The tensors are kept alive until ``wait``, which orders the current stream behind them."""
 
-    def __init__(self, works: Sequence[Any], tensors: Sequence[Tensor], after: Sequence[Callable[[], object]]) -> None:
-        self._works, self._tensors, self._after = works, tensors, after
+    def __init__(
+        self,
+        works: Sequence[Any],
+        tensors: Sequence[Tensor],
+        after: Sequence[Callable[[], object]],
+        release: Callable[[], None] | None = None,
+    ) -> None:
+        self._works, self._tensors, self._after, self._release = works, tensors, after, release
 
     def wait(self) -> None:
         """What was received is there, and what was sent may be overwritten."""
@@ -46,6 +52,12 @@ class Pending:
         for step in self._after:
             step()
         self._tensors, self._after = (), ()
+
+    def release(self) -> None:
+        """What was received is read by nothing that is not given to the current stream yet."""
+        if self._release is not None:
+            self._release()
+            self._release = None
 
 
 NOTHING = Pending((), (), ())
@@ -102,10 +114,13 @@ class Comm:
             raise CommError(f"communication failed: {_first_line(error)}") from error
         return Pending((work,), (send, receive), after)
 
-    def vote(self, well: bool, ticket: int) -> tuple[bool, list[int]]:
-        """Whether all is well with every rank, and each one's ticket: two numbers to and from each."""
-        mine = torch.tensor([well, ticket])
-        theirs = torch.empty(self.size, 2, dtype=mine.dtype)
+    def vote(self, well: bool, ticket: int, device: torch.device | None = None) -> tuple[bool, list[int]]:
+        """Whether all is well with every rank, and each one's ticket: two numbers to and from each.
+
+        They travel between ``device`` and its like, on NCCL a GPU, and are waited for.
+        """
+        mine = torch.tensor([well, ticket], device=device)
+        theirs = torch.empty(self.size, 2, dtype=mine.dtype, device=device)
         others = [rank for rank in range(self.size) if rank != self.rank]
         sent_bytes = self.sent_bytes
         self.exchange([Message(mine, rank) for rank in others], [Message(theirs[rank], rank) for rank in others]).wait()

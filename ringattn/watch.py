@@ -25,7 +25,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ import torch.distributed as dist
 from .comm import Comm
 from .errors import InputError
 from .failures import Call, Failure, PeerError, SatOutError, is_known, mark_known, ticket_text
+from .hardware import host_identity
 
 logger = logging.getLogger("ringattn")
 
@@ -44,6 +45,16 @@ _INSIDE, _OUTSIDE = "inside", "outside"
 _LEFT = "left"
 
 Store = Any  # torch.distributed.Store has no type stubs
+
+
+class Guarded(Protocol):
+    """What waits for peers on the device, where no timeout of torch ends it."""
+
+    def waits_s(self) -> float:
+        """For how long it has been waiting."""
+
+    def release(self) -> None:
+        """Ends the wait."""
 
 
 class Watch:
@@ -68,6 +79,8 @@ class Watch:
         self._comparing: Call | None = None
         self._missed: dict[Call, Failure] = {}  # that others did not begin, and this rank will not either
         self._sits_out = False
+        self._guarded: list[weakref.ref[Guarded]] = []
+        self._store.set(f"host/{self.rank}", host_identity())
         self._stop = threading.Event()
         # The thread must not keep the watch alive: a group that is dropped ends it.
         arguments = (weakref.ref(self), self._stop, self._store)
@@ -93,6 +106,8 @@ class Watch:
         far.
         """
         self._end_moment(well=well and not self._sits_out)
+        if self._broken is not None:  # by the thread, while this call was under way
+            raise PeerError(f"{self._broken}; the process group is aborted, start it anew")
         if self._sits_out:
             if self._synchronous:
                 comm.vote(False, ticket)
@@ -320,6 +335,32 @@ class Watch:
         finally:
             self._sits_out = False
 
+    # -- memory that ranks share --
+
+    def apart(self) -> str:
+        """Why the ranks cannot reach each other's memory; empty where they are on one host. Waits for all of them."""
+        keys = [f"host/{rank}" for rank in range(self.size)]
+        self.meet(keys, "did not build the same RingAttention")
+        hosts = [value.decode() for value in self._store.multi_get(keys)]
+        other = next((rank for rank in range(self.size) if hosts[rank] != hosts[0]), 0)
+        return f"ranks {self._global[0]} and {self._global[other]} are on different hosts" if other else ""
+
+    def guard(self, guarded: Guarded) -> None:
+        """Ends its waits where they outlast the group's timeout."""
+        self._guarded.append(weakref.ref(guarded))
+
+    def end_waits(self) -> None:
+        """Called by the thread each second."""
+        for each in list(self._guarded):
+            guarded = each()
+            if guarded is None:
+                self._guarded.remove(each)
+            elif guarded.waits_s() > self.timeout_s:
+                reason = f"has waited on the GPU for a peer for the group's timeout of {self.timeout_s:g} s"
+                self._broken = self._broken or Failure(self._global[self.rank], self.rank, reason)
+                logger.error("%s; what it waits for is taken as NaN, and the process group is aborted", self._broken)
+                guarded.release()
+
     def not_built(self, error: Exception) -> None:
         """A module is built on no rank: the others are told, where they do not know."""
         self.report(error)
@@ -398,6 +439,7 @@ def _beat(of: weakref.ref[Watch], stop: threading.Event, shared: Store) -> None:
             store.set(f"beat/{listen.rank}", json.dumps({"beat": number, "pid": os.getpid(), "calls": calls}))
             if number > 1:
                 listen(watch, store)
+                watch.end_waits()
             del watch
         if listen is not None:
             store.set(f"beat/{listen.rank}", _LEFT)

@@ -156,15 +156,11 @@ class PeerMemory:
             self._waits.append((time.monotonic(), event))
         return Arrival(event, self._device)
 
-    def after_copies(self) -> Arrival:
-        """Stands for the copies that are not ``far``."""
-        return Arrival(self._near.record_event(), self._device)
-
     # -- a peer that does not come --
 
     def waits_s(self) -> float:
         """For how long the oldest meeting has been under way; 0 where none is."""
-        with self._lock:
+        with self._lock, torch.cuda.device(self._device):
             self._forget_done()
             return time.monotonic() - self._waits[0][0] if self._waits else 0.0
 
@@ -183,7 +179,7 @@ class PeerMemory:
             torch.cuda.current_stream().synchronize()
 
     def _forget_done(self) -> None:
-        while self._waits and self._waits[0][1].query():
+        while self._waits and self._waits[0][1].query():  # type: ignore[no-untyped-call]
             self._waits.popleft()
 
 

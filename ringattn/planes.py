@@ -45,8 +45,10 @@ def planes(
     assert min(source_pitch, target_pitch) >= width, "rows overlap"
     found = []
     for place in itertools.product(*(range(size) for size, _, _ in outer)):
-        offsets = (sum(at * dim[side] for at, dim in zip(place, outer, strict=True)) * itemsize for side in (1, 2))
-        found.append(Plane(*offsets, width, height, source_pitch, target_pitch))
+        from_begin, to_begin = (
+            sum(at * dim[side] for at, dim in zip(place, outer, strict=True)) * itemsize for side in (1, 2)
+        )
+        found.append(Plane(from_begin, to_begin, width, height, source_pitch, target_pitch))
     return tuple(found)
 
 
@@ -68,16 +70,13 @@ def _joined(
 
 
 def regular(x: Tensor) -> bool:
-    """Whether a copy engine can read (B, S, heads, D) where it lies, in few planes: no two elements are one, and
-    neighbours in the last dimension (in the second one where D is 1) lie side by side."""
+    """Whether a copy engine reads (B, S, heads, D) well where it lies: no two elements are one, the heads of a row are
+    side by side (where D is 1 the rows of a head), and it is few planes."""
+    heads, head_dim = x.shape[2:]
+    if head_dim > 1:
+        wide = x.stride(3) == 1 and (heads == 1 or x.stride(2) == head_dim)
+    else:
+        wide = x.stride(1) == 1 or x.shape[1] == 1
     dims = sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1)
-    if not dims:
-        return True
     apart = all(outer[0] >= inner[0] * inner[1] for inner, outer in itertools.pairwise(dims))
-    side_by_side = x.stride(3 if x.shape[3] > 1 else 1) == 1 or x.shape[1] == 1
-    rows = [size for _, size in dims[1:]]
-    return apart and dims[0][0] == 1 and side_by_side and _product(rows) // max(rows, default=1) <= _MOST_PLANES
-
-
-def _product(sizes: Sequence[int]) -> int:
-    return functools.reduce(lambda a, b: a * b, sizes, 1)
+    return wide and apart and x.shape[0] <= _MOST_PLANES and all(stride > 0 for stride, _ in dims)

@@ -149,7 +149,7 @@ class SymmetricExchange(HeadExchange):
 
     def collect(self, result: Tensor, target: Tensor, group: int) -> Pending:
         """As ``HeadExchange.collect``."""
-        result = _readable(result)
+        result = _readable(result if result.shape[3] == 1 else result.contiguous())
         batch, length = target.shape[:2]
         heads, head_dim = result.shape[2:]
         memory, members = self._blocks.memory, len(self._members)

@@ -79,6 +79,7 @@ class Watch:
         self._comparing: Call | None = None
         self._missed: dict[Call, Failure] = {}  # that others did not begin, and this rank will not either
         self._sits_out = False
+        self._apart: str | None = None
         self._guarded: list[weakref.ref[Guarded]] = []
         self._store.set(f"host/{self.rank}", host_identity())
         self._stop = threading.Event()
@@ -339,11 +340,13 @@ class Watch:
 
     def apart(self) -> str:
         """Why the ranks cannot reach each other's memory; empty where they are on one host. Waits for all of them."""
-        keys = [f"host/{rank}" for rank in range(self.size)]
-        self.meet(keys, "did not build the same RingAttention")
-        hosts = [value.decode() for value in self._store.multi_get(keys)]
-        other = next((rank for rank in range(self.size) if hosts[rank] != hosts[0]), 0)
-        return f"ranks {self._global[0]} and {self._global[other]} are on different hosts" if other else ""
+        if self._apart is None:
+            keys = [f"host/{rank}" for rank in range(self.size)]
+            self.meet(keys, "did not build the same RingAttention")
+            hosts = [value.decode() for value in self._store.multi_get(keys)]
+            other = next((rank for rank in range(self.size) if hosts[rank] != hosts[0]), 0)
+            self._apart = f"ranks {self._global[0]} and {self._global[other]} are on different hosts" if other else ""
+        return self._apart
 
     def guard(self, guarded: Guarded) -> None:
         """Ends its waits where they outlast the group's timeout."""

@@ -48,7 +48,7 @@ class Pending:
             for work in works:
                 work.wait()
         except RuntimeError as error:  # gloo and NCCL report lost peers and timeouts so
-            raise CommError(f"communication failed: {_first_line(error)}") from error
+            raise CommError(f"communication failed: {first_line(error)}") from error
         for step in self._after:
             step()
         self._tensors, self._after = (), ()
@@ -89,7 +89,7 @@ class Comm:
         try:
             works = dist.batch_isend_irecv(operations)
         except RuntimeError as error:
-            raise CommError(f"communication failed: {_first_line(error)}") from error
+            raise CommError(f"communication failed: {first_line(error)}") from error
         return Pending(works, [operation.tensor for operation in operations], after)
 
     def all_to_all(
@@ -111,7 +111,7 @@ class Comm:
                 theirs, mine, list(receive_bytes), list(send_bytes), group=self.group, async_op=True
             )
         except RuntimeError as error:
-            raise CommError(f"communication failed: {_first_line(error)}") from error
+            raise CommError(f"communication failed: {first_line(error)}") from error
         return Pending((work,), (send, receive), after)
 
     def vote(self, well: bool, ticket: int, device: torch.device | None = None) -> tuple[bool, list[int]]:
@@ -146,5 +146,5 @@ def _flat(x: Tensor) -> Tensor:
     return x.detach().view(-1)
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

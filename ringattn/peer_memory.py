@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 
-from .comm import Comm
+from .comm import Comm, CommError, first_line
 from .errors import RingAttentionError
 from .planes import planes
 from .symmetric_exchange import BlockPool
@@ -100,9 +100,12 @@ class PeerMemory:
             error = failed
         well, _ = Comm(group).vote(error is None, nbytes, self._device)
         if not well or own is None:
-            reason = f": {error}" if error is not None else " on another rank"
+            reason = f": {first_line(error)}" if error is not None else " on another rank"
             raise RingAttentionError(f"no {nbytes / 2**20:.0f} MiB of symmetric memory{reason}") from error
-        handle = symmetric.rendezvous(own, group.group_name)
+        try:
+            handle = symmetric.rendezvous(own, group.group_name)
+        except RuntimeError as failed:
+            raise CommError(f"peers' memory cannot be mapped: {first_line(failed)}") from failed
         of = [
             own if rank == self._rank else handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(self._size)
         ]

@@ -30,7 +30,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from .comm import Comm
+from .comm import Comm, first_line
 from .errors import InputError
 from .failures import Call, Failure, PeerError, SatOutError, is_known, mark_known, ticket_text
 from .hardware import host_identity
@@ -174,7 +174,7 @@ class Watch:
             beats = self._beats()
         except RuntimeError as error:  # torch raises DistError and its kin, all RuntimeErrors, for a store that is gone
             return Failure(
-                0, self.rank, f"or the launcher that holds the rendezvous store is gone ({_first_line(error)})"
+                0, self.rank, f"or the launcher that holds the rendezvous store is gone ({first_line(error)})"
             )
         silent = [rank for rank in beats if rank != self.rank and beats[rank] in (first[rank], _LEFT)]
         if not silent:
@@ -212,7 +212,7 @@ class Watch:
             number = store.add("failures", 1) - 1
             store.set(f"failure/{number}", json.dumps(failure))
         except RuntimeError as error:
-            logger.error("could not tell the other ranks that %s: %s", failure, _first_line(error))
+            logger.error("could not tell the other ranks that %s: %s", failure, first_line(error))
 
     # -- lockstep --
 
@@ -447,7 +447,7 @@ def _beat(of: weakref.ref[Watch], stop: threading.Event, shared: Store) -> None:
         if listen is not None:
             store.set(f"beat/{listen.rank}", _LEFT)
     except RuntimeError as error:
-        logger.debug("the store of the process group is gone: %s", _first_line(error))
+        logger.debug("the store of the process group is gone: %s", first_line(error))
 
 
 class _Listener:
@@ -497,10 +497,6 @@ def _timeout_s(group: dist.ProcessGroup, device: torch.device, store: Store) -> 
     options: Any = getattr(group._get_backend(device), "options", None)
     timeout: timedelta = getattr(options, "_timeout", None) or store.timeout
     return timeout.total_seconds()
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 _watches: weakref.WeakKeyDictionary[dist.ProcessGroup, Watch] = weakref.WeakKeyDictionary()

@@ -17,6 +17,7 @@ from ring_cases import RingCase, check_exact
 from torch import Tensor
 
 from ringattn import plan
+from ringattn.comm import CommError
 from ringattn.planes import planes, regular
 from ringattn.ring_context import RingContext
 from ringattn.symmetric_exchange import BlockPool
@@ -52,6 +53,12 @@ class SharedMemory:
         self.meetings = 0
 
     def allocate(self, nbytes: int) -> SharedBlock:
+        try:
+            return self._allocate(nbytes)
+        except RuntimeError as error:
+            raise CommError(f"no common block: {error}") from error
+
+    def _allocate(self, nbytes: int) -> SharedBlock:
         folder = [""]
         if self._rank == 0:
             folder = [tempfile.mkdtemp(prefix="ringattn")]
@@ -86,7 +93,10 @@ class SharedMemory:
 
     def meet(self, members: Sequence[int]) -> _Arrival:
         self.meetings += 1
-        dist.barrier(self._group)  # all ranks of the group meet as often
+        try:
+            dist.barrier(self._group)  # all ranks of the group meet as often
+        except RuntimeError as error:
+            raise CommError(f"a meeting failed: {error}") from error
         assert self.pool is not None
         return _Arrival(self.pool, list(self.pool._lent))
 

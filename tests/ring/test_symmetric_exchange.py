@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -9,17 +10,23 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import DENSE, Case, pattern_of
-from pool import Pool
-from ring_cases import RingCase
+import torch.distributed as dist
+from faults import TIMEOUT_S, Breaking, Told, assert_told, leaves_of, told_of
+from oracle import DENSE, Case, assert_equal_to, exact, pattern_of
+from pool import Pool, kill_self
+from ring_cases import RingCase, run_ring
 from shared_memory import check_symmetric, copy_planes, pool_of, use_shared_memory
 from test_ring_bytes import _sent
 from torch import Tensor
 
+from ringattn import watch
+from ringattn.kernels import KERNELS
 from ringattn.planes import planes, regular
 from ringattn.symmetric_exchange import BlockPool
+from ringattn.watch import BEAT_S
 
 CROSSING = pattern_of([6, 48], [1, 3])
+FAULTY = Case(36, 9, 9, 4, causal=True)
 
 
 def _cases(schedule: str, spread: str, world: int) -> list[RingCase]:
@@ -101,6 +108,131 @@ def test_narrow_inputs_as_by_all_to_all(ranks: Callable[[int], Pool]) -> None:
     ):
         for one, other in zip(plain, symmetric, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+# -- faults --
+
+
+def _broken(at: int, backward_keeps: bool) -> Told:
+    """The kernel's call number ``at`` raises on rank 1; the next step is right again."""
+    use_shared_memory()
+    checkpoint = "none" if backward_keeps else "selective"
+    ring = RingCase(FAULTY, "ulysses", "zigzag", head_groups=3, checkpoint=checkpoint, exchange="symmetric")
+    module, kernel, breaking = ring.module(), KERNELS["math"], Breaking(at, ValueError("kernel broke"))
+    q, k, v = FAULTY.inputs()
+    if dist.get_rank() == 1:
+        object.__setattr__(kernel, "load", breaking.load)
+    try:
+        broken = ring.module()
+        told = told_of(lambda: broken(*leaves_of(broken, FAULTY)).sum().backward())
+    finally:
+        object.__setattr__(kernel, "load", breaking.original)
+    dist.barrier()
+    expected = exact(FAULTY, q, k, v, FAULTY.dout())
+    assert_equal_to(run_ring(ring, module, q, k, v, FAULTY.dout()), expected)
+    return told
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("at", [1, 3, 5])
+def test_an_exception_between_exchanges(at: int, keeps: bool, ranks: Callable[[int], Pool]) -> None:
+    """In a forward of three groups of heads, or in their backward; no block stays lent, and none is another's."""
+    assert_told(ranks(3).run(_broken, at, keeps), "ValueError", "kernel broke")
+
+
+def _no_memory_to_keep() -> Told:
+    use_shared_memory()
+    module = RingCase(FAULTY, "ulysses", "zigzag", checkpoint="none", exchange="symmetric").module()
+    program_of = module.program_for
+
+    def program_for(*arguments: Any) -> Any:
+        program: Any = program_of(*arguments)
+
+        def keep(tensors: Any) -> Any:
+            raise torch.OutOfMemoryError("out of memory")
+
+        if dist.get_rank() == 1:
+            program._exchange.keep = keep
+        return program
+
+    module.program_for = program_for  # type: ignore[method-assign]
+    return told_of(lambda: module(*leaves_of(module, FAULTY)))
+
+
+def test_memory_to_keep_what_came_that_runs_out(ranks: Callable[[int], Pool]) -> None:
+    assert_told(ranks(3).run(_no_memory_to_keep), "OutOfMemoryError", "out of memory")
+
+
+def _one_is_killed() -> Told:
+    use_shared_memory()
+    module = RingCase(FAULTY, "ulysses", "zigzag", exchange="symmetric").module()
+    out = module(*leaves_of(module, FAULTY))
+    dist.barrier()
+    if dist.get_rank() == 1:
+        kill_self()
+    return told_of(lambda: out.sum().backward())
+
+
+def test_a_killed_rank_is_named(fragile: Pool) -> None:
+    fragile.start(_one_is_killed)
+    for error, message, seconds in fragile.results_of([0, 2], TIMEOUT_S + 10):
+        assert error == "PeerError"
+        assert "rank 1 stopped responding" in message
+        assert seconds < TIMEOUT_S + 5
+
+
+class _Waiting:
+    def __init__(self, waits_s: float) -> None:
+        self.waited_s, self.released = waits_s, 0
+
+    def waits_s(self) -> float:
+        return self.waited_s
+
+    def release(self) -> None:
+        self.released += 1
+        self.waited_s = 0.0
+
+
+def _waits_end() -> None:
+    module = RingCase(FAULTY, "ulysses", "zigzag").module()
+    leaves = leaves_of(module, FAULTY)
+    assert module._ring is not None
+    watch = module._ring.watch
+    patient, stuck = _Waiting(watch.timeout_s / 2), _Waiting(watch.timeout_s + 1)
+    module(*leaves)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        watch.guard(patient)
+        watch.guard(stuck)
+        time.sleep(3 * BEAT_S)
+        assert (patient.released, stuck.released) == (0, 1)
+        error, message, _ = told_of(lambda: module(*leaves))
+        assert error == "PeerError"
+        assert "rank 1 has waited on the GPU for a peer" in message
+    dist.barrier()
+
+
+def test_a_wait_on_the_gpu_ends_with_the_timeout_of_the_group(fragile: Pool) -> None:
+    """The next call raises; what came of this one is NaN."""
+    fragile.run(_waits_end)
+
+
+def _hosts_differ() -> tuple[str, str]:
+    ring = RingCase(FAULTY, "ulysses", "zigzag", exchange="symmetric")
+    group = dist.new_group([0, 1, 2])
+    host, watch.host_identity = watch.host_identity, lambda: f"host {dist.get_rank() // 2}"
+    try:
+        error, message, _ = told_of(lambda: ring.module(group=group))
+    finally:
+        watch.host_identity = host
+    dist.destroy_process_group(group)
+    return error, message
+
+
+def test_ranks_on_several_hosts_are_refused(fragile: Pool) -> None:
+    for error, message in fragile.run(_hosts_differ):
+        assert error in ("PlanError", "PeerError")
+        assert "ranks 0 and 2 are on different hosts" in message
 
 
 # -- what a copy engine is given --

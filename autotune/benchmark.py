@@ -326,7 +326,7 @@ class DeviceBench:
     def _peak_bytes(self, module: RingAttention, workload: Workload, inputs: Inputs) -> tuple[int, float]:
         """What two calls in a row hold at most beyond the inputs, and the ms of the second.
 
-        The buffers of the pool count, as they stay.
+        The buffers of the pool count, as they stay, and so does what peers write into.
         """
         call = _caller(module, inputs, workload.train)
         taken_ms = 0.0
@@ -346,7 +346,8 @@ class DeviceBench:
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         twice()
-        return max(0, torch.cuda.max_memory_allocated(self.device) - before), taken_ms
+        peak_bytes = torch.cuda.max_memory_allocated(self.device) - before + module.peer_workspace_bytes()
+        return max(0, peak_bytes), taken_ms
 
     def _synchronize(self) -> None:
         if self._cuda:

@@ -10,7 +10,7 @@ from typing import Any
 from ringattn.errors import InputError
 from ringattn.ring_plan import Ranks, ring_reasons
 from ringattn.ring_schedules import ulysses_degree
-from ringattn.workload import GRAD_WIRES, SCHEDULES, Tunables, Workload
+from ringattn.workload import EXCHANGES, GRAD_WIRES, SCHEDULES, Tunables, Workload
 
 Value = str | int | bool | None
 
@@ -20,10 +20,12 @@ MATH_ROWS = 8192  # whose logits take 256 MiB a head
 _EXCHANGES = ("ulysses", "ulysses-ring")
 
 
-def ring_knobs(workload: Workload, default: Tunables, dtypes: Sequence[str]) -> dict[str, tuple[Value, ...]]:
+def ring_knobs(
+    workload: Workload, default: Tunables, dtypes: Sequence[str], exchanges: Sequence[str]
+) -> dict[str, tuple[Value, ...]]:
     """Knobs with the values that some plan can have, whatever its kernels; none at one rank.
 
-    The layout is the default plan's, the same for a whole profile.
+    The layout is the default plan's, the same for a whole profile. ``exchanges`` are those that the machine can do.
     """
     if workload.world == 1:
         return {}
@@ -32,6 +34,7 @@ def ring_knobs(workload: Workload, default: Tunables, dtypes: Sequence[str]) -> 
         "ulysses": (0, *degrees(workload.world)),
         "head_groups": HEAD_GROUPS,
         "grad_wire": GRAD_WIRES,
+        "exchange": tuple(exchanges),
     }
     base = replace(default, checkpoint="selective")  # which every schedule can do
     plans: dict[Tunables, None] = {}
@@ -68,6 +71,8 @@ def plainest(workload: Workload, plan: Tunables) -> Tunables:
         changes["head_groups"] = 0
     if plan.schedule in ("local", "ulysses"):
         changes["grad_wire"] = ""
+    if plan.schedule not in _EXCHANGES:
+        changes["exchange"] = ""
     if plan.schedule in ("ring", "all-gather") and plan.checkpoint == "none":
         changes["checkpoint"] = "selective"
     if plan.schedule != "local":
@@ -125,6 +130,7 @@ def schedule_plans(workload: Workload, default: Tunables) -> Iterator[Tunables]:
     checkpoints = ("selective", "none") if workload.train else ("selective",)
     for schedule in SCHEDULES:
         for degree in degrees(workload.world) if schedule == "ulysses-ring" else (0,):
-            for groups, checkpoint in itertools.product(FIRST_HEAD_GROUPS, checkpoints):
-                plan = replace(default, schedule=schedule, ulysses=degree, head_groups=groups, checkpoint=checkpoint)
-                yield plainest(workload, plan)
+            exchanges = EXCHANGES if schedule in _EXCHANGES else ("",)
+            for exchange, groups, checkpoint in itertools.product(exchanges, FIRST_HEAD_GROUPS, checkpoints):
+                plan = replace(default, schedule=schedule, ulysses=degree, head_groups=groups)
+                yield plainest(workload, replace(plan, checkpoint=checkpoint, exchange=exchange))

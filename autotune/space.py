@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ringattn.fused_steps import FUSED_PARAMS, FUSED_STEPS, steps_not_taken
-from ringattn.workload import BranchTunables, ParamValue, Tunables, Workload
+from ringattn.workload import EXCHANGES, BranchTunables, ParamValue, Tunables, Workload
 
 from .ring_space import plainest, ring_knobs, schedule_plans, too_heavy
 
@@ -42,7 +42,8 @@ class Machine:
     ``reasons`` is the one constraint function; ``identity`` maps a plan that can run to something equal for plans
     with equal steps; ``params`` gives a kernel's tunable parameters for a workload and compute dtype. ``fuses`` says
     whether the steps between kernels are GPU kernels with parameters of their own. ``just_in_time`` are the kernels,
-    and the steps between them, that are compiled at their first call.
+    and the steps between them, that are compiled at their first call. ``exchanges`` are the ways in which so many
+    ranks can exchange heads.
     """
 
     kernels: tuple[str, ...]
@@ -51,12 +52,14 @@ class Machine:
     params: Callable[[Workload, str, str], Mapping[str, tuple[ParamValue, ...]]] = lambda workload, kernel, dtype: {}
     fuses: Callable[[str], bool] = lambda dtype: False
     just_in_time: frozenset[str] = frozenset()
+    exchanges: Callable[[int], tuple[str, ...]] = lambda world: ("",)
 
 
 def machine_of(facts: HardwareFacts) -> Machine:
     """The real machine: ``ringattn.plan`` bound to its facts."""
     from ringattn.kernels import KERNELS
     from ringattn.plan import fuses, kernel_need, rejection_reasons
+    from ringattn.ring_plan import exchange_reasons
 
     def params(workload: Workload, kernel: str, dtype: str) -> Mapping[str, tuple[ParamValue, ...]]:
         needs = [
@@ -73,6 +76,7 @@ def machine_of(facts: HardwareFacts) -> Machine:
         params=params,
         fuses=lambda dtype: fuses(facts, dtype),
         just_in_time=frozenset(_compiled_kernels(facts)).union(FUSED_STEPS if fuses(facts, "bf16") else ()),
+        exchanges=lambda world: tuple(way for way in EXCHANGES if not exchange_reasons(world, way, facts, "")),
     )
 
 
@@ -306,7 +310,9 @@ def _uniform_plans(
 
 def build_space(workload: Workload, machine: Machine, default: Tunables, dtypes: tuple[str, ...]) -> Space:
     """The space of ``workload`` for these compute dtypes, around ``default`` (which must be able to run)."""
-    knobs = knobs_of(workload, machine, dtypes) | ring_knobs(workload, default, dtypes)
+    knobs = knobs_of(workload, machine, dtypes) | ring_knobs(
+        workload, default, dtypes, machine.exchanges(workload.world)
+    )
     space = Space(workload, machine, default, knobs, (), ())
     assert space.valid(default), f"the default plan cannot run: {machine.reasons(workload, default)}"
     rejected, plans = [], [default]

@@ -19,6 +19,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ class Contender:
     forward: Step
     both: Step
     scale: int = 1  # what a time is multiplied by: the ideal is measured on one rank's share
+    peer_bytes: Callable[[], int] = lambda: 0  # of memory that torch's allocator does not count
 
 
 def say(*words: object) -> None:
@@ -74,7 +76,8 @@ def contender(call: Callable[..., Any], leaves: list[Tensor], dout: Tensor, scal
         with torch.no_grad():
             call(*leaves)
 
-    return Contender(forward, lambda: torch.autograd.grad(call(*leaves), leaves, dout), scale)
+    peer_bytes = call.peer_workspace_bytes if isinstance(call, RingAttention) else lambda: 0
+    return Contender(forward, lambda: torch.autograd.grad(call(*leaves), leaves, dout), scale, peer_bytes)
 
 
 def planned(tunables: Tunables, length: int, heads: int, kv_heads: int, pattern: Pattern, world: int) -> RingAttention:
@@ -153,6 +156,26 @@ def ideal_call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return SDPA(*heads, is_causal=True).transpose(1, 2)
 
 
+def exchange_tunables(
+    world: int, kv_heads: int, forward: str, backward: str, exchanges: list[str]
+) -> dict[str, Tunables]:
+    """All-to-all over heads in each way, in one to four groups of heads, with what it brings kept and not kept."""
+    base = Tunables("bf16", (BranchTunables(forward, backward),), schedule="ulysses", layout="contiguous")
+    own = kv_heads // world if kv_heads % world == 0 else 0
+    return {
+        f"ulysses/{groups} {checkpoint} {exchange}": replace(
+            base,
+            checkpoint=checkpoint,
+            head_groups=groups if groups > 1 else 0,
+            exchange="" if exchange == "nccl" else exchange,
+        )
+        for groups in (1, 2, 4)
+        if own and own % groups == 0
+        for checkpoint in ("none", "selective")
+        for exchange in exchanges
+    }
+
+
 def dense_tunables(world: int, kv_heads: int, forward: str, backward: str) -> dict[str, Tunables]:
     """Every schedule that these heads allow, with a few numbers of head groups."""
     base = Tunables("bf16", (BranchTunables(forward, backward),), layout="zigzag")
@@ -216,7 +239,25 @@ def peak_mib(step: Step) -> float:
     return float(peak.item())
 
 
+def usable(contenders: dict[str, Contender]) -> dict[str, Contender]:
+    """Those that run on every rank; what fails is told, and the rest goes on."""
+    found = {}
+    for name, each in contenders.items():
+        well = torch.ones(1, device="cuda")
+        try:
+            each.both()
+            each.forward()
+        except (RuntimeError, RingAttentionError) as error:
+            print(f"  rank {dist.get_rank()}: {name}: {type(error).__name__}: {error}", flush=True)
+            well.zero_()
+        dist.all_reduce(well, op=dist.ReduceOp.MIN)
+        if well.item():
+            found[name] = each
+    return found
+
+
 def measure(contenders: dict[str, Contender], work: dict[str, Any], base: str, blocks: int, flush: Tensor) -> list[Any]:
+    contenders = usable(contenders)
     forward = medians_ms({name: each.forward for name, each in contenders.items()}, blocks, flush)
     both = medians_ms({name: each.both for name, each in contenders.items()}, blocks, flush)
     rows = []
@@ -228,7 +269,7 @@ def measure(contenders: dict[str, Contender], work: dict[str, Any], base: str, b
             "both_ms": both[name] * each.scale,
             "forward_ratio": forward[name] * each.scale / (forward[base] * contenders[base].scale),
             "both_ratio": both[name] * each.scale / (both[base] * contenders[base].scale),
-            "peak_mib": peak_mib(each.both),
+            "peak_mib": peak_mib(each.both) + each.peer_bytes() / 2**20,
         }
         rows.append(row)
         say(
@@ -255,9 +296,11 @@ def dense_rows(arguments: argparse.Namespace, length: int, kv_heads: int, flush:
         contenders["profile"] = contender(module(HEADS, kv_heads, Pattern(), arguments.profile), leaves, dout)
     for pair in arguments.kernels:
         forward, _, backward = pair.partition("+")
-        for name, tunables in dense_tunables(world, kv_heads, forward, backward or forward).items():
-            if arguments.schedules and name.split("/")[0] not in arguments.schedules:
-                continue
+        table = dense_tunables(world, kv_heads, forward, backward or forward)
+        if arguments.schedules is not None:
+            table = {name: each for name, each in table.items() if name.split("/")[0] in arguments.schedules}
+        table |= exchange_tunables(world, kv_heads, forward, backward or forward, arguments.exchanges)
+        for name, tunables in table.items():
             try:
                 attn = planned(tunables, length, HEADS, kv_heads, Pattern(), world)
             except RingAttentionError as error:
@@ -308,7 +351,8 @@ def main() -> None:
     parser.add_argument(
         "--kernels", nargs="+", default=["cudnn"], help="forward+backward kernels, as cudnn+flash-attn-4"
     )
-    parser.add_argument("--schedules", nargs="*", help="only these, as ring ulysses; all without it")
+    parser.add_argument("--schedules", nargs="*", help="of the table only these, as ring ulysses (or none)")
+    parser.add_argument("--exchanges", nargs="*", default=[], choices=["nccl", "symmetric"], help="also all-to-all so")
     parser.add_argument("--peers", metavar="FOLDER", help="also public rings; FOLDER holds the package ring_flash_attn")
     parser.add_argument("--profile", help="also the module with this profile: auto, or a file")
     parser.add_argument("--patterns", action=argparse.BooleanOptionalAction, default=True, help="LongNet's, too")
@@ -322,7 +366,7 @@ def main() -> None:
     # Messages start while attention kernels hold every processor only if their stream goes first.
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=arguments.high_priority)
     device = torch.device("cuda", torch.cuda.current_device())
-    dist.init_process_group("nccl", device_id=device, pg_options=options)
+    dist.init_process_group("nccl", device_id=device, pg_options=options, timeout=timedelta(seconds=120))
     l2_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
     flush = torch.empty(2 * l2_bytes, dtype=torch.uint8, device="cuda")
     say(json.dumps(machine()))

@@ -58,6 +58,8 @@ def plan_together(
     try:
         built = build()
         statement = _statement(arguments, *built)
+    except PeerError:  # a rank is missing, which every rank has waited for
+        raise
     except RingAttentionError as error:
         own, statement = error, Statement(error=f"{type(error).__name__}: {error}")
     said = _gather(watch, group, module, "resolved", statement)

@@ -136,7 +136,11 @@ class RingAttention(nn.Module):
                     setup.entries,
                     setup.policy,
                     setup.facts,
-                    conditions=Conditions(deterministic, layout_with(setup.entries, setup.facts) if world > 1 else ""),
+                    conditions=Conditions(
+                        deterministic,
+                        layout_with(setup.entries, setup.facts) if world > 1 else "",
+                        self._ring.watch.apart() if self._ring is not None else "",
+                    ),
                     wishes=wishes_of(backend, dtype, checkpoint),
                     auto_dtype=dtype == "auto",
                     prefer=prefer,
@@ -239,6 +243,11 @@ class RingAttention(nn.Module):
         lines = [*self._setup.trace, "", "plans:", *(f"  {row}" for row in self.plan.rows)]
         lines += [f"  note, {row.dtype} {row.mode}: {row.note}" for row in self.plan.rows if row.note]
         return "\n".join(lines)
+
+    def peer_workspace_bytes(self) -> int:
+        """Bytes that a call took at most of memory that peers write into, which torch's allocator does not count."""
+        rings = [program for program in self._programs.values() if not isinstance(program, Program)]
+        return max((program.workspace_bytes for program in rings), default=0)
 
     def warmup(
         self,

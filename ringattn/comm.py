@@ -32,8 +32,14 @@ class Message(NamedTuple):
 class Pending:
     """Messages under way. The tensors are kept alive until ``wait``, which orders the current stream behind them."""
 
-    def __init__(self, works: Sequence[Any], tensors: Sequence[Tensor], after: Sequence[Callable[[], object]]) -> None:
-        self._works, self._tensors, self._after = works, tensors, after
+    def __init__(
+        self,
+        works: Sequence[Any],
+        tensors: Sequence[Tensor],
+        after: Sequence[Callable[[], object]],
+        release: Callable[[], None] | None = None,
+    ) -> None:
+        self._works, self._tensors, self._after, self._release = works, tensors, after, release
 
     def wait(self) -> None:
         """What was received is there, and what was sent may be overwritten."""
@@ -42,10 +48,16 @@ class Pending:
             for work in works:
                 work.wait()
         except RuntimeError as error:  # gloo and NCCL report lost peers and timeouts so
-            raise CommError(f"communication failed: {_first_line(error)}") from error
+            raise CommError(f"communication failed: {first_line(error)}") from error
         for step in self._after:
             step()
         self._tensors, self._after = (), ()
+
+    def release(self) -> None:
+        """What was received is read by nothing that is not given to the current stream yet."""
+        if self._release is not None:
+            self._release()
+            self._release = None
 
 
 NOTHING = Pending((), (), ())
@@ -77,7 +89,7 @@ class Comm:
         try:
             works = dist.batch_isend_irecv(operations)
         except RuntimeError as error:
-            raise CommError(f"communication failed: {_first_line(error)}") from error
+            raise CommError(f"communication failed: {first_line(error)}") from error
         return Pending(works, [operation.tensor for operation in operations], after)
 
     def all_to_all(
@@ -99,13 +111,16 @@ class Comm:
                 theirs, mine, list(receive_bytes), list(send_bytes), group=self.group, async_op=True
             )
         except RuntimeError as error:
-            raise CommError(f"communication failed: {_first_line(error)}") from error
+            raise CommError(f"communication failed: {first_line(error)}") from error
         return Pending((work,), (send, receive), after)
 
-    def vote(self, well: bool, ticket: int) -> tuple[bool, list[int]]:
-        """Whether all is well with every rank, and each one's ticket: two numbers to and from each."""
-        mine = torch.tensor([well, ticket])
-        theirs = torch.empty(self.size, 2, dtype=mine.dtype)
+    def vote(self, well: bool, ticket: int, device: torch.device | None = None) -> tuple[bool, list[int]]:
+        """Whether all is well with every rank, and each one's ticket: two numbers to and from each.
+
+        They travel between ``device`` and its like, on NCCL a GPU, and are waited for.
+        """
+        mine = torch.tensor([well, ticket], device=device)
+        theirs = torch.empty(self.size, 2, dtype=mine.dtype, device=device)
         others = [rank for rank in range(self.size) if rank != self.rank]
         sent_bytes = self.sent_bytes
         self.exchange([Message(mine, rank) for rank in others], [Message(theirs[rank], rank) for rank in others]).wait()
@@ -131,5 +146,5 @@ def _flat(x: Tensor) -> Tensor:
     return x.detach().view(-1)
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -178,6 +178,15 @@ def _nominal_gib(memory_mib: int) -> int:
 # --- the edge ---------------------------------------------------------------------------------------------------
 
 
+def host_identity() -> str:
+    """What tells this host, in its running life, from any other."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:  # not Linux
+        boot = ""
+    return f"{platform.node()} {boot}"
+
+
 def detect(device: torch.device | str | int | None = None) -> HardwareFacts:
     """The facts of ``device``: "cuda", "cuda:1", 1, "cpu" or a torch.device.
 

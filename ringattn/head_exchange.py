@@ -21,6 +21,12 @@ from .layout import Share, joined, length_of, rows_within
 class HeadExchange:
     """``members`` are the ranks that exchange, ``parts`` what each of them holds, in ``groups`` of heads."""
 
+    # Head groups under way before they are needed. A message that is sent while a kernel holds every processor of a
+    # GPU waits for that kernel: with two under way the next group is there all the same.
+    AHEAD = 2
+    # Results of a single group under way home: each has a buffer that it arrives in, which decides the peak.
+    BEHIND = 1
+
     def __init__(self, comm: Comm, members: tuple[int, ...], parts: tuple[Share, ...], groups: int) -> None:
         self._comm, self._members, self._groups = comm, members, groups
         self._lengths = [length_of(part) for part in parts]
@@ -29,6 +35,18 @@ class HeadExchange:
         self._spans = [[(rows_within(span, share), span.length) for span in part] for part in parts]
         # The rows of all members, one member after the other, are the rows of all in ascending position.
         self._ascending = all(len(part) == 1 for part in parts)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Of memory that torch's allocator does not count."""
+        return 0
+
+    def start_call(self) -> None:
+        """Begins a forward or a backward."""
+
+    def keep(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """What ``spread`` brought as memory that lasts beyond the call."""
+        return list(tensors)
 
     def spread(self, tensors: Sequence[Tensor], group: int, dtype: torch.dtype) -> tuple[Pending, list[Tensor]]:
         """Starts to bring a head group of each (B, S, heads, D) tensor here: (B, T, heads / degree / groups, D).

@@ -17,7 +17,7 @@ from .kernels import KERNELS
 from .launches import forward_gflop, launches
 from .pattern import nests
 from .profile import Policy
-from .ring_plan import blocks_of, one_rank_reasons, ring_heuristic, ring_reasons
+from .ring_plan import blocks_of, exchange_reasons, one_rank_reasons, ring_heuristic, ring_reasons
 from .wording import plural
 from .workload import BranchTunables, ParamValue, Tunables, Workload, describe
 
@@ -28,11 +28,13 @@ Direction = Literal["forward", "backward"]
 class Conditions:
     """What holds for all plans of a module: a deterministic torch refuses kernels whose backward is not.
 
-    ``layout`` is how the user's sequences lie over several ranks, empty where a plan may choose.
+    ``layout`` is how the user's sequences lie over several ranks, empty where a plan may choose. ``apart`` is why ranks
+    cannot reach each other's memory, empty where they can or where nobody has asked.
     """
 
     deterministic: bool = False
     layout: str = ""
+    apart: str = ""
 
 
 ORDINARY = Conditions()
@@ -170,6 +172,7 @@ def rejection_reasons(
     spread = one_rank_reasons(tunables)
     if workload.world > 1:
         spread = ring_reasons(workload, tunables, conditions.layout)
+        reasons += exchange_reasons(workload.world, tunables.exchange, facts, conditions.apart)
         if spread:  # without a layout and a schedule that fit there are no blocks to ask kernels about
             return tuple(dict.fromkeys((*reasons, *spread)))
     reasons += spread

@@ -22,6 +22,7 @@ from .plan import Plan
 from .profile import PlanEntry
 from .ring_program import RingProgram
 from .setup import Setup
+from .symmetric_exchange import BlockPool
 from .table import ModuleShape, PlanTable
 from .watch import watch_of
 from .wording import plural
@@ -35,6 +36,7 @@ class RingContext:
     def __init__(self, process_group: Any, device: torch.device) -> None:
         group: dist.ProcessGroup = getattr(process_group, "get_group", lambda: process_group)()
         self.comm = Comm(group)
+        self._device = device
         self.watch = watch_of(group, device)
         self.module = self.watch.new_module()
         self.layout = ""  # until ranks have agreed on it
@@ -125,7 +127,12 @@ class RingContext:
 
     def program(self, plan: Plan, scale: float) -> RingProgram:
         parts, batch = self.parts(plan.workload.total), plan.workload.batch
-        return RingProgram(plan, scale, self.comm, parts, batch, self.watch, self.module)
+        return RingProgram(plan, scale, self.comm, parts, batch, self.watch, self.module, self._blocks)
+
+    def _blocks(self) -> BlockPool:
+        from .peer_memory import blocks_of  # CUDA's libraries: only where a plan asks for them
+
+        return blocks_of(self.comm.group, self._device, self.watch)
 
     def unshard(self, x: Tensor, total_length: int | None, dim: int) -> Tensor:
         """Every rank's rows in order. Ranks compare what they hold first: messages of unequal sizes end a process."""

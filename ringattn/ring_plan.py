@@ -53,7 +53,7 @@ class Ranks:
 
 def one_rank_reasons(tunables: Tunables) -> list[str]:
     """Why these tunables are not for a single rank."""
-    fields = ("layout", "ulysses", "head_groups", "grad_wire")
+    fields = ("layout", "ulysses", "head_groups", "grad_wire", "exchange")
     given = [name for name in fields if getattr(tunables, name)]
     if tunables.schedule != "local":
         given.insert(0, f"schedule {tunables.schedule}")
@@ -90,6 +90,7 @@ def ring_reasons(workload: Workload, tunables: Tunables, layout: str) -> list[st
         *reasons,
         *_group_reasons(workload, tunables),
         *_wire_reasons(workload, tunables),
+        *([f"exchange {tunables.exchange}: {tunables.schedule} exchanges no heads"] if _is_idle(tunables) else []),
         *_keeping_reasons(workload, tunables, travelling),
     ]
 
@@ -135,6 +136,27 @@ def _wire_reasons(workload: Workload, tunables: Tunables) -> list[str]:
     if tunables.dtype == workload.dtype or order(tunables.dtype) < order(workload.dtype):
         return [f"grad_wire compute: {tunables.dtype} is no wider than the inputs, {workload.dtype}"]
     return []
+
+
+def _is_idle(tunables: Tunables) -> bool:
+    return bool(tunables.exchange) and tunables.schedule not in _EXCHANGES
+
+
+def exchange_reasons(world: int, exchange: str, facts: HardwareFacts, apart: str) -> list[str]:
+    """Why ``world`` ranks cannot exchange heads in this way on this machine; ``apart`` as in ``plan.Conditions``."""
+    if not exchange:
+        return []
+    reasons = []
+    if facts.vendor != "nvidia":
+        reasons.append("exchange symmetric copies between NVIDIA GPUs")
+    elif not facts.link.startswith("nv"):
+        reasons.append(f"exchange symmetric copies over NVLink, and the GPUs' link here is {facts.link or 'not known'}")
+    elif facts.device_count < world:
+        reasons.append(
+            f"exchange symmetric is for ranks on one host that see all its GPUs: {world} ranks, and each sees "
+            f"{plural(facts.device_count, 'GPU')}"
+        )
+    return [*reasons, *([f"exchange symmetric: {apart}"] if apart else [])]
 
 
 def _keeping_reasons(workload: Workload, tunables: Tunables, travelling: Sequence[int]) -> list[str]:

@@ -33,6 +33,7 @@ from .program import ALL, TORCH_DTYPES, Grads, Kept, Program, Triple, Wanted, as
 from .ring import Ring
 from .ring_lanes import BranchKernels, RingSetting
 from .ring_schedules import HeadRange, RingGeometry, ring_geometry, ulysses_degree
+from .symmetric_exchange import BlockPool, SymmetricExchange
 from .workload import BranchTunables
 
 Result = TypeVar("Result")
@@ -58,9 +59,17 @@ class RingProgram:
     """The plan ``plan`` for sequences of which rank i holds ``parts[i]``, at one batch size."""
 
     def __init__(
-        self, plan: Plan, scale: float, comm: Comm, parts: tuple[Share, ...], batch: int, watch: Watch, module: int = 0
+        self,
+        plan: Plan,
+        scale: float,
+        comm: Comm,
+        parts: tuple[Share, ...],
+        batch: int,
+        watch: Watch,
+        module: int = 0,
+        pool: Callable[[], BlockPool] | None = None,
     ) -> None:
-        """``module`` is its number among those of the group."""
+        """``module`` is its number among those of the group, ``pool`` gives the blocks of a symmetric exchange."""
         tunables, workload = plan.tunables, plan.workload
         self.plan, self.checkpoint = plan, tunables.checkpoint
         self.dtype = TORCH_DTYPES[tunables.dtype]
@@ -70,7 +79,11 @@ class RingProgram:
         ring_place, place = divmod(comm.rank, degree)
         members = tuple(range(ring_place * degree, (ring_place + 1) * degree))
         groups = max(1, tunables.head_groups) if degree > 1 else 1
-        self._exchange = HeadExchange(comm, members, parts[members[0] : members[-1] + 1], groups)
+        if tunables.exchange == "symmetric":
+            assert pool is not None
+            self._exchange: HeadExchange = SymmetricExchange(comm, members, parts, groups, pool)
+        else:
+            self._exchange = HeadExchange(comm, members, parts[members[0] : members[-1] + 1], groups)
         self._spreads = degree > 1
         kernels = tuple(_kernels(plan, branch, scale) for branch in tunables.branches)
         rank_of = tuple(range(place, comm.size, degree))
@@ -140,6 +153,11 @@ class RingProgram:
             grads = self._watched(lambda: self._rings[0].backward(dout, q, k, v, out, lse), ticket)
         return as_wanted(grads, q.dtype, wanted)
 
+    @property
+    def workspace_bytes(self) -> int:
+        """Of memory that peers write into: what a call took at most."""
+        return self._exchange.workspace_bytes
+
     def sit_out(self, error: Exception, messages: Callable[[], object]) -> None:
         """What this rank does instead of a call whose ``messages`` the others are in; ``error`` is told to them."""
         self._watch.sit_out(error, messages)
@@ -169,26 +187,31 @@ class RingProgram:
         exchange, safe = self._exchange, Failsafe(self._watch.report)
         batch, length, heads, _ = q.shape
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        lse = torch.empty((batch, length, heads, 1), dtype=accumulator_dtype(self.dtype), device=q.device)
-        arriving = _Ahead(lambda group: exchange.spread((q, k, v), group, self._wire), len(self._rings))
-        returning = _Behind(len(self._rings))
+        lse = torch.empty((batch, heads, 1, length), dtype=accumulator_dtype(self.dtype), device=q.device)
+        lse = lse.permute(0, 3, 1, 2)
+        exchange.start_call()
+        arriving = _Ahead(lambda group: exchange.spread((q, k, v), group, self._wire), len(self._rings), exchange.AHEAD)
+        returning = _Behind(len(self._rings), exchange.BEHIND)
         for group, ring in enumerate(self._rings):
             pending, inputs = arriving.next()
             pending.wait()
+            if kept is not None:
+                kept += safe.attempt(exchange.keep, inputs) or inputs
             result = safe.attempt(self._forward_here, ring, *inputs)
+            pending.release()
             if result is None:  # what is sent now will not be used
                 rows = inputs[0]
                 result = torch.empty_like(rows), lse.new_empty(rows.shape[0], rows.shape[2], rows.shape[1])
             out_here, lse_here = result
             if kept is not None:
-                kept += [*inputs, out_here, lse_here]
+                kept += [out_here, lse_here]
             lse_rows = lse_here.transpose(1, 2).unsqueeze(3)
             returning.make_room()
             returning.add(exchange.collect(out_here, out, group))
             returning.add(exchange.collect(lse_rows, lse, group))
         returning.wait()
         safe.close()
-        return out, lse.squeeze(3).transpose(1, 2).contiguous()
+        return out, lse.squeeze(3).transpose(1, 2)
 
     def _forward_here(self, ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """What this rank computes of a head group, out in the dtype that it goes home in."""
@@ -215,8 +238,9 @@ class RingProgram:
             pending_lse, (lse_here,) = exchange.spread((lse_rows,), group, lse.dtype)
             return [pending, pending_lse], [dout_here, *inputs, out_here, lse_here]
 
-        arriving = _Ahead(spread, len(self._rings))
-        returning = _Behind(len(self._rings))
+        exchange.start_call()
+        arriving = _Ahead(spread, len(self._rings), exchange.AHEAD)
+        returning = _Behind(len(self._rings), exchange.BEHIND)
         for group, ring in enumerate(self._rings):
             pendings, (dout_here, q_here, k_here, v_here, out_here, lse_here) = arriving.next()
             for pending in pendings:
@@ -227,6 +251,8 @@ class RingProgram:
             if grads is None:  # what is sent now will not be used
                 grads = torch.empty_like(q_here), torch.empty_like(k_here), torch.empty_like(v_here)
             del dout_here, q_here, k_here, v_here, out_here, lse_here
+            for pending in pendings:
+                pending.release()
             results = list(grads)
             del grads
             for number, x in enumerate((q, k, v)):
@@ -240,14 +266,10 @@ class RingProgram:
 
 
 class _Ahead(Generic[Result]):
-    """Starts the exchanges of head groups a few groups before they are needed."""
+    """Starts the exchanges of head groups ``ahead`` groups before they are needed."""
 
-    # A message that is sent while a kernel holds every processor of a GPU waits for that kernel: with two under way
-    # the next group is there all the same.
-    GROUPS = 2
-
-    def __init__(self, start: Callable[[int], Result], groups: int) -> None:
-        self._start, self._groups, self._begun = start, groups, 0
+    def __init__(self, start: Callable[[int], Result], groups: int, ahead: int) -> None:
+        self._start, self._groups, self._ahead, self._begun = start, groups, ahead, 0
         self._under_way: deque[Result] = deque()
         self._fill()
 
@@ -257,7 +279,7 @@ class _Ahead(Generic[Result]):
         return first
 
     def _fill(self) -> None:
-        while self._begun < self._groups and len(self._under_way) < self.GROUPS:
+        while self._begun < self._groups and len(self._under_way) < self._ahead:
             self._under_way.append(self._start(self._begun))
             self._begun += 1
 
@@ -265,13 +287,13 @@ class _Ahead(Generic[Result]):
 class _Behind:
     """Results on their way home, a few messages at most: what has arrived makes room for the next one to be sent.
 
-    Of several head groups the three gradients travel together while the next group is computed. Of a single one they
-    go one by one, as the network sends them anyway: each has a buffer that it arrives in, which decides the peak.
+    Of several head groups the three gradients travel together while the next group is computed. Of a single one so
+    many as the exchange says.
     """
 
-    def __init__(self, groups: int) -> None:
+    def __init__(self, groups: int, most: int) -> None:
         self._under_way: deque[Pending] = deque()
-        self._most = 3 if groups > 1 else 1
+        self._most = 3 if groups > 1 else most
 
     def make_room(self) -> None:
         """Before another one is added."""

@@ -25,14 +25,15 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from .comm import Comm
+from .comm import Comm, first_line
 from .errors import InputError
 from .failures import Call, Failure, PeerError, SatOutError, is_known, mark_known, ticket_text
+from .hardware import host_identity
 
 logger = logging.getLogger("ringattn")
 
@@ -44,6 +45,16 @@ _INSIDE, _OUTSIDE = "inside", "outside"
 _LEFT = "left"
 
 Store = Any  # torch.distributed.Store has no type stubs
+
+
+class Guarded(Protocol):
+    """What waits for peers on the device, where no timeout of torch ends it."""
+
+    def waits_s(self) -> float:
+        """For how long it has been waiting."""
+
+    def release(self) -> None:
+        """Ends the wait."""
 
 
 class Watch:
@@ -68,6 +79,9 @@ class Watch:
         self._comparing: Call | None = None
         self._missed: dict[Call, Failure] = {}  # that others did not begin, and this rank will not either
         self._sits_out = False
+        self._apart: str | None = None
+        self._guarded: list[weakref.ref[Guarded]] = []
+        self._store.set(f"host/{self.rank}", host_identity())
         self._stop = threading.Event()
         # The thread must not keep the watch alive: a group that is dropped ends it.
         arguments = (weakref.ref(self), self._stop, self._store)
@@ -93,6 +107,8 @@ class Watch:
         far.
         """
         self._end_moment(well=well and not self._sits_out)
+        if self._broken is not None:  # by the thread, while this call was under way
+            raise PeerError(f"{self._broken}; the process group is aborted, start it anew")
         if self._sits_out:
             if self._synchronous:
                 comm.vote(False, ticket)
@@ -158,7 +174,7 @@ class Watch:
             beats = self._beats()
         except RuntimeError as error:  # torch raises DistError and its kin, all RuntimeErrors, for a store that is gone
             return Failure(
-                0, self.rank, f"or the launcher that holds the rendezvous store is gone ({_first_line(error)})"
+                0, self.rank, f"or the launcher that holds the rendezvous store is gone ({first_line(error)})"
             )
         silent = [rank for rank in beats if rank != self.rank and beats[rank] in (first[rank], _LEFT)]
         if not silent:
@@ -196,7 +212,7 @@ class Watch:
             number = store.add("failures", 1) - 1
             store.set(f"failure/{number}", json.dumps(failure))
         except RuntimeError as error:
-            logger.error("could not tell the other ranks that %s: %s", failure, _first_line(error))
+            logger.error("could not tell the other ranks that %s: %s", failure, first_line(error))
 
     # -- lockstep --
 
@@ -320,6 +336,34 @@ class Watch:
         finally:
             self._sits_out = False
 
+    # -- memory that ranks share --
+
+    def apart(self) -> str:
+        """Why the ranks cannot reach each other's memory; empty where they are on one host. Waits for all of them."""
+        if self._apart is None:
+            keys = [f"host/{rank}" for rank in range(self.size)]
+            self.meet(keys, "did not build the same RingAttention")
+            hosts = [value.decode() for value in self._store.multi_get(keys)]
+            other = next((rank for rank in range(self.size) if hosts[rank] != hosts[0]), 0)
+            self._apart = f"ranks {self._global[0]} and {self._global[other]} are on different hosts" if other else ""
+        return self._apart
+
+    def guard(self, guarded: Guarded) -> None:
+        """Ends its waits where they outlast the group's timeout."""
+        self._guarded.append(weakref.ref(guarded))
+
+    def end_waits(self) -> None:
+        """Called by the thread each second."""
+        for each in list(self._guarded):
+            guarded = each()
+            if guarded is None:
+                self._guarded.remove(each)
+            elif guarded.waits_s() > self.timeout_s:
+                reason = f"has waited on the GPU for a peer for the group's timeout of {self.timeout_s:g} s"
+                self._broken = self._broken or Failure(self._global[self.rank], self.rank, reason)
+                logger.error("%s; what it waits for is taken as NaN, and the process group is aborted", self._broken)
+                guarded.release()
+
     def not_built(self, error: Exception) -> None:
         """A module is built on no rank: the others are told, where they do not know."""
         self.report(error)
@@ -398,11 +442,12 @@ def _beat(of: weakref.ref[Watch], stop: threading.Event, shared: Store) -> None:
             store.set(f"beat/{listen.rank}", json.dumps({"beat": number, "pid": os.getpid(), "calls": calls}))
             if number > 1:
                 listen(watch, store)
+                watch.end_waits()
             del watch
         if listen is not None:
             store.set(f"beat/{listen.rank}", _LEFT)
     except RuntimeError as error:
-        logger.debug("the store of the process group is gone: %s", _first_line(error))
+        logger.debug("the store of the process group is gone: %s", first_line(error))
 
 
 class _Listener:
@@ -452,10 +497,6 @@ def _timeout_s(group: dist.ProcessGroup, device: torch.device, store: Store) -> 
     options: Any = getattr(group._get_backend(device), "options", None)
     timeout: timedelta = getattr(options, "_timeout", None) or store.timeout
     return timeout.total_seconds()
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 _watches: weakref.WeakKeyDictionary[dist.ProcessGroup, Watch] = weakref.WeakKeyDictionary()

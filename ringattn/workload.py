@@ -25,6 +25,7 @@ POOL_STRATEGIES = ("shape", "bucket")
 SCHEDULES = ("local", "ring", "all-gather", "ulysses", "ulysses-ring")
 LAYOUTS = ("contiguous", "zigzag")
 GRAD_WIRES = ("", "compute")
+EXCHANGES = ("", "symmetric")
 
 LONGEST = 2**40  # no sequence is, and strides (rate times a position's elements) fit 64 bits
 
@@ -196,6 +197,8 @@ class Tunables:
     ``ulysses`` is the number of consecutive ranks that exchange heads under "ulysses-ring", 0 elsewhere;
     ``head_groups`` cuts the heads of an all-gather or Ulysses in groups that travel one after the other (0: one).
     Gradients of keys travel in the input dtype, or where ``grad_wire`` is "compute" in the wider compute dtype.
+    Heads are exchanged by the group's all-to-all, or where ``exchange`` is "symmetric" by copies into the memory of
+    the peers.
     """
 
     dtype: str
@@ -211,6 +214,7 @@ class Tunables:
     ulysses: int = 0
     head_groups: int = 0
     grad_wire: str = ""
+    exchange: str = ""
     params: tuple[tuple[str, ParamValue], ...] = ()
 
     def __post_init__(self) -> None:
@@ -221,6 +225,7 @@ class Tunables:
             ("schedule", self.schedule, SCHEDULES),
             ("layout", self.layout, ("", *LAYOUTS)),
             ("grad_wire", self.grad_wire, GRAD_WIRES),
+            ("exchange", self.exchange, EXCHANGES),
         )
         for name, value, values in allowed:
             if value not in values:
@@ -275,7 +280,7 @@ def describe(tunables: Tunables) -> str:
     return " ".join(parts)
 
 
-_RING_FIELDS = ("ulysses", "head_groups", "grad_wire")
+_RING_FIELDS = ("ulysses", "head_groups", "grad_wire", "exchange")
 
 
 def nearest_bucket(seq_len: int, measured: Sequence[int]) -> int | None:

@@ -14,7 +14,7 @@ from ringattn.workload import Branch, Pattern, Workload
 
 CPU = HardwareFacts("cpu", "Invented", "invented", "x86_64", 4, 16384, 32, threads=4)
 POLICY = built_in_heuristic("cpu").policy
-RING = ("schedule", "ulysses", "head_groups", "grad_wire")
+RING = ("schedule", "ulysses", "head_groups", "grad_wire", "exchange")
 STAYING, CROSSING = Pattern((Branch(64, 1),)), Pattern((Branch(64, 1), Branch(512, 2)))
 
 
@@ -27,7 +27,7 @@ def knobs(workload: Workload, dtypes: tuple[str, ...]) -> dict[str, tuple[object
     plain = {name: listed[0] for name, listed in space.knobs.items()}
     plain |= {name: "math" for name in plain if name.startswith(("forward.", "backward."))}
     every = {"schedule": ("local", "ring", "all-gather", "ulysses", "ulysses-ring"), "ulysses": (0, 2, 3, 4)}
-    every |= {"head_groups": (0, 2, 4, 8), "grad_wire": ("", "compute")}
+    every |= {"head_groups": (0, 2, 4, 8), "grad_wire": ("", "compute"), "exchange": ("", "symmetric")}
     runs = [
         plan
         for dtype, *turned in itertools.product(dtypes, *every.values())
@@ -55,4 +55,18 @@ def test_head_groups_do_not_exceed_the_heads() -> None:
         "ulysses": (0,),
         "head_groups": (0, 2),
         "grad_wire": ("",),
+        "exchange": ("",),
     }
+
+
+def test_ways_to_exchange_heads_are_those_of_the_machine() -> None:
+    workload = Workload("train", True, 8192, 32, 128, "bf16", world=4)
+    for link, ways in (("nv18", ("", "symmetric")), ("pcie", ("",))):
+        facts = HardwareFacts("nvidia", "H100", "h100-sxm", "sm_90", 132, 81559, 50, device_count=4, link=link)
+        policy = built_in_heuristic("nvidia").policy
+        assert policy is not None
+        machine = machine_of(facts)
+        space = build_space(workload, machine, heuristic_tunables(workload, policy, facts), ("bf16",))
+        assert space.knobs["exchange"] == ways
+        assert {plan.exchange for plan in space.kernel_plans if plan.schedule == "ulysses"} == set(ways)
+        assert {plan.exchange for plan in space.kernel_plans if plan.schedule == "ring"} == {""}

@@ -27,9 +27,10 @@ DEVICE, KERNEL = ("cuda", "flash") if ON_GPU else ("cpu", "flash-cpu")
 RANK = int(os.environ["RANK"])
 
 
-def module(schedule: str = "ring") -> RingAttention:
+def module(schedule: str = "ring", exchange: str = "") -> RingAttention:
     world = dist.get_world_size()
-    tunables = Tunables("bf16", (BranchTunables(KERNEL, KERNEL),), schedule=schedule, layout="zigzag")
+    branch = BranchTunables(KERNEL, KERNEL)
+    tunables = Tunables("bf16", (branch,), schedule=schedule, layout="zigzag", exchange=exchange)
     workload = Workload("train", True, LOCAL, HEADS, HEAD_DIM, "bf16", world=world)
     profile = Profile.single(detect(DEVICE), workload, tunables)
     return RingAttention(HEADS, HEAD_DIM, causal=True, profile=profile, device=DEVICE, process_group=dist.group.WORLD)
@@ -60,6 +61,16 @@ def killed(attn: RingAttention) -> None:
     if RANK == 1:
         broken()
         os.kill(os.getpid(), signal.SIGKILL)
+    step(attn)
+
+
+def killed_symmetric(attn: RingAttention) -> None:
+    """Rank 1 while the others wait for it on their GPUs."""
+    attn = module("ulysses", "symmetric")
+    for _ in range(3):
+        step(attn)
+    dist.barrier()
+    killed(attn)
     step(attn)
 
 
@@ -117,7 +128,7 @@ def main() -> None:
         step(attn)
     dist.barrier()
     try:
-        {each.__name__: each for each in (killed, raises, memory, profile, shape)}[sys.argv[1]](attn)
+        {each.__name__: each for each in (killed, killed_symmetric, raises, memory, profile, shape)}[sys.argv[1]](attn)
     except Exception as error:  # noqa: BLE001  the test looks at it
         print(f"{type(error).__name__}: {error}", flush=True)
     os._exit(0)  # what is left of the group may hang

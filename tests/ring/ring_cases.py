@@ -26,6 +26,7 @@ class RingCase:
     checkpoint: str = "selective"
     grad_wire: str = ""
     ragged: bool = False
+    exchange: str = ""
 
     def tunables(self, dtype: str, forward: str, backward: str, train: bool = True) -> Tunables:
         branch = BranchTunables(forward, backward if train else "")
@@ -38,6 +39,7 @@ class RingCase:
             ulysses=self.ulysses,
             head_groups=self.head_groups,
             grad_wire=self.grad_wire,
+            exchange=self.exchange,
         )
 
     def module(

@@ -75,11 +75,19 @@ def main() -> None:
         "ulysses": replace(dense, schedule="ulysses"),
         "ulysses none": replace(dense, schedule="ulysses", checkpoint="none"),
     }
+    if ON_GPU:  # elsewhere test_symmetric_exchange has a stand-in for the memory
+        plans |= {
+            f"{name} symmetric {layout}": replace(plans[name], exchange="symmetric", layout=layout)
+            for name in ("ulysses", "ulysses none")
+            for layout in ("zigzag", "contiguous")
+        }
     for name, tunables in plans.items():
         for kv_heads in (HEADS, world):
             check(name, tunables, PATTERNS["dense"], kv_heads)
     grouped = replace(dense, schedule="ulysses", checkpoint="none", head_groups=2)
     check("ulysses in head groups", grouped, PATTERNS["dense"], HEADS)
+    if ON_GPU:
+        check("ulysses in head groups symmetric", replace(grouped, exchange="symmetric"), PATTERNS["dense"], HEADS)
     if world == 4:
         check("ulysses-ring", replace(dense, schedule="ulysses-ring", ulysses=2), PATTERNS["dense"], 2)
     for schedule in ("ring", "all-gather"):

@@ -74,6 +74,7 @@ def _seconds(lines: queue.Queue[tuple[int, float, str]], expected: str, missing:
     ("fault", "expected"),
     [
         ("killed", "rank 1 stopped responding"),
+        ("killed_symmetric", "has waited on the GPU for a peer"),
         ("raises", "rank 1 failed: ValueError: kernel broke"),
         ("memory", "rank 1 failed: OutOfMemoryError"),
         ("profile", "one plan for all"),

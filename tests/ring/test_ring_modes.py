@@ -121,7 +121,7 @@ def test_what_travels_is_no_wider_than_it_has_to_be(
 @pytest.mark.parametrize(("groups", "most"), [(1, 1), (2, 3)])
 def test_few_results_are_on_their_way_home_at_once(groups: int, most: int) -> None:
     arrived: list[int] = []
-    behind = _Behind(groups)
+    behind = _Behind(groups, 1)
     for number in range(6):
         behind.make_room()
         behind.add(SimpleNamespace(wait=partial(arrived.append, number)))  # type: ignore[arg-type]

@@ -79,6 +79,8 @@ def _tunables(**fields: Any) -> Tunables:
         ({"schedule": "all-gather", "head_groups": 1}, _workload(), "head_groups 1 is what 0 means"),
         ({"checkpoint": "none"}, _workload(), "checkpoint none: ring keeps nothing that it receives"),
         ({"grad_wire": "compute"}, _workload(), "grad_wire compute: bf16 is no wider than the inputs"),
+        ({"exchange": "symmetric"}, _workload(), "exchange symmetric: ring exchanges no heads"),
+        ({"exchange": "symmetric"}, _workload(world=1), "exchange is for a sequence over several ranks"),
         ({}, replace(_workload(), seq_len=1), "zigzag layout over 4 ranks needs 8"),
         ({}, _workload(world=1), "schedule ring is for a sequence over several ranks"),
     ],
@@ -95,8 +97,25 @@ def test_what_runs_is_not_refused() -> None:
         {"schedule": "all-gather", "head_groups": 4},
         {"schedule": "ulysses", "head_groups": 4, "checkpoint": "none"},
         {"schedule": "ulysses-ring", "ulysses": 2, "head_groups": 2},
+        {"schedule": "ulysses", "exchange": "symmetric"},
     ):
         assert rejection_reasons(_workload(), _tunables(**fields), H100) == ()
+
+
+@pytest.mark.parametrize(
+    ("facts", "apart", "reason"),
+    [
+        (replace(H100, link="pcie"), "", "copies over NVLink, and the GPUs' link here is pcie"),
+        (replace(H100, link=""), "", "link here is not known"),
+        (replace(H100, device_count=2), "", "4 ranks, and each sees 2 GPUs"),
+        (cpu(), "", "copies between NVIDIA GPUs"),
+        (H100, "ranks 0 and 3 are on different hosts", "symmetric: ranks 0 and 3 are on different hosts"),
+    ],
+)
+def test_where_ranks_cannot_reach_each_others_memory(facts: HardwareFacts, apart: str, reason: str) -> None:
+    tunables = _tunables(schedule="ulysses", exchange="symmetric")
+    reasons = rejection_reasons(_workload(), tunables, facts, conditions=Conditions(apart=apart))
+    assert any(reason in each for each in reasons), reasons
 
 
 def test_kernels_are_asked_about_the_blocks_of_every_step() -> None:

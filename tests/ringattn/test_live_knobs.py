@@ -52,7 +52,7 @@ def test_every_field_of_a_plan_has_a_test_here() -> None:
     """A new knob fails this until it has one."""
     tested = {"dtype", "branches", "checkpoint", "window_tokens", "pattern_cache", "pool_threshold_mib"}
     tested |= {"pool_strategy", "compile", "params"}
-    of_several_ranks = {"schedule", "layout", "ulysses", "head_groups", "grad_wire"}  # tests/ring
+    of_several_ranks = {"schedule", "layout", "ulysses", "head_groups", "grad_wire", "exchange"}  # tests/ring
     assert {field.name for field in fields(Tunables)} == tested | of_several_ranks
     assert {field.name for field in fields(BranchTunables)} == {"forward", "backward", "gather"}
 

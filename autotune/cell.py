@@ -313,13 +313,9 @@ class CellContext:
             recalled = self.store.recall(name)
             if recalled is None:
                 outcome = self.evaluator.prove(self.cell, plan, timeout_s=self.timeout_s())
-                recalled = (
-                    {"kind": outcome.kind, "message": outcome.message}
-                    if isinstance(outcome, Fault)
-                    else {"first_call_ms": outcome.first_call_ms}
-                )
+                recalled = outcome.plain() if isinstance(outcome, Fault) else {"first_call_ms": outcome.first_call_ms}
                 self.store.remember(name, recalled)
-            self.ledger.proven[plan] = Fault(**recalled) if "kind" in recalled else Proven(**recalled)
+            self.ledger.proven[plan] = Fault.of(recalled) if "kind" in recalled else Proven(**recalled)
             if "kind" in recalled:
                 self.told(plan, TrialOutcome(recalled["kind"], "prove", message=recalled["message"]))
         known = self.ledger.proven[plan]

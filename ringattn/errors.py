@@ -55,4 +55,17 @@ class PlanError(RingAttentionError, RuntimeError):
 
     def again(self) -> PlanError:
         """The same refusal to raise anew: an exception that was raised holds on to the tensors of that call."""
-        return PlanError(self._subject, self.rejected, self._remedy)
+        kind, arguments = self.__reduce__()
+        again: PlanError = kind(*arguments)
+        return again
+
+
+class KernelLoadError(PlanError):
+    """A kernel that cannot be loaded in this environment: its name, why, and what to install."""
+
+    def __init__(self, kernel: str, reason: str, remedy: str) -> None:
+        super().__init__(f"kernel {kernel} cannot be loaded", {kernel: (reason,)}, remedy)
+        self.kernel = kernel
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.kernel, *self.rejected[self.kernel], self._remedy)

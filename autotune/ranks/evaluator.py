@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ringattn.profile import LinkSpeed
 from ringattn.workload import Tunables, Workload
 
-from ..evaluator import Block, Checked, Fault, Proven, Sample
+from ..evaluator import Block, Checked, Ended, Fault, Proven, Sample
 from ..exit_codes import ProbeFailure
 from ..messages import REAL_BENCH, Meeting, Request
 from .merging import first_cause, largest, one_plan, samples_of
@@ -168,30 +168,23 @@ class RanksEvaluator:
 
     def _still_in_step(self, answers: Sequence[tuple[int, Answer]]) -> bool:
         """After good answers, and after a wrong one, about which the ranks have spoken."""
-        faults = [_fault_of(answer) for _, answer in answers]
+        faults = [answer.fault for _, answer in answers]
         if any(answer.aborted or answer.struck for _, answer in answers):
             return False
         return not any(faults) or all(fault is not None and fault.kind == "wrong" for fault in faults)
 
     def _fault(self, answers: Sequence[tuple[int, Answer]]) -> Fault | None:
-        faults = [(rank, fault) for rank, answer in answers if not answer.aborted and (fault := _fault_of(answer))]
+        faults = [(rank, fault) for rank, answer in answers if not answer.aborted and (fault := answer.fault)]
         if faults:
             return first_cause(faults)
-        stopped = [rank for rank, answer in answers if answer.aborted or answer.struck]
-        return Fault("crash", f"rank {stopped[0]}: its worker was ended") if stopped else None
+        stopped = [rank for rank, answer in answers if answer.aborted]
+        return Fault("crash", f"rank {stopped[0]}: its worker was ended", Ended()) if stopped else None
 
     def _failed_at(self, answers: Sequence[tuple[int, Answer]], plans: int) -> int:
         """Which plan of a block the fault belongs to: that of the rank whose own failure came first."""
         places = [
             len(answer.value.results) - 1
             for _, answer in answers
-            if not answer.aborted and isinstance(answer.value, Block) and _fault_of(answer)
+            if not answer.aborted and isinstance(answer.value, Block) and answer.fault
         ]
         return min(places, default=0) if plans else 0
-
-
-def _fault_of(answer: Answer) -> Fault | None:
-    value = answer.value
-    if isinstance(value, Block):
-        value = value.results[-1] if value.results else None
-    return value if isinstance(value, Fault) else None

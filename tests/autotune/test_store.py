@@ -17,7 +17,7 @@ from machines import invented, plan, workload
 from optuna.trial import TrialState
 
 from autotune.cli import exit_code_of
-from autotune.evaluator import Checked, Fault
+from autotune.evaluator import Cause, Checked, Ended, Fault, Held, KernelUnavailable, Killed, PeerFailed
 from autotune.exit_codes import DeviceBusy, ExitCode, ProbeFailure
 from autotune.journal_file import JournalFile, journal_path
 from autotune.space import build_space, candidate_key
@@ -76,6 +76,34 @@ def test_everything_told_is_found_again(tmp_path: Path) -> None:
         found = stage_of(store).find(MATH)
         assert found is not None
         assert found.log_ratios == {2: 0.7, 3: 0.8}
+
+
+CAUSES: dict[str, Cause] = {
+    "killed": Killed(9),
+    "held": Held(),
+    "ended": Ended(),
+    "kernel-unavailable": KernelUnavailable("lost", "import lost: no"),
+    "peer-failed": PeerFailed(),
+}
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_a_cause_outlives_the_process_under_a_name_of_its_own(tmp_path: Path, name: str) -> None:
+    fault = Fault("crash", "ended", CAUSES[name])
+    assert fault.plain()["cause"]["is"] == name
+    assert Fault.of(json.loads(json.dumps(fault.plain()))) == fault
+    with Store(tmp_path / "p.journal", identity="a") as store:
+        stage_of(store).fail(stage_of(store).open(SWIFT), fault)
+    with Store(tmp_path / "p.journal", identity="a") as store:
+        found = stage_of(store).find(SWIFT)
+        assert found is not None
+        assert found.fault == fault
+
+
+def test_a_fault_that_was_recorded_without_a_cause_has_none() -> None:
+    assert Fault.of({"kind": "crash", "message": "SIGKILL"}) == Fault("crash", "SIGKILL")
+    assert Fault("crash", "SIGKILL").plain() == {"kind": "crash", "message": "SIGKILL"}
+    assert not Fault("crash", "the worker was killed by SIGKILL").from_outside
 
 
 def test_outcomes_are_told_as_the_sampler_must_read_them(tmp_path: Path) -> None:

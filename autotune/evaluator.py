@@ -6,8 +6,9 @@ The search knows this protocol, a clock, and nothing of processes, tensors or ta
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from enum import Enum
 from signal import SIGKILL
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -143,16 +144,50 @@ class Sample:
     host_us: float = 0.0
 
 
+class InterferenceKind(Enum):
+    """What spoils a timing, with the words for it."""
+
+    FOREIGN_LOAD = "other processes used {:.0f} % of the CPUs"
+    STEAL = "the hypervisor took {:.0f} % of the CPUs"
+    QUOTA = "the CPU quota held the process back for {:.0f} % of the time"
+    HARDWARE_SLOWDOWN = "GPU clocks held down: hardware slowdown"
+    THERMAL = "GPU clocks held down: thermal limit"
+    HARDWARE_THERMAL = "GPU clocks held down: hardware thermal limit"
+    POWER_BRAKE = "GPU clocks held down: power brake"
+    FOREIGN_PROCESS = "another process started to compute on the GPU"
+
+
+@dataclass(frozen=True, slots=True)
+class Interference:
+    """``percent`` is 0 where the kind has no size."""
+
+    kind: InterferenceKind
+    percent: float = 0.0
+
+    def __str__(self) -> str:
+        return self.kind.value.format(self.percent)
+
+
+def largest_of_each(found: Iterable[Interference]) -> tuple[Interference, ...]:
+    """One of each kind, the largest, in the order in which the kinds were met."""
+    largest: dict[InterferenceKind, Interference] = {}
+    for each in found:
+        known = largest.get(each.kind)
+        if known is None or each.percent > known.percent:
+            largest[each.kind] = each
+    return tuple(largest.values())
+
+
 @dataclass(frozen=True, slots=True)
 class Block:
     """One pass over candidates, in the order they were given.
 
     A candidate that fails ends with a Fault in its place and does not end the block. ``disturbances`` say what
-    made the block untrustworthy as a whole: foreign load, throttling; such a block is repeated, never used.
+    made the block untrustworthy as a whole; such a block is repeated, never used.
     """
 
     results: tuple[Sample | Fault, ...]
-    disturbances: tuple[str, ...] = ()
+    disturbances: tuple[Interference, ...] = ()
 
 
 @runtime_checkable

@@ -24,6 +24,9 @@ OutcomeKind = Literal[
 ]
 CellStatus = Literal["tuned", "default", "refused", "inconclusive", "resumed"]
 
+# Said of one cell or of several.
+VALIDATION_PENDING = "default kept, right at the length measured, but no time was left to prove it at others"
+
 
 @dataclass(frozen=True, slots=True)
 class ProbeRequest:
@@ -83,6 +86,12 @@ class CellReport:
     failures: int = 0
     elapsed_s: float = 0.0
     note: str = ""
+    validation_pending: bool = False
+
+    @property
+    def text(self) -> str:
+        """All that is to be said of it, in words."""
+        return "; ".join(filter(None, (self.note, VALIDATION_PENDING if self.validation_pending else "")))
 
 
 @dataclass(frozen=True, slots=True)

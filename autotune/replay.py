@@ -22,7 +22,7 @@ import numpy as np
 from ringattn.profile_io import load_profile
 from ringattn.workload import Branch, Pattern, Tunables, Workload
 
-from .evaluator import Block, Checked, Fault, Killed, Proven, Sample
+from .evaluator import Block, Checked, Fault, Interference, InterferenceKind, Killed, Proven, Sample
 from .space import Machine, Space, Value, candidate_key, encode, from_key
 
 TABLE_SCHEMA = 1
@@ -322,7 +322,7 @@ class ReplayEvaluator:
         self.calls += len(order)
         results = tuple(self._reading(cell, plan) for plan in order)
         disturbed = self._rng.random() < self.trouble.disturbed_share
-        return Block(results, ("foreign load (replayed)",) if disturbed else ())
+        return Block(results, (Interference(InterferenceKind.FOREIGN_LOAD, 50.0),) if disturbed else ())
 
     def _reading(self, cell: Workload, plan: Tunables) -> Sample | Fault:
         row = self.truth(cell, plan)

@@ -22,7 +22,7 @@ from typing import IO, TYPE_CHECKING, Any
 from ringattn.errors import DeviceError
 from ringattn.workload import Tunables, Workload
 
-from .evaluator import Block, Checked, Ended, Fault, Held, Killed, Proven, Sample
+from .evaluator import Block, Checked, Ended, Fault, Held, Interference, Killed, Proven, Sample
 from .messages import REAL_BENCH, Message, Request
 from .patience import reference_limit_s
 
@@ -119,7 +119,7 @@ class WorkerEvaluator:
         What was timed before and after such a restart is still one block: seconds lie between, not hours.
         """
         results: list[Sample | Fault] = []
-        disturbances: tuple[str, ...] = ()
+        disturbances: tuple[Interference, ...] = ()
         struck_at: set[int] = set()
         while len(results) < len(order):
             rest = tuple(order[len(results) :])
@@ -139,7 +139,7 @@ class WorkerEvaluator:
         """Other processes of this probe that are on the device."""
         return 0
 
-    def _collect(self, results: list[Sample | Fault], timeout_s: float) -> tuple[str, ...]:
+    def _collect(self, results: list[Sample | Fault], timeout_s: float) -> tuple[Interference, ...]:
         """Adds what the worker says of a block to ``results``, and returns what disturbed it; raises Died."""
         while True:
             message = self._receive(timeout_s)
@@ -149,7 +149,7 @@ class WorkerEvaluator:
                 if isinstance(message.value, Fault):  # it gave up after a sticky error
                     self._kill()
                     raise Died(message.value)
-                disturbances: tuple[str, ...] = message.value
+                disturbances: tuple[Interference, ...] = message.value
                 return disturbances
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ringattn.profile import LinkSpeed
 from ringattn.workload import Tunables, Workload
 
-from ..evaluator import Block, Checked, Ended, Fault, Proven, Sample
+from ..evaluator import Block, Checked, Ended, Fault, Interference, Proven, Sample, largest_of_each
 from ..exit_codes import ProbeFailure
 from ..messages import REAL_BENCH, Meeting, Request
 from .merging import first_cause, largest, one_plan, samples_of
@@ -70,7 +70,7 @@ class RanksEvaluator:
     def block(self, cell: Workload, order: Sequence[Tunables], *, timeout_s: float) -> Block:
         """One pass; after a candidate that fails on any rank the rest goes on with new workers."""
         results: dict[int, Sample | Fault] = {}
-        disturbances: dict[str, None] = {}
+        disturbances: list[Interference] = []
         pending = list(range(len(order)))
         while pending:
             plans = tuple(order[index] for index in pending)
@@ -78,7 +78,7 @@ class RanksEvaluator:
             blocks = {rank: answer.value for rank, answer in answers if isinstance(answer.value, Block)}
             samples = samples_of([block.results for block in blocks.values()]) if len(blocks) == len(answers) else []
             results |= dict(zip(pending, samples, strict=False))
-            disturbances |= dict.fromkeys(line for block in blocks.values() for line in block.disturbances)
+            disturbances += [each for block in blocks.values() for each in block.disturbances]
             left = pending[len(samples) :]
             fault = self._fault(answers)
             if fault is not None:
@@ -86,7 +86,7 @@ class RanksEvaluator:
                 results[failed] = fault
                 left = [index for index in left if index != failed]
             pending = left
-        return Block(tuple(results[index] for index in range(len(order))), tuple(disturbances))
+        return Block(tuple(results[index] for index in range(len(order))), largest_of_each(disturbances))
 
     def close(self) -> None:
         """End the workers."""

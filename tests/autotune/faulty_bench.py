@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from autotune.bench import BenchSettings, Phase, WrongAnswer
-from autotune.evaluator import Checked, Proven, Sample
+from autotune.evaluator import Checked, Interference, Proven, Sample
 from ringattn.errors import DeviceError, KernelLoadError
 from ringattn.workload import Tunables, Workload
 
@@ -49,7 +49,7 @@ class FaultyBench:
     def begin_block(self, beside: int = 0) -> None:
         self.beside = beside
 
-    def end_block(self) -> tuple[str, ...]:
+    def end_block(self) -> tuple[Interference, ...]:
         return ()
 
     def blind_spots(self) -> tuple[str, ...]:

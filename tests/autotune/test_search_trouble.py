@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from machines import Setting, by_kernels, plan, workload
 
-from autotune.evaluator import Block, Ended, Fault, Killed
+from autotune.evaluator import Block, Ended, Fault, InterferenceKind, Killed
 from autotune.replay import ReplayEvaluator, Trouble
 from ringattn.workload import Pattern, Tunables, Workload
 
@@ -181,7 +181,7 @@ def test_disturbed_blocks_are_repeated_and_reported() -> None:
     truth = by_kernels(quick=0.0, swift=-0.1, math=1.0)
     trial = Setting(DENSE, truth, plan(DENSE), trouble=Trouble(disturbed_share=0.1)).run()
     assert trial.context.ledger.discarded > 0
-    assert trial.result.disturbances == ("foreign load (replayed)",)
+    assert [each.kind for each in trial.result.disturbances] == [InterferenceKind.FOREIGN_LOAD]
     assert trial.result.choice is not None
     assert trial.result.choice.tunables == plan(DENSE, "swift")
 

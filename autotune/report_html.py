@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from ringattn.workload import BranchTunables, Workload, describe
+from ringattn.workload import BranchTunables, Workload, describe, kernels_described
 
 from .report import (
     FAILURE_MEANINGS,
@@ -22,7 +22,6 @@ from .report import (
     families,
     headline,
     kept_default,
-    kernels_named,
     machine_facts,
     provenance_line,
     relative_time,
@@ -221,7 +220,7 @@ def _rivals_table(title: str, entries: Sequence[PlanEntry]) -> str:
     rows = []
     for entry in entries:
         rivals = _rivals(entry)
-        failed = {kernels_named(failure.candidate): failure.kind for failure in entry.failures}
+        failed = {kernels_described(failure.candidate): failure.kind for failure in entry.failures}
         cells = []
         for name in names:
             ratio = relative_time(rivals[name], entry) if name in rivals else None

@@ -78,7 +78,7 @@ def search_path_contents() -> list[dict[str, object]]:
             try:
                 contents.append({"file": file.name, "source": load_profile(file).source, "error": ""})
             except ProfileError as error:
-                contents.append({"file": file.name, "source": "", "error": str(error).removeprefix(f"{file}: ")})
+                contents.append({"file": file.name, "source": "", "error": error.problem})
         places.append({"origin": origin, "path": str(place), "exists": place.exists(), "error": "", "files": contents})
     return places
 

@@ -86,7 +86,7 @@ def test_of_each_kind_of_interference_the_largest_is_told() -> None:
     found = [Interference(foreign, 9.4), Interference(hot), Interference(steal, 12.0), Interference(foreign, 52.3)]
     found += [Interference(hot), Interference(foreign, 20.0)]
     assert largest_of_each(found) == (Interference(foreign, 52.3), Interference(hot), Interference(steal, 12.0))
-    assert list(map(str, largest_of_each(found)))[0] == "other processes used 52 % of the CPUs"
+    assert str(largest_of_each(found)[0]) == "other processes used 52 % of the CPUs"
     assert len({str(Interference(kind, 7.0)) for kind in InterferenceKind}) == len(InterferenceKind)
 
 

@@ -67,11 +67,8 @@ def test_the_slowest_rank_counts(evaluator: RanksEvaluator) -> None:
     assert evaluator.prove(CELL, plan(CELL, "slow@0"), timeout_s=5.0) == Proven(SLOW_MS)
     block = evaluator.block(CELL, [plan(CELL, "slow@1"), plan(CELL, "quick")], timeout_s=5.0)
     assert block.results == (Sample(SLOW_MS, 10.0), Sample(2.0, 10.0))
-    kinds = InterferenceKind
-    assert set(block.disturbances) == {
-        Interference(kinds.STEAL, 11.0),
-        *map(Interference, (kinds.THERMAL, kinds.POWER_BRAKE)),
-    }
+    heat = {Interference(kind) for kind in (InterferenceKind.THERMAL, InterferenceKind.POWER_BRAKE)}
+    assert set(block.disturbances) == {Interference(InterferenceKind.STEAL, 11.0), *heat}
     assert evaluator.blind_spots == ("nothing is watched here",)
     speed = evaluator.links()
     assert (speed.world, speed.hosts, speed.ring_gb_s, speed.latency_us) == (2, 1, 3.36, 10.0)

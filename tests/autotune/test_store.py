@@ -13,13 +13,15 @@ from pathlib import Path
 
 import optuna
 import pytest
-from machines import invented, plan, workload
+from machines import edge_of, invented, plan, workload
 from optuna.trial import TrialState
 
 from autotune.cli import exit_code_of
+from autotune.device_lock import device_lock
 from autotune.evaluator import Cause, Checked, Ended, Fault, Held, KernelUnavailable, Killed, PeerFailed
 from autotune.exit_codes import DeviceBusy, ExitCode, ProbeFailure
 from autotune.journal_file import JournalFile, journal_path
+from autotune.probe import ProbeRequest
 from autotune.space import build_space, candidate_key
 from autotune.stage_record import StageRecord
 from autotune.store import Store
@@ -231,10 +233,47 @@ def test_orphaned_locks_of_optuna_cost_no_time(tmp_path: Path) -> None:
 def test_one_writer_at_a_time_and_the_second_is_told_who(tmp_path: Path) -> None:
     path = tmp_path / "p.journal"
     with Store(path):
-        with pytest.raises(DeviceBusy, match=f"process {os.getpid()}") as caught:
-            Store(path)
-        assert caught.value.exit_code == ExitCode.BUSY
+        for _ in range(2):  # one that is turned away must not wipe out whom the next is to hear of
+            with pytest.raises(DeviceBusy, match=f"process {os.getpid()}") as caught:
+                Store(path)
+            assert caught.value.exit_code == ExitCode.BUSY
     Store(path).close()
+
+
+def test_a_killed_holder_keeps_nobody_waiting(tmp_path: Path) -> None:
+    """Neither of the journal nor of the device: the kernel drops both locks with the process."""
+    script = textwrap.dedent(
+        """
+        import sys, time
+        from pathlib import Path
+        from machines import edge_of, invented
+        from autotune.device_lock import device_lock
+        from autotune.probe import ProbeRequest
+        from autotune.store import Store
+        folder = Path(sys.argv[1])
+        store = Store(folder / "p.journal")
+        with device_lock(ProbeRequest(), edge_of(folder, None, None, invented())):
+            print("holds", flush=True)
+            time.sleep(600)
+        """
+    )
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join((str(Path(__file__).parent), *sys.path))}
+    edge = edge_of(tmp_path, None, None, invented())  # type: ignore[arg-type]
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=environ
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "holds\n"
+        with pytest.raises(DeviceBusy, match=f"process {holder.pid}"):
+            Store(tmp_path / "p.journal")
+        with pytest.raises(DeviceBusy, match="another probe is measuring it"), device_lock(ProbeRequest(), edge):
+            pass
+        holder.kill()
+        holder.wait()
+    Store(tmp_path / "p.journal").close()
+    for _ in range(2):  # and it is free again when its block is left
+        with device_lock(ProbeRequest(), edge):
+            pass
 
 
 def test_another_identity_or_fresh_starts_over(tmp_path: Path) -> None:

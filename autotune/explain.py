@@ -116,11 +116,17 @@ def _other_heads(workload: Workload, row: Row, entry: PlanEntry | None) -> str:
 
 def _trace(setup: Setup, foreign: str) -> tuple[str, ...]:
     """What was looked at; a foreign profile's own line says what it is here and not what it would be there."""
+    from ringattn.resolve import Looked
+
     if not foreign or setup.resolution is None:
         return setup.trace
     path = setup.resolution.path
     own = f"{path}: explained as on its own machine, not used on this one: {foreign}"
-    return tuple(own if line.startswith(f"{path} (argument): ") else line for line in setup.trace)
+
+    def is_own(line: str) -> bool:
+        return isinstance(line, Looked) and (line.path, line.origin) == (path, "argument")
+
+    return tuple(own if is_own(line) else line for line in setup.trace)
 
 
 def _entry_of(entries: tuple[PlanEntry, ...], row: Row) -> PlanEntry | None:

@@ -122,7 +122,7 @@ def ranks_text(facts: HardwareFacts, ranks: dict[str, Any]) -> str:
         return "processes over gloo, as many as you like: ringtune probe --nproc N tunes them as one"
     if ranks["count"] == 1:
         return "one GPU"
-    kinds = {"": "by links that NVML does not tell (pip install nvidia-ml-py)", "pcie": "over PCIe"}
+    kinds = {"": "by links that NVML does not tell", "pcie": "over PCIe"}
     kinds["nv1"] = "by 1 NVLink each"
     link = kinds.get(ranks["link"], f"by {ranks['link'].removeprefix('nv')} NVLinks each")
     speeds = [

@@ -215,7 +215,7 @@ def _series(entries: Sequence[PlanEntry]) -> list[Series]:
 
 
 def _strips(entries: Sequence[PlanEntry]) -> list[tuple[str, list[tuple[int, str]]]]:
-    strips = []
+    strips: list[tuple[str, list[tuple[int, str]]]] = []
     directions: tuple[Literal["forward", "backward"], ...] = ("forward", "backward")
     for direction in directions:
         cells = [(entry.workload.seq_len, _kernel(entry, direction)) for entry in entries]

@@ -17,7 +17,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from .errors import ProfileError
 from .hardware import HardwareFacts
@@ -62,7 +62,7 @@ class Looked(str):
     def at(cls, entry: Located, verdict: str) -> Looked:
         return cls(entry.path, entry.origin, verdict)
 
-    def __getnewargs__(self) -> tuple[str, ...]:
+    def __getnewargs__(self) -> tuple[Any, ...]:
         return self.path, self.origin, self.verdict
 
 

@@ -279,7 +279,7 @@ def describe(tunables: Tunables) -> str:
 def kernels_described(description: str) -> frozenset[str]:
     """The kernels of the choice that ``describe`` wrote: how a profile names the candidates that failed."""
     pairs = description.partition(" ")[0].split(",")
-    return frozenset(name for pair in pairs for name in pair.split("/"))
+    return frozenset(name for pair in pairs for name in pair.split("/") if name)
 
 
 _RING_FIELDS = ("ulysses", "head_groups", "grad_wire")

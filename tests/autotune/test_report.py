@@ -22,6 +22,7 @@ from autotune.report import (
     failure_groups,
     families,
     headline,
+    recorded_choices,
     relative_time,
     ruled_out,
     single_backends,
@@ -34,7 +35,7 @@ from autotune.report_svg import Point, Series, front_chart, interval_bar, relati
 from autotune.terminal import escape, format_bytes, format_duration, format_length, format_ms, plain
 from ringattn.plan import KernelReason
 from ringattn.profile import Choice, Failure, PlanEntry, Profile
-from ringattn.workload import BranchTunables, Tunables, Workload, kernels_described
+from ringattn.workload import BranchTunables, Tunables, Workload, describe, kernels_described
 
 SAMPLES = {"gpu": gpu_profile, "cpu": cpu_profile, "heuristic": heuristic_profile}
 HOSTILE = "<script>alert(1)</script>\"'&\x1b[31m"
@@ -76,6 +77,9 @@ def test_the_kernels_of_a_candidates_name() -> None:
     assert kernels_described("flash") == {"flash"}
     assert kernels_described("flash-cpu/math fp32 copy") == {"flash-cpu", "math"}
     assert kernels_described("cudnn/flash,math/math bf16") == {"cudnn", "flash", "math"}
+    for entry in gpu_profile().plans:
+        for choice in recorded_choices(entry):
+            assert kernels_described(describe(choice.tunables)) == choice.tunables.kernels
 
 
 def test_a_mixed_plan_is_no_single_backend() -> None:

@@ -9,7 +9,7 @@ from typing import Protocol
 from ringattn.hardware import HardwareFacts
 from ringattn.workload import Tunables, Workload
 
-from .evaluator import Checked, Proven, Sample
+from .evaluator import Checked, Interference, Proven, Sample
 from .messages import LinkReading, Meeting
 
 Phase = Callable[[str], None]
@@ -40,7 +40,7 @@ class Bench(Protocol):
 
     def begin_block(self, beside: int = 0) -> None: ...
 
-    def end_block(self) -> tuple[str, ...]: ...
+    def end_block(self) -> tuple[Interference, ...]: ...
 
     def blind_spots(self) -> tuple[str, ...]: ...
 

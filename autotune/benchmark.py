@@ -29,7 +29,7 @@ from ringattn.workload import Tunables, Workload
 from ringattn.workspace import POOL
 
 from .bench import Bench, BenchSettings, PeerWrong, Phase, WrongAnswer
-from .evaluator import Checked, Proven, Sample
+from .evaluator import Checked, Interference, Proven, Sample
 from .head_start import may_be_launches
 from .health import Watch
 from .kernel_inputs import KINDS, Inputs, make_inputs
@@ -232,7 +232,7 @@ class DeviceBench:
         gc.disable()
         self._watch.begin(beside)
 
-    def end_block(self) -> tuple[str, ...]:
+    def end_block(self) -> tuple[Interference, ...]:
         gc.enable()
         return self._watch.end()
 

@@ -16,7 +16,7 @@ from . import statistics
 from .arena import Arena
 from .budget import Deadline, EffortPreset
 from .choose import Candidate
-from .evaluator import Checked, Clock, Evaluator, Fault, Proven
+from .evaluator import Checked, Clock, Evaluator, Fault, Interference, Proven, largest_of_each
 from .ledger import Ledger
 from .lessons import Lessons, Part, Pupil, without
 from .limits import Limits
@@ -77,7 +77,8 @@ class CellResult:
     trials: int = 0
     noise_sigma: float = math.inf
     note: str = ""
-    disturbances: tuple[str, ...] = ()
+    disturbances: tuple[Interference, ...] = ()
+    validation_pending: bool = False  # of the default, which stays, at other lengths
 
 
 class Listener(Protocol):
@@ -313,13 +314,9 @@ class CellContext:
             recalled = self.store.recall(name)
             if recalled is None:
                 outcome = self.evaluator.prove(self.cell, plan, timeout_s=self.timeout_s())
-                recalled = (
-                    {"kind": outcome.kind, "message": outcome.message}
-                    if isinstance(outcome, Fault)
-                    else {"first_call_ms": outcome.first_call_ms}
-                )
+                recalled = outcome.plain() if isinstance(outcome, Fault) else {"first_call_ms": outcome.first_call_ms}
                 self.store.remember(name, recalled)
-            self.ledger.proven[plan] = Fault(**recalled) if "kind" in recalled else Proven(**recalled)
+            self.ledger.proven[plan] = Fault.of(recalled) if "kind" in recalled else Proven(**recalled)
             if "kind" in recalled:
                 self.told(plan, TrialOutcome(recalled["kind"], "prove", message=recalled["message"]))
         known = self.ledger.proven[plan]
@@ -352,7 +349,7 @@ class CellContext:
             trials=self.trials,
             noise_sigma=self.ledger.noise_sigma(),
             note="; ".join(filter(None, (self.note, note))),
-            disturbances=tuple(dict.fromkeys(self.ledger.disturbances)),
+            disturbances=largest_of_each(self.ledger.disturbances),
         )
 
     def inconclusive(self, reason: str) -> CellResult:

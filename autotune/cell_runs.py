@@ -17,7 +17,7 @@ from .grid import Cell
 from .lessons import Lessons
 from .limits import Limits
 from .nearby import Nearby
-from .rows import OWED, Rows
+from .rows import Rows
 from .search import CellSearch
 from .store import Store
 from .task import Task
@@ -180,8 +180,7 @@ class CellRuns:
         """A searched cell's row, with what only its search knows."""
         if result.choice is not None and result.default is not None:
             result.singles = context.singles(result.default.median_ms)
-        if context.owes_proof:
-            result.note = "; ".join(filter(None, (result.note, OWED)))
+        result.validation_pending = context.owes_proof
         self._finish(result, taken_s)
 
     def _finish(self, result: CellResult, taken_s: float) -> None:

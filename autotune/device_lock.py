@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 from collections.abc import Iterator
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from .edge import Edge, device_name
 from .exit_codes import DeviceBusy
@@ -19,9 +20,9 @@ def device_lock(request: ProbeRequest, edge: Edge) -> Iterator[None]:
     folder = Path(base) / "ringtune"
     folder.mkdir(parents=True, exist_ok=True)
     name = device_name(request, edge.facts).replace(":", "-")
-    with (folder / f"{name}.lock").open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DeviceBusy(f"{name}: another probe is measuring it; wait, or choose another --device") from None
+    try:
+        held = FileLock(folder / f"{name}.lock").acquire(timeout=0)
+    except Timeout:
+        raise DeviceBusy(f"{name}: another probe is measuring it; wait, or choose another --device") from None
+    with held:
         yield

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import re
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +20,6 @@ from .exit_codes import ProbeFailure
 from .probe import CellReport, ProbeRequest
 
 FAILURES_KEPT = 24  # per cell; the journal holds all of them
-_NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
 def choice_of(measured: Measured) -> Choice:
@@ -89,6 +87,7 @@ def report_of(result: CellResult, elapsed_s: float) -> CellReport:
         failures=len(result.failures),
         elapsed_s=elapsed_s,
         note=result.note,
+        validation_pending=result.validation_pending,
     )
 
 
@@ -126,19 +125,9 @@ def build_profile(
             budget_s=budget_s,
             elapsed_s=round(elapsed_s, 1),
             seed=request.seed,
-            notes=without_repeats(notes),
+            notes=tuple(notes),
         ),
     )
-
-
-def without_repeats(notes: Sequence[str]) -> tuple[str, ...]:
-    """Of notes that differ in their numbers alone the one with the largest first number."""
-    largest: dict[str, tuple[float, str]] = {}
-    for note in notes:
-        numbers = [float(number) for number in _NUMBER.findall(note)]
-        kind = _NUMBER.sub("#", note)
-        largest[kind] = max(largest.get(kind, (-1.0, "")), (numbers[0] if numbers else 0.0, note))
-    return tuple(note for _, note in largest.values())
 
 
 def same_machine(profile: Profile, facts: HardwareFacts) -> bool:

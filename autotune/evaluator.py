@@ -6,9 +6,11 @@ The search knows this protocol, a clock, and nothing of processes, tensors or ta
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
+from signal import SIGKILL
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from ringattn.profile import LinkSpeed
 from ringattn.workload import Tunables, Workload
@@ -29,17 +31,86 @@ class MonotonicClock:
         return time.monotonic()
 
 
+# --- why a candidate gave no number, where something is decided by it -------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Killed:
+    """A signal ended the worker. No candidate sends SIGKILL to itself: that one is somebody else's."""
+
+    signal: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A signal such as SIGSTOP held the worker, which no candidate does to itself, until it was given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The worker was ended before it got to the candidate."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelUnavailable:
+    """A kernel that cannot be loaded in this environment, whatever it is asked; ``reason`` is one line."""
+
+    kernel: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerFailed:
+    """A rank failed only because another did, whose own fault is the one to record."""
+
+
+Cause = Killed | Held | Ended | KernelUnavailable | PeerFailed
+
+# Names in the journal, which outlive those of the classes.
+_CAUSES: Mapping[str, type[Cause]] = {
+    "killed": Killed,
+    "held": Held,
+    "ended": Ended,
+    "kernel-unavailable": KernelUnavailable,
+    "peer-failed": PeerFailed,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """How a candidate ended that gave no number; ``message`` is one line, with the input that broke it."""
+    """How a candidate ended that gave no number.
+
+    ``message`` is one line for people, with the input that broke it; ``cause`` is what decisions are made by.
+    """
 
     kind: FailureKind
     message: str
+    cause: Cause | None = None
+
+    @property
+    def struck(self) -> bool:
+        """Whether somebody else ended or held the worker, it seems: another try may go well."""
+        return isinstance(self.cause, Held | Ended) or self.cause == Killed(SIGKILL)
 
     @property
     def from_outside(self) -> bool:
-        """Whether the machine may be to blame: it was too slow to answer, or somebody killed the worker."""
-        return self.kind == "timeout" or (self.kind == "crash" and "SIGKILL" in self.message)
+        """Whether the machine may be to blame: it was too slow to answer, or somebody ended the worker."""
+        return self.kind == "timeout" or self.struck
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON data, for a journal or a table; ``Fault.of`` reads it."""
+        document: dict[str, Any] = {"kind": self.kind, "message": self.message}
+        if self.cause is not None:
+            name = next(name for name, cause in _CAUSES.items() if type(self.cause) is cause)
+            document["cause"] = {"is": name, **asdict(self.cause)}
+        return document
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> Fault:
+        """The fault of a document that ``plain`` made, or an earlier version that knew no causes."""
+        cause = dict(document.get("cause") or {})
+        made = _CAUSES[cause.pop("is")](**cause) if cause else None
+        return cls(document["kind"], document["message"], made)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +144,50 @@ class Sample:
     host_us: float = 0.0
 
 
+class InterferenceKind(Enum):
+    """What spoils a timing, with the words for it."""
+
+    FOREIGN_LOAD = "other processes used {:.0f} % of the CPUs"
+    STEAL = "the hypervisor took {:.0f} % of the CPUs"
+    QUOTA = "the CPU quota held the process back for {:.0f} % of the time"
+    HARDWARE_SLOWDOWN = "GPU clocks held down: hardware slowdown"
+    THERMAL = "GPU clocks held down: thermal limit"
+    HARDWARE_THERMAL = "GPU clocks held down: hardware thermal limit"
+    POWER_BRAKE = "GPU clocks held down: power brake"
+    FOREIGN_PROCESS = "another process started to compute on the GPU"
+
+
+@dataclass(frozen=True, slots=True)
+class Interference:
+    """``percent`` is 0 where the kind has no size."""
+
+    kind: InterferenceKind
+    percent: float = 0.0
+
+    def __str__(self) -> str:
+        return self.kind.value.format(self.percent)
+
+
+def largest_of_each(found: Iterable[Interference]) -> tuple[Interference, ...]:
+    """One of each kind, the largest, in the order in which the kinds were met."""
+    largest: dict[InterferenceKind, Interference] = {}
+    for each in found:
+        known = largest.get(each.kind)
+        if known is None or each.percent > known.percent:
+            largest[each.kind] = each
+    return tuple(largest.values())
+
+
 @dataclass(frozen=True, slots=True)
 class Block:
     """One pass over candidates, in the order they were given.
 
     A candidate that fails ends with a Fault in its place and does not end the block. ``disturbances`` say what
-    made the block untrustworthy as a whole: foreign load, throttling; such a block is repeated, never used.
+    made the block untrustworthy as a whole; such a block is repeated, never used.
     """
 
     results: tuple[Sample | Fault, ...]
-    disturbances: tuple[str, ...] = ()
+    disturbances: tuple[Interference, ...] = ()
 
 
 @runtime_checkable

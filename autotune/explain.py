@@ -89,7 +89,7 @@ def explain_workload(workload: Workload, setup: Setup, table: PlanTable, foreign
         tier=setup.resolution.tier if setup.resolution is not None else "heuristic",
         trace=_trace(setup, foreign),
         bucket=row.bucket,
-        origin=row.origin,
+        origin=str(row.origin),
         tunables=tunables,
         refusal=str(row.refusal) if row.refusal is not None else "",
         evidence=chosen.evidence if chosen is not None else None,
@@ -105,7 +105,7 @@ def explain_workload(workload: Workload, setup: Setup, table: PlanTable, foreign
 def _other_heads(workload: Workload, row: Row, entry: PlanEntry | None) -> str:
     """What is to be said of a row that was taken as the nearest in heads; empty for one of as many."""
     asked = (workload.heads, workload.kv_heads)
-    if entry is None or row.origin.startswith("heuristic"):
+    if entry is None or row.origin.source == "heuristic":
         return ""
     theirs = (entry.workload.heads, entry.workload.kv_heads)
     if theirs == asked:
@@ -116,11 +116,17 @@ def _other_heads(workload: Workload, row: Row, entry: PlanEntry | None) -> str:
 
 def _trace(setup: Setup, foreign: str) -> tuple[str, ...]:
     """What was looked at; a foreign profile's own line says what it is here and not what it would be there."""
+    from ringattn.resolve import Looked
+
     if not foreign or setup.resolution is None:
         return setup.trace
     path = setup.resolution.path
     own = f"{path}: explained as on its own machine, not used on this one: {foreign}"
-    return tuple(own if line.startswith(f"{path} (argument): ") else line for line in setup.trace)
+
+    def is_own(line: str) -> bool:
+        return isinstance(line, Looked) and (line.path, line.origin) == (path, "argument")
+
+    return tuple(own if is_own(line) else line for line in setup.trace)
 
 
 def _entry_of(entries: tuple[PlanEntry, ...], row: Row) -> PlanEntry | None:
@@ -154,7 +160,7 @@ def _why(row: Row, setup: Setup, entry: PlanEntry | None, chosen: Choice | None)
     )
     if row.plan is None:
         return "nothing that is allowed can run this workload"
-    if row.origin.startswith("heuristic"):
+    if row.origin.source == "heuristic":
         if row.bucket is not None:
             return "no plan of the profile can run here, so the rule of the heuristic decides"
         if lengths:
@@ -226,10 +232,10 @@ def _reasons(
 
 def _known_of(name: str, direction: Direction, entry: PlanEntry | None) -> str:
     """What the profile recorded of a kernel in one direction: its best plan, a failure, or nothing."""
-    from ringattn.workload import describe
+    from ringattn.workload import describe, kernels_described
 
     from .formats import format_factor
-    from .report import kernels_named, recorded_choices, relative_time
+    from .report import recorded_choices, relative_time
 
     if entry is None:
         return "could run; nothing was measured for this workload"
@@ -244,8 +250,8 @@ def _known_of(name: str, direction: Direction, entry: PlanEntry | None) -> str:
         return (
             f"could run; measured {format_factor(best[0])} the time of the chosen plan ({describe(best[1].tunables)})"
         )
-    failures = [f for f in entry.failures if f.kind != "rejected" and name in kernels_named(f.candidate)]
-    failed = min(failures, key=lambda f: len(kernels_named(f.candidate)), default=None)
+    failures = [f for f in entry.failures if f.kind != "rejected" and name in kernels_described(f.candidate)]
+    failed = min(failures, key=lambda f: len(kernels_described(f.candidate)), default=None)
     if failed is not None:
         return f"could run, but failed when measured: {failed.kind}: {failed.message}"
     if entry.choice is not None and entry.evidence is None:

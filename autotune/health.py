@@ -7,12 +7,16 @@ repeats or refuses it. Readings come from /proc, the cgroup and NVML; what canno
 
 from __future__ import annotations
 
-import ctypes
 import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import pynvml
+
+from .evaluator import Interference, InterferenceKind
 
 FOREIGN_SHARE = 0.25  # of the CPUs we may use, taken by others during a block
 STEAL_SHARE = 0.10  # taken by the hypervisor
@@ -23,8 +27,13 @@ _PROC_STAT = Path("/proc/stat")
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP_STAT = Path("/sys/fs/cgroup/cpu.stat")
 
-# NVML clock event reasons (nvml.h) that mean the card cannot keep its clocks for a reason outside of the workload.
-_THROTTLE_BITS = {0x08: "hardware slowdown", 0x20: "thermal limit", 0x40: "hardware thermal limit", 0x80: "power brake"}
+# Clock event reasons that mean the card cannot keep its clocks for a reason outside of the workload.
+_THROTTLE_BITS = {
+    pynvml.nvmlClocksThrottleReasonHwSlowdown: InterferenceKind.HARDWARE_SLOWDOWN,
+    pynvml.nvmlClocksThrottleReasonSwThermalSlowdown: InterferenceKind.THERMAL,
+    pynvml.nvmlClocksThrottleReasonHwThermalSlowdown: InterferenceKind.HARDWARE_THERMAL,
+    pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown: InterferenceKind.POWER_BRAKE,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +74,8 @@ def throttled_seconds(cpu_stat: str) -> float:
     return 0.0
 
 
-def host_disturbances(before: HostReading, after: HostReading, cpu_count: int) -> tuple[str, ...]:
-    """What happened between two readings that spoils a timing, as lines; empty too when they are too close to say."""
+def host_disturbances(before: HostReading, after: HostReading, cpu_count: int) -> tuple[Interference, ...]:
+    """What happened between two readings that spoils a timing; empty too when they are too close to say."""
     seconds = after.at_s - before.at_s
     if seconds < SHORTEST_S:
         return ()
@@ -74,51 +83,36 @@ def host_disturbances(before: HostReading, after: HostReading, cpu_count: int) -
     foreign = (after.busy_s - before.busy_s) - (after.own_s - before.own_s)
     found = []
     if foreign > FOREIGN_SHARE * capacity + 0.02:  # two ticks of rounding
-        found.append(f"other processes used {100 * foreign / capacity:.0f} % of the CPUs")
+        found.append(Interference(InterferenceKind.FOREIGN_LOAD, 100 * foreign / capacity))
     steal = after.steal_s - before.steal_s
     if steal > STEAL_SHARE * capacity + 0.02:
-        found.append(f"the hypervisor took {100 * steal / capacity:.0f} % of the CPUs")
+        found.append(Interference(InterferenceKind.STEAL, 100 * steal / capacity))
     throttled = after.throttled_s - before.throttled_s
     if throttled > THROTTLED_SHARE * seconds:
-        found.append(f"the CPU quota held the process back for {100 * throttled / seconds:.0f} % of the time")
+        found.append(Interference(InterferenceKind.QUOTA, 100 * throttled / seconds))
     return tuple(found)
 
 
-def throttle_reasons(bits: int) -> tuple[str, ...]:
-    """The names of those NVML clock event reasons that spoil a timing."""
-    return tuple(f"GPU clocks held down: {name}" for bit, name in _THROTTLE_BITS.items() if bits & bit)
+def throttle_reasons(bits: int) -> tuple[Interference, ...]:
+    """Those clock event reasons that spoil a timing."""
+    return tuple(Interference(kind) for bit, kind in _THROTTLE_BITS.items() if bits & bit)
 
 
 class Nvml:
-    """The three questions to the NVIDIA driver that a watch asks, through its own C library."""
+    """What a watch asks the NVIDIA driver of one card."""
 
     def __init__(self, uuid: str) -> None:
-        """Raises OSError where the driver's library is missing or does not know the card."""
-        self._lib = ctypes.CDLL("libnvidia-ml.so.1")
-        self._handle = ctypes.c_void_p()
-        self._call("nvmlInit_v2")
-        name = uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
-        self._call("nvmlDeviceGetHandleByUUID", name.encode(), ctypes.byref(self._handle))
-
-    def _call(self, function: str, *args: object) -> None:
-        status = getattr(self._lib, function)(*args)
-        if status != 0:
-            raise OSError(f"NVML: {function} answered {status}")
+        """Raises NVMLError where there is no driver, or it does not know the card."""
+        pynvml.nvmlInit()
+        self._handle: Any = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.removeprefix('GPU-')}")
 
     def reasons(self) -> int:
         """The bits of the reasons for which clocks are what they are."""
-        bits = ctypes.c_ulonglong()
-        self._call("nvmlDeviceGetCurrentClocksThrottleReasons", self._handle, ctypes.byref(bits))
-        return bits.value
+        return int(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle))
 
     def processes(self) -> int:
         """How many processes compute on the card, ours among them."""
-        count = ctypes.c_uint(0)
-        status = self._lib.nvmlDeviceGetComputeRunningProcesses(self._handle, ctypes.byref(count), None)
-        too_small = 7  # NVML_ERROR_INSUFFICIENT_SIZE: there are `count` of them
-        if status not in (0, too_small):
-            raise OSError(f"NVML: nvmlDeviceGetComputeRunningProcesses answered {status}")
-        return count.value
+        return len(pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle))
 
 
 class Watch:
@@ -140,7 +134,7 @@ class Watch:
         if gpu_uuid is not None:
             try:
                 self._nvml = Nvml(gpu_uuid)
-            except (OSError, AttributeError) as error:
+            except pynvml.NVMLError as error:
                 self.blind_spots.append(f"throttling of the GPU cannot be seen: {error}")
         self._before: HostReading | None = None
 
@@ -170,7 +164,7 @@ class Watch:
         straight from card to card."""
         return 1 + len(self._siblings) + self._beside
 
-    def end(self) -> tuple[str, ...]:
+    def end(self) -> tuple[Interference, ...]:
         """What disturbed the block since ``begin``."""
         assert self._before is not None
         # A GPU is fed by one host thread: only what the quota or a full machine does to it matters there.
@@ -179,7 +173,7 @@ class Watch:
             found.extend(throttle_reasons(self._nvml.reasons()))
             assert self._foreign is not None
             if self._nvml.processes() > self._ours() + self._foreign:
-                found.append("another process started to compute on the GPU")
+                found.append(Interference(InterferenceKind.FOREIGN_PROCESS))
         return tuple(found)
 
 

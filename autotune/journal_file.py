@@ -8,7 +8,6 @@ dies with it; before it opens the file it cuts it to its last whole line and rem
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import tempfile
@@ -16,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from optuna.storages.journal import JournalFileBackend
 
 from .exit_codes import DeviceBusy, ProbeFailure
@@ -46,27 +46,27 @@ def check_regular(path: Path) -> None:
 
 
 class WriterLock:
-    """An advisory lock on a file beside the journal; the kernel drops it when the process ends, however it ends."""
+    """A lock on a file beside the journal, which holds the id of the process that has it.
+
+    It is the kernel's, which drops it when the process ends, however it ends.
+    """
 
     def __init__(self, journal: Path) -> None:
-        self._path = journal.with_name(journal.name + ".writer")
-        check_regular(self._path)
-        self._file = self._path.open("a+")
+        path = journal.with_name(journal.name + ".writer")
+        check_regular(path)
+        holder = path.read_text()[:16].strip() if path.exists() else ""
+        self._lock = FileLock(path)
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._file.seek(0)
-            holder = self._file.read(16).strip() or "unknown"
-            self._file.close()
+            self._lock.acquire(timeout=0)
+        except Timeout:
             raise DeviceBusy(
-                f"{journal}: another probe (process {holder}) is writing it; wait for it or choose another --output"
+                f"{journal}: another probe (process {holder or 'unknown'}) is writing it; "
+                "wait for it or choose another --output"
             ) from None
-        self._file.truncate(0)
-        self._file.write(str(os.getpid()))
-        self._file.flush()
+        path.write_text(str(os.getpid()))
 
     def release(self) -> None:
-        self._file.close()
+        self._lock.release()
 
 
 def is_foreign(path: Path) -> bool:

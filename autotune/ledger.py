@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ringattn.workload import Tunables
 
 from . import statistics
-from .evaluator import Checked, Fault, Proven
+from .evaluator import Checked, Fault, Interference, Proven
 from .head_start import judged_ms, sample_ms
 
 PATIENCE = 0.15  # of a cell's time may go into blocks thrown away for foreign load; then the machine counts as loaded
@@ -36,7 +36,7 @@ class Ledger:
     repeated_default: list[float] = field(default_factory=list)  # log of one default reading over the other
     default_ms: list[float] = field(default_factory=list)  # of every block
     deaths: dict[Tunables, int] = field(default_factory=dict)  # while timed, after it had been checked
-    disturbances: list[str] = field(default_factory=list)
+    disturbances: list[Interference] = field(default_factory=list)
     discarded: int = 0
     patience_s: float = 0.0  # left for blocks that are thrown away
     loaded: bool = False  # foreign load did not end: what was timed under it counts, with a wider margin

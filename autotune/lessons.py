@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 import statistics
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from ringattn.workload import Tunables, Workload
 
-from .evaluator import Block, Checked, Clock, Evaluator, Fault, Proven
+from .evaluator import Block, Checked, Clock, Evaluator, Fault, KernelUnavailable, Proven
 from .ledger import Pace
 from .space import Space
 from .store import Store
@@ -22,7 +21,6 @@ from .store import Store
 # Per branch and direction: cuDNN's plan for a new shape takes 0.06 to 0.13 s on an H100. Much more than that went into
 # loading or compiling, which nobody pays for again; and a single first call does not say how much of it was that.
 NEW_SHAPE_S, MOST_NEW_SHAPE_S = 0.075, 0.25
-_CANNOT_LOAD = re.compile(r"PlanError: kernel (\S+) cannot be loaded")
 _REMEMBERED = "kernels that cannot be loaded"
 
 
@@ -50,9 +48,9 @@ class Lessons:
     # --- kernels ------------------------------------------------------------------------------------------------
 
     def failed(self, fault: Fault) -> None:
-        found = _CANNOT_LOAD.search(fault.message) if fault.kind == "error" else None
-        if found is not None and found[1] not in self.lost:
-            self.lost[found[1]] = fault.message.partition("PlanError: ")[2]
+        cause = fault.cause
+        if isinstance(cause, KernelUnavailable) and cause.kernel not in self.lost:
+            self.lost[cause.kernel] = cause.reason
             if self.store is not None:
                 self.store.remember(_REMEMBERED, self.lost)
 

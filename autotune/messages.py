@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ringattn.workload import Tunables, Workload
 
@@ -11,17 +11,20 @@ REAL_BENCH = "autotune.benchmark:DeviceBench"
 HELPING_BENCH = "autotune.benchmark:HelpingBench"
 MESSAGE_MIB = 64  # size of the message that links are measured with
 
+Action = Literal["check", "prove", "first-call", "obey", "block", "links", "stop"]
+MessageKind = Literal["ready", "phase", "result", "done", "no-device", "bug"]
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """``action`` is check, prove, first-call, obey, block, links or stop; a block times all of ``plans`` in order.
+    """What is wanted of the worker; a block times all of ``plans`` in order.
 
     ``part`` (i, n) of a proof is every n-th of its lengths from the i-th on. ``beside`` helpers wait while a block is
     timed. ``lockstep``: other ranks do the same, so a block ends at the first plan that fails, and nothing is tried
     again.
     """
 
-    action: str
+    action: Action
     workload: Workload | None = None
     plans: tuple[Tunables, ...] = ()
     profile_path: str = ""
@@ -33,9 +36,9 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """``kind``: ready, phase (of a candidate, by name), result (of candidate ``index``), done, no-device or bug."""
+    """A phase is of a candidate, by name; a result of candidate ``index``."""
 
-    kind: str
+    kind: MessageKind
     index: int = 0
     value: Any = None
 

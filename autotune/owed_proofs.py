@@ -21,7 +21,7 @@ def pay_owed_proofs(runs: CellRuns) -> None:
             continue
         fault = search.pay()
         if fault is None:
-            rows.settle_debt(search.context.cell)
+            rows.validated(search.context.cell)
             runs.telling.time_left()
         else:
             broken.append((search, fault))
@@ -37,7 +37,7 @@ def _owing_of_earlier_run(runs: CellRuns) -> list[CellSearch]:
     searched = {search.context.cell for search in runs.searched}
     owing = []
     for cell in runs.cells:
-        if cell.workload in searched or not runs.rows.owes_proof(cell.workload):
+        if cell.workload in searched or not runs.rows.reports[cell.workload].validation_pending:
             continue
         choice = runs.rows.entries[cell.workload].choice
         search = runs.new_search(cell)

@@ -23,6 +23,9 @@ Precision = Literal["auto", "bf16", "fp16", "tf32", "fp32"]
 Layout = Literal["auto", "contiguous", "zigzag"]
 CellStatus = Literal["tuned", "default", "refused", "inconclusive", "resumed"]
 
+# Said of one cell or of several.
+VALIDATION_PENDING = "default kept, right at the length measured, but no time was left to prove it at others"
+
 
 @dataclass(frozen=True, slots=True)
 class ProbeRequest:
@@ -69,6 +72,12 @@ class CellReport:
     failures: int = 0
     elapsed_s: float = 0.0
     note: str = ""
+    validation_pending: bool = False
+
+    @property
+    def text(self) -> str:
+        """All that is to be said of it, in words."""
+        return "; ".join(filter(None, (self.note, VALIDATION_PENDING if self.validation_pending else "")))
 
 
 @dataclass(frozen=True, slots=True)

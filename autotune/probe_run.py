@@ -27,9 +27,9 @@ from .grid import Cell
 from .joined_layout import joined_layout
 from .journal_file import journal_path
 from .owed_proofs import pay_owed_proofs
-from .probe import ProbeRequest, ProbeResult
+from .probe import VALIDATION_PENDING, ProbeRequest, ProbeResult
 from .refining import refine
-from .rows import OWED, Rows
+from .rows import Rows
 from .store import Store
 from .task import Task
 
@@ -90,15 +90,15 @@ class ProbeRun:
         """Write the profile with the new rows beside those of ``old``."""
         rows, budget = runs.rows, runs.budget
         inconclusive = tuple(
-            f"{report.workload}: {report.note}" for report in rows.reports.values() if report.status == "inconclusive"
+            f"{report.workload}: {report.text}" for report in rows.reports.values() if report.status == "inconclusive"
         )
         if len(inconclusive) == len(rows.reports):
             store.remember("finished", True)  # the next run must measure anew, not read the same numbers again
             raise Inconclusive(f"no cell could be measured; {inconclusive[0]}")
         rows.notes.extend(getattr(evaluator, "blind_spots", ()))
-        owing = sum(rows.owes_proof(cell) for cell in rows.reports)
-        if owing:
-            rows.notes.append(f"{plural(owing, 'cell')}: {OWED}")
+        pending = sum(report.validation_pending for report in rows.reports.values())
+        if pending:
+            rows.notes.append(f"{plural(pending, 'cell')}: {VALIDATION_PENDING}")
         rows.notes.extend(f"not tried any further: {why}" for why in runs.lessons.lost.values())
         # A row without a plan makes the runtime refuse: only what nothing can run may be one.
         entries = {

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from signal import SIGKILL
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ import numpy as np
 from ringattn.profile_io import load_profile
 from ringattn.workload import Branch, Pattern, Tunables, Workload
 
-from .evaluator import Block, Checked, Fault, Proven, Sample
+from .evaluator import Block, Checked, Fault, Interference, InterferenceKind, Killed, Proven, Sample
 from .space import Machine, Space, Value, candidate_key, encode, from_key
 
 TABLE_SCHEMA = 1
@@ -145,7 +146,7 @@ def _workload_of(document: Mapping[str, Any]) -> Workload:
 def _row_document(row: Row) -> dict[str, Any]:
     document: dict[str, Any] = {"plan": candidate_key(row.tunables)}
     if row.fault is not None:
-        return document | {"fault": asdict(row.fault)}
+        return document | {"fault": row.fault.plain()}
     assert row.checked is not None
     return document | {"ms": [float(f"{ms:.6g}") for ms in row.times_ms], "checked": asdict(row.checked)}
 
@@ -154,7 +155,7 @@ def _table_of(cell: Mapping[str, Any]) -> Table:
     rows = {}
     for document in cell["rows"]:
         plan = from_key(document["plan"])
-        fault = Fault(**document["fault"]) if "fault" in document else None
+        fault = Fault.of(document["fault"]) if "fault" in document else None
         checked = Checked(**document["checked"]) if "checked" in document else None
         rows[plan] = Row(plan, tuple(document.get("ms", ())), checked, fault)
     return Table(_workload_of(cell["workload"]), from_key(cell["default"]), rows)
@@ -321,7 +322,7 @@ class ReplayEvaluator:
         self.calls += len(order)
         results = tuple(self._reading(cell, plan) for plan in order)
         disturbed = self._rng.random() < self.trouble.disturbed_share
-        return Block(results, ("foreign load (replayed)",) if disturbed else ())
+        return Block(results, (Interference(InterferenceKind.FOREIGN_LOAD, 50.0),) if disturbed else ())
 
     def _reading(self, cell: Workload, plan: Tunables) -> Sample | Fault:
         row = self.truth(cell, plan)
@@ -330,7 +331,7 @@ class ReplayEvaluator:
             return row.fault
         if self._rng.random() < self.trouble.crash_share:
             self.clock.advance(self.restart_s)
-            return Fault("crash", "the worker was killed by signal 9 (replayed)")
+            return Fault("crash", "the worker was killed by SIGKILL (replayed)", Killed(SIGKILL))
         ms = row.median_ms * self._noise()
         self.clock.advance(max(self.sample_target_s, ms / 1e3) * 1.1)
         return Sample(ms, row.checked.host_us if row.checked is not None else 0.0)

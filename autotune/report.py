@@ -6,7 +6,6 @@ Pure: a Profile in, plain data or a rich renderable out.
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable
@@ -45,15 +44,15 @@ class Family:
     @property
     def title(self) -> str:
         w = self.workload
+        return ", ".join((w.mode, str(w.pattern), "causal" if w.causal else "not causal", *self.shape))
+
+    @property
+    def shape(self) -> tuple[str, ...]:
+        """Batch with heads, dtype, and ranks where there are several."""
+        w = self.workload
         heads = f"H{w.heads}" + (f"/{w.kv_heads}" if w.kv_heads != w.heads else "")
-        parts = [
-            w.mode,
-            str(w.pattern),
-            "causal" if w.causal else "not causal",
-            f"B{w.batch} {heads} D{w.head_dim}",
-            w.dtype,
-        ]
-        return ", ".join(parts + ([f"world {w.world}"] if w.world > 1 else []))
+        ranks = (f"world {w.world}",) if w.world > 1 else ()
+        return (f"B{w.batch} {heads} D{w.head_dim}", w.dtype, *ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +67,13 @@ class Speedup:
     def of(cls, evidence: Evidence) -> Speedup:
         return cls(*(_inverse(r) for r in (evidence.default_ratio, evidence.ratio_high, evidence.ratio_low)))
 
+    @property
+    def bounds(self) -> tuple[str, str]:
+        """The ends of the interval as text."""
+        return format_factor(self.low).removesuffix("x"), format_factor(self.high).removesuffix("x")
+
     def __str__(self) -> str:
-        low, high = (format_factor(value).removesuffix("x") for value in (self.low, self.high))
-        return f"{format_factor(self.middle)} ({low}-{high})"
+        return f"{format_factor(self.middle)} ({'-'.join(self.bounds)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +137,6 @@ def sole_kernel(tunables: Tunables) -> str | None:
     return names.pop() if len(names) == 1 else None
 
 
-def kernels_named(candidate: str) -> frozenset[str]:
-    """The kernels in the name of a recorded candidate, such as ``cudnn`` or ``cudnn/flash,math/math bf16``."""
-    return frozenset(name for name in re.split(r"[/,]", candidate.split(" ")[0]) if name)
-
-
 def recorded_choices(entry: PlanEntry) -> tuple[Choice, ...]:
     """Every plan with evidence that an entry records, each once, the chosen one first."""
     kept: dict[Tunables, Choice] = {}
@@ -170,17 +168,16 @@ def relative_time(choice: Choice, entry: PlanEntry) -> float | None:
 
 
 def ruled_out(rejections: Iterable[tuple[str, str]]) -> dict[str, tuple[str, ...]]:
-    """Why each kernel was refused before it ran, each reason once, from (candidate, reasons) pairs.
+    """Why each kernel was refused before it ran, each reason once, from (candidate, reason) pairs.
 
-    The reasons of ``plan.rejection_reasons`` name the kernel they are about; others are filed under the candidate.
+    A reason that is no kernel's is filed under the candidate.
     """
+    from ringattn.plan import KernelReason
+
     found: dict[str, dict[str, None]] = {}
-    for candidate, text in rejections:
-        before, *about_kernels = re.split(r"branch \d+ (?:forward|backward) (\S+): ", text)
-        told = [(candidate, before), *zip(about_kernels[::2], about_kernels[1::2], strict=True)]
-        for name, reason in told:
-            if reason.strip("; "):
-                found.setdefault(name, {})[reason.strip("; ")] = None
+    for candidate, reason in rejections:
+        name, why = (reason.kernel, reason.why) if isinstance(reason, KernelReason) else (candidate, reason)
+        found.setdefault(name, {})[why] = None
     return {name: tuple(reasons) for name, reasons in found.items()}
 
 

@@ -12,11 +12,10 @@ from ringattn.workload import Tunables, Workload
 
 from .cell import CellResult
 from .emit import build_profile, entry_of, report_of
+from .evaluator import Interference, largest_of_each
 from .probe import CellReport
 from .store import Store
 from .task import Task
-
-OWED = "default kept, right at the length measured, but no time was left to prove it at others"  # of one or several
 
 
 class Rows:
@@ -29,7 +28,8 @@ class Rows:
         self.entries: dict[Workload, PlanEntry] = {}
         self.reports: dict[Workload, CellReport] = {}
         self.winners: dict[Workload, Tunables] = {}
-        self.notes: list[str] = []  # for the provenance
+        self.notes: list[str] = []  # for the provenance, as are disturbances
+        self._disturbances: list[Interference] = []
 
     def profile(self, entries: Mapping[Workload, PlanEntry], elapsed_s: float) -> Profile:
         """A profile of these entries, with the notes so far."""
@@ -39,7 +39,7 @@ class Rows:
             self._task.request,
             budget_s=self._task.preset.budget_s,
             elapsed_s=elapsed_s,
-            notes=tuple(dict.fromkeys(self.notes)),
+            notes=(*map(str, largest_of_each(self._disturbances)), *dict.fromkeys(self.notes)),
             today=self._task.edge.today,
             link_speeds=self._link_speeds,
         )
@@ -69,7 +69,7 @@ class Rows:
 
     def finish(self, result: CellResult, taken_s: float) -> None:
         self._keep(entry_of(result), report_of(result, taken_s))
-        self.notes.extend(result.disturbances)
+        self._disturbances.extend(result.disturbances)
 
     def _keep(self, entry: PlanEntry, report: CellReport) -> None:
         """A row as it stands, here and in the journal."""
@@ -86,15 +86,9 @@ class Rows:
         if entry.choice is not None:
             self.winners[cell] = entry.choice.tunables
 
-    # --- proofs that are owed -------------------------------------------------------------------------------------
-
-    def owes_proof(self, cell: Workload) -> bool:
-        return OWED in self.reports[cell].note
-
-    def settle_debt(self, cell: Workload) -> None:
-        report = self.reports[cell]
-        note = "; ".join(part for part in report.note.split("; ") if part != OWED)
-        self._keep(self.entries[cell], dataclasses.replace(report, note=note))
+    def validated(self, cell: Workload) -> None:
+        """The default of this cell, whose validation was pending, has passed it."""
+        self._keep(self.entries[cell], dataclasses.replace(self.reports[cell], validation_pending=False))
 
     # --- what they say of other cells -----------------------------------------------------------------------------
 

@@ -95,7 +95,7 @@ class StageRecord:
         if "checked" in frozen.user_attrs:
             entry.checked = Checked(**frozen.user_attrs["checked"])
         if "kind" in frozen.user_attrs and frozen.state == TrialState.PRUNED:
-            entry.fault = Fault(frozen.user_attrs["kind"], frozen.user_attrs.get("message", ""))
+            entry.fault = Fault.of({"message": "", **frozen.user_attrs})
         self._entries[key] = entry
 
     def _abandon(self, frozen: FrozenTrial) -> None:
@@ -217,8 +217,8 @@ class StageRecord:
         entry.fault = fault
         if entry.trial is None or entry.finished:
             return
-        entry.trial.set_user_attr("kind", fault.kind)
-        entry.trial.set_user_attr("message", fault.message)
+        for name, value in fault.plain().items():
+            entry.trial.set_user_attr(name, value)
         self._constrain(entry, {RUNS: 1.0})
         self.study.tell(entry.trial, state=TrialState.PRUNED)
         entry.finished = True

@@ -22,7 +22,7 @@ from typing import IO, TYPE_CHECKING, Any
 from ringattn.errors import DeviceError
 from ringattn.workload import Tunables, Workload
 
-from .evaluator import Block, Checked, Fault, Proven, Sample
+from .evaluator import Block, Checked, Ended, Fault, Held, Interference, Killed, Proven, Sample
 from .messages import REAL_BENCH, Message, Request
 from .patience import reference_limit_s
 
@@ -35,7 +35,7 @@ HELD_S = 3.0  # a worker that a signal has stopped for so long is not waited for
 _LOOK_S = 0.5  # how often it is looked whether one has
 ATTEMPTS = 2  # a worker that somebody else killed or stopped says nothing of its candidate, at first
 _TAIL_BYTES = 2000
-_ENDED_EARLY = Fault("crash", "the worker was ended before its work began")
+_ENDED_EARLY = Fault("crash", "the worker was ended before its work began", Ended())
 # Torch's profiler would log every use, and so have the last word of a worker that was killed. What flash-attn-4
 # compiled stays on disk for other workers of this probe only where it is told to keep it.
 _QUIET_AND_CACHED = {"KINETO_LOG_LEVEL": "99", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}
@@ -46,12 +46,11 @@ class WorkerBug(AssertionError):
 
 
 class Died(Exception):
-    """The worker ended by itself, or had to be killed; ``struck``: somebody else killed or stopped it, it seems."""
+    """The worker ended by itself, or had to be killed."""
 
-    def __init__(self, fault: Fault, *, struck: bool = False) -> None:
+    def __init__(self, fault: Fault) -> None:
         super().__init__(fault.message)
         self.fault = fault
-        self.struck = struck
 
 
 class WorkerEvaluator:
@@ -120,7 +119,7 @@ class WorkerEvaluator:
         What was timed before and after such a restart is still one block: seconds lie between, not hours.
         """
         results: list[Sample | Fault] = []
-        disturbances: tuple[str, ...] = ()
+        disturbances: tuple[Interference, ...] = ()
         struck_at: set[int] = set()
         while len(results) < len(order):
             rest = tuple(order[len(results) :])
@@ -130,7 +129,7 @@ class WorkerEvaluator:
                     disturbances += self._collect(results, timeout_s)
                 assert len(results) == len(order)
             except Died as died:
-                if died.struck and len(results) not in struck_at:
+                if died.fault.struck and len(results) not in struck_at:
                     struck_at.add(len(results))
                 else:
                     results.append(died.fault)
@@ -140,7 +139,7 @@ class WorkerEvaluator:
         """Other processes of this probe that are on the device."""
         return 0
 
-    def _collect(self, results: list[Sample | Fault], timeout_s: float) -> tuple[str, ...]:
+    def _collect(self, results: list[Sample | Fault], timeout_s: float) -> tuple[Interference, ...]:
         """Adds what the worker says of a block to ``results``, and returns what disturbed it; raises Died."""
         while True:
             message = self._receive(timeout_s)
@@ -150,7 +149,7 @@ class WorkerEvaluator:
                 if isinstance(message.value, Fault):  # it gave up after a sticky error
                     self._kill()
                     raise Died(message.value)
-                disturbances: tuple[str, ...] = message.value
+                disturbances: tuple[Interference, ...] = message.value
                 return disturbances
 
     def close(self) -> None:
@@ -170,7 +169,7 @@ class WorkerEvaluator:
             try:
                 return self._exchange(request, timeout_s)
             except Died as died:
-                if not died.struck or attempt == ATTEMPTS:
+                if not died.fault.struck or attempt == ATTEMPTS:
                     return died.fault
         raise AssertionError("unreachable")
 
@@ -239,7 +238,7 @@ class WorkerEvaluator:
                 self._kill()
                 why = ", at work on the reference" if phase == "reference" else ""
                 why += ": the worker was stopped by a signal" if stopped else ""
-                raise Died(Fault("timeout", f"no answer within {waited_s:.1f} s{why}"), struck=stopped)
+                raise Died(Fault("timeout", f"no answer within {waited_s:.1f} s{why}", Held() if stopped else None))
             message: Message = self._connection.recv()
         except (EOFError, ConnectionResetError):
             raise self._obituary() from None
@@ -281,7 +280,7 @@ class WorkerEvaluator:
         self._kill()
         if code is not None and code < 0:
             name = signal.Signals(-code).name
-            return Died(Fault("crash", f"the worker was killed by {name}{last}"), struck=name == "SIGKILL")
+            return Died(Fault("crash", f"the worker was killed by {name}{last}", Killed(-code)))
         return Died(Fault("crash", f"the worker ended with exit code {code}{last}"))
 
     def _last_error_line(self) -> str:
@@ -304,7 +303,7 @@ class WorkerEvaluator:
             except (Died, BrokenPipeError) as error:
                 if self._interrupted:  # it was not the machine that ended it, and no second one is started
                     raise Died(_ENDED_EARLY) from None
-                if not isinstance(error, Died) or not error.struck or attempt == ATTEMPTS:
+                if not isinstance(error, Died) or not error.fault.struck or attempt == ATTEMPTS:
                     text = f"the measuring process for {self._settings.device} did not start: {error}"
                     raise DeviceError(text) from None
         assert message.kind == "ready"

@@ -17,9 +17,11 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from ringattn.errors import DeviceError
+from ringattn.errors import DeviceError, KernelLoadError
+from ringattn.failures import PeerError
 
-from .evaluator import FailureKind, Fault
+from .bench import PeerWrong, WrongAnswer
+from .evaluator import Cause, FailureKind, Fault, KernelUnavailable, PeerFailed
 from .health import available_kib
 from .messages import Message, Request
 
@@ -31,7 +33,8 @@ MEMORY_SHARE = 0.9  # of what is available when the worker starts; beyond it a C
 
 _PR_SET_PDEATHSIG = 1
 
-# Substrings of CUDA errors after which the context is lost: only a new process helps.
+# CUDA, cuBLAS and Triton raise RuntimeErrors that differ in their text alone: it is read here, and nowhere else.
+# Substrings of errors after which the context is lost: only a new process helps.
 _STICKY = (
     "illegal memory access",
     "device-side assert",
@@ -62,13 +65,20 @@ def classify(error: BaseException) -> tuple[FailureKind, bool]:
         return "oom", True
     if any(mark.lower() in text.lower() for mark in _OUT_OF_MEMORY):
         return "oom", True
-    if "WrongAnswer" in names:
+    if isinstance(error, WrongAnswer):
         return "wrong", True
     if any(mark in text for mark in _STICKY):
         return "crash", False
     if module.startswith(_COMPILE_MODULES) or "CompilationError" in names or "InductorError" in names:
         return "compile", True
     return "error", True
+
+
+def cause_of(error: BaseException) -> Cause | None:
+    """What of a candidate's exception decides something beside its kind."""
+    if isinstance(error, KernelLoadError):
+        return KernelUnavailable(error.kernel, str(error)[:MESSAGE_LIMIT])
+    return PeerFailed() if isinstance(error, PeerError | PeerWrong) else None
 
 
 def run_worker(connection: Connection, bench: Bench) -> None:
@@ -140,7 +150,7 @@ def _guarded(
             raise  # ours, not the candidate's
         except Exception as error:  # noqa: BLE001 - a kernel may raise anything, and all of it is its own fault
             kind, usable = classify(error)
-            fault = Fault(kind, one_line(error))
+            fault = Fault(kind, one_line(error), cause_of(error))
             error.__traceback__ = None  # it holds the tensors of the failed call
         if not usable:
             connection.send(Message("done", 0, fault))

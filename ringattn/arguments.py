@@ -20,7 +20,7 @@ def is_integer(value: object) -> bool:
 def integer(name: str, value: Any, least: int = 1, instead: str = "") -> int:
     """``value`` as an int; InputError unless it is one >= ``least``. ``instead`` names what else may be given."""
     if not is_integer(value) or value < least:
-        raise InputError(f"{name} is {value!r}; it must be {instead}an integer >= {least}")
+        raise InputError(f"is {value!r}; it must be {instead}an integer >= {least}", field=name)
     return int(value)
 
 

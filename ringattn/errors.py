@@ -7,6 +7,7 @@ is a bug of this package and is an ``assert``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 
@@ -20,7 +21,18 @@ class RingAttentionError(Exception):
 
 
 class InputError(RingAttentionError, ValueError):
-    """A tensor or an argument does not fit: its name, its value, and what would fit."""
+    """A tensor or an argument does not fit: its name, its value, and what would fit.
+
+    Where a dataclass refuses one of its fields, ``field`` is its name and ``problem`` says the rest: the text is
+    both, "world is 1; it must be an integer >= 2".
+    """
+
+    def __init__(self, problem: str, *, field: str = "") -> None:
+        self.problem, self.field = problem, field
+        super().__init__(f"{field} {problem}" if field else problem)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(type(self), field=self.field), (self.problem,)
 
 
 class DeviceError(RingAttentionError, RuntimeError):
@@ -34,6 +46,7 @@ class ProfileError(RingAttentionError, ValueError):
         self.source = source
         self.key = key
         self._message = message
+        self.problem = one_line(f"{key}: {message}" if key else message)  # without the file
         where = f"{source}: {key}" if key else source
         super().__init__(one_line(f"{where}: {message}"))
 
@@ -55,4 +68,17 @@ class PlanError(RingAttentionError, RuntimeError):
 
     def again(self) -> PlanError:
         """The same refusal to raise anew: an exception that was raised holds on to the tensors of that call."""
-        return PlanError(self._subject, self.rejected, self._remedy)
+        kind, arguments = self.__reduce__()
+        again: PlanError = kind(*arguments)
+        return again
+
+
+class KernelLoadError(PlanError):
+    """A kernel that cannot be loaded in this environment: its name, why, and what to install."""
+
+    def __init__(self, kernel: str, reason: str, remedy: str) -> None:
+        super().__init__(f"kernel {kernel} cannot be loaded", {kernel: (reason,)}, remedy)
+        self.kernel = kernel
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.kernel, *self.rejected[self.kernel], self._remedy)

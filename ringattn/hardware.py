@@ -10,8 +10,8 @@ import importlib
 import importlib.metadata
 import importlib.util
 import platform
-import re
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -205,7 +205,8 @@ def detect(device: torch.device | str | int | None = None) -> HardwareFacts:
         _check_cuda(wanted)
         index = torch.cuda.current_device() if wanted.index is None else wanted.index
         packages = found_packages()
-        return cuda_facts(_read_cuda(index), _cuda_software(packages), packages)
+        reading, driver = _read_cuda(index)
+        return cuda_facts(reading, _cuda_software(packages, driver), packages)
     if wanted.type in _UNMEASURED:
         raise _unmeasured(str(wanted), wanted.type)
     raise DeviceError(f"device is {str(wanted)!r}; use 'cuda', 'cuda:N' or 'cpu'")
@@ -248,55 +249,56 @@ def _unmeasured(device: str, kind: str) -> DeviceError:
     )
 
 
-def _read_cuda(index: int) -> CudaReading:
+def _read_cuda(index: int) -> tuple[CudaReading, str]:
+    """A card, and the version of its driver."""
     import torch
 
     properties: Any = torch.cuda.get_device_properties(index)
-    bus = f"{properties.pci_domain_id:08X}:{properties.pci_bus_id:02X}:{properties.pci_device_id:02X}.0"
-    power_limit_mw, nvlinks = _read_nvml(bus)
-    return CudaReading(
+    nvml = _read_nvml(f"{properties.pci_domain_id:08X}:{properties.pci_bus_id:02X}:{properties.pci_device_id:02X}.0")
+    reading = CudaReading(
         name=properties.name,
         capability=(properties.major, properties.minor),
         sm_count=properties.multi_processor_count,
         memory_bytes=properties.total_memory,
         l2_bytes=properties.L2_cache_size,
         device_count=torch.cuda.device_count(),
-        power_limit_mw=power_limit_mw,
-        nvlinks=nvlinks,
+        power_limit_mw=nvml.power_limit_mw,
+        nvlinks=nvml.nvlinks,
     )
+    return reading, nvml.driver
+
+
+@dataclass(frozen=True, slots=True)
+class NvmlReading:
+    """What the driver says of itself, and of a card its power limit and active NVLinks; nothing where it does not."""
+
+    driver: str = ""
+    power_limit_mw: int | None = None
+    nvlinks: int | None = None
 
 
 @cache  # a call costs tens of milliseconds, and a model has a module a layer
-def _read_nvml(bus: str) -> tuple[int | None, int | None]:
-    """(power limit in mW, active NVLinks) of the card on a PCI bus; None for what NVML does not say.
-
-    NVML counts devices in an order of its own, so the card is found by its bus.
-    """
+def _read_nvml(bus: str) -> NvmlReading:
+    """What NVML says of the card on a PCI bus, and of the driver; the order of its devices is not torch's."""
     nvml = _nvml()
     if nvml is None:
-        return None, None
+        return NvmlReading()
     try:
         nvml.nvmlInit()
-    except nvml.NVMLError:
-        return None, None
-    try:
+    except nvml.NVMLError:  # no driver
+        return NvmlReading()
+    found = NvmlReading()
+    with suppress(nvml.NVMLError):
+        found = replace(found, driver=nvml.nvmlSystemGetDriverVersion())
+    with suppress(nvml.NVMLError):
         handle = nvml.nvmlDeviceGetHandleByPciBusId(bus)
-    except nvml.NVMLError:
-        nvml.nvmlShutdown()
-        return None, None
-    try:
-        power_limit_mw = int(nvml.nvmlDeviceGetEnforcedPowerLimit(handle))
-    except nvml.NVMLError:
-        power_limit_mw = None
-    active: int | None = None
-    try:
-        for link in range(nvml.NVML_NVLINK_MAX_LINKS):
-            enabled = nvml.nvmlDeviceGetNvLinkState(handle, link) == nvml.NVML_FEATURE_ENABLED
-            active = (active or 0) + enabled
-    except nvml.NVMLError:  # a link this card does not have: those before it are all there is
-        pass
+        with suppress(nvml.NVMLError):
+            found = replace(found, power_limit_mw=int(nvml.nvmlDeviceGetEnforcedPowerLimit(handle)))
+        for link in range(nvml.NVML_NVLINK_MAX_LINKS):  # one that this card does not have ends it
+            active = nvml.nvmlDeviceGetNvLinkState(handle, link) == nvml.NVML_FEATURE_ENABLED
+            found = replace(found, nvlinks=(found.nvlinks or 0) + active)
     nvml.nvmlShutdown()
-    return power_limit_mw, active
+    return found
 
 
 def _nvml() -> Any:
@@ -312,7 +314,7 @@ def _common_software() -> tuple[tuple[str, str], ...]:
     return (("python", ".".join(platform.python_version_tuple()[:2])), ("torch", str(torch.__version__)))
 
 
-def _cuda_software(packages: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+def _cuda_software(packages: tuple[str, ...], driver: str) -> tuple[tuple[str, str], ...]:
     import torch
 
     software = dict(_common_software())
@@ -320,7 +322,7 @@ def _cuda_software(packages: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
     backend: Any = torch.backends.cudnn
     if (cudnn := backend.version()) is not None:
         software["cudnn"] = cudnn_version(cudnn)
-    if driver := _driver_version():
+    if driver:
         software["driver"] = driver
     for package in packages:
         software[package] = _package_version(package)
@@ -332,31 +334,6 @@ def cudnn_version(number: int) -> str:
     major = number // 10000 if number >= 90000 else number // 1000
     rest = number - major * (10000 if number >= 90000 else 1000)
     return f"{major}.{rest // 100}.{rest % 100}"
-
-
-def driver_version_in(text: str) -> str:
-    """The driver's version in the text of /proc/driver/nvidia/version, or ""."""
-    match = re.search(r"NVRM version:.*?\b(\d{3,}\.\d+(?:\.\d+)?)\b", text)
-    return match[1] if match else ""
-
-
-@cache
-def _driver_version() -> str:
-    try:
-        if version := driver_version_in(Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")):
-            return version
-    except OSError:  # Windows, WSL and some sandboxes have no such file
-        pass
-    nvml = _nvml()
-    if nvml is None:
-        return ""
-    try:
-        nvml.nvmlInit()
-        version = nvml.nvmlSystemGetDriverVersion()
-        nvml.nvmlShutdown()
-    except nvml.NVMLError:
-        return ""
-    return version if isinstance(version, str) else version.decode()
 
 
 def found_packages() -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 Each row has pure reasons (architecture, dtype, head dimension, published faults with their source) and a ``load_*``
 that imports its package once, when a plan is built, checks that the functions take what is passed to them, and
-binds them. A package that is absent, broken or of another release is a PlanError of one line.
+binds them. A package that is absent, broken or of another release is a KernelLoadError of one line.
 
 All take (N, M, H, D) tensors whose last stride is 1 and whose other strides are free (FlashAttention 4: multiples of
 16 bytes, or it copies). Causal blocks are square: these packages align a mask bottom-right, torch top-left.
@@ -23,16 +23,15 @@ import torch
 from torch import Tensor
 
 from .block_kernel import BlockKernel, BoundKernel, Grads, KernelConfig, KernelNeed, Params
-from .errors import PlanError
+from .errors import KernelLoadError
 from .kernel_parts import MAX_GRID, in_parts
 from .kernels_aten import far_rows_faults, flash_2_backward_faults
 
 # --- loading -----------------------------------------------------------------------------------------------------
 
 
-def _refusal(kernel: str, fault: object, remedy: str) -> PlanError:
-    reason = " ".join(str(fault).split()) or type(fault).__name__
-    return PlanError(f"kernel {kernel} cannot be loaded", {kernel: (reason,)}, remedy)
+def _refusal(kernel: str, fault: object, remedy: str) -> KernelLoadError:
+    return KernelLoadError(kernel, " ".join(str(fault).split()) or type(fault).__name__, remedy)
 
 
 def _import(kernel: str, module: str, remedy: str) -> Any:

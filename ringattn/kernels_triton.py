@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .block_kernel import BlockKernel, BoundKernel, Grads, KernelConfig, KernelNeed, Params
-from .errors import PlanError
+from .errors import KernelLoadError
 from .triton_tiles import LOWEST_SM, SMALLEST_BLOCK, Step, Tile, parse, tiles
 
 _DTYPES = ("bf16", "fp16", "fp32", "tf32")
@@ -189,7 +189,7 @@ def _section(q: Tensor, streamed_rows: int, lanes: int, lanes_per_stream: int) -
 
 
 def load(config: KernelConfig) -> BoundKernel:
-    """Binds the kernels; PlanError where triton is missing or broken, or a parameter is unknown or malformed."""
+    """Binds the kernels; KernelLoadError where triton is missing or broken, or a parameter is unknown or malformed."""
     chosen: dict[Step, Tile] = {}
     known = {f"{step}_tile": step for step in _STEPS}
     for name, value in config.params.items():
@@ -207,8 +207,8 @@ def load(config: KernelConfig) -> BoundKernel:
     return BoundKernel(launcher.forward, launcher.backward)
 
 
-def _refusal(reason: str, remedy: str) -> PlanError:
-    return PlanError("kernel triton cannot be loaded", {"triton": (" ".join(reason.split()),)}, remedy)
+def _refusal(reason: str, remedy: str) -> KernelLoadError:
+    return KernelLoadError("triton", " ".join(reason.split()), remedy)
 
 
 def reasons(need: KernelNeed) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ and the loader all ask the same ``rejection_reasons``.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from .block_kernel import KernelNeed
 from .errors import PlanError
@@ -41,19 +41,30 @@ ORDINARY = Conditions()
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a plan is from. ``user``: in part from what was asked for explicitly. ``measured``: by a profile."""
+
+    source: Literal["profile", "heuristic"]
+    user: bool = False
+    measured: bool = True
+
+    def __str__(self) -> str:
+        return self.source + (" + user" if self.user else "") + ("" if self.measured else ", not measured")
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """One resolved row: nothing in it is left to decide.
 
     ``fused`` says whether the steps between kernels run as one GPU kernel each or as torch operations. ``origin`` is
-    where a module's table has it from: "profile" or "heuristic", with "+ user" for what was asked for explicitly and
-    "not measured" for a plan of a profile that has no measurement of it; empty for a plan of no table.
+    where a module's table has it from; None for a plan of no table.
     """
 
     workload: Workload
     tunables: Tunables
     fused: bool
     conditions: Conditions = ORDINARY
-    origin: str = ""
+    origin: Origin | None = None
 
     def __str__(self) -> str:
         return f"{self.workload}: {describe(self.tunables)}" + (f"  ({self.origin})" if self.origin else "")
@@ -146,6 +157,23 @@ def _rejections(name: str, needs: tuple[KernelNeed, ...], facts: HardwareFacts) 
     return tuple(dict.fromkeys(why for need in needs for why in kernel_reasons(name, need, facts)))
 
 
+class KernelReason(str):
+    """A reason that is one kernel's. As text it names the kernel's place in the plan."""
+
+    branch: int
+    direction: Direction
+    kernel: str
+    why: str
+
+    def __new__(cls, branch: int, direction: Direction, kernel: str, why: str) -> KernelReason:
+        made = super().__new__(cls, f"branch {branch} {direction} {kernel}: {why}")
+        made.branch, made.direction, made.kernel, made.why = branch, direction, kernel, why
+        return made
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return self.branch, self.direction, self.kernel, self.why
+
+
 def kernel_reasons(name: str, need: KernelNeed, facts: HardwareFacts) -> tuple[str, ...]:
     if name not in KERNELS:
         return (f"unknown kernel; use one of {', '.join(KERNELS)}",)
@@ -184,7 +212,7 @@ def rejection_reasons(
             asked = kernel_needs(
                 workload, tunables, number, facts, backward=direction == "backward", conditions=conditions
             )
-            reasons += [f"branch {number} {direction} {name}: {why}" for why in _rejections(name, asked, facts)]
+            reasons += [KernelReason(number, direction, name, why) for why in _rejections(name, asked, facts)]
             if name in KERNELS:
                 needs += [(name, need) for need in asked]
         if bool(choice.backward) != workload.train:

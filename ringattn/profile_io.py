@@ -32,7 +32,6 @@ MAX_FILE_BYTES = 4 * 2**20
 # The order in the file; the checksum comes last, so that a file cut short has none.
 _TOP_LEVEL = ("schema", "source", "fingerprint", "software", "policy", "provenance", "plans")
 _CHECKSUM = "checksum"
-_FIELD_MESSAGE = re.compile(r"(?P<name>\w+) (?P<rest>(?:is|has|holds|must|maps|answers) .*)", re.DOTALL)
 _PLAIN_KEY = re.compile(r"[\w.+-]{1,60}")
 
 
@@ -211,13 +210,11 @@ class _Fault(Exception):
 
 @contextmanager
 def _constructing(key: str) -> Iterator[None]:
-    """Gives what a dataclass refuses its key path; most of those messages start with the name of the field."""
+    """Gives what a dataclass refuses its key path."""
     try:
         yield
     except InputError as error:
-        if field := _FIELD_MESSAGE.fullmatch(str(error)):
-            raise _Fault(_join(key, field["name"]), field["rest"]) from None
-        raise _Fault(key, str(error)) from None
+        raise _Fault(_join(key, error.field) if error.field else key, error.problem) from None
 
 
 # --- decoding: YAML data to dataclasses, by type hint -----------------------------------------------------------

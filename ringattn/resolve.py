@@ -17,7 +17,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from .errors import ProfileError
 from .hardware import HardwareFacts
@@ -44,6 +44,26 @@ TIERS: tuple[Tier, ...] = ("exact", "same-silicon", "same-sku", "nearest", "heur
 BUILT_IN = "built-in"
 _BINDING: tuple[Origin, ...] = ("argument", "env")
 _MEMORY_TOLERANCE = 0.02  # of one card, drivers reserve more or less
+
+
+class Looked(str):
+    """A line of a trace: what became of a profile from ``path``, which was looked at because of ``origin``."""
+
+    path: str
+    origin: Origin
+    verdict: str
+
+    def __new__(cls, path: str, origin: Origin, verdict: str) -> Looked:
+        made = super().__new__(cls, f"{path} ({origin}): {verdict}")
+        made.path, made.origin, made.verdict = path, origin, verdict
+        return made
+
+    @classmethod
+    def at(cls, entry: Located, verdict: str) -> Looked:
+        return cls(entry.path, entry.origin, verdict)
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return self.path, self.origin, self.verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +114,11 @@ def resolve(located: Sequence[Located], facts: HardwareFacts, *, world: int = 1)
         if entry.profile.source != "measured":
             continue
         if bound is not None and entry is not bound:
-            trace.append(f"{entry.path} ({entry.origin}): not taken, {bound.path} was named by {bound.origin}")
+            trace.append(Looked.at(entry, f"not taken, {bound.path} was named by {bound.origin}"))
             continue
         match = _match(entry.profile, facts, world)
         if match.tier is None:
-            trace.append(f"{entry.path} ({entry.origin}): not taken, {match.why}")
+            trace.append(Looked.at(entry, f"not taken, {match.why}"))
         else:
             measured.append((match, entry))
     # Stable: search order stays between equals.
@@ -112,7 +132,7 @@ def resolve(located: Sequence[Located], facts: HardwareFacts, *, world: int = 1)
             if number == 0 and not entry.profile.covers(world)
             else ""
         )
-        trace.insert(number, f"{entry.path} ({entry.origin}): {verdict}; tier {match.tier}: {match.why}{lacks}")
+        trace.insert(number, Looked.at(entry, f"{verdict}; tier {match.tier}: {match.why}{lacks}"))
     heuristic = _heuristic(located, facts, bound, trace)
     if others := every - len(located):
         trace.append(f"{plural(others, 'shipped profile')} for other devices: not taken")
@@ -251,7 +271,7 @@ def _heuristic(located: Sequence[Located], facts: HardwareFacts, bound: Located 
             continue
         misfit = _heuristic_misfit(entry.profile.fingerprint, facts)
         if misfit:
-            trace.append(f"{entry.path} ({entry.origin}): not taken, {misfit}")
+            trace.append(Looked.at(entry, f"not taken, {misfit}"))
         else:
             fitting.append(entry)
     if not fitting:
@@ -264,7 +284,7 @@ def _heuristic(located: Sequence[Located], facts: HardwareFacts, bound: Located 
     )
     for entry in fitting:
         verdict = "taken for what no plan covers" if entry is best else f"not taken, {best.path} comes first"
-        trace.append(f"{entry.path} ({entry.origin}): {verdict}; tier heuristic")
+        trace.append(Looked.at(entry, f"{verdict}; tier heuristic"))
     return best
 
 

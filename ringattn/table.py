@@ -15,7 +15,7 @@ from .errors import PlanError
 from .fused_steps import FUSED_STEPS
 from .hardware import HardwareFacts
 from .layout import resolve_layout
-from .plan import NO_WISHES, ORDINARY, Conditions, Plan, Wishes, build_plan, heuristic_tunables
+from .plan import NO_WISHES, ORDINARY, Conditions, Origin, Plan, Wishes, build_plan, heuristic_tunables
 from .preference import Preference, by_preference
 from .profile import Choice, PlanEntry, Policy
 from .ring_plan import exchanges_heads
@@ -94,13 +94,15 @@ class Row:
     mode: Mode
     plan: Plan | None
     refusal: PlanError | None = None
-    refused_by: str = ""  # where there is no plan, what an ``origin`` would be
+    refused_by: Origin | None = None  # where there is no plan, what an ``origin`` would be
     note: str = ""
 
     @property
-    def origin(self) -> str:
-        """Where the plan, or its refusal, is from; see ``Plan``."""
-        return self.refused_by if self.plan is None else self.plan.origin
+    def origin(self) -> Origin:
+        """Where the plan, or its refusal, is from."""
+        origin = self.refused_by if self.plan is None else self.plan.origin
+        assert origin is not None
+        return origin
 
     def runnable(self) -> Plan:
         """The plan; PlanError where the row is a refusal."""
@@ -163,10 +165,10 @@ class PlanTable:
         One text for all lengths outside the measured ones, so that saying it once is enough.
         """
         what = f"{row.dtype} {row.mode}"
-        instead = "a heuristic plan" if row.origin.startswith("heuristic") else "the next best plan"
+        instead = "a heuristic plan" if row.origin.source == "heuristic" else "the next best plan"
         if row.note:
             return f"{what}: a measured plan cannot run here and gives way to {instead} ({row.note})"
-        if not self.entries or row.origin.startswith("profile"):
+        if not self.entries or row.origin.source == "profile":
             return ""
         measured = _buckets(self.entries, row.dtype, row.mode)
         if row.bucket is not None or not measured:
@@ -182,11 +184,11 @@ class PlanTable:
 
     def _build(self, bucket: int | None, workload: Workload) -> Row:
         """Pure: the first that can run of the bucket's choices and the heuristic, for this workload."""
-        user = " + user" if self.wishes != NO_WISHES else ""
+        user = self.wishes != NO_WISHES
         refused = self._entry(bucket, workload).refusal if bucket is not None else ""
         if refused and self.wishes == NO_WISHES:
             refusal = PlanError(f"cannot run {workload}", {"measured": (refused,)}, _FORCE)
-            return Row(bucket, workload.dtype, workload.mode, None, refusal, "profile")
+            return Row(bucket, workload.dtype, workload.mode, None, refusal, Origin("profile"))
         rejected: dict[str, tuple[str, ...]] = {}
         for choice in self._choices(bucket, workload):
             tunables = fitted(choice.tunables, workload)
@@ -195,18 +197,19 @@ class PlanTable:
             except PlanError as error:
                 rejected |= error.rejected
                 continue
-            origin = "profile" + user + ("" if choice.evidence is not None else ", not measured")
+            origin = Origin("profile", user, measured=choice.evidence is not None)
             note = "; ".join(f"{name}: {', '.join(why)}" for name, why in rejected.items())
             return Row(bucket, workload.dtype, workload.mode, replace(plan, origin=origin), note=note)
+        origin = Origin("heuristic", user)
         try:
             tunables = heuristic_tunables(
                 workload, self.policy, self.facts, conditions=self.conditions, wishes=self.wishes
             )
             plan = build_plan(workload, tunables, self.facts, conditions=self.conditions)
         except PlanError as error:
-            return Row(bucket, workload.dtype, workload.mode, None, error.again(), "heuristic" + user)
+            return Row(bucket, workload.dtype, workload.mode, None, error.again(), origin)
         note = "; ".join(f"{name}: {', '.join(why)}" for name, why in rejected.items())
-        return Row(bucket, workload.dtype, workload.mode, replace(plan, origin="heuristic" + user), note=note)
+        return Row(bucket, workload.dtype, workload.mode, replace(plan, origin=origin), note=note)
 
     def _choices(self, bucket: int | None, workload: Workload) -> list[Choice]:
         if bucket is None:
@@ -292,7 +295,7 @@ def build_table(
         for mode in modes:
             for bucket in _buckets(entries, dtype, mode):
                 row = table._build(bucket, shape.workload(bucket, dtype, mode == "train"))
-                if strict and (row.note or row.origin.startswith("heuristic")) and wishes == NO_WISHES:
+                if strict and (row.note or row.origin.source == "heuristic") and wishes == NO_WISHES:
                     narrower = f"it computes in less than {dtype}, which only dtype='auto' may"
                     why = row.note or str(row.refusal or narrower)
                     workload = shape.workload(bucket, dtype, mode == "train")

@@ -78,7 +78,7 @@ def search_path_contents() -> list[dict[str, object]]:
             try:
                 contents.append({"file": file.name, "source": load_profile(file).source, "error": ""})
             except ProfileError as error:
-                contents.append({"file": file.name, "source": "", "error": str(error).removeprefix(f"{file}: ")})
+                contents.append({"file": file.name, "source": "", "error": error.problem})
         places.append({"origin": origin, "path": str(place), "exists": place.exists(), "error": "", "files": contents})
     return places
 
@@ -122,7 +122,7 @@ def ranks_text(facts: HardwareFacts, ranks: dict[str, Any]) -> str:
         return "processes over gloo, as many as you like: ringtune probe --nproc N tunes them as one"
     if ranks["count"] == 1:
         return "one GPU"
-    kinds = {"": "by links that NVML does not tell (pip install nvidia-ml-py)", "pcie": "over PCIe"}
+    kinds = {"": "by links that NVML does not tell", "pcie": "over PCIe"}
     kinds["nv1"] = "by 1 NVLink each"
     link = kinds.get(ranks["link"], f"by {ranks['link'].removeprefix('nv')} NVLinks each")
     speeds = [

@@ -297,8 +297,10 @@ def dry_run_summary(dry_run: DryRun) -> Any:
 
 def rejected_kernels(dry_run: DryRun) -> dict[str, tuple[str, ...]]:
     """Why each kernel that no cell races is ruled out, each reason once; --json has the reasons of every pair."""
+    from ringattn.workload import kernels_described
+
     from ..report import ruled_out
 
-    raced = {name for cell in dry_run.cells for pair in cell.kernels for name in pair.split("/")}
+    raced = {name for cell in dry_run.cells for pair in cell.kernels for name in kernels_described(pair)}
     found = ruled_out((name, why) for cell in dry_run.cells for name, reasons in cell.rejected for why in reasons)
     return {name: reasons for name, reasons in found.items() if name not in raced}

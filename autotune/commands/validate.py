@@ -101,7 +101,7 @@ def problems_here(profile: Profile, path: str, facts: HardwareFacts) -> tuple[st
     try:
         tier = resolve((Located(path, profile, "argument"),), facts).tier
     except ProfileError as error:
-        return "", (str(error).removeprefix(f"{path}: "),)
+        return "", (error.problem,)
     problems = []
     for number, entry in enumerate(profile.plans):
         if entry.choice is None:

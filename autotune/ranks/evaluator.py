@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ringattn.profile import LinkSpeed
 from ringattn.workload import Tunables, Workload
 
-from ..evaluator import Block, Checked, Fault, Proven, Sample
+from ..evaluator import Block, Checked, Ended, Fault, Interference, Proven, Sample, largest_of_each
 from ..exit_codes import ProbeFailure
 from ..messages import MESSAGE_MIB, REAL_BENCH, Meeting, Request
 from .merging import first_cause, largest, one_plan, samples_of
@@ -70,7 +70,7 @@ class RanksEvaluator:
     def block(self, cell: Workload, order: Sequence[Tunables], *, timeout_s: float) -> Block:
         """One pass; after a candidate that fails on any rank the rest goes on with new workers."""
         results: dict[int, Sample | Fault] = {}
-        disturbances: dict[str, None] = {}
+        disturbances: list[Interference] = []
         pending = list(range(len(order)))
         while pending:
             plans = tuple(order[index] for index in pending)
@@ -78,7 +78,7 @@ class RanksEvaluator:
             blocks = {rank: answer.value for rank, answer in answers if isinstance(answer.value, Block)}
             samples = samples_of([block.results for block in blocks.values()]) if len(blocks) == len(answers) else []
             results |= dict(zip(pending, samples, strict=False))
-            disturbances |= dict.fromkeys(line for block in blocks.values() for line in block.disturbances)
+            disturbances += [each for block in blocks.values() for each in block.disturbances]
             left = pending[len(samples) :]
             fault = self._fault(answers)
             if fault is not None:
@@ -86,7 +86,7 @@ class RanksEvaluator:
                 results[failed] = fault
                 left = [index for index in left if index != failed]
             pending = left
-        return Block(tuple(results[index] for index in range(len(order))), tuple(disturbances))
+        return Block(tuple(results[index] for index in range(len(order))), largest_of_each(disturbances))
 
     def close(self) -> None:
         """End the workers."""
@@ -168,30 +168,23 @@ class RanksEvaluator:
 
     def _still_in_step(self, answers: Sequence[tuple[int, Answer]]) -> bool:
         """After good answers, and after a wrong one, about which the ranks have spoken."""
-        faults = [_fault_of(answer) for _, answer in answers]
+        faults = [answer.fault for _, answer in answers]
         if any(answer.aborted or answer.struck for _, answer in answers):
             return False
         return not any(faults) or all(fault is not None and fault.kind == "wrong" for fault in faults)
 
     def _fault(self, answers: Sequence[tuple[int, Answer]]) -> Fault | None:
-        faults = [(rank, fault) for rank, answer in answers if not answer.aborted and (fault := _fault_of(answer))]
+        faults = [(rank, fault) for rank, answer in answers if not answer.aborted and (fault := answer.fault)]
         if faults:
             return first_cause(faults)
-        stopped = [rank for rank, answer in answers if answer.aborted or answer.struck]
-        return Fault("crash", f"rank {stopped[0]}: its worker was ended") if stopped else None
+        stopped = [rank for rank, answer in answers if answer.aborted]
+        return Fault("crash", f"rank {stopped[0]}: its worker was ended", Ended()) if stopped else None
 
     def _failed_at(self, answers: Sequence[tuple[int, Answer]], plans: int) -> int:
         """Which plan of a block the fault belongs to: that of the rank whose own failure came first."""
         places = [
             len(answer.value.results) - 1
             for _, answer in answers
-            if not answer.aborted and isinstance(answer.value, Block) and _fault_of(answer)
+            if not answer.aborted and isinstance(answer.value, Block) and answer.fault
         ]
         return min(places, default=0) if plans else 0
-
-
-def _fault_of(answer: Answer) -> Fault | None:
-    value = answer.value
-    if isinstance(value, Block):
-        value = value.results[-1] if value.results else None
-    return value if isinstance(value, Fault) else None

@@ -23,7 +23,7 @@ from ..exit_codes import NoDevice, ProbeFailure, UsageFailure
 from ..trial import WorkerBug
 from .merging import disagreement, ranks_text
 from .place import THREADS, Place
-from .relay import failed, serve
+from .relay import serve
 from .wire import Abort, Answer, Call, Hello, Quit, Rest, Welcome, accept, listen
 
 GATHER_TIMEOUT_S = 120.0  # for every rank to come, and to say what it runs on
@@ -163,7 +163,7 @@ class Fleet:
                 if answer.number != self._number:
                     continue  # of a call that was given up
                 answers.append((waiting.pop(link), answer))
-                if failed(answer) and limit is None:
+                if not answer.good and limit is None:
                     limit = time.monotonic() + GRACE_S
             if limit is not None and waiting and time.monotonic() >= limit:
                 if aborted:

@@ -6,18 +6,16 @@ Pure; ``Answers`` are by rank.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TypeVar
 
 from ringattn.hardware import HardwareFacts
 from ringattn.workload import Tunables, describe
 
-from ..evaluator import Checked, Fault, Proven, Sample
+from ..evaluator import Checked, Ended, Fault, PeerFailed, Proven, Sample
 
 Numbers = TypeVar("Numbers", Checked, Proven, Sample)
 
-# What a rank says that failed only because another did; the other's words are the cause.
-_SECOND_HAND = ("PeerError:", "PeerWrong:")
 _MEMORY_TOLERANCE = 0.02  # of one kind of card, drivers reserve more or less
 
 
@@ -29,11 +27,14 @@ def largest(parts: Sequence[Numbers]) -> Numbers:
 
 def first_cause(faults: Sequence[tuple[int, Fault]]) -> Fault:
     """The fault to record, with the ranks that met it, out of (rank, fault) in the order in which they were heard."""
-    assert faults
-    own = [(rank, fault) for rank, fault in faults if not fault.message.startswith(_SECOND_HAND)]
-    _, cause = (own or list(faults))[0]
-    ranks = sorted({rank for rank, fault in own or faults if fault == cause})
-    return Fault(cause.kind, f"{ranks_text(ranks)}: {cause.message}")
+    _, cause = min(faults, key=lambda heard: _remoteness(heard[1]))  # the first of the nearest
+    ranks = sorted({rank for rank, fault in faults if fault == cause})
+    return replace(cause, message=f"{ranks_text(ranks)}: {cause.message}")
+
+
+def _remoteness(fault: Fault) -> int:
+    """0 for a rank's own failure, 1 where its worker was gone, 2 where it failed because another rank did."""
+    return 2 if isinstance(fault.cause, PeerFailed) else int(isinstance(fault.cause, Ended))
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 
 from ringattn.errors import DeviceError, RingAttentionError
 
-from ..evaluator import Fault
+from ..evaluator import Ended, Fault
 from ..exit_codes import ExitCode, ProbeFailure
 from ..trial import WorkerBug
 from ..worker import die_with_parent
@@ -112,9 +112,9 @@ class Relay:
             self._renew(call)
         assert self._worker is not None
         try:
-            answer = Answer(call.number, self._ask(call, self._worker), struck=self._worker.struck)
+            answer = Answer(call.number, self._ask(call, self._worker))
         except WorkerGone:
-            answer = Answer(call.number, struck=True)
+            answer = Answer(call.number, Fault("crash", "its worker was ended", Ended()))
         except DeviceError as error:
             answer = Answer(call.number, no_device=str(error))
         except WorkerBug as bug:
@@ -163,13 +163,6 @@ def serve(host: str, port: int, key: bytes, rank: int, local_rank: int) -> None:
         relay.run()
     if not relay.told_to_quit:
         raise ProbeFailure(f"rank {rank}: rank 0 ended before the probe was over")
-
-
-def failed(answer: Answer) -> bool:
-    """Whether an answer is anything but a good one."""
-    blocks = getattr(answer.value, "results", ())
-    fault = isinstance(answer.value, Fault) or any(isinstance(result, Fault) for result in blocks)
-    return fault or answer.aborted or answer.struck or bool(answer.no_device or answer.bug)
 
 
 def main(arguments: Sequence[str]) -> int:

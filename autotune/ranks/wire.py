@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ringattn.hardware import HardwareFacts
 
+from ..evaluator import Block, Fault
 from ..messages import Request
 
 if TYPE_CHECKING:
@@ -77,18 +78,33 @@ class Answer:
     """What became of a call on one rank.
 
     ``value`` is what the worker answered. ``aborted``: it was told to stop, so a failure in ``value`` is not its own.
-    ``struck``: somebody else ended the worker, in this call or before it, which says nothing of the candidate.
     ``no_device`` and ``bug`` are errors to raise, as text. ``started_s``: seconds that starting a worker took of it.
     """
 
     number: int
     value: Any = None
     aborted: bool = False
-    struck: bool = False
     no_device: str = ""
     bug: str = ""
     blind_spots: tuple[str, ...] = ()
     started_s: float = 0.0
+
+    @property
+    def fault(self) -> Fault | None:
+        """How the worker failed; a block ends with that."""
+        value = self.value
+        if isinstance(value, Block):
+            value = value.results[-1] if value.results else None
+        return value if isinstance(value, Fault) else None
+
+    @property
+    def struck(self) -> bool:
+        """Whether somebody else ended the worker, in this call or before it, which says nothing of the candidate."""
+        return self.fault is not None and self.fault.struck
+
+    @property
+    def good(self) -> bool:
+        return not (self.fault or self.aborted or self.no_device or self.bug)
 
 
 def listen(host: str) -> socket.socket:

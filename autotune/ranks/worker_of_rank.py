@@ -27,19 +27,17 @@ class RankWorker(WorkerEvaluator):
         super().__init__(settings, bench=bench, reference_timeout_s=reference_timeout_s)
         self._lock = threading.Lock()
         self._stopped = False
-        self.struck = False  # somebody else ended the worker in the last call, it seems
         self.started_s = 0.0  # that starting it took in the last call
 
     def serve(self, request: Request, timeout_s: float) -> Any:
         """What the worker answers; for a block the samples up to a failure, which ends it."""
-        self.struck, self.started_s = False, 0.0
+        self.started_s = 0.0
         if request.action == "block":
             assert request.workload is not None
             return self.block(request.workload, request.plans, timeout_s=timeout_s)
         try:
             return self._exchange(request, timeout_s)
         except Died as died:
-            self.struck = died.struck
             return died.fault
 
     def block(self, cell: Workload, order: Any, *, timeout_s: float) -> Block:
@@ -51,7 +49,6 @@ class RankWorker(WorkerEvaluator):
             disturbances = self._collect(results, timeout_s)
             return Block(tuple(results), disturbances)
         except Died as died:
-            self.struck = died.struck
             return Block((*results, died.fault))
 
     def stop(self) -> None:

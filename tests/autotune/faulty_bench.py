@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 from autotune.bench import BenchSettings, Phase, WrongAnswer
-from autotune.evaluator import Checked, Proven, Sample
-from ringattn.errors import DeviceError
+from autotune.evaluator import Checked, Interference, Proven, Sample
+from ringattn.errors import DeviceError, KernelLoadError
 from ringattn.workload import Tunables, Workload
 
 TIMES_MS = {"quick": 2.0, "swift": 1.0}
@@ -49,7 +49,7 @@ class FaultyBench:
     def begin_block(self, beside: int = 0) -> None:
         self.beside = beside
 
-    def end_block(self) -> tuple[str, ...]:
+    def end_block(self) -> tuple[Interference, ...]:
         return ()
 
     def blind_spots(self) -> tuple[str, ...]:
@@ -96,6 +96,10 @@ class FaultyBench:
             raise _CompilationError("at 12:34: unsupported tile")
         elif kernel == "error":
             raise ValueError("several\nlines of\ntext")
+        elif kernel == "unloadable":
+            raise KernelLoadError("lost", "import lost: no", "Install it")
+        elif kernel == "mentions-kills":
+            raise RuntimeError("another process got SIGKILL; kernel lost cannot be loaded")
         elif kernel == "bug":
             raise AssertionError("a bug of ours")
         elif kernel == "late-orphan":

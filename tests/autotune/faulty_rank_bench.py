@@ -7,6 +7,7 @@ import time
 from faulty_bench import TIMES_MS, FaultyBench
 
 from autotune.bench import BenchSettings, PeerWrong
+from autotune.evaluator import Interference, InterferenceKind
 from autotune.messages import LinkReading
 
 SLOW_MS = 7.0
@@ -23,8 +24,9 @@ class FaultyRankBench(FaultyBench):
     def links(self) -> LinkReading:
         return LinkReading(0.01 * (1 + self.rank), 1e-5)
 
-    def end_block(self) -> tuple[str, ...]:
-        return ("the host is busy", f"rank {self.rank} is hot")
+    def end_block(self) -> tuple[Interference, ...]:
+        kinds = (InterferenceKind.THERMAL, InterferenceKind.POWER_BRAKE)
+        return (Interference(InterferenceKind.STEAL, 10.0 + self.rank), Interference(kinds[self.rank % 2]))
 
     def _obey(self, kernel: str) -> float:
         what, at, rank = kernel.partition("@")

@@ -9,7 +9,7 @@ import torch
 
 from autotune.bench import Phase
 from autotune.benchmark import DeviceBench
-from autotune.evaluator import Checked, Sample
+from autotune.evaluator import Checked, Interference, Sample
 from autotune.kernel_inputs import Inputs
 from ringattn.workload import Tunables, Workload
 
@@ -33,7 +33,7 @@ class StillBench(DeviceBench):
         self._peers.meet()
         return Sample(self._ms(tunables), 10.0)
 
-    def end_block(self) -> tuple[str, ...]:
+    def end_block(self) -> tuple[Interference, ...]:
         super().end_block()
         return ()
 

@@ -16,6 +16,7 @@ import torch
 
 from autotune import benchmark, health, references
 from autotune.benchmark import BenchSettings, DeviceBench, Runner, WrongAnswer, proving_inputs
+from autotune.evaluator import Interference, InterferenceKind
 from autotune.head_start import flushes_for, sample_ms
 from autotune.health import HostReading, cpu_seconds, host_disturbances, throttle_reasons, throttled_seconds
 from autotune.ranks.together import Alone
@@ -259,25 +260,26 @@ def reading(
 
 
 @pytest.mark.parametrize(
-    ("after", "said"),
+    ("after", "kind", "percent"),
     [
-        (reading(1.0, busy=2.0, own=2.0), ""),  # both CPUs busy, with us
-        (reading(1.0, busy=1.9, own=1.0), "other processes used 45 %"),
-        (reading(1.0, busy=1.2, own=1.0), ""),  # a tenth is what any machine does
-        (reading(1.0, busy=1.0, own=1.0, steal=0.5), "the hypervisor took 25 %"),
-        (reading(1.0, busy=1.0, own=1.0, throttled=0.3), "held the process back for 30 %"),
-        (reading(0.05, busy=0.1, own=0.0), ""),  # too short to say
+        (reading(1.0, busy=2.0, own=2.0), None, 0),  # both CPUs busy, with us
+        (reading(1.0, busy=1.9, own=1.0), InterferenceKind.FOREIGN_LOAD, 45),
+        (reading(1.0, busy=1.2, own=1.0), None, 0),  # a tenth is what any machine does
+        (reading(1.0, busy=1.0, own=1.0, steal=0.5), InterferenceKind.STEAL, 25),
+        (reading(1.0, busy=1.0, own=1.0, throttled=0.3), InterferenceKind.QUOTA, 30),
+        (reading(0.05, busy=0.1, own=0.0), None, 0),  # too short to say
     ],
 )
-def test_foreign_load_is_told_from_our_own(after: HostReading, said: str) -> None:
+def test_foreign_load_is_told_from_our_own(after: HostReading, kind: InterferenceKind | None, percent: float) -> None:
     found = host_disturbances(reading(0.0), after, cpu_count=2)
-    assert (found == ()) if not said else any(said in line for line in found)
+    assert [each.kind for each in found] == ([] if kind is None else [kind])
+    assert [each.percent for each in found] == [pytest.approx(percent)] * len(found)
 
 
 def test_only_throttling_from_outside_the_workload_spoils_a_timing() -> None:
     assert throttle_reasons(0x0) == ()
     assert throttle_reasons(0x1 | 0x4) == ()  # idle, and the software power cap that heavy work always meets
-    assert throttle_reasons(0x40) == ("GPU clocks held down: hardware thermal limit",)
+    assert throttle_reasons(0x40) == (Interference(InterferenceKind.HARDWARE_THERMAL),)
     assert len(throttle_reasons(0x08 | 0x20 | 0x40 | 0x80)) == 4
 
 
@@ -382,7 +384,7 @@ def test_another_process_on_the_gpu_is_foreign_unless_it_helps_or_was_there_befo
         watch.end()
         driver.count = after
         watch.begin(later_beside)
-        return any("another process" in text for text in watch.end())
+        return Interference(InterferenceKind.FOREIGN_PROCESS) in watch.end()
 
     assert disturbed(1, 0, 2, 0)
     assert not disturbed(3, 0, 3, 0)  # two others were there from the start

@@ -16,6 +16,7 @@ from report_samples import gpu_profile, heuristic_profile, plan
 from autotune.commands.probe import _how_to_use
 from autotune.outcome import TrialOutcome
 from autotune.probe import CellReport, DryCell, DryRun, ProbeObserver, ProbeRequest, ProbeResult
+from ringattn.plan import KernelReason
 from ringattn.profile_io import save_profile
 from ringattn.workload import Workload
 
@@ -62,7 +63,7 @@ def test_probe_ends_with_the_summary_and_where_the_profile_is(asked: list[ProbeR
 def test_a_dry_run_prints_cells_space_and_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
     w = Workload("infer", True, 2048, 4, 64, "fp32")
     rejected = tuple(
-        (f"cudnn {dtype}", tuple(f"branch {n} forward cudnn: runs on NVIDIA GPUs only" for n in range(3)))
+        (f"cudnn {dtype}", tuple(KernelReason(n, "forward", "cudnn", "runs on NVIDIA GPUs only") for n in range(3)))
         for dtype in ("fp32", "bf16")
     )
     cell = DryCell(w, ("flash-cpu", "math"), 12, 4.0, rejected)

@@ -19,9 +19,8 @@ from autotune.emit import (
     merged,
     report_of,
     same_machine,
-    without_repeats,
 )
-from autotune.evaluator import Checked, Fault
+from autotune.evaluator import Checked, Fault, Interference, InterferenceKind, largest_of_each
 from autotune.exit_codes import ProbeFailure
 from autotune.probe import ProbeRequest
 from autotune.statistics import Interval
@@ -82,9 +81,13 @@ def test_a_row_carries_the_choice_its_evidence_and_every_failure() -> None:
     ]
 
 
-def test_of_notes_that_differ_in_numbers_the_largest_is_kept() -> None:
-    notes = ("other processes used 9 % of the CPUs", "throttled", "other processes used 52 % of the CPUs", "throttled")
-    assert without_repeats(notes) == ("other processes used 52 % of the CPUs", "throttled")
+def test_of_each_kind_of_interference_the_largest_is_told() -> None:
+    foreign, steal, hot = InterferenceKind.FOREIGN_LOAD, InterferenceKind.STEAL, InterferenceKind.THERMAL
+    found = [Interference(foreign, 9.4), Interference(hot), Interference(steal, 12.0), Interference(foreign, 52.3)]
+    found += [Interference(hot), Interference(foreign, 20.0)]
+    assert largest_of_each(found) == (Interference(foreign, 52.3), Interference(hot), Interference(steal, 12.0))
+    assert str(largest_of_each(found)[0]) == "other processes used 52 % of the CPUs"
+    assert len({str(Interference(kind, 7.0)) for kind in InterferenceKind}) == len(InterferenceKind)
 
 
 def test_what_was_never_timed_has_no_evidence() -> None:

@@ -11,7 +11,7 @@ from machines import edge_of, invented, plan, row_of, workload
 
 from autotune.budget import EFFORTS, allot, spare_s
 from autotune.cell import CellContext, NoListener, SearchSettings
-from autotune.evaluator import Checked, Fault, Proven
+from autotune.evaluator import Checked, Fault, KernelUnavailable, Proven
 from autotune.lessons import Lessons, Pupil, without
 from autotune.nearby import Nearby, Timed
 from autotune.probe import ProbeRequest, ProbeResult, SilentObserver
@@ -23,9 +23,8 @@ from autotune.tuning import run_probe
 from ringattn.workload import Pattern, Tunables, Workload
 
 CELL = workload(pattern=Pattern())
-MISSING = Fault(
-    "error", "PlanError: kernel absent cannot be loaded: import absent: No module named 'absent'. Install it"
-)
+WHY = "kernel absent cannot be loaded: import absent: No module named 'absent'. Install it"
+MISSING = Fault("error", f"KernelLoadError: {WHY}", KernelUnavailable("absent", WHY))
 
 
 def kernels(tunables: Tunables) -> set[str]:
@@ -153,11 +152,11 @@ def checked(call_ms: float, cold_ms: float) -> Checked:
 def test_only_what_cannot_be_loaded_is_lost_and_a_later_run_knows() -> None:
     store = Store(None)
     lessons = Lessons(store)
-    for fault in (Fault("error", "ValueError: kernel absent"), Fault("crash", MISSING.message), Fault("oom", "no")):
+    for fault in (Fault("error", "ValueError: kernel absent"), Fault("error", f"PlanError: {WHY}"), Fault("oom", "no")):
         lessons.failed(fault)
     assert lessons.lost == {}
     lessons.failed(MISSING)
-    assert list(Lessons(store).lost) == ["absent"]
+    assert Lessons(store).lost == {"absent": WHY}
     assert lessons.has_lost(plan(CELL, "quick", "absent"))
     assert not lessons.has_lost(plan(CELL, "quick"))
 

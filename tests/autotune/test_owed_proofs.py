@@ -14,9 +14,8 @@ from autotune.cell import CellContext, NoListener, SearchSettings
 from autotune.evaluator import Checked, Fault, Proven
 from autotune.exit_codes import Inconclusive
 from autotune.final import PROOF_KEPT_S
-from autotune.probe import ProbeRequest, ProbeResult, SilentObserver
+from autotune.probe import VALIDATION_PENDING, ProbeRequest, ProbeResult, SilentObserver
 from autotune.replay import FirstCalls, ReplayEvaluator, SimulatedClock
-from autotune.rows import OWED
 from autotune.search import CellSearch
 from autotune.space import Machine, build_space
 from autotune.store import Store
@@ -140,11 +139,11 @@ class House:
 def told(result: ProbeResult) -> list[str]:
     """What the written profile says of proofs that are owed."""
     assert result.profile_path is not None
-    return [note for note in load_profile(result.profile_path).provenance.notes if OWED in note]
+    return [note for note in load_profile(result.profile_path).provenance.notes if VALIDATION_PENDING in note]
 
 
 def owing(result: ProbeResult) -> list[Workload]:
-    return [report.workload for report in result.cells if OWED in report.note]
+    return [report.workload for report in result.cells if report.validation_pending]
 
 
 # --- one cell --------------------------------------------------------------------------------------------------------
@@ -288,7 +287,7 @@ def test_what_could_not_be_paid_is_told_in_one_line(tmp_path: Path) -> None:
     result = house.probe(6.0)
     assert result.elapsed_s <= 6.0
     assert house.proofs == []
-    assert told(result) == [f"2 cells: {OWED}"]
+    assert told(result) == [f"2 cells: {VALIDATION_PENDING}"]
     assert len(owing(result)) == 2
     assert result.profile is not None
     for entry in result.profile.plans:
@@ -426,7 +425,7 @@ def test_a_resumed_probe_without_time_claims_nothing_that_was_not_proven(tmp_pat
     house.start_s = 60.0
     result = house.probe(60.0)
     assert len(house.proofs) == paid
-    assert told(result) == [f"2 cells: {OWED}" if paid == 0 else f"1 cell: {OWED}"]
+    assert told(result) == [f"2 cells: {VALIDATION_PENDING}" if paid == 0 else f"1 cell: {VALIDATION_PENDING}"]
     assert {report.workload for report in result.cells} - set(owing(result)) == {proof.cell for proof in house.proofs}
 
 

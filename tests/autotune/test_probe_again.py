@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from signal import SIGKILL
 
 import pytest
 from machines import FACTS, row_of
 from probed_machine import Machine, Watching, request_for, truth, winners
 
-from autotune.evaluator import Checked, Fault
+from autotune.evaluator import Checked, Fault, Killed
 from autotune.exit_codes import DeviceBusy, ExitCode, ProbeFailure
 from autotune.probe import ProbeRequest, ProbeResult
 from autotune.replay import ReplayEvaluator, Trouble
@@ -126,7 +127,7 @@ def test_verify_leaves_out_rows_for_other_numbers_of_ranks_and_says_how_they_are
 
 
 @pytest.mark.parametrize(
-    "fault", [Fault("timeout", "no answer within 9.0 s"), Fault("crash", "the worker was killed by SIGKILL")]
+    "fault", [Fault("timeout", "no answer within 9.0 s"), Fault("crash", "the worker was killed", Killed(SIGKILL))]
 )
 def test_a_winner_that_the_machine_let_down_is_not_called_stale(machine: Machine, tmp_path: Path, fault: Fault) -> None:
     path = tmp_path / "m.yaml"

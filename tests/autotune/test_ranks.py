@@ -18,7 +18,7 @@ from faulty_rank_bench import SLOW_MS
 from machines import FACTS, plan, workload
 
 from autotune.bench import BenchSettings
-from autotune.evaluator import Checked, Fault, Proven, Sample
+from autotune.evaluator import Checked, Fault, Interference, InterferenceKind, Proven, Sample
 from autotune.exit_codes import NoDevice, ProbeFailure, UsageFailure
 from autotune.messages import REAL_BENCH
 from autotune.ranks import fleet as fleets
@@ -67,7 +67,8 @@ def test_the_slowest_rank_counts(evaluator: RanksEvaluator) -> None:
     assert evaluator.prove(CELL, plan(CELL, "slow@0"), timeout_s=5.0) == Proven(SLOW_MS)
     block = evaluator.block(CELL, [plan(CELL, "slow@1"), plan(CELL, "quick")], timeout_s=5.0)
     assert block.results == (Sample(SLOW_MS, 10.0), Sample(2.0, 10.0))
-    assert set(block.disturbances) == {"the host is busy", "rank 0 is hot", "rank 1 is hot"}
+    heat = {Interference(kind) for kind in (InterferenceKind.THERMAL, InterferenceKind.POWER_BRAKE)}
+    assert set(block.disturbances) == {Interference(InterferenceKind.STEAL, 11.0), *heat}
     assert evaluator.blind_spots == ("nothing is watched here",)
     speed = evaluator.links()
     assert (speed.world, speed.hosts, speed.ring_gb_s, speed.latency_us) == (2, 1, 3.36, 10.0)

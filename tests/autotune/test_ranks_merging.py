@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from signal import SIGKILL
 
 import pytest
 from machines import FACTS, H100, plan, workload
 
-from autotune.evaluator import Checked, Fault, Proven, Sample
+from autotune.evaluator import Checked, Ended, Fault, Killed, PeerFailed, Proven, Sample
 from autotune.exit_codes import UsageFailure
 from autotune.ranks.merging import disagreement, first_cause, largest, one_plan, samples_of
 from autotune.ranks.place import Place, place_of, ranks_wanted
@@ -26,7 +27,9 @@ def test_every_number_is_that_of_the_rank_that_needs_most() -> None:
 
 
 OOM = Fault("oom", "OutOfMemoryError: tried 3 GiB")
-PEER = Fault("error", "PeerError: rank 2 failed: OutOfMemoryError: tried 3 GiB")
+PEER = Fault("error", "rank 2 failed: OutOfMemoryError: tried 3 GiB", PeerFailed())
+GONE = Fault("crash", "its worker was ended", Ended())
+KILLED = Fault("crash", "the worker was killed", Killed(SIGKILL))
 
 
 @pytest.mark.parametrize(
@@ -37,8 +40,15 @@ PEER = Fault("error", "PeerError: rank 2 failed: OutOfMemoryError: tried 3 GiB")
         ([(3, OOM), (0, OOM)], Fault("oom", "ranks 0, 3: OutOfMemoryError: tried 3 GiB")),
         ([(1, Fault("crash", "the worker ended")), (0, OOM)], Fault("crash", "rank 1: the worker ended")),
         ([(0, PEER)], replace(PEER, message=f"rank 0: {PEER.message}")),
+        ([(0, PEER), (1, GONE)], replace(GONE, message="rank 1: its worker was ended")),
+        ([(1, GONE), (0, OOM)], Fault("oom", "rank 0: OutOfMemoryError: tried 3 GiB")),
+        ([(1, KILLED), (0, PEER)], replace(KILLED, message="rank 1: the worker was killed")),
+        (
+            [(0, Fault("error", "PeerError: said a kernel")), (1, OOM)],
+            Fault("error", "rank 0: PeerError: said a kernel"),
+        ),
     ],
-    ids=["one", "cause", "both", "first", "second-hand"],
+    ids=["one", "cause", "both", "first", "second-hand", "gone", "gone-and-oom", "killed", "words"],
 )
 def test_the_first_that_failed_by_itself_is_the_cause(faults: list[tuple[int, Fault]], told: Fault) -> None:
     assert first_cause(faults) == told

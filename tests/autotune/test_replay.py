@@ -6,6 +6,7 @@ import gzip
 import json
 import math
 from pathlib import Path
+from signal import SIGKILL
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from machines import plan, row_of, workload
 
 from autotune.budget import EFFORTS, Budget
 from autotune.cell import CellContext, NoListener, SearchSettings
-from autotune.evaluator import Block, Checked, Fault, Proven, Sample
+from autotune.evaluator import Block, Checked, Fault, Killed, Proven, Sample
 from autotune.replay import (
     QUIET,
     ReplayEvaluator,
@@ -117,8 +118,9 @@ def test_a_step_happens_once_at_its_time() -> None:
 def test_crashes_and_disturbances_come_at_their_rate() -> None:
     replay = evaluator(Trouble(crash_share=0.1, disturbed_share=0.5))
     blocks = [replay.block(CELL, [QUICK] * 10, timeout_s=1) for _ in range(200)]
-    crashes = sum(isinstance(result, Fault) for block in blocks for result in block.results)
-    assert crashes / 2000 == pytest.approx(0.1, rel=0.3)
+    faults = [result for block in blocks for result in block.results if isinstance(result, Fault)]
+    assert {fault.cause for fault in faults} == {Killed(SIGKILL)}  # as a real worker's, whom somebody else killed
+    assert len(faults) / 2000 == pytest.approx(0.1, rel=0.3)
     assert sum(bool(block.disturbances) for block in blocks) / 200 == pytest.approx(0.5, rel=0.3)
 
 

@@ -23,7 +23,7 @@ from autotune.report import (
     failure_groups,
     families,
     headline,
-    kernels_named,
+    recorded_choices,
     relative_time,
     ruled_out,
     single_backends,
@@ -33,8 +33,9 @@ from autotune.report import (
 )
 from autotune.report_html import html_report
 from autotune.report_svg import Point, Series, front_chart, interval_bar, relative_chart
+from ringattn.plan import KernelReason
 from ringattn.profile import Choice, Failure, PlanEntry, Profile
-from ringattn.workload import BranchTunables, Tunables, Workload
+from ringattn.workload import BranchTunables, Tunables, Workload, describe, kernels_described
 
 SAMPLES = {"gpu": gpu_profile, "cpu": cpu_profile, "heuristic": heuristic_profile}
 HOSTILE = "<script>alert(1)</script>\"'&\x1b[31m"
@@ -73,9 +74,12 @@ def test_relative_time_is_against_the_chosen_plan() -> None:
 
 
 def test_the_kernels_of_a_candidates_name() -> None:
-    assert kernels_named("flash") == {"flash"}
-    assert kernels_named("flash-cpu/math fp32 copy") == {"flash-cpu", "math"}
-    assert kernels_named("cudnn/flash,math/math bf16") == {"cudnn", "flash", "math"}
+    assert kernels_described("flash") == {"flash"}
+    assert kernels_described("flash-cpu/math fp32 copy") == {"flash-cpu", "math"}
+    assert kernels_described("cudnn/flash,math/math bf16") == {"cudnn", "flash", "math"}
+    for entry in gpu_profile().plans:
+        for choice in recorded_choices(entry):
+            assert kernels_described(describe(choice.tunables)) == choice.tunables.kernels
 
 
 def test_a_mixed_plan_is_no_single_backend() -> None:
@@ -122,17 +126,16 @@ def test_failures_are_grouped_by_kind_and_candidate() -> None:
 
 def test_what_was_ruled_out_is_told_once_a_kernel() -> None:
     rejections = [
-        (
-            "cudnn/math bf16",
-            "branch 0 forward cudnn: no bf16; it has fp16; branch 1 forward cudnn: no bf16; it has fp16",
-        ),
-        ("cudnn/math fp32", "branch 0 forward cudnn: no fp32; branch 0 backward math: needs sm_80"),
-        ("xformers", "the package xformers is not installed"),
+        ("cudnn/math bf16", KernelReason(0, "forward", "cudnn", "no bf16; it has fp16")),
+        ("cudnn/math bf16", KernelReason(1, "forward", "cudnn", "no bf16; it has fp16")),
+        ("cudnn/math fp32", KernelReason(0, "forward", "cudnn", "no fp32")),
+        ("cudnn/math fp32", KernelReason(0, "backward", "math", "needs sm_80")),
+        ("xformers", "branch 0 forward flash: the package xformers is not installed"),
     ]
     assert ruled_out(rejections) == {
         "cudnn": ("no bf16; it has fp16", "no fp32"),
         "math": ("needs sm_80",),
-        "xformers": ("the package xformers is not installed",),
+        "xformers": ("branch 0 forward flash: the package xformers is not installed",),
     }
 
 

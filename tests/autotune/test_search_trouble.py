@@ -7,12 +7,13 @@ import math
 from collections import UserDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from signal import SIGKILL, SIGSEGV
 from typing import Any
 
 import pytest
 from machines import Setting, by_kernels, plan, workload
 
-from autotune.evaluator import Block, Fault
+from autotune.evaluator import Block, Ended, Fault, InterferenceKind, Killed
 from autotune.replay import ReplayEvaluator, Trouble
 from ringattn.workload import Pattern, Tunables, Workload
 
@@ -67,7 +68,12 @@ def test_a_default_that_fails_its_gate_gives_way_to_math() -> None:
 
 
 @pytest.mark.parametrize(
-    "fault", [Fault("timeout", "no answer within 20.0 s"), Fault("crash", "the worker was killed by SIGKILL")]
+    "fault",
+    [
+        Fault("timeout", "no answer within 20.0 s"),
+        Fault("crash", "the worker was killed", Killed(SIGKILL)),
+        Fault("crash", "the worker was ended before its work began", Ended()),
+    ],
 )
 def test_a_default_that_the_machine_let_down_is_not_judged(fault: Fault) -> None:
     """A busy machine makes anything time out: math, far slower, must not become the plan for that."""
@@ -102,7 +108,7 @@ def test_a_default_that_stops_working_gives_way_too() -> None:
         DENSE,
         by_kernels(quick=0.0, swift=-0.5, math=0.1),
         plan(DENSE),
-        rows={"faults": AfterItsCheck({plan(DENSE): Fault("crash", "killed by SIGSEGV")})},
+        rows={"faults": AfterItsCheck({plan(DENSE): Fault("crash", "not by SIGKILL", Killed(SIGSEGV))})},
         effort="quick",
         budget_s=30,
     ).run()
@@ -152,7 +158,7 @@ def test_the_best_plan_may_die_in_the_first_block_of_its_climb(monkeypatch: pyte
         if deaths or best not in order or all(timed.pattern_cache for timed in order):
             return whole
         deaths += 1
-        killed = Fault("crash", "the worker was killed by signal 9")
+        killed = Fault("crash", "the worker was killed", Killed(SIGKILL))
         results = zip(order, whole.results, strict=True)
         return Block(tuple(killed if timed == best else sample for timed, sample in results))
 
@@ -175,7 +181,7 @@ def test_disturbed_blocks_are_repeated_and_reported() -> None:
     truth = by_kernels(quick=0.0, swift=-0.1, math=1.0)
     trial = Setting(DENSE, truth, plan(DENSE), trouble=Trouble(disturbed_share=0.1)).run()
     assert trial.context.ledger.discarded > 0
-    assert trial.result.disturbances == ("foreign load (replayed)",)
+    assert [each.kind for each in trial.result.disturbances] == [InterferenceKind.FOREIGN_LOAD]
     assert trial.result.choice is not None
     assert trial.result.choice.tunables == plan(DENSE, "swift")
 

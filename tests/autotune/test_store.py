@@ -13,13 +13,15 @@ from pathlib import Path
 
 import optuna
 import pytest
-from machines import invented, plan, workload
+from machines import edge_of, invented, plan, workload
 from optuna.trial import TrialState
 
 from autotune.cli import exit_code_of
-from autotune.evaluator import Checked, Fault
+from autotune.device_lock import device_lock
+from autotune.evaluator import Cause, Checked, Ended, Fault, Held, KernelUnavailable, Killed, PeerFailed
 from autotune.exit_codes import DeviceBusy, ExitCode, ProbeFailure
 from autotune.journal_file import JournalFile, journal_path
+from autotune.probe import ProbeRequest
 from autotune.space import build_space, candidate_key
 from autotune.stage_record import StageRecord
 from autotune.store import Store
@@ -76,6 +78,34 @@ def test_everything_told_is_found_again(tmp_path: Path) -> None:
         found = stage_of(store).find(MATH)
         assert found is not None
         assert found.log_ratios == {2: 0.7, 3: 0.8}
+
+
+CAUSES: dict[str, Cause] = {
+    "killed": Killed(9),
+    "held": Held(),
+    "ended": Ended(),
+    "kernel-unavailable": KernelUnavailable("lost", "import lost: no"),
+    "peer-failed": PeerFailed(),
+}
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_a_cause_outlives_the_process_under_a_name_of_its_own(tmp_path: Path, name: str) -> None:
+    fault = Fault("crash", "ended", CAUSES[name])
+    assert fault.plain()["cause"]["is"] == name
+    assert Fault.of(json.loads(json.dumps(fault.plain()))) == fault
+    with Store(tmp_path / "p.journal", identity="a") as store:
+        stage_of(store).fail(stage_of(store).open(SWIFT), fault)
+    with Store(tmp_path / "p.journal", identity="a") as store:
+        found = stage_of(store).find(SWIFT)
+        assert found is not None
+        assert found.fault == fault
+
+
+def test_a_fault_that_was_recorded_without_a_cause_has_none() -> None:
+    assert Fault.of({"kind": "crash", "message": "SIGKILL"}) == Fault("crash", "SIGKILL")
+    assert Fault("crash", "SIGKILL").plain() == {"kind": "crash", "message": "SIGKILL"}
+    assert not Fault("crash", "the worker was killed by SIGKILL").from_outside
 
 
 def test_outcomes_are_told_as_the_sampler_must_read_them(tmp_path: Path) -> None:
@@ -203,10 +233,47 @@ def test_orphaned_locks_of_optuna_cost_no_time(tmp_path: Path) -> None:
 def test_one_writer_at_a_time_and_the_second_is_told_who(tmp_path: Path) -> None:
     path = tmp_path / "p.journal"
     with Store(path):
-        with pytest.raises(DeviceBusy, match=f"process {os.getpid()}") as caught:
-            Store(path)
-        assert caught.value.exit_code == ExitCode.BUSY
+        for _ in range(2):  # one that is turned away must not wipe out whom the next is to hear of
+            with pytest.raises(DeviceBusy, match=f"process {os.getpid()}") as caught:
+                Store(path)
+            assert caught.value.exit_code == ExitCode.BUSY
     Store(path).close()
+
+
+def test_a_killed_holder_keeps_nobody_waiting(tmp_path: Path) -> None:
+    """Neither of the journal nor of the device: the kernel drops both locks with the process."""
+    script = textwrap.dedent(
+        """
+        import sys, time
+        from pathlib import Path
+        from machines import edge_of, invented
+        from autotune.device_lock import device_lock
+        from autotune.probe import ProbeRequest
+        from autotune.store import Store
+        folder = Path(sys.argv[1])
+        store = Store(folder / "p.journal")
+        with device_lock(ProbeRequest(), edge_of(folder, None, None, invented())):
+            print("holds", flush=True)
+            time.sleep(600)
+        """
+    )
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join((str(Path(__file__).parent), *sys.path))}
+    edge = edge_of(tmp_path, None, None, invented())  # type: ignore[arg-type]
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=environ
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "holds\n"
+        with pytest.raises(DeviceBusy, match=f"process {holder.pid}"):
+            Store(tmp_path / "p.journal")
+        with pytest.raises(DeviceBusy, match="another probe is measuring it"), device_lock(ProbeRequest(), edge):
+            pass
+        holder.kill()
+        holder.wait()
+    Store(tmp_path / "p.journal").close()
+    for _ in range(2):  # and it is free again when its block is left
+        with device_lock(ProbeRequest(), edge):
+            pass
 
 
 def test_another_identity_or_fresh_starts_over(tmp_path: Path) -> None:

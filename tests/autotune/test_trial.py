@@ -15,17 +15,19 @@ import pytest
 from machines import FACTS, plan, workload
 
 from autotune import patience
-from autotune.bench import BenchSettings
-from autotune.evaluator import Checked, Fault, Proven, Sample
+from autotune.bench import BenchSettings, PeerWrong, WrongAnswer
+from autotune.evaluator import Cause, Checked, Fault, Held, KernelUnavailable, Killed, PeerFailed, Proven, Sample
 from autotune.patience import reference_limit_s
 from autotune.trial import WorkerBug, WorkerEvaluator
-from autotune.worker import classify, one_line
-from ringattn.errors import DeviceError
+from autotune.worker import cause_of, classify, one_line
+from ringattn.errors import DeviceError, KernelLoadError, PlanError
+from ringattn.failures import PeerError, SatOutError
 
 pytestmark = pytest.mark.alone
 
 CELL = workload(512, mode="infer")
 BENCH = "faulty_bench:FaultyBench"
+LOST = "kernel lost cannot be loaded: lost: import lost: no. Install it"
 REPO = Path(__file__).resolve().parents[2]
 
 
@@ -46,26 +48,29 @@ def check(evaluator: WorkerEvaluator, kernel: str, timeout_s: float = 20.0) -> C
 
 
 @pytest.mark.parametrize(
-    ("kernel", "kind", "text", "restarts"),
+    ("kernel", "kind", "cause", "text", "restarts"),
     [
-        ("segfault", "crash", "SIGSEGV", 1),
-        ("killed", "crash", "SIGKILL", 2),  # the first may have been somebody else's doing
-        ("exit", "crash", "exit code 3 (the library's last words)", 1),
-        ("sticky", "crash", "illegal memory access", 1),
-        ("oom", "oom", "out of memory", 0),
-        ("too-much", "oom", "", 0),
-        ("wrong", "wrong", "S=3001, negative inputs", 0),
-        ("compile", "compile", "unsupported tile", 0),
-        ("error", "error", "ValueError: several", 0),
+        ("segfault", "crash", Killed(signal.SIGSEGV), "SIGSEGV", 1),
+        ("killed", "crash", Killed(signal.SIGKILL), "SIGKILL", 2),  # the first may have been somebody else's doing
+        ("exit", "crash", None, "exit code 3 (the library's last words)", 1),
+        ("sticky", "crash", None, "illegal memory access", 1),
+        ("oom", "oom", None, "out of memory", 0),
+        ("too-much", "oom", None, "", 0),
+        ("wrong", "wrong", None, "S=3001, negative inputs", 0),
+        ("compile", "compile", None, "unsupported tile", 0),
+        ("error", "error", None, "ValueError: several", 0),
+        ("unloadable", "error", KernelUnavailable("lost", LOST), LOST, 0),
+        ("mentions-kills", "error", None, "SIGKILL", 0),
     ],
 )
 def test_each_way_to_fail_is_told_apart_and_costs_one_trial(
-    evaluator: WorkerEvaluator, kernel: str, kind: str, text: str, restarts: int
+    evaluator: WorkerEvaluator, kernel: str, kind: str, cause: Cause | None, text: str, restarts: int
 ) -> None:
     assert isinstance(check(evaluator, "quick"), Checked)
     fault = check(evaluator, kernel)
     assert isinstance(fault, Fault)
-    assert fault.kind == kind
+    assert (fault.kind, fault.cause) == (kind, cause)
+    assert fault.from_outside is (kernel == "killed")
     assert text in fault.message
     assert "\n" not in fault.message
     assert isinstance(check(evaluator, "swift"), Checked)
@@ -89,7 +94,7 @@ def test_a_stopped_worker_is_noticed_long_before_the_budget_is_over(
     begin = time.monotonic()
     fault = check(evaluator, kernel, timeout_s=0.5)
     assert isinstance(fault, Fault)
-    assert fault.kind == "timeout"
+    assert (fault.kind, fault.cause, fault.struck) == ("timeout", Held(), True)
     assert fault.message.endswith(": the worker was stopped by a signal")
     assert ("at work on the reference" in fault.message) is (kernel == "stopped-at-reference")
     assert time.monotonic() - begin < 60  # reference_timeout_s is 300
@@ -233,6 +238,23 @@ def _wait_for(condition, limit_s: float = 60.0) -> None:  # type: ignore[no-unty
 )
 def test_exceptions_are_classified_by_what_can_be_done_after_them(error: Exception, kind: str, usable: bool) -> None:
     assert classify(error) == (kind, usable)
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (PeerError("rank 2 failed: ValueError: no"), PeerFailed()),
+        (SatOutError("rank 2 failed: ValueError: no"), PeerFailed()),
+        (PeerWrong("rank 2: out errs"), PeerFailed()),
+        (WrongAnswer("PeerError: out errs"), None),
+        (KernelLoadError("lost", "import lost: no", "Install it"), KernelUnavailable("lost", LOST)),
+        (PlanError(f"PlanError: {LOST}", {}), None),
+    ],
+)
+def test_causes_are_read_off_the_type_of_an_exception_and_never_off_its_words(
+    error: Exception, cause: Cause | None
+) -> None:
+    assert cause_of(error) == cause
 
 
 def test_messages_are_one_bounded_line() -> None:

@@ -6,12 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from machines import workload
 
 from autotune.commands.doctor import ranks_text
 from autotune.commands.options import check_pattern
 from autotune.exit_codes import ExitCode, ProbeFailure, UsageFailure
+from autotune.probe import VALIDATION_PENDING, CellReport
 from autotune.ranks.place import ranks_wanted
-from autotune.rows import OWED
 from autotune.verifying import check_same_silicon, entries_over
 from ringattn.errors import InputError
 from ringattn.hardware import HardwareFacts
@@ -60,7 +61,13 @@ def test_one_of_a_thing_is_said_as_one() -> None:
 
 
 def test_what_is_said_of_owed_proofs_is_true_of_one_cell_and_of_several() -> None:
-    assert not {"it", "its", "their", "was", "were", "is", "are"} & set(OWED.split(" but ")[0].split())
+    assert not {"it", "its", "their", "was", "were", "is", "are"} & set(VALIDATION_PENDING.split(" but ")[0].split())
+
+
+def test_a_report_says_that_validation_is_pending_beside_its_note() -> None:
+    report = CellReport(workload(64), "default", note="noisy", validation_pending=True)
+    assert report.text == f"noisy; {VALIDATION_PENDING}"
+    assert CellReport(workload(64), "default").text == ""
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "profiles").glob("*.yaml")), ids=lambda path: path.stem)

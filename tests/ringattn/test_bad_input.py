@@ -12,7 +12,7 @@ import torch
 from oracle import Case, pattern_of
 
 from ringattn import Pattern, RingAttention, Workload, checkpoint
-from ringattn.errors import DeviceError, InputError, PlanError, ProfileError, RingAttentionError
+from ringattn.errors import DeviceError, InputError, KernelLoadError, PlanError, ProfileError, RingAttentionError
 from ringattn.workload import BranchTunables, Tunables
 
 
@@ -454,6 +454,8 @@ def test_truth_values_of_numpy_are_no_integers(name: str) -> None:
     "error",
     [
         InputError("q is 3"),
+        InputError("is 3; give 4", field="q"),
+        KernelLoadError("lost", "no such package", "Install it"),
         DeviceError("none"),
         ProfileError("here.yaml", "is cut off", "plans[3].choice"),
         ProfileError("here.yaml", "is cut off"),
@@ -468,6 +470,20 @@ def test_errors_survive_pickling(error: Exception) -> None:
     assert vars(again) == vars(error)
 
 
+def test_an_input_error_names_the_field_that_a_dataclass_refuses() -> None:
+    with pytest.raises(InputError) as caught:
+        Pattern.of([8], [1, 2])
+    assert caught.value.field == "segment_lengths"
+    assert str(caught.value) == f"segment_lengths {caught.value.problem}"
+    assert InputError("q is 3").field == ""
+
+
+def test_a_kernel_that_cannot_be_loaded_stays_so_when_raised_anew() -> None:
+    error = KernelLoadError("lost", "no such package", "Install it")
+    assert (type(error.again()), error.again().kernel) == (KernelLoadError, "lost")  # type: ignore[attr-defined]
+    assert str(error.again()) == "kernel lost cannot be loaded: lost: no such package. Install it"
+
+
 def test_a_plan_error_holds_every_candidate_with_its_reasons() -> None:
     error = PlanError("cannot run", {"a": ["one", "two"], "b": ["three"]}, "Try c")
     assert error.rejected == {"a": ("one", "two"), "b": ("three",)}
@@ -479,6 +495,7 @@ def test_a_plan_error_holds_every_candidate_with_its_reasons() -> None:
 def test_a_profile_error_names_file_and_key() -> None:
     error = ProfileError("here.yaml", "is cut off", "plans[3]")
     assert (error.source, error.key, str(error)) == ("here.yaml", "plans[3]", "here.yaml: plans[3]: is cut off")
+    assert error.problem == "plans[3]: is cut off"
     assert str(ProfileError("here.yaml", "is cut off")) == "here.yaml: is cut off"
 
 

@@ -23,7 +23,6 @@ from ringattn.hardware import (
     cuda_facts,
     cudnn_version,
     detect,
-    driver_version_in,
     fingerprint_name,
 )
 from ringattn.hardware_cpu import CpuReading, cpu_arch, isa_flags, parse_cpuinfo, read_cpu, usable_cores, usable_memory
@@ -187,19 +186,6 @@ def test_fingerprint_name(facts: hardware.HardwareFacts, name: str) -> None:
 @pytest.mark.parametrize(("number", "version"), [(91002, "9.10.2"), (90100, "9.1.0"), (8902, "8.9.2"), (7605, "7.6.5")])
 def test_cudnn_version(number: int, version: str) -> None:
     assert cudnn_version(number) == version
-
-
-@pytest.mark.parametrize(
-    ("text", "version"),
-    [
-        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\nGCC", "550.54.15"),
-        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build", "580.159.04"),
-        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.82  Mon", "470.82"),
-        ("", ""),
-    ],
-)
-def test_driver_version(text: str, version: str) -> None:
-    assert driver_version_in(text) == version
 
 
 # --- CPU facts --------------------------------------------------------------------------------------------------
@@ -406,7 +392,6 @@ def two_h100(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: (asked.append(index), properties)[1])
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
     monkeypatch.setattr(hardware, "_nvml", lambda: None)
-    monkeypatch.setattr(hardware, "_driver_version", lambda: "580.159.04")
     hardware._read_nvml.cache_clear()
     yield asked
     hardware._read_nvml.cache_clear()
@@ -422,7 +407,8 @@ def test_detect_cuda(two_h100: list[int], device: Any, index: int) -> None:
     assert (facts.memory_mib, facts.l2_mib, facts.device_count) == (81079, 50, 2)
     assert facts.power_limit_w is None
     software = dict(facts.software)
-    assert (software["cuda"], software["cudnn"], software["driver"]) == ("13.0", "9.10.2", "580.159.04")
+    assert (software["cuda"], software["cudnn"]) == ("13.0", "9.10.2")
+    assert "driver" not in software
     assert "0d1a2b3c" not in repr(facts)
 
 
@@ -430,6 +416,7 @@ def test_detect_asks_nvml_where_it_is_installed(two_h100: list[int], monkeypatch
     monkeypatch.setattr(hardware, "_nvml", fake_nvml)
     facts = detect("cuda:0")
     assert (facts.power_limit_w, facts.link) == (700, "nv18")
+    assert dict(facts.software)["driver"] == "580.1.2"
 
 
 def refuse(*_: object) -> Any:
@@ -443,6 +430,7 @@ def refuse(*_: object) -> Any:
         ("nvmlDeviceGetHandleByPciBusId", None, ""),
         ("nvmlDeviceGetEnforcedPowerLimit", 700, "nv18"),
         ("nvmlDeviceGetNvLinkState", 700, ""),
+        ("nvmlSystemGetDriverVersion", 700, "nv18"),
     ],
 )
 def test_what_nvml_refuses_is_unknown(
@@ -452,6 +440,7 @@ def test_what_nvml_refuses_is_unknown(
     facts = detect("cuda:0")
     assert facts.power_limit_w == (None if function.endswith("PowerLimit") else power)
     assert facts.link == link
+    assert ("driver" in dict(facts.software)) is (function not in ("nvmlInit", "nvmlSystemGetDriverVersion"))
 
 
 def test_nvml_is_used_only_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +21,7 @@ from ringattn.kernels import KERNELS
 from ringattn.launches import forward_gflop, launches
 from ringattn.plan import (
     Conditions,
+    KernelReason,
     Wishes,
     build_plan,
     fuses,
@@ -161,6 +164,10 @@ def test_every_reason_is_given_at_once_and_once() -> None:
     for number in (0, 1):
         for direction in ("forward", "backward"):
             assert f"branch {number} {direction} flash-cpu: runs on CPUs only" in reasons
+    kernels = [reason for reason in reasons if isinstance(reason, KernelReason)]
+    assert {(reason.kernel, reason.why) for reason in kernels} >= {("flash-cpu", "runs on CPUs only")}
+    assert pickle.loads(pickle.dumps(kernels)) == kernels  # noqa: S301
+    assert [vars(each) for each in copy.deepcopy(kernels)] == [vars(each) for each in kernels]
 
 
 def test_a_deterministic_torch_refuses_backwards_that_are_not() -> None:

@@ -11,7 +11,7 @@ from oracle import DENSE
 
 from ringattn import Profile, RingAttention, detect
 from ringattn.errors import InputError
-from ringattn.plan import Wishes
+from ringattn.plan import Origin, Wishes
 from ringattn.preference import Preference, by_preference
 from ringattn.profile import Choice, Fingerprint, PlanEntry, Policy
 from ringattn.table import ModuleShape, build_table
@@ -42,7 +42,7 @@ def test_each_end_of_the_front_can_be_asked_for(prefer: Preference | None, expec
     row = build_table(shape, (entry,), POLICY, H100, prefer=prefer).plan_at(1024, "bf16", True, 1)
     assert row.plan is not None
     assert row.plan.tunables.branches[0].forward == expected
-    assert row.origin == "profile"
+    assert row.origin == Origin("profile")
 
 
 def test_a_preferred_plan_that_cannot_run_gives_way_to_the_next_best() -> None:

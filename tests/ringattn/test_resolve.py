@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from ringattn.hardware import HardwareFacts
 from ringattn.profile import Fingerprint, Policy, Profile
 from ringattn.profile_io import save_profile
 from ringattn.profile_paths import Located, Origin, collect, search_paths, shipped_folder, user_folder
-from ringattn.resolve import arch_range, built_in_heuristic, resolve
+from ringattn.resolve import Looked, arch_range, built_in_heuristic, resolve
 from ringattn.workload import INPUT_DTYPES
 
 SAME = tuple((name, name) for name in INPUT_DTYPES)
@@ -167,6 +168,16 @@ def test_the_order_of_different_tiers_does_not_matter(order: list[int]) -> None:
     resolution = resolve(located, H100)
     assert resolution.path == "exact"
     assert len(resolution.trace) == 6  # every file, and the heuristic
+
+
+def test_a_line_of_the_trace_knows_its_profile_also_when_it_was_pickled() -> None:
+    trace = resolve(
+        [Located("mine.yaml", measured(H100), "argument"), Located("other.yaml", measured(H100), "user")], H100
+    ).trace
+    again = pickle.loads(pickle.dumps(trace))  # noqa: S301
+    assert again == trace
+    looked = [(line.path, line.origin) for line in again if isinstance(line, Looked)]
+    assert looked[:2] == [("mine.yaml", "argument"), ("other.yaml", "user")]
 
 
 def test_every_file_is_in_the_trace_with_a_reason() -> None:

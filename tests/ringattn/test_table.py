@@ -18,7 +18,7 @@ from oracle import DENSE, Case, cpu, pattern_of
 from ringattn import Profile, RingAttention, setup
 from ringattn.errors import InputError, PlanError, ProfileError
 from ringattn.hardware import HardwareFacts
-from ringattn.plan import NO_WISHES, Conditions, Wishes
+from ringattn.plan import NO_WISHES, Conditions, Origin, Wishes
 from ringattn.profile import Choice, Fingerprint, PlanEntry, Policy
 from ringattn.profile_io import save_profile
 from ringattn.table import ModuleShape, PlanTable, Row, as_wished, build_table, fitted, probe_options
@@ -81,7 +81,7 @@ def test_each_row_is_of_a_bucket_a_dtype_and_a_mode() -> None:
     assert kernels_of(at(made, 1100)) == ("cudnn", "cudnn")
     assert kernels_of(at(made, 3000)) == ("flash", "flash")
     for row in (at(made, 400), at(made, 9000), at(made, 1024, "fp16"), at(made, 1024, train=False)):
-        assert (row.origin, kernels_of(row)[0]) == ("heuristic", "efficient")
+        assert (row.origin.source, kernels_of(row)[0]) == ("heuristic", "efficient")
     assert made.row(1100, "bf16", True).bucket == 1024
     assert made.row(9000, "bf16", True).bucket is None
     assert len(made.rows) == 4 * 2 + 2  # four dtypes, two modes, and the two measured ones
@@ -99,12 +99,12 @@ def test_the_plan_of_a_row_is_for_the_length_that_was_asked() -> None:
 def test_where_the_winner_cannot_run_the_next_does_and_then_the_heuristic() -> None:
     gone = choice("flash-attn-2")
     row = at(table(entry(1024, gone, choice("flash"), choice("cudnn"))), 1024)
-    assert (row.origin, kernels_of(row)) == ("profile", ("flash", "flash"))
+    assert (row.origin.source, kernels_of(row)) == ("profile", ("flash", "flash"))
     assert "the package flash_attn is not installed" in row.note
     row = at(table(entry(1024, gone, gone, front=(choice("cudnn"),))), 1024)
     assert kernels_of(row) == ("cudnn", "cudnn")
     row = at(table(entry(1024, gone)), 1024)
-    assert (row.origin, kernels_of(row)) == ("heuristic", ("efficient", "math"))
+    assert (row.origin.source, kernels_of(row)) == ("heuristic", ("efficient", "math"))
     assert "flash_attn" in row.note
 
 
@@ -112,7 +112,7 @@ def test_a_plan_is_checked_for_the_actual_shape() -> None:
     made = build_table(replace(SHAPE, causal=False), (entry(4096, choice("cudnn")),), POLICY, H100)
     assert kernels_of(at(made, 4096)) == ("cudnn", "cudnn")
     row = at(made, 4160)  # 64 beyond a multiple of 128: cudnn's dq can be NaN
-    assert row.origin == "heuristic"
+    assert row.origin.source == "heuristic"
     assert "dq can be NaN" in row.note
 
 
@@ -183,20 +183,24 @@ def test_only_auto_computes_in_less_than_the_inputs() -> None:
         for arguments in ({}, {"auto_dtype": True}, {"wishes": Wishes(dtype="bf16")})
     )
     assert [row.plan.tunables.dtype for row in (plain, auto, narrow) if row.plan] == ["fp32", "bf16", "bf16"]
-    assert (plain.origin, auto.origin, narrow.origin) == ("profile", "profile", "profile + user")
+    assert [each.origin for each in (plain, auto, narrow)] == [
+        Origin("profile"),
+        Origin("profile"),
+        Origin("profile", user=True),
+    ]
     assert kernels_of(auto) == ("cudnn", "cudnn")
 
 
 def test_an_explicit_dtype_takes_what_was_measured_in_it() -> None:
     measured = entry(1024, choice("efficient", dtype="fp32"), choice("flash", dtype="bf16"), dtype="bf16")
     made = table(measured, wishes=Wishes(dtype="bf16"))
-    assert (at(made, 1024).origin, kernels_of(at(made, 1024))) == ("profile + user", ("flash", "flash"))
+    assert (at(made, 1024).origin, kernels_of(at(made, 1024))) == (Origin("profile", user=True), ("flash", "flash"))
     assert kernels_of(at(table(measured), 1024)) == ("efficient", "efficient")  # wider than the inputs is free to win
 
 
 def test_auto_without_a_measured_narrower_plan_is_the_plain_choice() -> None:
     assert kernels_of(at(table(entry(1024, choice("flash")), auto_dtype=True), 1024)) == ("flash", "flash")
-    assert at(table(auto_dtype=True), 1024, "fp32").origin == "heuristic"
+    assert at(table(auto_dtype=True), 1024, "fp32").origin.source == "heuristic"
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "fp64"])
@@ -355,7 +359,7 @@ def test_a_plan_says_where_it_is_from_and_whether_it_was_measured() -> None:
     )
     for length, origin in ((64, "profile"), (256, "profile, not measured"), (4096, "heuristic")):
         plan = module.plan_for(length, "fp32", False)
-        assert plan.origin == origin
+        assert str(plan.origin) == origin
         assert str(plan).endswith(f"  ({origin})")
     for printed in (str(module.plan), module.explain()):
         assert "S~64  fp32  infer  math fp32  (profile)\n" in printed

@@ -26,6 +26,8 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, program: Program | RingProgram) -> tuple[Tensor, Tensor]:
+        if not isinstance(program, Program):
+            program = program.of_this_call()  # ranks tell the backward of this call from those of others
         out, lse, saved = MODES[program.checkpoint].forward(program, q, k, v)
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)  # a grad of lse never exists: no zeros are made for it at each call

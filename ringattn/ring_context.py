@@ -124,7 +124,7 @@ class RingContext:
 
     def program(self, plan: Plan, scale: float) -> RingProgram:
         parts, batch = self.parts(plan.workload.total), plan.workload.batch
-        return RingProgram(plan, scale, self.comm, parts, batch, self.watch, self.module)
+        return RingProgram(plan, scale, self.comm, parts, batch, self.watch, self.module, lambda: self._calls)
 
     def unshard(self, x: Tensor, total_length: int | None, dim: int) -> Tensor:
         """Every rank's rows in order. Ranks compare what they hold first: messages of unequal sizes end a process."""

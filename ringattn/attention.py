@@ -22,7 +22,7 @@ from . import compiled
 from .autograd import Runner, differentiable
 from .errors import InputError, PlanError
 from .hardware import HardwareFacts
-from .layout import Share, Span, check_dim, check_total, positions, resolve_layout, shard
+from .layout import Share, Span, check_dim, check_own, check_total, positions, resolve_layout, shard
 from .plan import Conditions, Plan
 from .preference import Preference, check_preference
 from .profile import PlanEntry, Profile
@@ -397,8 +397,9 @@ class RingAttention(nn.Module):
         """Whether gradients are wanted, and the dtype of autocast; raises for what has neither, nor strides."""
         if self.dropout and self.training:
             raise self._dropout_refusal()
-        if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
-            self._check(q, k, v)
+        if not (type(q) is type(k) is type(v) is Tensor):  # the runners of shapes know no types
+            for name, x in (("q", q), ("k", k), ("v", v)):
+                _check_type(name, x)
         if not (q.layout is k.layout is v.layout is torch.strided) or q.is_nested or k.is_nested or v.is_nested:
             self._check(q, k, v)  # such tensors have no strides, which are read before a new shape is checked
         train = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
@@ -409,8 +410,7 @@ class RingAttention(nn.Module):
         """(B, S) of well-formed inputs; InputError names what does not fit."""
         s = self.shape
         for name, x, heads in (("q", q, s.heads), ("k", k, s.kv_heads), ("v", v, s.kv_heads)):
-            if not isinstance(x, Tensor):
-                raise InputError(f"{name} is a {type(x).__name__}; it must be a tensor")
+            _check_type(name, x)
             if x.is_nested:
                 raise InputError(f"{name} is a nested tensor; pad it to one length, or call once for each sequence")
             if x.layout is not torch.strided:
@@ -457,6 +457,12 @@ class RingAttention(nn.Module):
             self._setup.dropout_reasons(),
             "Set dropout=0.0, or call eval() for inference",
         )
+
+
+def _check_type(name: str, x: object) -> None:
+    if not isinstance(x, Tensor):
+        raise InputError(f"{name} is a {type(x).__name__}; it must be a tensor")
+    check_own(name, x)
 
 
 def _check_dtype(name: str, x: Tensor) -> None:

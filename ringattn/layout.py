@@ -122,8 +122,16 @@ def check_total(total_length: object) -> None:
         raise InputError(f"total_length is {total_length!r}; it must be an integer >= 1")
 
 
+def check_own(name: str, x: object) -> None:
+    """InputError where ``x`` is a DTensor: it stands for the rows of all ranks, whose messages are not ours."""
+    # Asked of the type, as torch.compile does not see it on x; importing the class would take every program 1 s.
+    if hasattr(type(x), "to_local"):
+        raise InputError(f"{name} is a DTensor; pass the local tensor, {name}.to_local()")
+
+
 def check_dim(x: Tensor, dim: int) -> None:
-    """InputError where ``x`` is no dense tensor with such a dimension."""
+    """InputError where ``x`` is no dense tensor of this rank with such a dimension."""
+    check_own("x", x)
     if not isinstance(x, Tensor) or x.layout is not torch.strided:
         raise InputError(f"x is {f'a {x.layout} tensor' if isinstance(x, Tensor) else repr(x)}; give a dense tensor")
     if not -x.ndim <= dim < x.ndim:

@@ -79,7 +79,12 @@ def _tunables(**fields: Any) -> Tunables:
         ({"schedule": "all-gather", "head_groups": 1}, _workload(), "head_groups 1 is what 0 means"),
         ({"checkpoint": "none"}, _workload(), "checkpoint none: ring keeps nothing that it receives"),
         ({"grad_wire": "compute"}, _workload(), "grad_wire compute: bf16 is no wider than the inputs"),
-        ({}, replace(_workload(), seq_len=1), "zigzag layout over 4 ranks needs 8"),
+        ({}, replace(_workload(), seq_len=1), "zigzag layout over 4 ranks would leave a rank nothing of 4 positions"),
+        (
+            {"layout": "contiguous"},
+            replace(_workload(), seq_len=3, total_length=9),
+            "contiguous layout over 4 ranks would leave a rank nothing of 9 positions; use 8 or 10 positions",
+        ),
         ({}, _workload(world=1), "schedule ring is for a sequence over several ranks"),
     ],
     ids=lambda value: str(value)[:40],

@@ -73,7 +73,8 @@ def _saved_over_ranks(ctx: Any, dout: Tensor, program: RingProgram, mode: Mode) 
     def messages() -> None:
         with torch.no_grad(), torch.autocast(dout.device.type, enabled=False):
             saved = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like]
-            mode.backward(program, torch.zeros(dout.shape, dtype=dout.dtype, device=dout.device), saved, ctx.elsewhere, ctx.needs_input_grad[:3])
+            blank = torch.zeros(dout.shape, dtype=dout.dtype, device=dout.device)
+            mode.backward(program, blank, saved, ctx.elsewhere, ctx.needs_input_grad[:3])
 
     try:
         return _saved_for_once(ctx, dout)

@@ -43,7 +43,7 @@ def lse_of_all(lane: Lane, lse: Tensor) -> Tensor:
 
     out needs no such turn: (N, M, H, D) is (B, S, H, D) in memory.
     """
-    return lse.unflatten(0, (-1, lane.segments)).transpose(1, 2).flatten(2)
+    return torch.unflatten(lse, 0, (-1, lane.segments)).transpose(1, 2).flatten(2)
 
 
 def set_rows(lane: Lane, group: int, out_BSHD: Tensor, lse_BHS: Tensor, out: Tensor, lse: Tensor) -> None:

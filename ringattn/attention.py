@@ -23,7 +23,7 @@ from .arguments import input_dtype, integer, is_integer
 from .autograd import Runner, differentiable
 from .errors import InputError, PlanError
 from .hardware import HardwareFacts
-from .layout import Share, Span, check_dim, positions, resolve_layout, shard
+from .layout import Share, Span, check_dim, check_own, positions, resolve_layout, shard
 from .plan import Conditions, Plan
 from .preference import Preference, check_preference
 from .profile import PlanEntry, Profile
@@ -423,8 +423,9 @@ class RingAttention(nn.Module):
             if torch.compiler.is_dynamo_compiling():  # which cannot trace how a PlanError is made, and shows that
                 raise InputError(f"dropout is {self.dropout} in training mode; set dropout=0.0, or call eval()")
             raise self._dropout_refusal()
-        if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
-            self._check(q, k, v)
+        if not (type(q) is type(k) is type(v) is Tensor):  # the runners of shapes know no types
+            for name, x in (("q", q), ("k", k), ("v", v)):
+                _check_type(name, x)
         if not (q.layout is k.layout is v.layout is torch.strided) or q.is_nested or k.is_nested or v.is_nested:
             self._check(q, k, v)  # such tensors have no strides, which are read before a new shape is checked
         train = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
@@ -437,8 +438,7 @@ class RingAttention(nn.Module):
         if torch._C._is_tracing():
             raise InputError("torch.jit.trace records one shape and plan; use torch.export, or torch.compile")
         for name, x, heads in (("q", q, s.heads), ("k", k, s.kv_heads), ("v", v, s.kv_heads)):
-            if not isinstance(x, Tensor):
-                raise InputError(f"{name} is a {type(x).__name__}; it must be a tensor")
+            _check_type(name, x)
             if x.is_nested:
                 raise InputError(
                     f"{name} is a nested tensor; call once for each sequence, or for batches of sequences of one length"
@@ -487,6 +487,12 @@ class RingAttention(nn.Module):
             self._setup.dropout_reasons(),
             "Set dropout=0.0, or call eval() for inference",
         )
+
+
+def _check_type(name: str, x: object) -> None:
+    if not isinstance(x, Tensor):
+        raise InputError(f"{name} is a {type(x).__name__}; it must be a tensor")
+    check_own(name, x)
 
 
 def _check_dtype(name: str, x: Tensor) -> None:

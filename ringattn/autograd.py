@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .checkpoint import MODES, Mode
 from .errors import RingAttentionError
+from .layout import check_own
 from .program import Program
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, program: Program | RingProgram) -> tuple[Tensor, Tensor]:
+        if not isinstance(program, Program):
+            program = program.of_this_call()  # ranks tell the backward of this call from those of others
         out, lse, saved = MODES[program.checkpoint].forward(program, q, k, v)
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)  # a grad of lse never exists: no zeros are made for it at each call
@@ -40,7 +43,10 @@ class _Attend(torch.autograd.Function):
         if dout is None:
             return None, None, None, None
         program, mode = ctx.program, MODES[ctx.program.checkpoint]
-        saved = _saved_for_once(ctx) if isinstance(program, Program) else _saved_over_ranks(ctx, dout, program, mode)
+        if isinstance(program, Program):
+            saved = _saved_for_once(ctx, dout)
+        else:
+            saved = _saved_over_ranks(ctx, dout, program, mode)
         wanted = ctx.needs_input_grad[:3]
         if torch.is_autocast_enabled(dout.device.type):
             with torch.autocast(dout.device.type, enabled=False):
@@ -50,11 +56,13 @@ class _Attend(torch.autograd.Function):
         return *grads, None
 
 
-def _saved_for_once(ctx: Any) -> Sequence[Tensor]:
+def _saved_for_once(ctx: Any, dout: Tensor) -> Sequence[Tensor]:
     if torch.is_grad_enabled():  # only under create_graph=True
         raise RingAttentionError(
             "double backward (create_graph=True) is not supported: the kernels have no second derivative"
         )
+    if type(dout) is not Tensor:
+        check_own("dout", dout)
     saved: tuple[Tensor, ...] = ctx.saved_tensors
     return saved
 
@@ -65,10 +73,11 @@ def _saved_over_ranks(ctx: Any, dout: Tensor, program: RingProgram, mode: Mode) 
     def messages() -> None:
         with torch.no_grad(), torch.autocast(dout.device.type, enabled=False):
             saved = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like]
-            mode.backward(program, torch.zeros_like(dout), saved, ctx.elsewhere, ctx.needs_input_grad[:3])
+            blank = torch.zeros(dout.shape, dtype=dout.dtype, device=dout.device)
+            mode.backward(program, blank, saved, ctx.elsewhere, ctx.needs_input_grad[:3])
 
     try:
-        return _saved_for_once(ctx)
+        return _saved_for_once(ctx, dout)
     except Exception as error:
         program.sit_out(error, messages)
         raise

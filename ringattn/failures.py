@@ -9,6 +9,7 @@ from typing import NamedTuple
 from .errors import RingAttentionError
 
 _KNOWN = "_ringattn_known"
+_MOST_CALLS = 2**40  # of a module: a ticket of a million modules then fits in 63 bits
 
 Call = tuple[int, int]  # a module, and which of its calls
 
@@ -53,11 +54,13 @@ def is_known(error: BaseException) -> bool:
     return _KNOWN in vars(error)
 
 
-def ticket_of(module: int, *, backward: bool) -> int:
-    """A number for the forwards, or the backwards, of a module."""
-    return 2 * module + backward
+def ticket_of(module: int, call: int, *, backward: bool) -> int:
+    """A number for one forward of a module, or for the backward that belongs to it. ``call`` counts its forwards."""
+    return 2 * (module * _MOST_CALLS + call) + backward
 
 
 def ticket_text(ticket: int) -> str:
-    module, backward = divmod(ticket, 2)
-    return f"the {'backward' if backward else 'forward'} of the module that was built as number {module} on its group"
+    forward, backward = divmod(ticket, 2)
+    module, call = divmod(forward, _MOST_CALLS)
+    direction = "backward" if backward else "forward"
+    return f"the {direction} of call {call} of the module that was built as number {module} on its group"

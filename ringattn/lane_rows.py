@@ -38,6 +38,14 @@ def gather_lse(lse_BHS: Tensor, lane: Lane, group: int) -> Tensor:
     return rows
 
 
+def lse_of_all(lane: Lane, lse: Tensor) -> Tensor:
+    """The LSE (B, H, S) of a lane that is all heads of all positions: its segments lie behind its batch, not its heads.
+
+    out needs no such turn: (N, M, H, D) is (B, S, H, D) in memory.
+    """
+    return torch.unflatten(lse, 0, (-1, lane.segments)).transpose(1, 2).flatten(2)
+
+
 def set_rows(lane: Lane, group: int, out_BSHD: Tensor, lse_BHS: Tensor, out: Tensor, lse: Tensor) -> None:
     """Writes a lane's result where no other lane writes."""
     for there, here in _pairs(out_BSHD, out, lane, group):

@@ -60,22 +60,34 @@ def resolve_layout(
 
 def shares(layout: str, total: int, world: int) -> tuple[Share, ...]:
     """What each rank holds of ``total`` positions; InputError where a rank would hold nothing."""
-    spans: list[Share]
+    if reason := no_share_reason(layout, total, world):
+        raise InputError(f"total_length is {total}: {reason}")
     if layout == "contiguous":
         step = -(-total // world)
-        least = step * (world - 1) + 1
-        spans = [(Span(min(i * step, total), min((i + 1) * step, total)),) for i in range(world)]
-    else:
-        edges = [i * total // (2 * world) for i in range(2 * world + 1)]
-        chunks = [Span(*ends) for ends in itertools.pairwise(edges)]
-        least = 2 * world
-        spans = [joined((chunks[i], chunks[2 * world - 1 - i])) for i in range(world)]
-    if total < least:
-        raise InputError(
-            f"total_length is {total}; over {world} ranks in {layout} layout a rank would hold nothing, "
-            "use a longer sequence or fewer ranks"
-        )
-    return tuple(spans)
+        return tuple((Span(i * step, min((i + 1) * step, total)),) for i in range(world))
+    edges = [i * total // (2 * world) for i in range(2 * world + 1)]
+    chunks = [Span(*ends) for ends in itertools.pairwise(edges)]
+    return tuple(joined((chunks[i], chunks[2 * world - 1 - i])) for i in range(world))
+
+
+def no_share_reason(layout: str, total: int, world: int) -> str:
+    """Why a rank would hold nothing of ``total`` positions, and what would do instead; empty where each holds some."""
+    least = _least(layout, total, world)
+    if total >= least:
+        return ""
+    # Contiguous stretches of one position less fill up before the last rank is reached with these.
+    below = (-(-total // world) - 1) * world if layout == "contiguous" else 0
+    lengths = f"{below} or {least} positions" if below else plural(least, "position")
+    others = [f"layout={other!r}, which holds {total}" for other in LAYOUTS if _least(other, total, world) <= total]
+    return (
+        f"{layout} layout over {world} ranks would leave a rank nothing of {plural(total, 'position')}; "
+        f"use {', '.join([lengths, *others])}, or fewer ranks"
+    )
+
+
+def _least(layout: str, total: int, world: int) -> int:
+    """The fewest positions, of those cut as ``total`` are, of which every rank holds some."""
+    return 2 * world if layout == "zigzag" else -(-total // world) * (world - 1) + 1
 
 
 def joined(spans: Sequence[Span]) -> Share:
@@ -116,8 +128,16 @@ def positions(share: Share, device: torch.device | str | None = None) -> Tensor:
     return torch.cat([torch.arange(span.begin, span.end, device=device) for span in share])
 
 
+def check_own(name: str, x: object) -> None:
+    """InputError where ``x`` is a DTensor: it stands for the rows of all ranks, whose messages are not ours."""
+    # Asked of the type, as torch.compile does not see it on x; importing the class would take every program 1 s.
+    if hasattr(type(x), "to_local"):
+        raise InputError(f"{name} is a DTensor; pass the local tensor, {name}.to_local()")
+
+
 def check_dim(x: Tensor, dim: int) -> None:
-    """InputError where ``x`` is no dense tensor with such a dimension."""
+    """InputError where ``x`` is no dense tensor of this rank with such a dimension."""
+    check_own("x", x)
     if not isinstance(x, Tensor) or x.layout is not torch.strided:
         raise InputError(f"x is {f'a {x.layout} tensor' if isinstance(x, Tensor) else repr(x)}; give a dense tensor")
     if not -x.ndim <= dim < x.ndim:

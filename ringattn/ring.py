@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .comm import NOTHING, Comm, CommError, Pending
 from .failsafe import DrainedError, Failsafe
-from .lane_rows import add_rows, gather_lse, gather_rows, merge_rows, set_rows
+from .lane_rows import add_rows, gather_lse, gather_rows, lse_of_all, merge_rows, set_rows
 from .merge import accumulator_dtype
 from .program import BackwardRows, Triple
 from .ring_lanes import BackwardLane, Batch, ForwardLane, RingSetting, RunningLane, own_copy
@@ -113,7 +113,7 @@ class Ring:
         if not lanes and local is not None:
             return local
         if setting.whole and len(lanes) == 1:
-            return lanes[0].out.to(setting.dtype).reshape(q.shape), lanes[0].lse.reshape(batch, heads, length)
+            return lanes[0].out.to(setting.dtype).reshape(q.shape), lse_of_all(lanes[0].lane, lanes[0].lse)
         if setting.whole:
             out = torch.empty(q.shape, dtype=setting.dtype, device=q.device)
             lse = torch.empty(batch, heads, length, dtype=wide, device=q.device)

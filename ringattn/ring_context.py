@@ -127,7 +127,9 @@ class RingContext:
 
     def program(self, plan: Plan, scale: float) -> RingProgram:
         parts, batch = self.parts(plan.workload.total), plan.workload.batch
-        return RingProgram(plan, scale, self.comm, parts, batch, self.watch, self.module, self._blocks)
+        return RingProgram(
+            plan, scale, self.comm, parts, batch, self.watch, self.module, lambda: self._calls, self._blocks
+        )
 
     def _blocks(self) -> BlockPool:
         from .peer_memory import blocks_of  # CUDA's libraries: only where a plan asks for them

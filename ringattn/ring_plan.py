@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from .hardware import HardwareFacts
-from .layout import Share, grouped, resolve_layout, shares
+from .layout import Share, grouped, no_share_reason, resolve_layout, shares
 from .ring_schedules import HeadRange, ring_geometry, stays, ulysses_degree
 from .wording import plural
 from .workload import COMPUTE_DTYPES, Pattern, Tunables, Workload
@@ -69,11 +69,8 @@ def ring_reasons(workload: Workload, tunables: Tunables, layout: str) -> list[st
         return [f"has no layout, and world is {workload.world}; use contiguous or zigzag"]
     if layout and tunables.layout != layout:
         return [f"layout {tunables.layout}, but this module's sequences lie in {layout} layout"]
-    least = 2 * workload.world if tunables.layout == "zigzag" else workload.world
-    if workload.total < least:
-        return [
-            f"{plural(workload.total, 'position')}; {tunables.layout} layout over {workload.world} ranks needs {least}"
-        ]
+    if reason := no_share_reason(tunables.layout, workload.total, workload.world):
+        return [reason]
     reasons = _degree_reasons(workload, tunables)
     if reasons:
         return reasons

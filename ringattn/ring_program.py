@@ -8,6 +8,7 @@ Legend: B batch, S local length, T length of the rows of an exchange, H query he
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -45,7 +46,10 @@ class Watch(Protocol):
     def report(self, error: BaseException) -> None:
         """This rank failed: the others are to know."""
 
-    def settle(self, comm: Comm, ticket: int, *, well: bool) -> None:
+    def meet_in(self, comm: Comm, ticket: int) -> None:
+        """Before the rows of a call travel: raises if ranks are not all in the one that ``ticket`` stands for."""
+
+    def settle(self, comm: Comm, *, well: bool) -> None:
         """The call ends, ``well`` or not, with every message exchanged; raises if another rank failed in it."""
 
     def sit_out(self, error: Exception, messages: Callable[[], object]) -> None:
@@ -67,14 +71,17 @@ class RingProgram:
         batch: int,
         watch: Watch,
         module: int = 0,
+        calls: Callable[[], int] = lambda: 0,
         pool: Callable[[], BlockPool] | None = None,
     ) -> None:
-        """``module`` is its number among those of the group, ``pool`` gives the blocks of a symmetric exchange."""
+        """``module`` is its number among those of the group, ``calls`` how many calls of it were begun, ``pool`` gives
+        the blocks of a symmetric exchange.
+        """
         tunables, workload = plan.tunables, plan.workload
         self.plan, self.checkpoint = plan, tunables.checkpoint
         self.dtype = TORCH_DTYPES[tunables.dtype]
         self.differentiable: Differentiable = not_differentiable
-        self._watch, self._comm, self._module = watch, comm, module
+        self._watch, self._comm, self._module, self._calls = watch, comm, module, calls
         degree = ulysses_degree(tunables, comm.size)
         ring_place, place = divmod(comm.rank, degree)
         members = tuple(range(ring_place * degree, (ring_place + 1) * degree))
@@ -121,13 +128,19 @@ class RingProgram:
             )
             self._rings.append(Ring(setting, geometry))
 
+    def of_this_call(self) -> RingProgram:
+        """The program for the forward that begins now, and for the backward that belongs to it, whenever that runs."""
+        program, call = copy.copy(self), self._calls()
+        program._calls = lambda: call
+        return program
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kept: Kept | None = None) -> tuple[Tensor, Tensor]:
         """out (B, S, H, D) in the input dtype and lse (B, H, S) of this rank's rows.
 
         ``kept``, if given, receives what Ulysses brought here, so that the backward need not bring it again.
         """
         forward = self._spread_forward if self._spreads else self._ring_forward
-        out, lse = self._watched(lambda: forward(q, k, v, kept), ticket_of(self._module, backward=False))
+        out, lse = self._watched(lambda: forward(q, k, v, kept), self._ticket(backward=False))
         return out.to(q.dtype), lse
 
     def gradients(
@@ -146,7 +159,7 @@ class RingProgram:
         All three are computed and travel whatever is wanted: what one rank has frozen another may have not.
         """
         dout, out, lse = dout.contiguous(), out.contiguous(), lse.contiguous()
-        ticket = ticket_of(self._module, backward=True)
+        ticket = self._ticket(backward=True)
         if self._spreads:
             grads = self._watched(lambda: self._spread_backward(dout, q, k, v, out, lse, kept), ticket)
         else:
@@ -162,15 +175,19 @@ class RingProgram:
         """What this rank does instead of a call whose ``messages`` the others are in; ``error`` is told to them."""
         self._watch.sit_out(error, messages)
 
+    def _ticket(self, *, backward: bool) -> int:
+        return ticket_of(self._module, self._calls(), backward=backward)
+
     def _watched(self, call: Callable[[], Result], ticket: int) -> Result:
         """The call, with what goes wrong here told to the others, and what went wrong there raised here."""
         try:
+            self._watch.meet_in(self._comm, ticket)
             try:
                 result = call()
             except DrainedError as drained:
-                self._watch.settle(self._comm, ticket, well=False)
+                self._watch.settle(self._comm, well=False)
                 raise drained.error from None
-            self._watch.settle(self._comm, ticket, well=True)
+            self._watch.settle(self._comm, well=True)
             return result
         except CommError as error:
             raise self._watch.lost(error) from error

@@ -99,25 +99,33 @@ class Watch:
         reason = f"failed: {type(error).__name__}: {text[0] if text else 'no message'}"
         self._write(self._store, Failure(self._global[self.rank], self.rank, reason, self._moment, missed))
 
-    def settle(self, comm: Comm, ticket: int, *, well: bool) -> None:
+    def meet_in(self, comm: Comm, ticket: int) -> None:
+        """Compares the call that ranks are in before its rows travel: InputError on all where ``ticket`` differs.
+
+        On CPUs alone, where that takes 0.1 ms (2 ranks) to 0.3 ms (4 ranks). Rows of another call would be taken for
+        those of this one, or end the process where their sizes differ.
+        """
+        if self._synchronous:
+            _, tickets = comm.vote(True, ticket)
+            if any(other != ticket for other in tickets):
+                self._end_moment(well=False)
+                raise self._out_of_order(tickets)
+
+    def settle(self, comm: Comm, *, well: bool) -> None:
         """Ends a call in which every message was exchanged; raises PeerError if another rank failed in it.
 
-        On CPUs ranks vote, so that all leave the same call, which ``ticket`` stands for: InputError where it was not
-        the same on all. On GPUs, where a call returns before it has run, what counts is what the thread has heard so
-        far.
+        On CPUs ranks vote, so that all leave the same call. On GPUs, where a call returns before it has run, what
+        counts is what the thread has heard so far.
         """
         self._end_moment(well=well and not self._sits_out)
         if self._broken is not None:  # by the thread, while this call was under way
             raise PeerError(f"{self._broken}; the process group is aborted, start it anew")
         if self._sits_out:
             if self._synchronous:
-                comm.vote(False, ticket)
+                comm.vote(False, 0)
             raise SatOutError
         if self._synchronous:
-            all_well, tickets = comm.vote(well, ticket)
-            if well and any(other != ticket for other in tickets):
-                self._failed_at = self._moment - 1
-                raise self._out_of_order(tickets)
+            all_well, _ = comm.vote(well, 0)
             if all_well or not well:
                 return
         elif self._heard is None or not well:
@@ -132,8 +140,8 @@ class Watch:
         other = next(rank for rank, ticket in enumerate(tickets) if ticket != tickets[self.rank])
         here, there = (f"rank {self._global[rank]} was in {ticket_text(tickets[rank])}" for rank in (self.rank, other))
         error = InputError(
-            f"{here} and {there} at once, so that each took the other's rows; call modules, and go back through "
-            "them, in the same order on every rank"
+            f"{here} and {there} at once; call modules, and go back through their calls, in the same order on every "
+            "rank"
         )
         mark_known(error)  # every rank sees it for itself
         return error

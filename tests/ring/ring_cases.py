@@ -7,7 +7,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from oracle import NAMES, Case, Results, assert_equal_to, cpu, exact, found, lists_of
+from oracle import (
+    DENSE,
+    NAMES,
+    UNIT_ROUNDOFF,
+    Case,
+    Results,
+    absolute_norms,
+    assert_equal_to,
+    assert_lse_within_rule,
+    cpu,
+    exact,
+    found,
+    laid_out,
+    lists_of,
+)
 from torch import Tensor
 
 from ringattn import Profile, RingAttention
@@ -67,15 +81,47 @@ class RingCase:
         )  # fmt: skip
 
 
+def run_here(ring: RingCase, module: RingAttention, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Results:
+    """This rank's rows of the results of the ring module."""
+    leaves = [laid_out(module.shard(x.detach()), ring.case.layout).requires_grad_() for x in (q, k, v)]
+    out, lse = module(*leaves, return_lse=True, total_length=ring.case.length if ring.ragged else None)
+    grads = torch.autograd.grad(out, leaves, module.shard(dout).contiguous())
+    batch, length, heads, _ = out.shape
+    assert lse.shape == (batch, heads, length)
+    return Results(out.detach(), lse, *grads)
+
+
 def run_ring(ring: RingCase, module: RingAttention, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Results:
     """The whole results of the ring module, from every rank's share."""
     total = ring.case.length
-    leaves = [module.shard(x.detach()).clone().requires_grad_() for x in (q, k, v)]
-    out, lse = module(*leaves, return_lse=True, total_length=total if ring.ragged else None)
-    assert out.shape == leaves[0].shape
-    grads = torch.autograd.grad(out, leaves, module.shard(dout).contiguous())
-    whole = [module.unshard(x.detach(), total) for x in (out, *grads)]
-    return Results(whole[0], module.unshard(lse, total, dim=2), *whole[1:])
+    out, lse, *grads = run_here(ring, module, q, k, v, dout)
+    return Results(
+        module.unshard(out, total), module.unshard(lse, total, dim=2), *(module.unshard(x, total) for x in grads)
+    )
+
+
+def assert_keeps_the_rule(
+    ring: RingCase, results: Results, inputs: tuple[Tensor, ...], compute: torch.dtype, kernel: str
+) -> None:
+    """The whole results pass the rule of accuracy (see ``oracle``) against one dense call of the kernel on one rank.
+
+    ``inputs`` are q, k, v and dout.
+    """
+    case, dtype = ring.case, inputs[0].dtype
+    expected = exact(case, *inputs)
+    dense = replace(case, pattern=DENSE)
+    dense_results = found(dense.module(backend=(kernel, kernel), dtype=compute), *inputs)
+    dense_expected = exact(dense, *inputs)
+    norms = absolute_norms(case, *inputs)
+    for name in ("out", "dq", "dk", "dv"):
+        x, x64 = getattr(results, name), getattr(expected, name)
+        assert x.dtype is dtype, name
+        error = (x.double() - x64).norm().item()
+        dense_error = (getattr(dense_results, name).double() - getattr(dense_expected, name)).norm().item()
+        bound = max(1.5 * dense_error, 4 * UNIT_ROUNDOFF[dtype] * norms[name])
+        assert error <= bound, f"{ring} {name}: error {error:.3e}, allowed {bound:.3e} (dense call {dense_error:.3e})"
+    lse_error = (dense_results.lse.double() - dense_expected.lse).abs().max().item()
+    assert_lse_within_rule(results.lse, expected.lse, lse_error, dtype)
 
 
 def check_exact(rings: list[RingCase]) -> int:

@@ -4,37 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
-from oracle import DENSE, UNIT_ROUNDOFF, Case, absolute_norms, assert_lse_within_rule, exact, found, pattern_of
+from oracle import Case, exact, found, pattern_of
 from pool import Pool
-from ring_cases import RingCase, run_ring
+from ring_cases import RingCase, assert_keeps_the_rule, run_ring
 
 DENSE_CASE = Case(96, 8, 4, 16, causal=True)
 DILATED_CASE = Case(96, 4, 4, 16, pattern=pattern_of([12, 96, 96], [1, 2, 5]), causal=True)
 
 
 def _keeps_the_rule(ring: RingCase, dtype: torch.dtype, compute: str, kernel: str) -> None:
-    case = ring.case
-    q, k, v = case.inputs(dtype)
-    dout = case.dout(dtype)
+    q, k, v = ring.case.inputs(dtype)
+    dout = ring.case.dout(dtype)
     results = run_ring(ring, ring.module(dtype, compute, (kernel, kernel)), q, k, v, dout)
-    expected = exact(case, q, k, v, dout)
-    dense = replace(case, pattern=DENSE)
-    module = dense.module(backend=(kernel, kernel), dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[compute])
-    dense_results, dense_expected = found(module, q, k, v, dout), exact(dense, q, k, v, dout)
-    norms = absolute_norms(case, q, k, v, dout)
-    for name in ("out", "dq", "dk", "dv"):
-        x, x64 = getattr(results, name), getattr(expected, name)
-        assert x.dtype is dtype, name
-        error = (x.double() - x64).norm().item()
-        dense_error = (getattr(dense_results, name).double() - getattr(dense_expected, name)).norm().item()
-        bound = max(1.5 * dense_error, 4 * UNIT_ROUNDOFF[dtype] * norms[name])
-        assert error <= bound, f"{ring} {name}: error {error:.3e}, allowed {bound:.3e} (dense call {dense_error:.3e})"
-    lse_error = (dense_results.lse.double() - dense_expected.lse).abs().max().item()
-    assert_lse_within_rule(results.lse, expected.lse, lse_error, dtype)
+    wide = {"fp32": torch.float32, "bf16": torch.bfloat16}[compute]
+    assert_keeps_the_rule(ring, results, (q, k, v, dout), wide, kernel)
 
 
 @pytest.mark.parametrize(

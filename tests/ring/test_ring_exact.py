@@ -45,3 +45,17 @@ def _cases(schedule: str, spread: str, pattern: str, world: int) -> list[RingCas
 def test_as_on_one_rank(world: int, schedule: str, spread: str, pattern: str, ranks: Callable[[int], Pool]) -> None:
     cases = _cases(schedule, spread, pattern, world)
     assert ranks(world).run(check_exact, cases) == [len(cases)] * world
+
+
+@pytest.mark.parametrize("schedule", ["ring", "all-gather"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize(
+    ("segment", "length", "spread"), [(4, 36, "zigzag"), (2, 14, "contiguous")], ids=["zigzag", "contiguous"]
+)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_whole_segments_beside_crossing_ones(
+    batch: int, segment: int, length: int, spread: str, causal: bool, schedule: str, ranks: Callable[[int], Pool]
+) -> None:
+    """One rank's rows are two whole segments or more, all of them one lane, while another rank's segments cross."""
+    case = Case(length, 2, 2, 4, batch, pattern_of([segment], [1]), causal)
+    assert ranks(3).run(check_exact, [RingCase(case, schedule, spread, ragged=length % 3 > 0)]) == [1] * 3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from oracle import pattern_of, patterns
 
 from ringattn import Pattern, RingAttention
 from ringattn.errors import InputError
-from ringattn.layout import assemble, grouped, length_of, positions, resolve_layout, shard, shares
+from ringattn.layout import assemble, grouped, length_of, no_share_reason, positions, resolve_layout, shard, shares
 from ringattn.pattern import head_offset_of
 from ringattn.ring_schedules import (
     HeadRange,
@@ -90,10 +92,44 @@ def test_neighbours_together_hold_a_share_of_a_smaller_world(layout: str, ring: 
     assert grouped(shares(layout, total, ring * degree), degree) == shares(layout, total, ring)
 
 
-@pytest.mark.parametrize(("layout", "total", "world"), [("contiguous", 5, 4), ("contiguous", 3, 4), ("zigzag", 7, 4)])
-def test_a_rank_without_positions_is_refused(layout: str, total: int, world: int) -> None:
-    with pytest.raises(InputError, match="would hold nothing"):
+@pytest.mark.parametrize(
+    ("layout", "total", "world", "remedy"),
+    [
+        ("contiguous", 5, 4, "use 4 or 7 positions, or fewer ranks"),
+        ("contiguous", 9, 4, "use 8 or 10 positions, layout='zigzag', which holds 9, or fewer ranks"),
+        ("contiguous", 3, 4, "use 4 positions, or fewer ranks"),
+        ("contiguous", 1, 4, "use 4 positions, or fewer ranks"),
+        ("zigzag", 7, 4, "use 8 positions, layout='contiguous', which holds 7, or fewer ranks"),
+        ("zigzag", 5, 4, "use 8 positions, or fewer ranks"),
+        ("zigzag", 1, 2, "use 4 positions, or fewer ranks"),
+    ],
+)
+def test_a_rank_without_positions_is_refused(layout: str, total: int, world: int, remedy: str) -> None:
+    with pytest.raises(InputError) as error:
         shares(layout, total, world)
+    positions = "1 position" if total == 1 else f"{total} positions"
+    start = f"total_length is {total}: {layout} layout over {world} ranks would leave a rank nothing of {positions}; "
+    assert str(error.value) == start + remedy
+
+
+def test_what_a_refusal_names_would_do() -> None:
+    """Every length and layout that it names holds, and no length between those is left out."""
+    refused = 0
+    for layout, world, total in product(("contiguous", "zigzag"), range(2, 9), range(1, 80)):
+        reason = no_share_reason(layout, total, world)
+        if not reason:
+            assert all(length_of(share) > 0 for share in shares(layout, total, world))
+            continue
+        refused += 1
+        lengths = [int(n) for n in re.findall(r"\d+", reason.partition("; use ")[2].partition(" position")[0])]
+        other = {"contiguous": "zigzag", "zigzag": "contiguous"}[layout]
+        assert (f"layout='{other}', which holds {total}" in reason) == (no_share_reason(other, total, world) == "")
+        assert total < lengths[-1]
+        assert all(no_share_reason(layout, n, world) == "" for n in lengths)
+        nearer = range(lengths[0] + 1 if len(lengths) == 2 else 1, lengths[-1])
+        assert total in nearer
+        assert all(no_share_reason(layout, n, world) for n in nearer)
+    assert refused > 50
 
 
 def test_auto_layout() -> None:

@@ -81,7 +81,12 @@ def _tunables(**fields: Any) -> Tunables:
         ({"grad_wire": "compute"}, _workload(), "grad_wire compute: bf16 is no wider than the inputs"),
         ({"exchange": "symmetric"}, _workload(), "exchange symmetric: ring exchanges no heads"),
         ({"exchange": "symmetric"}, _workload(world=1), "exchange is for a sequence over several ranks"),
-        ({}, replace(_workload(), seq_len=1), "zigzag layout over 4 ranks needs 8"),
+        ({}, replace(_workload(), seq_len=1), "zigzag layout over 4 ranks would leave a rank nothing of 4 positions"),
+        (
+            {"layout": "contiguous"},
+            replace(_workload(), seq_len=3, total_length=9),
+            "contiguous layout over 4 ranks would leave a rank nothing of 9 positions; use 8 or 10 positions",
+        ),
         ({}, _workload(world=1), "schedule ring is for a sequence over several ranks"),
     ],
     ids=lambda value: str(value)[:40],

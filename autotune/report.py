@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ringattn.errors import KernelReason
 from ringattn.workload import Tunables, Workload, describe
 
 from .terminal import format_bytes, format_factor, format_length, format_ms, plain, plural
@@ -171,8 +172,6 @@ def ruled_out(rejections: Iterable[tuple[str, str]]) -> dict[str, tuple[str, ...
 
     A reason that is no kernel's is filed under the candidate.
     """
-    from ringattn.plan import KernelReason
-
     found: dict[str, dict[str, None]] = {}
     for candidate, reason in rejections:
         name, why = (reason.kernel, reason.why) if isinstance(reason, KernelReason) else (candidate, reason)

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ringattn.errors import KernelReason
 from ringattn.wording import plural
 from ringattn.workload import Tunables, Workload, describe
 
@@ -172,8 +173,6 @@ def ruled_out(rejections: Iterable[tuple[str, str]]) -> dict[str, tuple[str, ...
 
     A reason that is no kernel's is filed under the candidate.
     """
-    from ringattn.plan import KernelReason
-
     found: dict[str, dict[str, None]] = {}
     for candidate, reason in rejections:
         name, why = (reason.kernel, reason.why) if isinstance(reason, KernelReason) else (candidate, reason)

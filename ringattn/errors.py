@@ -16,6 +16,23 @@ def one_line(text: str) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
+class KernelReason(str):
+    """A reason that is one kernel's. As text it names the kernel's place in the plan."""
+
+    branch: int
+    direction: str
+    kernel: str
+    why: str
+
+    def __new__(cls, branch: int, direction: str, kernel: str, why: str) -> KernelReason:
+        made = super().__new__(cls, f"branch {branch} {direction} {kernel}: {why}")
+        made.branch, made.direction, made.kernel, made.why = branch, direction, kernel, why
+        return made
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return self.branch, self.direction, self.kernel, self.why
+
+
 class RingAttentionError(Exception):
     """Base of every error this package raises on purpose."""
 

@@ -7,10 +7,10 @@ and the loader all ask the same ``rejection_reasons``.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from .block_kernel import KernelNeed
-from .errors import PlanError
+from .errors import KernelReason, PlanError
 from .fused_steps import FUSED_PARAMS, FUSED_STEPS, steps_not_taken
 from .hardware import HardwareFacts
 from .kernels import KERNELS
@@ -155,23 +155,6 @@ def kernel_needs(
 
 def _rejections(name: str, needs: tuple[KernelNeed, ...], facts: HardwareFacts) -> tuple[str, ...]:
     return tuple(dict.fromkeys(why for need in needs for why in kernel_reasons(name, need, facts)))
-
-
-class KernelReason(str):
-    """A reason that is one kernel's. As text it names the kernel's place in the plan."""
-
-    branch: int
-    direction: Direction
-    kernel: str
-    why: str
-
-    def __new__(cls, branch: int, direction: Direction, kernel: str, why: str) -> KernelReason:
-        made = super().__new__(cls, f"branch {branch} {direction} {kernel}: {why}")
-        made.branch, made.direction, made.kernel, made.why = branch, direction, kernel, why
-        return made
-
-    def __getnewargs__(self) -> tuple[Any, ...]:
-        return self.branch, self.direction, self.kernel, self.why
 
 
 def kernel_reasons(name: str, need: KernelNeed, facts: HardwareFacts) -> tuple[str, ...]:

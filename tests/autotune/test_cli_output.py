@@ -16,7 +16,7 @@ from report_samples import gpu_profile, heuristic_profile, plan
 from autotune.commands.probe import _how_to_use
 from autotune.outcome import TrialOutcome
 from autotune.probe import CellReport, DryCell, DryRun, ProbeObserver, ProbeRequest, ProbeResult
-from ringattn.plan import KernelReason
+from ringattn.errors import KernelReason
 from ringattn.profile_io import save_profile
 from ringattn.workload import Workload
 

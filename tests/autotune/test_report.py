@@ -33,7 +33,7 @@ from autotune.report import (
 )
 from autotune.report_html import html_report
 from autotune.report_svg import Point, Series, front_chart, interval_bar, relative_chart
-from ringattn.plan import KernelReason
+from ringattn.errors import KernelReason
 from ringattn.profile import Choice, Failure, PlanEntry, Profile
 from ringattn.workload import BranchTunables, Tunables, Workload, describe, kernels_described
 

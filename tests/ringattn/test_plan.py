@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 from machine_samples import A100, EPYC, H100, gpu
 from oracle import DENSE, Case, cases, pattern_of, tunables_for
 
-from ringattn.errors import PlanError
+from ringattn.errors import KernelReason, PlanError
 from ringattn.geometry import LayoutKey, build_geometry
 from ringattn.hardware import HardwareFacts
 from ringattn.kernels import KERNELS
 from ringattn.launches import forward_gflop, launches
 from ringattn.plan import (
     Conditions,
-    KernelReason,
     Wishes,
     build_plan,
     fuses,

@@ -10,6 +10,9 @@ from .errors import RingAttentionError
 
 _KNOWN = "_ringattn_known"
 
+# Between what ranks tell of a call and the plan that each runs it by.
+BY_THE_PLAN = ", by the plan "
+
 Call = tuple[int, int]  # a module, and which of its calls
 
 

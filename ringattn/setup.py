@@ -6,7 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from .profile_paths import FILE_VARIABLE, Located, collect
 from .program import DTYPE_NAMES
 from .resolve import Resolution, resolve
 from .table import ModuleShape, probe_options
+from .validation import join_faults
+from .validation_memory import user_memory
 from .workload import CHECKPOINTS
 
 logger = logging.getLogger("ringattn")
@@ -99,7 +101,10 @@ def set_up_for(facts: HardwareFacts, profile: Any, target: torch.device, shape: 
     resolution = resolve(located, facts, world=shape.world)
     measured = resolution.profile
     entries: tuple[PlanEntry, ...] = ()
-    trace = (*notes, *resolution.trace)
+    memory = user_memory()
+    facts = replace(facts, faults=join_faults(facts.faults, memory.faults(facts, shape.head_dim)))
+    notes = (*notes, memory.note) if memory.note else notes
+    trace = (*notes, *resolution.trace, *(f"{fault.combination}: {fault.reason}" for fault in facts.faults))
     for note in notes:
         say_once(logging.WARNING, note)
     if measured is not None:

@@ -27,9 +27,10 @@ from .plan import Conditions, Plan
 from .preference import Preference, check_preference
 from .profile import PlanEntry, Profile
 from .program import DTYPE_NAMES, Program
-from .self_check import faults_of
+from .self_check import asked_of_kernels, faults_of
 from .setup import Setup, check_module, device_of, group_size, say_once, set_up, wishes_of
 from .table import ModuleShape, PlanTable, Row, build_table
+from .validation import Combination
 from .validation_memory import user_memory
 from .wording import plural
 from .workload import HeadOffset, Pattern, describe
@@ -155,7 +156,10 @@ class RingAttention(nn.Module):
             raise
         self.shape = shape
         self.dropout = float(dropout)
-        self.validates = True  # False: whoever runs this module holds each of its plans against float64, as a probe does
+        self._right: set[Combination] = set()  # of its kernels, validated
+        self.validates = (
+            True  # False: whoever runs this module holds each of its plans against float64, as a probe does
+        )
         self.device = self._setup.device
         self._device_type = self.device.type
         self._runners: dict[Any, Runner] = {}
@@ -310,12 +314,14 @@ class RingAttention(nn.Module):
         """The row for a call, once every kernel of its plan is known to be right; one that is not leaves the table."""
         while True:
             row = self._row(*call)
-            if not self.validates or row.plan is None:
+            asked = asked_of_kernels(row.plan, self._setup.facts) if self.validates and row.plan is not None else ()
+            if self._right.issuperset(asked):
                 return row
-            faults = faults_of(row.plan, self._setup.facts, self.device, self._setup.resolution)
+            faults = faults_of(asked, self._setup.facts, self.device, self._setup.resolution)
             if note := user_memory().note:
                 say_once(logging.WARNING, note)
             if not faults:
+                self._right.update(asked)
                 return row
             place_of = self._setup.place_of if self._setup.entries else None
             self.plan = self.plan.without(faults, strict=self._setup.named and bool(place_of), place_of=place_of)

@@ -23,8 +23,8 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type
 
 from .errors import InputError, ProfileError
 from .profile import SCHEMA_VERSION, Profile
-from .workload import Branch, HeadOffset, Pattern
 from .whole_file import replace_file
+from .workload import Branch, HeadOffset, Pattern
 from .yaml_strict import Quoted, YamlFault, read_yaml, write_yaml
 
 MAX_FILE_BYTES = 4 * 2**20

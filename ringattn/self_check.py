@@ -7,6 +7,7 @@ heads) is checked when a program is made for it, never in a call that follows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -21,17 +22,23 @@ from .validation import Combination, KernelFault
 from .validation_memory import key_of, user_memory
 
 
-def faults_of(plan: Plan, facts: HardwareFacts, device: torch.device, resolution: Resolution | None) -> list[KernelFault]:
-    """The kernels of ``plan`` that are wrong on this machine, after every check that was still to be made.
+def asked_of_kernels(plan: Plan, facts: HardwareFacts) -> tuple[Combination, ...]:
+    """What must be validated for a plan to run."""
+    return combinations(plan.workload, plan.tunables, facts, conditions=plan.conditions)
 
-    RingAttentionError where a check is needed and a CUDA graph is being captured.
+
+def faults_of(
+    asked: Sequence[Combination], facts: HardwareFacts, device: torch.device, resolution: Resolution | None
+) -> list[KernelFault]:
+    """Those of ``asked`` that are wrong on this machine, after every check that was still to be made.
+
+    ``resolution`` is what the module's profile was resolved to. RingAttentionError where a check is needed and a CUDA
+    graph is being captured.
     """
-    asked = combinations(plan.workload, plan.tunables, facts, conditions=plan.conditions)
     keys = {combination: key_of(combination, facts) for combination in asked}
     memory = user_memory()
     known = memory.verdicts()
-    trusted = _validated_by(resolution, facts, plan.workload.head_dim)
-    unknown = [c for c in asked if keys[c] not in known and c not in trusted]
+    unknown = [c for c in asked if keys[c] not in known and c not in _validated_by(resolution, facts, c.head_dim)]
     if unknown:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RingAttentionError(
@@ -41,9 +48,7 @@ def faults_of(plan: Plan, facts: HardwareFacts, device: torch.device, resolution
         verdicts = check_all(unknown, device)
         memory.remember({keys[c]: verdict for c, verdict in verdicts.items()})
         known = memory.verdicts()
-    return [
-        KernelFault(c, known[keys[c]].reason) for c in asked if keys[c] in known and not known[keys[c]].passes
-    ]
+    return [KernelFault(c, known[keys[c]].reason) for c in asked if keys[c] in known and not known[keys[c]].passes]
 
 
 def _validated_by(resolution: Resolution | None, facts: HardwareFacts, head_dim: int) -> frozenset[Combination]:

@@ -71,9 +71,7 @@ class Memory:
         return tuple(
             KernelFault(combination, verdict.reason)
             for (environment, combination), verdict in self.verdicts().items()
-            if combination.head_dim == head_dim
-            and not verdict.passes
-            and key_of(combination, facts)[0] == environment
+            if combination.head_dim == head_dim and not verdict.passes and key_of(combination, facts)[0] == environment
         )
 
     def remember(self, verdicts: Mapping[Key, Verdict]) -> None:

@@ -120,7 +120,9 @@ class BlockKernel:
     ``reasons`` is pure and empty when the kernel can run; ``package`` is the import name it needs ("" for torch
     itself). ``params`` lists, per direction and architecture, the values worth searching; the first is the default.
     ``strided_backward``: its backward reads dout and out in any layout whose last stride is 1; ``writes_grads``: it
-    can write gradients where it is told; ``just_in_time``: it is compiled at its first call, which takes seconds.
+    can write gradients where it is told; ``just_in_time``: it is compiled at its first call, which takes seconds;
+    ``strays``: of what it refuses, where it is known to read or write memory that is not its own, so that not even a
+    process of its own should try it.
     """
 
     name: str
@@ -132,6 +134,7 @@ class BlockKernel:
     strided_backward: bool = False
     writes_grads: bool = False
     just_in_time: bool = False
+    strays: Callable[[KernelNeed], bool] = lambda need: False
 
     def unsupported_reasons(self, need: KernelNeed, facts: HardwareFacts) -> tuple[str, ...]:
         """Why this kernel cannot serve ``need`` on the machine of ``facts``; empty when it can."""

@@ -234,6 +234,10 @@ def _reads_out_of_bounds(head_dim: int) -> bool:
     return 128 < head_dim < 192
 
 
+def flash_2_strays(need: KernelNeed) -> bool:
+    return need.backward and _reads_out_of_bounds(need.head_dim)
+
+
 def flash_2_backward_faults(need: KernelNeed) -> list[str]:
     """What is wrong with FlashAttention 2's backward, wherever it was compiled into."""
     reasons = []
@@ -292,14 +296,17 @@ def _efficient_reasons(need: KernelNeed) -> tuple[str, ...]:
 
 
 def _kernel(
-    name: str, reasons: Callable[[KernelNeed], tuple[str, ...]], load: Callable[[KernelConfig], BoundKernel]
+    name: str,
+    reasons: Callable[[KernelNeed], tuple[str, ...]],
+    load: Callable[[KernelConfig], BoundKernel],
+    strays: Callable[[KernelNeed], bool] = lambda need: False,
 ) -> BlockKernel:
-    return BlockKernel(name, "", reasons, load)
+    return BlockKernel(name, "", reasons, load, strays=strays)
 
 
 KERNELS = (
     _kernel("cudnn", _cudnn_reasons, lambda config: in_parts(_cudnn(config))),
-    _kernel("flash", _flash_reasons, lambda config: in_parts(_flash(config), flash_2_backward=True)),
+    _kernel("flash", _flash_reasons, lambda config: in_parts(_flash(config), flash_2_backward=True), flash_2_strays),
     _kernel("efficient", _efficient_reasons, lambda config: in_parts(_efficient(config))),
     _kernel("flash-cpu", _flash_cpu_reasons, _flash_cpu),
     _kernel("math", _math_reasons, _math),

@@ -25,7 +25,7 @@ from torch import Tensor
 from .block_kernel import BlockKernel, BoundKernel, Grads, KernelConfig, KernelNeed, Params
 from .errors import PlanError
 from .kernel_parts import MAX_GRID, in_parts
-from .kernels_aten import far_rows_faults, flash_2_backward_faults
+from .kernels_aten import far_rows_faults, flash_2_backward_faults, flash_2_strays
 
 # --- loading -----------------------------------------------------------------------------------------------------
 
@@ -392,6 +392,7 @@ KERNELS = (
         remedy=_FLASH_2_REMEDY,
         strided_backward=True,
         writes_grads=True,
+        strays=flash_2_strays,
     ),
     BlockKernel(
         "flash-attn-3",
@@ -413,5 +414,13 @@ KERNELS = (
         writes_grads=True,
         just_in_time=True,
     ),
-    BlockKernel("xformers", "xformers", xformers_reasons, load_xformers, xformers_params, _XFORMERS_REMEDY),
+    BlockKernel(
+        "xformers",
+        "xformers",
+        xformers_reasons,
+        load_xformers,
+        xformers_params,
+        _XFORMERS_REMEDY,
+        strays=flash_2_strays,
+    ),
 )

@@ -180,7 +180,7 @@ def _apart(work: Callable[[], Result], device: torch.device) -> Result:
             stack.enter_context(torch.no_grad())
             if device.type == "cuda":
                 stack.enter_context(torch.cuda.device(device))
-                stream = torch.cuda.Stream(device)
+                stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
                 stack.enter_context(torch.cuda.stream(stream))
                 stack.callback(stream.synchronize)
             return work()

@@ -115,7 +115,7 @@ def _dump(verdicts: list[tuple[Key, Verdict]]) -> bytes:
     entries = [
         {
             "environment": dict(environment),
-            "combination": {**_plain(combination), "params": dict(combination.params)},
+            "combination": _plain(combination) | {"params": dict(combination.params)},
             # JSON has no NaN
             "figures": [[figure.name, str(figure.error), str(figure.bound)] for figure in verdict.figures],
         }

@@ -159,7 +159,6 @@ def run_trials(trials: Sequence[Trial], device: str, timeout_s: float = KERNEL_T
 
 def _run_until_death(trials: Sequence[Trial], device: str, timeout_s: float) -> dict[str, TrialResult]:
     arguments = [f"{t.kernel}:{t.dtype}:{'both' if t.backward else 'forward'}" for t in trials]
-    path = os.pathsep.join(filter(None, (str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH"))))
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as complaints:
         child = subprocess.Popen(
             [*CHECK_COMMAND, device, *arguments],
@@ -167,7 +166,7 @@ def _run_until_death(trials: Sequence[Trial], device: str, timeout_s: float) -> 
             stderr=complaints,
             stdin=subprocess.DEVNULL,
             text=True,
-            env={**os.environ, "PYTHONPATH": path},
+            env=child_environment(),
         )
         try:
             results, running, late = _listen(child, timeout_s)
@@ -178,7 +177,7 @@ def _run_until_death(trials: Sequence[Trial], device: str, timeout_s: float) -> 
         said = complaints.read().strip().splitlines()
     if len(results) < len(trials):
         lost = running or next(t.kernel for t in trials if t.kernel not in results)
-        fate = f"did not end in {timeout_s:.0f} s" if late else _death(child.returncode)
+        fate = f"did not end in {timeout_s:.0f} s" if late else death(child.returncode)
         results[lost] = TrialResult(error=": ".join(filter(None, (fate, said[-1] if said else ""))))
     return results
 
@@ -215,7 +214,19 @@ def _listen(child: subprocess.Popen[str], timeout_s: float) -> tuple[dict[str, T
             running = ""
 
 
-def _death(returncode: int | None) -> str:
+def torch_device(vendor: str, device: str | None) -> str:
+    """The device string for a child process: what was asked for, or what detection settled on."""
+    return device or ("cpu" if vendor == "cpu" else "cuda")
+
+
+def child_environment() -> dict[str, str]:
+    """This process's, with the package where the child finds it."""
+    path = os.pathsep.join(filter(None, (str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path}
+
+
+def death(returncode: int | None) -> str:
+    """How a child process ended."""
     if returncode is not None and returncode < 0:
         return f"its process died of {signal.Signals(-returncode).name}"
     return f"its process ended with exit code {returncode}"

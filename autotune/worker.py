@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
+from ringattn.device_errors import is_out_of_memory, is_sticky
 from ringattn.errors import DeviceError, KernelLoadError
 from ringattn.failures import PeerError
 
@@ -33,20 +34,6 @@ MEMORY_SHARE = 0.9  # of what is available when the worker starts; beyond it a C
 
 _PR_SET_PDEATHSIG = 1
 
-# CUDA, cuBLAS and Triton raise RuntimeErrors that differ in their text alone: it is read here, and nowhere else.
-# Substrings of errors after which the context is lost: only a new process helps.
-_STICKY = (
-    "illegal memory access",
-    "device-side assert",
-    "unspecified launch failure",
-    "misaligned address",
-    "illegal instruction",
-    "hardware stack error",
-    "launch timed out",
-    "CUDA error",
-    "CUBLAS_STATUS_EXECUTION_FAILED",
-)
-_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "cannot allocate memory")
 _COMPILE_MODULES = ("triton.compiler", "triton.runtime", "torch._dynamo", "torch._inductor")
 
 
@@ -58,16 +45,13 @@ def one_line(error: BaseException) -> str:
 
 def classify(error: BaseException) -> tuple[FailureKind, bool]:
     """The kind of a candidate's exception, and whether this process can still be used after it."""
-    text = str(error)
     names = {cls.__name__ for cls in type(error).__mro__}
     module = type(error).__module__
-    if isinstance(error, MemoryError) or "OutOfMemoryError" in names:
-        return "oom", True
-    if any(mark.lower() in text.lower() for mark in _OUT_OF_MEMORY):
+    if is_out_of_memory(error):
         return "oom", True
     if isinstance(error, WrongAnswer):
         return "wrong", True
-    if any(mark in text for mark in _STICKY):
+    if is_sticky(error):
         return "crash", False
     if module.startswith(_COMPILE_MODULES) or "CompilationError" in names or "InductorError" in names:
         return "compile", True

@@ -20,6 +20,7 @@ from .hardware import HardwareFacts
 from .profile import PlanEntry, Policy
 from .setup import Setup
 from .table import PlanTable, build_table
+from .validation import join_faults
 from .watch import Watch
 
 logger = logging.getLogger("ringattn")
@@ -82,7 +83,13 @@ def plan_together(
 def _statement(arguments: tuple[tuple[str, str], ...], setup: Setup, table: PlanTable) -> Statement:
     resolution = setup.resolution
     source = f"{resolution.path} ({resolution.tier})" if setup.entries and resolution else "the heuristic"
-    return Statement("", arguments, setup.facts, repr(table.rows), source, setup.entries, setup.policy)
+    return Statement("", arguments, table.facts, _plans_of(table), source, setup.entries, setup.policy)
+
+
+def _plans_of(table: PlanTable) -> str:
+    """What must be equal on all ranks: the plans, and which kernels were found wrong, but not by how much."""
+    plans = [(row.bucket, row.dtype, row.mode, row.plan) for row in table.rows]
+    return repr((plans, [fault.combination for fault in table.facts.faults]))
 
 
 def _gather(watch: Watch, group: dist.ProcessGroup, module: int, what: str, mine: Any) -> list[Any]:
@@ -131,14 +138,18 @@ def _common(
     links = {(each.facts.link, each.facts.device_count) for each in said if each.facts is not None}
     link, device_count = links.pop() if len(links) == 1 else ("", 1)
     facts = replace(
-        setup.facts, packages=tuple(sorted(set.intersection(*packages))), link=link, device_count=device_count
+        setup.facts,
+        packages=tuple(sorted(set.intersection(*packages))),
+        link=link,
+        device_count=device_count,
+        faults=join_faults(*(each.facts.faults for each in said if each.facts is not None)),
     )
     policy = said[0].policy
     assert policy is not None
     counts = Counter(each.entries for each in said if each.entries)
     candidates: list[Entries] = [*(entries for entries, _ in counts.most_common()), ()]
     tables = [_try_table(entries, policy, facts, table, layout_with(entries, facts)) for entries in candidates]
-    mine = [repr(each.rows) if isinstance(each, PlanTable) else "" for each in tables]
+    mine = [_plans_of(each) if isinstance(each, PlanTable) else "" for each in tables]
     everyones = _gather(watch, group, module, "common", mine)
     for number, entries in enumerate(candidates):
         texts = {each[number] for each in everyones}

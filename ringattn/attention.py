@@ -28,11 +28,14 @@ from .plan import Conditions, Plan
 from .preference import Preference, check_preference
 from .profile import PlanEntry, Profile
 from .program import DTYPE_NAMES, TORCH_DTYPES, Program
+from .self_check import asked_of_kernels, faults_of
 from .setup import Setup, check_module, device_of, group_size, say_once, set_up, warn_of_empty_heads, wishes_of
-from .table import ModuleShape, PlanTable, build_table
+from .table import ModuleShape, PlanTable, Row, build_table
 from .transforms import transforms_active
+from .validation import Combination
+from .validation_memory import user_memory
 from .wording import plural
-from .workload import HeadOffset, Pattern
+from .workload import HeadOffset, Pattern, describe
 
 if TYPE_CHECKING:
     from .ring_context import RingContext
@@ -166,6 +169,10 @@ class RingAttention(nn.Module):
             raise
         self.shape = shape
         self.dropout = float(dropout)
+        self._right: set[Combination] = set()  # of its kernels, validated
+        self.validates = (
+            True  # False: whoever runs this module holds each of its plans against float64, as a probe does
+        )
         self.device = self._setup.device
         self._device_type = self.device.type
         self._runners: dict[Any, Runner] = {}
@@ -310,11 +317,7 @@ class RingAttention(nn.Module):
     ) -> Program | RingProgram:
         """The program that serves these tensors, after every check of them."""
         batch, length = self._check(q, k, v)
-        if self._ring is None:
-            row = self.plan.plan_at(length, DTYPE_NAMES[q.dtype], train, batch)
-        else:
-            length = self._ring.planned_length(length, total_length)
-            row = self.plan.plan_at(length, DTYPE_NAMES[q.dtype], train, batch, total_length or 0)
+        row = self._validated_row(batch, length, DTYPE_NAMES[q.dtype], train, total_length)
         plan = row.runnable()
         if (note := self.plan.fallback_note(row)) and self._speaks():
             say_once(logging.WARNING, note)
@@ -329,6 +332,35 @@ class RingAttention(nn.Module):
                 program = self._ring.program(plan, self.scale)
             self._programs[key] = program
         return program
+
+    def _row(self, batch: int, length: int, dtype: str, train: bool, total_length: int | None) -> Row:
+        if self._ring is None:
+            return self.plan.plan_at(length, dtype, train, batch)
+        length = self._ring.planned_length(length, total_length)
+        return self.plan.plan_at(length, dtype, train, batch, total_length or 0)
+
+    def _validated_row(self, *call: Any) -> Row:
+        """The row for a call, once every kernel of its plan is known to be right; one that is not leaves the table."""
+        while True:
+            row = self._row(*call)
+            asked = asked_of_kernels(row.plan, self._setup.facts) if self.validates and row.plan is not None else ()
+            if self._right.issuperset(asked):
+                return row
+            faults = faults_of(asked, self._setup.facts, self.device, self._setup.resolution)
+            if note := user_memory().note:
+                say_once(logging.WARNING, note)
+            if not faults:
+                self._right.update(asked)
+                return row
+            place_of = self._setup.place_of if self._setup.entries else None
+            self.plan = self.plan.without(faults, strict=self._setup.named and bool(place_of), place_of=place_of)
+            if self._ring is not None:
+                self._ring.replanned()
+
+    def _planned(self, q: Tensor, train: bool, total_length: int | None, narrow: torch.dtype | None) -> str:
+        """The plan of a call in words, for other ranks to compare with theirs."""
+        row = self._row(q.shape[0], q.shape[1], DTYPE_NAMES[narrow or q.dtype], train, total_length)
+        return describe(row.runnable().tunables)
 
     def _trace(
         self, q: Tensor, k: Tensor, v: Tensor, train: bool, autocast: torch.dtype | None
@@ -414,7 +446,7 @@ class RingAttention(nn.Module):
             if run is None:
                 run = self._new_runner(q, k, v, train, key)
             narrow = autocast if autocast is not q.dtype and self._narrows(q, autocast) else None
-            self._ring.enter((q, k, v), run, train, total_length, narrow)
+            self._ring.enter((q, k, v), run, train, total_length, narrow, self._planned)
         return run(q, k, v)
 
     def _mode(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[bool, torch.dtype | None]:

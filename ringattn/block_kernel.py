@@ -10,10 +10,11 @@ Legend: N blocks, M rows, H query heads, K key/value heads, D head dimension.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from .hardware import HardwareFacts
+from .versions import Release, release
 from .workload import ParamValue
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ class KernelNeed:
     """What one branch of a plan asks of a kernel.
 
     ``rows`` and ``blocks`` are those of its largest call, ``row_elements`` the distance between neighbouring rows of q
-    where they are read in place, in elements. ``dtype`` is the compute dtype.
+    where they are read in place, in elements. ``dtype`` is the compute dtype. ``software`` are the machine's (name,
+    version) pairs, for rules that hold for some releases.
     """
 
     vendor: str
@@ -41,6 +43,11 @@ class KernelNeed:
     row_elements: int = 0
     deterministic: bool = False
     dropout: bool = False
+    software: tuple[tuple[str, str], ...] = ()
+
+    def release(self, name: str) -> Release | None:
+        """The version of cudnn, torch or a package by its import name; None where it is not known."""
+        return release(dict(self.software).get(name, ""))
 
     @property
     def sm(self) -> int:
@@ -113,7 +120,9 @@ class BlockKernel:
     ``reasons`` is pure and empty when the kernel can run; ``package`` is the import name it needs ("" for torch
     itself). ``params`` lists, per direction and architecture, the values worth searching; the first is the default.
     ``strided_backward``: its backward reads dout and out in any layout whose last stride is 1; ``writes_grads``: it
-    can write gradients where it is told; ``just_in_time``: it is compiled at its first call, which takes seconds.
+    can write gradients where it is told; ``just_in_time``: it is compiled at its first call, which takes seconds;
+    ``strays``: of what it refuses, where it is known to read or write memory that is not its own, so that not even a
+    process of its own should try it.
     """
 
     name: str
@@ -125,10 +134,11 @@ class BlockKernel:
     strided_backward: bool = False
     writes_grads: bool = False
     just_in_time: bool = False
+    strays: Callable[[KernelNeed], bool] = lambda need: False
 
     def unsupported_reasons(self, need: KernelNeed, facts: HardwareFacts) -> tuple[str, ...]:
         """Why this kernel cannot serve ``need`` on the machine of ``facts``; empty when it can."""
-        reasons = self.reasons(need)
+        reasons = self.reasons(replace(need, software=facts.software))
         if self.package and not reasons and self.package not in facts.packages:
             reasons += (f"the package {self.package} is not installed" + (f" ({self.remedy})" if self.remedy else ""),)
         return reasons

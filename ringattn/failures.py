@@ -11,6 +11,9 @@ from .errors import RingAttentionError
 _KNOWN = "_ringattn_known"
 _MOST_CALLS = 2**40  # of a module: a ticket of a million modules then fits in 63 bits
 
+# Between what ranks tell of a call and the plan that each runs it by.
+BY_THE_PLAN = ", by the plan "
+
 Call = tuple[int, int]  # a module, and which of its calls
 
 

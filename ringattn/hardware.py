@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import DeviceError
 from .hardware_cpu import CpuReading, cpu_arch, isa_flags, parse_cpuinfo, read_cpu, usable_cores, usable_memory
 from .hardware_names import arm_model_name, cpu_sku, gpu_sku, mig_profile, slug
+from .validation import KernelFault
 
 if TYPE_CHECKING:
     import torch
@@ -79,6 +80,7 @@ class HardwareFacts:
     ``power_limit_w`` None and ``link`` "" mean unknown; else ``link`` is "pcie" or "nv18" (18 NVLinks).
     ``isa`` (CPU) holds the flags that matter, sorted; ``threads`` torch's intra-op threads (CPU). ``software`` is
     sorted (name, version) pairs. ``packages`` are optional import names that can be found; finding imports none.
+    ``faults`` are kernels known to be wrong here, as far as a module's head dimension goes; ``detect`` looks for none.
     """
 
     vendor: str
@@ -96,6 +98,7 @@ class HardwareFacts:
     threads: int = 0
     software: tuple[tuple[str, str], ...] = ()
     packages: tuple[str, ...] = ()
+    faults: tuple[KernelFault, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

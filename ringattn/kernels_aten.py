@@ -125,8 +125,8 @@ def _flash(config: KernelConfig) -> BoundKernel:
 
 def _cudnn(config: KernelConfig) -> BoundKernel:
     """cuDNN's, but for two shapes that ragged tails can have: one row, which it lacks, and in the backward full blocks
-    of 64 rows beyond a multiple of 128, where dq can be NaN (see ``_cudnn_reasons``). Math and FlashAttention 2 run
-    those; a plan whose *main* blocks have such a shape is refused.
+    of 64 rows beyond a multiple of 128, where dq can be NaN (see ``_cudnn_reasons``). Math and FlashAttention 2, where
+    it has the head dimension, run those; a plan whose *main* blocks have such a shape is refused.
     """
     one_row, odd_tail = _math(config), _flash(config)
     forward_op = _aten._scaled_dot_product_cudnn_attention.default
@@ -151,7 +151,8 @@ def _cudnn(config: KernelConfig) -> BoundKernel:
         if rows == 1:
             return one_row.backward(dout, q, k, v, out, lse)
         if not causal and rows % 128 == 64:
-            return odd_tail.backward(dout, q, k, v, out, lse)
+            tail = one_row if _reads_out_of_bounds(q.shape[3]) else odd_tail
+            return tail.backward(dout, q, k, v, out, lse)
         state = unused.get(q.device)
         if state is None:
             state = unused[q.device] = torch.zeros(1, dtype=torch.int64, device=q.device)
@@ -228,6 +229,15 @@ def far_rows_faults(need: KernelNeed) -> list[str]:
     return [f"rows lie {need.row_elements} elements apart and its 32-bit offsets end within a tile; use gather copy"]
 
 
+def _reads_out_of_bounds(head_dim: int) -> bool:
+    """Whether FlashAttention 2's backward does."""
+    return 128 < head_dim < 192
+
+
+def flash_2_strays(need: KernelNeed) -> bool:
+    return need.backward and _reads_out_of_bounds(need.head_dim)
+
+
 def flash_2_backward_faults(need: KernelNeed) -> list[str]:
     """What is wrong with FlashAttention 2's backward, wherever it was compiled into."""
     reasons = []
@@ -237,7 +247,7 @@ def flash_2_backward_faults(need: KernelNeed) -> list[str]:
             f"its backward's 32-bit offsets end at 2^31 elements of dq and one block has {accumulated} "
             "(Dao-AILab/flash-attention#2260)"
         )
-    if 128 < need.head_dim < 192:
+    if _reads_out_of_bounds(need.head_dim):
         reasons.append(f"its backward reads out of bounds at head_dim {need.head_dim} (pytorch/pytorch#173953)")
     return reasons
 
@@ -246,14 +256,29 @@ def _flash_reasons(need: KernelNeed) -> tuple[str, ...]:
     reasons = _cuda_reasons(need, ("fp16", "bf16"), 80, 8, 256) + far_rows_faults(need)
     if need.backward:
         reasons += flash_2_backward_faults(need)
-        if need.head_dim > 192 and need.sm in (86, 89, 120, 121):
-            reasons.append(f"its backward has no head_dim above 192 on {need.arch}")
+        # check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120 of torch's sdp_utils.cpp: 232 to 256 fit
+        # in the shared memory of these cards where there is no dropout
+        if 192 < need.head_dim <= 224 and need.sm in (86, 89, 120, 121):
+            reasons.append(f"its backward has no head_dim from 200 to 224 on {need.arch}")
     return tuple(reasons)
 
 
+_CUDNN_WIDE_HEADS = (9, 10, 0, 3, 0)
+
+
+def _cudnn_head_dim_max(need: KernelNeed) -> int:
+    """The largest head dimension of the library, as torch's dispatcher has it (check_cudnn_tensor_shapes).
+
+    128 everywhere, and from cuDNN 9.10 on 256 on sm_90 in both directions (pytorch/pytorch#161210): with 9.19 the
+    results of an H200 at 192 and 256 were right, 2 to 3e-3 off in bf16, grouped heads and ragged lengths too. Newer
+    torch asks for more than 9.22.0 there, and takes sm_10x then; nobody has measured that.
+    """
+    version = need.release("cudnn")
+    return 256 if need.sm == 90 and version is not None and version >= _CUDNN_WIDE_HEADS else 128
+
+
 def _cudnn_reasons(need: KernelNeed) -> tuple[str, ...]:
-    # torch's own dispatcher stops at 128: newer head dimensions had faults (pytorch/pytorch#161210)
-    reasons = _cuda_reasons(need, ("fp16", "bf16"), 80, 8, 128)
+    reasons = _cuda_reasons(need, ("fp16", "bf16"), 80, 8, _cudnn_head_dim_max(need))
     if need.rows == 1:
         reasons.append("one key row is not supported")
     if need.backward and need.deterministic:
@@ -271,14 +296,17 @@ def _efficient_reasons(need: KernelNeed) -> tuple[str, ...]:
 
 
 def _kernel(
-    name: str, reasons: Callable[[KernelNeed], tuple[str, ...]], load: Callable[[KernelConfig], BoundKernel]
+    name: str,
+    reasons: Callable[[KernelNeed], tuple[str, ...]],
+    load: Callable[[KernelConfig], BoundKernel],
+    strays: Callable[[KernelNeed], bool] = lambda need: False,
 ) -> BlockKernel:
-    return BlockKernel(name, "", reasons, load)
+    return BlockKernel(name, "", reasons, load, strays=strays)
 
 
 KERNELS = (
     _kernel("cudnn", _cudnn_reasons, lambda config: in_parts(_cudnn(config))),
-    _kernel("flash", _flash_reasons, lambda config: in_parts(_flash(config), flash_2_backward=True)),
+    _kernel("flash", _flash_reasons, lambda config: in_parts(_flash(config), flash_2_backward=True), flash_2_strays),
     _kernel("efficient", _efficient_reasons, lambda config: in_parts(_efficient(config))),
     _kernel("flash-cpu", _flash_cpu_reasons, _flash_cpu),
     _kernel("math", _math_reasons, _math),

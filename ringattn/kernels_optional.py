@@ -25,7 +25,7 @@ from torch import Tensor
 from .block_kernel import BlockKernel, BoundKernel, Grads, KernelConfig, KernelNeed, Params
 from .errors import KernelLoadError
 from .kernel_parts import MAX_GRID, in_parts
-from .kernels_aten import far_rows_faults, flash_2_backward_faults
+from .kernels_aten import far_rows_faults, flash_2_backward_faults, flash_2_strays
 
 # --- loading -----------------------------------------------------------------------------------------------------
 
@@ -242,11 +242,35 @@ def _aligned_to_16_bytes(x: Tensor) -> bool:
     return x.stride(-1) == 1 and strides_fit and x.data_ptr() % 16 == 0
 
 
+_FLASH_4_UNEVEN = (4, 0, 0, 1, 36)  # 4.0.0b36, the newest with the fault
+
+
+def _pads_unevenly(need: KernelNeed) -> bool:
+    """Whether the sm_90 backward pads the head dimension to less than its accumulators have.
+
+    Its kernel rounds up to a multiple of 16 ("hdim_multiple_of = 64 if dKV_swapAB else 16" in flash_bwd_sm90.py);
+    interface.py, which allocates the accumulators of dq, and of dk and dv of grouped heads, and has them read back, to
+    one of 32.
+    Up to 128; above, dKV_swapAB is set and both round to 64. An H200 gave dq off by 0.4 to 1.3 at 8, 16, 40, 48, 72
+    and 80 with more than one tile of rows, and right results at 24, 32, 56, 64, 96, 128, 192 and 256. A newer release,
+    unlike one of unknown version, is left to the accuracy check.
+    """
+    version = need.release("flash_attn.cute")
+    if version is not None and version > _FLASH_4_UNEVEN:
+        return False
+    return need.head_dim <= 128 and -(-need.head_dim // 16) % 2 == 1
+
+
 def _flash_4_arch_reasons(need: KernelNeed) -> list[str]:
     reasons = []
     generation = need.sm // 10
     if generation > 12:
         reasons.append(f"runs on sm_80 to sm_12x, this is {need.arch}")
+    if need.sm == 90 and need.backward and _pads_unevenly(need):
+        reasons.append(
+            f"head_dim {need.head_dim}: dq is wrong on {need.arch} up to 4.0.0b36, and dk and dv with grouped heads "
+            "(Dao-AILab/flash-attention#2896)"
+        )
     if generation == 8 and need.backward:
         reasons.append("its backward needs sm_90 or newer (Dao-AILab/flash-attention#2808)")
     if need.sm in (86, 89) and need.head_dim > 192:
@@ -367,6 +391,7 @@ KERNELS = (
         remedy=_FLASH_2_REMEDY,
         strided_backward=True,
         writes_grads=True,
+        strays=flash_2_strays,
     ),
     BlockKernel(
         "flash-attn-3",
@@ -388,5 +413,13 @@ KERNELS = (
         writes_grads=True,
         just_in_time=True,
     ),
-    BlockKernel("xformers", "xformers", xformers_reasons, load_xformers, xformers_params, _XFORMERS_REMEDY),
+    BlockKernel(
+        "xformers",
+        "xformers",
+        xformers_reasons,
+        load_xformers,
+        xformers_params,
+        _XFORMERS_REMEDY,
+        strays=flash_2_strays,
+    ),
 )

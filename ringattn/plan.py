@@ -6,7 +6,9 @@ and the loader all ask the same ``rejection_reasons``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Literal
 
 from .block_kernel import KernelNeed
@@ -18,10 +20,13 @@ from .launches import forward_gflop, launches
 from .pattern import nests
 from .profile import Policy
 from .ring_plan import blocks_of, exchange_reasons, one_rank_reasons, ring_heuristic, ring_reasons
+from .validation import Combination
 from .wording import plural
 from .workload import BranchTunables, ParamValue, Tunables, Workload, describe
 
 Direction = Literal["forward", "backward"]
+Params = Mapping[str, ParamValue]
+NO_PARAMS: Params = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,14 +158,48 @@ def kernel_needs(
     return tuple(needs) or (one,)
 
 
-def _rejections(name: str, needs: tuple[KernelNeed, ...], facts: HardwareFacts) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(why for need in needs for why in kernel_reasons(name, need, facts)))
+def _rejections(name: str, needs: tuple[KernelNeed, ...], facts: HardwareFacts, params: Params) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(why for need in needs for why in kernel_reasons(name, need, facts, params)))
 
 
-def kernel_reasons(name: str, need: KernelNeed, facts: HardwareFacts) -> tuple[str, ...]:
+def kernel_reasons(name: str, need: KernelNeed, facts: HardwareFacts, params: Params = NO_PARAMS) -> tuple[str, ...]:
+    """Why a kernel with these parameters cannot serve ``need``: its own rules, then what failed on this machine."""
     if name not in KERNELS:
         return (f"unknown kernel; use one of {', '.join(KERNELS)}",)
-    return KERNELS[name].unsupported_reasons(need, facts)
+    reasons = KERNELS[name].unsupported_reasons(need, facts)
+    if facts.faults and not reasons:
+        asked = combination_of(name, need, params)
+        reasons = tuple(fault.reason for fault in facts.faults if fault.combination == asked)
+    return reasons
+
+
+def combination_of(name: str, need: KernelNeed, params: Params = NO_PARAMS) -> Combination:
+    """What must be validated for a kernel to serve ``need``; of ``params`` those count that it has there."""
+    offered = KERNELS[name].params(need)
+    return Combination(
+        kernel=name,
+        head_dim=need.head_dim,
+        dtype=need.dtype,
+        backward=need.backward,
+        causal=need.causal,
+        grouped=need.heads != need.kv_heads,
+        deterministic=need.deterministic and need.backward,
+        params=tuple(sorted((key, value) for key, value in params.items() if key in offered)),
+    )
+
+
+def combinations(
+    workload: Workload, tunables: Tunables, facts: HardwareFacts, *, conditions: Conditions = ORDINARY
+) -> tuple[Combination, ...]:
+    """All that must be validated for a plan of these tunables to run; math is the formula itself."""
+    found: dict[Combination, None] = {}
+    for number, choice in enumerate(tunables.branches):
+        for direction, name in _kernels_of(choice, workload.train):
+            backward, params = direction == "backward", tunables.params_of(name)
+            for need in kernel_needs(workload, tunables, number, facts, backward=backward, conditions=conditions):
+                if name != "math" and name in KERNELS:
+                    found[combination_of(name, need, params)] = None
+    return tuple(found)
 
 
 def rejection_reasons(
@@ -195,7 +234,8 @@ def rejection_reasons(
             asked = kernel_needs(
                 workload, tunables, number, facts, backward=direction == "backward", conditions=conditions
             )
-            reasons += [KernelReason(number, direction, name, why) for why in _rejections(name, asked, facts)]
+            why_not = _rejections(name, asked, facts, tunables.params_of(name))
+            reasons += [KernelReason(number, direction, name, why) for why in why_not]
             if name in KERNELS:
                 needs += [(name, need) for need in asked]
         if bool(choice.backward) != workload.train:
@@ -372,7 +412,7 @@ def _first_that_can(
 ) -> str:
     rejected = {}
     for name in candidates:
-        rejected[name] = _rejections(name, needs, facts)
+        rejected[name] = _rejections(name, needs, facts, NO_PARAMS)
         if not rejected[name]:
             return name
     raise PlanError(f"no kernel can run {workload}, branch {branch} {direction}", rejected)

@@ -205,6 +205,11 @@ class PlanEntry:
         """Of the choice; None for a refusal, and for a cell that could not be measured and keeps its default."""
         return None if self.choice is None else self.choice.evidence
 
+    @property
+    def measured(self) -> tuple[Choice, ...]:
+        """Every choice that has evidence, and so was held against float64."""
+        return tuple(choice for _, choices in self._choices() for choice in choices if choice.evidence is not None)
+
     def _choices(self) -> tuple[tuple[str, tuple[Choice, ...]], ...]:
         def one(choice: Choice | None) -> tuple[Choice, ...]:
             return () if choice is None else (choice,)

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import re
-import secrets
 import stat
 import types
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type
 
 from .errors import InputError, ProfileError
 from .profile import SCHEMA_VERSION, Profile
+from .whole_file import replace_file
 from .workload import Branch, HeadOffset, Pattern
 from .yaml_strict import Quoted, YamlFault, read_yaml, write_yaml
 
@@ -59,39 +59,12 @@ def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
         if target.exists() and not target.is_file():  # a device or pipe, which a file would replace
             raise ProfileError(os.fspath(path), "is not a regular file; name another one")
         target.parent.mkdir(parents=True, exist_ok=True)
-        _replace_file(target, content)
+        replace_file(target, content)
     except OSError as error:
         what = error.strerror or str(error)
         raise ProfileError(
             os.fspath(path), f"cannot be written: {what}; what was there is unchanged. Write to another place"
         ) from error
-
-
-def _replace_file(target: Path, content: bytes) -> None:
-    temporary = target.with_name(f".{target.name[:100]}.{secrets.token_hex(6)}.tmp")
-    try:
-        # Not tempfile: its 0600 would keep the profile from the cluster it is shared with; here the umask decides.
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    _sync_directory(target.parent)
-
-
-def _sync_directory(directory: Path) -> None:
-    """Makes the new name last through a power cut, where directories can be synced."""
-    if os.name != "posix":
-        return
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _read_bounded(path: Path) -> bytes:

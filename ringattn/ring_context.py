@@ -16,6 +16,7 @@ from .agreement import plan_together
 from .arguments import integer
 from .comm import Comm, CommError
 from .errors import InputError, RingAttentionError
+from .failures import BY_THE_PLAN
 from .hardware import HardwareFacts
 from .layout import Share, assemble, check_dim, length_of, shares
 from .plan import Plan
@@ -65,21 +66,32 @@ class RingContext:
         return total_length
 
     def enter(
-        self, inputs: Sequence[Tensor], run: Runner, train: bool, total_length: int | None, narrow: torch.dtype | None
+        self,
+        inputs: Sequence[Tensor],
+        run: Runner,
+        train: bool,
+        total_length: int | None,
+        narrow: torch.dtype | None,
+        planned: Callable[[Tensor, bool, int | None, torch.dtype | None], str],
     ) -> None:
         """Begins a call, which ``run`` is: where it differs from the last, ranks wait for each other and compare.
 
-        ``narrow`` is the dtype that autocast has the inputs, q, k and v, converted to.
+        ``narrow`` is the dtype that autocast has the inputs, q, k and v, converted to. ``planned`` says what plan this
+        rank runs them by: a kernel that is wrong on one rank alone must not leave ranks with different plans.
         """
         q = inputs[0]
         looks = (q.shape[:2], q.dtype, train, total_length, narrow)
         if looks == self._looks:
             self.watch.begin(self.module, self._calls, self._told)
             return
-        told = self._text(q, train, total_length, narrow)
+        told = self._text(q, train, total_length, narrow) + BY_THE_PLAN + planned(q, train, total_length, narrow)
         self._compare(told)
         self._told, self._looks = told, looks
         self._last = partial(_run_on_zeros, run, tuple(x.shape for x in inputs), q.dtype, q.device)
+
+    def replanned(self) -> None:
+        """This rank's plans have changed: the next call is compared, whatever it looks like."""
+        self._looks = ()
 
     @contextmanager
     def call(self) -> Iterator[None]:

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from .profile import PlanEntry, Policy, Profile
 from .profile_paths import FILE_VARIABLE, Located, collect
 from .resolve import Resolution, resolve
 from .table import ModuleShape, probe_options
+from .validation import join_faults
+from .validation_memory import user_memory
 from .wording import plural
 from .workload import CHECKPOINTS
 
@@ -114,7 +116,10 @@ def set_up_for(facts: HardwareFacts, profile: Any, target: torch.device, shape: 
     resolution = resolve(located, facts, world=shape.world)
     measured = resolution.profile
     entries: tuple[PlanEntry, ...] = ()
-    trace = (*notes, *resolution.trace)
+    memory = user_memory()
+    facts = replace(facts, faults=join_faults(facts.faults, memory.faults(facts, shape.head_dim)))
+    notes = (*notes, memory.note) if memory.note else notes
+    trace = (*notes, *resolution.trace, *(f"{fault.combination}: {fault.reason}" for fault in facts.faults))
     for note in notes:
         say_once(logging.WARNING, note)
     if measured is not None:

@@ -15,10 +15,21 @@ from .errors import PlanError
 from .fused_steps import FUSED_STEPS
 from .hardware import HardwareFacts
 from .layout import resolve_layout
-from .plan import NO_WISHES, ORDINARY, Conditions, Origin, Plan, Wishes, build_plan, heuristic_tunables
+from .plan import (
+    NO_WISHES,
+    ORDINARY,
+    Conditions,
+    Origin,
+    Plan,
+    Wishes,
+    build_plan,
+    heuristic_tunables,
+    rejection_reasons,
+)
 from .preference import Preference, by_preference
 from .profile import Choice, PlanEntry, Policy
 from .ring_plan import exchanges_heads
+from .validation import KernelFault, join_faults
 from .workload import INPUT_DTYPES, Mode, Pattern, Tunables, Workload, describe, nearest_bucket, not_narrower
 
 # Where no length was measured a row is made for this one, to know at init whether anything can run at all.
@@ -148,6 +159,27 @@ class PlanTable:
             self.prefer,
         )
 
+    def without(
+        self,
+        faults: Sequence[KernelFault],
+        *,
+        strict: bool,
+        place_of: Callable[[PlanEntry], str] | None,
+    ) -> PlanTable:
+        """The table once more, without kernels that turned out to be wrong; see ``build_table`` for what is raised."""
+        return build_table(
+            self.shape,
+            self.entries,
+            self.policy,
+            replace(self.facts, faults=join_faults(self.facts.faults, tuple(faults))),
+            conditions=self.conditions,
+            wishes=self.wishes,
+            auto_dtype=self.auto_dtype,
+            prefer=self.prefer,
+            strict=strict,
+            place_of=place_of,
+        )
+
     def row(self, seq_len: int, dtype: str, train: bool) -> Row:
         """The row that serves a length: its bucket's, or the one for lengths that were not measured."""
         mode: Mode = "train" if train else "infer"
@@ -165,9 +197,10 @@ class PlanTable:
         One text for all lengths outside the measured ones, so that saying it once is enough.
         """
         what = f"{row.dtype} {row.mode}"
-        instead = "a heuristic plan" if row.origin.source == "heuristic" else "the next best plan"
+        instead = "a heuristic plan" if self.entries and row.origin.source == "heuristic" else "the next best plan"
         if row.note:
-            return f"{what}: a measured plan cannot run here and gives way to {instead} ({row.note})"
+            first = "a measured plan" if self.entries else "the heuristic's first plan"
+            return f"{what}: {first} cannot run here and gives way to {instead} ({row.note})"
         if not self.entries or row.origin.source == "profile":
             return ""
         measured = _buckets(self.entries, row.dtype, row.mode)
@@ -208,8 +241,18 @@ class PlanTable:
             plan = build_plan(workload, tunables, self.facts, conditions=self.conditions)
         except PlanError as error:
             return Row(bucket, workload.dtype, workload.mode, None, error.again(), origin)
+        rejected |= self._failed(workload)
         note = "; ".join(f"{name}: {', '.join(why)}" for name, why in rejected.items())
         return Row(bucket, workload.dtype, workload.mode, replace(plan, origin=origin), note=note)
+
+    def _failed(self, workload: Workload) -> dict[str, tuple[str, ...]]:
+        """The heuristic's plan with what failed on this machine; empty where that is the one it has without."""
+        if not self.facts.faults:
+            return {}
+        trusting = replace(self.facts, faults=())
+        first = heuristic_tunables(workload, self.policy, trusting, conditions=self.conditions, wishes=self.wishes)
+        reasons = rejection_reasons(workload, first, self.facts, conditions=self.conditions)
+        return {describe(first): reasons} if reasons else {}
 
     def _choices(self, bucket: int | None, workload: Workload) -> list[Choice]:
         if bucket is None:

@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from .comm import Comm, first_line
 from .errors import InputError
-from .failures import Call, Failure, PeerError, SatOutError, is_known, mark_known, ticket_text
+from .failures import BY_THE_PLAN, Call, Failure, PeerError, SatOutError, is_known, mark_known, ticket_text
 from .hardware import host_identity
 
 logger = logging.getLogger("ringattn")
@@ -256,10 +256,7 @@ class Watch:
         different = [rank for rank in range(self.size) if told[rank] != told[0]]
         if different:
             rank = different[0]
-            error = InputError(
-                f"ranks call with different inputs: rank {self._global[0]} {told[0]}, rank {self._global[rank]} "
-                f"{told[rank]}; give every rank its share of one sequence, or total_length where they differ"
-            )
+            error = InputError(_different((self._global[0], told[0]), (self._global[rank], told[rank])))
             mark_known(error)  # every rank sees it for itself
             raise error
         self._comparing = None  # nobody is missing any more
@@ -299,10 +296,7 @@ class Watch:
         began, there = self._status(rank).get(module, (0, ""))
         if began < call or there == looks:
             return ""
-        return (
-            f"ranks call with different inputs: rank {self._global[self.rank]} {looks}, rank {self._global[rank]} "
-            f"{there}; give every rank its share of one sequence, or total_length where they differ"
-        )
+        return _different((self._global[self.rank], looks), (self._global[rank], there))
 
     def forget(self, module: int, call: int) -> None:
         """Removes what ``lockstep`` left in the store, once every rank is past it."""
@@ -522,3 +516,11 @@ def watch_of(group: dist.ProcessGroup, device: torch.device) -> Watch:
     if watch is None:
         watch = _watches[group] = Watch(group, device)
     return watch
+
+
+def _different(one: tuple[int, str], other: tuple[int, str]) -> str:
+    """That two ranks, by number, tell different things of one call."""
+    remedy = "give every rank its share of one sequence, or total_length where they differ"
+    if one[1].partition(BY_THE_PLAN)[0] == other[1].partition(BY_THE_PLAN)[0]:
+        remedy = "a kernel failed its accuracy check on some ranks alone; name a backend that is right on all"
+    return f"ranks call with different inputs: rank {one[0]} {one[1]}, rank {other[0]} {other[1]}; {remedy}"

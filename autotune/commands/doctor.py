@@ -10,7 +10,8 @@ import click
 from ringattn.wording import plural
 
 from ..exit_codes import ExitCode
-from .options import device_option, json_option
+from .numerics import head_dim_list, numerics_of
+from .options import device_option, json_option, seconds
 
 if TYPE_CHECKING:
     from ringattn.hardware import HardwareFacts
@@ -19,22 +20,65 @@ STATE_STYLES = {"works": "green", "broken": "red", "wrong": "red", "unavailable"
 
 
 @click.command(short_help="Show what this machine can run.")
+@click.option(
+    "--numerics", is_flag=True, help="Hold every kernel against float64 at many head dimensions, and print the map."
+)
+@click.option("--kernel", "kernels", metavar="NAME", multiple=True, help="With --numerics: this kernel; repeatable.")
+@click.option(
+    "--head-dim",
+    "head_dims",
+    type=head_dim_list,
+    metavar="N,N-N,...",
+    help="With --numerics: these multiples of 8, as in 64,128 or 8-96.  [default: 8-256]",
+)
+@click.option(
+    "--budget",
+    "budget_s",
+    type=seconds,
+    metavar="SECONDS",
+    help="With --numerics: begin nothing after so many seconds; 90s and 3m work, too.  [default: 240]",
+)
+@click.option(
+    "--try-refused",
+    is_flag=True,
+    help="With --numerics: run what a rule refuses, too, unless it is known to stray through memory.",
+)
 @device_option
 @json_option
-def doctor(device: str | None, as_json: bool) -> None:
+def doctor(
+    numerics: bool,
+    kernels: tuple[str, ...],
+    head_dims: tuple[int, ...] | None,
+    budget_s: float | None,
+    try_refused: bool,
+    device: str | None,
+    as_json: bool,
+) -> None:
     """Show the machine, its profiles, and every attention kernel: works, or why not.
 
     Each kernel that says it can run is run once on a tiny input, in a process
     of its own, and compared with float64. Exit code 1 when none works or one
     gives wrong numbers.
+
+    With --numerics each is run forward and backward, causal and full, with
+    grouped heads and without, in every dtype and at several lengths; exit code
+    1 when one that the rules allow is not right. RingAttention remembers what
+    was found, and does not run what was wrong.
     """
+    if numerics:
+        numerics_of(device, kernels, head_dims, budget_s, try_refused, as_json)
+        return
+    given = {"--kernel": kernels, "--head-dim": head_dims, "--budget": budget_s, "--try-refused": try_refused}
+    for name, value in given.items():
+        if value:
+            raise click.UsageError(f"{name} goes with --numerics")
     from ringattn.hardware import detect
 
-    from ..doctor import diagnose, run_trials
+    from ..doctor import diagnose, run_trials, torch_device
     from ..terminal import console, emit_json
 
     facts = detect(device)
-    kernels = diagnose(facts, lambda trials: run_trials(trials, torch_device(facts.vendor, device)))
+    diagnoses = diagnose(facts, lambda trials: run_trials(trials, torch_device(facts.vendor, device)))
     places = search_path_contents()
     ranks = ranks_here(facts, device)
     if as_json:
@@ -44,18 +88,13 @@ def doctor(device: str | None, as_json: bool) -> None:
                 "ranks": ranks,
                 "search_path": places,
                 "resolution": _resolution(device),
-                "kernels": kernels,
+                "kernels": diagnoses,
             }
         )
     else:
-        console().print(doctor_summary(facts, ranks, places, _resolution(device), kernels))
-    if not any(k.state == "works" for k in kernels) or any(k.state == "wrong" for k in kernels):
+        console().print(doctor_summary(facts, ranks, places, _resolution(device), diagnoses))
+    if not any(k.state == "works" for k in diagnoses) or any(k.state == "wrong" for k in diagnoses):
         raise click.exceptions.Exit(ExitCode.ERROR)
-
-
-def torch_device(vendor: str, device: str | None) -> str:
-    """The device string for a child process: what was asked for, or what detection settled on."""
-    return device or ("cpu" if vendor == "cpu" else "cuda")
 
 
 def search_path_contents() -> list[dict[str, object]]:

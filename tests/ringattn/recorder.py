@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ringattn import attention
 from ringattn.block_kernel import BoundKernel, KernelConfig
 from ringattn.kernels import KERNELS
 from ringattn.merge import TorchOps
@@ -77,6 +78,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Record:
 
         return replace(KERNELS[name], load=loading)
 
+    monkeypatch.setattr(attention, "faults_of", lambda *arguments: [])  # the accuracy checks run kernels, too
     for name in ("math", "flash-cpu"):
         monkeypatch.setitem(KERNELS, name, watched(name))  # type: ignore[arg-type]
     for step in ("gather", "gather_backward", "merge", "scatter_sum"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,12 @@ from machine_samples import EPYC, H100, gpu
 
 from ringattn.hardware import HardwareFacts, detect
 from ringattn.kernels import KERNELS
+from ringattn.plan import heuristic_tunables
 from ringattn.profile import Policy
 from ringattn.profile_io import dump_profile, load_profile, parse_profile
 from ringattn.profile_paths import collect, shipped_folder
 from ringattn.resolve import resolve
-from ringattn.workload import INPUT_DTYPES, not_narrower
+from ringattn.workload import INPUT_DTYPES, BranchTunables, Workload, not_narrower
 
 FILES = sorted(shipped_folder().glob("heuristic-*.yaml"))
 
@@ -100,6 +102,18 @@ def test_a_device_older_than_every_family_gets_the_built_in_policy() -> None:
     assert name == "built-in"
     assert policy.forward == GENERIC
     assert policy.dtype_for("fp16") == "fp32"
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 136, 160, 192, 256])
+def test_wide_heads_run_on_cudnn_where_it_has_them(head_dim: int) -> None:
+    """As torch's own dispatcher runs them on sm_90 with cuDNN 9.10 or newer."""
+    workload = Workload("train", True, 8192, 16, head_dim, "bf16", kv_heads=4)
+    chosen = heuristic_tunables(workload, policy_for(H100)[1], H100)
+    assert chosen.branches == (BranchTunables("cudnn", "cudnn"),)
+    older = replace(H100, software=(("cudnn", "9.1.0"),))
+    flash = "flash" if head_dim >= 192 else "efficient"  # its backward reads out of bounds between 128 and 192
+    before = BranchTunables("cudnn", "cudnn") if head_dim <= 128 else BranchTunables("flash", flash)
+    assert heuristic_tunables(workload, policy_for(H100)[1], older).branches == (before,)
 
 
 def test_this_machine_has_a_policy() -> None:

@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from oracle import cpu
 from torch import Tensor
 
 from ringattn import kernels_math
@@ -94,6 +95,7 @@ def test_every_package_says_what_it_lacks(name: str, change: dict[str, Any], rea
         (flash_attn_2_reasons, {"head_dim": 160}, "out of bounds at head_dim 160"),
         (flash_attn_3_reasons, {"arch": "sm_100"}, "built for sm_90"),
         (flash_attn_3_reasons, {"deterministic": True}, "deterministic flag"),
+        (flash_attn_4_reasons, {"head_dim": 80}, "head_dim 80: dq is wrong on sm_90 up to 4.0.0b36"),
         (flash_attn_4_reasons, {"arch": "sm_80"}, "backward needs sm_90"),
         (flash_attn_4_reasons, {"arch": "sm_89", "backward": False, "head_dim": 256}, "overflows shared memory"),
         (flash_attn_4_reasons, {"arch": "sm_100", "head_dim": 192}, "up to 128, and 256"),
@@ -150,6 +152,21 @@ def test_flash_2_gradients_end_at_32_bit_offsets(name: str, change: dict[str, An
     reasons = TABLE[name].reasons(replace(HOPPER, **change))
     assert (reasons == ()) == accepted
     assert accepted or any("2^31" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("version", ["4.0.0b36", "4.0.0b20", "unknown", ""])
+def test_flash_attn_4_pads_uneven_head_dimensions_wrongly_up_to_a_release(version: str) -> None:
+    facts = replace(cpu(), packages=("flash_attn.cute",), software=(("flash_attn.cute", version),))
+    newer = [replace(facts, software=(("flash_attn.cute", text),)) for text in ("4.0.0b37", "4.0.0", "4.1.0")]
+    refused = []
+    for head_dim in range(8, 257, 8):
+        need = replace(HOPPER, head_dim=head_dim)
+        refused += [head_dim] if TABLE["flash-attn-4"].unsupported_reasons(need, facts) else []
+        assert TABLE["flash-attn-4"].unsupported_reasons(replace(need, backward=False), facts) == ()
+        assert all(TABLE["flash-attn-4"].unsupported_reasons(need, later) == () for later in newer)
+        elsewhere = TABLE["flash-attn-4"].unsupported_reasons(replace(need, arch="sm_100"), facts)
+        assert not any("dq is wrong" in reason for reason in elsewhere)
+    assert refused == [8, 16, 40, 48, 72, 80, 104, 112]
 
 
 @given(

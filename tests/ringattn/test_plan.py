@@ -95,7 +95,7 @@ REJECTED = [
     (asked(), chosen("flash-cpu"), H100, "branch 0 forward flash-cpu: runs on CPUs only"),
     (asked(dtype="fp32"), chosen("flash-cpu+cudnn", dtype="fp32"), EPYC, "branch 0 backward cudnn: runs on NVIDIA"),
     (asked(TWO), chosen("cudnn", "flash-cpu"), H100, "branch 1 forward flash-cpu: runs on CPUs only"),
-    (asked(head_dim=256), chosen("cudnn"), H100, "branch 0 forward cudnn: head_dim 256; it needs a multiple of 8"),
+    (asked(head_dim=264), chosen("cudnn"), H100, "branch 0 forward cudnn: head_dim 264; it needs a multiple of 8"),
     (asked(), chosen("flash-attn-2"), H100, "branch 0 forward flash-attn-2: the package flash_attn is not installed"),
     (asked(), chosen("flash"), V100, "branch 0 forward flash: needs sm_80 or newer, this is sm_70"),
     (asked(head_dim=160), chosen("flash"), A100, "branch 0 backward flash: its backward reads out of bounds"),

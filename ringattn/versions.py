@@ -1,0 +1,19 @@
+"""Versions of software as values that compare: rules about kernels hold for releases, not for ever. Pure."""
+
+from __future__ import annotations
+
+import re
+
+Release = tuple[int, int, int, int, int]
+
+_STAGES = {"a": 0, "b": 1, "rc": 2, "": 3}
+_RELEASE = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?(?:[._-]?(a|b|rc)[._-]?(\d+))?")
+
+
+def release(text: str) -> Release | None:
+    """(major, minor, micro, stage, its number) of "9.19.0" or "4.0.0b36", a final release last; None for no version."""
+    match = _RELEASE.match(text)
+    if match is None:
+        return None
+    major, minor, micro, stage, number = match.groups()
+    return int(major), int(minor), int(micro or 0), _STAGES[stage or ""], int(number or 0)

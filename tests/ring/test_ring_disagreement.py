@@ -299,3 +299,18 @@ def test_a_length_that_is_not_the_share_of_the_total(ranks: Callable[[int], Pool
     assert wrong
     for _, message, _ in wrong:
         assert "of total_length 23 rank" in message
+
+
+@pytest.mark.parametrize("asked", ["export", "func"])
+def test_what_cannot_run_over_ranks_is_refused_before_a_message(asked: str, ranks: Callable[[int], Pool]) -> None:
+    for error, message, _ in ranks(2).run(_told_of_what_maps, asked):
+        assert error == "InputError"
+        assert message == "torch.export and torch.func take no RingAttention over several ranks"
+
+
+def _told_of_what_maps(asked: str) -> Told:
+    module = RingAttention(6, 4, causal=True, profile=None, device="cpu", process_group=dist.group.WORLD)
+    q, k, v = (x.detach() for x in leaves_of(module))
+    if asked == "export":
+        return told_of(lambda: torch.export.export(module, (q, k, v)))
+    return told_of(lambda: torch.func.grad(lambda q: module(q, k, v).sum())(q))

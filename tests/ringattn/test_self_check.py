@@ -26,7 +26,7 @@ from ringattn.block_kernel import BoundKernel
 from ringattn.errors import PlanError, RingAttentionError
 from ringattn.hardware import HardwareFacts
 from ringattn.kernels import KERNELS
-from ringattn.plan import ORDINARY, combinations, kernel_needs, rejection_reasons
+from ringattn.plan import ORDINARY, Origin, combinations, kernel_needs, rejection_reasons
 from ringattn.profile import Choice, Fingerprint, PlanEntry, Profile
 from ringattn.profile_io import load_profile
 from ringattn.profile_paths import Located, shipped_folder

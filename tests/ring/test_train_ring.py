@@ -47,7 +47,7 @@ def test_ranks_may_hold_different_numbers_of_positions() -> None:
 @pytest.mark.parametrize(
     ("command", "told"),
     [
-        ((*TORCHRUN, "2", EXAMPLE, "--seq-len", "3"), "--seq-len: total_length is 3; over 2 ranks in zigzag layout"),
+        ((*TORCHRUN, "2", EXAMPLE, "--seq-len", "3"), "--seq-len: total_length is 3: zigzag layout over 2 ranks"),
         ((EXAMPLE, "--seq-len", "99999999"), "--seq-len is 99999999; with a text of "),
     ],
     ids=["too-short-for-the-ranks", "longer-than-the-text"],

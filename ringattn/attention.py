@@ -467,7 +467,7 @@ class RingAttention(nn.Module):
     def _check(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
         """(B, S) of well-formed inputs; InputError names what does not fit."""
         s = self.shape
-        if torch._C._is_tracing():
+        if torch.jit.is_tracing():
             raise InputError("torch.jit.trace records one shape and plan; use torch.export, or torch.compile")
         for name, x, heads in (("q", q, s.heads), ("k", k, s.kv_heads), ("v", v, s.kv_heads)):
             _check_type(name, x)

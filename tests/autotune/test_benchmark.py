@@ -23,7 +23,7 @@ from autotune.ranks.together import Alone
 from autotune.stopwatch import Stopwatch
 from autotune.timers import FEWEST, CudaTimer, HostTimer, Reading, cpu_peak_bytes
 from autotune.trial import WorkerEvaluator
-from ringattn import detect
+from ringattn import detect, self_check
 from ringattn.workload import BranchTunables, Pattern, Tunables, Workload
 
 pytestmark = pytest.mark.alone
@@ -67,6 +67,17 @@ def test_a_right_plan_is_checked_proven_and_timed(bench: DeviceBench) -> None:
     sample = bench.sample(CELL, plan())
     assert sample.ms > 0
     assert isinstance(bench.end_block(), tuple)
+
+
+def test_a_candidate_is_held_against_float64_by_the_bench_alone(
+    bench: DeviceBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runtime's own check would run kernels within what is measured as a first call."""
+    monkeypatch.setattr(self_check, "check_all", lambda *arguments: pytest.fail("checked twice"))
+    cell = replace(CELL, seq_len=150)
+    bench.check(cell, plan(cell=cell), no_phase, None)
+    bench.prove(cell, plan(cell=cell), no_phase)
+    bench.first_call(cell, plan(cell=cell))
 
 
 def test_inference_holds_less_than_training(bench: DeviceBench) -> None:

@@ -193,7 +193,7 @@ def test_a_damaged_configuration(text: str, message: str) -> None:
 
 def test_a_configuration_of_another_version() -> None:
     plain = json.loads(CASE.module()._configuration) | {"format": 2}
-    with pytest.raises(ProfileError, match="exported program: format: is 2, and this version reads 1; export the mod"):
+    with pytest.raises(ProfileError, match="exported program: format is 2, and this version reads 1; export the mod"):
         exported.ExportedAttention(json.dumps(plain), torch.device("cpu"))
 
 

@@ -171,10 +171,11 @@ class RingAttention(nn.Module):
         length of the whole sequence, of which each rank holds what ``positions`` says.
 
         Returns out (B, S, H, D) in q's dtype; with ``return_lse`` also lse (B, H, S), natural log, float32 (float64
-        for float64), -inf where nothing is selected, not differentiable.
+        for float64), -inf where nothing is selected or every logit is -inf. A loss may use it: that costs a second
+        backward, gives -inf no gradient, and raises RingAttentionError over several ranks, where lse.detach() is needed.
         """
         if self._ring is not None:
-            out, lse = self._ring.outside_graphs(self._over_ranks, q, k, v, total_length)
+            out, lse = self._ring.outside_graphs(self._over_ranks, q, k, v, total_length, return_lse)
             return (out, lse) if return_lse else out
         train, autocast = self._mode(q, k, v)
         if total_length is not None and total_length != q.shape[1]:
@@ -183,9 +184,10 @@ class RingAttention(nn.Module):
             out, lse = self._trace(q, k, v, train, autocast)
         else:
             key = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, train)
-            run = self._runners.get((key, q.device, k.device, v.device, total_length, autocast))
+            key = (key, q.device, k.device, v.device, return_lse, total_length, autocast)
+            run = self._runners.get(key)
             if run is None:
-                run = self._new_runner(q, k, v, train, (key, q.device, k.device, v.device, total_length, autocast))
+                run = self._new_runner(q, k, v, train, key, return_lse)
             out, lse = run(q, k, v)
         return (out, lse) if return_lse else out
 
@@ -337,37 +339,46 @@ class RingAttention(nn.Module):
         """Whether autocast's dtype is the one to compute in: float64 and an explicit dtype keep theirs."""
         return autocast is not None and q.dtype is not torch.float64 and self.plan.wishes.dtype is None
 
-    def _new_runner(self, q: Tensor, k: Tensor, v: Tensor, train: bool, key: Any) -> Runner:
+    def _new_runner(self, q: Tensor, k: Tensor, v: Tensor, train: bool, key: Any, with_lse: bool) -> Runner:
         """What a call with tensors like these runs, remembered under ``key``."""
         total_length, autocast = key[-2:]
         if autocast is None:
-            run = self._plain_runner(q, k, v, train, total_length)
+            run = self._plain_runner(q, k, v, train, total_length, with_lse)
         else:
             narrow = autocast if self._narrows(q, autocast) else None
-            run = self._autocast_runner(q, k, v, train, total_length, narrow)
+            run = self._autocast_runner(q, k, v, train, total_length, narrow, with_lse)
         if len(self._runners) >= _MOST_SHAPES:
             self._runners.clear()
         self._runners[key] = run
         return run
 
-    def _plain_runner(self, q: Tensor, k: Tensor, v: Tensor, train: bool, total_length: int | None) -> Runner:
+    def _plain_runner(
+        self, q: Tensor, k: Tensor, v: Tensor, train: bool, total_length: int | None, with_lse: bool
+    ) -> Runner:
         program = self.program_for(q, k, v, train, total_length)
-        attend = differentiable(program, q) if train else program.attend
+        attend = differentiable(program, q, with_lse) if train else program.attend
         if all(x.stride(-1) == 1 or x.shape[-1] == 1 for x in (q, k, v)):
             return attend
         return lambda q, k, v: attend(*compiled.rows_of(q, k, v))
 
     def _autocast_runner(
-        self, q: Tensor, k: Tensor, v: Tensor, train: bool, total_length: int | None, dtype: torch.dtype | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        train: bool,
+        total_length: int | None,
+        dtype: torch.dtype | None,
+        with_lse: bool,
     ) -> Runner:
         """Inputs in autocast's dtype (None: in their own), autocast off inside so that no step of ours is narrowed."""
         device = self._device_type
         if dtype is None:
-            attend = self._plain_runner(q, k, v, train, total_length)
+            attend = self._plain_runner(q, k, v, train, total_length, with_lse)
         else:
             for name, x in (("q", q), ("k", k), ("v", v)):
                 _check_dtype(name, x)
-            attend = self._plain_runner(q.to(dtype), k.to(dtype), v.to(dtype), train, total_length)
+            attend = self._plain_runner(q.to(dtype), k.to(dtype), v.to(dtype), train, total_length, with_lse)
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
             with torch.autocast(device, enabled=False):
@@ -378,17 +389,19 @@ class RingAttention(nn.Module):
 
         return run
 
-    def _over_ranks(self, q: Tensor, k: Tensor, v: Tensor, total_length: int | None) -> tuple[Tensor, Tensor]:
+    def _over_ranks(
+        self, q: Tensor, k: Tensor, v: Tensor, total_length: int | None, with_lse: bool
+    ) -> tuple[Tensor, Tensor]:
         """The call in step with the other ranks; what is wrong with it here is told to them."""
         assert self._ring is not None
         with self._ring.call():
             train, autocast = self._mode(q, k, v)
             self._check(q, k, v)
             shapes = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, train)
-            key = (shapes, total_length, autocast)
+            key = (shapes, with_lse, total_length, autocast)
             run = self._runners.get(key)
             if run is None:
-                run = self._new_runner(q, k, v, train, key)
+                run = self._new_runner(q, k, v, train, key, with_lse)
             narrow = autocast if autocast is not q.dtype and self._narrows(q, autocast) else None
             self._ring.enter((q, k, v), run, train, total_length, narrow)
         return run(q, k, v)

@@ -171,8 +171,8 @@ class RingAttention(nn.Module):
         length of the whole sequence, of which each rank holds what ``positions`` says.
 
         Returns out (B, S, H, D) in q's dtype; with ``return_lse`` also lse (B, H, S), natural log, float32 (float64
-        for float64), -inf where nothing is selected or every logit is -inf. A loss may use it: that costs a second
-        backward, gives -inf no gradient, and raises RingAttentionError over several ranks, where lse.detach() is needed.
+        for float64), -inf where nothing is selected or every logit is -inf. A loss may use it, for a second backward;
+        what is -inf has no gradient. Over several ranks its backward raises RingAttentionError: use lse.detach().
         """
         if self._ring is not None:
             out, lse = self._ring.outside_graphs(self._over_ranks, q, k, v, total_length, return_lse)

@@ -4,8 +4,9 @@ This is the version in plain torch, for any device and dtype; ``merge_triton`` h
 work on a window of positions and never build a mask or an index list.
 
 Merging is exact: with ``L_b`` the log-sum-exp of partial b and ``m`` the largest, ``s = sum_b exp(L_b - m)``,
-``O = sum_b exp(L_b - m) / s O_b`` and ``L = m + log(s)`` (FlashAttention, arXiv:2205.14135, section 3.1). The weights sum
-to 1 whatever the size of L; ``exp(L_b - L)`` does not: L in float32 is off by 0.03 at 4e5. An LSE of -inf has weight 0.
+``O = sum_b exp(L_b - m) / s O_b`` and ``L = m + log(s)`` (FlashAttention, arXiv:2205.14135, section 3.1). The weights
+sum to 1 whatever the size of L; ``exp(L_b - L)`` does not: in float32 L is off by 0.03 at 4e5. An LSE of -inf has
+weight 0.
 
 Legend: B batch, S length, H query heads, Hkv key/value heads, D head dim; of a call: N segments times batch, M rows,
 J heads of a run, G = H / Hkv.

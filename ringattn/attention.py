@@ -183,8 +183,8 @@ class RingAttention(nn.Module):
         if torch.compiler.is_compiling():
             out, lse = self._trace(q, k, v, train, autocast)
         else:
-            key = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, train)
-            key = (key, q.device, k.device, v.device, return_lse, total_length, autocast)
+            looks = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, train)
+            key = (looks, q.device, k.device, v.device, return_lse, total_length, autocast)
             run = self._runners.get(key)
             if run is None:
                 run = self._new_runner(q, k, v, train, key, return_lse)

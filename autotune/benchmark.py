@@ -436,12 +436,16 @@ def _caller(module: RingAttention, inputs: Inputs, train: bool) -> Callable[[], 
 
 
 def _results(module: Callable[..., Any], inputs: Inputs, train: bool) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """out, lse and the gradients (none for inference)."""
+    """out, lse and the gradients (none for inference), those of training on the path that is timed.
+
+    A call that returns the lse is another one to autograd, which differentiates it, too.
+    """
     if not train:
         with torch.no_grad():
             out, lse = module(inputs.q, inputs.k, inputs.v, return_lse=True)
         return out, lse, ()
     q, k, v = (x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
-    out, lse = module(q, k, v, return_lse=True)
+    out = module(q, k, v)
     grads = torch.autograd.grad(out, (q, k, v), inputs.dout)
-    return out.detach(), lse, grads
+    _, lse = module(q, k, v, return_lse=True)
+    return out.detach(), lse.detach(), grads

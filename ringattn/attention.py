@@ -192,10 +192,11 @@ class RingAttention(nn.Module):
         length of the whole sequence, of which each rank holds what ``positions`` says.
 
         Returns out (B, S, H, D) in q's dtype; with ``return_lse`` also lse (B, H, S), natural log, float32 (float64
-        for float64), -inf where nothing is selected, not differentiable.
+        for float64), -inf where nothing is selected or every logit is -inf. A loss may use it, for a second backward;
+        what is -inf has no gradient. Over several ranks its backward raises RingAttentionError: use lse.detach().
         """
         if self._ring is not None:
-            out, lse = self._ring.outside_graphs(self._over_ranks, q, k, v, total_length)
+            out, lse = self._ring.outside_graphs(self._over_ranks, q, k, v, total_length, return_lse)
             return (out, lse) if return_lse else out
         train, autocast = self._mode(q, k, v)
         if total_length is not None and (not is_integer(total_length) or total_length != q.shape[1]):
@@ -203,10 +204,11 @@ class RingAttention(nn.Module):
         if torch.compiler.is_compiling() or transforms_active():
             out, lse = self._trace(q, k, v, train, autocast)
         else:
-            key = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, train)
-            run = self._runners.get((key, q.device, k.device, v.device, total_length, autocast))
+            looks = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, train)
+            key = (looks, q.device, k.device, v.device, return_lse, total_length, autocast)
+            run = self._runners.get(key)
             if run is None:
-                run = self._new_runner(q, k, v, train, (key, q.device, k.device, v.device, total_length, autocast))
+                run = self._new_runner(q, k, v, train, key, return_lse)
             out, lse = run(q, k, v)
         return (out, lse) if return_lse else out
 
@@ -389,37 +391,46 @@ class RingAttention(nn.Module):
         """Whether autocast's dtype is the one to compute in: float64 and an explicit dtype keep theirs."""
         return autocast is not None and q.dtype is not torch.float64 and self.plan.wishes.dtype is None
 
-    def _new_runner(self, q: Tensor, k: Tensor, v: Tensor, train: bool, key: Any) -> Runner:
+    def _new_runner(self, q: Tensor, k: Tensor, v: Tensor, train: bool, key: Any, with_lse: bool) -> Runner:
         """What a call with tensors like these runs, remembered under ``key``."""
         total_length, autocast = key[-2:]
         if autocast is None:
-            run = self._plain_runner(q, k, v, train, total_length)
+            run = self._plain_runner(q, k, v, train, total_length, with_lse)
         else:
             narrow = autocast if self._narrows(q, autocast) else None
-            run = self._autocast_runner(q, k, v, train, total_length, narrow)
+            run = self._autocast_runner(q, k, v, train, total_length, narrow, with_lse)
         if len(self._runners) >= compiled.MOST_SHAPES:
             self._runners.clear()
         self._runners[key] = run
         return run
 
-    def _plain_runner(self, q: Tensor, k: Tensor, v: Tensor, train: bool, total_length: int | None) -> Runner:
+    def _plain_runner(
+        self, q: Tensor, k: Tensor, v: Tensor, train: bool, total_length: int | None, with_lse: bool
+    ) -> Runner:
         program = self.program_for(q, k, v, train, total_length)
-        attend = differentiable(program, q) if train else program.attend
+        attend = differentiable(program, q, with_lse) if train else program.attend
         if all(x.stride(-1) == 1 or x.shape[-1] == 1 for x in (q, k, v)):
             return attend
         return lambda q, k, v: attend(*compiled.rows_of(q, k, v))
 
     def _autocast_runner(
-        self, q: Tensor, k: Tensor, v: Tensor, train: bool, total_length: int | None, dtype: torch.dtype | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        train: bool,
+        total_length: int | None,
+        dtype: torch.dtype | None,
+        with_lse: bool,
     ) -> Runner:
         """Inputs in autocast's dtype (None: in their own), autocast off inside so that no step of ours is narrowed."""
         device = self._device_type
         if dtype is None:
-            attend = self._plain_runner(q, k, v, train, total_length)
+            attend = self._plain_runner(q, k, v, train, total_length, with_lse)
         else:
             for name, x in (("q", q), ("k", k), ("v", v)):
                 _check_dtype(name, x)
-            attend = self._plain_runner(q.to(dtype), k.to(dtype), v.to(dtype), train, total_length)
+            attend = self._plain_runner(q.to(dtype), k.to(dtype), v.to(dtype), train, total_length, with_lse)
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
             with torch.autocast(device, enabled=False):
@@ -430,7 +441,9 @@ class RingAttention(nn.Module):
 
         return run
 
-    def _over_ranks(self, q: Tensor, k: Tensor, v: Tensor, total_length: int | None) -> tuple[Tensor, Tensor]:
+    def _over_ranks(
+        self, q: Tensor, k: Tensor, v: Tensor, total_length: int | None, with_lse: bool
+    ) -> tuple[Tensor, Tensor]:
         """The call in step with the other ranks; what is wrong with it here is told to them."""
         assert self._ring is not None
         with self._ring.call():
@@ -441,10 +454,10 @@ class RingAttention(nn.Module):
             if total_length is not None:
                 total_length = integer("total_length", total_length)
             shapes = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, train)
-            key = (shapes, total_length, autocast)
+            key = (shapes, with_lse, total_length, autocast)
             run = self._runners.get(key)
             if run is None:
-                run = self._new_runner(q, k, v, train, key)
+                run = self._new_runner(q, k, v, train, key, with_lse)
             narrow = autocast if autocast is not q.dtype and self._narrows(q, autocast) else None
             self._ring.enter((q, k, v), run, train, total_length, narrow, self._planned)
         return run(q, k, v)
@@ -467,7 +480,7 @@ class RingAttention(nn.Module):
     def _check(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
         """(B, S) of well-formed inputs; InputError names what does not fit."""
         s = self.shape
-        if torch.jit.is_tracing():
+        if torch._C._get_tracing_state() is not None:
             raise InputError("torch.jit.trace records one shape and plan; use torch.export, or torch.compile")
         for name, x, heads in (("q", q, s.heads), ("k", k, s.kv_heads), ("v", v, s.kv_heads)):
             _check_type(name, x)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .checkpoint import MODES, Mode
+from .checkpoint import MODES, Given, Mode
 from .errors import RingAttentionError
 from .layout import check_own
 from .program import Program
@@ -26,70 +26,83 @@ class _Attend(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, program: Program | RingProgram) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, program: Program | RingProgram, with_lse: bool
+    ) -> tuple[Tensor, Tensor]:
         if not isinstance(program, Program):
             program = program.of_this_call()  # ranks tell the backward of this call from those of others
         out, lse, saved = MODES[program.checkpoint].forward(program, q, k, v)
-        ctx.mark_non_differentiable(lse)
-        ctx.set_materialize_grads(False)  # a grad of lse never exists: no zeros are made for it at each call
+        if not with_lse:  # autograd lets a view be changed in place only if it is the one output with a gradient
+            ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)  # zeros for a gradient of lse that nobody asked for would cost a backward
         ctx.save_for_backward(*saved.tensors)
         ctx.program, ctx.elsewhere = program, saved.elsewhere
         # Over ranks: what a rank that cannot begin its backward needs to exchange the messages of it.
-        ctx.like = [] if isinstance(program, Program) else [(x.shape, x.dtype, x.device) for x in saved.tensors]
+        ctx.like = [] if isinstance(program, Program) else [_like(x) for x in (out, *saved.tensors)]
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: None) -> tuple[Tensor | None, ...]:
-        if dout is None:
-            return None, None, None, None
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        some = dlse if dout is None else dout
+        if some is None:
+            return None, None, None, None, None
+        given, device = Given(dout, dlse), some.device.type
         program, mode = ctx.program, MODES[ctx.program.checkpoint]
         if isinstance(program, Program):
-            saved = _saved_for_once(ctx, dout)
+            saved = _saved_for_once(ctx, given)
         else:
-            saved = _saved_over_ranks(ctx, dout, program, mode)
+            saved = _saved_over_ranks(ctx, given, program, mode)
         wanted = ctx.needs_input_grad[:3]
-        if torch.is_autocast_enabled(dout.device.type):
-            with torch.autocast(dout.device.type, enabled=False):
-                grads = mode.backward(program, dout, saved, ctx.elsewhere, wanted)
+        if torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                grads = mode.backward(program, given, saved, ctx.elsewhere, wanted)
         else:
-            grads = mode.backward(program, dout, saved, ctx.elsewhere, wanted)
-        return *grads, None
+            grads = mode.backward(program, given, saved, ctx.elsewhere, wanted)
+        return *grads, None, None
 
 
-def _saved_for_once(ctx: Any, dout: Tensor) -> Sequence[Tensor]:
+def _like(x: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return x.shape, x.dtype, x.device
+
+
+def _saved_for_once(ctx: Any, given: Given) -> Sequence[Tensor]:
     if torch.is_grad_enabled():  # only under create_graph=True
         raise RingAttentionError(
             "double backward (create_graph=True) is not supported: the kernels have no second derivative"
         )
-    if type(dout) is not Tensor:
-        check_own("dout", dout)
+    if given.dout is not None and type(given.dout) is not Tensor:
+        check_own("dout", given.dout)
     saved: tuple[Tensor, ...] = ctx.saved_tensors
     return saved
 
 
-def _saved_over_ranks(ctx: Any, dout: Tensor, program: RingProgram, mode: Mode) -> Sequence[Tensor]:
+def _saved_over_ranks(ctx: Any, given: Given, program: RingProgram, mode: Mode) -> Sequence[Tensor]:
     """The same; a rank that does not get it exchanges the messages of the backward, which the others are in."""
 
     def messages() -> None:
-        with torch.no_grad(), torch.autocast(dout.device.type, enabled=False):
-            saved = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like]
-            blank = torch.zeros(dout.shape, dtype=dout.dtype, device=dout.device)
-            mode.backward(program, blank, saved, ctx.elsewhere, ctx.needs_input_grad[:3])
+        with torch.no_grad(), torch.autocast(ctx.like[0][2].type, enabled=False):
+            dout, *saved = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like]
+            mode.backward(program, Given(dout, None), saved, ctx.elsewhere, ctx.needs_input_grad[:3])
 
     try:
-        return _saved_for_once(ctx, dout)
+        if given.dlse is not None:
+            raise RingAttentionError(
+                "lse takes part in the loss, but over several ranks it has no gradient: use lse.detach(), or "
+                "process_group=None on ranks that hold whole sequences"
+            )
+        return _saved_for_once(ctx, given)
     except Exception as error:
         program.sit_out(error, messages)
         raise
 
 
-def differentiable(program: Program | RingProgram, q: Tensor) -> Runner:
-    """How to run ``program`` on tensors like q so that autograd can come back."""
-    one_op = program.differentiable(q.shape) if q.dtype is program.dtype else None
+def differentiable(program: Program | RingProgram, q: Tensor, with_lse: bool) -> Runner:
+    """How to run ``program`` on tensors like q so that autograd can come back, to lse too if it is asked for."""
+    one_op = program.differentiable(q.shape) if q.dtype is program.dtype and not with_lse else None
     if one_op is not None:
         return one_op
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return _Attend.apply(q, k, v, program)  # type: ignore[no-untyped-call, no-any-return]
+        return _Attend.apply(q, k, v, program, with_lse)  # type: ignore[no-untyped-call, no-any-return]
 
     return attend

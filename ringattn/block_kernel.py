@@ -4,6 +4,14 @@ A block kernel attends over rectangular blocks that are full or causal-diagonal,
 every row, and has a backward that takes the *merged* out and LSE. The checks are pure; ``load`` is the only part
 that imports, once, when a plan is built.
 
+A logit of -inf, as overflow or an infinite key makes it, has weight 0. A row that has no other gives out 0 and an LSE
+of -inf, is nothing to a merge, and has no part in any gradient: its final LSE is -inf, and there exp(s - lse) counts 0.
+A row with a logit of +inf or NaN is NaN in out, as in torch's softmax.
+
+What is NaN instead, never a wrong number: gradients where a kernel multiplies 0 by an infinite element of q or k, as
+torch's do (math leaves them out); and rows of FlashAttention 2 on full blocks whose last tiles of keys are all -inf,
+and of CUTLASS in float32 beside any infinite key: only a wait for the device could tell them from true NaN.
+
 Legend: N blocks, M rows, H query heads, K key/value heads, D head dimension.
 """
 

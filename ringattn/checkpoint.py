@@ -27,6 +27,13 @@ if TYPE_CHECKING:
 AnyProgram: TypeAlias = "Program | RingProgram"
 
 
+class Given(NamedTuple):
+    """The gradients of out and lse; None where nothing depends on one."""
+
+    dout: Tensor | None
+    dlse: Tensor | None
+
+
 class Saved(NamedTuple):
     """What autograd keeps, and what is kept elsewhere (offload)."""
 
@@ -35,10 +42,11 @@ class Saved(NamedTuple):
 
 
 class Mode(NamedTuple):
-    """``forward`` gives out, lse and what to save; ``backward`` takes dout, what was saved, which gradients to give."""
+    """``forward`` gives out, lse and what to save; ``backward`` takes their gradients, what was saved, and which
+    gradients to give."""
 
     forward: Callable[[AnyProgram, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Saved]]
-    backward: Callable[[AnyProgram, Tensor, Sequence[Tensor], HostCopies | None, Wanted], Grads]
+    backward: Callable[[AnyProgram, Given, Sequence[Tensor], HostCopies | None, Wanted], Grads]
 
 
 def _keep_all(program: AnyProgram, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Saved]:
@@ -63,26 +71,26 @@ def _keep_on_host(program: AnyProgram, q: Tensor, k: Tensor, v: Tensor) -> tuple
 
 
 def _from_saved(
-    program: AnyProgram, dout: Tensor, saved: Sequence[Tensor], elsewhere: HostCopies | None, wanted: Wanted
+    program: AnyProgram, given: Given, saved: Sequence[Tensor], elsewhere: HostCopies | None, wanted: Wanted
 ) -> Grads:
     q, k, v, out, lse, *kept = saved
-    return program.gradients(dout, q, k, v, out, lse, kept, wanted)
+    return program.gradients(given.dout, q, k, v, out, lse, kept, wanted, given.dlse)
 
 
 def _from_rerun(
-    program: AnyProgram, dout: Tensor, saved: Sequence[Tensor], elsewhere: HostCopies | None, wanted: Wanted
+    program: AnyProgram, given: Given, saved: Sequence[Tensor], elsewhere: HostCopies | None, wanted: Wanted
 ) -> Grads:
     q, k, v = saved
     out, lse = program.attend(q, k, v)
-    return program.gradients(dout, q, k, v, out, lse, wanted=wanted)
+    return program.gradients(given.dout, q, k, v, out, lse, wanted=wanted, dlse=given.dlse)
 
 
 def _from_host(
-    program: AnyProgram, dout: Tensor, saved: Sequence[Tensor], elsewhere: HostCopies | None, wanted: Wanted
+    program: AnyProgram, given: Given, saved: Sequence[Tensor], elsewhere: HostCopies | None, wanted: Wanted
 ) -> Grads:
     assert elsewhere is not None
     q, k, v, out, lse = elsewhere.fetch()
-    return program.gradients(dout, q, k, v, out, lse, wanted=wanted)
+    return program.gradients(given.dout, q, k, v, out, lse, wanted=wanted, dlse=given.dlse)
 
 
 MODES = {

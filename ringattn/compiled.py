@@ -120,11 +120,18 @@ def _(q: Tensor, k: Tensor, v: Tensor, module: str, train: bool) -> tuple[Tensor
 
 @torch.library.custom_op("ringattn::attend_backward", mutates_args=())
 def attend_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, module: str
+    dout: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    module: str,
+    dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, contiguous."""
     program = traced_program(_owner(module, q.device), q, k, v, True)
-    dq, dk, dv = program.gradients(dout, *rows_of(q, k, v), out, lse)
+    dq, dk, dv = program.gradients(dout, *rows_of(q, k, v), out, lse, dlse=dlse)
     assert dq is not None
     assert dk is not None
     assert dv is not None
@@ -133,7 +140,14 @@ def attend_backward(
 
 @attend_backward.register_fake
 def _(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, module: str
+    dout: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    module: str,
+    dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
@@ -141,12 +155,14 @@ def _(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, module, _ = inputs
     ctx.save_for_backward(q, k, v, *output)
-    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # None, not zeros, of an lse that nothing depends on: it costs a backward
     ctx.module = module
 
 
-def _backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-    return (*attend_backward(dout, *ctx.saved_tensors, ctx.module), None, None)
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    if dout is None and dlse is None:
+        return (None,) * 5
+    return (*attend_backward(dout, *ctx.saved_tensors, ctx.module, dlse), None, None)
 
 
 attend.register_autograd(_backward, setup_context=_setup_context)

@@ -7,6 +7,7 @@ Legend: N blocks, M rows, H query heads, D head dimension.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -22,6 +23,29 @@ def flash_2_elements(blocks: int, rows: int, heads: int, head_dim: int) -> int:
     """Elements of the padded float32 dq accumulator of FlashAttention 2's backward."""
     padded_head_dim = -(-head_dim // 32) * 32 if head_dim <= 128 else -(-head_dim // 64) * 64
     return blocks * heads * (-(-rows // 128) * 128) * padded_head_dim
+
+
+def without_empty_rows(lse_NHM: Tensor) -> Tensor:
+    """The final LSE with +inf for -inf: what a backward that computes exp(s - lse) takes, so that no row gives NaN."""
+    return torch.nan_to_num(lse_NHM, nan=math.nan, posinf=math.inf, neginf=math.inf)
+
+
+def flash_2_empty_rows(lse_NHM: Tensor) -> Tensor:
+    """FlashAttention 2's LSE with -inf for the +inf that it gives a row of which every logit is -inf, beside out 0.
+
+    It says +inf of a row with NaN, too, and of empty rows of full blocks beside an out of NaN: that stays in whatever
+    it is merged with.
+    """
+    return torch.nan_to_num(lse_NHM, nan=math.nan, posinf=-math.inf, neginf=-math.inf)
+
+
+def cutlass_empty_rows(lse_NHM: Tensor, q_NMHD: Tensor, k_NMHD: Tensor, scale: float) -> Tensor:
+    """The LSE with -inf for the 0 that CUTLASS's kernel gives a row of which every logit is -inf, beside out 0.
+
+    A true LSE can be 0, too; what tells is the first key, which every row sees: nothing waits for the device.
+    """
+    first_NHM = torch.matmul(q_NMHD.transpose(1, 2), k_NMHD[:, :1].permute(0, 2, 3, 1)).squeeze(-1)
+    return lse_NHM.masked_fill((lse_NHM == 0) & (first_NHM * scale == -math.inf), -math.inf)
 
 
 def in_parts(kernel: BoundKernel, *, flash_2_backward: bool = False) -> BoundKernel:

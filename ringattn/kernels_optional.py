@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .block_kernel import BlockKernel, BoundKernel, Grads, KernelConfig, KernelNeed, Params
 from .errors import KernelLoadError
-from .kernel_parts import MAX_GRID, in_parts
+from .kernel_parts import MAX_GRID, cutlass_empty_rows, flash_2_empty_rows, in_parts, without_empty_rows
 from .kernels_aten import far_rows_faults, flash_2_backward_faults, flash_2_strays
 
 # --- loading -----------------------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ def load_flash_attn_2(config: KernelConfig) -> BoundKernel:
     def forward(q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
         # out, alibi slopes, dropout, scale, causal, window left and right, softcap, return softmax, generator
         result = fwd(q, k, v, None, None, 0.0, scale, causal, -1, -1, 0.0, False, None)
-        return result[0], result[1]
+        return result[0], flash_2_empty_rows(result[1])
 
     def backward(
         dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /, grads: Grads | None = None
@@ -326,18 +326,20 @@ def load_xformers(config: KernelConfig) -> BoundKernel:
     if ops is None:
         raise _refusal(name, f"xformers.ops.fmha has no operator {operator}", _XFORMERS_REMEDY)
     bias = fmha.attn_bias.LowerTriangularMask() if config.causal else None
-    forward_op, backward_op, scale = ops.FwOp, ops.BwOp, config.scale
+    forward_op, backward_op, scale, cutlass = ops.FwOp, ops.BwOp, config.scale, operator == "cutlass"
 
     def forward(q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
         out, lse = fwd(q, k, v, attn_bias=bias, scale=scale, op=forward_op)
-        return out, lse[:, :, : q.shape[1]]  # CUTLASS pads its rows to a multiple of 32
+        lse = lse[:, :, : q.shape[1]]  # CUTLASS pads its rows to a multiple of 32
+        return out, cutlass_empty_rows(lse, q, k, scale) if cutlass else flash_2_empty_rows(lse)
 
     def backward(
         dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /, grads: Grads | None = None
     ) -> Grads:
         assert grads is None, "this kernel cannot write into given gradients"
         # The CUTLASS kernel reads out as if its rows were H * D apart, whatever its strides say.
-        result = bwd(dout, out.contiguous(), _rows_of(lse), q, k, v, attn_bias=bias, scale=scale, op=backward_op)
+        lse = without_empty_rows(_rows_of(lse))
+        result = bwd(dout, out.contiguous(), lse, q, k, v, attn_bias=bias, scale=scale, op=backward_op)
         return result[0], result[1], result[2]
 
     return in_parts(BoundKernel(forward, backward), flash_2_backward=True)

@@ -69,12 +69,16 @@ def merge_rows(lane: Lane, group: int, out_BSHD: Tensor, lse_BHS: Tensor, out: T
 def merge_block(total: Tensor, total_lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """(total, total_lse) becomes the exact merge of both, in place; the LSE has the axes of out but the last.
 
-    A row that ``total`` does not have yet holds 0 and -inf; every row of ``part`` is finite.
+    A row that either of them does not have holds 0 and -inf there. The two weights sum to 1, as in ``merge``.
     """
-    merged = torch.logaddexp(total_lse, part_lse)
-    total.mul_(torch.exp(total_lse - merged).unsqueeze(-1))
-    total.addcmul_(part.to(total.dtype), torch.exp(part_lse - merged).unsqueeze(-1))
-    total_lse.copy_(merged)
+    peak = torch.maximum(total_lse, part_lse)
+    peak = peak.masked_fill(peak == -torch.inf, 0.0)  # -inf - -inf is no number
+    kept, added = torch.exp(total_lse - peak), torch.exp(part_lse - peak)
+    both = kept + added
+    weights = both.clamp(min=1.0)  # less where neither has the row
+    total.mul_((kept / weights).unsqueeze(-1))
+    total.addcmul_(part.to(total.dtype), (added / weights).unsqueeze(-1))
+    total_lse.copy_(peak + both.log())
 
 
 def _covers(lane: Lane, heads: int, length: int, group: int) -> bool:

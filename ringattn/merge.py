@@ -3,8 +3,10 @@
 This is the version in plain torch, for any device and dtype; ``merge_triton`` holds the fused one for GPUs. Both
 work on a window of positions and never build a mask or an index list.
 
-Merging is exact: with ``L_b`` the log-sum-exp of partial b, ``L = logsumexp_b L_b`` and
-``O = sum_b exp(L_b - L) O_b`` (FlashAttention, arXiv:2205.14135, section 3.1).
+Merging is exact: with ``L_b`` the log-sum-exp of partial b and ``m`` the largest, ``s = sum_b exp(L_b - m)``,
+``O = sum_b exp(L_b - m) / s O_b`` and ``L = m + log(s)`` (FlashAttention, arXiv:2205.14135, section 3.1). The weights
+sum to 1 whatever the size of L; ``exp(L_b - L)`` does not: in float32 L is off by 0.03 at 4e5. An LSE of -inf has
+weight 0.
 
 Legend: B batch, S length, H query heads, Hkv key/value heads, D head dim; of a call: N segments times batch, M rows,
 J heads of a run, G = H / Hkv.
@@ -122,12 +124,16 @@ def _unfolded_lse(lse_NHM: Tensor, placed: PlacedCall, heads: slice, group: int)
     return lse_NHM[:, heads].view(call.batch, call.segments, -1, group, call.rows).movedim(4, 2)
 
 
-def _join_lse(merged: Tensor, part: Tensor) -> None:
-    merged.copy_(torch.logaddexp(merged, part))
+def _raise_peak(peak: Tensor, part: Tensor) -> None:
+    peak.copy_(torch.maximum(peak, part))
 
 
-def _add_weighted(total: Tensor, out: Tensor, part: Tensor, merged: Tensor) -> None:
-    total.add_(out * torch.exp(part - merged).unsqueeze(-1))
+def _add_weight(total: Tensor, part: Tensor, peak: Tensor) -> None:
+    total.add_(torch.exp(part - peak))
+
+
+def _add_weighted(total: Tensor, out: Tensor, part: Tensor, peak: Tensor, weights: Tensor) -> None:
+    total.add_(out * (torch.exp(part - peak) / weights).unsqueeze(-1))
 
 
 def _add(total: Tensor, grad: Tensor) -> None:
@@ -141,7 +147,8 @@ class TorchOps:
         def maybe(step: Callable[..., None]) -> Callable[..., None]:
             return torch.compile(step, dynamic=True) if compiled else step
 
-        self._join_lse = maybe(_join_lse)
+        self._raise_peak = maybe(_raise_peak)
+        self._add_weight = maybe(_add_weight)
         self._add_weighted = maybe(_add_weighted)
         self._add = maybe(_add)
 
@@ -185,18 +192,28 @@ class TorchOps:
         lease: Lease,
     ) -> None:
         lse_BSH = lse_BHS.transpose(1, 2)
-        lse_BSH[:, window.begin : window.end].fill_(-torch.inf)
+        lse_of_window = lse_BSH[:, window.begin : window.end]
+        lse_of_window.fill_(-torch.inf)
+        weights_BSH = lease.empty(tuple(lse_of_window.shape), lse_BHS.dtype).zero_()
         runs = []
         for placed, out, lse in partials:
             views = geometry.views(placed, group, lse_BSH.stride(), None, folded=False)
+            weight_views = geometry.views(placed, group, weights_BSH.stride(), None, folded=False)
             for number, heads in enumerate(_run_slices(placed, group)):
-                merged, part = as_view(lse_BSH, views[number]), _unfolded_lse(lse, placed, heads, group)
-                self._join_lse(merged, part)
-                runs.append((placed, number, merged, part, _unfolded(out, placed, heads, group)))
+                peak, part = as_view(lse_BSH, views[number]), _unfolded_lse(lse, placed, heads, group)
+                weights = as_view(weights_BSH, _moved(weight_views[number], window.begin, weights_BSH))
+                self._raise_peak(peak, part)
+                runs.append((placed, number, peak, part, weights, _unfolded(out, placed, heads, group)))
+        lse_of_window.masked_fill_(lse_of_window == -torch.inf, 0.0)  # -inf - -inf is no number
+        for _, _, peak, part, weights, _ in runs:
+            self._add_weight(weights, part, peak)
+        log_weights_BSH = weights_BSH.log()
+        weights_BSH.clamp_(min=1.0)  # the peak's own weight is 1: less is a position without a result
 
         with _Accumulator(out_BSHD, window, lease) as total:
-            for placed, number, merged, part, out in runs:
-                self._add_weighted(total.rows(geometry, placed, number, group), out, part, merged)
+            for placed, number, peak, part, weights, out in runs:
+                self._add_weighted(total.rows(geometry, placed, number, group), out, part, peak, weights)
+        lse_of_window.add_(log_weights_BSH)
 
     def scatter_sum(self, geometry: Geometry, window: Window, jobs: Sequence[GradJob], lease: Lease) -> None:
         for partials, grad_BSHD, group in jobs:
@@ -204,6 +221,11 @@ class TorchOps:
                 for placed, grad in partials:
                     for number, heads in enumerate(_run_slices(placed, group)):
                         self._add(total.rows(geometry, placed, number, group), _unfolded(grad, placed, heads, group))
+
+
+def _moved(view: StridedView, begin: int, x: Tensor) -> StridedView:
+    """``view`` of a whole sequence, for x (B, positions, ...) whose first position is ``begin``."""
+    return StridedView(view.size, view.stride, view.offset - begin * x.stride(1))
 
 
 class _Accumulator:
@@ -223,8 +245,7 @@ class _Accumulator:
 
     def rows(self, geometry: Geometry, placed: PlacedCall, run: int, group: int) -> Tensor:
         view = geometry.views(placed, group, self._sums.stride(), self._sums.shape[-1], folded=False)[run]
-        shifted = StridedView(view.size, view.stride, view.offset - self._begin * self._sums.stride(1))
-        return as_view(self._sums, shifted)
+        return as_view(self._sums, _moved(view, self._begin, self._sums))
 
     def __exit__(self, *error: object) -> None:
         if error[0] is None and self._sums.dtype != self._target.dtype:

@@ -92,7 +92,7 @@ class Program:
 
     def gradients(
         self,
-        dout: Tensor,
+        dout: Tensor | None,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -100,13 +100,42 @@ class Program:
         lse: Tensor,
         kept: Sequence[Tensor] = (),
         wanted: Wanted = ALL,
+        dlse: Tensor | None = None,
     ) -> Grads:
-        """``backward`` for tensors of any dtype and layout; gradients in the input dtype, None where not wanted."""
-        dout, out, lse = dout.contiguous(), out.contiguous(), lse.contiguous()
+        """``backward`` for tensors of any dtype and layout; gradients in the input dtype, None where not wanted.
+
+        dout and dlse are None where out, or lse, has no gradient, but not both.
+        """
+        out, lse = out.contiguous(), lse.contiguous()
         narrow, wide = q.dtype, self.dtype
         if narrow is not wide:
-            dout, q, k, v, out = dout.to(wide), q.to(wide), k.to(wide), v.to(wide), out.to(wide)
-        return as_wanted(self.backward(dout, q, k, v, out, lse, kept, wanted), narrow, wanted)
+            q, k, v, out = q.to(wide), k.to(wide), v.to(wide), out.to(wide)
+        if dlse is None:
+            assert dout is not None
+            grads = self.backward(dout.contiguous().to(wide), q, k, v, out, lse, kept, wanted)
+            return as_wanted(grads, narrow, wanted)
+        dq, dk = self._lse_gradients(dlse, q, k, v, lse, wanted)
+        if dout is None:
+            return as_wanted((dq, dk, torch.zeros_like(v)), narrow, wanted)
+        of_out = self.backward(dout.contiguous().to(wide), q, k, v, out, lse, kept, wanted)
+        return as_wanted((dq.add_(of_out[0]), dk.add_(of_out[1]), of_out[2]), narrow, wanted)
+
+    def _lse_gradients(
+        self, dlse_BHS: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, wanted: Wanted
+    ) -> tuple[Tensor, Tensor]:
+        """dq and dk of the LSE alone, in float32 (float64 for float64): one backward more, exact on every kernel.
+
+        The flash backward is ds = p * (dout . v - dout . out). With values of one in the first column and zeros in the
+        others, dlse in the first column of dout, and an out of 0 that is p * dlse, which is the gradient of the LSE.
+        dlse is divided by a power of two, since that of a mean is below what float16 holds, and of a scaled loss above.
+        """
+        dlse_BHS = dlse_BHS.masked_fill(lse == -torch.inf, 0.0)
+        unit = torch.ldexp(dlse_BHS.new_ones(()), torch.frexp(dlse_BHS.abs().amax()).exponent)
+        dout, values = q.new_zeros(q.shape), v.new_zeros(v.shape)
+        dout[..., 0] = (dlse_BHS / unit).transpose(1, 2)
+        values[..., 0] = 1.0
+        dq, dk, _ = self.backward(dout, q, k, values, torch.zeros_like(dout), lse, (), (wanted[0], wanted[1], False))
+        return dq.to(unit.dtype) * unit, dk.to(unit.dtype) * unit
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, kept: Kept | None = None, travel: TravelForward | None = None

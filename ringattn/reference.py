@@ -37,7 +37,9 @@ def dilated_attention_reference(
         scale: factor on the logits; None is 1 / sqrt(D).
 
     Returns:
-        out (B, S, H, D) and lse (B, H, S), natural log. A position that no branch selects gives 0 and -inf.
+        out (B, S, H, D) and lse (B, H, S), natural log, both differentiable. A logit of -inf has weight 0 and no
+        gradient; a position without any other, as one that no branch selects, gives 0 and -inf, and no gradient. A
+        logit of +inf or NaN makes its position NaN.
     """
     batch, length, heads, head_dim = q_BSHD.shape
     kv_heads = k_BSHD.shape[2]
@@ -45,7 +47,7 @@ def dilated_attention_reference(
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
     k_BSHD = k_BSHD.repeat_interleave(group, dim=2)
     v_BSHD = v_BSHD.repeat_interleave(group, dim=2)
-    logits_BHSS = torch.einsum("bqhd,bkhd->bhqk", q_BSHD, k_BSHD) * scale
+    logits_BHSS = _logits(q_BSHD, k_BSHD, scale)
 
     position = torch.arange(length, device=q_BSHD.device)
     count_HSS = torch.zeros(heads, length, length, dtype=torch.int64, device=q_BSHD.device)
@@ -60,12 +62,20 @@ def dilated_attention_reference(
 
     seen_HSS = count_HSS > 0
     # log(count) adds a key once per branch that shows it; an empty row is kept free of NaN in both directions
-    # by giving it one dummy logit and zeroing what comes of it.
-    empty_HS1 = ~seen_HSS.any(-1, keepdim=True)
+    # by giving it dummy logits and zeroing what comes of them.
     weighted = logits_BHSS + torch.where(seen_HSS, count_HSS, 1).to(logits_BHSS.dtype).log()
-    weighted = weighted.masked_fill(~(seen_HSS | empty_HS1), -math.inf)
-    weighted = torch.where(empty_HS1, torch.zeros_like(weighted), weighted)
-    lse_BHS = torch.logsumexp(weighted, dim=-1)
-    weights = torch.where(empty_HS1, torch.zeros_like(weighted), torch.exp(weighted - lse_BHS[..., None]))
+    weighted = weighted.masked_fill(~seen_HSS, -math.inf)
+    empty_BHS1 = (weighted == -math.inf).all(-1, keepdim=True)
+    weighted = torch.where(empty_BHS1, torch.zeros_like(weighted), weighted)
+    weights = torch.softmax(weighted, dim=-1).masked_fill(empty_BHS1, 0.0)
     out_BSHD = torch.einsum("bhqk,bkhd->bqhd", weights, v_BSHD)
-    return out_BSHD, lse_BHS.masked_fill(empty_HS1[..., 0], -math.inf).detach()
+    return out_BSHD, torch.logsumexp(weighted, dim=-1).masked_fill(empty_BHS1[..., 0], -math.inf)
+
+
+def _logits(q_BSHD: Tensor, k_BSHD: Tensor, scale: float) -> Tensor:
+    """(B, H, S, S); only finite ones have a gradient, so that none is 0 times an infinite key, which is NaN."""
+    finite_q, finite_k = (x.masked_fill(x.isinf(), 0.0) for x in (q_BSHD, k_BSHD))
+    finite = torch.einsum("bqhd,bkhd->bhqk", finite_q, finite_k) * scale
+    with torch.no_grad():
+        logits = torch.einsum("bqhd,bkhd->bhqk", q_BSHD, k_BSHD) * scale
+    return torch.where(logits.isfinite(), finite, logits)

@@ -145,7 +145,7 @@ class RingProgram:
 
     def gradients(
         self,
-        dout: Tensor,
+        dout: Tensor | None,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -153,11 +153,15 @@ class RingProgram:
         lse: Tensor,
         kept: Sequence[Tensor] = (),
         wanted: Wanted = ALL,
+        dlse: Tensor | None = None,
     ) -> Grads:
         """dq, dk, dv of this rank's rows in the input dtype, None where not wanted.
 
-        All three are computed and travel whatever is wanted: what one rank has frozen another may have not.
+        All three are computed and travel whatever is wanted: what one rank has frozen another may have not. For the
+        same reason lse has no gradient here: it takes a second backward, which all ranks would have to make.
         """
+        assert dout is not None
+        assert dlse is None, "refused before the first message"
         dout, out, lse = dout.contiguous(), out.contiguous(), lse.contiguous()
         ticket = self._ticket(backward=True)
         if self._spreads:

@@ -27,17 +27,21 @@ def _merge_block(
     part_lse += far * part_lse_far + head * part_lse_head + row * part_lse_row
     old = tl.load(total_lse, there, other=0.0)
     new = tl.load(part_lse, there, other=0.0)
-    top = tl.maximum(old, new)
-    merged = top + tl.log(tl.exp(old - top) + tl.exp(new - top))
+    peak = tl.maximum(old, new)
+    peak = tl.where(peak == float("-inf"), 0.0, peak)  # -inf - -inf is no number
+    keep = tl.exp(old - peak)
+    add = tl.exp(new - peak)
+    both = keep + add
+    weights = tl.where(both == 0.0, 1.0, both)  # 0 where neither has the row
 
     d = tl.arange(0, BLOCK_D)
     tile = there[:, None] & (d < head_dim)[None, :]
     total += far * total_far + head * total_head + row[:, None] * total_row + d[None, :]
     part += far * part_far + head * part_head + row[:, None] * part_row + d[None, :]
-    kept = tl.load(total, tile, other=0.0) * tl.exp(old - merged)[:, None]
-    added = tl.load(part, tile, other=0.0).to(tl.float32) * tl.exp(new - merged)[:, None]
+    kept = tl.load(total, tile, other=0.0) * (keep / weights)[:, None]
+    added = tl.load(part, tile, other=0.0).to(tl.float32) * (add / weights)[:, None]
     tl.store(total, kept + added, tile)
-    tl.store(total_lse, merged, there)
+    tl.store(total_lse, peak + tl.log(both), there)
 
 
 def merge_block(total: Tensor, total_lse: Tensor, part: Tensor, part_lse: Tensor) -> None:

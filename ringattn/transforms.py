@@ -37,12 +37,15 @@ class _Attend(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         q, k, v, owner, _ = inputs
         ctx.save_for_backward(q, k, v, *output)
-        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)  # None, not zeros, of an lse that nothing depends on: it costs a backward
         ctx.owner = owner
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-        return (*_Gradients.apply(dout, *ctx.saved_tensors, ctx.owner), None, None)  # type: ignore[no-untyped-call]
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dout is None and dlse is None:
+            return (None,) * 5
+        grads = _Gradients.apply(dout, *ctx.saved_tensors, ctx.owner, dlse)  # type: ignore[no-untyped-call]
+        return (*grads, None, None)
 
     @staticmethod
     def vmap(info: Any, in_dims: Sequence[int | None], *inputs: Any) -> tuple[Any, Any]:
@@ -56,11 +59,18 @@ class _Attend(torch.autograd.Function):
 class _Gradients(torch.autograd.Function):
     @staticmethod
     def forward(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, owner: Owner
+        dout: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        owner: Owner,
+        dlse: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         program = traced_program(owner, q, k, v, True)
         with torch.autocast(q.device.type, enabled=False):
-            return program.gradients(dout, *rows_of(q, k, v), out, lse)
+            return program.gradients(dout, *rows_of(q, k, v), out, lse, dlse=dlse)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -10,9 +10,12 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from autotune import benchmark, health, references
 from autotune.benchmark import BenchSettings, DeviceBench, Runner, WrongAnswer, proving_inputs
@@ -434,3 +437,20 @@ def test_what_blocks_no_longer_look_at_is_collected_when_a_cell_ends(bench: Devi
     del node
     bench._release()
     assert gone() is None
+
+
+def test_the_gradients_that_are_checked_are_those_of_the_calls_that_are_timed() -> None:
+    """A call with an lse is another to autograd: a dense plan of one kernel is torch's own operator only without."""
+    differentiated = []
+
+    def module(q: Tensor, k: Tensor, v: Tensor, return_lse: bool = False) -> Any:
+        out = q + k + v
+        out.register_hook(lambda grad: differentiated.append(return_lse))
+        return (out, out.sum(-1)) if return_lse else out
+
+    q, k, v = (torch.ones(1, 4, 2, 8) for _ in range(3))
+    inputs = SimpleNamespace(q=q, k=k, v=v, dout=torch.ones_like(q))
+    out, lse, grads = benchmark._results(module, inputs, train=True)  # type: ignore[arg-type]
+    assert differentiated == [False]
+    assert [x.requires_grad for x in (out, lse)] == [False, False]
+    assert len(grads) == 3

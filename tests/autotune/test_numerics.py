@@ -38,7 +38,7 @@ def whole_results(cell: Workload, inputs: Inputs) -> tuple[Tensor, Tensor, tuple
     """The oracle's out, lse and gradients, all rows."""
     q, k, v = (x.detach().clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
     out, lse = dilated_attention_reference(q, k, v, cell.pattern, cell.causal)
-    return out.detach(), lse, torch.autograd.grad(out, (q, k, v), inputs.dout)
+    return out.detach(), lse.detach(), torch.autograd.grad(out, (q, k, v), inputs.dout)
 
 
 # --- rows against the oracle -----------------------------------------------------------------------------------------

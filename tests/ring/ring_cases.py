@@ -141,3 +141,29 @@ def check_exact(rings: list[RingCase]) -> int:
         except AssertionError as error:
             raise AssertionError(f"{ring}: {error}") from error
     return len(rings)
+
+
+def check_keys_that_are_none(rings: list[RingCase], kernel: str, dtype: torch.dtype) -> int:
+    """Keys of -inf, of one rank or of part of two, have no part in any result: the logits of a block are all -inf.
+
+    q > 0, so that they are -inf and not +inf; gradients are math's alone, since others multiply 0 by infinity.
+    """
+    name = NAMES[dtype]
+    for ring in rings:
+        case = ring.case
+        q, k, v = (x.detach().to(dtype) for x in case.inputs())
+        q = q.abs() + 0.1
+        for where in (slice(0, case.length // 2), slice(case.length // 2, None), slice(3, -5), slice(None)):
+            k_here = k.clone()
+            k_here[:, where] = -torch.inf
+            inputs, dout = (q, k_here, v), case.dout(dtype)
+            module = ring.module(dtype, name, (kernel, kernel))
+            found_here, expected = run_ring(ring, module, *inputs, dout), exact(case, *inputs, dout)
+            compared = 5 if kernel == "math" else 2
+            tolerance = 1e-10 if dtype is torch.float64 else 1e-5
+            try:
+                for x, x64 in list(zip(found_here, expected, strict=True))[:compared]:
+                    torch.testing.assert_close(x.double(), x64, rtol=tolerance, atol=tolerance)
+            except AssertionError as error:
+                raise AssertionError(f"{ring}, {where}: {error}") from error
+    return len(rings)

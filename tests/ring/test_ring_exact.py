@@ -6,9 +6,10 @@ from collections.abc import Callable
 from itertools import product
 
 import pytest
+import torch
 from oracle import DENSE, Case, pattern_of
 from pool import Pool
-from ring_cases import RingCase, check_exact
+from ring_cases import RingCase, check_exact, check_keys_that_are_none
 
 WORLDS = (2, 3, 4)
 PATTERNS = {
@@ -59,3 +60,20 @@ def test_whole_segments_beside_crossing_ones(
     """One rank's rows are two whole segments or more, all of them one lane, while another rank's segments cross."""
     case = Case(length, 2, 2, 4, batch, pattern_of([segment], [1]), causal)
     assert ranks(3).run(check_exact, [RingCase(case, schedule, spread, ragged=length % 3 > 0)]) == [1] * 3
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), [("math", torch.float64), ("flash-cpu", torch.float32)], ids=str)
+@pytest.mark.parametrize("schedule", ["ring", "all-gather", "ulysses"])
+def test_keys_of_minus_infinity_are_no_keys(
+    schedule: str, kernel: str, dtype: torch.dtype, ranks: Callable[[int], Pool]
+) -> None:
+    """The last share's keys at -inf gave 1.33 for 2.0 on flash-cpu, and NaN on math."""
+    cases = [
+        RingCase(Case(24, 4, 2, 4, 1, pattern, causal), schedule, spread)
+        for causal, spread, pattern in (
+            (False, "contiguous", DENSE),
+            (True, "zigzag", DENSE),
+            (True, "contiguous", PATTERNS["crossing"]),
+        )
+    ]
+    assert ranks(2).run(check_keys_that_are_none, cases, kernel, dtype) == [len(cases)] * 2

@@ -47,6 +47,7 @@ class FusedCase:
     folds: bool = True
     layout: str = "plain"
     block: int = 64
+    lse: float = 0.0  # is added to every random one
     walks: bool = False  # one program of merge and sum handles several blocks, as it does on long sequences
 
     @property
@@ -72,8 +73,8 @@ SMALL = (
         block=4,
         walks=True,
     ),
-    FusedCase("windows", ((16, 1, "view"), (32, 2, "copy")), 43, window=32, block=4),
-    FusedCase("grouped heads, copied", ((24, 1, "view"), (24, 3, "copy")), 40, 1, 4, 2),
+    FusedCase("windows", ((16, 1, "view"), (32, 2, "copy")), 43, window=32, block=4, lse=4e5),
+    FusedCase("grouped heads, copied", ((24, 1, "view"), (24, 3, "copy")), 40, 1, 4, 2, lse=-4e3),
     FusedCase("grouped heads, in place", ((24, 1, "view"), (24, 2, "view")), 40, 1, 4, 2, layout="heads first"),
     FusedCase("one group, slices of wider rows", ((20, 4, "copy"), (9, 3, "view")), 50, 1, 3, 1, layout="sliced"),
     FusedCase("columns of heads", ((32, 2, "copy"), (20, 2, "view")), 50, 1, 6, 6),
@@ -203,8 +204,10 @@ class FusedCheck:
     def partial(self, placed: PlacedCall) -> Partial:
         call = placed.call
         blocks, heads = call.batch * call.segments, call.kv_heads * self._group
-        lse = 3 * torch.randn(blocks, heads, call.rows, generator=self._generator, device=self._device)
+        lse = 3 * torch.randn(blocks, heads, call.rows, generator=self._generator, device=self._device) + self.case.lse
         out = self.random(blocks, call.rows, heads, self.case.head_dim)
+        empty = torch.rand(lse.shape, generator=self._generator, device=self._device) < 0.2  # every logit was -inf
+        lse, out = lse.masked_fill(empty, -torch.inf), out.masked_fill_(empty.transpose(1, 2)[..., None], 0.0)
         return Partial(placed, out, _lse_laid_out(lse, self.case.layout))
 
     # --- sum ---

@@ -210,7 +210,7 @@ def exact(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Results:
     """The float64 result for these inputs, whatever their dtype."""
     leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
     out, lse = dilated_attention_reference(*leaves, case.pattern, case.causal, case.scale)
-    return Results(out.detach(), lse, *torch.autograd.grad(out, leaves, dout.double()))
+    return Results(out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout.double()))
 
 
 def found(module: RingAttention, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Results:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +15,11 @@ from recorder import Record, record, saved_tensors
 from torch import Tensor
 
 from ringattn import Pattern
+from ringattn.autograd import differentiable
 from ringattn.checkpoint import MODES, HostCopies
 from ringattn.errors import PlanError, RingAttentionError
+from ringattn.merge import TorchOps
+from ringattn.reference import dilated_attention_reference
 from ringattn.workload import CHECKPOINTS, BranchTunables, Tunables
 
 MANY = pattern_of([4, 8, 16, 5, 32, 7], [1, 2, 4, 3, 8, 1])
@@ -170,6 +174,59 @@ def test_a_tensor_changed_in_place_while_its_copy_waits_is_noticed() -> None:
     x.add_(1)
     with pytest.raises(RingAttentionError, match="modified in place after the forward; clone it before"):
         copies.fetch()
+
+
+class OnHost:
+    """``HostCopies`` without streams: what of the mode is not CUDA's."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._copies = [x.clone() for x in tensors]
+
+    of = classmethod(lambda cls, tensors: cls(tensors))
+
+    def fetch(self) -> list[Tensor]:
+        return self._copies
+
+
+@pytest.mark.parametrize("pattern", [DENSE, MANY], ids=str)
+def test_offload_keeps_nothing_and_goes_back_from_its_copies(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ringattn.checkpoint.HostCopies", OnHost)
+    case = Case(37, 4, 2, 4, 2, pattern, causal=True)
+    program = case.module().program_for(*case.inputs(), True)
+    monkeypatch.setattr(program, "checkpoint", "offload")  # which a CPU refuses
+    for frozen in (False, True):
+        q, k, v = case.inputs()
+        k.requires_grad_(not frozen)
+        with saved_tensors() as saved:
+            out, lse = differentiable(program, q, with_lse=True)(q, k, v)
+        assert saved == []
+        given = torch.ones_like(lse)
+        torch.autograd.backward((out, lse), (case.dout(), given))
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        expected = dilated_attention_reference(*leaves, case.pattern, case.causal)
+        wanted = torch.autograd.grad(expected, leaves, (case.dout(), given))
+        assert k.grad is None or not frozen
+        for x, x64 in zip((q, k, v), wanted, strict=True):
+            if x.requires_grad:
+                torch.testing.assert_close(x.grad, x64, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "selective", "full"])
+def test_no_mode_sums_what_nobody_asked_for(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(32, 4, 2, 4, 2, NESTED, causal=True)
+    q, k, v = (x.detach() for x in case.inputs())
+    jobs: list[int] = []
+    scatter_sum = TorchOps.scatter_sum
+    monkeypatch.setattr(
+        TorchOps,
+        "scatter_sum",
+        lambda self, geometry, window, given, lease: (
+            jobs.append(len(given)) or scatter_sum(self, geometry, window, given, lease)
+        ),
+    )
+    module = case.running(plan(NESTED, checkpoint))
+    module(q, k.requires_grad_(), v).sum().backward()
+    assert jobs == [1]
 
 
 def on_gpu(case: Case, dtype: torch.dtype) -> tuple[Tensor, ...]:

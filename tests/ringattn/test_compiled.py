@@ -291,7 +291,9 @@ def test_the_operators_are_what_torch_expects_of_one(pattern: Pattern, layout: s
     q, k, v = (x.detach() for x in (q, k, v))
     out, lse = compiled.attend(q, k, v, module._digest, True)
     arguments = (case.dout(), q, k, v, out, lse, module._digest)
-    torch.library.opcheck(compiled.attend_backward, arguments, test_utils=("test_schema", "test_faketensor"))
+    without_out = (None, *arguments[1:], torch.randn_like(lse))
+    for given in (arguments, (*arguments, torch.randn_like(lse)), without_out):
+        torch.library.opcheck(compiled.attend_backward, given, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_the_operators_run_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from oracle import Case, cases, laid_out, pattern_of, patterns
 from torch import Tensor
 
 from ringattn.geometry import Geometry, LayoutKey, PlacedCall, Window, build_geometry
+from ringattn.lane_rows import merge_block
 from ringattn.merge import GradJob, GradPartial, Partial, Source, TorchOps
 from ringattn.pattern import HeadRun
 from ringattn.workspace import Lease
@@ -237,3 +239,93 @@ def test_the_order_of_branches_does_not_matter(pattern: Any, random: Any) -> Non
     shuffled, shuffled_lse = other.module()(q, k, v, return_lse=True)
     torch.testing.assert_close(out, shuffled, rtol=0, atol=1e-12)
     torch.testing.assert_close(lse, shuffled_lse, rtol=0, atol=1e-12)
+
+
+# --- weights that sum to one -------------------------------------------------------------------------------------
+
+LARGE_LSE = [0.0, 4e3, 4e5, -4e5, 1e30]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize("size", LARGE_LSE)
+def test_equal_values_stay_what_they_are_whatever_the_lse(size: float, window: int | None, dtype: torch.dtype) -> None:
+    case = Case(32, 2, 2, 4, pattern=pattern_of([4, 8, 8], [1, 1, 2]))
+    geometry = build_geometry(key_of(case, window=window))
+    out = torch.full((1, 32, 2, 4), torch.nan, dtype=dtype)
+    lse = torch.full((1, 2, 32), torch.nan)
+    for each, partials in invented(geometry, case, torch.float32):
+        equal = [Partial(placed, torch.full_like(x, 0.7).to(dtype), part + size) for placed, x, part in partials]
+        OPS.merge(geometry, each, equal, out, lse, 1, lease())
+    unit = 2.0**-8 if dtype is torch.bfloat16 else 4e-7
+    torch.testing.assert_close(out, torch.full_like(out, 0.7), rtol=unit, atol=0)
+    assert lse.isfinite().all()
+
+
+@pytest.mark.parametrize("size", LARGE_LSE)
+def test_equal_values_stay_what_they_are_through_many_steps_of_a_ring(size: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    total, total_lse = torch.zeros(1, 9, 2, 4), torch.full((1, 9, 2), -torch.inf)
+    for _ in range(32):
+        merge_block(total, total_lse, torch.full((1, 9, 2, 4), 0.7), torch.randn(1, 9, 2, generator=generator) + size)
+    torch.testing.assert_close(total, torch.full_like(total, 0.7), rtol=32 * 2e-7, atol=0)
+
+
+def test_a_block_that_has_nothing_changes_nothing_and_nothing_is_merged_with_nothing() -> None:
+    """Row by row: only the total has something, only the block, both, neither."""
+    nothing = -torch.inf
+    total = torch.tensor([2.0, 0.0, 2.0, 0.0]).view(1, 4, 1, 1)
+    total_lse = torch.tensor([5.0, nothing, 5.0, nothing]).view(1, 4, 1)
+    part = torch.tensor([0.0, 4.0, 4.0, 0.0]).view(1, 4, 1, 1)
+    part_lse = torch.tensor([nothing, 3e4, 5.0, nothing]).view(1, 4, 1)
+    merge_block(total, total_lse, part, part_lse)
+    assert total.flatten().tolist() == [2.0, 4.0, 3.0, 0.0]
+    torch.testing.assert_close(total_lse.flatten(), torch.tensor([5.0, 3e4, 5.0 + math.log(2), nothing]))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_a_number_stays_so(bad: float) -> None:
+    total, total_lse = torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1)
+    merge_block(total, total_lse, torch.full((1, 1, 1, 2), torch.nan), torch.full((1, 1, 1), bad))
+    assert total.isnan().all()
+    assert not total_lse.isfinite().any()
+    case = Case(4, 1, 1, 2, pattern=pattern_of([4, 4], [1, 1]))
+    geometry = build_geometry(key_of(case))
+    ((window, partials),) = invented(geometry, case, torch.float32)
+    placed, part, lse = partials[1]
+    partials[1] = Partial(placed, torch.full_like(part, torch.nan), torch.full_like(lse, bad))
+    out, lse = torch.zeros(1, 4, 1, 2), torch.zeros(1, 1, 4)
+    OPS.merge(geometry, window, partials, out, lse, 1, lease())
+    assert out.isnan().all()
+    assert not lse.isfinite().any()
+
+
+def test_a_part_that_has_nothing_somewhere_is_nothing_there() -> None:
+    """Three of four branches say -inf of some rows, with out 0; one row is -inf in all."""
+    case = Case(8, 2, 1, 3, 2, pattern_of([8, 4, 8, 2], [1, 1, 1, 1]))
+    geometry = build_geometry(key_of(case))
+    ((window, partials),) = invented(geometry, case)
+    generator = torch.Generator().manual_seed(1)
+    thinned = []
+    for placed, out, lse in partials:
+        empty = torch.rand(lse.shape, generator=generator) < 0.4
+        lse = lse.masked_fill(empty, -torch.inf)
+        lse[0, 0, 0] = -torch.inf
+        thinned.append(Partial(placed, out.masked_fill(lse.isneginf().transpose(1, 2)[..., None], 0.0), lse))
+    out = torch.full((2, 8, 2, 3), torch.nan, dtype=torch.float64)
+    lse = torch.full((2, 2, 8), torch.nan, dtype=torch.float64)
+    OPS.merge(geometry, window, thinned, out, lse, 2, lease())
+    expected, expected_lse = merged_one_by_one(case, [(window, thinned)])
+    assert lse.isneginf().any()
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kernel", ["flash-cpu", "math"])
+@pytest.mark.parametrize("size", [1.0, 30.0, 300.0])
+def test_a_module_gives_equal_values_back(size: float, kernel: str) -> None:
+    """Logits up to 7e5: each branch's softmax, and the one over all."""
+    case = Case(64, 4, 2, 16, 1, pattern_of([16, 32, 64], [1, 2, 4]), causal=True)
+    q, k, v = (x.detach() for x in case.inputs(torch.float32, size))
+    out = case.module(backend=kernel)(q, k, torch.full_like(v, 0.7))
+    torch.testing.assert_close(out, torch.full_like(out, 0.7), rtol=2e-6, atol=0)

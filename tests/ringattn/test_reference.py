@@ -98,9 +98,40 @@ def test_a_segment_longer_than_the_sequence_is_one_segment() -> None:
     assert all(torch.equal(x, y) for x, y in zip(dense, wide, strict=True))
 
 
-def test_the_lse_takes_no_part_in_the_gradient() -> None:
-    _, lse = dilated_attention_reference(*Case(4).inputs(), DENSE, causal=True)
-    assert not lse.requires_grad
+@pytest.mark.parametrize("pattern", [DENSE, pattern_of([2, 4], [1, 2])], ids=str)
+def test_the_gradient_of_out_and_lse_is_that_of_finite_differences(pattern: Pattern) -> None:
+    inputs = Case(6, 2, 2, 3).inputs()
+
+    def results(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = dilated_attention_reference(*inputs, pattern, causal=True)
+        return out, lse.masked_fill(lse.isneginf(), 0.0)
+
+    assert torch.autograd.gradcheck(results, inputs)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_key_of_minus_infinity_is_no_key(causal: bool) -> None:
+    """The results are those without it, and a row that has no other is nothing."""
+    q, k, v = (x.detach() for x in Case(6, 1, 1, 3).inputs())
+    q, k = q.abs() + 0.1, k.clone()
+    k[:, 0] = -torch.inf
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = dilated_attention_reference(*leaves, DENSE, causal, 1.0)
+    grads = torch.autograd.grad(out.sum() + lse[..., 1:].sum(), leaves)
+    assert all(x.isfinite().all() for x in (out, *grads))
+    kept = [x.detach()[:, 1:] for x in leaves]
+    if causal:
+        expected, expected_lse = dilated_attention_reference(*kept, DENSE, causal, 1.0)
+        torch.testing.assert_close((out[:, 1:], lse[..., 1:]), (expected, expected_lse))
+        assert (out[:, 0] == 0).all()
+        assert lse[..., 0].isneginf().all()
+        assert (grads[0][:, 0] == 0).all()
+    else:
+        logits = torch.einsum("bqhd,bkhd->bhqk", q.detach(), kept[1])
+        torch.testing.assert_close(lse, logits.logsumexp(-1))
+        torch.testing.assert_close(out, torch.einsum("bhqk,bkhd->bqhd", logits.softmax(-1), kept[2]))
+    assert (grads[1][:, 0] == 0).all()
+    assert (grads[2][:, 0] == 0).all()
 
 
 @pytest.mark.parametrize("causal", [False, True])

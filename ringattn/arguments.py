@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
-from .errors import InputError
+from .errors import FieldError, InputError
 
 _LONG_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 _SHORT_NAMES = {spelling: short for short, long in _LONG_NAMES.items() for spelling in (short, long, f"torch.{long}")}
@@ -20,7 +20,7 @@ def is_integer(value: object) -> bool:
 def integer(name: str, value: Any, least: int = 1, instead: str = "") -> int:
     """``value`` as an int; InputError unless it is one >= ``least``. ``instead`` names what else may be given."""
     if not is_integer(value) or value < least:
-        raise InputError(f"is {value!r}; it must be {instead}an integer >= {least}", field=name)
+        raise FieldError(f"is {value!r}; it must be {instead}an integer >= {least}", field=name)
     return int(value)
 
 

@@ -38,15 +38,19 @@ class RingAttentionError(Exception):
 
 
 class InputError(RingAttentionError, ValueError):
-    """A tensor or an argument does not fit: its name, its value, and what would fit.
+    """A tensor or an argument does not fit: its name, its value, and what would fit."""
 
-    Where a dataclass refuses one of its fields, ``field`` is its name and ``problem`` says the rest: the text is
-    both, "world is 1; it must be an integer >= 2".
+
+class FieldError(InputError):
+    """A dataclass refuses one of its fields: ``field`` is its name and ``problem`` says the rest.
+
+    The text is both, "world is 1; it must be an integer >= 2". A class of its own, because torch.compile cannot trace
+    an exception with an ``__init__``, and InputErrors are raised where it traces.
     """
 
-    def __init__(self, problem: str, *, field: str = "") -> None:
+    def __init__(self, problem: str, *, field: str) -> None:
         self.problem, self.field = problem, field
-        super().__init__(f"{field} {problem}" if field else problem)
+        super().__init__(f"{field} {problem}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(type(self), field=self.field), (self.problem,)

@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Literal
 
-from .errors import InputError
+from .errors import FieldError
 from .wording import plural
 from .workload import INPUT_DTYPES, Tunables, Workload, not_narrower
 
@@ -59,13 +59,13 @@ class LinkSpeed:
 
     def __post_init__(self) -> None:
         if self.world < 2:
-            raise InputError(f"is {self.world!r}; it must be an integer >= 2", field="world")
+            raise FieldError(f"is {self.world!r}; it must be an integer >= 2", field="world")
         if not 1 <= self.hosts <= self.world:
-            raise InputError(f"is {self.hosts!r}; it must be an integer from 1 to world, {self.world}", field="hosts")
+            raise FieldError(f"is {self.hosts!r}; it must be an integer from 1 to world, {self.world}", field="hosts")
         for name in ("ring_gb_s", "latency_us"):
             value = getattr(self, name)
             if not math.isfinite(value) or value <= 0:
-                raise InputError(f"is {value!r}; it must be a finite number > 0", field=name)
+                raise FieldError(f"is {value!r}; it must be a finite number > 0", field=name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +97,15 @@ class Fingerprint:
     def __post_init__(self) -> None:
         worlds = [speed.world for speed in self.link_speeds]
         if len(set(worlds)) < len(worlds):
-            raise InputError(f"holds worlds {worlds}; it must name each number of ranks once", field="link_speeds")
+            raise FieldError(f"holds worlds {worlds}; it must name each number of ranks once", field="link_speeds")
         if self.vendor not in VENDORS:
-            raise InputError(f"is {self.vendor!r}; use one of {', '.join(VENDORS)}", field="vendor")
+            raise FieldError(f"is {self.vendor!r}; use one of {', '.join(VENDORS)}", field="vendor")
         for name in ("sm_count", "memory_mib", "l2_mib", "power_limit_w", "threads"):
             value = getattr(self, name)
             if value is not None and value < 0:
-                raise InputError(f"is {value!r}; it must be an integer >= 0", field=name)
+                raise FieldError(f"is {value!r}; it must be an integer >= 0", field=name)
         if self.device_count < 1:
-            raise InputError(f"is {self.device_count!r}; it must be an integer >= 1", field="device_count")
+            raise FieldError(f"is {self.device_count!r}; it must be an integer >= 1", field="device_count")
 
     @classmethod
     def of(cls, facts: HardwareFacts) -> Fingerprint:
@@ -136,9 +136,9 @@ class Evidence:
         for f in fields(self):
             value = getattr(self, f.name)
             if not math.isfinite(value) or value < 0:
-                raise InputError(f"is {value!r}; it must be a finite number >= 0", field=f.name)
+                raise FieldError(f"is {value!r}; it must be a finite number >= 0", field=f.name)
         if self.ratio_low > self.ratio_high:
-            raise InputError(f"is {self.ratio_low!r}, above ratio_high, {self.ratio_high!r}", field="ratio_low")
+            raise FieldError(f"is {self.ratio_low!r}, above ratio_high, {self.ratio_high!r}", field="ratio_low")
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ class Failure:
 
     def __post_init__(self) -> None:
         if self.kind not in FAILURE_KINDS:
-            raise InputError(f"is {self.kind!r}; use one of {', '.join(FAILURE_KINDS)}", field="kind")
+            raise FieldError(f"is {self.kind!r}; use one of {', '.join(FAILURE_KINDS)}", field="kind")
         object.__setattr__(self, "candidate", shareable_text(self.candidate))
         object.__setattr__(self, "message", shareable_text(self.message))
 
@@ -185,16 +185,16 @@ class PlanEntry:
 
     def __post_init__(self) -> None:
         if (self.choice is None) != bool(self.refusal):
-            raise InputError(
+            raise FieldError(
                 "must say why where choice is absent, and be absent where choice is present", field="refusal"
             )
         if len(self.runners_up) > RUNNERS_UP:
-            raise InputError(f"holds {len(self.runners_up)} choices; keep at most {RUNNERS_UP}", field="runners_up")
+            raise FieldError(f"holds {len(self.runners_up)} choices; keep at most {RUNNERS_UP}", field="runners_up")
         branches = max(1, len(self.workload.pattern.branches))
         for name, choices in self._choices():
             for choice in choices:
                 if len(choice.tunables.branches) != branches:
-                    raise InputError(
+                    raise FieldError(
                         f"has {plural(len(choice.tunables.branches), 'branch')} in its tunables; "
                         f"the workload's pattern needs {branches}",
                         field=name,
@@ -228,7 +228,7 @@ def _check_kernel_lists(lists: LaunchBound | Policy) -> None:
     for direction in ("forward", "backward"):
         names = getattr(lists, direction)
         if not names or names[-1] != "math" or len(set(names)) != len(names):
-            raise InputError(f"is {list(names)}; it must name every kernel once and end in math", field=direction)
+            raise FieldError(f"is {list(names)}; it must name every kernel once and end in math", field=direction)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +245,7 @@ class LaunchBound:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.below_gflop) and self.below_gflop > 0):
-            raise InputError(f"is {self.below_gflop!r}; it must be a finite number > 0", field="below_gflop")
+            raise FieldError(f"is {self.below_gflop!r}; it must be a finite number > 0", field="below_gflop")
         _check_kernel_lists(self)
 
 
@@ -269,14 +269,14 @@ class Policy:
         object.__setattr__(self, "compute_dtype", tuple(sorted(self.compute_dtype)))
         given = [name for name, _ in self.compute_dtype]
         if given != sorted(INPUT_DTYPES):
-            raise InputError(f"maps {given}; it must map each of {', '.join(INPUT_DTYPES)}", field="compute_dtype")
+            raise FieldError(f"maps {given}; it must map each of {', '.join(INPUT_DTYPES)}", field="compute_dtype")
         for name, dtype in self.compute_dtype:
             if dtype not in not_narrower(name):
                 allowed = ", ".join(not_narrower(name))
-                raise InputError(f"maps {name} to {dtype!r}; use one of {allowed}", field="compute_dtype")
+                raise FieldError(f"maps {name} to {dtype!r}; use one of {allowed}", field="compute_dtype")
         _check_kernel_lists(self)
         if self.copy_from_rate < 2:
-            raise InputError(f"is {self.copy_from_rate!r}; it must be an integer >= 2", field="copy_from_rate")
+            raise FieldError(f"is {self.copy_from_rate!r}; it must be an integer >= 2", field="copy_from_rate")
 
     def dtype_for(self, input_dtype: str) -> str:
         """The compute dtype for an input dtype, both by short name."""
@@ -314,11 +314,11 @@ class Provenance:
 
     def __post_init__(self) -> None:
         if self.date and not re.fullmatch(r"\d{4}-\d{2}-\d{2}", self.date, re.ASCII):
-            raise InputError(f"is {self.date!r}; write YYYY-MM-DD", field="date")
+            raise FieldError(f"is {self.date!r}; write YYYY-MM-DD", field="date")
         for name in ("budget_s", "elapsed_s"):
             value = getattr(self, name)
             if value is not None and (not math.isfinite(value) or value < 0):
-                raise InputError(f"is {value!r}; it must be a finite number >= 0", field=name)
+                raise FieldError(f"is {value!r}; it must be a finite number >= 0", field=name)
         object.__setattr__(self, "notes", tuple(shareable_text(note) for note in self.notes))
 
 
@@ -337,21 +337,21 @@ class Profile:
     def __post_init__(self) -> None:
         object.__setattr__(self, "software", tuple(sorted(self.software)))
         if self.schema != SCHEMA_VERSION:
-            raise InputError(f"is {self.schema!r}; this version reads and writes {SCHEMA_VERSION}", field="schema")
+            raise FieldError(f"is {self.schema!r}; this version reads and writes {SCHEMA_VERSION}", field="schema")
         if self.source == "heuristic":
             if self.policy is None:
-                raise InputError("is missing; a heuristic profile needs one", field="policy")
+                raise FieldError("is missing; a heuristic profile needs one", field="policy")
             if self.plans:
-                raise InputError("holds entries; a heuristic profile has none, a measured one does", field="plans")
+                raise FieldError("holds entries; a heuristic profile has none, a measured one does", field="plans")
         elif self.source == "measured":
             for name in ("device_name", "sku", "arch", "sm_count", "memory_mib"):
                 if not getattr(self.fingerprint, name):
-                    raise InputError(f"has no {name}; a measured profile needs one", field="fingerprint")
+                    raise FieldError(f"has no {name}; a measured profile needs one", field="fingerprint")
         else:
-            raise InputError(f"is {self.source!r}; use measured or heuristic", field="source")
+            raise FieldError(f"is {self.source!r}; use measured or heuristic", field="source")
         twice = [w for w, count in Counter(entry.workload for entry in self.plans).items() if count > 1]
         if twice:
-            raise InputError(f"answers one workload more than once: {twice[0]}", field="plans")
+            raise FieldError(f"answers one workload more than once: {twice[0]}", field="plans")
 
     def covers(self, world: int) -> bool:
         """Whether it holds plans for so many ranks."""

@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
-from .errors import InputError, ProfileError
+from .errors import FieldError, InputError, ProfileError
 from .profile import SCHEMA_VERSION, Profile
 from .whole_file import replace_file
 from .workload import Branch, HeadOffset, Pattern
@@ -186,8 +186,10 @@ def _constructing(key: str) -> Iterator[None]:
     """Gives what a dataclass refuses its key path."""
     try:
         yield
+    except FieldError as error:
+        raise _Fault(_join(key, error.field), error.problem) from None
     except InputError as error:
-        raise _Fault(_join(key, error.field) if error.field else key, error.problem) from None
+        raise _Fault(key, str(error)) from None
 
 
 # --- decoding: YAML data to dataclasses, by type hint -----------------------------------------------------------

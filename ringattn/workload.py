@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from .arguments import integer, is_integer, is_list
-from .errors import InputError
+from .errors import FieldError, InputError
 from .wording import plural
 
 Mode = Literal["train", "infer"]
@@ -65,11 +65,11 @@ class Pattern:
 
     def __post_init__(self) -> None:
         if self.head_offset not in ("interleaved", "blocked"):
-            raise InputError(f"is {self.head_offset!r}; use 'interleaved' or 'blocked'", field="head_offset")
+            raise FieldError(f"is {self.head_offset!r}; use 'interleaved' or 'blocked'", field="head_offset")
         for branch in self.branches:
             for name, value in (("segment_lengths", branch.segment), ("dilation_rates", branch.rate)):
                 if not is_integer(value) or not 1 <= value <= LONGEST:
-                    raise InputError(f"holds {value!r}; every entry must be an integer >= 1 and <= 2**40", field=name)
+                    raise FieldError(f"holds {value!r}; every entry must be an integer >= 1 and <= 2**40", field=name)
         branches = tuple(Branch(int(branch.segment), int(branch.rate)) for branch in self.branches)
         object.__setattr__(self, "branches", branches)
 
@@ -87,10 +87,10 @@ class Pattern:
             raise InputError("segment_lengths and dilation_rates go together; give both, or neither for dense")
         for name, entries in (("segment_lengths", segment_lengths), ("dilation_rates", dilation_rates)):
             if not is_list(entries):
-                raise InputError(f"is {entries!r}; give a list of integers, one per branch", field=name)
+                raise FieldError(f"is {entries!r}; give a list of integers, one per branch", field=name)
         segments, rates = tuple(segment_lengths), tuple(dilation_rates)
         if len(segments) != len(rates) or not segments:
-            raise InputError(
+            raise FieldError(
                 f"has {plural(len(segments), 'entry')} and dilation_rates {len(rates)}; "
                 "give two lists of one length >= 1",
                 field="segment_lengths",
@@ -138,14 +138,14 @@ class Workload:
         if self.kv_heads == 0:
             object.__setattr__(self, "kv_heads", self.heads)
         if self.mode not in ("train", "infer"):
-            raise InputError(f"is {self.mode!r}; use 'train' or 'infer'", field="mode")
+            raise FieldError(f"is {self.mode!r}; use 'train' or 'infer'", field="mode")
         if self.dtype not in INPUT_DTYPES:
-            raise InputError(f"is {self.dtype!r}; use one of {', '.join(INPUT_DTYPES)}", field="dtype")
+            raise FieldError(f"is {self.dtype!r}; use one of {', '.join(INPUT_DTYPES)}", field="dtype")
         for name in ("seq_len", "heads", "kv_heads", "head_dim", "batch", "world"):
             object.__setattr__(self, name, integer(name, getattr(self, name)))
         object.__setattr__(self, "total_length", integer("total_length", self.total_length, least=0))
         if self.heads % self.kv_heads:
-            raise InputError(f"is {self.heads}, not a multiple of kv_heads, {self.kv_heads}", field="heads")
+            raise FieldError(f"is {self.heads}, not a multiple of kv_heads, {self.kv_heads}", field="heads")
 
     @property
     def train(self) -> bool:
@@ -180,7 +180,7 @@ class BranchTunables:
 
     def __post_init__(self) -> None:
         if self.gather not in GATHERS:
-            raise InputError(f"is {self.gather!r}; use one of {', '.join(GATHERS)}", field="gather")
+            raise FieldError(f"is {self.gather!r}; use one of {', '.join(GATHERS)}", field="gather")
 
 
 ParamValue = int | bool | str
@@ -230,17 +230,17 @@ class Tunables:
         )
         for name, value, values in allowed:
             if value not in values:
-                raise InputError(f"is {value!r}; use one of {', '.join(v or repr(v) for v in values)}", field=name)
+                raise FieldError(f"is {value!r}; use one of {', '.join(v or repr(v) for v in values)}", field=name)
         if not self.branches:
-            raise InputError("is empty; a plan has one entry per branch, and one for dense", field="branches")
+            raise FieldError("is empty; a plan has one entry per branch, and one for dense", field="branches")
         for name in ("window_tokens", "pool_threshold_mib", "ulysses", "head_groups"):
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, integer(name, value, least=0, instead="null or "))
         if self.window_tokens == 0:
-            raise InputError("is 0; it must be null or an integer >= 1", field="window_tokens")
+            raise FieldError("is 0; it must be null or an integer >= 1", field="window_tokens")
         if tuple(sorted(self.params)) != self.params:
-            raise InputError("must be sorted by name", field="params")
+            raise FieldError("must be sorted by name", field="params")
 
     @property
     def kernels(self) -> frozenset[str]:

@@ -164,7 +164,7 @@ def judged(cell: Workload, length: int, kind: str, seed: int, tunables: Tunables
     q, k, v = (x.detach().requires_grad_(cell.train) for x in (inputs.q, inputs.k, inputs.v))
     out, lse = module(q, k, v, return_lse=True)
     grads = torch.autograd.grad(out, (q, k, v), inputs.dout) if cell.train else ()
-    return verdict_of(cell, length, inputs, seed, tunables.dtype, out.detach(), lse, grads)
+    return verdict_of(cell, length, inputs, seed, tunables.dtype, out.detach(), lse.detach(), grads)
 
 
 def verdict_of(
@@ -226,7 +226,7 @@ def test_a_right_kernel_passes_where_one_row_is_all_of_a_dk(seed: int) -> None:
     q, k, v = (x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
     out, lse = module(q, k, v, return_lse=True)
     grads = torch.autograd.grad(out, (q, k, v), inputs.dout)
-    assert verdict_of(cell, 64, inputs, seed, "bf16", out.detach(), lse, grads, sampled).fault == ""
+    assert verdict_of(cell, 64, inputs, seed, "bf16", out.detach(), lse.detach(), grads, sampled).fault == ""
 
 
 # --- wrong ones do not -----------------------------------------------------------------------------------------------

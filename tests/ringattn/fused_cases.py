@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,6 +48,7 @@ class FusedCase:
     layout: str = "plain"
     block: int = 64
     lse: float = 0.0  # is added to every random one
+    then: str = ""  # another layout, on the same geometry: nothing is remembered of the first
     walks: bool = False  # one program of merge and sum handles several blocks, as it does on long sequences
 
     @property
@@ -73,14 +74,14 @@ SMALL = (
         block=4,
         walks=True,
     ),
-    FusedCase("windows", ((16, 1, "view"), (32, 2, "copy")), 43, window=32, block=4, lse=4e5),
-    FusedCase("grouped heads, copied", ((24, 1, "view"), (24, 3, "copy")), 40, 1, 4, 2, lse=-4e3),
+    FusedCase("windows", ((16, 1, "view"), (32, 2, "copy")), 75, window=32, block=4, lse=4e5),
+    FusedCase("grouped heads, copied", ((24, 1, "view"), (24, 3, "copy")), 40, 1, 4, 2, lse=-4e3, then="sliced"),
     FusedCase("grouped heads, in place", ((24, 1, "view"), (24, 2, "view")), 40, 1, 4, 2, layout="heads first"),
     FusedCase("one group, slices of wider rows", ((20, 4, "copy"), (9, 3, "view")), 50, 1, 3, 1, layout="sliced"),
     FusedCase("columns of heads", ((32, 2, "copy"), (20, 2, "view")), 50, 1, 6, 6),
     FusedCase("rows of heads, the last one short", ((40, 4, "copy"), (30, 4, "view")), 61, 1, 6, 6),
     FusedCase("more heads than offsets and fewer", ((32, 8, "copy"), (20, 3, "copy")), 59, 1, 5, 5, layout="sliced"),
-    FusedCase("the blocked rule", ((30, 3, "copy"), (24, 2, "view")), 47, 1, 4, 4, rule="blocked"),
+    FusedCase("the blocked rule", ((30, 3, "copy"), (24, 2, "view")), 47, 1, 4, 4, head_dim=24, rule="blocked"),
     FusedCase("rates longer than segments", ((3, 5, "copy"), (2, 9, "view")), 8, 1, 4, 4, layout="heads first"),
     FusedCase("split by batch", ((16, 2, "view"), (8, 1, "view")), 40, 2, folds=False),
     FusedCase("split by segment", ((24, 2, "view"), (25, 3, "copy")), 53, 3, folds=False),
@@ -143,6 +144,12 @@ class FusedCheck:
         return laid_out(x, self.case.layout if layout is None else layout)
 
     def run(self) -> None:
+        self._steps()
+        if self.case.then:
+            self.case = replace(self.case, layout=self.case.then)
+            self._steps()
+
+    def _steps(self) -> None:
         self.gathers()
         self.merges()
         self.sums(in_place=False)

@@ -211,7 +211,7 @@ def test_offload_keeps_nothing_and_goes_back_from_its_copies(pattern: Pattern, m
                 torch.testing.assert_close(x.grad, x64, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("checkpoint", ["none", "selective", "full"])
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 def test_no_mode_sums_what_nobody_asked_for(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(32, 4, 2, 4, 2, NESTED, causal=True)
     q, k, v = (x.detach() for x in case.inputs())
@@ -224,8 +224,10 @@ def test_no_mode_sums_what_nobody_asked_for(checkpoint: str, monkeypatch: pytest
             jobs.append(len(given)) or scatter_sum(self, geometry, window, given, lease)
         ),
     )
-    module = case.running(plan(NESTED, checkpoint))
-    module(q, k.requires_grad_(), v).sum().backward()
+    program = case.running(plan(NESTED, "selective")).program_for(q, k.requires_grad_(), v, True)
+    monkeypatch.setattr("ringattn.checkpoint.HostCopies", OnHost)
+    monkeypatch.setattr(program, "checkpoint", checkpoint)
+    differentiable(program, q, with_lse=False)(q, k, v)[0].sum().backward()
     assert jobs == [1]
 
 

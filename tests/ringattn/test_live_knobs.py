@@ -159,7 +159,8 @@ def test_a_pool_saves_allocations() -> None:
         return sum(made.sizes)
 
     rows = 2 * 3 * 16 * 8 * 4  # of a (2, 96 / 2, heads, 8) float32 tensor, per head
-    assert asked_for(None) - asked_for(0) == rows * (4 + 2 + 2)
+    weights = 2 * 96 * 4 * 4  # of every position and head, float32, in the merge
+    assert asked_for(None) - asked_for(0) == rows * (4 + 2 + 2) + weights
 
 
 def test_pool_strategy(pool: WorkspacePool) -> None:
@@ -210,7 +211,8 @@ def test_window_bounds_the_workspace(pool: WorkspacePool) -> None:
         pool.clear()
         train(replace(COPYING, window_tokens=window, pool_threshold_mib=0))
         held[window] = pool.held_bytes()
-    assert held[None] == 3 * held[32] > 0
+    # A third of the rows; the buffer of a window's weights is one more, where that of all has the size of another.
+    assert 0 < 2.5 * held[32] < held[None]
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -236,10 +238,10 @@ def test_compile(executed: Record, monkeypatch: pytest.MonkeyPatch, backward: bo
     q, k, v = CASE.inputs(torch.float32)
     if not backward:
         module(q, k, v)
-        assert compiled == {"_join_lse": 3, "_add_weighted": 3}
+        assert compiled == {"_raise_peak": 3, "_add_weight": 3, "_add_weighted": 3}
         return
     results = found(module, q, k, v, CASE.dout(torch.float32))
-    assert compiled == {"_join_lse": 3, "_add_weighted": 3, "_add": 9}
+    assert compiled == {"_raise_peak": 3, "_add_weight": 3, "_add_weighted": 3, "_add": 9}
     assert_equal_to(results, exact(CASE, q, k, v, CASE.dout(torch.float32)), 2e-5)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.xdist_group("packaging")  # one build for all
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = {path.name for path in (ROOT / "profiles").glob("*.yaml")}

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +26,6 @@ from autotune.exit_codes import ExitCode, Inconclusive, ProbeFailure
 from autotune.grid import cells_for
 from autotune.probe import ProbeRequest, SilentObserver
 from autotune.probe_run import ProbeRun, journal_identity
-from autotune.ranks import fleet as fleets
 from autotune.ranks.evaluator import RanksEvaluator
 from autotune.ranks.fleet import Fleet
 from autotune.task import Task
@@ -41,7 +39,7 @@ from ringattn.workload import Tunables, Workload
 sys.path.insert(0, str(Path(__file__).parents[1] / "ring"))
 from pool import Pool
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.xdist_group("fleet")
 
 REPO = Path(__file__).resolve().parents[2]
 SMALL = ("--seq-len", "1024", "--heads", "2", "--head-dim", "32", "--mode", "infer", "--device", "cpu")
@@ -60,15 +58,6 @@ REQUEST = ProbeRequest(
 
 
 # --- invented times, real everything else ------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def fleet() -> Iterator[Fleet]:
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
-    environ.pop("OMP_NUM_THREADS", None)
-    with Fleet(2, "cpu", None, environ) as gathered, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fleets, "GRACE_S", 0.2)
-        yield gathered
 
 
 def edge(fleet: Fleet, tmp_path: Path) -> Edge:
@@ -225,7 +214,7 @@ def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
     with subprocess.Popen(
         command, cwd=tmp_path, env=environ_of(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as running:
-        watchdog = threading.Timer(60, running.kill)
+        watchdog = threading.Timer(110, running.kill)
         watchdog.start()
         assert running.stderr is not None
         seen = next(line for line in running.stderr if "cell 1/" in line)

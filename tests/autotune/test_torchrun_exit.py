@@ -16,8 +16,6 @@ from autotune.cli import cli
 from autotune.exit_codes import ExitCode, Inconclusive
 from autotune.probe import ProbeObserver, ProbeRequest, ProbeResult
 
-pytestmark = pytest.mark.alone
-
 ROOT = Path(__file__).parents[2]
 MESSAGE = "inconclusive: train dense: too noisy"
 # What torchrun starts here: the command, with an engine that leaves one cell undecided.

@@ -19,9 +19,7 @@ from autotune.exit_codes import ExitCode
 from autotune.grid import cells_for
 from autotune.probe import ProbeRequest
 from ringattn.hardware import detect
-from ringattn.profile_io import parse_profile
-
-pytestmark = pytest.mark.alone
+from ringattn.profile_io import load_profile, parse_profile
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text("utf-8")
@@ -48,7 +46,7 @@ def commands() -> list[str]:
     return list(dict.fromkeys(line for line in lines if line))
 
 
-def as_run(command: str, folder: Path) -> list[str]:
+def as_run(command: str) -> list[str]:
     """How a command of the README runs here: with this Python, installing nothing, in seconds."""
     words = shlex.split(command)
     if words[0] == "make":
@@ -80,19 +78,33 @@ def test_it_has_the_blocks_that_are_tested_here() -> None:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One home for all commands, so that what one writes the next one finds, as for a reader."""
+    """One home for all probes, so that what one writes the next one finds, as for a reader."""
     return tmp_path_factory.mktemp("home")
 
 
-@pytest.mark.parametrize("command", commands())
-def test_its_commands_run(command: str, home: Path) -> None:
-    if command.startswith("pip install"):
-        pytest.importorskip("hatchling", reason="pip install '.[dev]' brings it")
-    done = run(as_run(command, home), home)
+@pytest.mark.alone
+@pytest.mark.parametrize("command", [command for command in commands() if "probe" in command])
+def test_its_probes_run(command: str, home: Path) -> None:
+    done = run(as_run(command), home)
     told = f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
-    if "probe" in command and re.search(r"inconclusive|no cell could be measured|Error 6$", done.stderr, re.MULTILINE):
+    if re.search(r"inconclusive|no cell could be measured|Error 6$", done.stderr, re.MULTILINE):
         pytest.skip("this machine is too busy to measure anything now")
     assert done.returncode == 0, told
+    ranks = 2 if "nproc" in command else 1
+    files = (home / ".config" / "ringtune").glob("*.yaml")
+    (profile,) = (load_profile(path) for path in files if ("-x2" in path.name) is (ranks == 2))
+    (entry,) = profile.plans
+    assert entry.workload.world == ranks
+    assert [speed.ring_gb_s > 0 for speed in profile.fingerprint.link_speeds] == [True] * (ranks - 1)
+    assert done.stderr.count("finished after") == 1, told  # said by rank 0 alone
+
+
+@pytest.mark.parametrize("command", [command for command in commands() if "probe" not in command])
+def test_its_other_commands_run(command: str, tmp_path: Path) -> None:
+    if command.startswith("pip install"):
+        pytest.importorskip("hatchling", reason="pip install '.[dev]' brings it")
+    done = run(as_run(command), tmp_path)
+    assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
 
 
 @pytest.mark.parametrize("code", blocks("python"), ids=lambda code: code.splitlines()[0])

@@ -22,8 +22,6 @@ from report_samples import cpu_profile
 from autotune.exit_codes import ExitCode
 from ringattn.profile_io import load_profile, save_profile
 
-pytestmark = pytest.mark.alone
-
 ROOT = Path(__file__).parents[2]
 FINISHED_STATES = (1, 2)  # in a journal: complete, pruned
 KILLS = 20
@@ -56,12 +54,13 @@ def check_chain(runs: list[Run], journal: Path) -> None:
     told = Counter(event for run in runs for event in run.of("told"))
     assert told
     assert set(told.values()) == {1}
-    checks = Counter((cell, key) for run in runs for cell, key, _ in run.of("check"))
+    checks = Counter((cell, key) for run in runs for cell, key in run.of("check"))
     assert checks.total() - len(checks) <= kills
     blocks = sum(len(run.of("block")) for run in runs)
     assert blocks_kept(journal) <= blocks <= blocks_kept(journal) + kills
 
 
+@pytest.mark.xdist_group("uninterrupted")
 def test_a_probe_killed_at_twenty_moments_loses_nothing(tmp_path: Path, uninterrupted: tuple[Path, Run]) -> None:
     whole_path, whole = uninterrupted
     path, journal = tmp_path / "m.yaml", tmp_path / "m.yaml.journal"
@@ -85,9 +84,6 @@ def test_a_probe_killed_at_twenty_moments_loses_nothing(tmp_path: Path, uninterr
     runs.append(last)
     assert whole_lines(journal).startswith(kept)
     check_chain(runs, journal)
-    for run in runs:
-        first_s = [float(event[-1]) for event in run.events if event[0] in ("check", "block")][:1]
-        assert all(seconds < 1.0 for seconds in first_s)  # from the start, so also from the opening of its journal
     cells, wanted = load_profile(path).plans, load_profile(whole_path).plans
     # Which of two equal plans wins may differ (where rows lie makes no difference here): each kill costs a block.
     assert [(cell.workload, truth(cell.workload, cell.choice.tunables)) for cell in cells if cell.choice] == [
@@ -95,6 +91,7 @@ def test_a_probe_killed_at_twenty_moments_loses_nothing(tmp_path: Path, uninterr
     ]
 
 
+@pytest.mark.xdist_group("uninterrupted")
 def test_a_kill_while_the_profile_is_written_leaves_the_old_or_the_new(
     tmp_path: Path, uninterrupted: tuple[Path, Run]
 ) -> None:

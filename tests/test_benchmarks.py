@@ -35,9 +35,3 @@ def test_without_a_gpu_a_benchmark_ends_with_one_line(name: str, monkeypatch: py
 def test_the_ring_says_how_to_start_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     assert "torchrun --standalone" in str(end_of("ring", monkeypatch))
-
-
-def test_every_benchmark_that_times_on_a_gpu_asks_for_one() -> None:
-    asking = {path.stem for path in BENCHMARKS.glob("*.py") if "need_gpus(" in path.read_text()} - {"common"}
-    timing = {path.stem for path in BENCHMARKS.glob("*.py") if "torch.cuda.synchronize" in path.read_text()}
-    assert timing - {"common"} <= asking == set(ON_GPUS)

@@ -68,7 +68,7 @@ def as_run(command: str) -> list[str]:
 def run(command: list[str], home: Path) -> subprocess.CompletedProcess[str]:
     environ = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "CI")}
     environ |= {"HOME": str(home), "XDG_CONFIG_HOME": str(home / ".config"), "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=250)
 
 
 def test_it_has_the_blocks_that_are_tested_here() -> None:
@@ -126,12 +126,6 @@ def test_its_python_runs_what_a_quick_probe_of_a_cpu_measures(monkeypatch: pytes
     assert ran["attn"].shape.workload(seq_len, "fp32", True, batch) in grid
 
 
-def test_the_ten_lines_of_python_are_ten() -> None:
-    assert "Ten lines of Python" in README
-    (code,) = blocks("python")
-    assert len(code.strip().splitlines()) <= 10
-
-
 @pytest.mark.parametrize("text", blocks("yaml"), ids=lambda text: "profile")
 def test_its_profile_loads(text: str) -> None:
     profile = parse_profile(text, "README.md")
@@ -163,7 +157,6 @@ def test_the_files_it_links_exist() -> None:
     for target in re.findall(r"\]\(([^)#]+)", README):
         if not target.startswith(("http://", "https://")):
             assert (ROOT / target).exists(), target
-    assert "(docs/cli.md)" in README, "the reference of the command is linked"
 
 
 def test_the_extras_it_names_exist() -> None:

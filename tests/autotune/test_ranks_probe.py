@@ -22,7 +22,7 @@ from autotune.cell_space import space_for
 from autotune.edge import Edge, bench_settings, default_profile_path, edge_of
 from autotune.emit import merged, merged_speeds, same_machine
 from autotune.evaluator import Evaluator, MonotonicClock
-from autotune.exit_codes import ExitCode, Inconclusive, ProbeFailure
+from autotune.exit_codes import ExitCode, ProbeFailure
 from autotune.grid import cells_for
 from autotune.probe import ProbeRequest, SilentObserver
 from autotune.probe_run import ProbeRun, journal_identity
@@ -46,7 +46,7 @@ SMALL = ("--seq-len", "1024", "--heads", "2", "--head-dim", "32", "--mode", "inf
 ONE_BRANCH = ("--segment-lengths", "8192", "--dilation-rates", "1")  # longer than a share: it crosses the ranks
 REQUEST = ProbeRequest(
     effort="quick",
-    budget_s=40,
+    budget_s=3600,  # a quick search ends by itself
     seq_lens=(64,),
     heads=2,
     head_dim=16,
@@ -81,10 +81,7 @@ def test_two_ranks_are_tuned_as_one_and_the_runtime_obeys(fleet: Fleet, tmp_path
     path = tmp_path / "dense.yaml"
     request = replace(REQUEST, output=path, layout="contiguous")
     dense = [cell for cell in cells_for(request, here.facts) if cell.workload.pattern.dense]
-    try:
-        result = ProbeRun(Task.of(request, SilentObserver(), here), path, dense).run()
-    except Inconclusive as error:
-        pytest.skip(f"this machine is too busy to measure anything now: {error}")
+    result = ProbeRun(Task.of(request, SilentObserver(), here), path, dense).run()
     (cell,) = result.cells
     assert cell.workload.world == 2
     assert cell.chosen is not None
@@ -190,7 +187,7 @@ def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
     with subprocess.Popen(
         command, cwd=tmp_path, env=environ_of(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as running:
-        watchdog = threading.Timer(110, running.kill)
+        watchdog = threading.Timer(250, running.kill)
         watchdog.start()
         assert running.stderr is not None
         seen = next(line for line in running.stderr if "cell 1/" in line)

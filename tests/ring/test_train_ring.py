@@ -20,7 +20,7 @@ def run_ranks(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     start = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
     command = [sys.executable, *start, EXAMPLE, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=250)
 
 
 @pytest.fixture

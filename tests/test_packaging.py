@@ -17,8 +17,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("packaging")  # one build for all
-
 ROOT = Path(__file__).parents[1]
 SHIPPED = {path.name for path in (ROOT / "profiles").glob("*.yaml")}
 

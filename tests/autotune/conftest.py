@@ -19,7 +19,7 @@ from ringattn.profile_io import save_profile
 
 @pytest.fixture(scope="session")
 def fleet() -> Iterator[Fleet]:
-    """Two ranks for all tests of the group "fleet"; each test starts their workers anew."""
+    """Two ranks for all tests; each test starts their workers anew."""
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
     environ.pop("OMP_NUM_THREADS", None)
     with Fleet(2, "cpu", None, environ, grace_s=0.2) as gathered:

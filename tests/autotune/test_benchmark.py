@@ -25,8 +25,6 @@ from autotune.trial import WorkerEvaluator
 from ringattn import detect
 from ringattn.workload import BranchTunables, Pattern, Tunables, Workload
 
-pytestmark = pytest.mark.xdist_group("bench")  # one for all tests
-
 DILATED = Pattern.of([64, 128], [1, 2])
 CELL = Workload("train", True, 200, 2, 32, "fp32", pattern=DILATED)
 MIB = 2**20

@@ -20,6 +20,7 @@ from autotune.edge import real_edge
 from autotune.evaluator import Checked, Evaluator, Fault
 from autotune.grid import cells_for
 from autotune.probe import ProbeRequest, SilentObserver
+from autotune.replay import SimulatedClock
 from autotune.space import candidate_key
 from autotune.trial import WorkerEvaluator
 from autotune.tuning import run_probe
@@ -87,8 +88,9 @@ def test_a_real_probe_survives_everything_and_says_what_happened(
         made.append(WorkerEvaluator(settings, bench=BENCH, reference_timeout_s=preset.budget_s))
         return made[-1]
 
+    # The clock stands still: how much is tried does not depend on how long restarts take on a busy machine.
     environ = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
-    edge = replace(real_edge(request), evaluator=evaluator, environ=environ)
+    edge = replace(real_edge(request), evaluator=evaluator, environ=environ, clock=SimulatedClock())
     dense = [cell for cell in cells_for(request, edge.facts) if cell.workload.pattern.dense]
     monkeypatch.setattr("autotune.grid.cells_for", lambda request, facts: dense)
     result = run_probe(request, SilentObserver(), edge)

@@ -60,7 +60,6 @@ def check_chain(runs: list[Run], journal: Path) -> None:
     assert blocks_kept(journal) <= blocks <= blocks_kept(journal) + kills
 
 
-@pytest.mark.xdist_group("uninterrupted")
 def test_a_probe_killed_at_twenty_moments_loses_nothing(tmp_path: Path, uninterrupted: tuple[Path, Run]) -> None:
     whole_path, whole = uninterrupted
     path, journal = tmp_path / "m.yaml", tmp_path / "m.yaml.journal"
@@ -91,7 +90,6 @@ def test_a_probe_killed_at_twenty_moments_loses_nothing(tmp_path: Path, uninterr
     ]
 
 
-@pytest.mark.xdist_group("uninterrupted")
 def test_a_kill_while_the_profile_is_written_leaves_the_old_or_the_new(
     tmp_path: Path, uninterrupted: tuple[Path, Run]
 ) -> None:

@@ -28,8 +28,6 @@ from autotune.ranks.wire import Hello, accept, connect, listen
 from autotune.trial import WorkerBug
 from ringattn.workload import BranchTunables, Pattern, Tunables, Workload
 
-pytestmark = pytest.mark.xdist_group("fleet")  # which takes seconds to gather
-
 CELL = workload(512, mode="infer")
 BENCH = "faulty_rank_bench:FaultyRankBench"
 REPO = Path(__file__).resolve().parents[2]

@@ -12,7 +12,6 @@ from autotune.tuning import run_probe
 from ringattn.profile import PlanEntry
 from ringattn.workload import Workload
 
-pytestmark = pytest.mark.xdist_group("whole probes")  # two for all tests
 BUDGET_S = 100.0  # what is left of a standard probe's after its defaults and first calls
 AGREED = math.log(1.02)
 

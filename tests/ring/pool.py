@@ -41,7 +41,9 @@ def _start_server() -> None:
         forkserver.ensure_running()
 
 
-def _rank_main(rank: int, world: int, port: int, name: str, timeout_s: float, pipe: Connection) -> None:
+def _rank_main(
+    rank: int, world: int, port: int, name: str, timeout_s: float, times: WatchTimes | None, pipe: Connection
+) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
     dist.init_process_group(
@@ -51,7 +53,8 @@ def _rank_main(rank: int, world: int, port: int, name: str, timeout_s: float, pi
         world_size=world,
         timeout=timedelta(seconds=timeout_s),
     )
-    watch_of(dist.group.WORLD, torch.device("cpu"), TIMES)  # type: ignore[arg-type]
+    if times is not None:
+        watch_of(dist.group.WORLD, torch.device("cpu"), times)  # type: ignore[arg-type]
     pipe.send(("ready", None))
     while (job := pipe.recv()) is not None:
         function, arguments = job
@@ -68,7 +71,8 @@ class Pool:
     _store: dist.TCPStore | None = None
     _made = 0
 
-    def __init__(self, world: int, timeout_s: float = GROUP_TIMEOUT_S) -> None:
+    def __init__(self, world: int, timeout_s: float = GROUP_TIMEOUT_S, times: WatchTimes | None = TIMES) -> None:
+        """``times`` are those of the ranks' watch, which begins here; None leaves it to the first module."""
         if Pool._store is None:
             _start_server()
             Pool._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -78,7 +82,7 @@ class Pool:
         self.processes = []
         for rank in range(world):
             here, there = _context.Pipe()
-            arguments = (rank, world, Pool._store.port, f"pool{Pool._made}", timeout_s, there)
+            arguments = (rank, world, Pool._store.port, f"pool{Pool._made}", timeout_s, times, there)
             process = _context.Process(target=_rank_main, args=arguments, daemon=True)
             process.start()
             there.close()

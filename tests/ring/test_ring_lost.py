@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from faults import CASE, Told, leaves_of, told_of
+from faults import CASE, TIMEOUT_S, Told, leaves_of, told_of
 from pool import LIMIT_S, TIMES, Pool
 from ring_cases import RingCase
 
@@ -104,9 +104,15 @@ def _build_or_die() -> Told:
     return told_of(lambda: RingCase(CASE, "ring", "zigzag").module())
 
 
-def test_a_rank_that_is_not_there_at_init_is_named(fragile: Pool) -> None:
-    fragile.start(_build_or_die)
-    for error, message in fragile.results_of([0, 1]):
+def test_a_rank_that_is_not_there_at_init_is_named() -> None:
+    """It has never said that it lives, and the others do not know it by more than its number."""
+    pool = Pool(3, TIMEOUT_S, times=None)
+    try:
+        pool.start(_build_or_die)
+        told = pool.results_of([0, 1])
+    finally:
+        pool.kill()
+    for error, message in told:
         assert error == "PeerError"
         assert "rank 2 did not build the same RingAttention" in message
 

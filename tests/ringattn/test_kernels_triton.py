@@ -29,7 +29,6 @@ from ringattn.kernels_triton import load, params, reasons
 from ringattn.triton_tiles import SMALLEST_BLOCK, Step, Tile, parse, tiles
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the triton package")
-interpreted = pytest.mark.xdist_group("interpreted kernel")  # one run of the interpreter for all calls
 
 HOPPER = KernelNeed("nvidia", "sm_90", "bf16", 128, 16, 16, 4096, 1, causal=True, backward=True)
 TILES = {"forward_tile": "32x16-w4-s1", "dq_tile": "16x32-w4-s1", "dkdv_tile": "32x16-w4-s1"}
@@ -165,7 +164,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tensor, .
 
 
 @needs_triton
-@interpreted
 @pytest.mark.parametrize("name", CALLS)
 def test_it_computes_attention_and_its_gradients(name: str, found: dict[str, tuple[Tensor, ...]]) -> None:
     made = CALLS[name]
@@ -182,7 +180,6 @@ def test_it_computes_attention_and_its_gradients(name: str, found: dict[str, tup
 
 
 @needs_triton
-@interpreted
 @pytest.mark.parametrize("name", ["logits of 1e4", "logits of 1e10", "logits of 1e6 in half precision"])
 def test_huge_logits_choose_one_key(name: str, found: dict[str, tuple[Tensor, ...]]) -> None:
     made = EXTREME[name]
@@ -198,7 +195,6 @@ def test_huge_logits_choose_one_key(name: str, found: dict[str, tuple[Tensor, ..
 
 
 @needs_triton
-@interpreted
 def test_keys_at_minus_infinity_weigh_nothing(found: dict[str, tuple[Tensor, ...]]) -> None:
     out, lse, dq, dk, dv = found["some keys at -inf"]
     expected = exact(EXTREME["some keys at -inf"])
@@ -210,7 +206,6 @@ def test_keys_at_minus_infinity_weigh_nothing(found: dict[str, tuple[Tensor, ...
 
 
 @needs_triton
-@interpreted
 def test_a_row_of_minus_infinities_gives_0_and_minus_infinity(found: dict[str, tuple[Tensor, ...]]) -> None:
     out, lse, *grads = found["all keys at -inf"]
     assert bool((out == 0).all())
@@ -219,7 +214,6 @@ def test_a_row_of_minus_infinities_gives_0_and_minus_infinity(found: dict[str, t
 
 
 @needs_triton
-@interpreted
 def test_a_row_that_saw_nothing_anywhere_has_no_gradient(found: dict[str, tuple[Tensor, ...]]) -> None:
     dq = found["saw nothing anywhere"][2]
     assert bool((dq[0, 5, 0] == 0).all())
@@ -228,7 +222,6 @@ def test_a_row_that_saw_nothing_anywhere_has_no_gradient(found: dict[str, tuple[
 
 
 @needs_triton
-@interpreted
 def test_no_number_stays_no_number(found: dict[str, tuple[Tensor, ...]]) -> None:
     out, lse, dq, dk, dv = found["not a number"]
     assert bool(out[0, 20, 0].isnan().all())
@@ -241,7 +234,6 @@ def test_no_number_stays_no_number(found: dict[str, tuple[Tensor, ...]]) -> None
 
 
 @needs_triton
-@interpreted
 def test_gradients_are_written_where_they_are_wanted(found: dict[str, tuple[Tensor, ...]]) -> None:
     _, _, *grads = found["gradients in place"]
     wanted = CALLS["gradients in place"].grads

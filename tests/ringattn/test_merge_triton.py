@@ -160,7 +160,6 @@ def interpreted_once() -> dict[str, str]:
 
 
 @needs_triton
-@pytest.mark.xdist_group("interpreted steps")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 def test_the_interpreter_agrees_with_plain_torch(case: FusedCase) -> None:

@@ -128,8 +128,9 @@ def test_an_argument_turns_the_mode_of_every_plan() -> None:
     with saved_tensors() as saved:
         case.running(plan(MANY, "selective"), checkpoint="none")(*case.inputs())
     assert len(saved) > 5
+    dense = Case(32)  # what gathers in a pattern differs from CPU to CPU
     with pytest.raises(PlanError, match="checkpoint none keeps gathered rows, and no branch gathers"):
-        case.module(checkpoint="none")(*case.inputs())
+        dense.module(checkpoint="none")(*dense.inputs())
 
 
 def test_offload_on_a_cpu_is_refused() -> None:

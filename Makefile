@@ -63,11 +63,11 @@ $(VENV)/.ringtune-ready-%: pyproject.toml constraints.txt | $(VENV)/bin/pip
 probe: $(READY)
 	@$(RUN) -m autotune probe $(PROBE_ARGS) || [ $$? -eq 6 ]
 
-# Most tests take turns on all cores; those that measure, or wait for processes of their own, have the machine to
-# themselves. Both parts run, whatever fails.
+# Most tests take turns on all cores, those of a file on one worker, as they share what is costly; those that measure
+# have the machine to themselves. Both parts run, whatever fails.
 test: $(READY_DEV)
 ifeq ($(strip $(PYTEST_ARGS)),)
-	@status=0; OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto -m "not alone" || status=$$?; \
+	@status=0; OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --dist loadfile -m "not alone" || status=$$?; \
 	$(RUN) -m pytest -m alone || status=$$?; exit $$status
 else
 	@$(RUN) -m pytest $(PYTEST_ARGS)

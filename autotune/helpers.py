@@ -69,10 +69,13 @@ class HelpedEvaluator(WorkerEvaluator):
         bench: str = REAL_BENCH,
         helping_bench: str = HELPING_BENCH,
         reference_timeout_s: float = 300.0,
+        last_call_s: float = LAST_CALL_S,
     ) -> None:
+        """``last_call_s`` is what a first call that was begun may still take when the time for them is over."""
         super().__init__(settings, bench=bench, reference_timeout_s=reference_timeout_s)
         self._make: Callable[[], _Helper] = lambda: _Helper(settings, helping_bench)
         self._helpers = [self._make() for _ in range(helpers)]
+        self._last_call_s = last_call_s
         self._lengths = settings.ragged_lengths
         self._calls: SimpleQueue[Call] = SimpleQueue()
         self._calling: dict[Future[list[Fault]], _Helper] = {}
@@ -131,7 +134,7 @@ class HelpedEvaluator(WorkerEvaluator):
         """
         wait(self._calling, timeout_s)
         self._begin_no_more()
-        done, late = wait(self._calling, LAST_CALL_S)  # a helper that is ended proves nothing later
+        done, late = wait(self._calling, self._last_call_s)  # a helper that is ended proves nothing later
         self._replace([self._calling[future] for future in late])
         faults: list[Fault] = []
         for future in done:

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -29,16 +30,25 @@ from .patience import reference_limit_s
 if TYPE_CHECKING:
     from .bench import BenchSettings
 
-START_TIMEOUT_S = 120.0  # importing torch from a cold disk, making a CUDA context
-STOP_TIMEOUT_S = 5.0
-HELD_S = 3.0  # a worker that a signal has stopped for so long is not waited for, however long its work may take
-_LOOK_S = 0.5  # how often it is looked whether one has
 ATTEMPTS = 2  # a worker that somebody else killed or stopped says nothing of its candidate, at first
 _TAIL_BYTES = 2000
 _ENDED_EARLY = Fault("crash", "the worker was ended before its work began", Ended())
 # Torch's profiler would log every use, and so have the last word of a worker that was killed. What flash-attn-4
 # compiled stays on disk for other workers of this probe only where it is told to keep it.
 _QUIET_AND_CACHED = {"KINETO_LOG_LEVEL": "99", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerTimes:
+    """How long a worker is waited for beside its requests."""
+
+    start_s: float = 120.0  # importing torch from a cold disk, making a CUDA context
+    stop_s: float = 5.0
+    held_s: float = 3.0  # one that a signal has stopped for so long is given up, however long its work may take
+    look_s: float = 0.5  # how often it is looked whether one has
+
+
+DEFAULT_TIMES = WorkerTimes()
 
 
 class WorkerBug(AssertionError):
@@ -56,12 +66,20 @@ class Died(Exception):
 class WorkerEvaluator:
     """Answers the Evaluator protocol from one device."""
 
-    def __init__(self, settings: BenchSettings, *, bench: str = REAL_BENCH, reference_timeout_s: float = 300.0) -> None:
+    def __init__(
+        self,
+        settings: BenchSettings,
+        *,
+        bench: str = REAL_BENCH,
+        reference_timeout_s: float = 300.0,
+        times: WorkerTimes = DEFAULT_TIMES,
+    ) -> None:
         """``bench`` is ``module:class`` of what the worker runs; tests put faulty ones there.
 
         ``reference_timeout_s`` is the most that the float64 rows of a cell may take, during which no candidate runs.
         """
         self._reference_timeout_s = reference_timeout_s
+        self._times = times
         self._settings = settings
         self._bench = bench
         self._process: subprocess.Popen[bytes] | None = None
@@ -157,7 +175,7 @@ class WorkerEvaluator:
         if self._connection is not None and self._process is not None and self._process.poll() is None:
             try:
                 self._connection.send(Request("stop"))
-                self._process.wait(STOP_TIMEOUT_S)
+                self._process.wait(self._times.stop_s)
             except (OSError, subprocess.TimeoutExpired):
                 pass  # it is killed next
         self._kill()
@@ -255,8 +273,8 @@ class WorkerEvaluator:
         assert self._connection is not None
         now = time.monotonic()
         end, at_work = now + timeout_s, now
-        while now < end and now - at_work < HELD_S:
-            if self._connection.poll(min(_LOOK_S, end - now)):
+        while now < end and now - at_work < self._times.held_s:
+            if self._connection.poll(min(self._times.look_s, end - now)):
                 return True
             now = time.monotonic()
             if not self._is_stopped():
@@ -273,7 +291,7 @@ class WorkerEvaluator:
         """How the worker ended, with the last line it wrote to stderr."""
         assert self._process is not None
         try:
-            code = self._process.wait(STOP_TIMEOUT_S)
+            code = self._process.wait(self._times.stop_s)
         except subprocess.TimeoutExpired:
             code = None
         last = self._last_error_line()
@@ -298,7 +316,7 @@ class WorkerEvaluator:
             assert self._connection is not None
             try:
                 self._connection.send(self._settings)
-                message = self._receive(START_TIMEOUT_S)
+                message = self._receive(self._times.start_s)
                 break
             except (Died, BrokenPipeError) as error:
                 if self._interrupted:  # it was not the machine that ended it, and no second one is started

@@ -24,6 +24,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -37,10 +38,6 @@ from .hardware import host_identity
 
 logger = logging.getLogger("ringattn")
 
-BEAT_S = 1.0
-# After an error of the network: a rank that beats no more for so long is gone.
-_SILENT_AFTER_ERROR_S = 3.5
-_ANSWERED_WITHIN_S = 10.0  # what the threads of ranks that live have said whether these are in a call
 _INSIDE, _OUTSIDE = "inside", "outside"
 _LEFT = "left"
 
@@ -57,10 +54,23 @@ class Guarded(Protocol):
         """Ends the wait."""
 
 
+@dataclass(frozen=True)
+class WatchTimes:
+    """How often ranks look at each other, and how long one waits for what others say; the same on all ranks."""
+
+    beat_s: float = 1.0
+    silent_after_error_s: float = 3.5  # after an error of the network: a rank that beats no more for so long is gone
+    answered_within_s: float = 10.0  # in which the threads of ranks that live have said whether these are in a call
+
+
+DEFAULT_TIMES = WatchTimes()
+
+
 class Watch:
     """The view of one rank on the others of a group. ``timeout_s`` is the group's own."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, times: WatchTimes = DEFAULT_TIMES) -> None:
+        self.times = times
         self.rank, self.size = group.rank(), group.size()
         self._global = [dist.get_global_rank(group, rank) for rank in range(self.size)]
         self._store: Store = dist.PrefixStore(  # type: ignore[attr-defined]
@@ -84,7 +94,7 @@ class Watch:
         self._store.set(f"host/{self.rank}", host_identity())
         self._stop = threading.Event()
         # The thread must not keep the watch alive: a group that is dropped ends it.
-        arguments = (weakref.ref(self), self._stop, self._store)
+        arguments = (weakref.ref(self), self._stop, self._store, times.beat_s)
         self._thread = threading.Thread(target=_beat, args=arguments, name="ringattn-watch", daemon=True)
         self._thread.start()
 
@@ -174,7 +184,7 @@ class Watch:
         try:
             first = self._beats()
             begin = time.monotonic()
-            while time.monotonic() - begin < _SILENT_AFTER_ERROR_S:
+            while time.monotonic() - begin < self.times.silent_after_error_s:
                 failure = self._new_failure(self._store)
                 if failure is not None:
                     return failure
@@ -267,11 +277,11 @@ class Watch:
         ``probe`` may say, of a rank that did not come, why it never will.
         """
         deadline = time.monotonic() + self.timeout_s
-        pause_s, look_s = 0.0005, time.monotonic() + BEAT_S
+        pause_s, look_s = 0.0005, time.monotonic() + self.times.beat_s
         while not self._store.check(list(keys)):
             now = time.monotonic()
             if now > look_s:
-                look_s = now + BEAT_S
+                look_s = now + self.times.beat_s
                 failure = self._new_failure(self._store)
                 if failure is not None:
                     raise PeerError(str(failure))
@@ -374,7 +384,7 @@ class Watch:
     def _is_awaited(self, call: Call) -> bool:
         """Whether a rank is in the messages of the call; the group is broken where one does not say."""
         keys = [self._place_key(call, rank) for rank in range(self.size)]
-        deadline = time.monotonic() + min(_ANSWERED_WITHIN_S, self.timeout_s)
+        deadline = time.monotonic() + min(self.times.answered_within_s, self.timeout_s)
         while not self._store.check(keys):
             if time.monotonic() > deadline:
                 silent = [rank for rank in range(self.size) if not self._store.check([keys[rank]])]
@@ -405,7 +415,7 @@ class Watch:
     def close(self) -> None:
         """This rank leaves on purpose."""
         self._stop.set()
-        self._thread.join(2 * BEAT_S)
+        self._thread.join(2 * self.times.beat_s)
 
     def _beats(self) -> dict[int, str]:
         keys = [f"beat/{rank}" for rank in range(self.size)]
@@ -428,13 +438,13 @@ class Watch:
             return {}
 
 
-def _beat(of: weakref.ref[Watch], stop: threading.Event, shared: Store) -> None:
+def _beat(of: weakref.ref[Watch], stop: threading.Event, shared: Store, beat_s: float) -> None:
     """The thread of a watch: beats, and listens to the ledger and to the next rank."""
     try:
         store = shared.clone()  # a connection of its own: the main thread may sit in a call of the other
         listen: _Listener | None = None
         number = 0
-        while not stop.wait(BEAT_S if number else 0):
+        while not stop.wait(beat_s if number else 0):
             watch = of()
             if watch is None:
                 break
@@ -510,11 +520,11 @@ def _leave() -> None:
         watch.close()
 
 
-def watch_of(group: dist.ProcessGroup, device: torch.device) -> Watch:
-    """The watch of a group: one for all modules on it."""
+def watch_of(group: dist.ProcessGroup, device: torch.device, times: WatchTimes = DEFAULT_TIMES) -> Watch:
+    """The watch of a group: one for all modules on it, with the ``times`` of the first call."""
     watch = _watches.get(group)
     if watch is None:
-        watch = _watches[group] = Watch(group, device)
+        watch = _watches[group] = Watch(group, device, times)
     return watch
 
 

@@ -18,6 +18,12 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.ge
 _count = itertools.count()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: some wait for ranks, or for workers that hang, while others compute."""
+    return len(os.sched_getaffinity(0)) + 1
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     needing_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not needing_gpu:

@@ -47,9 +47,3 @@ def test_the_picture_is_made_of_the_committed_figures(monkeypatch: pytest.Monkey
     assert made.read_text("utf-8") == committed.read_text("utf-8"), "run: python benchmarks/plot_dense.py"
     xml.etree.ElementTree.parse(made)
     assert "http" not in made.read_text("utf-8").replace("http://www.w3.org/2000/svg", ""), "it loads nothing"
-
-
-def test_every_benchmark_that_times_on_a_gpu_asks_for_one() -> None:
-    asking = {path.stem for path in BENCHMARKS.glob("*.py") if "need_gpus(" in path.read_text()} - {"common"}
-    timing = {path.stem for path in BENCHMARKS.glob("*.py") if "torch.cuda.synchronize" in path.read_text()}
-    assert timing - {"common"} <= asking == set(ON_GPUS)

@@ -14,8 +14,6 @@ from ringattn.profile import Choice, Fingerprint, PlanEntry, Profile
 from ringattn.profile_io import save_profile
 from ringattn.workload import Branch, BranchTunables, Pattern, Tunables, Workload, describe
 
-pytestmark = pytest.mark.alone
-
 ROOT = Path(__file__).parents[1]
 PLANS = {
     (): (Pattern(), (BranchTunables("math", "flash-cpu"),)),

@@ -17,8 +17,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.alone
-
 ROOT = Path(__file__).parents[1]
 SHIPPED = {path.name for path in (ROOT / "profiles").glob("*.yaml")}
 
@@ -29,19 +27,6 @@ from ringattn.resolve import search_paths
 folders = [path for origin, path in search_paths(os.environ, pathlib.Path.home()) if origin == "shipped"]
 sources = {path.name: ringattn.load_profile(path).source for folder in folders for path in folder.glob("*.yaml")}
 print(json.dumps({"package": ringattn.__file__, "folders": [str(folder) for folder in folders], "sources": sources}))
-"""
-
-RUN_RINGTUNE = """
-import json, sys
-from autotune.cli import main
-
-sys.argv = ["ringtune", *{arguments!r}]
-try:
-    code = main()
-except SystemExit as stop:
-    code = stop.code
-print()
-print(json.dumps({{"code": code or 0, "modules": sorted(sys.modules)}}))
 """
 
 
@@ -154,29 +139,6 @@ def test_checkout_loads_every_shipped_profile(tmp_path: Path) -> None:
     assert found["package"] == str(ROOT / "ringattn" / "__init__.py")
     assert found["folders"] == [str(ROOT / "profiles")]
     assert set(found["sources"]) == SHIPPED
-
-
-def test_runtime_imports_nothing_of_the_tuner(tmp_path: Path) -> None:
-    code = """
-import json, sys
-from ringattn import RingAttention, Workload, Profile, load_profile, detect
-
-print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))
-"""
-    loaded = set(run_python(code, cwd=tmp_path, path=ROOT))
-    assert "torch" in loaded
-    assert not loaded & {"autotune", "optuna", "click", "rich"}
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [("--help",), ("probe", "--help"), ("validate", str(ROOT / "profiles" / min(SHIPPED, default="none")))],
-    ids=["help", "probe-help", "validate"],
-)
-def test_commands_that_need_no_torch_import_none(arguments: tuple[str, ...], tmp_path: Path) -> None:
-    ended = run_python(RUN_RINGTUNE.format(arguments=arguments), cwd=tmp_path, path=ROOT)
-    assert ended["code"] == 0
-    assert not {"torch", "optuna", "numpy"} & set(ended["modules"])
 
 
 def test_console_script_of_the_wheel_runs(installed: Path, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from .relay import serve
 from .wire import Abort, Answer, Call, Hello, Quit, Rest, Welcome, accept, listen
 
 GATHER_TIMEOUT_S = 120.0  # for every rank to come, and to say what it runs on
-GRACE_S = 2.0  # for the other ranks to answer by themselves once one has failed
+GRACE_S = 2.0
 ABORT_TIMEOUT_S = 30.0
 QUIT_TIMEOUT_S = 5.0
 
@@ -35,8 +35,18 @@ QUIT_TIMEOUT_S = 5.0
 class Fleet:
     """The ranks of a probe. A context manager: when it is left every process that it started has ended."""
 
-    def __init__(self, world: int, device_kind: str, place: Place | None, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        world: int,
+        device_kind: str,
+        place: Place | None,
+        environ: Mapping[str, str],
+        *,
+        grace_s: float = GRACE_S,
+    ) -> None:
         """Gathers ``world`` ranks: those that torchrun started (``place``), or new ones on this host.
+
+        ``grace_s``: for the other ranks to answer by themselves once one has failed.
 
         Raises ProbeFailure where one does not come, NoDevice where one has no device, UsageFailure where they differ.
         """
@@ -44,6 +54,7 @@ class Fleet:
         self.host = "127.0.0.1" if place is None else place.master_host
         self.facts: HardwareFacts
         self.hosts = 1
+        self._grace_s = grace_s
         self._number = 0
         self._generation = 0
         self._children: list[subprocess.Popen[bytes]] = []
@@ -143,7 +154,7 @@ class Fleet:
     def call(self, call: Call) -> list[tuple[int, Answer]]:
         """The answers of all ranks, in the order in which they came.
 
-        As soon as one is bad the others have GRACE_S to end by themselves; then their workers are ended for them.
+        As soon as one is bad the others have ``grace_s`` to end by themselves; then their workers are ended for them.
         Raises ProbeFailure when a rank itself is lost, and what relays raised.
         """
         self._number += 1
@@ -164,7 +175,7 @@ class Fleet:
                     continue  # of a call that was given up
                 answers.append((waiting.pop(link), answer))
                 if not answer.good and limit is None:
-                    limit = time.monotonic() + GRACE_S
+                    limit = time.monotonic() + self._grace_s
             if limit is not None and waiting and time.monotonic() >= limit:
                 if aborted:
                     ranks = sorted(waiting.values())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,17 @@ from report_samples import gpu_profile
 
 import autotune.tuning
 from autotune.probe import ProbeObserver, ProbeRequest, ProbeResult
+from autotune.ranks.fleet import Fleet
 from ringattn.profile_io import save_profile
+
+
+@pytest.fixture(scope="session")
+def fleet() -> Iterator[Fleet]:
+    """Two ranks for all tests; each test starts their workers anew."""
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    environ.pop("OMP_NUM_THREADS", None)
+    with Fleet(2, "cpu", None, environ, grace_s=0.2) as gathered:
+        yield gathered
 
 
 @pytest.fixture

@@ -1,4 +1,7 @@
-"""The real bench, real kernels and all, in which chosen plans go wrong in every way that plans have."""
+"""The real bench, real kernels and all, in which chosen plans go wrong in every way that plans have.
+
+Times are invented, so that what wins does not depend on what else the machine does.
+"""
 
 from __future__ import annotations
 
@@ -9,26 +12,28 @@ import os
 import signal
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from autotune.bench import Phase
 from autotune.benchmark import DeviceBench
-from autotune.evaluator import Sample
+from autotune.evaluator import Checked, Sample
 from autotune.space import candidate_key
 from ringattn import RingAttention
 from ringattn.workload import Tunables, Workload
 
-SCRIPT = "INJECTED_SCRIPT"  # the variable that names a file: {"wrongs": {plan: wrong}, "sleeps_s": {plan: seconds}}
-CALL_S = 10e-3  # what a call of any other plan sleeps, so that the scripted differences are not lost in noise
+SCRIPT = "INJECTED_SCRIPT"  # names a file: {"wrongs": {plan: wrong}, "times_ms": {plan: milliseconds}}
+TIME_MS = 10.0  # of any other plan
 
 
-def write_script(path: Path, wrongs: Mapping[Tunables, str], sleeps_s: Mapping[Tunables, float]) -> dict[str, str]:
+def write_script(path: Path, wrongs: Mapping[Tunables, str], times_ms: Mapping[Tunables, float]) -> dict[str, str]:
     """The environment of a worker that obeys."""
     script = {
         "wrongs": {candidate_key(plan): wrong for plan, wrong in wrongs.items()},
-        "sleeps_s": {candidate_key(plan): seconds for plan, seconds in sleeps_s.items()},
+        "times_ms": {candidate_key(plan): ms for plan, ms in times_ms.items()},
     }
     path.write_text(json.dumps(script))
     return {SCRIPT: str(path), "PYTHONPATH": str(Path(__file__).parent)}
@@ -41,10 +46,9 @@ class InjectedBench(DeviceBench):
         module = super()._module(workload, tunables)
         script_path = Path(os.environ[SCRIPT])
         script, key = json.loads(script_path.read_text()), candidate_key(tunables)
-        wrong, sleep_s = script["wrongs"].get(key, ""), script["sleeps_s"].get(key, CALL_S)
+        wrong = script["wrongs"].get(key, "")
 
         def before(*_: Any) -> None:
-            time.sleep(sleep_s)
             if wrong == "killed-once" and _first_time(script_path, wrong):
                 os.kill(os.getpid(), signal.SIGKILL)
             elif wrong:
@@ -60,12 +64,25 @@ class InjectedBench(DeviceBench):
         module.register_forward_hook(after)
         return module
 
+    def check(self, workload: Workload, tunables: Tunables, phase: Phase, pace_ms: float | None) -> Checked:
+        return replace(super().check(workload, tunables, phase, None), call_ms=_time_ms(tunables))
+
     def sample(self, workload: Workload, tunables: Tunables) -> Sample:
         """In the middle of a block somebody stops the worker, once."""
         path = Path(os.environ[SCRIPT])
         if "killed-once" in json.loads(path.read_text())["wrongs"].values() and _first_time(path, "stopped-once"):
             os.kill(os.getpid(), signal.SIGSTOP)
-        return super().sample(workload, tunables)
+        super().sample(workload, tunables)
+        return Sample(_time_ms(tunables), 10.0)
+
+    def end_block(self) -> tuple[str, ...]:
+        super().end_block()
+        return ()
+
+
+def _time_ms(tunables: Tunables) -> float:
+    ms: float = json.loads(Path(os.environ[SCRIPT]).read_text())["times_ms"].get(candidate_key(tunables), TIME_MS)
+    return ms
 
 
 def _first_time(script: Path, what: str) -> bool:

@@ -51,14 +51,14 @@ def _run(path: Path, parent: Connection) -> None:
         def check(
             self, cell: Workload, candidate: Tunables, *, timeout_s: float, pace_ms: float | None = None
         ) -> Checked | Fault:
-            say("check", str(cell), candidate_key(candidate), str(time.process_time() - began_s))
+            say("check", str(cell), candidate_key(candidate))
             time.sleep(CALL_S)
             if candidate.pattern_cache is False:  # some candidates fail
                 return Fault("crash", "the worker was killed by SIGSEGV")
             return super().check(cell, candidate, timeout_s=timeout_s, pace_ms=pace_ms)
 
         def block(self, cell: Workload, order: Sequence[Tunables], *, timeout_s: float) -> Block:
-            say("block", str(cell), str(len(order)), str(time.process_time() - began_s))
+            say("block", str(cell), str(len(order)))
             time.sleep(CALL_S)
             return super().block(cell, order, timeout_s=timeout_s)
 
@@ -80,7 +80,6 @@ def _run(path: Path, parent: Connection) -> None:
         return Telling(row_of(truth), clock, 0, QUIET)
 
     edge = edge_of(path.parent, lambda: evaluator(), clock)
-    began_s = time.process_time()
     tuning.run_probe(ProbeRequest(output=path, effort="quick", seq_lens=(4096,), modes=("train",)), Observer(), edge)
     say("finished")
 

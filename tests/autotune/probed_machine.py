@@ -87,7 +87,9 @@ class Watching(SilentObserver):
 
 
 def request_for(path: Path, **changes: object) -> ProbeRequest:
-    return replace(ProbeRequest(output=path, effort="quick", seq_lens=(512, 4096)), **changes)  # type: ignore[arg-type]
+    """Four cells: two lengths of two patterns."""
+    request = ProbeRequest(output=path, effort="quick", seq_lens=(512, 4096), modes=("train",))
+    return replace(request, **changes)  # type: ignore[arg-type]
 
 
 def winners(profile: Profile) -> dict[str, str]:

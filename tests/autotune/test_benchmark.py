@@ -29,8 +29,6 @@ from autotune.trial import WorkerEvaluator
 from ringattn import detect, self_check
 from ringattn.workload import BranchTunables, Pattern, Tunables, Workload
 
-pytestmark = pytest.mark.alone
-
 DILATED = Pattern.of([64, 128], [1, 2])
 CELL = Workload("train", True, 200, 2, 32, "fp32", pattern=DILATED)
 MIB = 2**20
@@ -309,6 +307,7 @@ def test_a_watch_sees_this_machine_and_names_what_it_cannot_see(monkeypatch: pyt
     assert any("throttling" in spot for spot in health.Watch("GPU-no-such-card").blind_spots)
 
 
+@pytest.mark.alone
 def test_a_sample_ends_when_its_calls_have_become_a_hundred_times_slower(
     bench: DeviceBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -410,6 +409,7 @@ def test_another_process_on_the_gpu_is_foreign_unless_it_helps_or_was_there_befo
     assert not disturbed(0, 0, 0, 0)  # a driver that counts none
 
 
+@pytest.mark.alone
 def test_the_load_of_the_other_ranks_is_not_foreign() -> None:
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
         try:

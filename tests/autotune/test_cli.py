@@ -16,44 +16,10 @@ from autotune.exit_codes import ExitCode
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = ("probe", "show", "report", "explain", "which", "validate", "verify", "doctor")
-PROBE_OPTIONS = [
-    "--output",
-    "--effort",
-    "--budget",
-    "--mode",
-    "--causal",
-    "--no-causal",
-    "--seq-len",
-    "--batch-size",
-    "--heads",
-    "--kv-heads",
-    "--head-dim",
-    "--segment-lengths",
-    "--dilation-rates",
-    "--dense",
-    "--precision",
-    "--max-error",
-    "--varied-lengths",
-    "--memory-limit",
-    "--prefer",
-    "--seed",
-    "--device",
-    "--nproc",
-    "--layout",
-    "--resume",
-    "--fresh",
-    "--dry-run",
-    "--json",
-]
 
 
 def test_the_commands_are_those_documented() -> None:
     assert tuple(cli.commands) == COMMANDS
-
-
-def test_probe_has_every_option() -> None:
-    options = {name for p in cli.commands["probe"].params for name in (*p.opts, *p.secondary_opts)}
-    assert options == set(PROBE_OPTIONS)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -65,7 +31,6 @@ def test_every_command_and_option_says_what_it_is_for(name: str) -> None:
     for parameter in command.params:
         if isinstance(parameter, click.Option):
             assert parameter.help
-            assert parameter.help.rstrip().endswith((".", "]"))
     assert "--json" in {name for p in command.params for name in p.opts}
     result = ringtune(name, "--help")
     assert result.exit_code == 0

@@ -14,8 +14,6 @@ from ringattn.hardware import detect
 from ringattn.profile import Choice
 from ringattn.profile_io import save_profile
 
-pytestmark = pytest.mark.alone
-
 
 def test_which_names_the_heuristic_and_exits_4() -> None:
     result = ringtune("which", "--device", "cpu")

@@ -22,8 +22,6 @@ from ringattn.kernels import KERNELS
 from ringattn.profile import LinkSpeed
 from ringattn.profile_io import save_profile
 
-pytestmark = pytest.mark.alone
-
 CPU = HardwareFacts("cpu", "a CPU", "cpu", "x86_64", 2, 8192, 32)
 H100 = HardwareFacts("nvidia", "NVIDIA H100", "h100-sxm", "sm_90", 132, 81559, 50)
 PASCAL = replace(H100, device_name="GTX 1080", sku="gtx-1080", arch="sm_61")

@@ -22,8 +22,6 @@ from report_samples import cpu_profile
 from autotune.exit_codes import ExitCode
 from ringattn.profile_io import load_profile, save_profile
 
-pytestmark = pytest.mark.alone
-
 ROOT = Path(__file__).parents[2]
 FINISHED_STATES = (1, 2)  # in a journal: complete, pruned
 KILLS = 20
@@ -56,7 +54,7 @@ def check_chain(runs: list[Run], journal: Path) -> None:
     told = Counter(event for run in runs for event in run.of("told"))
     assert told
     assert set(told.values()) == {1}
-    checks = Counter((cell, key) for run in runs for cell, key, _ in run.of("check"))
+    checks = Counter((cell, key) for run in runs for cell, key in run.of("check"))
     assert checks.total() - len(checks) <= kills
     blocks = sum(len(run.of("block")) for run in runs)
     assert blocks_kept(journal) <= blocks <= blocks_kept(journal) + kills
@@ -85,9 +83,6 @@ def test_a_probe_killed_at_twenty_moments_loses_nothing(tmp_path: Path, uninterr
     runs.append(last)
     assert whole_lines(journal).startswith(kept)
     check_chain(runs, journal)
-    for run in runs:
-        first_s = [float(event[-1]) for event in run.events if event[0] in ("check", "block")][:1]
-        assert all(seconds < 1.0 for seconds in first_s)  # from the start, so also from the opening of its journal
     cells, wanted = load_profile(path).plans, load_profile(whole_path).plans
     # Which of two equal plans wins may differ (where rows lie makes no difference here): each kill costs a block.
     assert [(cell.workload, truth(cell.workload, cell.choice.tunables)) for cell in cells if cell.choice] == [
@@ -151,7 +146,7 @@ def test_the_real_probe_killed_with_its_whole_group_goes_on(tmp_path: Path) -> N
         if profile.read_bytes() != old:
             assert load_profile(profile).plans
     last = start()
-    _, told = last.communicate(timeout=100)
+    _, told = last.communicate(timeout=250)
     assert last.returncode in (ExitCode.OK, ExitCode.INCONCLUSIVE), told  # the latter on a machine that is busy
     assert finished > 0
     assert whole_lines(journal).startswith(kept)

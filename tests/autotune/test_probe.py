@@ -27,7 +27,7 @@ from ringattn.workload import Tunables, Workload
 def test_a_probe_writes_what_is_fastest_at_each_length(machine: Machine, tmp_path: Path) -> None:
     path = tmp_path / "machine.yaml"
     observer = Watching()
-    result = run_probe(request_for(path), observer, machine.edge)
+    result = run_probe(request_for(path, modes=()), observer, machine.edge)
     profile = load_profile(path)
     assert profile == result.profile
     assert {entry.workload.seq_len for entry in profile.plans} == {512, 4096}
@@ -99,7 +99,7 @@ def test_a_workload_nothing_can_run_becomes_a_refusal_row(tmp_path: Path) -> Non
         return (("no backward at all",) if cell.train else ()) + allowed.reasons(cell, tunables)
 
     edge = replace(machine.edge, machine=replace(allowed, reasons=no_training))
-    result = run_probe(request_for(tmp_path / "m.yaml", seq_lens=(512,)), Watching(), edge)
+    result = run_probe(request_for(tmp_path / "m.yaml", seq_lens=(512,), modes=()), Watching(), edge)
     assert result.profile is not None
     refused = [entry for entry in result.profile.plans if entry.refusal]
     assert {entry.workload.mode for entry in refused} == {"train"}
@@ -108,7 +108,7 @@ def test_a_workload_nothing_can_run_becomes_a_refusal_row(tmp_path: Path) -> Non
 
 def test_a_dry_run_measures_nothing_and_writes_nothing(machine: Machine, tmp_path: Path) -> None:
     observer = Watching()
-    result = run_probe(request_for(tmp_path / "m.yaml", dry_run=True), observer, machine.edge)
+    result = run_probe(request_for(tmp_path / "m.yaml", dry_run=True, modes=()), observer, machine.edge)
     assert result.dry_run is not None
     assert len(result.dry_run.cells) == 8
     assert all(cell.candidates > 1 for cell in result.dry_run.cells)
@@ -206,7 +206,7 @@ def test_when_every_cell_is_inconclusive_nothing_is_written(tmp_path: Path) -> N
     assert not (tmp_path / "m.yaml").exists()
     quiet = Machine(tmp_path)
     run_probe(request_for(tmp_path / "m.yaml"), Watching(), quiet.edge)  # the same command measures anew
-    assert len(load_profile(tmp_path / "m.yaml").plans) == 8
+    assert len(load_profile(tmp_path / "m.yaml").plans) == 4
 
 
 def test_a_default_that_is_too_slow_names_a_remedy(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_a_default_that_is_too_slow_names_a_remedy(tmp_path: Path) -> None:
 
 def test_too_small_a_budget_says_which_cells_were_not_measured(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
-    result = run_probe(request_for(tmp_path / "m.yaml", budget_s=2.5), Watching(), machine.edge)
+    result = run_probe(request_for(tmp_path / "m.yaml", budget_s=2.5, modes=()), Watching(), machine.edge)
     assert result.inconclusive
     assert result.profile is not None
     assert all(entry.refusal == "" for entry in result.profile.plans)  # a row without a plan would stop the runtime

@@ -45,7 +45,7 @@ def test_stale_winners_are_found_and_searched_again(machine: Machine, tmp_path: 
     outcome = verify_profile(path, ProbeRequest(effort="quick"), Watching(), machine.edge)
     assert {cell.workload.seq_len for cell in outcome.cells if cell.stale} == {512}
     assert all("of its time" in cell.note for cell in outcome.cells if cell.stale)
-    assert len(outcome.stale) == 4
+    assert len(outcome.stale) == 2
     before = load_profile(path)
     result = run_probe(request_for(path), Watching(), machine.edge)
     assert not result.verified
@@ -104,8 +104,8 @@ def test_verify_leaves_out_rows_that_were_never_measured(machine: Machine, tmp_p
     observer = Watching()
     outcome = verify_profile(path, ProbeRequest(effort="quick"), observer, machine.edge)
     assert {cell.workload.seq_len for cell in outcome.cells} == {4096}
-    assert (len(outcome.cells), outcome.inconclusive, outcome.left_out) == (4, (), 4)
-    assert "m.yaml: 4 rows that could not be measured left out; probe again" in observer.notes
+    assert (len(outcome.cells), outcome.inconclusive, outcome.left_out) == (2, (), 2)
+    assert "m.yaml: 2 rows that could not be measured left out; probe again" in observer.notes
     _forget(path, (512, 4096))
     with pytest.raises(ProbeFailure, match="none of its plans was measured, so there is nothing to verify"):
         verify_profile(path, ProbeRequest(effort="quick"), Watching(), machine.edge)
@@ -144,7 +144,7 @@ def test_a_winner_that_the_machine_let_down_is_not_called_stale(machine: Machine
     edge = replace(machine.edge, evaluator=lambda *_: LetDown(row_of(truth), machine.clock))
     outcome = verify_profile(path, ProbeRequest(effort="quick", budget_s=10.0), Watching(), edge)
     assert outcome.stale == ()
-    assert len(outcome.inconclusive) == 4
+    assert len(outcome.inconclusive) == 2
     assert all(fault.message in line for line in outcome.inconclusive)
     assert max(limits_s) < 5  # of a budget of ten
 
@@ -247,7 +247,7 @@ def test_many_interruptions_in_a_row_still_come_to_an_end(tmp_path: Path) -> Non
         except KeyboardInterrupt:
             result = None
     assert result is not None
-    assert len(load_profile(path).plans) == 8
+    assert len(load_profile(path).plans) == 4
 
 
 def test_fresh_forgets_the_journal(tmp_path: Path) -> None:

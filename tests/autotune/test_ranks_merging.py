@@ -14,8 +14,6 @@ from autotune.ranks.merging import disagreement, first_cause, largest, one_plan,
 from autotune.ranks.place import Place, place_of, ranks_wanted
 from ringattn.hardware import HardwareFacts
 
-pytestmark = pytest.mark.alone
-
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,17 +18,18 @@ import torch.distributed as dist
 from test_ranks import ended
 
 from autotune.budget import EffortPreset
+from autotune.cell_runs import HANG_S
 from autotune.cell_space import space_for
 from autotune.edge import Edge, bench_settings, default_profile_path, edge_of
 from autotune.emit import merged, merged_speeds, same_machine
-from autotune.evaluator import Evaluator, MonotonicClock
-from autotune.exit_codes import ExitCode, Inconclusive, ProbeFailure
+from autotune.evaluator import Evaluator
+from autotune.exit_codes import ExitCode, ProbeFailure
 from autotune.grid import cells_for
 from autotune.probe import ProbeRequest, SilentObserver
 from autotune.probe_run import ProbeRun, journal_identity
-from autotune.ranks import fleet as fleets
 from autotune.ranks.evaluator import RanksEvaluator
 from autotune.ranks.fleet import Fleet
+from autotune.replay import SimulatedClock
 from autotune.task import Task
 from autotune.tuning import verify_profile
 from ringattn import RingAttention
@@ -41,14 +41,12 @@ from ringattn.workload import Tunables, Workload
 sys.path.insert(0, str(Path(__file__).parents[1] / "ring"))
 from pool import Pool
 
-pytestmark = pytest.mark.alone
-
 REPO = Path(__file__).resolve().parents[2]
 SMALL = ("--seq-len", "1024", "--heads", "2", "--head-dim", "32", "--mode", "infer", "--device", "cpu")
 ONE_BRANCH = ("--segment-lengths", "8192", "--dilation-rates", "1")  # longer than a share: it crosses the ranks
 REQUEST = ProbeRequest(
     effort="quick",
-    budget_s=40,
+    budget_s=3600,  # a quick search ends by itself
     seq_lens=(64,),
     heads=2,
     head_dim=16,
@@ -62,22 +60,14 @@ REQUEST = ProbeRequest(
 # --- invented times, real everything else ------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def fleet() -> Iterator[Fleet]:
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
-    environ.pop("OMP_NUM_THREADS", None)
-    with Fleet(2, "cpu", None, environ) as gathered, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fleets, "GRACE_S", 0.2)
-        yield gathered
-
-
 def edge(fleet: Fleet, tmp_path: Path) -> Edge:
     def evaluator(facts: HardwareFacts, request: ProbeRequest, preset: EffortPreset) -> Evaluator:
         return RanksEvaluator(fleet, bench_settings(facts, request, preset), bench="still_bench:StillBench")
 
     environ = {"XDG_STATE_HOME": str(tmp_path / "state"), "XDG_CONFIG_HOME": str(tmp_path / "config")}
+    # Times are invented and the clock stands still, so that what is found does not depend on what else runs here.
     made = edge_of(fleet.facts, evaluator)
-    return replace(made, environ=environ, home=tmp_path, clock=MonotonicClock(), today=datetime.date(2026, 1, 2))
+    return replace(made, environ=environ, home=tmp_path, clock=SimulatedClock(), today=datetime.date(2026, 1, 2))
 
 
 def _planned(path: str) -> tuple[str, Tunables]:
@@ -86,16 +76,16 @@ def _planned(path: str) -> tuple[str, Tunables]:
     return module.layout, module.plan_for(64, "fp32", True).tunables
 
 
-def test_two_ranks_are_tuned_as_one_and_the_runtime_obeys(fleet: Fleet, tmp_path: Path) -> None:
+def test_two_ranks_are_tuned_as_one_and_the_runtime_obeys(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a layout that is not the module's own, which then takes it from the profile."""
+    monkeypatch.setitem(HANG_S, "cpu", 100.0)  # nothing hangs, but the machine may be busy
     here = edge(fleet, tmp_path)
     path = tmp_path / "dense.yaml"
     request = replace(REQUEST, output=path, layout="contiguous")
     dense = [cell for cell in cells_for(request, here.facts) if cell.workload.pattern.dense]
-    try:
-        result = ProbeRun(Task.of(request, SilentObserver(), here), path, dense).run()
-    except Inconclusive as error:
-        pytest.skip(f"this machine is too busy to measure anything now: {error}")
+    result = ProbeRun(Task.of(request, SilentObserver(), here), path, dense).run()
     (cell,) = result.cells
     assert cell.workload.world == 2
     assert cell.chosen is not None
@@ -188,30 +178,6 @@ def environ_of(tmp_path: Path) -> dict[str, str]:
     return own | {"XDG_CONFIG_HOME": str(tmp_path / "config")}
 
 
-def test_torchrun_tunes_two_ranks(tmp_path: Path) -> None:
-    """The README's other way, --nproc, runs in its own test."""
-    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "autotune"]
-    options = ["--budget", "20", "--effort", "quick", *SMALL, *ONE_BRANCH]
-    done = subprocess.run(
-        [sys.executable, *start, "probe", *options],
-        cwd=tmp_path,
-        env=environ_of(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    told = f"{done.stdout}\n{done.stderr}"
-    if "no cell could be measured" in told:
-        pytest.skip("this machine is too busy to measure anything now")
-    assert done.returncode in (ExitCode.OK, ExitCode.INCONCLUSIVE), told
-    assert done.stderr.count("cell 1/1") == done.stderr.count("cell 1/1  infer [8192]/[1] causal B1 S1024"), told
-    assert done.stdout.count("Profile written") == 1, told
-    (path,) = (tmp_path / "config" / "ringtune").glob("*-x2.yaml")
-    profile = load_profile(path)
-    assert [entry.workload.world for entry in profile.plans] == [2]
-    assert profile.fingerprint.link_speeds[0].ring_gb_s > 0
-
-
 def descendants(pid: int) -> list[int]:
     found = []
     for task in Path(f"/proc/{pid}/task").iterdir():
@@ -225,7 +191,7 @@ def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
     with subprocess.Popen(
         command, cwd=tmp_path, env=environ_of(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as running:
-        watchdog = threading.Timer(60, running.kill)
+        watchdog = threading.Timer(250, running.kill)
         watchdog.start()
         assert running.stderr is not None
         seen = next(line for line in running.stderr if "cell 1/" in line)

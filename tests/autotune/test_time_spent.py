@@ -120,7 +120,7 @@ def test_the_sampler_tries_no_dtype_that_is_far_behind() -> None:
         return 2.0 if tunables.dtype == "fp32" else far_from(cell, plan(cell, "swift"), per_knob=0.02)(_, tunables)
 
     both = ("bf16", "fp32")
-    setting = Setting(cell, truth, plan(cell), dtypes=both, main_dtypes=both, budget_s=120, effort="full")
+    setting = Setting(cell, truth, plan(cell), dtypes=both, main_dtypes=both, budget_s=120, effort="standard")
     context = setting.run().context
     assert context.record("explore").entries()
     assert sum(known.dtype == "fp32" for known in context.ledger.checked) == 1

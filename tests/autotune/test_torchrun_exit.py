@@ -16,8 +16,6 @@ from autotune.cli import cli
 from autotune.exit_codes import ExitCode, Inconclusive
 from autotune.probe import ProbeObserver, ProbeRequest, ProbeResult
 
-pytestmark = pytest.mark.alone
-
 ROOT = Path(__file__).parents[2]
 MESSAGE = "inconclusive: train dense: too noisy"
 # What torchrun starts here: the command, with an engine that leaves one cell undecided.
@@ -50,7 +48,7 @@ def test_cells_left_undecided_are_no_failure_of_the_job(tmp_path: Path) -> None:
         text=True,
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": paths},
-        timeout=100,
+        timeout=250,
     )
     assert done.returncode == 0, done.stderr
     assert MESSAGE in done.stderr

@@ -14,21 +14,20 @@ from pathlib import Path
 import pytest
 from machines import FACTS, plan, workload
 
-from autotune import patience
 from autotune.bench import BenchSettings, PeerWrong, WrongAnswer
 from autotune.evaluator import Cause, Checked, Fault, Held, KernelUnavailable, Killed, PeerFailed, Proven, Sample
 from autotune.patience import reference_limit_s
-from autotune.trial import WorkerBug, WorkerEvaluator
+from autotune.trial import WorkerBug, WorkerEvaluator, WorkerTimes
 from autotune.worker import cause_of, classify, one_line
 from ringattn.errors import DeviceError, KernelLoadError, PlanError
 from ringattn.failures import PeerError, SatOutError
-
-pytestmark = pytest.mark.alone
 
 CELL = workload(512, mode="infer")
 BENCH = "faulty_bench:FaultyBench"
 LOST = "kernel lost cannot be loaded: lost: import lost: no. Install it"
 REPO = Path(__file__).resolve().parents[2]
+LIMIT_S = 100.0  # for what answers at once
+SOON = WorkerTimes(held_s=0.5, look_s=0.1)
 
 
 def settings(device: str = "cpu") -> BenchSettings:
@@ -38,12 +37,12 @@ def settings(device: str = "cpu") -> BenchSettings:
 @pytest.fixture
 def evaluator(monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerEvaluator]:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    made = WorkerEvaluator(settings(), bench=BENCH)
+    made = WorkerEvaluator(settings(), bench=BENCH, times=SOON)
     yield made
     made.close()
 
 
-def check(evaluator: WorkerEvaluator, kernel: str, timeout_s: float = 20.0) -> Checked | Fault:
+def check(evaluator: WorkerEvaluator, kernel: str, timeout_s: float = LIMIT_S) -> Checked | Fault:
     return evaluator.check(CELL, plan(CELL, kernel), timeout_s=timeout_s)
 
 
@@ -85,19 +84,14 @@ def test_a_hang_is_ended_and_the_next_candidate_runs(evaluator: WorkerEvaluator)
 
 
 @pytest.mark.parametrize("kernel", ["stopped", "stopped-at-reference"])
-def test_a_stopped_worker_is_noticed_long_before_the_budget_is_over(
-    evaluator: WorkerEvaluator, kernel: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also while it works on the reference, which may take long in a long cell, but not in this one."""
-    monkeypatch.setattr(patience, "_FIRST_S", 0.5)
+def test_a_stopped_worker_is_noticed_long_before_its_time_is_over(evaluator: WorkerEvaluator, kernel: str) -> None:
+    """Also while it works on the reference."""
     assert isinstance(check(evaluator, "quick"), Checked)
-    begin = time.monotonic()
-    fault = check(evaluator, kernel, timeout_s=0.5)
+    fault = check(evaluator, kernel, timeout_s=3600.0)
     assert isinstance(fault, Fault)
     assert (fault.kind, fault.cause, fault.struck) == ("timeout", Held(), True)
     assert fault.message.endswith(": the worker was stopped by a signal")
     assert ("at work on the reference" in fault.message) is (kernel == "stopped-at-reference")
-    assert time.monotonic() - begin < 60  # reference_timeout_s is 300
     assert isinstance(check(evaluator, "swift"), Checked)
 
 
@@ -106,12 +100,12 @@ def test_one_strike_from_outside_costs_its_candidate_nothing(
     evaluator: WorkerEvaluator, kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ONCE_FILE", str(tmp_path / "done"))
-    result = check(evaluator, kernel, timeout_s=1.0)
+    result = check(evaluator, kernel)
     assert isinstance(result, Checked)
     assert result.call_ms == 3.0
     (tmp_path / "done").unlink()
     plans = [plan(CELL, name) for name in ("quick", kernel, "swift")]
-    samples = evaluator.block(CELL, plans, timeout_s=1.0).results
+    samples = evaluator.block(CELL, plans, timeout_s=LIMIT_S).results
     assert [sample.ms for sample in samples if isinstance(sample, Sample)] == [2.0, 3.0, 1.0]
     assert evaluator.starts >= 3
 
@@ -135,7 +129,7 @@ def test_an_oom_that_the_others_caused_is_tried_again_alone(evaluator: WorkerEva
 
 def test_a_block_goes_on_after_a_candidate_that_kills_the_worker(evaluator: WorkerEvaluator) -> None:
     kernels = ["quick", "segfault", "swift", "sticky", "wrong", "hang", "quick"]
-    block = evaluator.block(CELL, [plan(CELL, kernel) for kernel in kernels], timeout_s=2.0)
+    block = evaluator.block(CELL, [plan(CELL, kernel) for kernel in kernels], timeout_s=3.0)
     kinds = [r.kind if isinstance(r, Fault) else r.ms for r in block.results]
     assert kinds == [2.0, "crash", 1.0, "crash", "wrong", "timeout", 2.0]
     assert block.disturbances == ()
@@ -143,13 +137,13 @@ def test_a_block_goes_on_after_a_candidate_that_kills_the_worker(evaluator: Work
 
 
 def test_a_block_times_a_plan_as_often_as_it_is_named(evaluator: WorkerEvaluator) -> None:
-    block = evaluator.block(CELL, [plan(CELL, "quick")] * 2, timeout_s=5.0)
+    block = evaluator.block(CELL, [plan(CELL, "quick")] * 2, timeout_s=LIMIT_S)
     assert block.results == (Sample(2.0, 10.0), Sample(2.0, 10.0))
 
 
 def test_a_proof_passes_or_says_what_broke_it(evaluator: WorkerEvaluator) -> None:
-    assert evaluator.prove(CELL, plan(CELL, "quick"), timeout_s=5.0) == Proven(2.0)
-    fault = evaluator.prove(CELL, plan(CELL, "wrong"), timeout_s=5.0)
+    assert evaluator.prove(CELL, plan(CELL, "quick"), timeout_s=LIMIT_S) == Proven(2.0)
+    fault = evaluator.prove(CELL, plan(CELL, "wrong"), timeout_s=LIMIT_S)
     assert isinstance(fault, Fault)
     assert fault.kind == "wrong"
 

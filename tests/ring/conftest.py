@@ -16,13 +16,6 @@ from pool import Pool
 _pools: dict[int, Pool] = {}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Every test here waits for processes of its own."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.alone)
-
-
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], Pool]]:
     """``ranks(world)`` is the pool of that size."""

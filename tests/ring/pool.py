@@ -1,29 +1,49 @@
 """Ranks for tests: processes on gloo that stay alive and run one function after the other, all at the same time.
 
-The store is the test process's own, so that any rank may die. Processes are forked from a server that has torch
-loaded already.
+The store is the test process's own, so that any rank may die. Processes are forked from a server that has torch, and
+what tests of ranks share, loaded already.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
-GROUP_TIMEOUT_S = 20
+from ringattn.watch import WatchTimes, watch_of
+
+LIMIT_S = 100.0  # for what must not hang; what it waits for takes a second or two
+GROUP_TIMEOUT_S = 60.0
+TIMES = WatchTimes(beat_s=0.2, silent_after_error_s=2.0)  # ranks of one machine notice at once what they notice at all
+_PRELOADED = ["pytest", "torch.distributed", "ringattn.attention", "ringattn.ring_context", "ring_cases", "faults"]
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch.distributed", "ringattn.attention", "ringattn.ring_context"])
 
 
-def _rank_main(rank: int, world: int, port: int, name: str, timeout_s: float, pipe: Connection) -> None:
+def _start_server() -> None:
+    """The server that ranks are forked from. Before Python 3.13 it gets no sys.path but by the environment."""
+    here = Path(__file__).parent
+    folders = [str(here), str(here.parent / "ringattn"), str(here.parents[1])]
+    _context.set_forkserver_preload(_PRELOADED)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(folders + sys.path))
+        forkserver.ensure_running()
+
+
+def _rank_main(
+    rank: int, world: int, port: int, name: str, timeout_s: float, times: WatchTimes | None, pipe: Connection
+) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
     dist.init_process_group(
@@ -33,6 +53,8 @@ def _rank_main(rank: int, world: int, port: int, name: str, timeout_s: float, pi
         world_size=world,
         timeout=timedelta(seconds=timeout_s),
     )
+    if times is not None:
+        watch_of(dist.group.WORLD, torch.device("cpu"), times)  # type: ignore[arg-type]
     pipe.send(("ready", None))
     while (job := pipe.recv()) is not None:
         function, arguments = job
@@ -49,8 +71,10 @@ class Pool:
     _store: dist.TCPStore | None = None
     _made = 0
 
-    def __init__(self, world: int, timeout_s: float = GROUP_TIMEOUT_S) -> None:
+    def __init__(self, world: int, timeout_s: float = GROUP_TIMEOUT_S, times: WatchTimes | None = TIMES) -> None:
+        """``times`` are those of the ranks' watch, which begins here; None leaves it to the first module."""
         if Pool._store is None:
+            _start_server()
             Pool._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         Pool._made += 1
         self.world, self.alive = world, True
@@ -58,15 +82,15 @@ class Pool:
         self.processes = []
         for rank in range(world):
             here, there = _context.Pipe()
-            arguments = (rank, world, Pool._store.port, f"pool{Pool._made}", timeout_s, there)
+            arguments = (rank, world, Pool._store.port, f"pool{Pool._made}", timeout_s, times, there)
             process = _context.Process(target=_rank_main, args=arguments, daemon=True)
             process.start()
             there.close()
             self._pipes.append(here)
             self.processes.append(process)
-        self._collect(range(world), 60)
+        self._collect(range(world), LIMIT_S)
 
-    def run(self, function: Callable[..., Any], *arguments: Any, limit_s: float = 60) -> list[Any]:
+    def run(self, function: Callable[..., Any], *arguments: Any, limit_s: float = LIMIT_S) -> list[Any]:
         self.start(function, *arguments)
         return self._collect(range(self.world), limit_s)
 
@@ -74,7 +98,7 @@ class Pool:
         for pipe in self._pipes:
             pipe.send((function, arguments))
 
-    def results_of(self, ranks: list[int], limit_s: float) -> list[Any]:
+    def results_of(self, ranks: list[int], limit_s: float = LIMIT_S) -> list[Any]:
         """What these ranks give; the others are left alone."""
         return self._collect(ranks, limit_s)
 

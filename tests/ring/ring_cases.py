@@ -125,8 +125,11 @@ def assert_keeps_the_rule(
 
 
 def check_exact(rings: list[RingCase]) -> int:
-    """float64: every result equals the one-rank module's and the oracle's to 1e-10."""
-    for ring in rings:
+    """float64: every result equals the one-rank module's and the oracle's to 1e-10.
+
+    Every rank has the whole results; ranks take turns with comparing them, as the oracle costs more than they do.
+    """
+    for number, ring in enumerate(rings):
         case = ring.case
         q, k, v = case.inputs()
         dout = case.dout()
@@ -136,6 +139,8 @@ def check_exact(rings: list[RingCase]) -> int:
         assert plan.tunables == ring.tunables("fp64", "math", "math"), plan
         try:
             results = run_ring(ring, module, q, k, v, dout)
+            if number % world != dist.get_rank():
+                continue
             assert_equal_to(results, found(case.module(), q, k, v, dout))
             assert_equal_to(results, exact(case, q, k, v, dout))
         except AssertionError as error:

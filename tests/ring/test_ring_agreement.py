@@ -162,7 +162,7 @@ def _told_elsewhere(facts: dict[str, Any]) -> Told:
 def test_ranks_on_machines_that_do_not_go_together(
     facts: dict[str, Any], told: str, ranks: Callable[[int], Pool]
 ) -> None:
-    for error, message, _ in ranks(2).run(_told_elsewhere, facts):
+    for error, message in ranks(2).run(_told_elsewhere, facts):
         assert error == "InputError"
         assert told in message
 
@@ -224,11 +224,10 @@ def test_arguments_that_must_be_equal(ranks: Callable[[int], Pool]) -> None:
     }.items():
         more = {"dilation_rates": [1]} if name == "segment_lengths" else {}
         told = ranks(2).run(_told_to_build, [{name: value, **more} for value in values])
-        for error, message, seconds in told:
+        for error, message in told:
             assert error == "InputError"
             assert message.startswith("pattern is" if more else f"{name} is")
             assert "on rank 0 of the group and" in message
-            assert seconds < 5
 
 
 def test_an_error_of_one_rank_is_one_of_all(tmp_path: Path, ranks: Callable[[int], Pool]) -> None:
@@ -241,7 +240,7 @@ def test_an_error_of_one_rank_is_one_of_all(tmp_path: Path, ranks: Callable[[int
 
 def test_a_profile_that_cannot_run_here(ranks: Callable[[int], Pool]) -> None:
     """Ulysses over two ranks needs an even number of key/value heads."""
-    for error, message, _ in ranks(2).run(
+    for error, message in ranks(2).run(
         _told_to_build, [{"num_kv_heads": 1, "profile": _profile("ulysses", "math")}] * 2
     ):
         assert error == "PlanError"

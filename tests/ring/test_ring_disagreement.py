@@ -31,11 +31,10 @@ def _other_length_at_once() -> Told:
 
 
 def test_another_length_on_one_rank(ranks: Callable[[int], Pool]) -> None:
-    for error, message, seconds in ranks(3).run(_other_length_at_once):
+    for error, message in ranks(3).run(_other_length_at_once):
         assert error == "InputError"
         assert "rank 0 calls with batch 1, 8 positions of 24 in all" in message
         assert "rank 1 calls with batch 1, 6 positions of 18 in all" in message
-        assert seconds < 5
 
 
 def _bad_input_on_one_rank() -> Told:
@@ -54,7 +53,6 @@ def test_a_bad_input_on_one_rank(ranks: Callable[[int], Pool]) -> None:
     for rank in (0, 2):
         assert told[rank][0] == "PeerError"
         assert told[rank][1].startswith("rank 1 failed: InputError: k is torch.float32")
-        assert told[rank][2] < 5
 
 
 def _gradients_on_one_rank() -> Told:
@@ -68,7 +66,7 @@ def _gradients_on_one_rank() -> Told:
 
 
 def test_gradients_wanted_on_some_ranks_alone(ranks: Callable[[int], Pool]) -> None:
-    for error, message, _ in ranks(3).run(_gradients_on_one_rank):
+    for error, message in ranks(3).run(_gradients_on_one_rank):
         assert error == "InputError"
         assert "without gradients" in message
 
@@ -95,7 +93,7 @@ def _otherwise_on_one_rank(change: str) -> Told:
     ("change", "told"), [("dtype", "float32"), ("gradients", "without gradients"), ("batch", "batch 2")]
 )
 def test_what_differs_on_one_rank(change: str, told: str, ranks: Callable[[int], Pool]) -> None:
-    for error, message, _ in ranks(3).run(_otherwise_on_one_rank, change):
+    for error, message in ranks(3).run(_otherwise_on_one_rank, change):
         assert error == "InputError"
         _, first, other = message.split(" calls with ")
         assert told in other
@@ -146,7 +144,7 @@ def _autocast_on_one_rank() -> Told:
 
 def test_autocast_on_one_rank(ranks: Callable[[int], Pool]) -> None:
     """Rows half as wide as the others waited for ended a process."""
-    for error, message, _ in ranks(3).run(_autocast_on_one_rank):
+    for error, message in ranks(3).run(_autocast_on_one_rank):
         assert error == "InputError"
         assert "in all, float32 under autocast to bfloat16, without gradients" in message
 
@@ -177,11 +175,10 @@ def test_modules_in_another_order_on_one_rank(backward: bool, ranks: Callable[[i
     """Each would take the other's rows: results were wrong by 1 and more."""
     name = "backward" if backward else "forward"
     for told in ranks(2).run(_in_another_order, backward):
-        for error, message, seconds in told:
+        for error, message in told:
             assert error == "InputError"
             place = rf"rank \d was in the {name} of call \d of the module"
             assert re.search(f"{place} .* in the same order on every rank", message)
-            assert seconds < 5
 
 
 def _back_in_another_order(ring: RingCase, lengths: tuple[int, int]) -> tuple[Told, Told]:
@@ -207,11 +204,10 @@ def test_calls_of_one_module_in_another_order_backwards(
     # "full" runs the forward again before anything else, where its profile's plan serves: for 24 positions.
     direction = "backward" if checkpoint != "full" else "forward" if lengths == (24, 24) else "(forward|backward)"
     for told in ranks(3).run(_back_in_another_order, ring, lengths):
-        for error, message, seconds in told:
+        for error, message in told:
             assert error == "InputError"
             place = rf"rank \d was in the {direction} of call [12] of the module"
             assert re.search(f"{place} .* and {place} .* in the same order on every rank", message)
-            assert seconds < 5
 
 
 def _back_once_and_twice() -> None:
@@ -252,12 +248,11 @@ def test_a_share_that_is_wrong_on_one_rank_is_told_to_those_who_unshard(ranks: C
     assert told[1][0] == "InputError"
     assert told[0][0] == "PeerError"
     assert told[0][1].startswith("rank 1 failed: InputError: the sequence has 4 positions here; of total_length 11")
-    assert told[0][2] < 5
 
 
 @pytest.mark.parametrize("total_length", [True, 24.0, "24", 0])
 def test_a_total_length_that_is_no_length(total_length: object, ranks: Callable[[int], Pool]) -> None:
-    for error, message, _ in ranks(2).run(_told_of_a_total, total_length):
+    for error, message in ranks(2).run(_told_of_a_total, total_length):
         assert error == "InputError"
         assert message == f"total_length is {total_length!r}; it must be an integer >= 1"
 
@@ -287,17 +282,17 @@ def _unshard_uneven(total_length: int | None, dim: int) -> Told:
 def test_uneven_shares_are_not_unsharded_without_their_total(ranks: Callable[[int], Pool]) -> None:
     """gloo ended the process of one rank, and gave the other rows of nobody."""
     told = ranks(2).run(_unshard_uneven, None, 1)
-    assert [error for error, _, _ in told] == ["InputError"] * 2
-    assert all("unshards 10 positions in all" in text and "unshards 8 positions" in text for _, text, _ in told)
-    assert [error for error, _, _ in ranks(2).run(_unshard_uneven, 9, 1)] == [""] * 2
-    assert [error for error, _, _ in ranks(2).run(_unshard_uneven, 9, -3)] == [""] * 2
+    assert [error for error, _ in told] == ["InputError"] * 2
+    assert all("unshards 10 positions in all" in text and "unshards 8 positions" in text for _, text in told)
+    assert [error for error, _ in ranks(2).run(_unshard_uneven, 9, 1)] == [""] * 2
+    assert [error for error, _ in ranks(2).run(_unshard_uneven, 9, -3)] == [""] * 2
 
 
 def test_a_length_that_is_not_the_share_of_the_total(ranks: Callable[[int], Pool]) -> None:
     told = ranks(3).run(_wrong_share)
     wrong = [each for each in told if each[0] == "InputError"]
     assert wrong
-    for _, message, _ in wrong:
+    for _, message in wrong:
         assert "of total_length 23 rank" in message
 
 

@@ -85,9 +85,8 @@ def _told_elsewhere(rank: int | None) -> list[Told]:
 def test_gradients_and_rows(ranks: Callable[[int], Pool]) -> None:
     names = ("dout", "x", "x")
     for told in ranks(2).run(_told_elsewhere, None):
-        for (error, message, seconds), name in zip(told, names, strict=True):
+        for (error, message), name in zip(told, names, strict=True):
             assert (error, message) == ("InputError", f"{name} is a DTensor; pass the local tensor, {name}.to_local()")
-            assert seconds < 5
     other, own = ranks(2).run(_told_elsewhere, 1)
     for number, name in ((0, "dout"), (1, "x")):
         assert own[number][:2] == ("InputError", f"{name} is a DTensor; pass the local tensor, {name}.to_local()")

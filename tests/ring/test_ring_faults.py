@@ -8,12 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from faults import CASE, TIMEOUT_S, Breaking, Told, assert_told, assert_works, leaves_of, told_of
-from pool import Pool
+from faults import CASE, Breaking, Told, assert_told, assert_works, leaves_of, told_of
+from pool import LIMIT_S, TIMES, Pool
 from ring_cases import RingCase
 
 from ringattn.kernels import KERNELS
-from ringattn.watch import BEAT_S
 
 
 def _told_of_a_broken_call(schedule: str, at: int, error: Exception, *, here: bool) -> Told:
@@ -54,7 +53,7 @@ def test_an_exception_in_other_schedules(schedule: str, at: int, ranks: Callable
 def _all_ranks_break(schedule: str, at: int) -> Told:
     told = _told_of_a_broken_call(schedule, at, ValueError("kernel broke"), here=True)
     if dist.get_rank() == 0:
-        time.sleep(2 * BEAT_S)  # while the others wait for it they look for failures, and must not find that one
+        time.sleep(2 * TIMES.beat_s)  # while the others wait for it they look for failures, and must not find that one
     assert_works(schedule)
     return told
 
@@ -66,7 +65,7 @@ def test_a_failure_of_all_ranks_in_one_call_is_none_of_the_next(
 ) -> None:
     """Each raised its own error, and one of them later the other's, in a call that the other went on with for good."""
     told = ranks(3).run(_all_ranks_break, schedule, at)
-    assert [error for error, _, _ in told] == ["ValueError"] * 3
+    assert [error for error, _ in told] == ["ValueError"] * 3
 
 
 def _one_of_a_sub_group_breaks() -> Told:
@@ -87,7 +86,7 @@ def _one_of_a_sub_group_breaks() -> Told:
 
 def test_a_rank_of_a_sub_group_is_named_as_all_ranks_know_it(ranks: Callable[[int], Pool]) -> None:
     told = ranks(4).run(_one_of_a_sub_group_breaks)
-    assert [error for error, _, _ in told] == ["", "PeerError", "", "ValueError"]
+    assert [error for error, _ in told] == ["", "PeerError", "", "ValueError"]
     assert told[1][1] == "rank 3 failed: ValueError: kernel broke"
 
 
@@ -105,12 +104,11 @@ def _messages_need_memory() -> Told:
 
 def test_memory_for_messages_that_runs_out_is_told_to_those_who_wait(fragile: Pool) -> None:
     """Nothing can be sent any more, so the group is lost; its reason is not."""
-    told = fragile.run(_messages_need_memory, limit_s=TIMEOUT_S + 10)
-    assert told[1][:2] == ("OutOfMemoryError", "out of memory")
+    told = fragile.run(_messages_need_memory)
+    assert told[1] == ("OutOfMemoryError", "out of memory")
     for rank in (0, 2):
         assert told[rank][0] == "PeerError"
         assert told[rank][1].startswith("rank 1 failed: OutOfMemoryError: out of memory; the process group is aborted")
-        assert told[rank][2] < TIMEOUT_S + 5
 
 
 def _one_rank_breaks_unnoticed() -> tuple[Told, Told]:
@@ -124,7 +122,7 @@ def _one_rank_breaks_unnoticed() -> tuple[Told, Told]:
         object.__setattr__(kernel, "load", breaking.load)
     try:
         first = told_of(lambda: module(*leaves))
-        deadline = time.monotonic() + 10 * BEAT_S
+        deadline = time.monotonic() + LIMIT_S
         while not first[0] and watch._heard is None and time.monotonic() < deadline:
             time.sleep(0.05)
         dist.barrier()
@@ -140,9 +138,9 @@ def _one_rank_breaks_unnoticed() -> tuple[Told, Told]:
 
 def test_without_a_vote_a_failure_is_told_once_it_is_heard(ranks: Callable[[int], Pool]) -> None:
     told = ranks(3).run(_one_rank_breaks_unnoticed)
-    assert [each[:2] for each in told[1]] == [("ValueError", "kernel broke"), ("", "")]
+    assert list(told[1]) == [("ValueError", "kernel broke"), ("", "")]
     for both in (told[0], told[2]):  # in the next call, or in this one by a thread that is quick
-        assert sorted(each[:2] for each in both) == [("", ""), ("PeerError", "rank 1 failed: ValueError: kernel broke")]
+        assert sorted(both) == [("", ""), ("PeerError", "rank 1 failed: ValueError: kernel broke")]
 
 
 def test_out_of_memory(ranks: Callable[[int], Pool]) -> None:

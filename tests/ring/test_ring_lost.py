@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from faults import CASE, TIMEOUT_S, Told, leaves_of, told_of
-from pool import Pool
+from pool import LIMIT_S, TIMES, Pool
 from ring_cases import RingCase
 
 from ringattn.comm import Comm, Message
-from ringattn.watch import BEAT_S, _gone, _leave
+from ringattn.watch import _gone, _leave
 
 
 def _die_or_call(schedule: str, backward: bool) -> Told:
@@ -28,8 +28,7 @@ def _die_or_call(schedule: str, backward: bool) -> Told:
         os.kill(os.getpid(), signal.SIGKILL)
     told = told_of((lambda: out.sum().backward()) if backward else (lambda: module(*leaves)))
     again = told_of(lambda: module(*leaves))
-    assert again[:2] == told[:2], "the group is of no use any more"
-    assert again[2] < 1
+    assert again == told, "the group is of no use any more"
     return told
 
 
@@ -37,10 +36,9 @@ def _die_or_call(schedule: str, backward: bool) -> Told:
 @pytest.mark.parametrize("schedule", ["ring", "ulysses"])
 def test_a_killed_rank_is_named(schedule: str, backward: bool, fragile: Pool) -> None:
     fragile.start(_die_or_call, schedule, backward)
-    for error, message, seconds in fragile.results_of([0, 2], TIMEOUT_S + 10):
+    for error, message in fragile.results_of([0, 2]):
         assert error == "PeerError"
         assert "rank 1 stopped responding" in message
-        assert seconds < TIMEOUT_S + 5
 
 
 def _die_or_unshard() -> Told:
@@ -55,10 +53,9 @@ def _die_or_unshard() -> Told:
 
 def test_a_rank_killed_while_rows_are_unsharded_is_named(fragile: Pool) -> None:
     fragile.start(_die_or_unshard)
-    for error, message, seconds in fragile.results_of([0, 2], TIMEOUT_S + 10):
+    for error, message in fragile.results_of([0, 2]):
         assert error == "PeerError"
         assert "rank 1 stopped responding" in message
-        assert seconds < TIMEOUT_S + 5
 
 
 def _die_or_listen() -> list[str]:
@@ -68,10 +65,10 @@ def _die_or_listen() -> list[str]:
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("ringattn").addHandler(handler)
-    time.sleep(2 * BEAT_S)  # it has beaten
+    time.sleep(2 * TIMES.beat_s)  # it has beaten
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    deadline = time.monotonic() + TIMEOUT_S + 4
+    deadline = time.monotonic() + LIMIT_S
     while not said and time.monotonic() < deadline:
         time.sleep(0.05)
     return said
@@ -80,7 +77,7 @@ def _die_or_listen() -> list[str]:
 def test_a_killed_rank_is_named_where_nobody_waits_for_it(fragile: Pool) -> None:
     """By the thread, that is: the main one may sit in a call of a GPU."""
     fragile.start(_die_or_listen)
-    assert fragile.results_of([0, 2], TIMEOUT_S + 10) == [[f"rank 1 {_gone('')}"]] * 2
+    assert fragile.results_of([0, 2]) == [[f"rank 1 {_gone('')}"]] * 2
 
 
 def _leave_or_call() -> Told:
@@ -96,10 +93,9 @@ def _leave_or_call() -> Told:
 
 def test_a_rank_that_ended_by_itself_is_not_called_killed(fragile: Pool) -> None:
     fragile.start(_leave_or_call)
-    for error, message, seconds in fragile.results_of([0, 2], TIMEOUT_S + 10):
+    for error, message in fragile.results_of([0, 2]):
         assert error == "PeerError"
         assert "rank 1 has left: its process ended" in message
-        assert seconds < TIMEOUT_S + 5
 
 
 def _build_or_die() -> Told:
@@ -108,12 +104,17 @@ def _build_or_die() -> Told:
     return told_of(lambda: RingCase(CASE, "ring", "zigzag").module())
 
 
-def test_a_rank_that_is_not_there_at_init_is_named(fragile: Pool) -> None:
-    fragile.start(_build_or_die)
-    for error, message, seconds in fragile.results_of([0, 1], TIMEOUT_S + 10):
+def test_a_rank_that_is_not_there_at_init_is_named() -> None:
+    """It has never said that it lives, and the others do not know it by more than its number."""
+    pool = Pool(3, TIMEOUT_S, times=None)
+    try:
+        pool.start(_build_or_die)
+        told = pool.results_of([0, 1])
+    finally:
+        pool.kill()
+    for error, message in told:
         assert error == "PeerError"
         assert "rank 2 did not build the same RingAttention" in message
-        assert seconds < TIMEOUT_S + 5
 
 
 def _sleep_or_call(calls_before: int) -> Told:
@@ -121,7 +122,7 @@ def _sleep_or_call(calls_before: int) -> Told:
     for _ in range(calls_before):
         module(*leaves_of(module))
     if dist.get_rank() == 1:
-        time.sleep(TIMEOUT_S + 4)
+        time.sleep(LIMIT_S)
         return "", "", 0.0
     return told_of(lambda: module(*leaves_of(module)))
 
@@ -129,17 +130,16 @@ def _sleep_or_call(calls_before: int) -> Told:
 @pytest.mark.parametrize("calls_before", [0, 1], ids=["comparing", "in messages"])
 def test_a_rank_that_does_not_call_is_named(calls_before: int, fragile: Pool) -> None:
     fragile.start(_sleep_or_call, calls_before)
-    for error, message, seconds in fragile.results_of([0, 2], TIMEOUT_S + 10):
+    for error, message in fragile.results_of([0, 2]):
         assert error == "PeerError"
         assert "rank 1 did not make this call" in message
-        assert seconds < TIMEOUT_S + 5
 
 
 def _impatient_or_asleep() -> Told:
     module = RingCase(CASE, "ring", "zigzag").module()
     assert module._ring is not None
     if dist.get_rank() == 1:
-        time.sleep(TIMEOUT_S)
+        time.sleep(LIMIT_S)
         return "", "", 0.0
     if dist.get_rank() == 0:
         module._ring.watch.timeout_s = 1.0
@@ -148,10 +148,9 @@ def _impatient_or_asleep() -> Told:
 
 def test_what_one_rank_has_waited_for_in_vain_no_other_waits_for(fragile: Pool) -> None:
     fragile.start(_impatient_or_asleep)
-    (first, said, _), (error, message, seconds) = fragile.results_of([0, 2], TIMEOUT_S + 10)
+    (first, said), (error, message) = fragile.results_of([0, 2])
     assert (first, said) == ("PeerError", "rank 1 did not make this call within the group's timeout of 1 s")
     assert (error, message) == ("PeerError", "rank 1 did not make this call in time")
-    assert seconds < TIMEOUT_S
 
 
 def _messages_that_do_not_start() -> list[Told]:
@@ -172,4 +171,4 @@ def _messages_that_do_not_start() -> list[Told]:
 
 def test_a_peer_that_is_lost_when_messages_start_is_lost_as_well(ranks: Callable[[int], Pool]) -> None:
     for told in ranks(2).run(_messages_that_do_not_start):
-        assert [each[:2] for each in told] == [("CommError", "communication failed: connection closed")] * 2
+        assert told == [("CommError", "communication failed: connection closed")] * 2

@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 from faults import CASE, Told, assert_works, leaves_of, told_of
 from oracle import Case, assert_equal_to, exact, pattern_of
-from pool import Pool
+from pool import TIMES, Pool
 from ring_cases import RingCase
 
 from ringattn import RingAttention
-from ringattn.watch import BEAT_S
 
 # --- one rank does not begin a call that the others are in --------------------------------------------------------
 
@@ -34,7 +33,7 @@ def _steps(schedule: str, spoil: str, backward: bool = True) -> list[Told]:
             if spoilt and dist.get_rank() == 1:
                 leaves = _spoilt(leaves, spoil)
                 if spoil == "late":
-                    time.sleep(3 * BEAT_S)
+                    time.sleep(3 * TIMES.beat_s)
             if spoilt and dist.get_rank() == 0 and spoil == "late":
                 leaves = _spoilt(leaves, "heads")
             out, lse = module(*leaves, return_lse=True)
@@ -70,9 +69,8 @@ SPOILT = {
 
 def _assert_only_the_spoilt_step_failed(told: list[list[Told]], rank: int, message: str) -> None:
     for number, steps in enumerate(told):
-        assert [error for error, _, _ in steps] == ["", "InputError" if number == rank else "PeerError", "", ""], steps
+        assert [error for error, _ in steps] == ["", "InputError" if number == rank else "PeerError", "", ""], steps
         assert message in steps[1][1]
-        assert steps[1][2] < 5
 
 
 @pytest.mark.parametrize("schedule", ["ring", "all-gather", "ulysses"])
@@ -104,7 +102,7 @@ def _over_degrees(spoil: str) -> list[Told]:
 
 def test_such_a_call_over_two_dimensions(ranks: Callable[[int], Pool]) -> None:
     for number, steps in enumerate(ranks(4).run(_over_degrees, "dtype")):
-        assert [error for error, _, _ in steps] == ["", "InputError" if number == 2 else "PeerError", ""]
+        assert [error for error, _ in steps] == ["", "InputError" if number == 2 else "PeerError", ""]
 
 
 def _stays_within_ranks() -> list[str]:
@@ -199,13 +197,12 @@ def test_a_backward_that_one_rank_does_not_begin_ends_on_all(
     case = replace(CASE, heads=4, kv_heads=2)
     ring = RingCase(case, schedule, "zigzag", checkpoint=checkpoint)
     for number, steps in enumerate(ranks(2).run(_backward_steps, ring, spoil)):
-        assert [error for error, _, _ in steps] == [
+        assert [error for error, _ in steps] == [
             "",
             "PeerError" if number == 0 else "RuntimeError" if spoil == "in place" else "RingAttentionError",
             "",
         ], steps
         assert BACKWARDS[spoil] in steps[1][1]
-        assert steps[1][2] < 5
 
 
 # --- one rank cannot build its module -----------------------------------------------------------------------------
@@ -233,10 +230,9 @@ def _wrongly_built(here: dict[str, Any]) -> Told:
 )
 def test_a_module_that_one_rank_cannot_build(wrong: dict[str, Any], told: str, ranks: Callable[[int], Pool]) -> None:
     """The others waited for the group's timeout."""
-    for number, (error, message, seconds) in enumerate(ranks(2).run(_wrongly_built, wrong)):
+    for number, (error, message) in enumerate(ranks(2).run(_wrongly_built, wrong)):
         assert error == ("InputError" if number == 1 or "dropout" in wrong else "PeerError")
         assert told in message
-        assert seconds < 5
 
 
 def _deterministic_on_one_rank() -> Told:
@@ -248,6 +244,6 @@ def _deterministic_on_one_rank() -> Told:
 
 
 def test_deterministic_algorithms_on_one_rank(ranks: Callable[[int], Pool]) -> None:
-    for error, message, _ in ranks(2).run(_deterministic_on_one_rank):
+    for error, message in ranks(2).run(_deterministic_on_one_rank):
         assert error == "InputError"
         assert "use_deterministic_algorithms is False on rank 0 of the group and True on rank 1" in message

@@ -71,7 +71,7 @@ def _first_call_and_the_next_module(ranks: tuple[int, ...], home: str) -> tuple[
 @pytest.mark.parametrize("wrong", [0, 1])
 def test_wrong_on_one_rank(wrong: int, ranks: Callable[[int], Pool], tmp_path: Path) -> None:
     answers = ranks(2).run(_first_call_and_the_next_module, (wrong,), str(tmp_path))
-    for (error, message, seconds), _ in answers:
+    for (error, message), _ in answers:
         assert error == "InputError"
         assert f"rank {wrong} calls with" in message
         assert "by the plan flash-cpu/math fp32" in message
@@ -79,7 +79,6 @@ def test_wrong_on_one_rank(wrong: int, ranks: Callable[[int], Pool], tmp_path: P
         assert message.endswith(
             "a kernel failed its accuracy check on some ranks alone; name a backend that is right on all"
         )
-        assert seconds < 10
     plans = {plan for _, plan in answers}  # the next module knows, and all ranks of it obey what is right on all
     assert len(plans) == 1
     assert "flash-cpu/math" in plans.pop()

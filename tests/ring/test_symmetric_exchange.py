@@ -175,10 +175,9 @@ def _one_is_killed() -> Told:
 
 def test_a_killed_rank_is_named(fragile: Pool) -> None:
     fragile.start(_one_is_killed)
-    for error, message, seconds in fragile.results_of([0, 2], TIMEOUT_S + 10):
+    for error, message in fragile.results_of([0, 2], TIMEOUT_S + 10):
         assert error == "PeerError"
         assert "rank 1 stopped responding" in message
-        assert seconds < TIMEOUT_S + 5
 
 
 class _Waiting:

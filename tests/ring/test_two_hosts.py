@@ -53,7 +53,7 @@ def _torchrun(host: str, node: int, checked: Path) -> subprocess.Popen[str]:
         "ip", "netns", "exec", host, sys.executable, "-m", "torch.distributed.run",
         "--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d",
         "--rdzv-endpoint", f"{ADDRESSES[0]}:29777", "--rdzv-id", "two-hosts", "--local-addr", ADDRESSES[node],
-        "--rdzv-conf", f"is_host={1 - node},join_timeout=60",
+        "--rdzv-conf", f"is_host={1 - node},join_timeout=200",
         str(Path(__file__).with_name("two_hosts_main.py")), str(checked),
     ]  # fmt: skip
     environment = {
@@ -69,7 +69,7 @@ def _torchrun(host: str, node: int, checked: Path) -> subprocess.Popen[str]:
 def test_as_on_one_rank_over_two_hosts(hosts: tuple[str, str], tmp_path: Path) -> None:
     runs = [_torchrun(host, node, tmp_path) for node, host in enumerate(hosts)]
     try:
-        texts = [run.communicate(timeout=80)[0] for run in runs]
+        texts = [run.communicate(timeout=250)[0] for run in runs]
     finally:
         for run in runs:
             run.kill()

@@ -132,7 +132,7 @@ def test_an_argument_turns_the_mode_of_every_plan() -> None:
     with saved_tensors() as saved:
         case.running(plan(MANY, "selective"), checkpoint="none")(*case.inputs())
     assert len(saved) > 5
-    dense = Case(32)  # of a dilated pattern the heuristic gathers on some CPUs and not on others
+    dense = Case(32)  # what gathers in a pattern differs from CPU to CPU
     with pytest.raises(PlanError, match="checkpoint none keeps gathered rows, and no branch gathers"):
         dense.module(checkpoint="none")(*dense.inputs())
 

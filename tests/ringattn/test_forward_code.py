@@ -206,22 +206,6 @@ def test_what_the_command_line_needs_comes_without_torch(module: str) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=PACKAGE.parent)
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.glob("*.py")), ids=lambda path: path.stem)
-def test_no_file_of_the_runtime_names_the_tuner(path: Path) -> None:
-    allowed = {"torch", "yaml", "triton", "flash_attn", "flash_attn_interface", "xformers", "ringattn"}
-    for node in ast.walk(ast.parse(path.read_text())):
-        modules = []
-        if isinstance(node, ast.Import):
-            modules = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            modules = [node.module or ""]
-        for name in modules:
-            top = name.partition(".")[0]
-            assert top in allowed or top in sys.stdlib_module_names, name
-        if isinstance(node, ast.ImportFrom) and node.level == 1:
-            assert node.module != "reference"  # the oracle is no part of what is optimised
-
-
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'ringattn' has no attribute 'Attention'"):
         ringattn.Attention  # noqa: B018

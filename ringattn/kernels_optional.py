@@ -337,7 +337,7 @@ def load_xformers(config: KernelConfig) -> BoundKernel:
         dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /, grads: Grads | None = None
     ) -> Grads:
         assert grads is None, "this kernel cannot write into given gradients"
-        # The CUTLASS kernel reads out as if its rows were H * D apart, whatever its strides say.
+        # out is read as if its rows were H * D apart, as in kernels_aten's "efficient".
         lse = without_empty_rows(_rows_of(lse))
         result = bwd(dout, out.contiguous(), lse, q, k, v, attn_bias=bias, scale=scale, op=backward_op)
         return result[0], result[1], result[2]

@@ -193,7 +193,7 @@ def test_every_kernel_on_a_gpu(pattern: Pattern, kernel: str, dtype: torch.dtype
         module.plan_for(case.length, dtype, train=True, batch=case.batch)
     except PlanError as refusal:
         pytest.skip(str(refusal))
-    dlse = dlse_of(case, torch.float32, 1e-6 if dtype is torch.float16 else 1.0)
+    dlse = dlse_of(case, torch.float32, 1e-3 if dtype is torch.float16 else 1.0)  # its steps are 6e-8 at the least
     found = gradients(module, inputs, dout, dlse.cuda())
     expected = wanted(case, inputs_on_cpu(inputs), dout.cpu(), dlse)
     assert_close([x.cpu() for x in found], expected, 2e-5 if dtype is torch.float32 else 2e-2)

@@ -67,7 +67,7 @@ probe: $(READY)
 # have the machine to themselves. Both parts run, whatever fails.
 test: $(READY_DEV)
 ifeq ($(strip $(PYTEST_ARGS)),)
-	@status=0; OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --dist loadfile -m "not alone" || status=$$?; \
+	@status=0; OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "not alone" || status=$$?; \
 	$(RUN) -m pytest -m alone || status=$$?; exit $$status
 else
 	@$(RUN) -m pytest $(PYTEST_ARGS)

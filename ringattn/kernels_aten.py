@@ -219,8 +219,8 @@ def _efficient(config: KernelConfig) -> BoundKernel:
         assert grads is None, "this kernel cannot write into given gradients"
         rows, heads, kv_heads = q.shape[1], q.shape[2], k.shape[2]
         padded = -(-rows // 32) * 32
-        # The kernel reads out as if its rows were H * D apart, whatever its strides say. Of an out laid (B, H, S, D), as
-        # math gives it, heads but the first had delta out of uninitialised memory: dq and dk wrong by 0.15 to NaN (H200).
+        # The kernel reads out as if its rows were H * D apart, whatever its strides say. Of an out laid out by heads,
+        # as math gives it, heads but the first took delta from uninitialised memory: dq and dk wrong by 0.15 to NaN.
         out, lse = out.contiguous(), without_empty_rows(lse)
         if padded != rows or not lse.is_contiguous():
             padded_lse = lse.new_full((*lse.shape[:2], padded), float("inf"))

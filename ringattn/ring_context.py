@@ -164,9 +164,11 @@ class RingContext:
             raise self.watch.lost(error) from error
 
     @staticmethod
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def outside_graphs(call: Callable[..., tuple[Tensor, Tensor]], *arguments: Any) -> tuple[Tensor, Tensor]:
         """A call that torch.compile leaves alone: a graph breaks around it."""
+        if torch.compiler.is_compiling():
+            # Not as a decorator: that imports torch._dynamo, 1.1 of the 3 s in which a rank starts.
+            call = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
         return call(*arguments)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RingContext:

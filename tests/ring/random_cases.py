@@ -173,7 +173,7 @@ def _rows_or_error(trial: Trial) -> Rows | str:
     except Exception as error:  # noqa: BLE001  the next trials are to run all the same
         return f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
     assert {program.plan.tunables for program in module._programs.values()} == {ring.tunables(trial.compute, *kernels)}
-    return [(str(x.dtype)[6:], x.double().numpy()) for x in results]
+    return [(str(x.dtype)[6:], x.detach().double().numpy()) for x in results]
 
 
 # --- beside them -------------------------------------------------------------------------------------------------

@@ -48,7 +48,6 @@ def test_inputs_on_all_ranks(
     """One process was aborted by gloo, or every rank told of the sharding strategy of an operator."""
     for told, back in ranks(2).run(_told_over_ranks, given, None, before, split):
         assert told[:2] == ("InputError", f"{name} is a DTensor; pass the local tensor, {name}.to_local()")
-        assert told[2] < 5
         assert back[:2] == ("", "")
 
 
@@ -58,7 +57,6 @@ def test_inputs_on_one_rank(before: bool, ranks: Callable[[int], Pool]) -> None:
     (other, _), (own, _) = ranks(2).run(_told_over_ranks, (0, 1, 2), 1, before, False)
     assert own[:2] == ("InputError", "q is a DTensor; pass the local tensor, q.to_local()")
     assert other[:2] == ("PeerError", f"rank 1 failed: InputError: {own[1]}")
-    assert other[2] < 5
 
 
 def _told_elsewhere(rank: int | None) -> list[Told]:

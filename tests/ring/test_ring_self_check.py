@@ -104,7 +104,6 @@ def test_a_forced_backend_that_is_wrong_on_one_rank(ranks: Callable[[int], Pool]
     assert "is wrong on this machine: dq errs by 4.0e-01" in own[1]
     assert other[0] == "PeerError"
     assert other[1].startswith("rank 1 failed: PlanError: ")
-    assert other[2] < 10
 
 
 def _same_faults_and_other_figures(home: str) -> tuple[str, list[str]]:

@@ -23,7 +23,7 @@ from ringattn import watch
 from ringattn.kernels import KERNELS
 from ringattn.planes import planes, regular
 from ringattn.symmetric_exchange import BlockPool
-from ringattn.watch import BEAT_S
+from ringattn.watch import DEFAULT_TIMES
 
 CROSSING = pattern_of([6, 48], [1, 3])
 FAULTY = Case(36, 9, 9, 4, causal=True)
@@ -203,9 +203,9 @@ def _waits_end() -> None:
     if dist.get_rank() == 1:
         watch.guard(patient)
         watch.guard(stuck)
-        time.sleep(3 * BEAT_S)
+        time.sleep(3 * DEFAULT_TIMES.beat_s)
         assert (patient.released, stuck.released) == (0, 1)
-        error, message, _ = told_of(lambda: module(*leaves))
+        error, message = told_of(lambda: module(*leaves))
         assert error == "PeerError"
         assert "rank 1 has waited on the GPU for a peer" in message
     dist.barrier()
@@ -221,7 +221,7 @@ def _hosts_differ() -> tuple[str, str]:
     group = dist.new_group([0, 1, 2])
     host, watch.host_identity = watch.host_identity, lambda: f"host {dist.get_rank() // 2}"
     try:
-        error, message, _ = told_of(lambda: ring.module(group=group))
+        error, message = told_of(lambda: ring.module(group=group))
     finally:
         watch.host_identity = host
     dist.destroy_process_group(group)

@@ -63,7 +63,7 @@ class FusedCase:
 # Blocks of 64 make one program of the whole length. Segments that are multiples of four blocks are aligned.
 SMALL = (
     FusedCase("one branch, odd addresses", ((64, 1, "view"),), 40, batch=2, head_dim=18, layout="odd"),
-    FusedCase("aligned", ((16, 1, "view"), (32, 2, "copy")), 64, block=4, walks=True),
+    FusedCase("aligned", ((16, 1, "view"), (16, 2, "copy")), 32, block=4, walks=True),
     FusedCase(
         "aligned but for the tail",
         ((16, 1, "view"), (16, 2, "copy"), (32, 4, "view")),

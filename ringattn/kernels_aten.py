@@ -66,7 +66,7 @@ def _flash_cpu(config: KernelConfig) -> BoundKernel:
         out, lse = forward_op(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, causal, scale=scale)
         out = out.transpose(1, 2)
         # 2 us where a call of 64 rows and 8 heads takes 226, and 15 where one of 2048 and 16 takes 224,000
-        if int(torch.count_nonzero(lse)) != lse.numel():
+        if type(lse) is Tensor and int(torch.count_nonzero(lse)) != lse.numel():  # a FakeTensor has no values
             return _decided_by_math(q, k, v, out, lse, causal, scale)
         return out, lse
 

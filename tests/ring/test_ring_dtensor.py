@@ -108,7 +108,7 @@ def _told_alone() -> list[Told]:
 
 def test_without_a_group(ranks: Callable[[int], Pool]) -> None:
     for told in ranks(2).run(_told_alone):
-        for (error, message, _), name in zip(told, ("q", "q", "k", "q", "dout"), strict=True):
+        for (error, message), name in zip(told, ("q", "q", "k", "q", "dout"), strict=True):
             assert (error, message) == ("InputError", f"{name} is a DTensor; pass the local tensor, {name}.to_local()")
 
 

@@ -85,7 +85,7 @@ def test_wrong_on_one_rank(wrong: int, ranks: Callable[[int], Pool], tmp_path: P
 
 
 def test_wrong_on_all_ranks(ranks: Callable[[int], Pool], tmp_path: Path) -> None:
-    for (error, message, _), plan in ranks(2).run(_first_call_and_the_next_module, (0, 1), str(tmp_path)):
+    for (error, message), plan in ranks(2).run(_first_call_and_the_next_module, (0, 1), str(tmp_path)):
         assert (error, message) == ("", "")
         assert "flash-cpu/math" in plan
 

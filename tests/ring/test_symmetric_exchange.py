@@ -23,7 +23,6 @@ from ringattn import watch
 from ringattn.kernels import KERNELS
 from ringattn.planes import planes, regular
 from ringattn.symmetric_exchange import BlockPool
-from ringattn.watch import DEFAULT_TIMES
 
 CROSSING = pattern_of([6, 48], [1, 3])
 FAULTY = Case(36, 9, 9, 4, causal=True)
@@ -203,7 +202,9 @@ def _waits_end() -> None:
     if dist.get_rank() == 1:
         watch.guard(patient)
         watch.guard(stuck)
-        time.sleep(3 * DEFAULT_TIMES.beat_s)
+        deadline = time.monotonic() + TIMEOUT_S  # the thread looks once a second, the others wait in a barrier
+        while not stuck.released and time.monotonic() < deadline:
+            time.sleep(0.05)
         assert (patient.released, stuck.released) == (0, 1)
         error, message = told_of(lambda: module(*leaves))
         assert error == "PeerError"

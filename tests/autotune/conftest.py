@@ -22,7 +22,7 @@ def fleet() -> Iterator[Fleet]:
     """Two ranks for all tests; each test starts their workers anew."""
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
     environ.pop("OMP_NUM_THREADS", None)
-    with Fleet(2, "cpu", None, environ, grace_s=0.2) as gathered:
+    with Fleet(2, "cpu", None, environ) as gathered:
         yield gathered
 
 

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from ringattn.attention import RingAttention
+from ringattn.dtypes import TORCH_DTYPES
 from ringattn.profile import Profile
-from ringattn.program import TORCH_DTYPES
 from ringattn.workload import Tunables, Workload
 from ringattn.workspace import POOL
 

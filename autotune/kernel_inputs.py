@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ringattn.dtypes import TORCH_DTYPES
 from ringattn.layout import Share, shard
-from ringattn.program import TORCH_DTYPES
 from ringattn.workload import Workload
 
 KINDS = ("ordinary", "negative", "positive", "packed", "transposed")

@@ -22,9 +22,9 @@ from torch import Tensor
 from . import kernels_math
 from .block_kernel import BoundKernel, KernelConfig
 from .device_errors import is_out_of_memory, is_sticky
+from .dtypes import TORCH_DTYPES
 from .errors import one_line
 from .kernels import KERNELS
-from .program import TORCH_DTYPES
 from .validation import Combination, Figure, Verdict
 
 ROWS = 200  # several tiles of every kernel (they have up to 192 rows), and 8 or 72 rows of a last one

@@ -21,13 +21,14 @@ from torch import Tensor, nn
 from . import compiled, transforms
 from .arguments import input_dtype, integer, is_integer
 from .autograd import Runner, differentiable
+from .dtypes import DTYPE_NAMES, TORCH_DTYPES
 from .errors import InputError, PlanError
 from .hardware import HardwareFacts
 from .layout import Share, Span, check_dim, check_own, positions, resolve_layout, shard
 from .plan import Conditions, Plan
 from .preference import Preference, check_preference
 from .profile import PlanEntry, Profile
-from .program import DTYPE_NAMES, TORCH_DTYPES, Program
+from .program import Program
 from .self_check import asked_of_kernels, faults_of
 from .setup import Setup, check_module, device_of, group_size, say_once, set_up, warn_of_empty_heads, wishes_of
 from .table import ModuleShape, PlanTable, Row, build_table

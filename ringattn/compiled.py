@@ -25,16 +25,16 @@ from .exported import ExportedAttention, configuration_text
 from .setup import say_once
 
 if TYPE_CHECKING:
-    from .attention import RingAttention
     from .program import Program
     from .ring_program import RingProgram
+    from .table import PlanTable
 
 # Shapes whose program or runner is remembered; who meets more forgets them all and looks them up again.
 MOST_SHAPES = 4096
 
 _lock = threading.Lock()
 _texts: dict[Hashable, str] = {}
-_modules: dict[str, weakref.WeakSet[RingAttention]] = {}
+_modules: dict[str, weakref.WeakSet[Module]] = {}
 _loaded: dict[tuple[str, torch.device], ExportedAttention] = {}
 
 
@@ -46,7 +46,17 @@ class Owner(Protocol):
     def program_for(self, q: Tensor, k: Tensor, v: Tensor, train: bool, /) -> Program | RingProgram: ...
 
 
-def register(module: RingAttention) -> tuple[str, str]:
+class Module(Owner, Protocol):
+    """A ``RingAttention``, which imports this file."""
+
+    scale: float
+    device: torch.device
+
+    @property
+    def plan(self) -> PlanTable: ...
+
+
+def register(module: Module) -> tuple[str, str]:
     """The digest of a module's configuration, known as long as it or an equal one lives, and the configuration."""
     question = (module.plan.question, module.scale)
     with _lock:

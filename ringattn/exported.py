@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from .dtypes import DTYPE_NAMES
 from .errors import InputError, PlanError, ProfileError
 from .hardware import HardwareFacts, detect
 from .plan import Conditions, Wishes, build_plan
 from .preference import Preference
 from .profile import Choice, PlanEntry, Policy
 from .profile_io import from_plain, to_plain
-from .program import DTYPE_NAMES, Program
+from .program import Program
 from .setup import say_once
 from .table import ModuleShape, PlanTable, build_table
 

@@ -13,21 +13,13 @@ import torch
 from torch import Tensor
 
 from .block_kernel import BoundKernel, Differentiable, KernelConfig, not_differentiable
+from .dtypes import TORCH_DTYPES
 from .geometry import PATTERN_CACHE, Geometry, LayoutKey, PlacedCall, Window
 from .kernels import KERNELS
 from .merge import GradJob, GradPartial, Ops, Partial, Source, TorchOps, accumulator_dtype, as_view
 from .plan import Plan
 from .workload import Tunables
 from .workspace import Lease
-
-TORCH_DTYPES = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-    "tf32": torch.float32,
-    "fp64": torch.float64,
-}
-DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items() if name != "tf32"}
 
 # Gathered q, k, v of the copied calls, in call order: what checkpoint "none" keeps for the backward.
 Kept = list[Tensor]

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .block_kernel import BoundKernel, Differentiable, KernelConfig, not_differentiable
 from .comm import Comm, CommError, Pending
+from .dtypes import TORCH_DTYPES
 from .failsafe import DrainedError, Failsafe
 from .failures import ticket_of
 from .fused_steps import FUSED_STEPS
@@ -30,7 +31,7 @@ from .layout import Share, grouped, length_of
 from .merge import accumulator_dtype
 from .pattern import Call, HeadRun
 from .plan import Plan
-from .program import ALL, TORCH_DTYPES, Grads, Kept, Program, Triple, Wanted, as_wanted
+from .program import ALL, Grads, Kept, Program, Triple, Wanted, as_wanted
 from .ring import Ring
 from .ring_lanes import BranchKernels, RingSetting
 from .ring_schedules import HeadRange, RingGeometry, ring_geometry, ulysses_degree

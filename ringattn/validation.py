@@ -8,17 +8,8 @@ the accuracy check of ``accuracy_check``. A failed check is a ``KernelFault``, o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from .workload import ParamValue
-
-if TYPE_CHECKING:
-    from .hardware import HardwareFacts
-
-Environment = tuple[tuple[str, str], ...]
-
-# What any kernel's numbers may depend on, beside its own package. Python's version is none of it.
-_SOFTWARE = ("torch", "cuda", "cudnn", "driver", "triton")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,20 +80,6 @@ class KernelFault:
 
     combination: Combination
     reason: str
-
-
-def environment_of(facts: HardwareFacts, package: str) -> Environment:
-    """The device and the versions that a verdict holds for; ``package`` is the kernel's, "" for torch itself."""
-    software = dict(facts.software)
-    here = {name: software[name] for name in (*_SOFTWARE, package) if name in software}
-    device = {"vendor": facts.vendor, "device_name": facts.device_name, "arch": facts.arch, "mig": facts.mig}
-    return tuple(sorted({**here, **device, "isa": " ".join(facts.isa), "ringtune": _own_version()}.items()))
-
-
-def _own_version() -> str:
-    from . import __version__
-
-    return __version__
 
 
 def join_faults(*lists: tuple[KernelFault, ...]) -> tuple[KernelFault, ...]:

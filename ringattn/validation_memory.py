@@ -22,13 +22,18 @@ from typing import Any
 from .hardware import HardwareFacts
 from .kernels import KERNELS
 from .profile_paths import home_folder, user_folder
-from .validation import Combination, Environment, Figure, KernelFault, Verdict, environment_of
+from .validation import Combination, Figure, KernelFault, Verdict
 from .whole_file import replace_file
 
 FILE_NAME = "validations.json"
 _SCHEMA = 1
 _MOST_VERDICTS = 4096  # the oldest go first; one takes 500 bytes
 _MOST_BYTES = 8 * 2**20
+
+Environment = tuple[tuple[str, str], ...]
+
+# What any kernel's numbers may depend on, beside its own package. Python's version is none of it.
+_SOFTWARE = ("torch", "cuda", "cudnn", "driver", "triton")
 
 Key = tuple[Environment, Combination]
 
@@ -41,6 +46,20 @@ def user_memory() -> Memory:
 @cache
 def _memory_at(path: Path) -> Memory:
     return Memory(path)
+
+
+def environment_of(facts: HardwareFacts, package: str) -> Environment:
+    """The device and the versions that a verdict holds for; ``package`` is the kernel's, "" for torch itself."""
+    software = dict(facts.software)
+    here = {name: software[name] for name in (*_SOFTWARE, package) if name in software}
+    device = {"vendor": facts.vendor, "device_name": facts.device_name, "arch": facts.arch, "mig": facts.mig}
+    return tuple(sorted({**here, **device, "isa": " ".join(facts.isa), "ringtune": _own_version()}.items()))
+
+
+def _own_version() -> str:
+    from . import __version__
+
+    return __version__
 
 
 def key_of(combination: Combination, facts: HardwareFacts) -> Key:

@@ -31,8 +31,8 @@ from ringattn.profile import Choice, Fingerprint, PlanEntry, Profile
 from ringattn.profile_io import load_profile
 from ringattn.profile_paths import Located, shipped_folder
 from ringattn.self_check import faults_of
-from ringattn.validation import Combination, Figure, KernelFault, Verdict, environment_of, join_faults
-from ringattn.validation_memory import Memory, key_of, user_memory
+from ringattn.validation import Combination, Figure, KernelFault, Verdict, join_faults
+from ringattn.validation_memory import Memory, environment_of, key_of, user_memory
 from ringattn.workload import BranchTunables, Tunables, Workload
 
 ROOT = Path(__file__).parents[2]

@@ -57,7 +57,7 @@ def _say_and_leave() -> NoReturn:
 def main() -> NoReturn:
     """The console script."""
     answer_interrupts()
-    from .cli import main as run
+    from autotune.cli.main import main as run
 
     run()
 

@@ -22,7 +22,7 @@ from common import Clock, Record, median, need_gpus, peak_mib, ratio
 from common_kernels import BareKernel
 
 from ringattn import RingAttention, detect
-from ringattn.kernels import KERNELS
+from ringattn.kernels.registry import KERNELS
 
 HEADS, HEAD_DIM = 16, 128
 SEGMENTS, RATES = [2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16]

@@ -19,11 +19,11 @@ from collections.abc import Callable, Sequence
 import torch
 from common import Clock, Record, median, need_gpus
 
-from ringattn.geometry import Geometry, LayoutKey, PlacedCall, Window, build_geometry
-from ringattn.merge import GradJob, GradPartial, Partial, Source
-from ringattn.merge_triton import TritonOps
+from ringattn.geometry.calls import Geometry, LayoutKey, PlacedCall, Window, build_geometry
+from ringattn.runtime.merge import GradJob, GradPartial, Partial, Source
+from ringattn.runtime.merge_triton import TritonOps
+from ringattn.runtime.workspace import Lease
 from ringattn.workload import Pattern
-from ringattn.workspace import Lease
 
 HEADS, HEAD_DIM = 16, 128
 PATTERN = Pattern.of([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])

@@ -15,7 +15,7 @@ import torch
 from common import Clock, Record, median, need_gpus, peak_mib, ratio
 
 from ringattn import Profile, RingAttention, detect
-from ringattn.workspace import POOL
+from ringattn.runtime.workspace import POOL
 
 HEADS, HEAD_DIM = 16, 128
 SEGMENTS, RATES = [2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16]

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from autotune.formats import escape  # noqa: E402
-from autotune.report_svg import WIDTH, Point, Series, relative_chart  # noqa: E402
+from autotune.report.charts import WIDTH, Point, Series, relative_chart  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 PICTURE = ROOT / "docs" / "dense.svg"

@@ -19,16 +19,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from autotune.benchmark import RUNNERS_KEPT, BenchSettings  # noqa: E402
-from autotune.cell_space import space_for  # noqa: E402
-from autotune.edge import real_edge  # noqa: E402
-from autotune.evaluator import Checked, Fault, Sample  # noqa: E402
-from autotune.grid import Cell  # noqa: E402
-from autotune.probe import ProbeRequest  # noqa: E402
-from autotune.replay import Row, Table, save_tables  # noqa: E402
-from autotune.space import Space, Value  # noqa: E402
-from autotune.trial import WorkerEvaluator  # noqa: E402
-from ringattn.hardware import HardwareFacts  # noqa: E402
+from autotune.measure.benchmark import RUNNERS_KEPT, BenchSettings  # noqa: E402
+from autotune.measure.evaluator import Checked, Fault, Sample  # noqa: E402
+from autotune.measure.simulated import Row, Table, save_tables  # noqa: E402
+from autotune.measure.trial import WorkerEvaluator  # noqa: E402
+from autotune.probe.cells.space import space_for  # noqa: E402
+from autotune.probe.environment import real_edge  # noqa: E402
+from autotune.probe.grid import Cell  # noqa: E402
+from autotune.probe.request import ProbeRequest  # noqa: E402
+from autotune.space.space import Space, Value  # noqa: E402
+from ringattn.hardware.facts import HardwareFacts  # noqa: E402
 from ringattn.workload import Pattern, Tunables, Workload  # noqa: E402
 
 REPETITIONS = 9

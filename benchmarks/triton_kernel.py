@@ -18,10 +18,10 @@ import torch
 from common import Clock, Record, median, need_gpus, ratio
 
 from ringattn import detect
-from ringattn.block_kernel import BoundKernel, KernelConfig, KernelNeed, Params
-from ringattn.hardware import HardwareFacts
-from ringattn.kernels import KERNELS
-from ringattn.program import TORCH_DTYPES
+from ringattn.hardware.facts import HardwareFacts
+from ringattn.kernels.contract import BoundKernel, KernelConfig, KernelNeed, Params
+from ringattn.kernels.registry import KERNELS
+from ringattn.runtime.program import TORCH_DTYPES
 from ringattn.workload import ParamValue
 
 RIVALS = ("cudnn", "flash", "efficient")

@@ -28,10 +28,9 @@ import optuna
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from autotune.budget import EFFORTS, Budget  # noqa: E402
-from autotune.cell import CellContext, NoListener, SearchSettings  # noqa: E402
-from autotune.evaluator import Checked, Sample  # noqa: E402
-from autotune.replay import (  # noqa: E402
+from autotune.journal.store import Store  # noqa: E402
+from autotune.measure.evaluator import Checked, Sample  # noqa: E402
+from autotune.measure.simulated import (  # noqa: E402
     FirstCalls,
     ReplayEvaluator,
     SimulatedClock,
@@ -43,9 +42,10 @@ from autotune.replay import (  # noqa: E402
     load_tables,
     truth_of,
 )
-from autotune.search import CellSearch  # noqa: E402
-from autotune.space import Machine, Space, build_space, decode, encode  # noqa: E402
-from autotune.store import Store  # noqa: E402
+from autotune.search.budget import EFFORTS, Budget  # noqa: E402
+from autotune.search.cell import CellContext, NoListener, SearchSettings  # noqa: E402
+from autotune.search.search import CellSearch  # noqa: E402
+from autotune.space.space import Machine, Space, build_space, decode, encode  # noqa: E402
 from ringattn import __version__  # noqa: E402
 from ringattn.workload import BranchTunables, Pattern, Tunables, Workload  # noqa: E402
 

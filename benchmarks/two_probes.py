@@ -25,10 +25,10 @@ sys.path.insert(0, str(ROOT))
 
 from common import Record  # noqa: E402
 
-from autotune.benchmark import DeviceBench  # noqa: E402
-from autotune.budget import EFFORTS  # noqa: E402
-from autotune.edge import bench_settings  # noqa: E402
-from autotune.probe import ProbeRequest  # noqa: E402
+from autotune.measure.benchmark import DeviceBench  # noqa: E402
+from autotune.probe.environment import bench_settings  # noqa: E402
+from autotune.probe.request import ProbeRequest  # noqa: E402
+from autotune.search.budget import EFFORTS  # noqa: E402
 from autotune.statistics import Interval, interval_of  # noqa: E402
 from ringattn import detect, load_profile  # noqa: E402
 from ringattn.workload import Tunables, Workload, describe  # noqa: E402

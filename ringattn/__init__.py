@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 from .workload import Pattern, Workload
 
 if TYPE_CHECKING:
+    from ringattn.hardware.facts import HardwareFacts, detect
+    from ringattn.profile.schema import Profile
+    from ringattn.profile.yaml_io import load_profile
+
     from .attention import RingAttention
-    from .hardware import HardwareFacts, detect
-    from .profile import Profile
-    from .profile_io import load_profile
 
 __version__ = "0.1.0"
 
@@ -19,10 +20,10 @@ __all__ = ["HardwareFacts", "Pattern", "Profile", "RingAttention", "Workload", "
 # Loaded on first use, so that the command line can read profiles without waiting for torch.
 _HOMES = {
     "RingAttention": "attention",
-    "HardwareFacts": "hardware",
-    "detect": "hardware",
-    "Profile": "profile",
-    "load_profile": "profile_io",
+    "HardwareFacts": "hardware.facts",
+    "detect": "hardware.facts",
+    "Profile": "profile.schema",
+    "load_profile": "profile.yaml_io",
 }
 
 

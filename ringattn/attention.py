@@ -18,29 +18,40 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import torch
 from torch import Tensor, nn
 
-from . import compiled, transforms
+from ringattn.autograd.function import Runner, differentiable
+from ringattn.autograd.transforms import transforms_active
+from ringattn.geometry.layout import Share, Span, check_dim, check_own, positions, resolve_layout, shard
+from ringattn.hardware.facts import HardwareFacts
+from ringattn.hardware.kernel_faults import Combination
+from ringattn.planning.plan import Conditions, Plan
+from ringattn.planning.preference import Preference, check_preference
+from ringattn.planning.self_check import asked_of_kernels, faults_of
+from ringattn.planning.setup import (
+    Setup,
+    check_module,
+    device_of,
+    group_size,
+    say_once,
+    set_up,
+    warn_of_empty_heads,
+    wishes_of,
+)
+from ringattn.planning.table import ModuleShape, PlanTable, Row, build_table
+from ringattn.planning.validation_memory import user_memory
+from ringattn.profile.schema import PlanEntry, Profile
+from ringattn.runtime.program import Program
+
 from .arguments import input_dtype, integer, is_integer
-from .autograd import Runner, differentiable
+from .autograd import torch_compile as compiled
+from .autograd import transforms
 from .dtypes import DTYPE_NAMES, TORCH_DTYPES
 from .errors import InputError, PlanError
-from .hardware import HardwareFacts
-from .layout import Share, Span, check_dim, check_own, positions, resolve_layout, shard
-from .plan import Conditions, Plan
-from .preference import Preference, check_preference
-from .profile import PlanEntry, Profile
-from .program import Program
-from .self_check import asked_of_kernels, faults_of
-from .setup import Setup, check_module, device_of, group_size, say_once, set_up, warn_of_empty_heads, wishes_of
-from .table import ModuleShape, PlanTable, Row, build_table
-from .transforms import transforms_active
-from .validation import Combination
-from .validation_memory import user_memory
 from .wording import plural
 from .workload import HeadOffset, Pattern, describe
 
 if TYPE_CHECKING:
-    from .ring_context import RingContext
-    from .ring_program import RingProgram
+    from ringattn.distributed.context import RingContext
+    from ringattn.distributed.program import RingProgram
 
 
 class RingAttention(nn.Module):
@@ -113,7 +124,7 @@ class RingAttention(nn.Module):
         world = group_size(process_group)
         self._ring: RingContext | None = None
         if world > 1:
-            from .ring_context import RingContext  # torch.distributed: only where it is used
+            from ringattn.distributed.context import RingContext  # torch.distributed: only where it is used
 
             self._ring = RingContext(process_group, device_of(device))
         try:

@@ -15,9 +15,9 @@ import pytest
 from documents import PAGES, ROOT, as_run, blocks, commands, run, text_of
 
 import ringattn
-from autotune.cli import cli
+from autotune.cli.main import cli
 from autotune.exit_codes import ExitCode
-from ringattn.profile_io import parse_profile
+from ringattn.profile.yaml_io import parse_profile
 
 pytestmark = pytest.mark.alone
 

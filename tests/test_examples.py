@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ringattn.hardware import detect
-from ringattn.profile import Choice, Fingerprint, PlanEntry, Profile
-from ringattn.profile_io import save_profile
+from ringattn.hardware.facts import detect
+from ringattn.profile.schema import Choice, Fingerprint, PlanEntry, Profile
+from ringattn.profile.yaml_io import save_profile
 from ringattn.workload import Branch, BranchTunables, Pattern, Tunables, Workload, describe
 
 ROOT = Path(__file__).parents[1]

@@ -12,9 +12,9 @@ import pytest
 import torch
 from documents import README, ROOT, blocks, blocks_of, run, text_of
 
-from autotune.grid import cells_for
-from autotune.probe import ProbeRequest
-from ringattn.hardware import detect
+from autotune.probe.grid import cells_for
+from autotune.probe.request import ProbeRequest
+from ringattn.hardware.facts import detect
 
 pytestmark = pytest.mark.alone
 

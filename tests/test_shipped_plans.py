@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from autotune.explain import facts_of
+from autotune.report.explain import facts_of
 from ringattn.errors import InputError, PlanError
-from ringattn.hardware import HardwareFacts
-from ringattn.plan import Conditions
-from ringattn.profile import Profile
-from ringattn.profile_io import load_profile
-from ringattn.profile_paths import shipped_folder
-from ringattn.setup import set_up_for
-from ringattn.table import ModuleShape, build_table
+from ringattn.hardware.facts import HardwareFacts
+from ringattn.planning.plan import Conditions
+from ringattn.planning.setup import set_up_for
+from ringattn.planning.table import ModuleShape, build_table
+from ringattn.profile.locations import shipped_folder
+from ringattn.profile.schema import Profile
+from ringattn.profile.yaml_io import load_profile
 from ringattn.workload import Pattern
 
 TABLE = Path(__file__).parent / "data" / "shipped-plans.txt.gz"

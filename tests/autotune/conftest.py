@@ -11,16 +11,16 @@ from cli_runs import measured_entry, profile_of_this_machine
 from probed_machine import Machine
 from report_samples import gpu_profile
 
-import autotune.tuning
-from autotune.probe import ProbeObserver, ProbeRequest, ProbeResult
-from autotune.ranks.fleet import Fleet
-from ringattn.profile_io import save_profile
+import autotune.probe.tuning
+from autotune.distributed.coordinator import Fleet
+from autotune.probe.request import ProbeObserver, ProbeRequest, ProbeResult
+from ringattn.profile.yaml_io import save_profile
 
 
 @pytest.fixture(scope="session")
 def fleet() -> Iterator[Fleet]:
     """Two ranks for all tests; each test starts their workers anew."""
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "support" / "autotune")}
     environ.pop("OMP_NUM_THREADS", None)
     with Fleet(2, "cpu", None, environ) as gathered:
         yield gathered
@@ -35,7 +35,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[ProbeRequest]:
         requests.append(request)
         return ProbeResult(Path("p.yaml"), gpu_profile(), (), 12.0)
 
-    monkeypatch.setattr(autotune.tuning, "run_probe", remember)
+    monkeypatch.setattr(autotune.probe.tuning, "run_probe", remember)
     return requests
 
 

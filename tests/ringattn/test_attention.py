@@ -28,10 +28,11 @@ from oracle import (
 )
 from torch import Tensor
 
-from ringattn import Pattern, RingAttention, setup
-from ringattn.pattern import heads_without_rows
+from ringattn import Pattern, RingAttention
+from ringattn.geometry.pattern import heads_without_rows
+from ringattn.planning import setup
+from ringattn.planning.table import PlanTable
 from ringattn.reference import dilated_attention_reference
-from ringattn.table import PlanTable
 
 thorough = settings(max_examples=4 * settings.default.max_examples)
 KERNELS_BY_DTYPE = [("math", torch.float64), ("math", torch.float32), ("flash-cpu", torch.float32)]
@@ -493,7 +494,7 @@ def test_heads_that_select_something_are_not(
 
 
 def test_remembered_shapes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ringattn.compiled.MOST_SHAPES", 4)
+    monkeypatch.setattr("ringattn.autograd.torch_compile.MOST_SHAPES", 4)
     module = Case(8).module()
     for length in range(1, 12):
         case = Case(length)

@@ -14,10 +14,10 @@ from recorder import saved_tensors
 
 from ringattn import Pattern, RingAttention, detect
 from ringattn.errors import PlanError
-from ringattn.kernels import KERNELS
-from ringattn.plan import rejection_reasons
+from ringattn.kernels.registry import KERNELS
+from ringattn.planning.plan import rejection_reasons
+from ringattn.runtime.workspace import POOL
 from ringattn.workload import BranchTunables, Tunables
-from ringattn.workspace import POOL
 
 pytestmark = pytest.mark.gpu
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from oracle import Case, pattern_of
 
-from ringattn import Pattern, RingAttention, Workload, checkpoint
+from ringattn import Pattern, RingAttention, Workload
+from ringattn.autograd import checkpoint
 from ringattn.errors import (
     DeviceError,
     FieldError,

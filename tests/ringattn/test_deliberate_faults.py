@@ -23,11 +23,14 @@ from fused_cases import FusedCase, FusedCheck
 from oracle import Case, assert_equal_to, exact, found, pattern_of
 from torch import Tensor
 
-from ringattn import checkpoint, lane_rows, merge, plan
-from ringattn.fused_layout import Strides
-from ringattn.fused_steps import steps_not_taken
-from ringattn.hardware import HardwareFacts
-from ringattn.plan import rejection_reasons
+from ringattn.autograd import checkpoint
+from ringattn.distributed import chunk_rows as lane_rows
+from ringattn.hardware.facts import HardwareFacts
+from ringattn.planning import plan
+from ringattn.planning.fused_steps import steps_not_taken
+from ringattn.planning.plan import rejection_reasons
+from ringattn.runtime import merge
+from ringattn.runtime.fused_layout import Strides
 from ringattn.workload import BranchTunables, Pattern, Tunables, Workload
 
 CASE = Case(37, 4, 2, 4, 2, pattern_of([4, 8, 16, 5], [1, 2, 4, 3]), causal=True)
@@ -168,7 +171,7 @@ def test_in_the_fused_steps() -> None:
 
 
 def _fused_main() -> None:
-    from ringattn import fused_kernels, merge_triton
+    from ringattn.runtime import fused_kernels, merge_triton
 
     right_words = merge_triton._stride_words
 

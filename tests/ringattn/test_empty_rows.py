@@ -10,8 +10,8 @@ import torch
 from oracle import DENSE, Case, Results, assert_equal_to, exact, found, pattern_of
 from torch import Tensor
 
-from ringattn.hardware import detect
-from ringattn.kernels import KERNELS, KernelConfig, KernelNeed
+from ringattn.hardware.facts import detect
+from ringattn.kernels.registry import KERNELS, KernelConfig, KernelNeed
 
 CPU_KERNELS = [("flash-cpu", torch.float32), ("math", torch.float32), ("math", torch.float64)]
 CPU_KERNELS += [("flash-cpu", torch.bfloat16), ("math", torch.bfloat16), ("flash-cpu", torch.float16)]

@@ -10,9 +10,9 @@ import torch
 from test_kernels_optional_gpu import UNIT, _exact, _random
 
 from ringattn import detect
-from ringattn.block_kernel import KernelConfig, KernelNeed
 from ringattn.errors import PlanError
-from ringattn.kernels import KERNELS
+from ringattn.kernels.contract import KernelConfig, KernelNeed
+from ringattn.kernels.registry import KERNELS
 
 pytestmark = pytest.mark.gpu
 

@@ -19,9 +19,14 @@ import torch
 from oracle import DENSE, Case, pattern_of
 
 import ringattn
-from ringattn import RingAttention, checkpoint, hardware, plan, profile_paths, resolve, setup, table
-from ringattn.autograd import _Attend
-from ringattn.program import Program
+from ringattn import RingAttention
+from ringattn.autograd import checkpoint
+from ringattn.autograd.function import _Attend
+from ringattn.hardware import facts as hardware
+from ringattn.planning import plan, setup, table
+from ringattn.profile import locations as profile_paths
+from ringattn.profile import resolve
+from ringattn.runtime.program import Program
 
 PACKAGE = Path(ringattn.__file__).parent
 
@@ -166,7 +171,7 @@ def test_another_shape_is_planned_but_the_machine_is_not_asked(asked: Counter[st
 
 def test_autograds_function_is_called_once_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a module does in eager mode is one autograd Function and no registered operator."""
-    from ringattn import compiled
+    from ringattn.autograd import torch_compile as compiled
 
     monkeypatch.setattr(compiled, "attend", None)
     monkeypatch.setattr(compiled, "attend_backward", None)
@@ -191,7 +196,7 @@ import sys
 import ringattn
 from ringattn import RingAttention, Workload, Profile, load_profile, detect
 import torch
-import ringattn.ring_context
+import ringattn.distributed.context
 x = torch.zeros(1, 4, 2, 4)
 RingAttention(2, 4, profile=None, device="cpu")(x, x, x)
 for name in ("autotune", "optuna", "click", "rich", "sqlalchemy"):

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from ringattn import Pattern, attention
 from ringattn.errors import RingAttentionError
-from ringattn.kernels import KERNELS
-from ringattn.merge import TorchOps
+from ringattn.kernels.registry import KERNELS
 from ringattn.reference import dilated_attention_reference
+from ringattn.runtime.merge import TorchOps
 
 PATTERNS = [DENSE, pattern_of([8], [1]), pattern_of([4, 8, 6], [1, 2, 3])]
 KERNELS_BY_DTYPE = [("math", torch.float64), ("math", torch.float32), ("flash-cpu", torch.float32)]

@@ -12,12 +12,13 @@ from oracle import DENSE, Case, assert_equal_to, exact, found, pattern_of
 from recorder import Allocations, Record, record, saved_tensors
 from torch import Tensor
 
-from ringattn import RingAttention, merge, workspace
-from ringattn.block_kernel import BlockKernel, KernelConfig, KernelNeed
-from ringattn.geometry import PATTERN_CACHE
-from ringattn.kernels import KERNELS
+from ringattn import RingAttention
+from ringattn.geometry.calls import PATTERN_CACHE
+from ringattn.kernels.contract import BlockKernel, KernelConfig, KernelNeed
+from ringattn.kernels.registry import KERNELS
+from ringattn.runtime import merge, workspace
+from ringattn.runtime.workspace import WorkspacePool
 from ringattn.workload import BranchTunables, Tunables
-from ringattn.workspace import WorkspacePool
 
 PATTERN = pattern_of([16, 32], [1, 2])
 CASE = Case(96, 4, 2, 8, 2, PATTERN, causal=True)

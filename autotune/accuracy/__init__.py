@@ -1,0 +1,1 @@
+"""The accuracy check: inputs, float64 reference rows, error bounds."""

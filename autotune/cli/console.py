@@ -1,0 +1,59 @@
+"""What every command shares at the terminal: consoles and one JSON document.
+
+stdout carries the answer (a table, or with ``--json`` exactly one document); stderr carries logs, progress and
+errors. Rich is imported late so that ``ringtune --help`` stays quick.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import TYPE_CHECKING
+
+import click
+
+from autotune.formats import plain
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PIPED_WIDTH = 110  # columns when stdout is no terminal: tables stay whole in a log file
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console on the current stdout or stderr. Rich itself honours NO_COLOR, FORCE_COLOR, TERM and COLUMNS."""
+    import os
+
+    from rich.console import Console
+
+    made = Console(stderr=stderr, highlight=False, emoji=False, markup=False)
+    if not made.is_terminal and "COLUMNS" not in os.environ:
+        made = Console(stderr=stderr, highlight=False, emoji=False, markup=False, width=PIPED_WIDTH)
+    return made
+
+
+def emit_json(document: object) -> None:
+    """The one JSON document of a command, on stdout: dataclasses as objects, inf and NaN as null."""
+    click.echo(json.dumps(_plain_data(document), indent=2, allow_nan=False))
+
+
+def _plain_data(value: object) -> object:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain_data(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain_data(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | frozenset | set):
+        return [_plain_data(item) for item in value]
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def warn(text: str) -> None:
+    """One line on stderr that is not an error."""
+    click.echo(plain(text), err=True)

@@ -1,0 +1,160 @@
+"""The ``ringtune`` command: a group of commands, one file each, and the one place where errors become exit codes."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import sys
+from typing import Any, NoReturn
+
+import click
+
+from autotune.exit_codes import ExitCode, ProbeFailure
+from autotune.formats import plain
+
+from .doctor import doctor
+from .explain import explain
+from .probe import probe
+from .report import report
+from .show import show
+from .validate import validate
+from .verify import verify
+from .which import which
+
+EPILOG = """\b
+Exit codes: 0 ok, 1 error, 2 usage, 3 no device, 4 no matching profile,
+            5 stale, 6 inconclusive, 75 device busy, 130 interrupted.
+"""
+
+_WANTS_JSON = "ringtune.wants_json"
+
+
+def _fail(message: str, code: ExitCode, as_json: bool) -> click.exceptions.Exit:
+    """Says what went wrong in one line on stderr; with --json also as a document, so that stdout is always JSON."""
+    message = plain(message)
+    click.echo(f"Error: {message}", err=True)
+    if as_json:
+        with contextlib.suppress(OSError):  # stdout may be what is full; the line above has said so
+            click.echo(json.dumps({"error": message, "exit_code": int(code)}))
+    return click.exceptions.Exit(code)
+
+
+class RingtuneGroup(click.Group):
+    """Turns what a user can cause into one line and its exit code. Anything else is a bug and keeps its traceback."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[_WANTS_JSON] = "--json" in args  # known before a usage error can hide it
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        as_json = bool(ctx.meta[_WANTS_JSON])
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise _fail(_interrupted(ctx), ExitCode.INTERRUPTED, as_json) from None
+        except click.UsageError as error:
+            if as_json:
+                click.echo(json.dumps({"error": error.format_message(), "exit_code": int(ExitCode.USAGE)}))
+            raise
+        except Exception as error:
+            code = exit_code_of(error)
+            if code is None:
+                raise
+            raise _fail(str(error), code, as_json) from error
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)  # in the order a newcomer meets them, not the alphabet's
+
+
+def exit_code_of(error: Exception) -> ExitCode | None:
+    """The exit code of an error that a user can cause, None for a bug of ours."""
+    from ringattn.errors import DeviceError, RingAttentionError
+
+    if isinstance(error, ProbeFailure):
+        return error.exit_code
+    if isinstance(error, DeviceError):
+        return ExitCode.NO_DEVICE
+    if isinstance(error, RingAttentionError):
+        return ExitCode.ERROR
+    if isinstance(error, BrokenPipeError):
+        return None  # click ends quietly when the reader of a pipe has gone
+    if isinstance(error, OSError) and (error.filename is not None or error.errno in (errno.ENOSPC, errno.EDQUOT)):
+        return ExitCode.ERROR
+    return None
+
+
+def _interrupted(ctx: click.Context) -> str:
+    if ctx.invoked_subcommand == "probe":
+        return "interrupted; finished trials are kept and the old profile is untouched: run the same command to go on"
+    return "interrupted"
+
+
+class _StderrHandler(logging.Handler):
+    """Log records as plain lines on whatever stderr is now, so that a live progress bar is not torn."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        click.echo(plain(f"{record.name}: {record.levelname.lower()}: {record.getMessage()}"), err=True)
+
+
+def _configure_logging(verbose: bool) -> None:
+    for name in ("ringattn", "autotune"):
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.INFO if verbose else logging.WARNING)
+        logger.propagate = False
+        logger.handlers = [_StderrHandler()]
+
+
+def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        from ringattn import __version__
+
+        click.echo(f"ringtune {__version__}")
+        ctx.exit()
+
+
+@click.group(cls=RingtuneGroup, context_settings={"help_option_names": ["-h", "--help"]}, epilog=EPILOG)
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Print the version."
+)
+@click.option("-v", "--verbose", is_flag=True, help="Log on stderr which profile was taken and why.")
+def cli(verbose: bool) -> None:
+    """Measure attention on this machine once, and keep the answer in a hardware profile.
+
+    Start with 'ringtune probe'. Answers go to stdout, logs and progress to stderr.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a stream that a caller replaced may be any file object
+            stream.reconfigure(errors="backslashreplace")
+    _configure_logging(verbose)
+
+
+for _command in (probe, show, report, explain, which, validate, verify, doctor):
+    cli.add_command(_command)
+
+
+def main() -> NoReturn:
+    """What ``__main__`` calls. Ends the process with one of the exit codes above."""
+    try:
+        cli.main(prog_name="ringtune")
+    except KeyboardInterrupt:  # before a command had begun
+        click.echo("Error: interrupted", err=True)
+        _leave_now(ExitCode.INTERRUPTED)
+    except SystemExit as stop:
+        if stop.code == ExitCode.INTERRUPTED:
+            _leave_now(ExitCode.INTERRUPTED)
+        raise
+    raise AssertionError("click ends the process itself")
+
+
+def _leave_now(code: ExitCode) -> NoReturn:
+    """Ends the process past Python's own ending.
+
+    There a second Ctrl-C prints a traceback, and one that struck inside an extension module makes Python kill itself
+    by the signal after all. Everything that must be closed is closed by then.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

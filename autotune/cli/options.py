@@ -1,0 +1,197 @@
+"""The options that several commands share, and the types of their values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from ringattn.arguments import dtype_name
+from ringattn.wording import plural
+
+if TYPE_CHECKING:
+    from ringattn.hardware.facts import HardwareFacts
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+class DtypeChoice(click.Choice):  # type: ignore[type-arg]  # generic since click 8.2 alone
+    """A dtype by any of the names that ``ringattn`` takes, or another of the values listed."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return super().convert(dtype_name(value) or value, param, ctx)
+
+
+def integer_list(value: str | tuple[int, ...]) -> tuple[int, ...]:
+    """Positive integers with commas between them: ``2048,4096,8192``."""
+    if isinstance(value, tuple):
+        return value
+    try:
+        numbers = tuple(int(part) for part in value.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is not a list of integers such as 2048,4096,8192") from None
+    if min(numbers) < 1:
+        raise click.BadParameter(f"{value!r} holds {min(numbers)}; every entry must be an integer >= 1")
+    return numbers
+
+
+def mebibytes(value: str | int) -> int:
+    """A memory size in MiB; a unit may be given: ``512``, ``512MiB``, ``24GiB``."""
+    match = re.fullmatch(r"(\d+)\s*(mib|gib)?", str(value).strip(), re.IGNORECASE)
+    if match is None or int(match[1]) == 0:
+        raise click.BadParameter(f"{value!r} is not a memory size such as 512 (MiB), 512MiB or 24GiB")
+    return int(match[1]) * (1024 if (match[2] or "").lower() == "gib" else 1)
+
+
+def device_name(value: str) -> str:
+    """A torch device. Only its spelling is checked here; whether it exists is asked of the machine later."""
+    text = value.strip().lower()
+    if text.isdecimal():
+        return f"cuda:{int(text)}"
+    if not re.fullmatch(r"(cpu|cuda|mps|xpu|hip|rocm)(:\d+)?", text):
+        raise click.BadParameter(f"{value!r} is not a device; use cpu, cuda, cuda:N or the number N of a GPU")
+    return text
+
+
+def positive_number(value: str | float) -> float:
+    """A finite number above zero."""
+    try:
+        number = float(value)
+    except ValueError:
+        number = -1.0
+    if not 0 < number < float("inf"):
+        raise click.BadParameter(f"{value!r} is not a number above 0")
+    return number
+
+
+def seconds(value: str | float) -> float:
+    """A time in seconds; a unit may be given: ``90``, ``90s``, ``3m``."""
+    text = str(value).strip().lower()
+    try:
+        number = 60 * float(text[:-1]) if text.endswith("m") else float(text.removesuffix("s"))
+    except ValueError:
+        number = -1.0
+    if not 0 < number < float("inf"):
+        raise click.BadParameter(f"{value!r} is not a number above 0 of seconds, such as 90, 90s or 3m")
+    return number
+
+
+budget_option = click.option(
+    "--budget",
+    type=seconds,
+    metavar="SECONDS",
+    help="Seconds to spend once torch is loaded; 90s and 3m work, too.  [default: what --effort says]",
+)
+
+POSITIVE = click.IntRange(min=1)
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+
+device_option = click.option(
+    "--device",
+    type=device_name,
+    metavar="DEVICE",
+    help="cpu, cuda, cuda:N or N.  [default: the current CUDA device, else cpu]",
+)
+
+
+def process_count(value: str) -> str:
+    """A number of processes, or ``gpu`` for one on each GPU of this host."""
+    text = value.strip().lower()
+    if text != "gpu" and not (text.isdecimal() and int(text) >= 1):
+        raise click.BadParameter(f"{value!r} is no number of processes; use an integer >= 1, or gpu for all GPUs")
+    return text
+
+
+nproc_option = click.option(
+    "--nproc",
+    type=process_count,
+    metavar="N|gpu",
+    help="Start N ranks here that hold one sequence together, one to a GPU, and treat them as one; torchrun can start "
+    "them, too.  [default: 1]",
+)
+
+world_option = click.option(
+    "--nproc",
+    type=process_count,
+    metavar="N|gpu",
+    help="Ranks that hold one sequence together; gpu: as many as there are GPUs.  [default: 1]",
+)
+
+
+def ranks_asked(nproc: str | None, facts: HardwareFacts) -> int:
+    """The number of ranks that ``world_option`` asks about, on a machine with these facts; nothing is started."""
+    if nproc != "gpu":
+        return int(nproc or 1)
+    if facts.vendor == "cpu":
+        raise click.UsageError(f"--nproc gpu: {facts.device_name} is no GPU; give a number of ranks")
+    return facts.device_count
+
+
+profile_argument = click.argument("profile", required=False, type=click.Path(path_type=Path, readable=False))
+
+
+def shape_options(heads: int | None = None, head_dim: int | None = None) -> Callable[[Command], Command]:
+    """Batch, heads and head dimension, as ``probe`` (whose grid knows better defaults) and ``explain`` take them."""
+
+    shown = True if heads is not None else "the grid's"
+
+    def add(command: Command) -> Command:
+        for option in (
+            click.option(
+                "--head-dim", type=POSITIVE, metavar="N", default=head_dim, show_default=shown, help="Size of one head."
+            ),
+            click.option(
+                "--kv-heads", type=POSITIVE, metavar="N", help="Key/value heads.  [default: as many as --heads]"
+            ),
+            click.option("--heads", type=POSITIVE, metavar="N", default=heads, show_default=shown, help="Query heads."),
+            click.option(
+                "--batch-size", type=POSITIVE, metavar="N", default=1, show_default=True, help="Sequences in a batch."
+            ),
+        ):
+            command = option(command)
+        return command
+
+    return add
+
+
+def pattern_options(command: Command) -> Command:
+    """A dilated pattern as two lists of one length; neither means dense."""
+    for option in (
+        click.option(
+            "--dilation-rates", type=integer_list, metavar="N,N,...", help="Dilation rate of every branch: 1,2,4."
+        ),
+        click.option(
+            "--segment-lengths",
+            type=integer_list,
+            metavar="N,N,...",
+            help="Segment length of every branch: 2048,4096,8192.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def check_shape(heads: int | None, kv_heads: int | None) -> None:
+    """Raise UsageError when the head counts cannot be one attention."""
+    if kv_heads is None:
+        return
+    if heads is None:
+        raise click.UsageError("--kv-heads needs --heads as well")
+    if heads % kv_heads:
+        raise click.UsageError(f"--heads is {heads}, not a multiple of --kv-heads, {kv_heads}")
+
+
+def check_pattern(segment_lengths: tuple[int, ...] | None, dilation_rates: tuple[int, ...] | None) -> None:
+    """Raise UsageError unless the two lists are one pattern."""
+    if (segment_lengths is None) != (dilation_rates is None):
+        raise click.UsageError("--segment-lengths and --dilation-rates go together; give both, or neither for dense")
+    if segment_lengths is not None and dilation_rates is not None and len(segment_lengths) != len(dilation_rates):
+        raise click.UsageError(
+            f"--segment-lengths has {plural(len(segment_lengths), 'entry')} and --dilation-rates "
+            f"{len(dilation_rates)}; "
+            "give two lists of one length"
+        )

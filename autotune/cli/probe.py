@@ -1,0 +1,305 @@
+"""``ringtune probe``: measure this machine and write its profile."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from autotune.exit_codes import ExitCode, ProbeFailure
+
+from .options import (
+    POSITIVE,
+    DtypeChoice,
+    budget_option,
+    check_pattern,
+    check_shape,
+    device_option,
+    json_option,
+    mebibytes,
+    nproc_option,
+    pattern_options,
+    positive_number,
+    shape_options,
+)
+
+if TYPE_CHECKING:
+    from autotune.probe.request import DryRun, ProbeResult
+    from ringattn.workload import Mode
+
+MODES: dict[str, tuple[Mode, ...]] = {"train": ("train",), "infer": ("infer",), "both": ("train", "infer")}
+
+
+@click.command(short_help="Measure this machine and write its profile.")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File to write.  [default: the user's profile folder, named after the machine]",
+)
+@click.option(
+    "--effort",
+    type=click.Choice(["quick", "standard", "full"]),
+    default="standard",
+    show_default=True,
+    help="How long to search: quick 50 s, standard 170 s, full 1800 s; only full tries the kernels' tile shapes.",
+)
+@budget_option
+@click.option(
+    "--mode",
+    type=click.Choice(list(MODES)),
+    default="both",
+    show_default=True,
+    help="With gradients, without, or both.",
+)
+@click.option("--causal/--no-causal", default=None, help="Causal attention or full.  [default: what the grid says]")
+@click.option(
+    "--seq-len", type=POSITIVE, metavar="N", multiple=True, help="A length to measure; repeatable.  [default: the grid]"
+)
+@shape_options()
+@pattern_options
+@click.option("--dense", is_flag=True, help="Dense attention alone, without the grid's dilated pattern.")
+@click.option(
+    "--precision",
+    type=DtypeChoice(["auto", "bf16", "fp16", "tf32", "fp32"]),
+    default="auto",
+    show_default=True,
+    help="Dtype to compute in; auto measures all that pass the error bound.",
+)
+@click.option(
+    "--max-error", type=positive_number, metavar="RATIO", help="Largest relative error against float64 to accept."
+)
+@click.option("--varied-lengths", is_flag=True, help="Lengths vary from call to call: let first-call cost count.")
+@click.option(
+    "--memory-limit", type=mebibytes, metavar="MIB", help="Workspace a plan may use, in MiB; 24GiB works too."
+)
+@click.option(
+    "--prefer",
+    type=click.Choice(["time", "memory", "balanced"]),
+    default="time",
+    show_default=True,
+    help="Which end of the time/memory front to choose.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    metavar="N",
+    default=0,
+    show_default=True,
+    help="Fixes order, inputs, sampling.",
+)
+@device_option
+@nproc_option
+@click.option(
+    "--layout",
+    type=click.Choice(["auto", "contiguous", "zigzag"]),
+    default="auto",
+    show_default=True,
+    help="How a sequence lies over several ranks; auto as RingAttention's own.",
+)
+@click.option(
+    "--resume/--fresh", default=True, show_default=True, help="Go on from an interrupted probe, or start over."
+)
+@click.option("--dry-run", is_flag=True, help="Print the cells, the space and the estimate; measure nothing.")
+@json_option
+def probe(as_json: bool, **options: Any) -> None:
+    """Measure attention on this machine and write its hardware profile.
+
+    With no options it covers a sensible grid: several lengths, training and
+    inference, dense causal attention and a LongNet pattern. Ctrl-C loses
+    nothing: the same command goes on where it stopped.
+
+    \b
+        ringtune probe
+        ringtune probe --effort quick --output this-machine.yaml
+        ringtune probe --seq-len 8192 --heads 32 --kv-heads 8 --head-dim 128 --causal
+        ringtune probe --nproc gpu
+        torchrun --standalone --nproc-per-node 4 -m autotune probe
+
+    With several ranks lengths are those of one rank.
+
+    Exit code 6 says that some cells could not be measured, or that none
+    could, and then that no profile was written. torchrun makes 1 and a
+    traceback of its own of any code but 0; started by it, a probe that wrote
+    its profile ends with 0. Where the code matters, use --nproc.
+
+    Beside the profile stays PROFILE.journal, with which an interrupted probe
+    goes on, and PROFILE.journal.writer, which keeps two probes from writing
+    one. While no probe runs both may be deleted; an interrupted one then
+    starts over.
+    """
+    check_shape(options["heads"], options["kv_heads"])
+    check_pattern(options["segment_lengths"], options["dilation_rates"])
+    if options["dense"] and options["segment_lengths"] is not None:
+        raise click.UsageError("--dense and --segment-lengths ask for different attention; give one of them")
+    if options["output"] is not None and not options["dry_run"]:
+        check_writable(options["output"])
+
+    from autotune.distributed.place import started_by_torchrun
+    from autotune.probe.ranks_environment import follow_rank_0, is_follower, ranks_of
+    from autotune.probe.request import ProbeRequest
+    from autotune.probe.tuning import run_probe
+
+    from .progress import probe_observer
+
+    ranks = ranks_of(options["nproc"], options["device"])
+    if ranks == 1 and options["layout"] != "auto":
+        raise click.UsageError("--layout is for a sequence over several ranks; give --nproc, too, or use torchrun")
+    if is_follower():
+        if not options["dry_run"]:
+            follow_rank_0()
+        return
+    request = ProbeRequest(
+        output=options["output"],
+        effort=options["effort"],
+        budget_s=options["budget"],
+        modes=MODES[options["mode"]],
+        causal=options["causal"],
+        seq_lens=options["seq_len"],
+        batch_size=options["batch_size"],
+        heads=options["heads"],
+        kv_heads=options["kv_heads"],
+        head_dim=options["head_dim"],
+        segment_lengths=options["segment_lengths"],
+        dilation_rates=options["dilation_rates"],
+        dense=options["dense"],
+        precision=options["precision"],
+        max_error=options["max_error"],
+        varied_lengths=options["varied_lengths"],
+        memory_limit_mib=options["memory_limit"],
+        prefer=options["prefer"],
+        seed=options["seed"],
+        device=options["device"],
+        ranks=ranks,
+        layout=options["layout"],
+        resume=options["resume"],
+        dry_run=options["dry_run"],
+    )
+    with probe_observer() as observer:
+        if ranks > 1 and not request.dry_run:
+            observer.note(f"starting {ranks} ranks and measuring the links between them")
+        result = run_probe(request, observer)
+    _print_result(result, as_json)
+    if result.inconclusive and not started_by_torchrun(os.environ):
+        raise click.exceptions.Exit(ExitCode.INCONCLUSIVE)
+
+
+def check_writable(output: Path) -> None:
+    """Raise ProbeFailure now rather than after minutes of measuring, when ``output`` cannot be written later."""
+    folder = output.parent
+    if not folder.is_dir():
+        raise ProbeFailure(
+            f"{output}: the folder {folder} does not exist; make it (mkdir -p) or choose another --output"
+        )
+    if output.is_dir():
+        raise ProbeFailure(f"{output}: is a folder; --output names a file")
+    if output.exists() and not output.is_file():
+        raise ProbeFailure(f"{output}: is not a regular file; choose another --output")
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".ringtune-"):
+            pass
+    except OSError as error:
+        raise ProbeFailure(f"{output}: cannot write in {folder} ({error.strerror}); choose another --output") from error
+
+
+def _print_result(result: ProbeResult, as_json: bool) -> None:
+    from autotune.formats import format_duration
+    from ringattn.wording import plural
+
+    from .console import console, emit_json, warn
+
+    if as_json:
+        emit_json(probe_document(result))
+    elif result.dry_run is not None:
+        console().print(dry_run_summary(result.dry_run))
+        click.echo(f"The profile would be {result.profile_path}")
+        if result.dry_run.verifies:
+            click.echo(
+                "It has all these cells: they would be verified, and only stale ones searched; --fresh searches all"
+            )
+    elif result.profile is not None:
+        from autotune.report.summary import terminal_summary
+
+        console().print(terminal_summary(result.profile))
+        done = "verified" if result.verified else "written"
+        click.echo(f"\nProfile {done} in {format_duration(result.elapsed_s)}: {result.profile_path}")
+        assert result.profile_path is not None
+        click.echo(f"{_how_to_use(result.profile_path)}; 'ringtune report {result.profile_path}' makes a page of it.")
+    for line in result.inconclusive:
+        warn(f"inconclusive: {line}")
+    without = sum(cell.status == "inconclusive" and cell.chosen is None for cell in result.cells)
+    if kept := len(result.inconclusive) - without:
+        warn(f"the profile leaves {plural(kept, 'cell')} at the default; probe again when the machine is quiet")
+    if without:
+        warn(f"the profile has no row for {plural(without, 'cell')}, whose default is over a limit or was not checked")
+
+
+def _how_to_use(path: Path) -> str:
+    """Whether the runtime finds the file by itself."""
+    from ringattn.profile.locations import home_folder, search_paths
+
+    found = {place.resolve() for _, place in search_paths(os.environ, home_folder())}
+    if found & {path.resolve(), path.resolve().parent}:
+        return "RingAttention(profile='auto') uses it from now on"
+    return f"RINGTUNE_PROFILE={path} or RingAttention(profile='{path}') uses it"
+
+
+def probe_document(result: ProbeResult) -> dict[str, object]:
+    """What ``probe --json`` prints: where the profile is and how every cell ended; the file holds the rest."""
+    return {
+        "profile_path": result.profile_path,
+        "verified": result.verified,
+        "elapsed_s": result.elapsed_s,
+        "cells": result.cells,
+        "inconclusive": result.inconclusive,
+        "dry_run": result.dry_run,
+    }
+
+
+def dry_run_summary(dry_run: DryRun) -> Any:
+    """The cells, the space and the estimate as tables."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    from autotune.formats import format_duration, plain
+    from ringattn.wording import plural
+
+    def table(*columns: str) -> Table:
+        made = Table(box=SIMPLE_HEAD, pad_edge=False)
+        for column in columns:
+            made.add_column(column, overflow="fold")
+        return made
+
+    cells = table("Workload", "Kernels raced", "Plans", "Estimate")
+    for column in cells.columns[2:]:
+        column.justify = "right"
+    for cell in dry_run.cells:
+        kernels = ", ".join(cell.kernels) or "none"
+        workload = f"{cell.workload} {cell.layout}" if cell.layout else str(cell.workload)
+        cells.add_row(plain(workload), plain(kernels), str(cell.candidates), format_duration(cell.estimate_s))
+    space = table("Tunable", "Values")
+    for name, values in dry_run.tunables:
+        space.add_row(plain(name), plain(", ".join(values)))
+    title = f"{plural(len(dry_run.cells), 'cell')}, about {format_duration(dry_run.estimate_s)}"
+    parts: list[Any] = [Text(title, style="bold"), cells, Text("Searched", style="bold"), space]
+    ruled_out = rejected_kernels(dry_run)
+    if ruled_out:
+        rejected = table("Kernel", "Reason")
+        for name, reasons in ruled_out.items():
+            rejected.add_row(plain(name), plain("; ".join(reasons)))
+        parts += [Text("Ruled out beforehand", style="bold"), rejected]
+    return Group(*parts)
+
+
+def rejected_kernels(dry_run: DryRun) -> dict[str, tuple[str, ...]]:
+    """Why each kernel that no cell races is ruled out, each reason once; --json has the reasons of every pair."""
+    from autotune.report.summary import ruled_out
+    from ringattn.workload import kernels_described
+
+    raced = {name for cell in dry_run.cells for pair in cell.kernels for name in kernels_described(pair)}
+    found = ruled_out((name, why) for cell in dry_run.cells for name, reasons in cell.rejected for why in reasons)
+    return {name: reasons for name, reasons in found.items() if name not in raced}

@@ -1,0 +1,1 @@
+"""Several ranks measured as one: a relay on each, one coordinator."""

@@ -1,0 +1,152 @@
+"""What the coordinator and its relays say to each other, and the connections that carry it.
+
+A connection is authenticated with a key that only the ranks of this probe know, and notices a host that is gone.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import struct
+from dataclasses import dataclass
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import TYPE_CHECKING, Any
+
+from autotune.measure.evaluator import Block, Fault
+from autotune.measure.messages import Request
+from ringattn.hardware.facts import HardwareFacts
+
+if TYPE_CHECKING:
+    from autotune.measure.bench import BenchSettings
+
+HANDSHAKE_S = 10
+_IDLE_S, _PROBE_EVERY_S, _PROBES = 15, 5, 3  # a host that is gone is noticed after half a minute
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The first word of the coordinator: the kind of device to use, "cuda" or "cpu"."""
+
+    device_kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The answer: which rank this is, what it runs on, and on which host (for the ranks alone, never written down)."""
+
+    rank: int
+    facts: HardwareFacts | None
+    host: str
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One question to the worker of every rank. Workers of one ``generation`` share a process group."""
+
+    number: int
+    generation: int
+    settings: BenchSettings
+    bench: str
+    reference_timeout_s: float
+    request: Request
+    timeout_s: float
+    profile_text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End the worker: another rank failed in call ``number``, so that this one may wait for it for ever."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """End the worker, if there is one; more calls may follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quit:
+    """The end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What became of a call on one rank.
+
+    ``value`` is what the worker answered. ``aborted``: it was told to stop, so a failure in ``value`` is not its own.
+    ``no_device`` and ``bug`` are errors to raise, as text. ``started_s``: seconds that starting a worker took of it.
+    """
+
+    number: int
+    value: Any = None
+    aborted: bool = False
+    no_device: str = ""
+    bug: str = ""
+    blind_spots: tuple[str, ...] = ()
+    started_s: float = 0.0
+
+    @property
+    def fault(self) -> Fault | None:
+        """How the worker failed; a block ends with that."""
+        value = self.value
+        if isinstance(value, Block):
+            value = value.results[-1] if value.results else None
+        return value if isinstance(value, Fault) else None
+
+    @property
+    def struck(self) -> bool:
+        """Whether somebody else ended the worker, in this call or before it, which says nothing of the candidate."""
+        return self.fault is not None and self.fault.struck
+
+    @property
+    def good(self) -> bool:
+        return not (self.fault or self.aborted or self.no_device or self.bug)
+
+
+def listen(host: str) -> socket.socket:
+    """A listening socket on a free port. ``host`` is an address of this machine, or empty for all of them."""
+    return socket.create_server((host, 0), backlog=128)
+
+
+def accept(server: socket.socket, key: bytes, timeout_s: float) -> Connection | None:
+    """The next relay that knows the key; None when nobody came in time, or somebody who does not."""
+    server.settimeout(timeout_s)
+    try:
+        link, _ = server.accept()
+    except TimeoutError:
+        return None
+    return _authenticated(link, key, first=True)
+
+
+def connect(host: str, port: int, key: bytes, timeout_s: float) -> Connection:
+    """The connection to the coordinator; OSError where it cannot be had."""
+    link = socket.create_connection((host, port), timeout=timeout_s)
+    connection = _authenticated(link, key, first=False)
+    if connection is None:
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "the coordinator does not know this rank")
+    return connection
+
+
+def _authenticated(link: socket.socket, key: bytes, *, first: bool) -> Connection | None:
+    link.setblocking(True)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", _IDLE_S), ("TCP_KEEPINTVL", _PROBE_EVERY_S), ("TCP_KEEPCNT", _PROBES)):
+        link.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", HANDSHAKE_S, 0))
+    waiting = link.dup()  # Connection hides the socket, whose patience ends with the handshake
+    connection = Connection(link.detach())
+    try:
+        for step in (deliver_challenge, answer_challenge) if first else (answer_challenge, deliver_challenge):
+            step(connection, key)
+    except (AuthenticationError, EOFError, OSError):
+        connection.close()
+        return None
+    else:
+        waiting.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
+        return connection
+    finally:
+        waiting.close()

@@ -1,0 +1,1 @@
+"""The record of a probe: an Optuna journal file, its lock, its studies."""

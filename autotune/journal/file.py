@@ -1,0 +1,146 @@
+"""The file that Optuna's journal is in: where it lies, who may write it, and what is left of it after a kill.
+
+Optuna's journal breaks for good when something is appended after a half-written line, and an orphaned lock of
+its file backend blocks a reader or writer for thirty seconds. So one process writes, under a lock of our own that
+dies with it; before it opens the file it cuts it to its last whole line and removes locks nobody can hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from optuna.storages.journal import JournalFileBackend
+
+from autotune.exit_codes import DeviceBusy, ProbeFailure
+
+_TAIL_BYTES = 2**20
+_OPTUNA_LOCK_SUFFIXES = (".lock", ".rename")
+
+
+def journal_path(profile: Path, environ: Mapping[str, str], home: Path) -> Path:
+    """Beside the profile where that folder can be written, else in the user's state folder.
+
+    Raises OSError when neither can.
+    """
+    beside = profile.with_name(profile.name + ".journal")
+    with contextlib.suppress(OSError):
+        profile.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=profile.parent):
+            return beside
+    state = Path(environ.get("XDG_STATE_HOME") or home / ".local" / "state") / "ringtune"
+    state.mkdir(parents=True, exist_ok=True)
+    return state / beside.name
+
+
+def check_regular(path: Path) -> None:
+    """ProbeFailure for a pipe, device or folder in a file's place: opening a pipe would wait forever."""
+    if path.exists() and not path.is_file():
+        raise ProbeFailure(f"{path}: is not a regular file; move it away or choose another --output")
+
+
+class WriterLock:
+    """A lock on a file beside the journal, which holds the id of the process that has it.
+
+    It is the kernel's, which drops it when the process ends, however it ends.
+    """
+
+    def __init__(self, journal: Path) -> None:
+        path = journal.with_name(journal.name + ".writer")
+        check_regular(path)
+        holder = path.read_text()[:16].strip() if path.exists() else ""
+        self._lock = FileLock(path)
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            raise DeviceBusy(
+                f"{journal}: another probe (process {holder or 'unknown'}) is writing it; "
+                "wait for it or choose another --output"
+            ) from None
+        path.write_text(str(os.getpid()))
+
+    def release(self) -> None:
+        self._lock.release()
+
+
+def is_foreign(path: Path) -> bool:
+    """Whether the first whole line is no JSON: no record cut off while it was written, but somebody's file."""
+    with path.open("rb") as file:
+        first = file.readline(2**20)
+    try:
+        json.loads(first)
+    except ValueError:
+        return first.endswith(b"\n")
+    return False
+
+
+def cut_to_whole_lines(path: Path) -> int:
+    """Drops a half-written tail, and what follows the first line in it that is no JSON; returns the bytes dropped.
+
+    Only the end of an appended file can be damaged by a process or a machine that stopped.
+    """
+    size = path.stat().st_size
+    keep = 0
+    with path.open("rb") as journal:
+        if size > _TAIL_BYTES:
+            journal.seek(size - _TAIL_BYTES)
+            journal.readline()  # the rest of a line
+            keep = journal.tell()
+        for line in journal:
+            if not line.endswith(b"\n"):
+                break
+            try:
+                json.loads(line)
+            except ValueError:
+                break
+            keep += len(line)
+    if keep < size:
+        os.truncate(path, keep)
+    return size - keep
+
+
+def clear_optuna_locks(path: Path) -> list[str]:
+    """Removes the locks of Optuna's file backend: only who holds our own lock writes, so they are orphans."""
+    cleared = []
+    for orphan in path.parent.glob(f"{path.name}*"):
+        if orphan.name.endswith(_OPTUNA_LOCK_SUFFIXES):
+            orphan.unlink(missing_ok=True)
+            cleared.append(orphan.name)
+    return cleared
+
+
+class JournalFile(JournalFileBackend):
+    """Optuna's journal file, written by us alone: no lock per line, and on the disk when a trial is told.
+
+    The stock backend takes a lock and waits for the disk at every one of a trial's two dozen lines, which on a busy
+    disk costs more than the trial. What is written survives this process being killed either way.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path))
+        self._lines = path.open("ab", buffering=0)
+
+    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        with self._naming_the_file():
+            self._lines.write("".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs).encode())
+
+    def sync(self) -> None:
+        with self._naming_the_file():
+            os.fsync(self._lines.fileno())
+
+    @contextlib.contextmanager
+    def _naming_the_file(self) -> Iterator[None]:
+        """A full disk is reported without a name."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self._lines.name) from error
+
+    def close(self) -> None:
+        self._lines.close()

@@ -1,0 +1,152 @@
+"""The record of a probe: an Optuna journal with one study per stage and cell, and facts of the whole probe."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.storages import BaseStorage, InMemoryStorage, JournalStorage
+from optuna.study import Study
+
+from autotune.space.space import Value
+from ringattn.wording import plural
+from ringattn.workload import Tunables, Workload
+
+from .file import JournalFile, WriterLock, check_regular, clear_optuna_locks, cut_to_whole_lines, is_foreign
+from .stage_record import StageRecord
+
+HEADER = "probe"
+
+
+class Store:
+    """All studies of one probe. ``path=None`` keeps them in memory (replay, tests)."""
+
+    def __init__(self, path: Path | None, *, identity: str = "", fresh: bool = False) -> None:
+        """Opens or starts the journal at ``path``.
+
+        ``identity`` says what the probe is (machine, software, request); a journal with another one, or
+        ``fresh``, is started over. Raises DeviceBusy when another process writes it, OSError when it cannot be written.
+        """
+        self.path = path
+        self.notes: list[str] = []
+        self._lock: WriterLock | None = None
+        self._file: JournalFile | None = None
+        self._storage: BaseStorage = InMemoryStorage()
+        if path is not None:
+            self._lock = WriterLock(path)
+            try:
+                self._storage = self._open_journal(path, fresh)
+            except BaseException:
+                self._lock.release()
+                raise
+        self._header = self._study(HEADER, None)
+        self._identity = identity
+        self.resumed = "identity" in self._header.user_attrs
+        if not self.resumed:
+            self._header.set_user_attr("identity", identity)
+        elif self._header.user_attrs["identity"] != identity:
+            assert path is not None, "a store in memory is always new"
+            self.notes.append(f"{path.name}: of another machine, software or request; starting over")
+            self.start_over()
+
+    def start_over(self) -> None:
+        """Forget everything; the lock stays held."""
+        if self.path is not None:
+            assert self._file is not None
+            self._file.close()
+            self.path.unlink()
+            self._file = JournalFile(self.path)
+            self._storage = JournalStorage(self._file)
+        else:
+            self._storage = InMemoryStorage()
+        self.resumed = False
+        self._header = self._study(HEADER, None)
+        self._header.set_user_attr("identity", self._identity)
+
+    def _open_journal(self, path: Path, fresh: bool) -> JournalStorage:
+        check_regular(path)
+        cleared = clear_optuna_locks(path)
+        if cleared:
+            self.notes.append(f"removed orphaned locks: {', '.join(cleared)}")
+        if fresh:
+            path.unlink(missing_ok=True)
+        if path.exists() and is_foreign(path):
+            self._set_aside(path)
+        if path.exists():
+            dropped = cut_to_whole_lines(path)
+            if dropped:
+                self.notes.append(f"{path.name}: dropped {plural(dropped, 'byte')} of a half-written record")
+        self._file = JournalFile(path)
+        try:
+            return JournalStorage(self._file)
+        except (LookupError, TypeError, ValueError, AssertionError, AttributeError):  # what Optuna ends with on it
+            self._file.close()
+            self._set_aside(path)
+            self._file = JournalFile(path)
+            return JournalStorage(self._file)
+
+    def _set_aside(self, path: Path) -> None:
+        aside = path.with_name(path.name + ".unreadable")
+        path.replace(aside)
+        self.notes.append(f"{path.name}: holds no records of a probe; moved to {aside.name}, starting over")
+
+    def _study(self, name: str, sampler: optuna.samplers.BaseSampler | None) -> Study:
+        with _quiet_optuna():
+            return optuna.create_study(
+                study_name=name, storage=self._storage, sampler=sampler, direction="minimize", load_if_exists=True
+            )
+
+    def stage(
+        self,
+        workload: Workload,
+        stage: str,
+        knobs: Mapping[str, tuple[Value, ...]],
+        sampler: optuna.samplers.BaseSampler | None = None,
+        base: Tunables | None = None,
+    ) -> StageRecord:
+        """The study of one stage of one cell, with everything an earlier run recorded in it.
+
+        ``base``: see StageRecord. Most of a journal, and of the time to open it, would be unchanged parameters.
+        """
+        study = self._study(f"{workload} | {stage}", sampler or optuna.samplers.RandomSampler(seed=0))
+        return StageRecord(study, workload, knobs, self._sync, base)
+
+    def remember(self, name: str, value: Any) -> None:
+        """A fact of the whole probe (JSON), such as a cell that is done."""
+        self._header.set_user_attr(name, value)
+        self._sync()
+
+    def _sync(self) -> None:
+        if self._file is not None:
+            self._file.sync()
+
+    def recall(self, name: str) -> Any:
+        return self._header.user_attrs.get(name)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+@contextlib.contextmanager
+def _quiet_optuna() -> Iterator[None]:
+    """Optuna announces every study on stderr; a progress display cannot use that."""
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    try:
+        yield
+    finally:
+        optuna.logging.set_verbosity(before)

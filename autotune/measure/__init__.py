@@ -1,0 +1,1 @@
+"""Measures plans: workers, timing, interference, and the simulated machine."""

@@ -1,0 +1,63 @@
+"""What a worker asks of whatever measures in it, and what it tells that at the start; no torch, no measuring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from ringattn.hardware.facts import HardwareFacts
+from ringattn.workload import Tunables, Workload
+
+from .evaluator import Checked, Interference, Proven, Sample
+from .messages import LinkReading, Meeting
+
+Phase = Callable[[str], None]
+
+
+class WrongAnswer(Exception):
+    """A candidate disagrees with float64; the message names the input that broke it."""
+
+
+class PeerWrong(WrongAnswer):
+    """Another rank's part of the answer disagrees with float64."""
+
+
+class Bench(Protocol):
+    """What a worker can do with a candidate. Anything a candidate does wrong is raised."""
+
+    def check(self, workload: Workload, tunables: Tunables, phase: Phase, pace_ms: float | None) -> Checked: ...
+
+    def prove(self, workload: Workload, tunables: Tunables, phase: Phase, part: tuple[int, int]) -> Proven: ...
+
+    def first_call(self, workload: Workload, tunables: Tunables) -> Proven: ...
+
+    def obey(self, workload: Workload, profile_path: str) -> Tunables: ...
+
+    def links(self) -> LinkReading: ...
+
+    def sample(self, workload: Workload, tunables: Tunables) -> Sample: ...
+
+    def begin_block(self, beside: int = 0) -> None: ...
+
+    def end_block(self) -> tuple[Interference, ...]: ...
+
+    def blind_spots(self) -> tuple[str, ...]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class BenchSettings:
+    """``train_too``: gradients are wanted somewhere in this probe, so reference rows are worked out with them.
+
+    ``varied_lengths``: lengths change between calls, so part of the first call counts in every sample.
+    ``meeting``: where the other ranks are, None for one alone.
+    """
+
+    device: str
+    facts: HardwareFacts
+    seed: int
+    sample_target_ms: float
+    ragged_lengths: int
+    train_too: bool = True
+    varied_lengths: bool = False
+    meeting: Meeting | None = None

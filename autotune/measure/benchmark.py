@@ -1,0 +1,451 @@
+"""Measures one plan on one device: checked against float64 first, then timed warm, with cold caches on a GPU.
+
+Runs inside the worker process. Every candidate is the real module, built through a profile of one plan, so that
+what is measured is what the runtime will do. Over several ranks the benches of all make the same calls: whatever
+depends on a reading (how often to repeat, when to stop) follows the slowest rank's.
+
+Legend: B batch, S length, H query heads, G key/value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from autotune.accuracy.check import judge
+from autotune.accuracy.inputs import KINDS, Inputs, make_inputs
+from autotune.accuracy.references import References
+from autotune.accuracy.sampled_rows import Expected, Sampled, pick_rows
+from ringattn.attention import RingAttention
+from ringattn.dtypes import TORCH_DTYPES
+from ringattn.profile.schema import Profile
+from ringattn.runtime.workspace import POOL
+from ringattn.workload import Tunables, Workload
+
+from .bench import Bench, BenchSettings, PeerWrong, Phase, WrongAnswer
+from .evaluator import Checked, Interference, Proven, Sample
+from .head_start import may_be_launches
+from .interference import Watch
+from .links import measure_links
+from .messages import LinkReading
+from .rank_agreement import Alone, Together
+from .stopwatch import Launches, Stopwatch
+from .timers import FEWEST, CudaTimer, HostTimer, cpu_peak_bytes, wake
+
+WARM_CALLS = 3  # at least, before anything is timed
+WARM_LIMIT_S = 0.5
+STEADY = 0.10  # two successive calls this close (relative) are a steady state
+SLOW = 2.5  # times the pace: a candidate like that is let go after the first look
+OVERLONG = 4.0  # times its target is where a sample ends early; ranks count the same calls whatever they last
+MOST_REPEATS = 256  # calls in one sample
+RUNNERS_KEPT = 24
+VARIED_CALLS = 32  # with varied lengths, how often a length is met: its first call is spread over so many
+RAGGED_SPREAD = math.sqrt(2)  # a bucket reaches this factor to both sides
+
+__all__ = ["Bench", "BenchSettings", "DeviceBench", "PeerWrong", "Phase", "WrongAnswer"]
+
+
+@dataclass(slots=True)
+class Runner:
+    """A candidate ready to be called, with how long a call takes."""
+
+    call: Callable[[], None]
+    call_ms: float = 0.0
+    host_us: float = 0.0
+    launches: Launches = field(default_factory=Launches)
+
+
+def proving_inputs(workload: Workload, count: int, seed: int) -> tuple[tuple[int, str], ...]:
+    """Random lengths of the workload's bucket, evenly in log2, each with a kind of inputs.
+
+    Over seeds every residue of every tile occurs. Training and inference share them, and so the reference rows.
+    """
+    rng = np.random.default_rng((seed, workload.seq_len, workload.causal))
+    low, high = workload.seq_len / RAGGED_SPREAD, workload.seq_len * RAGGED_SPREAD
+    lengths = np.exp(rng.uniform(math.log(low), math.log(high), size=count))
+    whole = [int(min(max(math.ceil(low), round(n)), math.floor(high))) for n in lengths]
+    return tuple((length, KINDS[(number + seed) % len(KINDS)]) for number, length in enumerate(whole))
+
+
+class DeviceBench:
+    """The real one: RingAttention on a CUDA device or the CPU."""
+
+    def __init__(self, settings: BenchSettings) -> None:
+        self.settings = settings
+        self.device = torch.device(settings.device)
+        self._cuda = self.device.type == "cuda"
+        if self._cuda:
+            self.device = torch.device("cuda", self.device.index or 0)
+            torch.cuda.set_device(self.device)
+        self._peers = Alone() if settings.meeting is None else Together(settings.meeting, self.device)
+        uuid = str(torch.cuda.get_device_properties(self.device).uuid) if self._cuda else None
+        self._watch = Watch(uuid, self._peers.siblings)
+        self._timer = CudaTimer(self.device, settings.facts) if self._cuda else HostTimer()
+        self._stopwatch = Stopwatch(self._timer, self._peers)
+        if self._cuda:
+            wake(self.device)
+        else:
+            cpu_peak_bytes(lambda: None)  # loading torch's profiler takes seconds on a busy machine
+        self._references = References(self.device, settings.seed, train_too=settings.train_too, rank=self._peers.rank)
+        self._runners: OrderedDict[tuple[Workload, Tunables], Runner] = OrderedDict()
+        self._inputs: tuple[Workload, Inputs] | None = None
+        self._new_length = 0
+        self._first_calls: dict[tuple[Workload, Tunables], float] = {}
+
+    # --- the gate -----------------------------------------------------------------------------------------------
+
+    def check(self, workload: Workload, tunables: Tunables, phase: Phase, pace_ms: float | None) -> Checked:
+        """Answer, memory and a warm call at the workload's own length."""
+        phase("reference")  # our own cost is not the candidate's
+        inputs = self._timing_inputs(workload)
+        module = self._module(workload, tunables)
+        error, cold_ms = self._hold_against_reference(module, workload, tunables, workload.total, "ordinary", phase)
+        peak_bytes, taken_ms = self._peak_bytes(module, workload, inputs)
+        (waited_ms,) = self._peers.most(taken_ms)
+        if pace_ms is not None and waited_ms > SLOW * pace_ms:
+            call_ms, host_us = self._first_look(module, workload, inputs, waited_ms)
+            if call_ms > SLOW * pace_ms:
+                return Checked(call_ms, error, peak_bytes, cold_ms, host_us)
+        if self.settings.varied_lengths:
+            self._first_calls[workload, tunables] = self._first_call_ms(module, workload, inputs)
+        runner = self._runner(workload, tunables, module, waited_ms)
+        return Checked(runner.call_ms, error, peak_bytes, cold_ms, runner.host_us)
+
+    def prove(self, workload: Workload, tunables: Tunables, phase: Phase, part: tuple[int, int] = (0, 1)) -> Proven:
+        """Its own length with adversarial inputs, and random ragged ones of the bucket; a part of them in a helper."""
+        module = self._module(workload, tunables)
+        number, parts = part
+        ragged = proving_inputs(workload, self.settings.ragged_lengths, self.settings.seed)
+        # Ranks hold unequal shares, too.
+        totals = [(length * workload.world - length % workload.world, kind) for length, kind in ragged]
+        for total, kind in [(workload.total, "negative"), *totals][number::parts]:
+            self._hold_against_reference(module, workload, tunables, total, kind, phase)
+        if parts > 1:
+            return Proven(0.0)
+        return Proven(self._first_call_ms(module, workload, self._timing_inputs(workload)))
+
+    def _hold_against_reference(
+        self, module: RingAttention, workload: Workload, tunables: Tunables, length: int, kind: str, phase: Phase
+    ) -> tuple[float, float]:
+        """The relative error and the ms of the call, or WrongAnswer with everything needed to reproduce it.
+
+        ``length`` is the whole sequence's. A wrong row on one rank is a wrong answer on all.
+        """
+        phase("reference")
+        inputs, sampled, expected = self._references.get(workload, length, kind, tunables)
+        self._peers.meet()  # the candidate's time does not run while another rank still works on its reference
+        phase("candidate")
+        return self._answer(module, workload, length, inputs, sampled, expected)
+
+    def _answer(
+        self,
+        module: RingAttention,
+        workload: Workload,
+        length: int,
+        inputs: Inputs,
+        sampled: Sampled,
+        expected: Expected,
+    ) -> tuple[float, float]:
+        """What ``_hold_against_reference`` gives, once the reference is there."""
+        ragged = length != workload.world * inputs.q.shape[1] or length % workload.world
+        call: Callable[..., Any] = partial(module, total_length=length) if workload.world > 1 and ragged else module
+        self._synchronize()
+        begin = time.perf_counter()
+        out, lse, grads = _results(call, inputs, workload.train)
+        self._synchronize()
+        taken_ms = (time.perf_counter() - begin) * 1e3
+        got = pick_rows(workload, sampled, out, lse, grads)
+        whole = [("out", out), ("lse", lse), *zip(("dq", "dk", "dv"), grads, strict=False)]
+        verdict = judge(expected, got, whole)
+        found = self._peers.first_fault(verdict.fault)
+        if found is not None:
+            rank, fault = found
+            text = f"{fault}; S={length}, {inputs.kind} inputs, seed {self.settings.seed}"
+            raise WrongAnswer(text) if verdict.fault else PeerWrong(f"rank {rank}: {text}")
+        return verdict.error, taken_ms
+
+    def _first_call_ms(self, module: RingAttention, workload: Workload, inputs: Inputs) -> float:
+        """A call at a length this process has not run: some kernels build a plan for every new shape."""
+        self._new_length += 1
+        length = max(1, workload.seq_len - self._new_length % 61)
+        shorter = replace(
+            inputs,
+            q=inputs.q[:, :length],
+            k=inputs.k[:, :length],
+            v=inputs.v[:, :length],
+            dout=inputs.dout[:, :length],
+        )
+        call = _caller(module, shorter, workload.train)
+        self._synchronize()
+        begin = time.perf_counter()
+        call()
+        self._synchronize()
+        return (time.perf_counter() - begin) * 1e3
+
+    def first_call(self, workload: Workload, tunables: Tunables) -> Proven:
+        """A call at the workload's length and one at a ragged length, which compile what there is to compile."""
+        module, inputs = self._module(workload, tunables), self._timing_inputs(workload)
+        _caller(module, inputs, workload.train)()
+        return Proven(self._first_call_ms(module, workload, inputs))
+
+    def obey(self, workload: Workload, profile_path: str) -> Tunables:
+        """What the runtime plans when it reads the file itself, after running it once."""
+        module = _build(workload, profile=profile_path, device=self.device, group=self._peers.group)
+        _caller(module, self._timing_inputs(workload), workload.train)()
+        self._synchronize()
+        return module.plan_for(workload.seq_len, workload.dtype, workload.train, workload.batch).tunables
+
+    def links(self) -> LinkReading:
+        """How long a round of messages among the ranks takes."""
+        return measure_links(self._peers, self.device)
+
+    # --- timing -------------------------------------------------------------------------------------------------
+
+    def sample(self, workload: Workload, tunables: Tunables) -> Sample:
+        """One repetition: the typical call of as many as make the sample long enough against the timer's noise."""
+        runner = self._runner(workload, tunables)
+        call_ms, host_us = self._peers.most(runner.call_ms, runner.host_us)  # and all begin together
+        waits_us = max(host_us, runner.launches.us)  # the same on all ranks
+        repeats = self._timer.calls_for(self.settings.sample_target_ms, call_ms, waits_us)
+        # Calls of a fifth of a ms take twenty where another process is on a core that their threads wait for.
+        alone = self.settings.meeting is None
+        limit_s = OVERLONG * self.settings.sample_target_ms / 1e3 if alone else math.inf
+        typical = self._stopwatch.read(runner.call, runner.launches, min(repeats, MOST_REPEATS), limit_s)
+        runner.call_ms, runner.host_us = typical.ms, typical.host_us
+        first_ms = self._first_calls.get((workload, tunables), 0.0) if self.settings.varied_lengths else 0.0
+        return Sample(typical.ms + first_ms / VARIED_CALLS, typical.host_us)
+
+    def begin_block(self, beside: int = 0) -> None:
+        """``beside`` helpers wait on the same device."""
+        gc.collect()
+        gc.freeze()  # what lives on is not looked at again: with torch alone that took 130 ms, beside 70 of samples
+        gc.disable()
+        self._watch.begin(beside)
+
+    def end_block(self) -> tuple[Interference, ...]:
+        gc.enable()
+        return self._watch.end()
+
+    def blind_spots(self) -> tuple[str, ...]:
+        return tuple(self._watch.blind_spots)
+
+    # --- parts --------------------------------------------------------------------------------------------------
+
+    def _module(self, workload: Workload, tunables: Tunables) -> RingAttention:
+        """The runtime's module, obeying exactly this plan."""
+        dtype: str | torch.dtype | None = None
+        if tunables.dtype != workload.dtype:
+            dtype = "tf32" if tunables.dtype == "tf32" else TORCH_DTYPES[tunables.dtype]
+        profile = Profile.single(self.settings.facts, workload, tunables)
+        module = _build(
+            workload,
+            profile=profile,
+            dtype=dtype,
+            device=self.device,
+            group=self._peers.group,
+            layout=tunables.layout or "auto",
+        )
+        module.validates = False  # its answers are held against float64 here, before any is timed
+        planned = module.plan_for(workload.seq_len, workload.dtype, workload.train, workload.batch).tunables
+        assert planned == tunables, f"the runtime plans {planned} where {tunables} was asked for"
+        return module
+
+    def _timing_inputs(self, workload: Workload) -> Inputs:
+        if self._inputs is None or self._inputs[0] != workload:
+            self._runners.clear()
+            self._inputs = None
+            self._release()
+            seed = self.settings.seed + self._peers.rank
+            inputs = make_inputs(workload, workload.seq_len, "ordinary", seed, self.device, for_timing=True)
+            self._inputs = (workload, inputs)
+        return self._inputs[1]
+
+    def _runner(
+        self,
+        workload: Workload,
+        tunables: Tunables,
+        module: RingAttention | None = None,
+        waited_ms: float | None = None,
+    ) -> Runner:
+        """A warm candidate; those used longest ago make room.
+
+        ``module`` is it, if it has been built, and has been called: the last time for ``waited_ms``.
+        """
+        inputs = self._timing_inputs(workload)
+        key = (workload, tunables)
+        if key not in self._runners:
+            while len(self._runners) >= RUNNERS_KEPT:
+                self._runners.popitem(last=False)
+            module = module or self._module(workload, tunables)
+            runner = Runner(_caller(module, inputs, workload.train))
+            self._warm(runner, waited_ms)
+            self._runners[key] = runner
+        self._runners.move_to_end(key)
+        return self._runners[key]
+
+    def _first_look(
+        self, module: RingAttention, workload: Workload, inputs: Inputs, waited_ms: float
+    ) -> tuple[float, float]:
+        """The ms of a call, and the us of its host, where someone who waited for the whole of one took ``waited_ms``.
+
+        What is mostly the host's launching counts as it does in a sample: at 1024 positions flash-attn-4 keeps an H100
+        busy for 0.03 ms, and a slow host for 0.36.
+        """
+        if not (self._cuda and may_be_launches(waited_ms)):
+            return waited_ms, waited_ms * 1e3
+        call = _caller(module, inputs, workload.train)
+        typical = self._stopwatch.read(call, Launches(waited_ms * 1e3), FEWEST + 1)
+        call_ms, host_us = self._peers.most(typical.ms, typical.host_us)
+        return call_ms, host_us
+
+    def _warm(self, runner: Runner, waited_ms: float | None = None) -> None:
+        """Calls until two in a row take the same time, or long enough; ``waited_ms`` of the last that was made."""
+        begin = time.perf_counter()
+        last = math.inf
+        if waited_ms is not None:  # with the head start it needs from the first reading on, which may be the only one
+            last, runner.launches.us = waited_ms, waited_ms * 1e3
+        for number in range(1 if waited_ms is None else WARM_CALLS, 50):
+            reading = self._stopwatch.read(runner.call, runner.launches, 1)
+            runner.call_ms, runner.host_us, taken_s = self._peers.most(
+                reading.ms, reading.host_us, time.perf_counter() - begin
+            )
+            steady = abs(runner.call_ms - last) <= STEADY * runner.call_ms
+            if (number >= WARM_CALLS and steady) or (number >= 2 and taken_s > WARM_LIMIT_S):
+                break
+            last = runner.call_ms
+
+    def _peak_bytes(self, module: RingAttention, workload: Workload, inputs: Inputs) -> tuple[int, float]:
+        """What two calls in a row hold at most beyond the inputs, and the ms of the second.
+
+        The buffers of the pool count, as they stay, and so does what peers write into.
+        """
+        call = _caller(module, inputs, workload.train)
+        taken_ms = 0.0
+
+        def twice() -> None:
+            nonlocal taken_ms
+            call()
+            self._synchronize()
+            begin = time.perf_counter()
+            call()
+            self._synchronize()
+            taken_ms = (time.perf_counter() - begin) * 1e3
+
+        POOL.clear()
+        if not self._cuda:
+            return cpu_peak_bytes(twice), taken_ms
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        twice()
+        peak_bytes = torch.cuda.max_memory_allocated(self.device) - before + module.peer_workspace_bytes()
+        return max(0, peak_bytes), taken_ms
+
+    def _synchronize(self) -> None:
+        if self._cuda:
+            torch.cuda.synchronize(self.device)
+
+    def _release(self) -> None:
+        POOL.clear()
+        gc.unfreeze()
+        gc.collect()
+        if self._cuda:
+            torch.cuda.empty_cache()
+
+    def forget(self) -> None:
+        """Drop every candidate and buffer: an out-of-memory may have been the fault of the others."""
+        self._runners.clear()
+        self._put_down()
+
+    def _put_down(self) -> None:
+        """The inputs; the rows of references stay: they are small and took long."""
+        self._references.put_down()
+        self._inputs = None
+        self._release()
+
+
+class HelpingBench(DeviceBench):
+    """In a process beside the one that measures, which gets back the device's memory after each request."""
+
+    def prove(self, workload: Workload, tunables: Tunables, phase: Phase, part: tuple[int, int] = (0, 1)) -> Proven:
+        try:
+            return super().prove(workload, tunables, phase, part)
+        finally:
+            self._put_down()
+
+    def first_call(self, workload: Workload, tunables: Tunables) -> Proven:
+        try:
+            return super().first_call(workload, tunables)
+        finally:
+            self._put_down()
+
+
+def _build(
+    workload: Workload,
+    *,
+    profile: Profile | str,
+    device: torch.device,
+    dtype: str | torch.dtype | None = None,
+    group: Any = None,
+    layout: str = "auto",
+) -> RingAttention:
+    branches = workload.pattern.branches
+    return RingAttention(
+        workload.heads,
+        workload.head_dim,
+        num_kv_heads=workload.kv_heads,
+        segment_lengths=[b.segment for b in branches] or None,
+        dilation_rates=[b.rate for b in branches] or None,
+        causal=workload.causal,
+        head_offset=workload.pattern.head_offset,
+        profile=profile,
+        dtype=dtype,
+        device=device,
+        process_group=group,
+        layout=layout,
+    )
+
+
+# --- calls -----------------------------------------------------------------------------------------------------------
+
+
+def _caller(module: RingAttention, inputs: Inputs, train: bool) -> Callable[[], None]:
+    """What is timed: one forward, and in training the backward to q, k and v."""
+    if not train:
+
+        def infer() -> None:
+            with torch.no_grad():
+                module(inputs.q, inputs.k, inputs.v)
+
+        return infer
+    q, k, v = (x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+
+    def step() -> None:
+        torch.autograd.grad(module(q, k, v), (q, k, v), inputs.dout)
+
+    return step
+
+
+def _results(module: Callable[..., Any], inputs: Inputs, train: bool) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """out, lse and the gradients (none for inference), those of training on the path that is timed.
+
+    A call that returns the lse is another one to autograd, which differentiates it, too.
+    """
+    if not train:
+        with torch.no_grad():
+            out, lse = module(inputs.q, inputs.k, inputs.v, return_lse=True)
+        return out, lse, ()
+    q, k, v = (x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+    out = module(q, k, v)
+    grads = torch.autograd.grad(out, (q, k, v), inputs.dout)
+    _, lse = module(q, k, v, return_lse=True)
+    return out.detach(), lse.detach(), grads

@@ -1,0 +1,237 @@
+"""The one seam between search and measurement: what can be asked of a machine, real or replayed.
+
+The search knows this protocol, a clock, and nothing of processes, tensors or tables.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
+from signal import SIGKILL
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from ringattn.profile.schema import LinkSpeed
+from ringattn.workload import Tunables, Workload
+
+FailureKind = Literal["oom", "crash", "timeout", "wrong", "compile", "error"]
+
+
+class Clock(Protocol):
+    """Seconds that only grow. Replay supplies simulated ones."""
+
+    def now(self) -> float: ...
+
+
+class MonotonicClock:
+    """The machine's own."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+
+# --- why a candidate gave no number, where something is decided by it -------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Killed:
+    """A signal ended the worker. No candidate sends SIGKILL to itself: that one is somebody else's."""
+
+    signal: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A signal such as SIGSTOP held the worker, which no candidate does to itself, until it was given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The worker was ended before it got to the candidate."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelUnavailable:
+    """A kernel that cannot be loaded in this environment, whatever it is asked; ``reason`` is one line."""
+
+    kernel: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerFailed:
+    """A rank failed only because another did, whose own fault is the one to record."""
+
+
+Cause = Killed | Held | Ended | KernelUnavailable | PeerFailed
+
+# Names in the journal, which outlive those of the classes.
+_CAUSES: Mapping[str, type[Cause]] = {
+    "killed": Killed,
+    "held": Held,
+    "ended": Ended,
+    "kernel-unavailable": KernelUnavailable,
+    "peer-failed": PeerFailed,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """How a candidate ended that gave no number.
+
+    ``message`` is one line for people, with the input that broke it; ``cause`` is what decisions are made by.
+    """
+
+    kind: FailureKind
+    message: str
+    cause: Cause | None = None
+
+    @property
+    def struck(self) -> bool:
+        """Whether somebody else ended or held the worker, it seems: another try may go well."""
+        return isinstance(self.cause, Held | Ended) or self.cause == Killed(SIGKILL)
+
+    @property
+    def from_outside(self) -> bool:
+        """Whether the machine may be to blame: it was too slow to answer, or somebody ended the worker."""
+        return self.kind == "timeout" or self.struck
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON data, for a journal or a table; ``Fault.of`` reads it."""
+        document: dict[str, Any] = {"kind": self.kind, "message": self.message}
+        if self.cause is not None:
+            name = next(name for name, cause in _CAUSES.items() if type(self.cause) is cause)
+            document["cause"] = {"is": name, **asdict(self.cause)}
+        return document
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> Fault:
+        """The fault of a document that ``plain`` made, or an earlier version that knew no causes."""
+        cause = dict(document.get("cause") or {})
+        made = _CAUSES[cause.pop("is")](**cause) if cause else None
+        return cls(document["kind"], document["message"], made)
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A candidate that agreed with float64: what one look at it showed.
+
+    ``call_ms`` is a warm call, good to plan with but not to compare; ``error`` the relative 2-norm against float64
+    on ordinary inputs, the worst of out and the gradients; ``peak_bytes`` what one call holds beyond the inputs;
+    ``cold_ms`` the very first call, with whatever had to be loaded, built or compiled for it.
+    """
+
+    call_ms: float
+    error: float
+    peak_bytes: int
+    cold_ms: float
+    host_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Proven:
+    """A candidate that is right at ragged lengths too; ``first_call_ms`` is a call at a length never met before."""
+
+    first_call_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One repetition of one candidate in one block; ``ms`` is the time of a call that the search minimises."""
+
+    ms: float
+    host_us: float = 0.0
+
+
+class InterferenceKind(Enum):
+    """What spoils a timing, with the words for it."""
+
+    FOREIGN_LOAD = "other processes used {:.0f} % of the CPUs"
+    STEAL = "the hypervisor took {:.0f} % of the CPUs"
+    QUOTA = "the CPU quota held the process back for {:.0f} % of the time"
+    HARDWARE_SLOWDOWN = "GPU clocks held down: hardware slowdown"
+    THERMAL = "GPU clocks held down: thermal limit"
+    HARDWARE_THERMAL = "GPU clocks held down: hardware thermal limit"
+    POWER_BRAKE = "GPU clocks held down: power brake"
+    FOREIGN_PROCESS = "another process started to compute on the GPU"
+
+
+@dataclass(frozen=True, slots=True)
+class Interference:
+    """``percent`` is 0 where the kind has no size."""
+
+    kind: InterferenceKind
+    percent: float = 0.0
+
+    def __str__(self) -> str:
+        return self.kind.value.format(self.percent)
+
+
+def largest_of_each(found: Iterable[Interference]) -> tuple[Interference, ...]:
+    """One of each kind, the largest, in the order in which the kinds were met."""
+    largest: dict[InterferenceKind, Interference] = {}
+    for each in found:
+        known = largest.get(each.kind)
+        if known is None or each.percent > known.percent:
+            largest[each.kind] = each
+    return tuple(largest.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One pass over candidates, in the order they were given.
+
+    A candidate that fails ends with a Fault in its place and does not end the block. ``disturbances`` say what
+    made the block untrustworthy as a whole; such a block is repeated, never used.
+    """
+
+    results: tuple[Sample | Fault, ...]
+    disturbances: tuple[Interference, ...] = ()
+
+
+@runtime_checkable
+class KnowsLinks(Protocol):
+    """An evaluator of several ranks, which can say how fast messages go between them."""
+
+    def links(self) -> LinkSpeed: ...
+
+
+@runtime_checkable
+class CallsAhead(Protocol):
+    """An evaluator that can make first calls while it does other things."""
+
+    def begin_first_calls(self, calls: Sequence[tuple[Workload, Tunables]]) -> None: ...
+
+    def end_first_calls(self, timeout_s: float) -> str:
+        """Waits for them, at most so long; says what failed."""
+        ...
+
+
+class Evaluator(Protocol):
+    """A machine that can check and time plans. Nothing that a candidate does may raise out of these calls."""
+
+    def check(
+        self, cell: Workload, candidate: Tunables, *, timeout_s: float, pace_ms: float | None = None
+    ) -> Checked | Fault:
+        """Run the candidate at the cell's own length and hold it against float64.
+
+        One that turns out much slower than ``pace_ms`` a call is let go with fewer calls.
+        """
+        ...
+
+    def prove(self, cell: Workload, candidate: Tunables, *, timeout_s: float) -> Proven | Fault:
+        """Hold the candidate against float64 at random ragged lengths of the cell's bucket."""
+        ...
+
+    def block(self, cell: Workload, order: Sequence[Tunables], *, timeout_s: float) -> Block:
+        """Time each of ``order`` once; one plan may occur twice. ``timeout_s`` is per candidate."""
+        ...
+
+    def obey(self, cell: Workload, profile_path: str, *, timeout_s: float) -> Tunables | Fault:
+        """The plan the runtime takes for the cell when it reads the profile at ``profile_path``, after running it."""
+        ...
+
+    def close(self) -> None:
+        """Give the machine back."""
+        ...

@@ -1,0 +1,62 @@
+"""What the tuner and its worker process say to each other; both import it, so that what is pickled has one home."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ringattn.workload import Tunables, Workload
+
+REAL_BENCH = "autotune.measure.benchmark:DeviceBench"
+HELPING_BENCH = "autotune.measure.benchmark:HelpingBench"
+MESSAGE_MIB = 64  # size of the message that links are measured with
+
+Action = Literal["check", "prove", "first-call", "obey", "block", "links", "stop"]
+MessageKind = Literal["ready", "phase", "result", "done", "no-device", "bug"]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is wanted of the worker; a block times all of ``plans`` in order.
+
+    ``part`` (i, n) of a proof is every n-th of its lengths from the i-th on. ``beside`` helpers wait while a block is
+    timed. ``lockstep``: other ranks do the same, so a block ends at the first plan that fails, and nothing is tried
+    again.
+    """
+
+    action: Action
+    workload: Workload | None = None
+    plans: tuple[Tunables, ...] = ()
+    profile_path: str = ""
+    pace_ms: float | None = None
+    lockstep: bool = False
+    part: tuple[int, int] = (0, 1)
+    beside: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A phase is of a candidate, by name; a result of candidate ``index``."""
+
+    kind: MessageKind
+    index: int = 0
+    value: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the workers of all ranks find each other: a store, and in it a name for each generation of workers."""
+
+    rank: int
+    world: int
+    host: str
+    port: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinkReading:
+    """One rank's: seconds of a round in which every rank sends a message to the next, large and small."""
+
+    large_s: float
+    small_s: float

@@ -1,0 +1,114 @@
+"""What a bench asks of the other ranks so that all do the same calls: numbers agreed on, verdicts shared.
+
+Runs inside the worker processes. Everything here goes over a gloo group of its own, beside the messages measured.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ringattn.errors import DeviceError
+
+from .messages import Meeting
+
+JOIN_TIMEOUT_S = 100.0  # below what the parent gives a worker to start
+GROUP_TIMEOUT_S = 900.0  # a candidate that hangs is ended long before, by the parent of its worker
+
+
+class Alone:
+    """A bench that has its device for itself and agrees with nobody."""
+
+    rank, size = 0, 1
+    group: Any = None
+    siblings: tuple[int, ...] = ()
+
+    def most(self, *values: float) -> tuple[float, ...]:
+        return values
+
+    def meet(self) -> None: ...
+
+    def first_fault(self, fault: str) -> tuple[int, str] | None:
+        return (0, fault) if fault else None
+
+
+class Together(Alone):
+    """One rank among several, in a process group made for this generation of workers.
+
+    Raises DeviceError where the others cannot be met.
+    """
+
+    def __init__(self, meeting: Meeting, device: torch.device) -> None:
+        self.rank, self.size = meeting.rank, meeting.world
+        try:
+            store = dist.TCPStore(  # type: ignore[attr-defined]
+                meeting.host, meeting.port, is_master=False, timeout=timedelta(seconds=JOIN_TIMEOUT_S)
+            )
+            own = dist.PrefixStore(f"workers/{meeting.generation}", store)  # type: ignore[attr-defined]
+            on_gpu = device.type == "cuda"
+            dist.init_process_group(
+                "nccl" if on_gpu else "gloo",
+                store=own,
+                rank=meeting.rank,
+                world_size=meeting.world,
+                timeout=timedelta(seconds=GROUP_TIMEOUT_S),
+                device_id=device if on_gpu else None,
+            )
+            self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=GROUP_TIMEOUT_S))
+        except RuntimeError as error:  # torch's DistError and its kin
+            text = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise DeviceError(f"rank {meeting.rank} cannot meet the others: {text}") from error
+        self.group = dist.group.WORLD
+        everyone: list[Any] = [None] * self.size
+        dist.all_gather_object(everyone, (_place(), os.getpid()), group=self._control)
+        self.siblings = tuple(
+            pid for rank, (place, pid) in enumerate(everyone) if rank != self.rank and place == _place()
+        )
+
+    def most(self, *values: float) -> tuple[float, ...]:
+        """The largest of each number over the ranks, which also waits for all of them."""
+        largest = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._control)
+        return tuple(largest.tolist())
+
+    def meet(self) -> None:
+        """Waits until every rank is here."""
+        dist.barrier(group=self._control)
+
+    def first_fault(self, fault: str) -> tuple[int, str] | None:
+        """The lowest rank that finds fault, and its words; the same on all ranks."""
+        if not self.most(float(bool(fault)))[0]:
+            return None
+        said: list[Any] = [None] * self.size
+        dist.all_gather_object(said, fault, group=self._control)
+        return next((rank, text) for rank, text in enumerate(said) if text)
+
+
+def _place() -> tuple[str, str]:
+    """Where a process id means something: the host, and its space of process ids."""
+    return socket.gethostname(), str(Path("/proc/self/ns/pid").readlink())
+
+
+def ring_neighbours(peers: Alone) -> tuple[int, int]:
+    """The ranks before and after this one."""
+    return (peers.rank - 1) % peers.size, (peers.rank + 1) % peers.size
+
+
+def exchange(send: torch.Tensor, receive: torch.Tensor, peers: Alone) -> None:
+    """One message to the next rank and one from the one before, complete when it returns."""
+    before, after = ring_neighbours(peers)
+    operations: Sequence[Any] = [
+        dist.P2POp(dist.isend, send, after, peers.group),
+        dist.P2POp(dist.irecv, receive, before, peers.group),
+    ]
+    for work in dist.batch_isend_irecv(list(operations)):
+        work.wait()
+    if send.is_cuda:
+        torch.cuda.synchronize(send.device)

@@ -1,0 +1,362 @@
+"""The evaluator of a real machine: candidates run in a worker process, and every way to fail costs one trial.
+
+The worker is a fresh interpreter (CUDA does not survive a fork), talks over a socket pair, is killed when it stops
+answering and started again when it is needed. It dies with this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from autotune.accuracy.reference_timeout import reference_limit_s
+from ringattn.errors import DeviceError
+from ringattn.workload import Tunables, Workload
+
+from .evaluator import Block, Checked, Ended, Fault, Held, Interference, Killed, Proven, Sample
+from .messages import REAL_BENCH, Message, Request
+
+if TYPE_CHECKING:
+    from .bench import BenchSettings
+
+ATTEMPTS = 2  # a worker that somebody else killed or stopped says nothing of its candidate, at first
+_TAIL_BYTES = 2000
+_ENDED_EARLY = Fault("crash", "the worker was ended before its work began", Ended())
+# Torch's profiler would log every use, and so have the last word of a worker that was killed. What flash-attn-4
+# compiled stays on disk for other workers of this probe only where it is told to keep it.
+_QUIET_AND_CACHED = {"KINETO_LOG_LEVEL": "99", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerTimes:
+    """How long a worker is waited for beside its requests."""
+
+    start_s: float = 120.0  # importing torch from a cold disk, making a CUDA context
+    stop_s: float = 5.0
+    held_s: float = 3.0  # one that a signal has stopped for so long is given up, however long its work may take
+    look_s: float = 0.5  # how often it is looked whether one has
+
+
+DEFAULT_TIMES = WorkerTimes()
+
+
+class WorkerBug(AssertionError):
+    """The worker's own code failed; the text is its traceback."""
+
+
+class Died(Exception):
+    """The worker ended by itself, or had to be killed."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(fault.message)
+        self.fault = fault
+
+
+class WorkerEvaluator:
+    """Answers the Evaluator protocol from one device."""
+
+    def __init__(
+        self,
+        settings: BenchSettings,
+        *,
+        bench: str = REAL_BENCH,
+        reference_timeout_s: float = 300.0,
+        times: WorkerTimes = DEFAULT_TIMES,
+    ) -> None:
+        """``bench`` is ``module:class`` of what the worker runs; tests put faulty ones there.
+
+        ``reference_timeout_s`` is the most that the float64 rows of a cell may take, during which no candidate runs.
+        """
+        self._reference_timeout_s = reference_timeout_s
+        self._times = times
+        self._settings = settings
+        self._bench = bench
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._errors: IO[bytes] | None = None
+        self._is_new = True  # the worker has answered nothing yet
+        self._interrupted = False
+        self.blind_spots: tuple[str, ...] = ()
+        self.starts = 0
+        self.lost_s = 0.0  # went into attempts that ended without an answer, and into new workers after them
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there is a worker process; asked while it has nothing to do."""
+        return self._process is not None and self._process.poll() is None
+
+    # --- the protocol -------------------------------------------------------------------------------------------
+
+    def check(
+        self, cell: Workload, candidate: Tunables, *, timeout_s: float, pace_ms: float | None = None
+    ) -> Checked | Fault:
+        result = self._ask(Request("check", cell, (candidate,), pace_ms=pace_ms), timeout_s)
+        assert isinstance(result, (Checked, Fault))
+        return result
+
+    def prove(
+        self, cell: Workload, candidate: Tunables, *, timeout_s: float, part: tuple[int, int] = (0, 1)
+    ) -> Proven | Fault:
+        """``part`` (i, n) is every n-th length from the i-th on; the first call is timed with all of them only."""
+        result = self._ask(Request("prove", cell, (candidate,), part=part), timeout_s)
+        assert isinstance(result, (Proven, Fault))
+        return result
+
+    def first_call(self, cell: Workload, candidate: Tunables, *, timeout_s: float) -> Proven | Fault:
+        """The candidate called at the cell's length and at another, for what that leaves in the caches of compilers."""
+        result = self._ask(Request("first-call", cell, (candidate,)), timeout_s)
+        assert isinstance(result, (Proven, Fault))
+        return result
+
+    def interrupt(self) -> None:
+        """End the worker for good, from another thread than the one that waits for its answer: that gets a Fault."""
+        self._interrupted = True
+        process = self._process
+        if process is not None and process.poll() is None:
+            process.kill()
+
+    def obey(self, cell: Workload, profile_path: str, *, timeout_s: float) -> Tunables | Fault:
+        result = self._ask(Request("obey", cell, profile_path=profile_path), timeout_s)
+        assert isinstance(result, (Tunables, Fault))
+        return result
+
+    def block(self, cell: Workload, order: Sequence[Tunables], *, timeout_s: float) -> Block:
+        """One pass; after a candidate that kills the worker the rest goes on in a new one.
+
+        What was timed before and after such a restart is still one block: seconds lie between, not hours.
+        """
+        results: list[Sample | Fault] = []
+        disturbances: tuple[Interference, ...] = ()
+        struck_at: set[int] = set()
+        while len(results) < len(order):
+            rest = tuple(order[len(results) :])
+            try:
+                self._send(Request("block", cell, rest, beside=self._beside()))
+                with self._counting_losses():
+                    disturbances += self._collect(results, timeout_s)
+                assert len(results) == len(order)
+            except Died as died:
+                if died.fault.struck and len(results) not in struck_at:
+                    struck_at.add(len(results))
+                else:
+                    results.append(died.fault)
+        return Block(tuple(results), disturbances)
+
+    def _beside(self) -> int:
+        """Other processes of this probe that are on the device."""
+        return 0
+
+    def _collect(self, results: list[Sample | Fault], timeout_s: float) -> tuple[Interference, ...]:
+        """Adds what the worker says of a block to ``results``, and returns what disturbed it; raises Died."""
+        while True:
+            message = self._receive(timeout_s)
+            if message.kind == "result":
+                results.append(message.value)
+            elif message.kind == "done":
+                if isinstance(message.value, Fault):  # it gave up after a sticky error
+                    self._kill()
+                    raise Died(message.value)
+                disturbances: tuple[Interference, ...] = message.value
+                return disturbances
+
+    def close(self) -> None:
+        """End the worker, politely first."""
+        if self._connection is not None and self._process is not None and self._process.poll() is None:
+            try:
+                self._connection.send(Request("stop"))
+                self._process.wait(self._times.stop_s)
+            except (OSError, subprocess.TimeoutExpired):
+                pass  # it is killed next
+        self._kill()
+
+    # --- messages -----------------------------------------------------------------------------------------------
+
+    def _ask(self, request: Request, timeout_s: float) -> Any:
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                return self._exchange(request, timeout_s)
+            except Died as died:
+                if not died.fault.struck or attempt == ATTEMPTS:
+                    return died.fault
+        raise AssertionError("unreachable")
+
+    def _exchange(self, request: Request, timeout_s: float) -> Any:
+        self._send(request)
+        with self._counting_losses():
+            return self._answer(request, timeout_s)
+
+    @contextlib.contextmanager
+    def _counting_losses(self) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        except Died:
+            self.lost_s += time.monotonic() - began
+            raise
+
+    def _answer(self, request: Request, timeout_s: float) -> Any:
+        limit, phase = timeout_s, ""
+        while True:
+            message = self._receive(limit, phase)
+            if message.kind == "phase":
+                phase = message.value
+                limit = timeout_s + (self._reference_s(request) if phase == "reference" else 0.0)
+            elif message.kind == "done":
+                self._is_new = False
+                if isinstance(message.value, Fault) and message.value.kind == "crash":
+                    self._kill()  # a sticky error: its process cannot be used again
+                return message.value
+
+    def _reference_s(self, request: Request) -> float:
+        """What a reference may take beside the time of a candidate."""
+        cell, settings = request.workload, self._settings
+        assert cell is not None
+        gradients = cell.train or settings.train_too
+        limit = reference_limit_s(cell, settings.device, gradients=gradients, first=self._is_new)
+        return min(limit, self._reference_timeout_s)
+
+    def _send(self, request: Request) -> None:
+        if self._interrupted:
+            raise Died(_ENDED_EARLY)
+        if self._process is None or self._process.poll() is not None:
+            self._renew()
+        assert self._connection is not None
+        try:
+            self._connection.send(request)
+        except (BrokenPipeError, ConnectionResetError):
+            # It ended between two requests, which is nobody's fault: start over once.
+            self._renew()
+            self._connection.send(request)
+
+    def _renew(self) -> None:
+        """A worker in the place of one that ended between two requests, or that never was."""
+        self._kill()
+        began, replaces = time.monotonic(), self.starts > 0
+        self._start()
+        self.lost_s += time.monotonic() - began if replaces else 0.0
+
+    def _receive(self, timeout_s: float, phase: str = "") -> Message:
+        assert self._connection is not None
+        began = time.monotonic()
+        try:
+            if not self._has_spoken(timeout_s):
+                stopped = self._is_stopped()
+                waited_s = min(timeout_s, time.monotonic() - began)
+                self._kill()
+                why = ", at work on the reference" if phase == "reference" else ""
+                why += ": the worker was stopped by a signal" if stopped else ""
+                raise Died(Fault("timeout", f"no answer within {waited_s:.1f} s{why}", Held() if stopped else None))
+            message: Message = self._connection.recv()
+        except (EOFError, ConnectionResetError):
+            raise self._obituary() from None
+        if message.kind == "bug":
+            self._kill()
+            raise WorkerBug(message.value)
+        if message.kind == "no-device":
+            self._kill()
+            raise DeviceError(message.value)
+        return message
+
+    def _has_spoken(self, timeout_s: float) -> bool:
+        """Waits for the worker's next word, but not for one that a signal holds."""
+        assert self._connection is not None
+        now = time.monotonic()
+        end, at_work = now + timeout_s, now
+        while now < end and now - at_work < self._times.held_s:
+            if self._connection.poll(min(self._times.look_s, end - now)):
+                return True
+            now = time.monotonic()
+            if not self._is_stopped():
+                at_work = now
+        return self._connection.poll(0)
+
+    def _is_stopped(self) -> bool:
+        """Whether the worker is held by SIGSTOP or its like, which no candidate does to itself."""
+        assert self._process is not None
+        status = Path(f"/proc/{self._process.pid}/stat").read_text()
+        return status.rpartition(")")[2].split()[0] in "Tt"
+
+    def _obituary(self) -> Died:
+        """How the worker ended, with the last line it wrote to stderr."""
+        assert self._process is not None
+        try:
+            code = self._process.wait(self._times.stop_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        last = self._last_error_line()
+        self._kill()
+        if code is not None and code < 0:
+            name = signal.Signals(-code).name
+            return Died(Fault("crash", f"the worker was killed by {name}{last}", Killed(-code)))
+        return Died(Fault("crash", f"the worker ended with exit code {code}{last}"))
+
+    def _last_error_line(self) -> str:
+        assert self._errors is not None
+        self._errors.seek(0, os.SEEK_END)
+        self._errors.seek(max(0, self._errors.tell() - _TAIL_BYTES))
+        lines = [line.strip() for line in self._errors.read().decode("utf-8", "replace").splitlines() if line.strip()]
+        return f" ({lines[-1][:200]})" if lines else ""
+
+    # --- the process --------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        for attempt in range(1, ATTEMPTS + 1):
+            self._launch()
+            assert self._connection is not None
+            try:
+                self._connection.send(self._settings)
+                message = self._receive(self._times.start_s)
+                break
+            except (Died, BrokenPipeError) as error:
+                if self._interrupted:  # it was not the machine that ended it, and no second one is started
+                    raise Died(_ENDED_EARLY) from None
+                if not isinstance(error, Died) or not error.fault.struck or attempt == ATTEMPTS:
+                    text = f"the measuring process for {self._settings.device} did not start: {error}"
+                    raise DeviceError(text) from None
+        assert message.kind == "ready"
+        self.blind_spots = message.value
+
+    def _launch(self) -> None:
+        ours, theirs = socket.socketpair()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
+        package_folder = str(Path(__file__).resolve().parents[2])
+        search = os.pathsep.join(filter(None, (package_folder, os.environ.get("PYTHONPATH", ""))))
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "autotune.measure.worker", str(theirs.fileno()), str(os.getpid()), self._bench],
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            stdout=self._errors,
+            stderr=self._errors,
+            env=_QUIET_AND_CACHED | os.environ | {"PYTHONPATH": search},
+            start_new_session=True,  # Ctrl-C reaches the parent only, which ends the worker in its own time
+        )
+        if self._interrupted:  # while it was made, when there was nothing yet to end
+            self._process.kill()
+        theirs.close()
+        self._connection = Connection(ours.detach())
+        self._is_new = True
+        self.starts += 1
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            if self._process.poll() is None:
+                self._process.kill()
+            self._process.wait()
+            self._process = None
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        if self._errors is not None:
+            self._errors.close()
+            self._errors = None

@@ -1,0 +1,1 @@
+"""One probe from its request to the profile that is written."""

@@ -1,0 +1,102 @@
+"""What a probe knows of its cells: a row of the profile and a report for each, kept in the journal as they come."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from autotune.journal.store import Store
+from autotune.measure.evaluator import Interference, largest_of_each
+from autotune.probe.output.writer import build_profile, entry_of, report_of
+from autotune.probe.request import CellReport
+from autotune.probe.task import Task
+from autotune.search.cell import CellResult
+from ringattn.errors import PlanError
+from ringattn.profile.schema import LinkSpeed, PlanEntry, Profile
+from ringattn.profile.yaml_io import dump_profile, parse_profile
+from ringattn.workload import Tunables, Workload
+
+
+class Rows:
+    """The rows as they stand; an interrupted probe finds those of finished cells in the journal."""
+
+    def __init__(self, task: Task, store: Store, link_speeds: Sequence[LinkSpeed]) -> None:
+        self._task = task
+        self._store = store
+        self._link_speeds = link_speeds
+        self.entries: dict[Workload, PlanEntry] = {}
+        self.reports: dict[Workload, CellReport] = {}
+        self.winners: dict[Workload, Tunables] = {}
+        self.notes: list[str] = []  # for the provenance, as are disturbances
+        self._disturbances: list[Interference] = []
+
+    def profile(self, entries: Mapping[Workload, PlanEntry], elapsed_s: float) -> Profile:
+        """A profile of these entries, with the notes so far."""
+        return build_profile(
+            self._task.edge.facts,
+            entries,
+            self._task.request,
+            budget_s=self._task.preset.budget_s,
+            elapsed_s=elapsed_s,
+            notes=(*map(str, largest_of_each(self._disturbances)), *dict.fromkeys(self.notes)),
+            today=self._task.edge.today,
+            link_speeds=self._link_speeds,
+        )
+
+    # --- a row comes ----------------------------------------------------------------------------------------------
+
+    def recall(self, cell: Workload) -> bool:
+        """Whether an earlier run finished this cell; then its row is taken from the journal."""
+        kept = self._store.recall(f"cell | {cell}")
+        if kept is None:
+            return False
+        entry = parse_profile(kept["profile"], "journal").plans[0]
+        self._set(
+            entry,
+            CellReport(
+                workload=cell,
+                chosen=entry.choice.tunables if entry.choice else None,
+                default=entry.default.tunables if entry.default else None,
+                **kept["report"],
+            ),
+        )
+        return True
+
+    def refuse(self, cell: Workload, why: PlanError) -> None:
+        """Nothing can run it; any run can find that out again, so the journal need not know."""
+        self._set(PlanEntry(cell, refusal=str(why)), CellReport(cell, "refused", note=str(why)))
+
+    def finish(self, result: CellResult, taken_s: float) -> None:
+        self._keep(entry_of(result), report_of(result, taken_s))
+        self._disturbances.extend(result.disturbances)
+
+    def _keep(self, entry: PlanEntry, report: CellReport) -> None:
+        """A row as it stands, here and in the journal."""
+        cell = entry.workload
+        self._set(entry, report)
+        fields = {f.name: getattr(report, f.name) for f in dataclasses.fields(report)}
+        kept = {name: value for name, value in fields.items() if name not in ("workload", "chosen", "default")}
+        text = dump_profile(self.profile({cell: entry}, 0.0))
+        self._store.remember(f"cell | {cell}", {"profile": text, "report": kept})
+
+    def _set(self, entry: PlanEntry, report: CellReport) -> None:
+        cell = entry.workload
+        self.entries[cell], self.reports[cell] = entry, report
+        if entry.choice is not None:
+            self.winners[cell] = entry.choice.tunables
+
+    def validated(self, cell: Workload) -> None:
+        """The default of this cell, whose validation was pending, has passed it."""
+        self._keep(self.entries[cell], dataclasses.replace(self.reports[cell], validation_pending=False))
+
+    # --- what they say of other cells -----------------------------------------------------------------------------
+
+    def seeds(self, cell: Workload) -> tuple[Tunables, ...]:
+        """Winners at other lengths of the same question, nearest first."""
+        alike = [done for done in self.winners if done.at(cell.seq_len) == cell and done != cell]
+        alike.sort(key=lambda done: abs(done.seq_len - cell.seq_len))
+        return tuple(dict.fromkeys(self.winners[done] for done in alike[:2]))
+
+    def typical_cell_s(self) -> float:
+        taken = sorted(report.elapsed_s for report in self.reports.values() if report.elapsed_s > 0)
+        return taken[len(taken) // 2] if taken else 0.0

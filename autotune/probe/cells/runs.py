@@ -1,0 +1,188 @@
+"""Every cell of a probe, one after the other: the default first, then a search within the cell's share of the time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from autotune.journal.store import Store
+from autotune.measure.evaluator import CallsAhead, Evaluator
+from autotune.probe.grid import Cell
+from autotune.probe.observer import Telling
+from autotune.probe.task import Task
+from autotune.search.budget import Budget, Progress, allot, spare_s
+from autotune.search.cell import CellContext, CellResult, SearchSettings
+from autotune.search.lessons import Lessons
+from autotune.search.limits import Limits
+from autotune.search.nearby import Nearby
+from autotune.search.search import CellSearch
+from autotune.space.first_calls import calls_worth_making
+from ringattn.errors import PlanError
+from ringattn.workload import Workload
+
+from .rows import Rows
+from .space import space_or_refusal
+
+AHEAD_SHARE = 0.05  # of the budget may be waited for more first calls once the defaults are checked
+# Of the time that no cell needs, for one that noise keeps from an answer: two ranks of a CPU gave up after 15 of 30 s.
+# The rest is for proofs that are owed.
+UNDECIDED_SHARE = 0.5
+UNDECIDED_MORE = 0.3  # of its own share it may have in any case: of eight blocks two are outliers in one cell of 100
+HANG_S = {"cpu": 6.0, "nvidia": 25.0}  # a GPU kernel may have to be compiled first
+# Over ranks nothing compiles ahead. flash-attn-4's forward took 11 s, its import included: after 3 of 30 s it counted
+# as hung, and was lost to the probe.
+COMPILES_S, COMPILES_SHARE = {"cpu": 0.0, "nvidia": 12.0}, 0.4
+
+
+def hang_s(vendor: str, budget_s: float, ranks: int) -> float:
+    """Seconds before which no call counts as hung: in a short probe a tenth of it, more where kernels compile."""
+    compiles_s = min(COMPILES_S[vendor], COMPILES_SHARE * budget_s) if ranks > 1 else 0.0
+    return min(HANG_S[vendor], max(0.1 * budget_s, compiles_s))
+
+
+class CellRuns:
+    """The searches of one probe. What must survive a kill is in the store, everything else here."""
+
+    def __init__(
+        self,
+        task: Task,
+        cells: Sequence[Cell],
+        rows: Rows,
+        store: Store,
+        evaluator: Evaluator,
+        budget: Budget,
+        layout_of: Callable[[Workload], str],
+    ) -> None:
+        """``layout_of`` says in which layout over several ranks a cell is searched."""
+        self.task = task
+        self.cells = tuple(cells)
+        self.rows = rows
+        self.budget = budget
+        self.lessons = Lessons(store)
+        self.telling = Telling(task.observer, task.edge.clock)
+        self.searched: list[CellSearch] = []
+        self._store = store
+        self._evaluator = evaluator
+        self._layout_of = layout_of
+        self._finished: dict[Workload, CellContext] = {}
+        self._looked_too_early: frozenset[Workload] = frozenset()  # their defaults, beside first calls
+
+    def run(self) -> None:
+        """All cells that no earlier run has finished, cheapest first."""
+        self.task.observer.plan([cell.workload for cell in self.cells], self.task.preset.budget_s)
+        todo = [cell for cell in self.cells if not self.rows.recall(cell.workload)]
+        new = [(cell, search) for cell in todo if (search := self.new_search(cell)) is not None]
+        # Patterns last: what they compile, 11 s of a first probe of an H100, helpers have compiled until then.
+        new.sort(key=lambda pair: not pair[0].workload.pattern.dense)
+        searches = self._settle_beside_first_calls(new)
+        self.telling.expect(Progress(self.budget, {workload: search.need() for workload, search in searches.items()}))
+        order = sorted(searches, key=lambda w: (w.seq_len, w.mode, not w.pattern.dense, str(w.pattern)))
+        for index, workload in enumerate(order):
+            if workload in self._looked_too_early:
+                searches[workload].look_again()
+            needs = [searches[other].need() for other in order[index:]]  # each finished cell shows how noisy it is here
+            available_s = self.budget.available_s()
+            shares = allot(needs, available_s)
+            unneeded_s = UNDECIDED_SHARE * max(0.0, available_s - sum(shares))
+            searches[workload].context.undecided_s = max(unneeded_s, UNDECIDED_MORE * shares[0])
+            self.search(searches[workload], shares[0], spare_s(shares, available_s))
+
+    def _settle_beside_first_calls(self, new: Sequence[tuple[Cell, CellSearch]]) -> dict[Workload, CellSearch]:
+        """What compiles at its first call does so meanwhile; it is over before anything is timed."""
+        calls = calls_worth_making(search.context.space for _, search in new)
+        if not calls or not isinstance(self._evaluator, CallsAhead):
+            return self._settle(new)
+        self._evaluator.begin_first_calls(calls)
+        searches = self._settle(new)
+        waits_s = min(AHEAD_SHARE * self.task.preset.budget_s, self.budget.available_s())
+        if note := self._evaluator.end_first_calls(waits_s):
+            self.task.observer.note(note)
+        self._looked_too_early = frozenset(searches)
+        return searches
+
+    def _settle(self, new: Sequence[tuple[Cell, CellSearch]]) -> dict[Workload, CellSearch]:
+        """The default of every cell, checked and proven: the yardstick of the budget, and of everything else."""
+        searches: dict[Workload, CellSearch] = {}
+        kept_s = 0.5 * self.task.preset.budget_s  # half of the time, at most, may go into yardsticks
+        for number, (cell, search) in enumerate(new):
+            fault = search.settle(self.budget.deadline(max(0.0, self.budget.available_s() - kept_s)))
+            if number == 0:  # the worker was started for it, which is nobody's yardstick
+                kept_s = min(kept_s, 0.5 * self.budget.available_s())
+            if fault is None:
+                searches[cell.workload] = search
+            elif fault.from_outside:  # no verdict on any plan
+                remedy = "; give a larger --budget or a shorter --seq-len" if fault.kind == "timeout" else ""
+                self._finish(search.context.inconclusive(fault.message + remedy), 0.0)
+            else:
+                refused = search.context.result("refused", f"no plan could be run and proven: {fault.message}")
+                self._finish(refused, 0.0)
+        return searches
+
+    def new_search(self, cell: Cell) -> CellSearch | None:
+        """None where nothing can run the cell; its row says so then."""
+        space = space_or_refusal(cell, self.task.edge, self._layout_of(cell.workload))
+        if isinstance(space, PlanError):
+            self.rows.refuse(cell.workload, space)
+            return None
+        context = CellContext(
+            space,
+            self._evaluator,
+            self._store,
+            self._settings(),
+            self.telling,
+            self.task.edge.clock,
+            main_dtypes=cell.main_dtypes,
+            lessons=self.lessons,
+            end=self.budget.deadline(math.inf),
+        )
+        return CellSearch(context)
+
+    def _settings(self) -> SearchSettings:
+        request, preset = self.task.request, self.task.preset
+        limit = request.memory_limit_mib
+        return SearchSettings(
+            preset=preset,
+            seed=request.seed,
+            limits=Limits(None if limit is None else limit * 2**20, request.max_error),
+            prefer=request.prefer,
+            asynchronous=self.task.edge.facts.vendor != "cpu",
+            hang_s=hang_s(self.task.edge.facts.vendor, preset.budget_s, request.ranks),
+        )
+
+    def search(self, search: CellSearch, share_s: float, spare_s: float) -> None:
+        """``spare_s`` makes up for what this cell should not pay for alone: crashes, hangs, compilation."""
+        context = search.context
+        cell, clock = context.cell, self.task.edge.clock
+        began, lost_before_s = clock.now(), context.evaluator.lost_s
+        self.telling.begin(cell)
+        if share_s < search.least_s():
+            self._finish(context.inconclusive("no time was left for it; give a larger --budget"), 0.0)
+            return
+        result = search.run(
+            self.budget.working_deadline(share_s, lambda: context.evaluator.lost_s, spare_s),
+            seeds=self.rows.seeds(cell),
+            nearby=Nearby(other.timed() for other in self._alike(cell)),
+        )
+        taken_s = clock.now() - began
+        self.telling.end(cell, max(0.0, taken_s - (context.evaluator.lost_s - lost_before_s)))
+        self._finished[cell] = context
+        if math.isfinite(sigma := context.ledger.noise_sigma()):
+            self.lessons.sigmas.append(sigma)
+        self.searched.append(search)
+        self.conclude(context, result, taken_s)
+
+    def _alike(self, cell: Workload) -> list[CellContext]:
+        """The finished cells that differ in length only, nearest first."""
+        alike = [done for done in self._finished if done.at(cell.seq_len) == cell]
+        return [self._finished[done] for done in sorted(alike, key=lambda done: abs(done.seq_len - cell.seq_len))]
+
+    def conclude(self, context: CellContext, result: CellResult, taken_s: float) -> None:
+        """A searched cell's row, with what only its search knows."""
+        if result.choice is not None and result.default is not None:
+            result.singles = context.singles(result.default.median_ms)
+        result.validation_pending = context.owes_proof
+        self._finish(result, taken_s)
+
+    def _finish(self, result: CellResult, taken_s: float) -> None:
+        self.rows.finish(result, taken_s)
+        self.telling.time_left()

@@ -1,0 +1,29 @@
+"""One probe per device and user: two would spoil each other's numbers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from autotune.exit_codes import DeviceBusy
+
+from .environment import Edge, device_name
+from .request import ProbeRequest
+
+
+@contextlib.contextmanager
+def device_lock(request: ProbeRequest, edge: Edge) -> Iterator[None]:
+    """Holds the device until the block is left or the process dies; raises DeviceBusy while another holds it."""
+    base = edge.environ.get("XDG_STATE_HOME") or str(edge.home / ".local" / "state")
+    folder = Path(base) / "ringtune"
+    folder.mkdir(parents=True, exist_ok=True)
+    name = device_name(request, edge.facts).replace(":", "-")
+    try:
+        held = FileLock(folder / f"{name}.lock").acquire(timeout=0)
+    except Timeout:
+        raise DeviceBusy(f"{name}: another probe is measuring it; wait, or choose another --device") from None
+    with held:
+        yield

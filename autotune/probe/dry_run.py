@@ -1,0 +1,52 @@
+"""What a probe would do, without a single measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from autotune.probe.cells.space import space_or_refusal
+from autotune.probe.output.earlier_profile import earlier_profile, recorded_rows
+from autotune.probe.output.joined_layout import joined_layout
+from autotune.search.budget import RESERVE_S
+from autotune.space.space import Space
+from ringattn.errors import PlanError
+from ringattn.workload import Tunables
+
+from .grid import Cell
+from .request import DryCell, DryRun, ProbeResult
+from .task import Task
+
+
+def dry_run(task: Task, path: Path, cells: Sequence[Cell]) -> ProbeResult:
+    """The time of a call is unknown without measuring, so the estimate is the budget's split. ``path``: only read.
+
+    Where a profile is there that the rows would join, cells lie over several ranks as its rows do, and those that it
+    has already are verified. Raises what the probe would raise of it: ProfileError for a broken file, ProbeFailure for
+    another layout than its rows'.
+    """
+    budget_s = task.preset.budget_s
+    old = earlier_profile(task, path)
+    new = {cell.workload for cell in cells}
+    rows, knobs = [], dict[str, dict[str, None]]()
+    layouts = [joined_layout(cell.workload, task.request.layout, old, new, path) for cell in cells]
+    spaces = [(cell, space_or_refusal(cell, task.edge, layout)) for cell, layout in zip(cells, layouts, strict=True)]
+    sizes = [space.size() if isinstance(space, Space) else 0 for _, space in spaces]
+    share = max(0.0, budget_s - RESERVE_S) / max(1, sum(size > 0 for size in sizes))
+    for (cell, space), size in zip(spaces, sizes, strict=True):
+        if isinstance(space, PlanError):
+            rows.append(DryCell(cell.workload, (), 0, 0.0, tuple(space.rejected.items())))
+            continue
+        names = tuple(dict.fromkeys(_kernel_names(plan) for plan in space.kernel_plans))
+        rows.append(DryCell(cell.workload, names, size, share, space.rejected, space.default.layout))
+        for name, values in space.searched():
+            knobs.setdefault(name, {}).update(dict.fromkeys(values))
+    tunables = tuple((name, tuple(values)) for name, values in knobs.items())
+    verifies = old is not None and task.request.resume and bool(recorded_rows(old, cells))
+    task.observer.plan([cell.workload for cell in cells], budget_s)
+    return ProbeResult(path, None, (), 0.0, dry_run=DryRun(tuple(rows), budget_s, tunables, verifies))
+
+
+def _kernel_names(plan: Tunables) -> str:
+    branch = plan.branches[0]
+    return f"{branch.forward}/{branch.backward}" if branch.backward else branch.forward

@@ -1,0 +1,112 @@
+"""A probe's surroundings: the machine and its measurements, the clock, the day, the user's folders and variables.
+
+Facts are read here and nowhere else; tests put a recorded machine in their place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from autotune.exit_codes import NoDevice
+from autotune.measure.bench import BenchSettings
+from autotune.measure.evaluator import Clock, Evaluator, MonotonicClock
+from autotune.measure.interference import available_kib
+from autotune.measure.trial import WorkerEvaluator
+from autotune.measure.worker_pool import HelpedEvaluator, helpers_for
+from autotune.search.budget import EffortPreset
+from autotune.space.space import Machine, machine_of
+from ringattn.errors import DeviceError
+from ringattn.hardware.facts import HardwareFacts, detect, fingerprint_name
+from ringattn.profile.locations import collect, home_folder, user_folder
+from ringattn.profile.resolve import resolve
+from ringattn.profile.schema import Policy
+
+from .request import ProbeRequest
+
+EvaluatorFactory = Callable[[HardwareFacts, ProbeRequest, EffortPreset], Evaluator]
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """Everything a probe takes from the world outside."""
+
+    facts: HardwareFacts
+    machine: Machine
+    policy: Policy
+    evaluator: EvaluatorFactory
+    clock: Clock
+    environ: Mapping[str, str]
+    home: Path
+    today: datetime.date
+
+    def at_effort(self, preset: EffortPreset) -> Edge:
+        """As an effort looks at it: each tile shape costs 1 to 3 s of compilation and buys a few percent, so that only
+        the full one tries them; trying flash-attn-4's took 30 of a standard probe's 170 s on an H100."""
+        if preset.name == "full":
+            return self
+        plain = dataclasses.replace(self.machine, params=lambda workload, kernel, dtype: {}, fuses=lambda dtype: False)
+        return dataclasses.replace(self, machine=plain)
+
+
+def real_edge(request: ProbeRequest) -> Edge:
+    """This machine; raises NoDevice for one that is absent or that nobody has measured."""
+    try:
+        return edge_of(detect(request.device), _worker_evaluator)
+    except DeviceError as error:
+        raise NoDevice(str(error)) from None
+
+
+def edge_of(facts: HardwareFacts, evaluator: EvaluatorFactory) -> Edge:
+    """This user's surroundings of a machine with these facts."""
+    located, _ = collect(heuristics_only=True)
+    policy = resolve(located, facts).heuristic.policy
+    assert policy is not None
+    return Edge(
+        facts=facts,
+        machine=machine_of(facts),
+        policy=policy,
+        evaluator=evaluator,
+        clock=MonotonicClock(),
+        environ=os.environ,
+        home=home_folder(),
+        today=datetime.datetime.now(tz=datetime.UTC).date(),
+    )
+
+
+def _worker_evaluator(facts: HardwareFacts, request: ProbeRequest, preset: EffortPreset) -> Evaluator:
+    settings = bench_settings(facts, request, preset)
+    if facts.vendor == "cpu":  # which the worker has to itself
+        return WorkerEvaluator(settings, reference_timeout_s=preset.budget_s)
+    helpers = helpers_for(len(os.sched_getaffinity(0)), facts.memory_mib, available_kib() // 1024)
+    return HelpedEvaluator(settings, helpers=helpers, reference_timeout_s=preset.budget_s)
+
+
+def bench_settings(facts: HardwareFacts, request: ProbeRequest, preset: EffortPreset) -> BenchSettings:
+    """What the bench of a worker has to know of a probe."""
+    return BenchSettings(
+        device=device_name(request, facts),
+        facts=facts,
+        seed=request.seed,
+        sample_target_ms=preset.sample_target_ms,
+        ragged_lengths=preset.ragged_lengths,
+        train_too=not request.modes or "train" in request.modes,
+        varied_lengths=request.varied_lengths,
+    )
+
+
+def device_name(request: ProbeRequest, facts: HardwareFacts) -> str:
+    """As torch spells it."""
+    if request.device is not None:
+        return request.device
+    return "cpu" if facts.vendor == "cpu" else "cuda"
+
+
+def default_profile_path(edge: Edge, ranks: int = 1) -> Path:
+    """Where the runtime of this user looks first, under a name that tells machines and numbers of ranks apart."""
+    over = f"-x{ranks}" if ranks > 1 else ""
+    return user_folder(edge.environ, edge.home) / f"{fingerprint_name(edge.facts)}{over}.yaml"

@@ -1,0 +1,1 @@
+"""The profile a probe writes, and what stands at its path already."""

@@ -1,0 +1,73 @@
+"""A probe's surroundings where several ranks are tuned as one, and what every other rank's command does."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from autotune.distributed.place import THREADS, place_of, ranks_wanted
+from autotune.measure.evaluator import Evaluator
+from autotune.search.budget import EffortPreset
+from ringattn.hardware.facts import HardwareFacts
+
+from .request import ProbeRequest
+
+if TYPE_CHECKING:
+    from .environment import Edge
+
+
+def ranks_of(nproc: str | None, device: str | None) -> int:
+    """The number of ranks that the command line and torchrun ask for; see ``place.ranks_wanted``."""
+    place = place_of(os.environ)
+    if place is None and nproc is None:
+        return 1  # without importing torch
+    import torch
+
+    return ranks_wanted(nproc, place, torch.cuda.device_count(), device)
+
+
+def is_follower() -> bool:
+    """Whether torchrun started this process as another rank than 0."""
+    place = place_of(os.environ)
+    return place is not None and place.rank > 0
+
+
+def follow_rank_0() -> None:
+    """What the command does on another rank than 0: measure what rank 0 asks, say nothing but errors."""
+    from autotune.distributed.coordinator import follow
+
+    place = place_of(os.environ)
+    assert place is not None
+    follow(place)
+
+
+def facts_of_ranks(facts: HardwareFacts, ranks: int, environ: Mapping[str, str]) -> HardwareFacts:
+    """What ranks would find that a probe starts here: on CPUs they have one thread each unless told otherwise."""
+    starts = ranks > 1 and place_of(environ) is None
+    return replace(facts, threads=1) if starts and facts.vendor == "cpu" and THREADS not in environ else facts
+
+
+@contextlib.contextmanager
+def edge_of_ranks(request: ProbeRequest) -> Iterator[Edge]:
+    """The surroundings of ``request.ranks`` ranks, whose processes run until the block is left.
+
+    Raises ProbeFailure (NoDevice, UsageFailure) where they cannot be gathered or are not alike.
+    """
+    import torch
+
+    from autotune.distributed.coordinator import Fleet
+    from autotune.distributed.evaluator import RanksEvaluator
+
+    from .environment import bench_settings, edge_of
+
+    kind = request.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    with Fleet(request.ranks, kind, place_of(os.environ), os.environ) as fleet:
+
+        def evaluator(facts: HardwareFacts, request: ProbeRequest, preset: EffortPreset) -> Evaluator:
+            settings = bench_settings(facts, request, preset)
+            return RanksEvaluator(fleet, settings, reference_timeout_s=preset.budget_s)
+
+        yield edge_of(fleet.facts, evaluator)

@@ -1,0 +1,175 @@
+"""What a probe or a verification is asked, what it tells while it runs, and what comes back.
+
+Everything here is plain data and imports neither torch nor optuna; ``autotune.probe.tuning`` answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from autotune.outcome import TrialOutcome
+from ringattn.planning.preference import Preference
+from ringattn.workload import Mode, Tunables, Workload
+
+if TYPE_CHECKING:
+    from ringattn.profile.schema import Profile
+
+Effort = Literal["quick", "standard", "full"]
+Precision = Literal["auto", "bf16", "fp16", "tf32", "fp32"]
+Layout = Literal["auto", "contiguous", "zigzag"]
+CellStatus = Literal["tuned", "default", "refused", "inconclusive", "resumed"]
+
+# Said of one cell or of several.
+VALIDATION_PENDING = "default kept, right at the length measured, but no time was left to prove it at others"
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeRequest:
+    """What a probe is asked for. ``None`` and empty tuples mean: what the default grid of the device says."""
+
+    output: Path | None = None  # None: the user's profile folder, under a name made from the fingerprint
+    effort: Effort = "standard"
+    budget_s: float | None = None  # None: the effort's own
+    modes: tuple[Mode, ...] = ()
+    causal: bool | None = None
+    seq_lens: tuple[int, ...] = ()
+    batch_size: int = 1
+    heads: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    segment_lengths: tuple[int, ...] | None = None
+    dilation_rates: tuple[int, ...] | None = None
+    dense: bool = False  # without the grid's dilated pattern
+    precision: Precision = "auto"
+    max_error: float | None = None  # relative 2-norm against float64; None: the numerical gate alone decides
+    varied_lengths: bool = False  # lengths vary between calls: first-call cost counts in the score
+    memory_limit_mib: int | None = None  # workspace beyond the inputs
+    prefer: Preference = "time"
+    seed: int = 0
+    device: str | None = None
+    ranks: int = 1  # that hold one sequence together and are tuned as one
+    layout: Layout = "auto"  # of a sequence over them
+    resume: bool = True
+    dry_run: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CellReport:
+    """The end of one cell: the chosen plan and how sure the tuner is of it."""
+
+    workload: Workload
+    status: CellStatus
+    chosen: Tunables | None = None
+    default: Tunables | None = None
+    default_ratio: float | None = None
+    ratio_low: float | None = None
+    ratio_high: float | None = None
+    trials: int = 0
+    failures: int = 0
+    elapsed_s: float = 0.0
+    note: str = ""
+    validation_pending: bool = False
+
+    @property
+    def text(self) -> str:
+        """All that is to be said of it, in words."""
+        return "; ".join(filter(None, (self.note, VALIDATION_PENDING if self.validation_pending else "")))
+
+
+@dataclass(frozen=True, slots=True)
+class DryCell:
+    """One cell of a dry run: how many distinct plans it has, and which were ruled out beforehand and why."""
+
+    workload: Workload
+    kernels: tuple[str, ...]  # "forward" or "forward/backward" names that stage 1 would race
+    candidates: int  # distinct plans in the whole valid space
+    estimate_s: float
+    rejected: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    layout: str = ""  # of the sequence over several ranks
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """What a probe would do, without a single measurement."""
+
+    cells: tuple[DryCell, ...]
+    estimate_s: float
+    tunables: tuple[tuple[str, tuple[str, ...]], ...] = ()  # name and the values searched, as text
+    verifies: bool = False  # all cells are in the profile: they are verified, and only those that are stale searched
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """``inconclusive`` holds one line per cell whose numbers could not be believed.
+
+    ``profile_path`` is where the profile is, or where a dry run would have written it.
+    """
+
+    profile_path: Path | None
+    profile: Profile | None
+    cells: tuple[CellReport, ...]
+    elapsed_s: float
+    inconclusive: tuple[str, ...] = ()
+    dry_run: DryRun | None = None
+    verified: bool = False  # an unchanged machine: recorded winners were re-timed instead of searched
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedCell:
+    """One recorded winner, re-timed against the default and the runners-up."""
+
+    workload: Workload
+    recorded: Tunables
+    best: Tunables  # the fastest of what was re-timed
+    best_ratio: float  # time of ``best`` / time of the recorded winner
+    ratio_low: float
+    ratio_high: float
+    stale: bool
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyResult:
+    """``stale`` holds one line per recorded winner that no longer wins, ``inconclusive`` one per unbelievable cell."""
+
+    stale: tuple[str, ...]
+    cells: tuple[VerifiedCell, ...] = ()
+    elapsed_s: float = 0.0
+    inconclusive: tuple[str, ...] = ()
+    left_out: int = 0  # rows at their default, which no probe could measure
+    other_ranks: int = 0  # rows for other numbers of ranks than it ran on
+
+
+class ProbeObserver(Protocol):
+    """What the engine tells while it runs. Calls come from one thread, in order; none may block for long."""
+
+    def plan(self, cells: Sequence[Workload], estimate_s: float) -> None: ...
+
+    def stage(self, cell: Workload, name: str) -> None: ...
+
+    def trial(self, cell: Workload, candidate: str, outcome: TrialOutcome) -> None: ...
+
+    def eta(self, fraction: float, remaining_s: float) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def finished(self, result: ProbeResult | VerifyResult) -> None: ...
+
+
+class SilentObserver:
+    """Hears everything and says nothing; the base for observers that care about one event."""
+
+    def plan(self, cells: Sequence[Workload], estimate_s: float) -> None: ...
+
+    def stage(self, cell: Workload, name: str) -> None: ...
+
+    def trial(self, cell: Workload, candidate: str, outcome: TrialOutcome) -> None: ...
+
+    def eta(self, fraction: float, remaining_s: float) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def finished(self, result: ProbeResult | VerifyResult) -> None: ...

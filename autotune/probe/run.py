@@ -1,0 +1,130 @@
+"""One probe from its cells to the profile that the runtime obeys.
+
+The order of things is decided here; measuring, searching and writing are others'.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from autotune.exit_codes import Inconclusive
+from autotune.journal.file import journal_path
+from autotune.journal.store import Store
+from autotune.measure.evaluator import Evaluator, KnowsLinks
+from autotune.probe.cells.pending_validation import pay_owed_proofs
+from autotune.probe.cells.refining import refine
+from autotune.probe.cells.rows import Rows
+from autotune.probe.cells.runs import CellRuns
+from autotune.probe.output.earlier_profile import earlier_profile, verified_instead
+from autotune.probe.output.joined_layout import joined_layout
+from autotune.probe.output.writer import merged, merged_speeds, save_obeyed
+from autotune.search.budget import RESERVE_S, Budget
+from ringattn import __version__
+from ringattn.hardware.facts import HardwareFacts
+from ringattn.profile.schema import LinkSpeed, Profile
+from ringattn.wording import plural
+from ringattn.workload import Workload
+
+from .grid import Cell
+from .request import VALIDATION_PENDING, ProbeRequest, ProbeResult
+from .task import Task
+
+
+class ProbeRun:
+    """One run, whose profile goes to ``path``."""
+
+    def __init__(self, task: Task, path: Path, cells: Sequence[Cell]) -> None:
+        self._task = task
+        self._path = path
+        self._cells = tuple(cells)
+
+    def run(self) -> ProbeResult:
+        """Search, or verify where this machine's profile has every cell already."""
+        task, edge = self._task, self._task.edge
+        began = edge.clock.now()
+        cells = self._cells
+        old = earlier_profile(task, self._path)
+        new = {cell.workload for cell in cells}
+
+        def layout_of(cell: Workload) -> str:
+            return joined_layout(cell, task.request.layout, old, new | {cell}, self._path)
+
+        for workload in new:
+            layout_of(workload)  # raises before anything is measured
+        if old is not None and task.request.resume:
+            outcome = verified_instead(old, task, self._path, cells)
+            if isinstance(outcome, ProbeResult):
+                task.observer.finished(outcome)
+                return outcome
+            cells = outcome
+        journal = journal_path(self._path, edge.environ, edge.home)
+        identity = journal_identity(task.request, edge.facts)
+        with Store(journal, identity=identity, fresh=not task.request.resume) as store:
+            if store.recall("finished"):  # of an earlier probe that came to its end: nothing to go on with
+                store.start_over()
+            for note in store.notes:
+                task.observer.note(note)
+            evaluator = edge.evaluator(edge.facts, task.request, task.preset)
+            try:
+                spent_s = edge.clock.now() - began
+                speed = _link_speed(store, evaluator)  # starts the ranks' workers, which the budget does not pay for
+                budget = Budget(task.preset.budget_s, edge.clock, reserve_s=RESERVE_S, spent_s=spent_s)
+                rows = Rows(task, store, merged_speeds(old, speed))
+                runs = CellRuns(task, cells, rows, store, evaluator, budget, layout_of)
+                runs.run()
+                pay_owed_proofs(runs)  # before finer anchors: what the profile holds already should be proven
+                if task.preset.refine_anchors:
+                    refine(runs)
+                    pay_owed_proofs(runs)
+                result = self._end(runs, store, evaluator, old)
+            finally:
+                evaluator.close()
+        task.observer.finished(result)
+        return result
+
+    def _end(self, runs: CellRuns, store: Store, evaluator: Evaluator, old: Profile | None) -> ProbeResult:
+        """Write the profile with the new rows beside those of ``old``."""
+        rows, budget = runs.rows, runs.budget
+        inconclusive = tuple(
+            f"{report.workload}: {report.text}" for report in rows.reports.values() if report.status == "inconclusive"
+        )
+        if len(inconclusive) == len(rows.reports):
+            store.remember("finished", True)  # the next run must measure anew, not read the same numbers again
+            raise Inconclusive(f"no cell could be measured; {inconclusive[0]}")
+        rows.notes.extend(getattr(evaluator, "blind_spots", ()))
+        pending = sum(report.validation_pending for report in rows.reports.values())
+        if pending:
+            rows.notes.append(f"{plural(pending, 'cell')}: {VALIDATION_PENDING}")
+        rows.notes.extend(f"not tried any further: {why}" for why in runs.lessons.lost.values())
+        # A row without a plan makes the runtime refuse: only what nothing can run may be one.
+        entries = {
+            workload: entry
+            for workload, entry in rows.entries.items()
+            if entry.choice is not None or rows.reports[workload].status == "refused"
+        }
+        profile = rows.profile(merged(old, entries), budget.elapsed_s())
+        save_obeyed(profile, self._path, entries.values(), evaluator)
+        store.remember("finished", True)
+        return ProbeResult(self._path, profile, tuple(rows.reports.values()), budget.elapsed_s(), inconclusive)
+
+
+def journal_identity(request: ProbeRequest, facts: HardwareFacts) -> str:
+    """What a journal belongs to: machine, software, request and the version of the tool."""
+    asked = dataclasses.asdict(dataclasses.replace(request, output=None, resume=True, dry_run=False))
+    text = json.dumps([__version__, asked, dataclasses.asdict(facts)], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _link_speed(store: Store, evaluator: Evaluator) -> LinkSpeed | None:
+    """How fast the ranks can exchange messages, once a probe; an interrupted one has it in its journal."""
+    if not isinstance(evaluator, KnowsLinks):
+        return None
+    kept = store.recall("links")
+    if kept is None:
+        kept = dataclasses.asdict(evaluator.links())
+        store.remember("links", kept)
+    return LinkSpeed(**kept)

@@ -1,0 +1,111 @@
+"""The tuner's front door. The engine, with torch and optuna, is loaded when it is called."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autotune.exit_codes import ProbeFailure
+from autotune.search.budget import EFFORTS
+from ringattn.profile.yaml_io import load_profile
+from ringattn.wording import plural
+
+from .ranks_environment import edge_of_ranks, facts_of_ranks
+from .request import ProbeObserver, ProbeRequest, ProbeResult, SilentObserver, VerifyResult
+
+if TYPE_CHECKING:
+    from .environment import Edge
+    from .grid import Cell
+
+
+def run_probe(request: ProbeRequest, observer: ProbeObserver | None = None, edge: Edge | None = None) -> ProbeResult:
+    """Measure this machine for ``request`` and write its profile; an unchanged machine is verified instead.
+
+    ``edge`` stands in for this machine. Raises ProbeFailure (with its exit code) when nothing can be measured, when
+    every cell is inconclusive, when another probe holds the profile; KeyboardInterrupt passes through after the
+    journal is safe.
+    """
+    from .device_lock import device_lock
+    from .dry_run import dry_run
+    from .environment import real_edge
+    from .grid import check_lengths
+    from .run import ProbeRun
+    from .task import Task
+
+    observer = observer or SilentObserver()
+    check_lengths(request)
+    if request.dry_run:
+        edge = edge or real_edge(request)
+        edge = replace(edge, facts=facts_of_ranks(edge.facts, request.ranks, edge.environ))
+        path, cells = _asked(request, observer, edge)
+        return dry_run(Task.of(request, observer, edge), path, cells)
+    if request.ranks > 1 and request.resume and request.output is not None and request.output.exists():
+        load_profile(request.output)  # a broken file is told of before ranks start, which takes 16 s on two cores
+    with _surroundings(request, edge) as edge:
+        path, cells = _asked(request, observer, edge)
+        with device_lock(request, edge):
+            return ProbeRun(Task.of(request, observer, edge), path, cells).run()
+
+
+def _asked(request: ProbeRequest, observer: ProbeObserver, edge: Edge) -> tuple[Path, tuple[Cell, ...]]:
+    """Where the profile goes, and what is measured for it; what is not is said."""
+    from .environment import default_profile_path
+    from .grid import cells_for, left_out
+
+    cells = cells_for(request, edge.facts)
+    if large := left_out(request, edge.facts):
+        observer.note(large)
+    return request.output or default_profile_path(edge, request.ranks), cells
+
+
+def verify_profile(
+    path: Path, request: ProbeRequest, observer: ProbeObserver | None = None, edge: Edge | None = None
+) -> VerifyResult:
+    """Re-time the recorded winners of ``path`` on this machine; of ``request`` device, seed, effort and budget count.
+
+    Rows for other numbers of ranks than the request's are left out, and counted. ``edge`` stands in for this machine.
+    Raises ProfileError for a broken file and ProbeFailure when the profile is of another machine or has no such rows.
+    """
+    from .device_lock import device_lock
+    from .verify import check_same_silicon, entries_over, how_to_verify, verify_cells
+
+    observer = observer or SilentObserver()
+    profile = load_profile(path)
+    if profile.source != "measured" or not profile.plans:
+        raise ProbeFailure(f"{path}: holds no measured plans, so there is nothing to verify; run: ringtune probe")
+    entries = entries_over(profile, request.ranks, path)
+    others = [entry.workload.world for entry in profile.plans if entry.workload.world != request.ranks]
+    if others:
+        worlds = sorted(set(others))
+        of = f"{', '.join(map(str, worlds))} {'rank' if worlds == [1] else 'ranks'}"
+        how = how_to_verify(worlds)
+        observer.note(f"{path.name}: {plural(len(others), 'row')} for {of} left out; ringtune verify {how} judges them")
+    if all(entry.evidence is None for entry in entries):
+        raise ProbeFailure(
+            f"{path}: none of its plans was measured, so there is nothing to verify; run: ringtune probe"
+        )
+    if unmeasured := sum(entry.choice is not None and entry.evidence is None for entry in entries):
+        observer.note(f"{path.name}: {plural(unmeasured, 'row')} that could not be measured left out; probe again")
+    preset = EFFORTS[request.effort].with_budget(request.budget_s)
+    with _surroundings(request, edge) as edge:
+        check_same_silicon(profile, edge.facts, path)
+        with device_lock(request, edge):
+            result = verify_cells(profile, entries, request, preset, observer, edge)
+    return replace(result, other_ranks=len(others))
+
+
+@contextlib.contextmanager
+def _surroundings(request: ProbeRequest, edge: Edge | None) -> Iterator[Edge]:
+    """``edge`` if given, else this machine, or all ranks of the request: they are there until the block is left."""
+    from .environment import real_edge
+
+    if edge is not None:
+        yield edge
+    elif request.ranks == 1:
+        yield real_edge(request)
+    else:
+        with edge_of_ranks(request) as found:
+            yield found

@@ -1,0 +1,208 @@
+"""Are recorded winners still winners? Each is re-timed against its default and its runners-up, nothing is searched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from autotune.exit_codes import ExitCode, ProbeFailure
+from autotune.journal.stage_record import Entry
+from autotune.journal.store import Store
+from autotune.measure.evaluator import Checked, Evaluator, Fault
+from autotune.outcome import TrialOutcome
+from autotune.search.arena import Arena, DefaultBroken
+from autotune.search.budget import Budget, Deadline, EffortPreset
+from autotune.search.cell import CALLS_BEFORE_HANG
+from autotune.search.choose import GAIN_MARGIN, NOISY_GAIN_MARGIN, NOISY_SIGMA
+from autotune.search.final import REFUSED_SIGMA
+from autotune.search.ledger import Ledger
+from autotune.search.limits import Limits
+from autotune.search.race import final_race
+from ringattn.errors import PlanError
+from ringattn.hardware.facts import HardwareFacts
+from ringattn.planning.plan import build_plan
+from ringattn.profile.schema import Choice, Fingerprint, PlanEntry, Profile
+from ringattn.wording import plural
+from ringattn.workload import Tunables, describe
+
+from .environment import Edge
+from .request import ProbeObserver, ProbeRequest, VerifiedCell, VerifyResult
+
+STAGE = "verify"
+HANG_S, HANG_SHARE = 30.0, 0.4  # a plan that ran here before may take so long, or so much of the budget, to answer
+
+
+def check_same_silicon(profile: Profile, facts: HardwareFacts, path: Path) -> None:
+    """Raises ProbeFailure for a profile of another machine: its winners say nothing here."""
+    here = Fingerprint.of(facts)
+    if profile.fingerprint != here:
+        made = profile.fingerprint
+        raise ProbeFailure(
+            f"{path}: was measured on {made.device_name} ({_size(made)}), "
+            f"this is {here.device_name} ({_size(here)}); "
+            "run: ringtune probe",
+            ExitCode.NO_PROFILE,
+        )
+
+
+def _size(made: Fingerprint) -> str:
+    return f"{made.sku}, {plural(made.sm_count, 'unit')}, {made.memory_mib} MiB"
+
+
+def entries_over(profile: Profile, ranks: int, path: Path) -> tuple[PlanEntry, ...]:
+    """The rows for so many ranks; ProbeFailure (no matching profile) where there are none, naming those there are."""
+    found = tuple(entry for entry in profile.plans if entry.workload.world == ranks)
+    if not found:
+        worlds = {entry.workload.world for entry in profile.plans}
+        numbers = "1 rank" if worlds == {1} else f"{', '.join(map(str, sorted(worlds)))} ranks"
+        raise ProbeFailure(
+            f"{path}: its plans are for {numbers}, not {ranks}; run: ringtune verify {how_to_verify(worlds)}",
+            ExitCode.NO_PROFILE,
+        )
+    return found
+
+
+def how_to_verify(worlds: Collection[int]) -> str:
+    """The options of ``ringtune verify`` for rows over one of these numbers of ranks."""
+    return " or ".join(f"with --nproc {world}" if world > 1 else "without --nproc" for world in sorted(worlds))
+
+
+def verify_cells(
+    profile: Profile,
+    entries: Sequence[PlanEntry],
+    request: ProbeRequest,
+    preset: EffortPreset,
+    observer: ProbeObserver,
+    edge: Edge,
+    *,
+    tell_end: bool = True,
+) -> VerifyResult:
+    """Re-time ``entries``; refusals and rows that were never measured are left out. Never changes a file."""
+    timed = [entry for entry in entries if entry.evidence is not None]
+    left_out = sum(entry.choice is not None for entry in entries) - len(timed)
+    budget = Budget(preset.budget_s, edge.clock)
+    observer.plan([entry.workload for entry in timed], preset.budget_s)
+    cells: list[VerifiedCell] = []
+    inconclusive: list[str] = []
+    evaluator = edge.evaluator(edge.facts, request, preset)
+    try:
+        with Store(None) as store:
+            for number, entry in enumerate(timed):
+                observer.stage(entry.workload, STAGE)
+                deadline = budget.deadline(budget.available_s() / (len(timed) - number))
+                outcome = _Verification(entry, request, preset, observer, edge, evaluator, store).run(deadline)
+                if isinstance(outcome, str):
+                    inconclusive.append(f"{entry.workload}: {outcome}")
+                else:
+                    cells.append(outcome)
+                elapsed = budget.elapsed_s()
+                left = elapsed / (number + 1) * (len(timed) - number - 1)
+                observer.eta((number + 1) / len(timed), min(left, budget.available_s()))
+    finally:
+        evaluator.close()
+    stale = tuple(f"{cell.workload}: {cell.note}" for cell in cells if cell.stale)
+    result = VerifyResult(stale, tuple(cells), budget.elapsed_s(), tuple(inconclusive), left_out)
+    if tell_end:
+        observer.finished(result)
+    return result
+
+
+def _call_s(choice: Choice) -> float:
+    return choice.evidence.median_ms / 1e3 if choice.evidence is not None else 0.0
+
+
+class _Verification:
+    """One recorded cell. Everything is paired against the recorded winner itself."""
+
+    def __init__(
+        self,
+        entry: PlanEntry,
+        request: ProbeRequest,
+        preset: EffortPreset,
+        observer: ProbeObserver,
+        edge: Edge,
+        evaluator: Evaluator,
+        store: Store,
+    ) -> None:
+        assert entry.choice is not None
+        self.entry = entry
+        self.winner = entry.choice.tunables
+        self.preset = preset
+        self.observer = observer
+        self.edge = edge
+        self.ledger = Ledger(asynchronous=edge.facts.vendor != "cpu")
+        self.arena = Arena(
+            cell=entry.workload,
+            stage=STAGE,
+            evaluator=evaluator,
+            record=store.stage(entry.workload, STAGE, {}),
+            ledger=self.ledger,
+            default=self.winner,
+            limits=Limits(),
+            seed=request.seed,
+            timeout_s=min(HANG_S, HANG_SHARE * preset.budget_s) + CALLS_BEFORE_HANG * _call_s(entry.choice),
+            sample_s=preset.sample_target_ms / 1e3,
+            clock=edge.clock,
+            listener=self._told,
+        )
+
+    def _told(self, plan: Tunables, outcome: TrialOutcome) -> None:
+        self.observer.trial(self.entry.workload, describe(plan), outcome)
+
+    def run(self, deadline: Deadline) -> VerifiedCell | str:
+        """The verdict, or why there is none."""
+        self.ledger.be_patient(deadline.remaining_s())
+        try:
+            build_plan(self.entry.workload, self.winner, self.edge.facts)
+        except PlanError as error:
+            return self._stale(f"the recorded plan cannot run here any more: {error}")
+        entries = self.arena.admit([self.winner, *self._rivals()], deadline)
+        known = self.ledger.checked.get(self.winner)
+        if isinstance(known, Fault):
+            if known.from_outside:  # no verdict on the plan
+                return known.message
+            return self._stale(f"the recorded plan fails here: {known.kind}, {known.message}")
+        if not isinstance(known, Checked):
+            return "no time was left for it; give a larger --budget"
+        try:
+            standing = final_race(self.arena, entries, self.preset, deadline)
+        except DefaultBroken as broken:
+            if broken.fault.from_outside:
+                return broken.fault.message
+            return self._stale(f"the recorded plan fails here: {broken.fault.kind}, {broken.fault.message}")
+        if len(self.arena.record.default_ms) < 2:
+            return "no time was left to time it twice; give a larger --budget"
+        sigma = self.ledger.noise_sigma()
+        if sigma > REFUSED_SIGMA:
+            return f"one plan timed twice differs by {100 * sigma:.0f} %; quieten the machine"
+        return self._verdict(standing, sigma)
+
+    def _rivals(self) -> list[Tunables]:
+        choices = [self.entry.default, *self.entry.runners_up]
+        plans = [choice.tunables for choice in choices if choice is not None]
+        return [plan for plan in dict.fromkeys(plans) if plan != self.winner]
+
+    def _verdict(self, standing: Sequence[Entry], sigma: float) -> VerifiedCell:
+        """Stale when something recorded beside the winner is surely faster by more than the margin."""
+        noisy = sigma > NOISY_SIGMA or self.ledger.loaded
+        margin = math.log1p(-(NOISY_GAIN_MARGIN if noisy else GAIN_MARGIN))
+        rivals = [entry for entry in standing if entry.tunables != self.winner and len(entry.log_ratios) >= 2]
+        best = min(rivals, key=self.arena.median, default=None)
+        if best is None:
+            return VerifiedCell(self.entry.workload, self.winner, self.winner, 1.0, 1.0, 1.0, stale=False)
+        gain = self.arena.interval(best)
+        stale = gain.high < margin
+        return VerifiedCell(
+            workload=self.entry.workload,
+            recorded=self.winner,
+            best=best.tunables if gain.median < 0 else self.winner,
+            best_ratio=min(1.0, gain.ratio),
+            ratio_low=gain.ratio_low,
+            ratio_high=gain.ratio_high,
+            stale=stale,
+            note=f"{describe(best.tunables)} now takes {100 * gain.ratio:.0f} % of its time" if stale else "",
+        )
+
+    def _stale(self, note: str) -> VerifiedCell:
+        return VerifiedCell(self.entry.workload, self.winner, self.winner, 1.0, 1.0, 1.0, stale=True, note=note)

@@ -1,1 +1,0 @@
-"""Several ranks tuned as one: a process on each of them (``relay``), and the coordinator that asks them (``fleet``)."""

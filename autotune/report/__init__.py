@@ -1,0 +1,1 @@
+"""What a profile or a machine says to people: summary, page, explanation, diagnosis."""

@@ -1,0 +1,313 @@
+"""Why this plan, for this workload, on this machine: one value that holds the whole answer. Pure, but for imports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from ringattn.hardware.facts import HardwareFacts
+    from ringattn.planning.setup import Setup
+    from ringattn.planning.table import PlanTable, Row
+    from ringattn.profile.schema import Choice, Evidence, Failure, PlanEntry, Profile
+    from ringattn.workload import Tunables, Workload
+
+Direction = Literal["forward", "backward", "both"]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelVerdict:
+    """One kernel that is not in the plan for one direction. No reasons: it could run and was not chosen."""
+
+    kernel: str
+    direction: Direction
+    reasons: tuple[str, ...]
+    evidence: str = ""  # what the profile knows of it, for a kernel that could run
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """The decision and everything it rests on. ``tunables`` None: refused, and ``refusal`` says why."""
+
+    workload: Workload
+    device_name: str
+    path: str
+    tier: str
+    trace: tuple[str, ...]
+    bucket: int | None
+    origin: str
+    tunables: Tunables | None
+    refusal: str
+    evidence: Evidence | None
+    gave_way: str  # plans of the profile that came first and cannot run here, with their reasons
+    kernels: tuple[KernelVerdict, ...]
+    failures: tuple[Failure, ...]
+    why: str
+    foreign: str = ""  # why the profile would not be used here; then all else is as on the machine it is of
+    other_heads: str = ""  # that the plan was measured with other numbers of heads, and with which
+
+
+def why_foreign(profile: Profile, facts: HardwareFacts) -> str:
+    """Why a measured profile is of another kind of machine than this; empty for one that serves it, or any rule."""
+    from ringattn.profile.resolve import misfit
+
+    return misfit(profile, facts) if profile.source == "measured" else ""
+
+
+def facts_of(profile: Profile) -> HardwareFacts:
+    """The machine on which ``profile`` was measured, with the packages that it names or whose kernels it has timed."""
+    from ringattn.hardware.facts import OPTIONAL_PACKAGES, HardwareFacts
+    from ringattn.kernels.registry import KERNELS
+
+    from .summary import recorded_choices
+
+    made = {
+        f.name: getattr(profile.fingerprint, f.name) for f in fields(profile.fingerprint) if f.name != "link_speeds"
+    }
+    choices = [choice for entry in profile.plans for choice in recorded_choices(entry)]
+    used = {name for choice in choices for b in choice.tunables.branches for name in (b.forward, b.backward)}
+    there = {name for name, _ in profile.software} | {KERNELS[name].package for name in used if name in KERNELS}
+    packages = tuple(name for name in OPTIONAL_PACKAGES if name in there)
+    return HardwareFacts(**made, software=profile.software, packages=packages)
+
+
+def explain_workload(workload: Workload, setup: Setup, table: PlanTable, foreign: str = "") -> Explanation:
+    """The runtime's own answer for ``workload`` (its table is asked, nothing is decided here), taken apart.
+
+    ``foreign`` is what ``why_foreign`` says of the profile.
+    """
+    row = table.plan_at(workload.seq_len, workload.dtype, workload.train, workload.batch)
+    entry = _entry_of(setup.entries, row)
+    tunables = row.plan.tunables if row.plan is not None else None
+    chosen = _choice_of(entry, tunables)
+    return Explanation(
+        workload=workload,
+        device_name=setup.facts.device_name,
+        path=setup.resolution.path if setup.resolution is not None else "",
+        tier=setup.resolution.tier if setup.resolution is not None else "heuristic",
+        trace=_trace(setup, foreign),
+        bucket=row.bucket,
+        origin=str(row.origin),
+        tunables=tunables,
+        refusal=str(row.refusal) if row.refusal is not None else "",
+        evidence=chosen.evidence if chosen is not None else None,
+        gave_way=row.note,
+        kernels=_kernel_verdicts(workload, tunables, setup, entry),
+        failures=entry.failures if entry is not None else (),
+        why=_why(row, setup, entry, chosen),
+        foreign=foreign,
+        other_heads=_other_heads(workload, row, entry),
+    )
+
+
+def _other_heads(workload: Workload, row: Row, entry: PlanEntry | None) -> str:
+    """What is to be said of a row that was taken as the nearest in heads; empty for one of as many."""
+    asked = (workload.heads, workload.kv_heads)
+    if entry is None or row.origin.source == "heuristic":
+        return ""
+    theirs = (entry.workload.heads, entry.workload.kv_heads)
+    if theirs == asked:
+        return ""
+    words = "{} query and {} key/value heads"
+    return f"the row is for {words.format(*theirs)}, the nearest in the profile to {words.format(*asked)}"
+
+
+def _trace(setup: Setup, foreign: str) -> tuple[str, ...]:
+    """What was looked at; a foreign profile's own line says what it is here and not what it would be there."""
+    from ringattn.profile.resolve import Looked
+
+    if not foreign or setup.resolution is None:
+        return setup.trace
+    path = setup.resolution.path
+    own = f"{path}: explained as on its own machine, not used on this one: {foreign}"
+
+    def is_own(line: str) -> bool:
+        return isinstance(line, Looked) and (line.path, line.origin) == (path, "argument")
+
+    return tuple(own if is_own(line) else line for line in setup.trace)
+
+
+def _entry_of(entries: tuple[PlanEntry, ...], row: Row) -> PlanEntry | None:
+    key = (row.bucket, row.dtype, row.mode)
+    return next((e for e in entries if (e.workload.seq_len, e.workload.dtype, e.workload.mode) == key), None)
+
+
+def _other_ranks(row: Row, setup: Setup) -> str:
+    """Which numbers of ranks a profile has plans for, where it has none for the number asked for."""
+    assert setup.resolution is not None
+    assert setup.resolution.profile is not None
+    worlds = sorted({entry.workload.world for entry in setup.resolution.profile.plans})
+    if not worlds or setup.shape.world in worlds:
+        return ""
+    return f", its plans are for --nproc {' or '.join(map(str, worlds))}"
+
+
+def _choice_of(entry: PlanEntry | None, tunables: Tunables | None) -> Choice | None:
+    if entry is None:
+        return None
+    recorded = (entry.choice, *entry.runners_up, *entry.front, entry.auto, entry.default)
+    return next((c for c in recorded if c is not None and c.tunables == tunables), None)
+
+
+def _why(row: Row, setup: Setup, entry: PlanEntry | None, chosen: Choice | None) -> str:
+    from autotune.formats import format_length
+
+    from .summary import Speedup, kept_default
+
+    lengths = sorted(
+        {e.workload.seq_len for e in setup.entries if (e.workload.dtype, e.workload.mode) == (row.dtype, row.mode)}
+    )
+    if row.plan is None:
+        return "nothing that is allowed can run this workload"
+    if row.origin.source == "heuristic":
+        if row.bucket is not None:
+            return "no plan of the profile can run here, so the rule of the heuristic decides"
+        if lengths:
+            measured = " to ".join(dict.fromkeys((format_length(lengths[0]), format_length(lengths[-1]))))
+            return f"the profile measured {measured} of this kind, this length is outside; the heuristic decides"
+        if setup.resolution is None or setup.resolution.profile is None:
+            return "no measured profile serves this machine; the heuristic decides"
+        kind = "pattern, causal, head_dim, mode, dtype, number of ranks"
+        return f"the profile measured nothing of this kind ({kind}){_other_ranks(row, setup)}; the heuristic decides"
+    assert row.bucket is not None
+    if entry is not None and entry.choice is not None and entry.evidence is None:
+        length = format_length(row.bucket)
+        return f"the nearest length of the profile is {length}; this cell could not be measured, its default stays"
+    near = f"the nearest measured length is {format_length(row.bucket)}"
+    if entry is None or chosen is None or chosen.evidence is None:
+        return near
+    if chosen.tunables != (entry.choice.tunables if entry.choice else None):
+        return f"{near}; the first plan there cannot run here, this is the next"
+    if kept_default(entry):
+        return f"{near}; nothing beat the default there by more than the noise"
+    return f"{near}; measured {Speedup.of(chosen.evidence)} as fast as the default there"
+
+
+def _kernel_verdicts(
+    workload: Workload, tunables: Tunables | None, setup: Setup, entry: PlanEntry | None
+) -> tuple[KernelVerdict, ...]:
+    """Every kernel of the table and direction that the plan does not use."""
+    from ringattn.kernels.registry import KERNELS
+
+    directions: tuple[Direction, ...] = ("forward", "backward") if workload.train else ("forward",)
+    verdicts = []
+    for direction in directions:
+        used = {getattr(branch, direction) for branch in tunables.branches} if tunables is not None else set()
+        for name in KERNELS:
+            if name in used:
+                continue
+            reasons = _reasons(name, direction, workload, tunables, setup)
+            known = "" if reasons else _known_of(name, direction, entry)
+            verdicts.append(KernelVerdict(name, direction, reasons, known))
+    return _merged(verdicts)
+
+
+def _merged(verdicts: list[KernelVerdict]) -> tuple[KernelVerdict, ...]:
+    """One row for a kernel of which the same is true in both directions."""
+    merged: dict[tuple[str, tuple[str, ...], str], KernelVerdict] = {}
+    for verdict in verdicts:
+        key = (verdict.kernel, verdict.reasons, verdict.evidence)
+        merged[key] = replace(verdict, direction="both") if key in merged else verdict
+    return tuple(merged.values())
+
+
+def _reasons(
+    name: str, direction: Direction, workload: Workload, tunables: Tunables | None, setup: Setup
+) -> tuple[str, ...]:
+    """Why a kernel cannot serve every branch in this direction, in the plan's dtype; each reason once."""
+    from ringattn.planning.plan import ORDINARY, kernel_need, kernel_needs, kernel_reasons
+
+    facts, backward = setup.facts, direction == "backward"
+    found: list[str] = []
+    for number in range(len(workload.pattern.resolved(workload.seq_len))):
+        if tunables is not None:
+            needs = kernel_needs(workload, tunables, number, facts, backward=backward, conditions=ORDINARY)
+        else:
+            dtype = setup.policy.dtype_for(workload.dtype)
+            needs = (kernel_need(workload, number, dtype, arch=facts.arch, vendor=facts.vendor, backward=backward),)
+        found += [reason for need in needs for reason in kernel_reasons(name, need, facts)]
+    return tuple(dict.fromkeys(found))
+
+
+def _known_of(name: str, direction: Direction, entry: PlanEntry | None) -> str:
+    """What the profile recorded of a kernel in one direction: its best plan, a failure, or nothing."""
+    from autotune.formats import format_factor
+    from ringattn.workload import describe, kernels_described
+
+    from .summary import recorded_choices, relative_time
+
+    if entry is None:
+        return "could run; nothing was measured for this workload"
+    best: tuple[float, Choice] | None = None
+    for choice in recorded_choices(entry):
+        ratio = relative_time(choice, entry)
+        if ratio is None or name not in {getattr(branch, direction) for branch in choice.tunables.branches}:
+            continue
+        if best is None or ratio < best[0]:
+            best = (ratio, choice)
+    if best is not None:
+        return (
+            f"could run; measured {format_factor(best[0])} the time of the chosen plan ({describe(best[1].tunables)})"
+        )
+    failures = [f for f in entry.failures if f.kind != "rejected" and name in kernels_described(f.candidate)]
+    failed = min(failures, key=lambda f: len(kernels_described(f.candidate)), default=None)
+    if failed is not None:
+        return f"could run, but failed when measured: {failed.kind}: {failed.message}"
+    if entry.choice is not None and entry.evidence is None:
+        return "could run; not measured here"
+    return "could run; slower when measured, and not kept in the profile"
+
+
+def explanation_summary(explanation: Explanation) -> RenderableType:
+    """The explanation as a person reads it."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    from autotune.formats import format_bytes, format_ms, plain
+    from ringattn.wording import plural
+    from ringattn.workload import describe
+
+    e = explanation
+    plan = describe(e.tunables) if e.tunables is not None else f"refused: {e.refusal}"
+    rows = [
+        ("Workload", str(e.workload)),
+        *([("Other heads", e.other_heads)] if e.other_heads else []),  # first: it is another workload's answer
+        ("Machine", e.device_name),
+        ("Profile", f"{e.path or 'built in'} ({'of another machine' if e.foreign else f'tier {e.tier}'})"),
+    ]
+    if e.foreign:
+        rows.append(("Not here", f"the profile would not be used on this machine: it was {e.foreign}"))
+    rows += [("Plan", f"{plan}  [{e.origin}]"), ("Why", e.why)]
+    if e.evidence is not None:
+        v = e.evidence
+        measured = (
+            f"{format_ms(v.median_ms)} (first call {format_ms(v.first_call_ms)}), {plural(v.blocks, 'paired block')}"
+        )
+        rows.append(("Evidence", f"{measured}, peak {format_bytes(v.peak_bytes)}, error {v.error:.1e}"))
+    if e.gave_way:
+        rows.append(("Gave way", e.gave_way))
+    head = Table.grid(padding=(0, 2))
+    for label, value in rows:
+        head.add_row(Text(label, style="bold"), Text(plain(value), overflow="fold"))  # a path is no use cut off
+    parts: list[RenderableType] = [head, Text(""), Text("Which profile, and why", style="bold")]
+    trace = Table.grid(padding=(0, 1))  # so that long lines hang
+    for line in filter(None, e.trace):
+        trace.add_row(" -", Text(plain(line), overflow="fold"))
+    parts.append(trace)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("Direction")
+    table.add_column("Kernel", no_wrap=True)
+    table.add_column("Why not", overflow="fold")
+    for verdict in e.kernels:
+        text = "; ".join(verdict.reasons) or verdict.evidence
+        table.add_row(verdict.direction, verdict.kernel, Text(plain(text), style="dim" if verdict.reasons else ""))
+    parts += [Text(""), Text("Kernels not in the plan", style="bold"), table]
+    failures = [f for f in e.failures if f.kind != "rejected"]  # those are among the kernels above, with the reason
+    if failures:
+        parts.append(Text("Candidates that failed when this was measured", style="bold"))
+        parts += [Text(f"  {f.kind:<9} {plain(f.candidate)}: {plain(f.message)}", style="yellow") for f in failures]
+    return Group(*parts)

@@ -1,0 +1,1 @@
+"""The plans that exist for a cell."""

@@ -1,0 +1,125 @@
+"""The configuration of a module inside a program that torch.export saves, and what runs it where it is loaded.
+
+A saved program knows no module of the process that loads it, so its operators carry all that plans follow from: the
+shape, the rows of the profile, the policy and the facts of the machine that exported. From these the loader derives the
+plan of the exporting module for any length, and runs it or says why it cannot run here.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ringattn.dtypes import DTYPE_NAMES
+from ringattn.errors import InputError, PlanError, ProfileError
+from ringattn.hardware.facts import HardwareFacts, detect
+from ringattn.planning.plan import Conditions, Wishes, build_plan
+from ringattn.planning.preference import Preference
+from ringattn.planning.setup import say_once
+from ringattn.planning.table import ModuleShape, PlanTable, build_table
+from ringattn.profile.schema import Choice, PlanEntry, Policy
+from ringattn.profile.yaml_io import from_plain, to_plain
+from ringattn.runtime.program import Program
+
+_FORMAT = 1
+_SOURCE = "exported program"
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """All that the plans of a module on one rank follow from; ``facts`` are those of the machine that exported."""
+
+    format: int
+    scale: float
+    shape: ModuleShape
+    entries: tuple[PlanEntry, ...]
+    policy: Policy
+    facts: HardwareFacts
+    conditions: Conditions
+    wishes: Wishes
+    auto_dtype: bool
+    prefer: Preference | None = None
+
+    def __post_init__(self) -> None:
+        if self.format != _FORMAT:
+            raise InputError(f"format is {self.format}, and this version reads {_FORMAT}; export the module again")
+
+
+def configuration_text(table: PlanTable, scale: float) -> str:
+    """The configuration of a module with this table as JSON; equal texts give equal plans."""
+    t = table
+    entries = tuple(_lean(entry, evidence=t.prefer is not None) for entry in t.entries)
+    configuration = Configuration(
+        _FORMAT, scale, t.shape, entries, t.policy, t.facts, t.conditions, t.wishes, t.auto_dtype, t.prefer
+    )
+    return json.dumps(to_plain(configuration), sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def _lean(entry: PlanEntry, *, evidence: bool) -> PlanEntry:
+    """The entry without what no plan follows from: reports, and evidence where no preference weighs it."""
+
+    def one(choice: Choice | None) -> Choice | None:
+        return choice if choice is None or evidence else Choice(choice.tunables)
+
+    def each(choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
+        return choices if evidence else tuple(Choice(choice.tunables) for choice in choices)
+
+    return replace(
+        entry,
+        choice=one(entry.choice),
+        runners_up=each(entry.runners_up),
+        auto=one(entry.auto),
+        front=each(entry.front),
+        default=None,
+        singles=(),
+        failures=(),
+    )
+
+
+class ExportedAttention:
+    """What runs the operators of a loaded program on one device: the plans of the module that was exported."""
+
+    def __init__(self, text: str, device: torch.device) -> None:
+        """Reads a configuration; ProfileError where it is none, DeviceError for a device that cannot run it."""
+        try:
+            plain = json.loads(text)
+        except ValueError:
+            raise ProfileError(_SOURCE, "holds a configuration that is not JSON; export the module again") from None
+        c: Configuration = from_plain(Configuration, plain, _SOURCE)
+        deterministic = c.conditions.deterministic or torch.are_deterministic_algorithms_enabled()
+        self._conditions = replace(c.conditions, deterministic=deterministic)
+        self._here = detect(device)
+        self._scale = c.scale
+        self._table = build_table(
+            c.shape,
+            c.entries,
+            c.policy,
+            c.facts,
+            conditions=c.conditions,
+            wishes=c.wishes,
+            auto_dtype=c.auto_dtype,
+            prefer=c.prefer,
+        )
+        self.traced: dict[object, Program] = {}
+
+    def program_for(self, q: Tensor, k: Tensor, v: Tensor, train: bool) -> Program:
+        """The program of the exported plan for these tensors; PlanError where it cannot run on this machine."""
+        batch, length = q.shape[:2]
+        limit = self._table.shape.max_seq_len
+        if limit is not None and length > limit:
+            raise InputError(f"the sequence has {length} positions, more than max_seq_len, {limit}")
+        row = self._table.plan_at(length, DTYPE_NAMES[q.dtype], train, batch)
+        plan = row.runnable()
+        if note := self._table.fallback_note(row):
+            say_once(logging.WARNING, note)
+        try:
+            here = build_plan(plan.workload, plan.tunables, self._here, conditions=self._conditions)
+        except PlanError as error:
+            raise PlanError(
+                f"the exported plan for {plan.workload} cannot run here", error.rejected, "Export the module here"
+            ) from None
+        return Program(here, self._scale)

@@ -1,0 +1,179 @@
+"""The module under torch.compile: two registered operators, so that no graph breaks around it.
+
+Eager calls take the autograd Function or an operator of torch instead: a custom op costs three times as much host time
+as the Function (22 against 7 microseconds a call on a CPU).
+
+A graph holds no Python objects, so the operators know a module by a name. Under torch.compile that is the digest of its
+configuration: modules of one configuration share it, so that the layers of a model share what was compiled for the
+first of them, and a cached graph means the same in every process. Under torch.export it is the configuration itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import weakref
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ringattn.errors import RingAttentionError
+from ringattn.planning.setup import say_once
+
+from .exported import ExportedAttention, configuration_text
+
+if TYPE_CHECKING:
+    from ringattn.distributed.program import RingProgram
+    from ringattn.planning.table import PlanTable
+    from ringattn.runtime.program import Program
+
+# Shapes whose program or runner is remembered; who meets more forgets them all and looks them up again.
+MOST_SHAPES = 4096
+
+_lock = threading.Lock()
+_texts: dict[Hashable, str] = {}
+_modules: dict[str, weakref.WeakSet[Module]] = {}
+_loaded: dict[tuple[str, torch.device], ExportedAttention] = {}
+
+
+class Owner(Protocol):
+    """Who has plans for the operators: a module, or what stands for it in a loaded program."""
+
+    traced: dict[Any, Any]
+
+    def program_for(self, q: Tensor, k: Tensor, v: Tensor, train: bool, /) -> Program | RingProgram: ...
+
+
+class Module(Owner, Protocol):
+    """A ``RingAttention``, which imports this file."""
+
+    scale: float
+    device: torch.device
+
+    @property
+    def plan(self) -> PlanTable: ...
+
+
+def register(module: Module) -> tuple[str, str]:
+    """The digest of a module's configuration, known as long as it or an equal one lives, and the configuration."""
+    question = (module.plan.question, module.scale)
+    with _lock:
+        text = _texts.get(question)
+        if text is None:
+            text = _texts[question] = configuration_text(module.plan, module.scale)
+        digest = f"{hashlib.sha256(text.encode()).hexdigest()[:16]}@{module.device}"
+        _modules.setdefault(digest, weakref.WeakSet()).add(module)
+    return digest, text
+
+
+def _owner(module: str, device: torch.device) -> Owner:
+    if not module.startswith("{"):
+        owner = next(iter(_modules.get(module, ())), None)
+        if owner is None:
+            raise RingAttentionError(
+                "a compiled graph runs a RingAttention that this process does not hold; build the module and keep it, "
+                "or save the model with torch.export"
+            )
+        return owner
+    loaded = _loaded.get((module, device))
+    if loaded is None:
+        with _lock:
+            loaded = _loaded[module, device] = ExportedAttention(module, device)
+    return loaded
+
+
+def traced_program(owner: Owner, q: Tensor, k: Tensor, v: Tensor, train: bool) -> Program | RingProgram:
+    """``program_for``, remembered, where not the plan's checkpoint decides what is kept for the backward."""
+    key = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, train)
+    program: Program | RingProgram | None = owner.traced.get(key)
+    if program is None:
+        if len(owner.traced) >= MOST_SHAPES:
+            owner.traced.clear()
+        program = owner.traced[key] = owner.program_for(q, k, v, train)
+        if train and program.checkpoint != "selective":
+            say_once(
+                logging.WARNING,
+                "under torch.compile and torch.func the plan does not decide what is kept for the backward: its "
+                f"checkpoint {program.checkpoint} is not followed",
+            )
+    return program
+
+
+def rows_of(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The inputs with rows in one piece, copied where they are not.
+
+    Kernels take any strides but the last: flash-cpu reads garbage there, the CUDA ones copy one by one.
+    """
+    return _in_rows(q), _in_rows(k), _in_rows(v)
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@torch.library.custom_op("ringattn::attend", mutates_args=())
+def attend(q: Tensor, k: Tensor, v: Tensor, module: str, train: bool) -> tuple[Tensor, Tensor]:
+    """out (B, S, H, D) and lse (B, H, S), both contiguous, for the module of this digest or configuration."""
+    program = traced_program(_owner(module, q.device), q, k, v, train)
+    out, lse = program.attend(*rows_of(q, k, v))
+    return out.contiguous(), lse.contiguous()
+
+
+@attend.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, module: str, train: bool) -> tuple[Tensor, Tensor]:
+    batch, length, heads, _ = q.shape
+    wide = torch.float64 if q.dtype is torch.float64 else torch.float32
+    return q.new_empty(q.shape), q.new_empty((batch, heads, length), dtype=wide)
+
+
+@torch.library.custom_op("ringattn::attend_backward", mutates_args=())
+def attend_backward(
+    dout: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    module: str,
+    dlse: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv, contiguous."""
+    program = traced_program(_owner(module, q.device), q, k, v, True)
+    dq, dk, dv = program.gradients(dout, *rows_of(q, k, v), out, lse, dlse=dlse)
+    assert dq is not None
+    assert dk is not None
+    assert dv is not None
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+
+
+@attend_backward.register_fake
+def _(
+    dout: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    module: str,
+    dlse: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, module, _ = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.set_materialize_grads(False)  # None, not zeros, of an lse that nothing depends on: it costs a backward
+    ctx.module = module
+
+
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    if dout is None and dlse is None:
+        return (None,) * 5
+    return (*attend_backward(dout, *ctx.saved_tensors, ctx.module, dlse), None, None)
+
+
+attend.register_autograd(_backward, setup_context=_setup_context)

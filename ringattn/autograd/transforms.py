@@ -1,0 +1,112 @@
+"""The module under torch.func (grad, vjp, vmap, jacrev and what is made of them): two autograd Functions they can map.
+
+A transform wants a Function whose ``setup_context`` is apart, which costs eager calls 30 microseconds more than the one
+of ``autograd``; that is why both exist. The mapped dimension is folded into the batch, so a plan sees plain tensors.
+
+Legend: V mapped dimension, B batch, S sequence, H query heads, Hkv key/value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch._C import _are_functorch_transforms_active as transforms_active
+
+from ringattn.errors import RingAttentionError
+
+from .torch_compile import Owner, rows_of, traced_program
+
+__all__ = ["attend", "transforms_active"]
+
+
+def attend(owner: Owner, q: Tensor, k: Tensor, v: Tensor, train: bool) -> tuple[Tensor, Tensor]:
+    """out (B, S, H, D) and lse (B, H, S) of tensors that a transform may have wrapped."""
+    return _Attend.apply(q, k, v, owner, train)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, owner: Owner, train: bool) -> tuple[Tensor, Tensor]:
+        program = traced_program(owner, q, k, v, train)
+        with torch.autocast(q.device.type, enabled=False):
+            return program.attend(*rows_of(q, k, v))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        q, k, v, owner, _ = inputs
+        ctx.save_for_backward(q, k, v, *output)
+        ctx.set_materialize_grads(False)  # None, not zeros, of an lse that nothing depends on: it costs a backward
+        ctx.owner = owner
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dout is None and dlse is None:
+            return (None,) * 5
+        grads = _Gradients.apply(dout, *ctx.saved_tensors, ctx.owner, dlse)  # type: ignore[no-untyped-call]
+        return (*grads, None, None)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[int | None], *inputs: Any) -> tuple[Any, Any]:
+        return _over_batch(_Attend, info.batch_size, in_dims, inputs)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        _refuse_forward_mode()
+
+
+class _Gradients(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        dout: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        owner: Owner,
+        dlse: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:
+        program = traced_program(owner, q, k, v, True)
+        with torch.autocast(q.device.type, enabled=False):
+            return program.gradients(dout, *rows_of(q, k, v), out, lse, dlse=dlse)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """Nothing is kept: there is no second derivative."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> NoReturn:
+        raise RingAttentionError(
+            "a second derivative (torch.func.hessian, grad of grad) is not supported: the kernels have none"
+        )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[int | None], *inputs: Any) -> tuple[Any, Any]:
+        return _over_batch(_Gradients, info.batch_size, in_dims, inputs)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        _refuse_forward_mode()
+
+
+def _over_batch(
+    function: Any, size: int, in_dims: Sequence[int | None], inputs: Sequence[Any]
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """``function`` of tensors (V, B, ...) as of tensors (V * B, ...), and where the V of its results is."""
+    folded = [_folded(x, dim, size) if isinstance(x, Tensor) else x for x, dim in zip(inputs, in_dims, strict=True)]
+    results = tuple(x.unflatten(0, (size, -1)) for x in function.apply(*folded))
+    return results, (0,) * len(results)
+
+
+def _folded(x: Tensor, dim: int | None, size: int) -> Tensor:
+    """(V * B, ...) of a tensor that is mapped along ``dim``, or the same for all of V."""
+    return (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
+
+
+def _refuse_forward_mode() -> NoReturn:
+    raise RingAttentionError(
+        "forward-mode differentiation (torch.func.jvp, jacfwd) is not supported: use reverse mode, vjp or jacrev"
+    )

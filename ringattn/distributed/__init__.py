@@ -1,0 +1,1 @@
+"""One sequence over several ranks: messages, rings, head exchange, agreement and peer errors."""

@@ -1,0 +1,233 @@
+"""The exchange of heads as copies into the peers' memory: what ``HeadExchange`` does, nothing packed or unpacked.
+
+A rank's heads go from where they lie straight to where the receiver's kernel reads them. Results go home into a block
+as well, since what the caller gets must be memory of its own; from there they are copied once.
+
+Blocks are kept for the calls that follow, of any module on the group. Before a block is written to again the ranks
+that write to it meet its owner, unless they have met since it was read.
+
+Legend: as in ``head_exchange``: B batch, S rows of this rank, T rows of all M members, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ringattn.geometry.layout import Share, length_of
+
+from .comm import Comm, Pending
+from .head_exchange import HeadExchange
+from .planes import regular
+
+_ROOMIEST = 4  # a block serves what needs at least this part of it
+
+
+class PeerBlock(Protocol):
+    """``nbytes`` of every rank: ``of`` are their bytes as this rank reaches them, ``own`` its own."""
+
+    nbytes: int
+    own: Tensor
+    of: Sequence[Tensor]
+
+
+class Memory(Protocol):
+    """See ``peer_memory.PeerMemory``."""
+
+    def allocate(self, nbytes: int) -> Any: ...
+
+    def begin(self) -> None: ...
+
+    def copy(self, source: Tensor, target: Tensor, *, far: bool) -> None: ...
+
+    def meet(self, members: Sequence[int]) -> Any: ...
+
+
+class BlockPool:
+    """The blocks of a group: every rank takes and gives the same ones in the same order, so that they stay equal."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+        self._free: list[PeerBlock] = []
+        self._lent: list[PeerBlock] = []
+        self._read: set[int] = set()  # ids of free blocks that some rank may still read
+
+    def take(self, nbytes: int) -> tuple[PeerBlock, bool]:
+        """A block of at least so many bytes, and whether it may still be read."""
+        fitting = [block for block in self._free if nbytes <= block.nbytes <= _ROOMIEST * nbytes]
+        if fitting:
+            block = min(fitting, key=lambda block: (block.nbytes, id(block) in self._read))
+            self._free.remove(block)
+        else:
+            block = self.memory.allocate(nbytes)
+        self._lent.append(block)
+        return block, id(block) in self._read
+
+    def give(self, block: PeerBlock) -> None:
+        """What reads it has been given to the current stream."""
+        self._lent.remove(block)
+        self._free.append(block)
+        self._read.add(id(block))
+
+    def give_all(self) -> None:
+        for block in list(self._lent):
+            self.give(block)
+
+    def met(self) -> None:
+        """All ranks met after they had begun what follows the last ``give``."""
+        self._read.clear()
+
+    def held_bytes(self) -> int:
+        return sum(block.nbytes for block in (*self._free, *self._lent))
+
+
+class SymmetricExchange(HeadExchange):
+    """``parts`` are what all ranks of the group hold; ``members`` exchange, in ``groups`` of heads."""
+
+    AHEAD = 1  # copy engines work beside any kernel
+    BEHIND = 2  # one result leaves while the one before it is brought where it belongs
+
+    def __init__(
+        self, comm: Comm, members: tuple[int, ...], parts: tuple[Share, ...], groups: int, pool: Callable[[], BlockPool]
+    ) -> None:
+        super().__init__(comm, members, parts[members[0] : members[-1] + 1], groups)
+        self._me = members.index(comm.rank)
+        lengths = [length_of(part) for part in parts]
+        degree = len(members)
+        # The same on all ranks, whatever they hold themselves.
+        self._most_rows = max(lengths)
+        self._most_joined = max(sum(lengths[first : first + degree]) for first in range(0, len(lengths), degree))
+        self._pool_of = pool
+        self._pool: BlockPool | None = None
+        self._used: dict[int, int] = {}  # bytes of the blocks that calls took, by id
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Of the blocks that this exchange needs; others may use them, too."""
+        return sum(self._used.values())
+
+    def start_call(self) -> None:
+        """Nothing that an earlier call brought is needed any more."""
+        self._blocks.give_all()
+
+    @property
+    def _blocks(self) -> BlockPool:
+        if self._pool is None:
+            self._pool = self._pool_of()
+        return self._pool
+
+    def spread(self, tensors: Sequence[Tensor], group: int, dtype: torch.dtype) -> tuple[Pending, list[Tensor]]:
+        """As ``HeadExchange.spread``; what arrives is valid until the result's ``release``."""
+        sources = [self._by_member(_readable(x.to(dtype)), group) for x in tensors]
+        batch, length, members, _, head_dim = sources[0].shape
+        memory, blocks = self._blocks.memory, []
+        memory.begin()
+        for x in sources:
+            blocks.append(self._take(batch * self._most_joined * x.shape[3] * head_dim * dtype.itemsize))
+        self._free_to_write(blocks)
+        spans, rows = self._spans[self._me], sum(self._lengths)
+        arrived = []
+        for x, (block, _) in zip(sources, blocks, strict=True):
+            shape = batch, rows, x.shape[3], head_dim
+            for place in self._around():
+                there = _rows_first(block.of[self._members[place]], dtype, shape)
+                row = 0
+                for begin, count in spans:
+                    self._copy(x[:, row : row + count, place], there[:, begin : begin + count], place)
+                    row += count
+            arrived.append(_rows_first(block.own, dtype, shape))
+        given = [block for block, _ in blocks]
+
+        def release() -> None:
+            for block in given:
+                self._blocks.give(block)
+
+        return Pending((self._meet(),), sources, (), release), arrived
+
+    def collect(self, result: Tensor, target: Tensor, group: int) -> Pending:
+        """As ``HeadExchange.collect``."""
+        result = _readable(result if result.shape[3] == 1 else result.contiguous())
+        batch, length = target.shape[:2]
+        heads, head_dim = result.shape[2:]
+        memory, members = self._blocks.memory, len(self._members)
+        memory.begin()
+        block, read = self._take(batch * self._most_rows * members * heads * head_dim * result.itemsize)
+        self._free_to_write([(block, read)])
+        home = self._by_member(target, group)
+        for place in self._around():
+            if place == self._me:
+                there = home[:, :, place]
+            else:
+                shape = batch, self._lengths[place], members * heads, head_dim
+                whole = _rows_first(block.of[self._members[place]], result.dtype, shape)
+                there = whole[:, :, self._me * heads : (self._me + 1) * heads]
+            row = 0
+            for begin, count in self._spans[place]:
+                self._copy(result[:, begin : begin + count], there[:, row : row + count], place)
+                row += count
+        arrived = _rows_first(block.own, result.dtype, (batch, length, members * heads, head_dim))
+        arrived = torch.unflatten(arrived, 2, (members, heads))
+
+        def bring() -> None:
+            for others in (slice(0, self._me), slice(self._me + 1, members)):
+                home[:, :, others].copy_(arrived[:, :, others])
+            self._blocks.give(block)
+
+        return Pending((self._meet(),), (result, target), (bring,))
+
+    def keep(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copies of what ``spread`` brought, made beside what the current stream does; there after a later wait."""
+        memory = self._blocks.memory
+        copies = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors]
+        memory.begin()
+        for x, copy in zip(tensors, copies, strict=True):
+            memory.copy(x, copy, far=False)
+        return copies
+
+    def _take(self, nbytes: int) -> tuple[PeerBlock, bool]:
+        block, read = self._blocks.take(nbytes)
+        self._used[id(block)] = block.nbytes
+        return block, read
+
+    def _free_to_write(self, blocks: Sequence[tuple[PeerBlock, bool]]) -> None:
+        if any(read for _, read in blocks):
+            self._meet()
+
+    def _meet(self) -> Any:
+        arrival = self._blocks.memory.meet(self._members)
+        self._blocks.met()
+        return arrival
+
+    def _around(self) -> list[int]:
+        """The members' places from the one after this rank on: no two ranks send to one at the same time."""
+        count = len(self._members)
+        return [(self._me + step) % count for step in range(1, count + 1)]
+
+    def _copy(self, source: Tensor, target: Tensor, place: int) -> None:
+        far = place != self._me
+        self._blocks.memory.copy(source, target, far=far)
+        if far:
+            self._comm.sent_bytes += source.nbytes
+
+
+def _rows_first(memory: Tensor, dtype: torch.dtype, shape: tuple[int, int, int, int]) -> Tensor:
+    """(B, rows, heads, D) at the beginning of ``memory``; where D is 1 a head's rows lie side by side, as of an LSE."""
+    batch, rows, heads, head_dim = shape
+    flat = memory[: prod(shape) * dtype.itemsize].view(dtype)
+    if head_dim == 1:
+        return flat.view(batch, heads, 1, rows).permute(0, 3, 1, 2)
+    return flat.view(shape)
+
+
+def _readable(x: Tensor) -> Tensor:
+    """The tensor where a copy engine can read it."""
+    x = x.detach()
+    if regular(x):
+        return x
+    if x.shape[3] == 1:
+        return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+    return x.contiguous()

@@ -1,0 +1,1 @@
+"""Positions as plain numbers: patterns, layouts, the rows of a call, ring schedules."""

@@ -1,0 +1,143 @@
+"""The calls of every branch for one exact shape, and the strided views that reach their rows.
+
+All of it is numbers, computed once per (batch, length) and memory layout and kept in one bounded cache: nothing
+here lives on a device.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ringattn.workload import Pattern
+
+from .pattern import Call, StridedView, branch_calls, run_view, window_bounds
+
+
+class LayoutKey(NamedTuple):
+    """Everything the calls of a shape depend on."""
+
+    pattern: Pattern
+    gathers: tuple[str, ...]
+    window: int | None
+    batch: int
+    seq_len: int
+    heads: int
+    kv_heads: int
+    batch_folds: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedCall:
+    """A call, the branch it belongs to, and its position among all calls of the shape."""
+
+    index: int
+    branch: int
+    call: Call
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Positions [begin, end) whose branches are merged together, with the calls over them."""
+
+    begin: int
+    end: int
+    calls: tuple[PlacedCall, ...]
+
+
+ViewKey = tuple[int, int, tuple[int, ...], int | None, bool]
+
+
+@dataclass(slots=True)
+class Geometry:
+    """The windows of one shape, and what was worked out for them so far: views, and launches of the fused steps."""
+
+    key: LayoutKey
+    windows: tuple[Window, ...]
+    direct: bool  # one in-place call covers every position: its result is the result
+    fused: dict[tuple[Any, ...], Any] = field(default_factory=dict)  # merge_triton's own
+    _views: dict[ViewKey, tuple[StridedView, ...]] = field(default_factory=dict)
+
+    def views(
+        self, placed: PlacedCall, group: int, strides: Sequence[int], head_dim: int | None, *, folded: bool
+    ) -> tuple[StridedView, ...]:
+        """One view per run of the call into a tensor with these strides; see ``pattern.run_view``."""
+        key = (placed.index, group, tuple(strides), head_dim, folded)
+        views = self._views.get(key)
+        if views is None:
+            views = self._views[key] = tuple(
+                run_view(placed.call, run, group, strides, head_dim, folded=folded) for run in placed.call.runs
+            )
+        return views
+
+
+def build_geometry(key: LayoutKey) -> Geometry:
+    """Pure: the calls of every branch, window by window."""
+    windows: list[Window] = []
+    index = 0
+    for begin, end in window_bounds(key.seq_len, key.window):
+        placed: list[PlacedCall] = []
+        for number, branch in enumerate(key.pattern.resolved(key.seq_len)):
+            for call in branch_calls(
+                branch,
+                begin=begin,
+                end=end,
+                batch=key.batch,
+                batch_folds=key.batch_folds and (begin, end) == (0, key.seq_len),
+                kv_heads=key.kv_heads,
+                group=key.heads // key.kv_heads,
+                rule=key.pattern.head_offset,
+                copy=key.gathers[number] == "copy",
+            ):
+                placed.append(PlacedCall(index, number, call))
+                index += 1
+        windows.append(Window(begin, end, tuple(placed)))
+    return Geometry(key, tuple(windows), _is_direct(key, windows))
+
+
+def _is_direct(key: LayoutKey, windows: list[Window]) -> bool:
+    if len(windows) != 1 or len(windows[0].calls) != 1 or len(key.pattern.resolved(key.seq_len)) != 1:
+        return False
+    call = windows[0].calls[0].call
+    return not call.copied and call.rate == 1 and call.segments * call.length == key.seq_len
+
+
+class PatternCache:
+    """The most recently used geometries; shared by every module of the process, safe across threads."""
+
+    def __init__(self, capacity: int = 256) -> None:
+        self.capacity = capacity
+        self.built = 0  # how many geometries were worked out, for whoever wonders whether the cache pays
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[LayoutKey, Geometry] = OrderedDict()
+
+    def get(self, key: LayoutKey) -> Geometry:
+        with self._lock:
+            geometry = self._kept.get(key)
+            if geometry is not None:
+                self._kept.move_to_end(key)
+                return geometry
+        geometry = self.build(key)
+        with self._lock:
+            self._kept[key] = geometry
+            while len(self._kept) > self.capacity:
+                self._kept.popitem(last=False)
+        return geometry
+
+    def build(self, key: LayoutKey) -> Geometry:
+        """A geometry that is not kept: what a plan with its pattern cache off pays at each call."""
+        self.built += 1
+        return build_geometry(key)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._kept.clear()
+
+
+PATTERN_CACHE = PatternCache()

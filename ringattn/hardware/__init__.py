@@ -1,0 +1,1 @@
+"""Facts of this machine: the only device queries."""

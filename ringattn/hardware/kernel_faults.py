@@ -1,0 +1,90 @@
+"""What is known of a kernel's numbers on a machine: plain frozen data, no torch.
+
+A kernel runs a ``Combination`` where it was validated: by a probe whose profile matches this machine exactly, or by
+the accuracy check of ``accuracy_check``. A failed check is a ``KernelFault``, one of the facts of a machine, and
+``rejection_reasons`` refuses what it names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ringattn.workload import ParamValue
+
+
+@dataclass(frozen=True, slots=True)
+class Combination:
+    """What decides which code of a kernel runs, lengths and head counts aside. ``dtype`` is the compute dtype."""
+
+    kernel: str
+    head_dim: int
+    dtype: str
+    backward: bool
+    causal: bool
+    grouped: bool
+    deterministic: bool = False
+    params: tuple[tuple[str, ParamValue], ...] = ()
+
+    def __str__(self) -> str:
+        parts = [
+            f"{self.kernel} {'backward' if self.backward else 'forward'}",
+            f"head_dim {self.head_dim}",
+            self.dtype,
+            "causal" if self.causal else "full",
+            *(["grouped heads"] if self.grouped else []),
+            *(["deterministic"] if self.deterministic else []),
+            *(f"{name}={value}" for name, value in self.params),
+        ]
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """How far one result is from float64: ``error`` may be up to ``bound``, NaN is beyond any."""
+
+    name: str
+    error: float
+    bound: float
+
+    @property
+    def passes(self) -> bool:
+        return self.error <= self.bound
+
+    def __str__(self) -> str:
+        return f"{self.name} errs by {self.error:.1e} (allowed {self.bound:.1e})"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came of a check: the figures of every result, or ``message`` where the kernel raised an error instead."""
+
+    figures: tuple[Figure, ...] = ()
+    message: str = ""
+
+    @property
+    def passes(self) -> bool:
+        return not self.message and all(figure.passes for figure in self.figures)
+
+    @property
+    def reason(self) -> str:
+        """Why the kernel is refused; "" where it is not."""
+        if self.message:
+            return f"fails on this machine: {self.message}"
+        wrong = ", ".join(map(str, (figure for figure in self.figures if not figure.passes)))
+        return f"is wrong on this machine: {wrong} against float64" if wrong else ""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelFault:
+    """A combination that does not run on a machine, and why not."""
+
+    combination: Combination
+    reason: str
+
+
+def join_faults(*lists: tuple[KernelFault, ...]) -> tuple[KernelFault, ...]:
+    """All of them, one for a combination, in one order whatever was found first."""
+    found: dict[Combination, KernelFault] = {}
+    for fault in (fault for faults in lists for fault in faults):
+        found.setdefault(fault.combination, fault)
+    return tuple(sorted(found.values(), key=lambda fault: str(fault.combination)))

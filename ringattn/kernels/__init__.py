@@ -1,0 +1,1 @@
+"""Block kernels by family, behind one contract and one registry."""

@@ -1,0 +1,349 @@
+"""The kernels that torch ships, called at the aten level because only there do they give and take the LSE.
+
+The CUDA three (FlashAttention 2, cuDNN, CUTLASS "efficient") return a natural-log float32 LSE and their backwards
+accept a merged out and LSE: relative gradient error about 3e-3 against float64 in bf16 on an H100.
+
+The forward ops of flash and flash-cpu have a derivative in torch: the same backward op on what was saved, which makes
+dout contiguous. So autograd may take them as they are. Not the others: cudnn's backward keys its plan on the strides of
+q, k and v and is silently wrong for another layout of dout; efficient's has no grouped queries.
+
+Legend: N blocks, M rows, H query heads, K key/value heads, D head dimension; kernels that want heads first get a
+transposed view, never a copy.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import math as kernels_math
+from .contract import BlockKernel, BoundKernel, Grads, KernelConfig, KernelNeed
+from .parts import (
+    FLASH_2_MAX_ELEMENTS,
+    MAX_GRID,
+    cutlass_empty_rows,
+    flash_2_elements,
+    flash_2_empty_rows,
+    in_parts,
+    without_empty_rows,
+)
+
+_aten: Any = torch.ops.aten
+
+
+def _expand_heads(x_NMKD: Tensor, heads: int) -> Tensor:
+    """Each key/value head repeated for its query heads: a copy, for kernels without grouped-query support."""
+    n, m, kv_heads, d = x_NMKD.shape
+    if kv_heads == heads:
+        return x_NMKD
+    return x_NMKD[:, :, :, None].expand(n, m, kv_heads, heads // kv_heads, d).reshape(n, m, heads, d)
+
+
+def _sum_heads(grad_NMHD: Tensor, kv_heads: int) -> Tensor:
+    n, m, heads, d = grad_NMHD.shape
+    if kv_heads == heads:
+        return grad_NMHD
+    wide = torch.float32 if grad_NMHD.dtype in (torch.float16, torch.bfloat16) else grad_NMHD.dtype
+    return grad_NMHD.view(n, m, kv_heads, heads // kv_heads, d).sum(3, dtype=wide).to(grad_NMHD.dtype)
+
+
+# --- flash-cpu ---------------------------------------------------------------------------------------------------
+
+
+def _flash_cpu(config: KernelConfig) -> BoundKernel:
+    """Where every logit of a row is -inf, torch's operator gives out 0 and an LSE of 0, also where one is NaN and the
+    keys are few. Out and LSE of other rows can be 0, too, so math decides about the rows that have both.
+    """
+    forward_op = _aten._scaled_dot_product_flash_attention_for_cpu.default
+    backward_op = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    causal, scale = config.causal, config.scale
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
+        out, lse = forward_op(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, causal, scale=scale)
+        out = out.transpose(1, 2)
+        # 2 us where a call of 64 rows and 8 heads takes 226, and 15 where one of 2048 and 16 takes 224,000
+        if type(lse) is Tensor and int(torch.count_nonzero(lse)) != lse.numel():  # a FakeTensor has no values
+            return _decided_by_math(q, k, v, out, lse, causal, scale)
+        return out, lse
+
+    def backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /, grads: Grads | None = None
+    ) -> Grads:
+        assert grads is None, "this kernel cannot write into given gradients"
+        heads = [x.transpose(1, 2) for x in (dout, q, k, v, out)]
+        dq, dk, dv = backward_op(*heads, without_empty_rows(lse), 0.0, causal, scale=scale)
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+    return BoundKernel(forward, backward, lambda shape: forward)
+
+
+def _decided_by_math(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """``out`` and ``lse``, with those of math in the rows where both are 0."""
+    empty_NHM = (lse == 0) & (out == 0).all(-1).transpose(1, 2)
+    if not empty_NHM.any():
+        return out, lse
+    with torch.no_grad():
+        exact_out, exact_lse = kernels_math.forward(q, k, v, causal, scale)
+    return torch.where(empty_NHM.transpose(1, 2)[..., None], exact_out, out), torch.where(empty_NHM, exact_lse, lse)
+
+
+def _flash_cpu_reasons(need: KernelNeed) -> tuple[str, ...]:
+    reasons = []
+    if need.vendor != "cpu":
+        reasons.append("runs on CPUs only")
+    if need.dtype not in ("fp32", "fp16", "bf16"):
+        reasons.append(f"no {need.dtype}; it has fp32, fp16 and bf16")
+    if need.dropout:
+        reasons.append("no dropout")
+    return tuple(reasons)
+
+
+# --- math --------------------------------------------------------------------------------------------------------
+
+
+def _math(config: KernelConfig) -> BoundKernel:
+    return BoundKernel(
+        functools.partial(kernels_math.forward, causal=config.causal, scale=config.scale),
+        functools.partial(kernels_math.backward, causal=config.causal, scale=config.scale),
+    )
+
+
+def _math_reasons(need: KernelNeed) -> tuple[str, ...]:
+    reasons = []
+    if need.dtype == "tf32":
+        reasons.append("its matrix products take TF32 only from torch's global flag, which stays untouched")
+    if need.dropout:
+        reasons.append("dropout is not exact across blocks")
+    return tuple(reasons)
+
+
+# --- CUDA --------------------------------------------------------------------------------------------------------
+
+
+def _flash(config: KernelConfig) -> BoundKernel:
+    forward_op = _aten._flash_attention_forward.default
+    backward_op = _aten._flash_attention_backward.default
+    causal, scale = config.causal, config.scale
+    unused: dict[torch.device, Tensor] = {}  # philox state: never read without dropout, but it must be a tensor
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
+        result = forward_op(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale)
+        return result[0], result[1]
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
+        out, lse = attend(q, k, v)
+        return out, flash_2_empty_rows(lse)
+
+    def backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /, grads: Grads | None = None
+    ) -> Grads:
+        assert grads is None, "this kernel cannot write into given gradients"
+        state = unused.get(q.device)
+        if state is None:
+            state = unused[q.device] = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        rows, keys = q.shape[1], k.shape[1]
+        grads = backward_op(dout, q, k, v, out, lse, None, None, rows, keys, 0.0, causal, state, state, scale=scale)
+        return grads[0], grads[1], grads[2]
+
+    return BoundKernel(forward, backward, lambda shape: attend)
+
+
+def _cudnn(config: KernelConfig) -> BoundKernel:
+    """cuDNN's, but for two shapes that ragged tails can have: one row, which it lacks, and in the backward full blocks
+    of 64 rows beyond a multiple of 128, where dq can be NaN (see ``_cudnn_reasons``). Math and FlashAttention 2, where
+    it has the head dimension, run those; a plan whose *main* blocks have such a shape is refused.
+    """
+    one_row, odd_tail = _math(config), _flash(config)
+    forward_op = _aten._scaled_dot_product_cudnn_attention.default
+    backward_op = _aten._scaled_dot_product_cudnn_attention_backward.default
+    causal, scale = config.causal, config.scale
+    unused: dict[torch.device, Tensor] = {}
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
+        if q.shape[1] == 1:
+            return one_row.forward(q, k, v)
+        result = forward_op(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, True, 0.0, causal, False, scale=scale
+        )
+        lse = result[1]
+        return result[0].transpose(1, 2), lse.view(lse.shape[:3])
+
+    def backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /, grads: Grads | None = None
+    ) -> Grads:
+        assert grads is None, "this kernel cannot write into given gradients"
+        rows, keys = q.shape[1], k.shape[1]
+        if rows == 1:
+            return one_row.backward(dout, q, k, v, out, lse)
+        if not causal and rows % 128 == 64:
+            tail = one_row if _reads_out_of_bounds(q.shape[3]) else odd_tail
+            return tail.backward(dout, q, k, v, out, lse)
+        state = unused.get(q.device)
+        if state is None:
+            state = unused[q.device] = torch.zeros(1, dtype=torch.int64, device=q.device)
+        heads = [x.transpose(1, 2) for x in (dout, q, k, v, out)]
+        lse = without_empty_rows(lse)
+        dq, dk, dv = backward_op(
+            *heads, lse.unsqueeze(-1), state, state, None, None, None, rows, keys, 0.0, causal, scale=scale
+        )
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+    return BoundKernel(forward, backward)
+
+
+def _efficient(config: KernelConfig) -> BoundKernel:
+    forward_op = _aten._scaled_dot_product_efficient_attention.default
+    backward_op = _aten._scaled_dot_product_efficient_attention_backward.default
+    causal, scale = config.causal, config.scale
+    unused = torch.zeros((), dtype=torch.int64)
+    wanted = [True, True, True, False]
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
+        rows, heads = q.shape[1], q.shape[2]
+        k, v = _expand_heads(k, heads), _expand_heads(v, heads)
+        out, lse, _, _ = forward_op(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, True, 0.0, causal, scale=scale
+        )
+        lse = lse[:, :, :rows]  # it pads the rows of its LSE to a multiple of 32
+        return out.transpose(1, 2), cutlass_empty_rows(lse, q, k, scale)
+
+    def backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /, grads: Grads | None = None
+    ) -> Grads:
+        assert grads is None, "this kernel cannot write into given gradients"
+        rows, heads, kv_heads = q.shape[1], q.shape[2], k.shape[2]
+        padded = -(-rows // 32) * 32
+        # The kernel reads out as if its rows were H * D apart, whatever its strides say. Of an out laid out by heads,
+        # as math gives it, heads but the first took delta from uninitialised memory: dq and dk wrong by 0.15 to NaN.
+        out, lse = out.contiguous(), without_empty_rows(lse)
+        if padded != rows or not lse.is_contiguous():
+            padded_lse = lse.new_full((*lse.shape[:2], padded), float("inf"))
+            padded_lse[:, :, :rows] = lse
+            lse = padded_lse
+        k, v = _expand_heads(k, heads), _expand_heads(v, heads)
+        args = [x.transpose(1, 2) for x in (dout, q, k, v)]
+        dq, dk, dv, _ = backward_op(
+            *args, None, out.transpose(1, 2), lse, unused, unused, 0.0, wanted, causal, scale=scale
+        )
+        dk, dv = _sum_heads(dk.transpose(1, 2), kv_heads), _sum_heads(dv.transpose(1, 2), kv_heads)
+        return dq.transpose(1, 2), dk, dv
+
+    return BoundKernel(forward, backward)
+
+
+def _cuda_reasons(
+    need: KernelNeed, dtypes: tuple[str, ...], lowest_sm: int, head_dim_multiple: int, head_dim_max: int
+) -> list[str]:
+    reasons = []
+    if need.vendor != "nvidia":
+        return ["runs on NVIDIA GPUs only"]
+    if need.sm < lowest_sm:
+        reasons.append(f"needs sm_{lowest_sm} or newer, this is {need.arch}")
+    if need.dtype not in dtypes:
+        reasons.append(f"no {need.dtype}; it has {', '.join(dtypes)}")
+    if need.head_dim % head_dim_multiple or need.head_dim > head_dim_max:
+        reasons.append(f"head_dim {need.head_dim}; it needs a multiple of {head_dim_multiple} up to {head_dim_max}")
+    if need.dropout:
+        reasons.append("its dropout mask cannot be split exactly across blocks")
+    if need.heads > MAX_GRID:
+        reasons.append(f"{need.heads} heads; its launch grid ends at {MAX_GRID} (pytorch/pytorch#142228)")
+    return reasons
+
+
+def far_rows_faults(need: KernelNeed) -> list[str]:
+    """Offsets within a tile of 128 rows are 32 bits in FlashAttention 2 and CUTLASS: measured on an H100, where rows
+    2^24 elements apart end in an illegal address. cuDNN, flash-attn-4 and our own kernel read them.
+    """
+    if 128 * need.row_elements < 2**31:
+        return []
+    return [f"rows lie {need.row_elements} elements apart and its 32-bit offsets end within a tile; use gather copy"]
+
+
+def _reads_out_of_bounds(head_dim: int) -> bool:
+    """Whether FlashAttention 2's backward does."""
+    return 128 < head_dim < 192
+
+
+def flash_2_strays(need: KernelNeed) -> bool:
+    return need.backward and _reads_out_of_bounds(need.head_dim)
+
+
+def flash_2_backward_faults(need: KernelNeed) -> list[str]:
+    """What is wrong with FlashAttention 2's backward, wherever it was compiled into."""
+    reasons = []
+    accumulated = flash_2_elements(1, need.rows, need.heads, need.head_dim)  # more blocks run in parts
+    if accumulated > FLASH_2_MAX_ELEMENTS:
+        reasons.append(
+            f"its backward's 32-bit offsets end at 2^31 elements of dq and one block has {accumulated} "
+            "(Dao-AILab/flash-attention#2260)"
+        )
+    if _reads_out_of_bounds(need.head_dim):
+        reasons.append(f"its backward reads out of bounds at head_dim {need.head_dim} (pytorch/pytorch#173953)")
+    return reasons
+
+
+def _flash_reasons(need: KernelNeed) -> tuple[str, ...]:
+    reasons = _cuda_reasons(need, ("fp16", "bf16"), 80, 8, 256) + far_rows_faults(need)
+    if need.backward:
+        reasons += flash_2_backward_faults(need)
+        # check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120 of torch's sdp_utils.cpp: 232 to 256 fit
+        # in the shared memory of these cards where there is no dropout
+        if 192 < need.head_dim <= 224 and need.sm in (86, 89, 120, 121):
+            reasons.append(f"its backward has no head_dim from 200 to 224 on {need.arch}")
+    return tuple(reasons)
+
+
+_CUDNN_WIDE_HEADS = (9, 10, 0, 3, 0)
+
+
+def _cudnn_head_dim_max(need: KernelNeed) -> int:
+    """The largest head dimension of the library, as torch's dispatcher has it (check_cudnn_tensor_shapes).
+
+    128 everywhere, and from cuDNN 9.10 on 256 on sm_90 in both directions (pytorch/pytorch#161210): with 9.19 the
+    results of an H200 at 192 and 256 were right, 2 to 3e-3 off in bf16, grouped heads and ragged lengths too. Newer
+    torch asks for more than 9.22.0 there, and takes sm_10x then; nobody has measured that.
+    """
+    version = need.release("cudnn")
+    return 256 if need.sm == 90 and version is not None and version >= _CUDNN_WIDE_HEADS else 128
+
+
+def _cudnn_reasons(need: KernelNeed) -> tuple[str, ...]:
+    reasons = _cuda_reasons(need, ("fp16", "bf16"), 80, 8, _cudnn_head_dim_max(need))
+    if need.rows == 1:
+        reasons.append("one key row is not supported")
+    if need.backward and need.deterministic:
+        reasons.append("its backward is not deterministic, and torch cannot ask it to be")
+    if need.backward and not need.causal and need.sm == 90 and need.rows % 128 == 64:
+        reasons.append(
+            f"dq can be NaN on sm_90 where {need.rows} rows are 64 beyond a multiple of 128 (pytorch/pytorch#196678)"
+        )
+    return tuple(reasons)
+
+
+def _efficient_reasons(need: KernelNeed) -> tuple[str, ...]:
+    dtypes = ("fp16", "bf16", "fp32") if need.sm >= 80 else ("fp16", "fp32")
+    return tuple(_cuda_reasons(need, dtypes, 50, 4 if need.dtype == "fp32" else 8, 65536) + far_rows_faults(need))
+
+
+def _kernel(
+    name: str,
+    reasons: Callable[[KernelNeed], tuple[str, ...]],
+    load: Callable[[KernelConfig], BoundKernel],
+    strays: Callable[[KernelNeed], bool] = lambda need: False,
+) -> BlockKernel:
+    return BlockKernel(name, "", reasons, load, strays=strays)
+
+
+KERNELS = (
+    _kernel("cudnn", _cudnn_reasons, lambda config: in_parts(_cudnn(config))),
+    _kernel("flash", _flash_reasons, lambda config: in_parts(_flash(config), flash_2_backward=True), flash_2_strays),
+    _kernel("efficient", _efficient_reasons, lambda config: in_parts(_efficient(config))),
+    _kernel("flash-cpu", _flash_cpu_reasons, _flash_cpu),
+    _kernel("math", _math_reasons, _math),
+)

@@ -1,0 +1,152 @@
+"""What a block kernel is: what it is asked for, why it may refuse, and what it gives when loaded.
+
+A block kernel attends over rectangular blocks that are full or causal-diagonal, returns the true log-sum-exp of
+every row, and has a backward that takes the *merged* out and LSE. The checks are pure; ``load`` is the only part
+that imports, once, when a plan is built.
+
+A logit of -inf, as overflow or an infinite key makes it, has weight 0. A row that has no other gives out 0 and an LSE
+of -inf, is nothing to a merge, and has no part in any gradient: its final LSE is -inf, and there exp(s - lse) counts 0.
+A row with a logit of +inf or NaN is NaN in out, as in torch's softmax.
+
+What is NaN instead, never a wrong number: gradients where a kernel multiplies 0 by an infinite element of q or k, as
+torch's do (math leaves them out); and rows of FlashAttention 2 on full blocks whose last tiles of keys are all -inf,
+and of CUTLASS in float32 beside any infinite key: only a wait for the device could tell them from true NaN.
+
+Legend: N blocks, M rows, H query heads, K key/value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from ringattn.hardware.facts import HardwareFacts
+from ringattn.versions import Release, release
+from ringattn.workload import ParamValue
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class KernelNeed:
+    """What one branch of a plan asks of a kernel.
+
+    ``rows`` and ``blocks`` are those of its largest call, ``row_elements`` the distance between neighbouring rows of q
+    where they are read in place, in elements. ``dtype`` is the compute dtype. ``software`` are the machine's (name,
+    version) pairs, for rules that hold for some releases.
+    """
+
+    vendor: str
+    arch: str
+    dtype: str
+    head_dim: int
+    heads: int
+    kv_heads: int
+    rows: int
+    blocks: int
+    causal: bool
+    backward: bool
+    row_elements: int = 0
+    deterministic: bool = False
+    dropout: bool = False
+    software: tuple[tuple[str, str], ...] = ()
+
+    def release(self, name: str) -> Release | None:
+        """The version of cudnn, torch or a package by its import name; None where it is not known."""
+        return release(dict(self.software).get(name, ""))
+
+    @property
+    def sm(self) -> int:
+        """The compute capability as one number (90 for sm_90), 0 where there is none."""
+        return int(self.arch.removeprefix("sm_")) if self.arch.startswith("sm_") else 0
+
+
+Grads = tuple["Tensor", "Tensor", "Tensor"]
+
+
+class Forward(Protocol):
+    """(q (N, M, H, D), k and v (N, M, K, D)) -> out (N, M, H, D), lse (N, H, M) natural log, float32 or float64."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]: ...
+
+
+class Backward(Protocol):
+    """(dout, q, k, v, out, lse) -> dq, dk, dv of the block, given the merged out and lse.
+
+    lse is contiguous; dout and out too, unless the kernel says ``strided_backward``. ``grads`` are tensors, possibly
+    strided, to write into and return: given only to a kernel that says ``writes_grads``.
+    """
+
+    def __call__(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /, grads: Grads | None = None
+    ) -> Grads: ...
+
+
+class Differentiable(Protocol):
+    """(shape of q (N, M, H, D)) -> the forward whose gradient autograd takes by itself, None where there is none.
+
+    It is called with grad mode on and saves q, k, v, out and lse. Its own gradient is ``backward`` on them, for dout of
+    any strides, and lse is not differentiable.
+    """
+
+    def __call__(self, shape: Sequence[int], /) -> Forward | None: ...
+
+
+def not_differentiable(shape: Sequence[int], /) -> None:
+    """Of a kernel whose gradients its ``backward`` alone gives."""
+
+
+class BoundKernel(NamedTuple):
+    """A kernel with causality, scale and parameters fixed: nothing is left to decide at a call."""
+
+    forward: Forward
+    backward: Backward
+    differentiable: Differentiable = not_differentiable
+
+
+@dataclass(frozen=True, slots=True)
+class KernelConfig:
+    """What is fixed when a kernel is bound. ``dtype`` is the compute dtype where it is known: fp32 and tf32 tensors
+    look alike, and a kernel that has both takes fp32 unless told otherwise."""
+
+    causal: bool
+    scale: float
+    deterministic: bool = False
+    params: Mapping[str, ParamValue] = field(default_factory=dict)
+    dtype: str = ""
+
+
+Params = Mapping[str, tuple[ParamValue, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockKernel:
+    """One row of the table.
+
+    ``reasons`` is pure and empty when the kernel can run; ``package`` is the import name it needs ("" for torch
+    itself). ``params`` lists, per direction and architecture, the values worth searching; the first is the default.
+    ``strided_backward``: its backward reads dout and out in any layout whose last stride is 1; ``writes_grads``: it
+    can write gradients where it is told; ``just_in_time``: it is compiled at its first call, which takes seconds;
+    ``strays``: of what it refuses, where it is known to read or write memory that is not its own, so that not even a
+    process of its own should try it.
+    """
+
+    name: str
+    package: str
+    reasons: Callable[[KernelNeed], tuple[str, ...]]
+    load: Callable[[KernelConfig], BoundKernel]
+    params: Callable[[KernelNeed], Params] = lambda need: {}
+    remedy: str = ""
+    strided_backward: bool = False
+    writes_grads: bool = False
+    just_in_time: bool = False
+    strays: Callable[[KernelNeed], bool] = lambda need: False
+
+    def unsupported_reasons(self, need: KernelNeed, facts: HardwareFacts) -> tuple[str, ...]:
+        """Why this kernel cannot serve ``need`` on the machine of ``facts``; empty when it can."""
+        reasons = self.reasons(replace(need, software=facts.software))
+        if self.package and not reasons and self.package not in facts.packages:
+            reasons += (f"the package {self.package} is not installed" + (f" ({self.remedy})" if self.remedy else ""),)
+        return reasons

@@ -1,0 +1,116 @@
+"""Attention in plain matrix products: any device, any dtype, any head dimension, bounded memory.
+
+The last resort of every machine and the only kernel for float64. 16-bit inputs are computed in float32. A logit of -inf
+has no part in any gradient, also where q or k is infinite itself.
+
+Legend: N batch (segments times batch elements), M rows, H query heads, K key/value heads, G = H / K, D head dim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .contract import Grads
+
+# Scores of one block of query rows, all heads: 32 Mi elements are 128 MiB in float32, enough to keep the matrix
+# products large and small beside the inputs of any length that this kernel is bearable for.
+_MAX_SCORES = 32 * 2**20
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def _grouped(x_NMHD: Tensor, kv_heads: int) -> Tensor:
+    n, m, h, d = x_NMHD.shape
+    return _wide(x_NMHD).reshape(n, m, kv_heads, h // kv_heads, d).permute(0, 2, 3, 1, 4)  # N K G M D
+
+
+def _without_infinities(x: Tensor) -> Tensor:
+    """What a gradient multiplies by a weight: an infinite element only meets weights of 0, or NaN, which stays."""
+    return x.masked_fill(x.isinf(), 0.0)
+
+
+def _row_blocks(n: int, rows: int, keys: int, heads: int) -> Iterator[tuple[int, int]]:
+    step = max(1, min(rows, _MAX_SCORES // max(1, n * heads * keys)))
+    for begin in range(0, rows, step):
+        yield begin, min(begin + step, rows)
+
+
+def _scores(q_NKGRD: Tensor, k_NKMD: Tensor, begin: int, end: int, causal: bool, scale: float) -> Tensor:
+    """Logits of query rows [begin, end) against the keys they may see (all, or causal: the first ``end``)."""
+    scores = torch.matmul(q_NKGRD, k_NKMD[:, :, None].transpose(-1, -2)) * scale
+    if causal:
+        row = torch.arange(begin, end, device=scores.device)[:, None]
+        key = torch.arange(scores.shape[-1], device=scores.device)[None, :]
+        scores = scores.masked_fill(key > row, -math.inf)
+    return scores
+
+
+def forward(q_NMHD: Tensor, k_NMKD: Tensor, v_NMKD: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """out (N, M, H, D) in the input dtype and lse (N, H, M) in float32 (float64 for float64)."""
+    n, rows, heads, _ = q_NMHD.shape
+    kv_heads = k_NMKD.shape[2]
+    keys = k_NMKD.shape[1]
+    assert not causal or rows == keys
+    q, k, v = _grouped(q_NMHD, kv_heads), _wide(k_NMKD).transpose(1, 2), _wide(v_NMKD).transpose(1, 2)
+    out_NMHD = q_NMHD.new_empty(n, rows, heads, v.shape[-1])
+    lse_NHM = q.new_empty(n, heads, rows)
+    for begin, end in _row_blocks(n, rows, keys, heads):
+        seen = end if causal else keys
+        scores = _scores(q[:, :, :, begin:end], k[:, :, :seen], begin, end, causal, scale)
+        peak = scores.amax(-1, keepdim=True)
+        peak = peak.masked_fill(peak == -math.inf, 0.0)  # -inf - -inf is no number
+        p = torch.exp(scores - peak)
+        total = p.sum(-1, keepdim=True)  # 1 or more, but 0 where every logit is -inf
+        # Divided by their own sum, not by exp(lse): a rounded lse of 4e5 is off by 0.03.
+        out = torch.matmul(p, v[:, :, None, :seen]) / total.clamp(min=1.0)
+        lse = (peak + total.log()).squeeze(-1)
+        out_NMHD[:, begin:end] = out.permute(0, 3, 1, 2, 4).reshape(n, end - begin, heads, -1)
+        lse_NHM[:, :, begin:end] = lse.reshape(n, heads, end - begin)
+    return out_NMHD, lse_NHM
+
+
+def backward(
+    dout_NMHD: Tensor,
+    q_NMHD: Tensor,
+    k_NMKD: Tensor,
+    v_NMKD: Tensor,
+    out_NMHD: Tensor,
+    lse_NHM: Tensor,
+    causal: bool,
+    scale: float,
+    grads: Grads | None = None,
+) -> Grads:
+    """dq, dk, dv of this block against the *final* out and lse (FlashAttention, arXiv:2205.14135, algorithm 4).
+
+    A row whose final lse is -inf has no gradient.
+    """
+    assert grads is None, "this kernel cannot write into given gradients"
+    n, rows, heads, head_dim = q_NMHD.shape
+    kv_heads = k_NMKD.shape[2]
+    group = heads // kv_heads
+    keys = k_NMKD.shape[1]
+    q, k, v = _grouped(q_NMHD, kv_heads), _wide(k_NMKD).transpose(1, 2), _wide(v_NMKD).transpose(1, 2)
+    dout, out = _grouped(dout_NMHD, kv_heads), _grouped(out_NMHD, kv_heads)
+    lse = lse_NHM.masked_fill(lse_NHM == -math.inf, math.inf).reshape(n, kv_heads, group, rows)
+    finite_q, finite_k = _without_infinities(q), _without_infinities(k)
+    dq_NMHD = torch.empty_like(q_NMHD, memory_format=torch.contiguous_format)
+    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    for begin, end in _row_blocks(n, rows, keys, heads):
+        seen = end if causal else keys
+        block = slice(begin, end)
+        scores = _scores(q[:, :, :, block], k[:, :, :seen], begin, end, causal, scale)
+        p = torch.exp(scores - lse[:, :, :, block, None])
+        do = dout[:, :, :, block]
+        delta = (do * out[:, :, :, block]).sum(-1, keepdim=True)
+        ds = p * (torch.matmul(do, v[:, :, None, :seen].transpose(-1, -2)) - delta) * scale
+        dq = torch.matmul(ds, finite_k[:, :, None, :seen])
+        dq_NMHD[:, block] = dq.permute(0, 3, 1, 2, 4).reshape(n, end - begin, heads, head_dim)
+        dk[:, :, :seen] += torch.matmul(ds.transpose(-1, -2), finite_q[:, :, :, block]).sum(2)
+        dv[:, :, :seen] += torch.matmul(p.transpose(-1, -2), do).sum(2)
+    return dq_NMHD, dk.transpose(1, 2).to(k_NMKD.dtype), dv.transpose(1, 2).to(v_NMKD.dtype)

@@ -1,0 +1,428 @@
+"""The attention packages that are not part of torch: FlashAttention 2, 3 and 4, and xFormers.
+
+Each row has pure reasons (architecture, dtype, head dimension, published faults with their source) and a ``load_*``
+that imports its package once, when a plan is built, checks that the functions take what is passed to them, and
+binds them. A package that is absent, broken or of another release is a KernelLoadError of one line.
+
+All take (N, M, H, D) tensors whose last stride is 1 and whose other strides are free (FlashAttention 4: multiples of
+16 bytes, or it copies). Causal blocks are square: these packages align a mask bottom-right, torch top-left.
+
+Legend: N blocks, M rows, H query heads, K key/value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringattn.errors import KernelLoadError
+
+from .aten import far_rows_faults, flash_2_backward_faults, flash_2_strays
+from .contract import BlockKernel, BoundKernel, Grads, KernelConfig, KernelNeed, Params
+from .parts import MAX_GRID, cutlass_empty_rows, flash_2_empty_rows, in_parts, without_empty_rows
+
+# --- loading -----------------------------------------------------------------------------------------------------
+
+
+def _refusal(kernel: str, fault: object, remedy: str) -> KernelLoadError:
+    return KernelLoadError(kernel, " ".join(str(fault).split()) or type(fault).__name__, remedy)
+
+
+def _import(kernel: str, module: str, remedy: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except Exception as fault:  # an extension built for another torch can fail at import with anything
+        raise _refusal(kernel, f"import {module}: {type(fault).__name__}: {fault}", remedy) from fault
+
+
+def _function(kernel: str, module: Any, name: str, positional: int, keywords: Iterable[str], remedy: str) -> Any:
+    """``module.name``, once it is known to accept that call: these names are private and have changed before."""
+    function = getattr(module, name, None)
+    if function is None:
+        raise _refusal(kernel, f"{module.__name__} has no {name}", remedy)
+    plain = getattr(function, "_init_fn", function)  # a torch.library custom op keeps its function there
+    try:
+        inspect.signature(plain).bind(*(None,) * positional, **dict.fromkeys(keywords))
+    except TypeError as fault:
+        raise _refusal(kernel, f"{module.__name__}.{name}: {fault}", remedy) from fault
+    return function
+
+
+def _no_more_params(kernel: str, config: KernelConfig, known: Iterable[str] = ()) -> None:
+    unknown = sorted(set(config.params) - set(known))
+    if unknown:
+        raise _refusal(kernel, f"unknown parameter {', '.join(unknown)}", f"It takes {', '.join(known) or 'none'}")
+
+
+def _rows_of(lse_NHM: Tensor) -> Tensor:
+    """LSE as the C++ kernels need it: they take its address and check neither strides nor dtype."""
+    assert lse_NHM.dtype is torch.float32
+    return lse_NHM.contiguous()
+
+
+def _unit_last(x: Tensor) -> Tensor:
+    """A gradient may arrive expanded (from ``out.sum()``); everything else has its last stride at 1 already."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _empty_grads(q: Tensor, k: Tensor, v: Tensor) -> Grads:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+# --- FlashAttention 2 ---------------------------------------------------------------------------------------------
+
+_FLASH_2_REMEDY = "Install flash-attn >= 2.8 built for this torch"
+
+
+def load_flash_attn_2(config: KernelConfig) -> BoundKernel:
+    """FlashAttention 2 by its extension module: the package's own functions are custom ops, which cost host time."""
+    name = "flash-attn-2"
+    _no_more_params(name, config)
+    module = _import(name, "flash_attn.flash_attn_interface", _FLASH_2_REMEDY)
+    extension = getattr(module, "flash_attn_gpu", None)  # so called since 2.7.1, with these arguments
+    if extension is None:
+        raise _refusal(name, "flash_attn.flash_attn_interface has no flash_attn_gpu", _FLASH_2_REMEDY)
+    fwd, bwd = extension.fwd, extension.bwd
+    causal, scale, deterministic = config.causal, config.scale, config.deterministic
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
+        # out, alibi slopes, dropout, scale, causal, window left and right, softcap, return softmax, generator
+        result = fwd(q, k, v, None, None, 0.0, scale, causal, -1, -1, 0.0, False, None)
+        return result[0], flash_2_empty_rows(result[1])
+
+    def backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /, grads: Grads | None = None
+    ) -> Grads:
+        dq, dk, dv = grads or _empty_grads(q, k, v)
+        bwd(
+            *(_unit_last(dout), q, k, v, out, _rows_of(lse), dq, dk, dv, None),
+            *(0.0, scale, causal, -1, -1, 0.0, deterministic, None, None),
+        )
+        return dq, dk, dv
+
+    return in_parts(BoundKernel(forward, backward), flash_2_backward=True)
+
+
+def flash_attn_2_reasons(need: KernelNeed) -> tuple[str, ...]:
+    reasons = _common_reasons(need, lowest_sm=80, head_dim_max=256) + far_rows_faults(need)
+    if need.backward:
+        reasons += flash_2_backward_faults(need)
+    return tuple(reasons)
+
+
+# --- FlashAttention 3 ---------------------------------------------------------------------------------------------
+
+_FLASH_3_REMEDY = "Build FlashAttention 3 (hopper/ of the flash-attention repository) at 3.0.0 or newer"
+
+
+def load_flash_attn_3(config: KernelConfig) -> BoundKernel:
+    name = "flash-attn-3"
+    _no_more_params(name, config)
+    module = _import(name, "flash_attn_interface", _FLASH_3_REMEDY)
+    forward_keywords = {"softmax_scale": config.scale, "causal": config.causal}
+    backward_keywords = {"softmax_scale": config.scale, "is_causal": config.causal}
+    into = ("dq", "dk", "dv")
+    fwd = _function(name, module, "_flash_attn_forward", 3, forward_keywords, _FLASH_3_REMEDY)
+    bwd = _function(name, module, "_flash_attn_backward", 6, (*into, *backward_keywords), _FLASH_3_REMEDY)
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
+        result = fwd(q, k, v, **forward_keywords)
+        return result[0], result[1]
+
+    def backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /, grads: Grads | None = None
+    ) -> Grads:
+        dq, dk, dv = grads or _empty_grads(q, k, v)  # it returns none of them
+        bwd(dout, q, k, v, out, _rows_of(lse), dq=dq, dk=dk, dv=dv, **backward_keywords)
+        return dq, dk, dv
+
+    return BoundKernel(forward, backward)
+
+
+def flash_attn_3_reasons(need: KernelNeed) -> tuple[str, ...]:
+    reasons = _common_reasons(need, lowest_sm=90, head_dim_max=256)
+    if need.vendor == "nvidia" and need.sm > 90:
+        reasons.append(f"is built for sm_90, this is {need.arch}")
+    if need.backward and need.deterministic:
+        reasons.append("builds of 2025 drop its deterministic flag silently (Dao-AILab/flash-attention#1766)")
+    return tuple(reasons)
+
+
+# --- FlashAttention 4 ---------------------------------------------------------------------------------------------
+
+_FLASH_4_REMEDY = "Install flash-attn-4 >= 4.0.0b36 (flash-attn-4[cu13] with CUDA 13)"
+_PACKAGE_CHOICE = "package"
+
+# Forward tiles on sm_90 worth searching by padded head dimension: query rows x key rows, then whether P stays in
+# registers ("rs") and whether the warp groups overlap ("overlap"). Each fits the register file and the shared
+# memory of a Hopper SM; the package's own choice comes first. Its backward takes its tiles from nowhere else.
+_SM90_TILES: dict[int, tuple[str, ...]] = {
+    64: ("192x112-rs-overlap", "128x192-rs-overlap", "128x176-rs-overlap", "128x128-rs-overlap", "192x128-overlap"),
+    96: ("192x128-overlap", "192x96-overlap", "128x128-overlap", "128x192-rs-overlap", "128x176-rs-overlap"),
+    128: ("128x176-rs-overlap", "128x160-rs-overlap", "128x144-rs-overlap", "192x80-rs-overlap", "128x128-overlap"),
+    192: ("128x96-rs-overlap", "128x80-rs-overlap"),
+    256: ("128x64-rs-overlap", "128x80-rs"),
+}
+
+
+def _tile_keywords(value: object) -> dict[str, object]:
+    """``_flash_attn_fwd``'s arguments for a tile such as "128x176-rs-overlap"; none for the package's choice."""
+    if value == _PACKAGE_CHOICE:
+        return {}
+    if value not in {tile for tiles in _SM90_TILES.values() for tile in tiles}:
+        raise _refusal("flash-attn-4", f"forward_tile is {value!r}", "Use 'package' or a tile of the search space")
+    size, *flags = str(value).split("-")
+    query_rows, key_rows = map(int, size.split("x"))
+    return {
+        "tile_mn": (query_rows, key_rows),
+        "mma_pv_is_rs": "rs" in flags,
+        "intra_wg_overlap": "overlap" in flags,
+    }
+
+
+def _keep_compiled_kernels() -> None:
+    """Turns the package's disk cache on: it is off by default, in a shared /tmp, and read at its first import."""
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    folder = (Path(home) if Path(home).is_absolute() else Path.home() / ".cache") / "ringtune" / "flash-attn-4"
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder))
+
+
+def load_flash_attn_4(config: KernelConfig) -> BoundKernel:
+    """FlashAttention 4, called below its autograd function. Kernels are compiled at first use, 2 to 3 s each.
+
+    They are kept on disk in the user's cache folder, unless the package's own variables say otherwise.
+    """
+    name = "flash-attn-4"
+    _no_more_params(name, config, ("forward_tile", "pack_gqa"))
+    forward_keywords: dict[str, object] = {
+        "softmax_scale": config.scale,
+        "causal": config.causal,
+        "return_lse": True,
+    }
+    forward_keywords |= _tile_keywords(config.params.get("forward_tile", _PACKAGE_CHOICE))
+    if "pack_gqa" in config.params:
+        forward_keywords["pack_gqa"] = bool(config.params["pack_gqa"])
+    backward_keywords = {
+        "softmax_scale": config.scale,
+        "causal": config.causal,
+        "deterministic": config.deterministic,
+    }
+    into = ("dq", "dk", "dv")
+    _keep_compiled_kernels()
+    module = _import(name, "flash_attn.cute.interface", _FLASH_4_REMEDY)
+    fwd = _function(name, module, "_flash_attn_fwd", 3, forward_keywords, _FLASH_4_REMEDY)
+    bwd = _function(name, module, "_flash_attn_bwd", 6, (*into, *backward_keywords), _FLASH_4_REMEDY)
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
+        result = fwd(q, k, v, **forward_keywords)
+        return result[0], result[1]
+
+    def backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /, grads: Grads | None = None
+    ) -> Grads:
+        dq, dk, dv = grads or (None, None, None)
+        # It checks neither strides nor alignment of the gradients it is given, and assumes both.
+        assert grads is None or all(_aligned_to_16_bytes(x) for x in grads)
+        result = bwd(q, k, v, out, dout, lse, dq=dq, dk=dk, dv=dv, **backward_keywords)
+        return result[0], result[1], result[2]
+
+    return BoundKernel(forward, backward)
+
+
+def _aligned_to_16_bytes(x: Tensor) -> bool:
+    step = 16 // x.element_size()
+    strides_fit = all(s > 0 and s % step == 0 for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1)
+    return x.stride(-1) == 1 and strides_fit and x.data_ptr() % 16 == 0
+
+
+_FLASH_4_UNEVEN = (4, 0, 0, 1, 36)  # 4.0.0b36, the newest with the fault
+
+
+def _pads_unevenly(need: KernelNeed) -> bool:
+    """Whether the sm_90 backward pads the head dimension to less than its accumulators have.
+
+    Its kernel rounds up to a multiple of 16 ("hdim_multiple_of = 64 if dKV_swapAB else 16" in flash_bwd_sm90.py);
+    interface.py, which allocates the accumulators of dq, and of dk and dv of grouped heads, and has them read back, to
+    one of 32.
+    Up to 128; above, dKV_swapAB is set and both round to 64. An H200 gave dq off by 0.4 to 1.3 at 8, 16, 40, 48, 72
+    and 80 with more than one tile of rows, and right results at 24, 32, 56, 64, 96, 128, 192 and 256. A newer release,
+    unlike one of unknown version, is left to the accuracy check.
+    """
+    version = need.release("flash_attn.cute")
+    if version is not None and version > _FLASH_4_UNEVEN:
+        return False
+    return need.head_dim <= 128 and -(-need.head_dim // 16) % 2 == 1
+
+
+def _flash_4_arch_reasons(need: KernelNeed) -> list[str]:
+    reasons = []
+    generation = need.sm // 10
+    if generation > 12:
+        reasons.append(f"runs on sm_80 to sm_12x, this is {need.arch}")
+    if need.sm == 90 and need.backward and _pads_unevenly(need):
+        reasons.append(
+            f"head_dim {need.head_dim}: dq is wrong on {need.arch} up to 4.0.0b36, and dk and dv with grouped heads "
+            "(Dao-AILab/flash-attention#2896)"
+        )
+    if generation == 8 and need.backward:
+        reasons.append("its backward needs sm_90 or newer (Dao-AILab/flash-attention#2808)")
+    if need.sm in (86, 89) and need.head_dim > 192:
+        reasons.append(
+            f"head_dim {need.head_dim} overflows shared memory on {need.arch} (Dao-AILab/flash-attention#2750)"
+        )
+    if generation in (10, 11) and 128 < need.head_dim < 256:
+        reasons.append(f"head_dim {need.head_dim}; on {need.arch} it has up to 128, and 256")
+    if generation == 12 and need.head_dim > 128:
+        reasons.append(f"head_dim {need.head_dim}; the 99 KiB of shared memory on {need.arch} hold up to 128")
+    if generation == 12 and need.backward and need.deterministic:
+        reasons.append(f"its backward is not deterministic on {need.arch}")
+    return reasons
+
+
+def flash_attn_4_reasons(need: KernelNeed) -> tuple[str, ...]:
+    reasons = _common_reasons(need, lowest_sm=80, head_dim_max=256)
+    if need.vendor == "nvidia":
+        reasons += _flash_4_arch_reasons(need)
+    return tuple(reasons)
+
+
+def flash_attn_4_params(need: KernelNeed) -> Params:
+    """Forward tiles on sm_90 (nothing else there obeys), and packing of grouped heads."""
+    params: dict[str, tuple[str, ...] | tuple[bool, ...]] = {}
+    if need.sm == 90:
+        padded = next((d for d in _SM90_TILES if need.head_dim <= d), None)
+        if padded is not None:
+            params["forward_tile"] = (_PACKAGE_CHOICE, *_SM90_TILES[padded])
+    if need.heads != need.kv_heads and need.sm >= 90:
+        params["pack_gqa"] = (True, False)
+    return params
+
+
+# --- xFormers -----------------------------------------------------------------------------------------------------
+
+_XFORMERS_REMEDY = "Install xformers >= 0.0.35; beside flash-attn-4 it needs flash-attn 2 as well, or its import fails"
+_XFORMERS_OPERATORS = ("flash", "cutlass")
+
+
+def load_xformers(config: KernelConfig) -> BoundKernel:
+    """xFormers' operators: torch's own FlashAttention 2 ("flash", or the flash-attn package) and CUTLASS kernels."""
+    name = "xformers"
+    _no_more_params(name, config, ("operator",))
+    operator = config.params.get("operator", _XFORMERS_OPERATORS[0])
+    if operator not in _XFORMERS_OPERATORS:
+        raise _refusal(name, f"operator is {operator!r}", f"Use one of {', '.join(_XFORMERS_OPERATORS)}")
+    fmha = _import(name, "xformers.ops.fmha", _XFORMERS_REMEDY)
+    keywords = ("attn_bias", "scale", "op")
+    fwd = _function(name, fmha, "memory_efficient_attention_forward_requires_grad", 3, keywords, _XFORMERS_REMEDY)
+    bwd = _function(name, fmha, "memory_efficient_attention_backward", 6, keywords, _XFORMERS_REMEDY)
+    ops = getattr(fmha, str(operator), None)
+    if ops is None:
+        raise _refusal(name, f"xformers.ops.fmha has no operator {operator}", _XFORMERS_REMEDY)
+    bias = fmha.attn_bias.LowerTriangularMask() if config.causal else None
+    forward_op, backward_op, scale, cutlass = ops.FwOp, ops.BwOp, config.scale, operator == "cutlass"
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
+        out, lse = fwd(q, k, v, attn_bias=bias, scale=scale, op=forward_op)
+        lse = lse[:, :, : q.shape[1]]  # CUTLASS pads its rows to a multiple of 32
+        return out, cutlass_empty_rows(lse, q, k, scale) if cutlass else flash_2_empty_rows(lse)
+
+    def backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /, grads: Grads | None = None
+    ) -> Grads:
+        assert grads is None, "this kernel cannot write into given gradients"
+        # out is read as if its rows were H * D apart, as in kernels_aten's "efficient".
+        lse = without_empty_rows(_rows_of(lse))
+        result = bwd(dout, out.contiguous(), lse, q, k, v, attn_bias=bias, scale=scale, op=backward_op)
+        return result[0], result[1], result[2]
+
+    return in_parts(BoundKernel(forward, backward), flash_2_backward=True)
+
+
+def xformers_reasons(need: KernelNeed) -> tuple[str, ...]:
+    """What its first operator, FlashAttention 2, cannot do; older cards and fp32 are served by torch's "efficient"."""
+    reasons = _common_reasons(need, lowest_sm=80, head_dim_max=256) + far_rows_faults(need)
+    if need.heads != need.kv_heads:
+        reasons.append("its backward operators take no grouped heads")
+    if need.backward and need.deterministic:
+        reasons.append("its backward is not deterministic")
+    if need.backward:
+        reasons += flash_2_backward_faults(need)
+    return tuple(reasons)
+
+
+def xformers_params(need: KernelNeed) -> Params:
+    newest_cutlass = 90  # CUDA_MAXIMUM_COMPUTE_CAPABILITY of fmha.cutlass
+    return {"operator": _XFORMERS_OPERATORS if need.sm <= newest_cutlass else _XFORMERS_OPERATORS[:1]}
+
+
+# --- the rows -----------------------------------------------------------------------------------------------------
+
+
+def _common_reasons(need: KernelNeed, lowest_sm: int, head_dim_max: int) -> list[str]:
+    if need.vendor != "nvidia":
+        return ["runs on NVIDIA GPUs only"]
+    reasons = []
+    if need.sm < lowest_sm:
+        reasons.append(f"needs sm_{lowest_sm} or newer, this is {need.arch}")
+    if need.dtype not in ("fp16", "bf16"):
+        reasons.append(f"no {need.dtype}; it has fp16 and bf16")
+    if need.head_dim % 8 or need.head_dim > head_dim_max:
+        reasons.append(f"head_dim {need.head_dim}; it needs a multiple of 8 up to {head_dim_max}")
+    for what, count in (("heads", need.heads), ("blocks", need.blocks)):
+        if count > MAX_GRID:
+            reasons.append(f"{count} {what}; its launch grid ends at {MAX_GRID}")
+    if need.dropout:
+        reasons.append("dropout is not exact across blocks")
+    return reasons
+
+
+# FlashAttention's own packages read any layout whose last stride is 1, and write gradients where they are told.
+KERNELS = (
+    BlockKernel(
+        "flash-attn-2",
+        "flash_attn",
+        flash_attn_2_reasons,
+        load_flash_attn_2,
+        remedy=_FLASH_2_REMEDY,
+        strided_backward=True,
+        writes_grads=True,
+        strays=flash_2_strays,
+    ),
+    BlockKernel(
+        "flash-attn-3",
+        "flash_attn_interface",
+        flash_attn_3_reasons,
+        load_flash_attn_3,
+        remedy=_FLASH_3_REMEDY,
+        strided_backward=True,
+        writes_grads=True,
+    ),
+    BlockKernel(
+        "flash-attn-4",
+        "flash_attn.cute",
+        flash_attn_4_reasons,
+        load_flash_attn_4,
+        flash_attn_4_params,
+        _FLASH_4_REMEDY,
+        strided_backward=True,
+        writes_grads=True,
+        just_in_time=True,
+    ),
+    BlockKernel(
+        "xformers",
+        "xformers",
+        xformers_reasons,
+        load_xformers,
+        xformers_params,
+        _XFORMERS_REMEDY,
+        strays=flash_2_strays,
+    ),
+)

@@ -1,0 +1,100 @@
+"""Calls too large for a kernel, run in parts along the block axis, so that a fast kernel stays usable.
+
+Parts are slices: inputs are not copied, results are joined once. Everything within the limits goes straight through.
+
+Legend: N blocks, M rows, H query heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .contract import BoundKernel, Forward, Grads
+
+MAX_GRID = 65535  # CUDA's limit of the second and third grid dimension, where kernels put heads and blocks
+FLASH_2_MAX_ELEMENTS = 2**31  # its backward's offsets into the dq accumulator are 32 bits (flash-attention#2260)
+
+
+def flash_2_elements(blocks: int, rows: int, heads: int, head_dim: int) -> int:
+    """Elements of the padded float32 dq accumulator of FlashAttention 2's backward."""
+    padded_head_dim = -(-head_dim // 32) * 32 if head_dim <= 128 else -(-head_dim // 64) * 64
+    return blocks * heads * (-(-rows // 128) * 128) * padded_head_dim
+
+
+def without_empty_rows(lse_NHM: Tensor) -> Tensor:
+    """The final LSE with +inf for -inf: what a backward that computes exp(s - lse) takes, so that no row gives NaN."""
+    return torch.nan_to_num(lse_NHM, nan=math.nan, posinf=math.inf, neginf=math.inf)
+
+
+def flash_2_empty_rows(lse_NHM: Tensor) -> Tensor:
+    """FlashAttention 2's LSE with -inf for the +inf that it gives a row of which every logit is -inf, beside out 0.
+
+    It says +inf of a row with NaN, too, and of empty rows of full blocks beside an out of NaN: that stays in whatever
+    it is merged with.
+    """
+    return torch.nan_to_num(lse_NHM, nan=math.nan, posinf=-math.inf, neginf=-math.inf)
+
+
+def cutlass_empty_rows(lse_NHM: Tensor, q_NMHD: Tensor, k_NMHD: Tensor, scale: float) -> Tensor:
+    """The LSE with -inf for the 0 that CUTLASS's kernel gives a row of which every logit is -inf, beside out 0.
+
+    A true LSE can be 0, too; what tells is the first key, which every row sees: nothing waits for the device.
+    """
+    first_NHM = torch.matmul(q_NMHD.transpose(1, 2), k_NMHD[:, :1].permute(0, 2, 3, 1)).squeeze(-1)
+    return lse_NHM.masked_fill((lse_NHM == 0) & (first_NHM * scale == -math.inf), -math.inf)
+
+
+def in_parts(kernel: BoundKernel, *, flash_2_backward: bool = False) -> BoundKernel:
+    """``kernel``, never called with more than 65,535 blocks, nor past FlashAttention 2's limit in its backward."""
+    whole_forward, whole_backward, whole_differentiable = kernel
+
+    def most_blocks(rows: int, heads: int, head_dim: int) -> int:
+        """The blocks of one call of the backward."""
+        if not flash_2_backward:
+            return MAX_GRID
+        return min(MAX_GRID, FLASH_2_MAX_ELEMENTS // flash_2_elements(1, rows, heads, head_dim))
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
+        if q.shape[0] <= MAX_GRID:
+            return whole_forward(q, k, v)
+        parts = [whole_forward(q[part], k[part], v[part]) for part in _parts(q.shape[0], MAX_GRID)]
+        return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+
+    def backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /, grads: Grads | None = None
+    ) -> Grads:
+        blocks, rows, heads, head_dim = q.shape
+        most = most_blocks(rows, heads, head_dim)
+        if blocks <= most:
+            return (
+                whole_backward(dout, q, k, v, out, lse)
+                if grads is None
+                else whole_backward(dout, q, k, v, out, lse, grads=grads)
+            )
+        made: list[Grads] = []
+        for part in _parts(blocks, most):
+            inputs = (dout[part], q[part], k[part], v[part], out[part], lse[part])
+            if grads is None:
+                made.append(whole_backward(*inputs))
+            else:
+                whole_backward(*inputs, grads=(grads[0][part], grads[1][part], grads[2][part]))
+        if grads is not None:
+            return grads
+        return (
+            torch.cat([dq for dq, _, _ in made]),
+            torch.cat([dk for _, dk, _ in made]),
+            torch.cat([dv for _, _, dv in made]),
+        )
+
+    def differentiable(shape: Sequence[int], /) -> Forward | None:
+        return whole_differentiable(shape) if shape[0] <= most_blocks(*shape[1:]) else None
+
+    return BoundKernel(forward, backward, differentiable)
+
+
+def _parts(blocks: int, most: int) -> list[slice]:
+    return [slice(begin, min(begin + most, blocks)) for begin in range(0, blocks, most)]

@@ -1,0 +1,1 @@
+"""Turns a workload and a profile into a plan, or into the reasons against one."""

@@ -1,0 +1,189 @@
+"""Holds a kernel against float64 on a small input: what a program asks of a kernel that nobody validated here.
+
+The input is one that faults have shown on: more than one tile of rows and a ragged last one, and a backward that is
+given the out and LSE of this block *and* another one, merged, as a ring or a pattern does. Right kernels were 2 to
+3e-3 off in bf16, the wrong ones that were met 0.13 and more.
+
+Legend: N blocks, M rows, H query heads, K key/value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ringattn.device_errors import is_out_of_memory, is_sticky
+from ringattn.dtypes import TORCH_DTYPES
+from ringattn.errors import one_line
+from ringattn.hardware.kernel_faults import Combination, Figure, Verdict
+from ringattn.kernels import math as kernels_math
+from ringattn.kernels.contract import BoundKernel, KernelConfig
+from ringattn.kernels.registry import KERNELS
+
+ROWS = 200  # several tiles of every kernel (they have up to 192 rows), and 8 or 72 rows of a last one
+KV_HEADS, GROUP = 2, 2
+
+# Relative 2-norms: 8 roundings of 16-bit kernels and of TF32, whose P and dS are rounded once and twice. Float32
+# kernels sum in other orders, and some split each product in three of TF32.
+_BOUND = {"bf16": 8 * 2.0**-8, "fp16": 8 * 2.0**-11, "tf32": 8 * 2.0**-11, "fp32": 256 * 2.0**-24}
+# Largest difference of the LSE, whose logits are sums in float32 of exact products, but for TF32.
+_LSE_BOUND = {"bf16": 2e-3, "fp16": 2e-3, "tf32": 8e-3, "fp32": 2e-5}
+
+_MESSAGE_LIMIT = 300
+_HOST = torch.device("cpu")
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Inputs of one block, on the device and in the compute dtype, with what float64 makes of them.
+
+    q, dout, out (N, M, H, D), k, v (N, M, K, D), lse (N, H, M) float32. ``out`` and ``lse`` are the merged ones that
+    the backward is given, ``exact`` holds the block's own out and lse, and its dq, dk, dv for the merged ones.
+    ``cancelling`` is how much larger dP and delta are than their difference, dS: near 1 but for a handful of keys.
+    """
+
+    inputs: tuple[Tensor, Tensor, Tensor]
+    dout: Tensor
+    out: Tensor
+    lse: Tensor
+    exact: dict[str, Tensor]
+    cancelling: float
+
+
+def make_case(
+    head_dim: int,
+    dtype: str,
+    *,
+    causal: bool,
+    grouped: bool,
+    rows: int,
+    device: torch.device,
+    exact_on: torch.device = _HOST,
+    seed: int = 0,
+) -> Case:
+    """The case of these shapes, the same for the same seed. Float64 runs ``exact_on`` one device or the other."""
+    generator = torch.Generator().manual_seed(seed)
+    heads, scale = KV_HEADS * (GROUP if grouped else 1), head_dim**-0.5
+
+    def normal(count: int) -> Tensor:
+        """Of the compute dtype's values, in float64."""
+        shape = (1, rows, count, head_dim)
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(exact_on, TORCH_DTYPES[dtype]).double()
+
+    q, dout = normal(heads), normal(heads)
+    k, v, other_k, other_v = (normal(KV_HEADS) for _ in range(4))
+    own_out, own_lse = kernels_math.forward(q, k, v, causal, scale)
+    other_out, other_lse = kernels_math.forward(q, other_k, other_v, False, scale)
+    lse = torch.logaddexp(own_lse, other_lse).float()
+    shares = [(part - lse.double()).exp().transpose(1, 2)[..., None] for part in (own_lse, other_lse)]
+    out = (shares[0] * own_out + shares[1] * other_out).to(TORCH_DTYPES[dtype])
+    grads = kernels_math.backward(dout, q, k, v, out.double(), lse.double(), causal, scale)
+    there = [x.to(device, TORCH_DTYPES[dtype]) for x in (q, k, v, dout, out)]
+    exact = {"out": own_out, "lse": own_lse, **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
+    cancelling = _cancelling(q, k, v, dout, out.double(), lse.double(), causal, scale)
+    return Case((there[0], there[1], there[2]), there[3], there[4], lse.to(device), exact, cancelling)
+
+
+def _cancelling(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> float:
+    """The norm of P (|dP| + |delta|) over that of P |dP - delta|."""
+    group = q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
+    p = torch.exp(torch.einsum("nqhd,nkhd->nhqk", q, k) * scale - lse[..., None])
+    p = p.tril() if causal else p
+    dp = torch.einsum("nqhd,nkhd->nhqk", dout, v)
+    delta = (dout * out).sum(-1).transpose(1, 2)[..., None]
+    return float((p * (dp.abs() + delta.abs())).norm() / (p * (dp - delta)).norm())
+
+
+def hold(kernel: BoundKernel, case: Case, dtype: str, *, backward: bool) -> Verdict:
+    """The kernel's results on a case; whatever it raises is raised."""
+    if backward:
+        results = kernel.backward(case.dout, *case.inputs, case.out, case.lse)
+        named = dict(zip(("dq", "dk", "dv"), results, strict=True))
+    else:
+        named = dict(zip(("out", "lse"), kernel.forward(*case.inputs), strict=True))
+    return Verdict(tuple(_figure(name, found, case, dtype) for name, found in named.items()))
+
+
+def _figure(name: str, found: Tensor, case: Case, dtype: str) -> Figure:
+    exact = case.exact[name]
+    if found.shape != exact.shape:
+        return Figure(name, math.inf, 0.0)
+    difference = found.detach().to(exact.device).double() - exact
+    if name == "lse":
+        return Figure(name, float(difference.abs().max()), _LSE_BOUND[dtype])
+    bound = _BOUND[dtype] * (case.cancelling if name in ("dq", "dk") else 1.0)
+    return Figure(name, float(difference.norm() / exact.norm()), bound)
+
+
+def config_of(combination: Combination) -> KernelConfig:
+    return KernelConfig(
+        causal=combination.causal,
+        scale=combination.head_dim**-0.5,
+        deterministic=combination.deterministic,
+        params=dict(combination.params),
+        dtype=combination.dtype,
+    )
+
+
+def check(combination: Combination, case: Case) -> Verdict:
+    """The verdict on one combination. An error of the kernel is one; of the device, or of its loading, is raised."""
+    return verdict_on(KERNELS[combination.kernel].load(config_of(combination)), combination, case)
+
+
+def verdict_on(kernel: BoundKernel, combination: Combination, case: Case) -> Verdict:
+    """The same for a kernel that is loaded."""
+    try:
+        return hold(kernel, case, combination.dtype, backward=combination.backward)
+    except Exception as error:
+        if is_out_of_memory(error) or is_sticky(error):
+            raise
+        return Verdict(message=one_line(f"{type(error).__name__}: {error}")[:_MESSAGE_LIMIT])
+
+
+def check_all(combinations: Sequence[Combination], device: torch.device) -> dict[Combination, Verdict]:
+    """The verdict on each, in a thread of its own: a program is made in the middle of whatever its caller does."""
+    return _apart(lambda: _check_here(combinations, device), device)
+
+
+def _check_here(combinations: Sequence[Combination], device: torch.device) -> dict[Combination, Verdict]:
+    cases: dict[tuple[int, str, bool, bool], Case] = {}
+    found = {}
+    for asked in combinations:
+        shape = asked.head_dim, asked.dtype, asked.causal, asked.grouped
+        if shape not in cases:
+            cases[shape] = make_case(*shape[:2], causal=shape[2], grouped=shape[3], rows=ROWS, device=device)
+        found[asked] = check(asked, cases[shape])
+    return found
+
+
+def _apart(work: Callable[[], Result], device: torch.device) -> Result:
+    """``work`` in a new thread and on a stream of its own.
+
+    Autocast, grad mode, torch's function and dispatch modes (FakeTensorMode, a default device, what functorch and
+    torch.compile trace with) are the thread's that set them.
+    """
+
+    def run() -> Result:
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            if device.type == "cuda":
+                stack.enter_context(torch.cuda.device(device))
+                stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                stack.enter_context(torch.cuda.stream(stream))
+                stack.callback(stream.synchronize)
+            return work()
+
+    with ThreadPoolExecutor(1, thread_name_prefix="ringattn-check") as thread:
+        return thread.submit(run).result()

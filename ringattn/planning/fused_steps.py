@@ -1,0 +1,31 @@
+"""The steps between kernels that one GPU kernel each can do, and their parameters: plain data, no torch.
+
+A parameter is how many rows one program of the step handles at a time. Without one the step takes what suits the head
+dim and the segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ringattn.workload import BranchTunables, Workload
+
+BLOCKS = (16, 32, 64, 128)
+FUSED_PARAMS: Mapping[str, tuple[int, ...]] = {"merge.block": BLOCKS, "gather.block": BLOCKS, "sum.block": BLOCKS}
+FUSED_STEPS = tuple(name.partition(".")[0] for name in FUSED_PARAMS)
+
+
+def steps_not_taken(workload: Workload, branches: Sequence[BranchTunables]) -> dict[str, str]:
+    """Each step that a plan with these branches does not take, and why; the others of ``FUSED_STEPS`` it takes.
+
+    Rows are gathered for a branch that copies them; in training dout, out and lse are for every rate above 1.
+    """
+    if workload.pattern.dense:
+        return dict.fromkeys(FUSED_STEPS, "a dense plan has no steps between kernels")
+    missing = {}
+    if not workload.train:
+        missing["sum"] = "only training sums gradients"
+    dilated = any(branch.rate > 1 for branch in workload.pattern.resolved(workload.seq_len))
+    if not any(branch.gather == "copy" for branch in branches) and not (workload.train and dilated):
+        missing["gather"] = "no rows are gathered"
+    return missing

@@ -1,0 +1,35 @@
+"""How much arithmetic the kernel launches of a workload do: whether the device or its launches are waited for."""
+
+from __future__ import annotations
+
+import functools
+
+from ringattn.geometry.pattern import branch_calls
+from ringattn.workload import Workload
+
+
+def forward_gflop(workload: Workload, branch: int) -> float:
+    """Of one branch: two products of 2 D operations for every query and key that meet, half of them under a mask."""
+    one = workload.pattern.resolved(workload.seq_len)[branch]
+    segment = min(one.segment, workload.seq_len)
+    rows = segment / one.rate
+    pairs = workload.batch * workload.heads * workload.seq_len / segment * rows**2
+    return 4e-9 * workload.head_dim * pairs * (0.5 if workload.causal else 1.0)
+
+
+@functools.lru_cache(maxsize=1024)  # asked four times for every row: 8 of the 14 ms in which a LongNet module is made
+def launches(workload: Workload, branch: int, gather: str) -> int:
+    """Of one branch over whole segments: copied rows are one, rows in place one for every affine set of heads."""
+    one = workload.pattern.resolved(workload.seq_len)[branch]
+    calls = branch_calls(
+        one,
+        begin=0,
+        end=min(one.segment, workload.seq_len),
+        batch=1,
+        batch_folds=True,
+        kv_heads=workload.kv_heads,
+        group=workload.heads // workload.kv_heads,
+        rule=workload.pattern.head_offset,
+        copy=gather == "copy",
+    )
+    return len(calls)

@@ -1,0 +1,434 @@
+"""Every choice and every check ends here: from a workload and tunables to a plan, or to the reasons against it.
+
+Pure: decisions depend on the workload, the tunables and the facts alone. The search space, the writer of profiles
+and the loader all ask the same ``rejection_reasons``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Literal
+
+from ringattn.errors import KernelReason, PlanError
+from ringattn.geometry.pattern import nests
+from ringattn.hardware.facts import HardwareFacts
+from ringattn.hardware.kernel_faults import Combination
+from ringattn.kernels.contract import KernelNeed
+from ringattn.kernels.registry import KERNELS
+from ringattn.profile.schema import Policy
+from ringattn.wording import plural
+from ringattn.workload import BranchTunables, ParamValue, Tunables, Workload, describe
+
+from .fused_steps import FUSED_PARAMS, FUSED_STEPS, steps_not_taken
+from .launches import forward_gflop, launches
+from .ring import blocks_of, exchange_reasons, one_rank_reasons, ring_heuristic, ring_reasons
+
+Direction = Literal["forward", "backward"]
+Params = Mapping[str, ParamValue]
+NO_PARAMS: Params = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """What holds for all plans of a module: a deterministic torch refuses kernels whose backward is not.
+
+    ``layout`` is how the user's sequences lie over several ranks, empty where a plan may choose. ``apart`` is why ranks
+    cannot reach each other's memory, empty where they can or where nobody has asked.
+    """
+
+    deterministic: bool = False
+    layout: str = ""
+    apart: str = ""
+
+
+ORDINARY = Conditions()
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a plan is from. ``user``: in part from what was asked for explicitly. ``measured``: by a profile."""
+
+    source: Literal["profile", "heuristic"]
+    user: bool = False
+    measured: bool = True
+
+    def __str__(self) -> str:
+        return self.source + (" + user" if self.user else "") + ("" if self.measured else ", not measured")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One resolved row: nothing in it is left to decide.
+
+    ``fused`` says whether the steps between kernels run as one GPU kernel each or as torch operations. ``origin`` is
+    where a module's table has it from; None for a plan of no table.
+    """
+
+    workload: Workload
+    tunables: Tunables
+    fused: bool
+    conditions: Conditions = ORDINARY
+    origin: Origin | None = None
+
+    def __str__(self) -> str:
+        return f"{self.workload}: {describe(self.tunables)}" + (f"  ({self.origin})" if self.origin else "")
+
+
+def fuses(facts: HardwareFacts, dtype: str) -> bool:
+    """Whether the steps between kernels run as our Triton kernels: those need sm_70, triton and no float64."""
+    if facts.vendor != "nvidia" or "triton" not in facts.packages or dtype == "fp64":
+        return False
+    return int(facts.arch.removeprefix("sm_")) >= 70
+
+
+def kernel_need(
+    workload: Workload,
+    branch: int,
+    dtype: str,
+    *,
+    arch: str,
+    vendor: str,
+    gather: str = "view",
+    window_tokens: int | None = None,
+    backward: bool = False,
+    conditions: Conditions = ORDINARY,
+    dropout: bool = False,
+) -> KernelNeed:
+    """What branch number ``branch`` asks of its kernel: the largest of its calls."""
+    segment_and_rate = workload.pattern.resolved(workload.seq_len)[branch]
+    tokens = min(workload.seq_len, window_tokens or workload.seq_len)
+    length = min(segment_and_rate.segment, tokens)
+    rows = -(-length // segment_and_rate.rate)
+    blocks = workload.batch * max(1, tokens // length)
+    rows_apart = 1 if gather == "copy" else segment_and_rate.rate
+    return KernelNeed(
+        vendor=vendor,
+        arch=arch,
+        dtype=dtype,
+        head_dim=workload.head_dim,
+        heads=workload.heads,
+        kv_heads=workload.kv_heads,
+        rows=rows,
+        blocks=blocks,
+        causal=workload.causal,
+        backward=backward,
+        row_elements=rows_apart * workload.heads * workload.head_dim,
+        deterministic=conditions.deterministic,
+        dropout=dropout,
+    )
+
+
+def kernel_needs(
+    workload: Workload,
+    tunables: Tunables,
+    branch: int,
+    facts: HardwareFacts,
+    *,
+    backward: bool,
+    conditions: Conditions,
+) -> tuple[KernelNeed, ...]:
+    """All that a branch asks of a kernel: one block on one rank, blocks of several kinds where rows travel."""
+    one = kernel_need(
+        workload,
+        branch,
+        tunables.dtype,
+        arch=facts.arch,
+        vendor=facts.vendor,
+        gather=tunables.branches[branch].gather,
+        window_tokens=tunables.window_tokens,
+        backward=backward,
+        conditions=conditions,
+    )
+    if workload.world == 1:
+        return (one,)
+    needs = [
+        replace(
+            one,
+            rows=block.rows,
+            blocks=block.blocks,
+            causal=block.causal,
+            heads=block.heads,
+            kv_heads=block.kv_heads,
+            row_elements=block.heads * workload.head_dim,  # rows that travel are gathered
+        )
+        for block in blocks_of(workload, tunables)
+        if block.branch == branch
+    ]
+    return tuple(needs) or (one,)
+
+
+def _rejections(name: str, needs: tuple[KernelNeed, ...], facts: HardwareFacts, params: Params) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(why for need in needs for why in kernel_reasons(name, need, facts, params)))
+
+
+def kernel_reasons(name: str, need: KernelNeed, facts: HardwareFacts, params: Params = NO_PARAMS) -> tuple[str, ...]:
+    """Why a kernel with these parameters cannot serve ``need``: its own rules, then what failed on this machine."""
+    if name not in KERNELS:
+        return (f"unknown kernel; use one of {', '.join(KERNELS)}",)
+    reasons = KERNELS[name].unsupported_reasons(need, facts)
+    if facts.faults and not reasons:
+        asked = combination_of(name, need, params)
+        reasons = tuple(fault.reason for fault in facts.faults if fault.combination == asked)
+    return reasons
+
+
+def combination_of(name: str, need: KernelNeed, params: Params = NO_PARAMS) -> Combination:
+    """What must be validated for a kernel to serve ``need``; of ``params`` those count that it has there."""
+    offered = KERNELS[name].params(need)
+    return Combination(
+        kernel=name,
+        head_dim=need.head_dim,
+        dtype=need.dtype,
+        backward=need.backward,
+        causal=need.causal,
+        grouped=need.heads != need.kv_heads,
+        deterministic=need.deterministic and need.backward,
+        params=tuple(sorted((key, value) for key, value in params.items() if key in offered)),
+    )
+
+
+def combinations(
+    workload: Workload, tunables: Tunables, facts: HardwareFacts, *, conditions: Conditions = ORDINARY
+) -> tuple[Combination, ...]:
+    """All that must be validated for a plan of these tunables to run; math is the formula itself."""
+    found: dict[Combination, None] = {}
+    for number, choice in enumerate(tunables.branches):
+        for direction, name in _kernels_of(choice, workload.train):
+            backward, params = direction == "backward", tunables.params_of(name)
+            for need in kernel_needs(workload, tunables, number, facts, backward=backward, conditions=conditions):
+                if name != "math" and name in KERNELS:
+                    found[combination_of(name, need, params)] = None
+    return tuple(found)
+
+
+def rejection_reasons(
+    workload: Workload, tunables: Tunables, facts: HardwareFacts, *, conditions: Conditions = ORDINARY
+) -> tuple[str, ...]:
+    """Why these tunables cannot run this workload on this machine, or would be ignored; empty when all is well.
+
+    This is the one constraint function. It also refuses a value that changes nothing (a window as long as the
+    sequence, a copy at rate 1), so that plans whose steps are equal are one candidate.
+    """
+    pattern = workload.pattern
+    branches = pattern.resolved(workload.seq_len)
+    if len(tunables.branches) != len(branches):
+        return (f"has {plural(len(tunables.branches), 'branch')}, the pattern {pattern} has {len(branches)}",)
+    reasons = [
+        *_dtype_reasons(workload, tunables),
+        *_memory_reasons(workload, tunables, facts),
+        *_compile_reasons(workload, tunables, facts),
+    ]
+    spread = one_rank_reasons(tunables)
+    if workload.world > 1:
+        spread = ring_reasons(workload, tunables, conditions.layout)
+        reasons += exchange_reasons(workload.world, tunables.exchange, facts, conditions.apart)
+        if spread:  # without a layout and a schedule that fit there are no blocks to ask kernels about
+            return tuple(dict.fromkeys((*reasons, *spread)))
+    reasons += spread
+    needs: list[tuple[str, KernelNeed]] = []
+    for number, (branch, choice) in enumerate(zip(branches, tunables.branches, strict=True)):
+        if choice.gather == "copy" and branch.rate == 1:
+            reasons.append(f"branch {number}: rate 1 has nothing to gather; use view")
+        for direction, name in _kernels_of(choice, workload.train):
+            asked = kernel_needs(
+                workload, tunables, number, facts, backward=direction == "backward", conditions=conditions
+            )
+            why_not = _rejections(name, asked, facts, tunables.params_of(name))
+            reasons += [KernelReason(number, direction, name, why) for why in why_not]
+            if name in KERNELS:
+                needs += [(name, need) for need in asked]
+        if bool(choice.backward) != workload.train:
+            reasons.append(f"branch {number}: a backward kernel is for training alone, this is {workload.mode}")
+    reasons += _param_reasons(workload, tunables, needs, facts)
+    return tuple(dict.fromkeys(reasons))
+
+
+def _kernels_of(choice: BranchTunables, train: bool) -> tuple[tuple[Direction, str], ...]:
+    if train and choice.backward:
+        return (("forward", choice.forward), ("backward", choice.backward))
+    return (("forward", choice.forward),)
+
+
+def _dtype_reasons(workload: Workload, tunables: Tunables) -> list[str]:
+    if (workload.dtype == "fp64") != (tunables.dtype == "fp64"):
+        return [f"computes in {tunables.dtype}, but float64 inputs, and only they, run in float64"]
+    if tunables.dtype == "tf32" and workload.dtype != "fp32":
+        return [f"tf32 is for fp32 inputs, not {workload.dtype}"]
+    return []
+
+
+def _memory_reasons(workload: Workload, tunables: Tunables, facts: HardwareFacts) -> list[str]:
+    reasons = []
+    window = tunables.window_tokens
+    if window is not None and not nests(workload.pattern, window):
+        reasons.append(f"window_tokens {window} is not a multiple of every segment of the pattern {workload.pattern}")
+    if window is not None and window >= workload.seq_len:
+        reasons.append(f"window_tokens {window} is no shorter than the sequence, {workload.seq_len}")
+    if tunables.checkpoint != "selective" and not workload.train:
+        reasons.append(f"checkpoint {tunables.checkpoint} matters in training alone")
+    gathers = any(branch.gather == "copy" for branch in tunables.branches)
+    if tunables.checkpoint == "none" and tunables.schedule == "local" and not gathers:
+        reasons.append("checkpoint none keeps gathered rows, and no branch gathers; use selective")
+    if tunables.checkpoint == "offload" and facts.vendor == "cpu":
+        reasons.append("checkpoint offload moves tensors to the host, where a CPU has them already")
+    if tunables.pool_threshold_mib is None and tunables.pool_strategy != "shape":
+        reasons.append("pool_strategy matters only with a pool_threshold_mib")
+    if workload.pattern.dense and tunables.pool_threshold_mib is not None:
+        reasons.append("pool_threshold_mib: a dense plan has no workspace to pool")
+    if workload.pattern.dense and not tunables.pattern_cache:
+        reasons.append("pattern_cache off: a dense plan has no pattern to work out")
+    return reasons
+
+
+def _compile_reasons(workload: Workload, tunables: Tunables, facts: HardwareFacts) -> list[str]:
+    if not tunables.compile:
+        return []
+    if fuses(facts, tunables.dtype):
+        return ["compile: the steps between kernels are fused GPU kernels already"]
+    if workload.pattern.dense:
+        return ["compile: a dense plan has no steps between kernels"]
+    return []
+
+
+def _fused_param_reasons(
+    workload: Workload, tunables: Tunables, facts: HardwareFacts, name: str, value: ParamValue
+) -> list[str]:
+    if not fuses(facts, tunables.dtype):
+        return [f"parameter {name}: the steps between kernels are not fused here"]
+    if name not in FUSED_PARAMS:
+        return [f"parameter {name}: no step between kernels has it; there are {', '.join(FUSED_PARAMS)}"]
+    not_taken = steps_not_taken(workload, tunables.branches).get(name.partition(".")[0])
+    if not_taken:
+        return [f"parameter {name}: {not_taken}"]
+    if isinstance(value, bool) or value not in FUSED_PARAMS[name]:
+        return [f"{name}={value!r}: use one of {', '.join(map(str, FUSED_PARAMS[name]))}"]
+    return []
+
+
+def _param_reasons(
+    workload: Workload, tunables: Tunables, needs: list[tuple[str, KernelNeed]], facts: HardwareFacts
+) -> list[str]:
+    """A parameter must belong to a kernel that runs, be known to it for what it is asked, and have a listed value."""
+    reasons = []
+    for name, value in tunables.params:
+        kernel, _, key = name.rpartition(".")
+        if kernel in FUSED_STEPS:
+            reasons += _fused_param_reasons(workload, tunables, facts, name, value)
+            continue
+        asked = [need for used, need in needs if used == kernel]
+        offered = [params[key] for params in map(KERNELS[kernel].params, asked) if key in params] if asked else []
+        if not asked:
+            reasons.append(f"parameter {name}: no branch runs the kernel it belongs to")
+        elif not offered:
+            reasons.append(f"parameter {name}: {kernel} has no such parameter here")
+        reasons += [
+            f"{name}={value!r}: use one of {', '.join(map(repr, values))}" for values in offered if value not in values
+        ]
+    return reasons
+
+
+def build_plan(
+    workload: Workload, tunables: Tunables, facts: HardwareFacts, *, conditions: Conditions = ORDINARY
+) -> Plan:
+    """The plan of these tunables; PlanError with every reason where they cannot run."""
+    reasons = rejection_reasons(workload, tunables, facts, conditions=conditions)
+    if reasons:
+        raise PlanError(f"cannot run {workload}", {describe(tunables): reasons})
+    return Plan(workload, tunables, fuses(facts, tunables.dtype), conditions)
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What the user asked for explicitly; each beats the profile and the heuristic."""
+
+    forward: str | None = None
+    backward: str | None = None
+    dtype: str | None = None
+    checkpoint: str | None = None
+
+
+NO_WISHES = Wishes()
+
+
+def heuristic_tunables(
+    workload: Workload,
+    policy: Policy,
+    facts: HardwareFacts,
+    *,
+    conditions: Conditions = ORDINARY,
+    wishes: Wishes = NO_WISHES,
+) -> Tunables:
+    """What to run where nothing was measured: per branch the first kernel of the policy that can.
+
+    Raises PlanError with every candidate and its reasons when none can.
+    """
+    gathers = _default_gathers(workload, policy)
+    tunables = Tunables(
+        dtype=wishes.dtype or policy.dtype_for(workload.dtype),
+        branches=tuple(BranchTunables("", gather=gather) for gather in gathers),
+        window_tokens=_default_window(workload, facts),
+    )
+    if wishes.checkpoint and workload.train:
+        tunables = replace(tunables, checkpoint=wishes.checkpoint)
+    if workload.world > 1:
+        tunables = ring_heuristic(workload, tunables, facts, conditions.layout, keep=wishes.checkpoint is not None)
+    branches = []
+    for number, branch in enumerate(tunables.branches):
+        chosen: dict[Direction, str] = {"forward": "", "backward": ""}
+        directions: tuple[Direction, ...] = ("forward", "backward") if workload.train else ("forward",)
+        for direction in directions:
+            wish = wishes.forward if direction == "forward" else wishes.backward
+            work = forward_gflop(workload, number) / launches(workload, number, branch.gather)
+            candidates = (wish,) if wish else policy.kernels_for(direction, tunables.dtype, work)
+            needs = kernel_needs(
+                workload, tunables, number, facts, backward=direction == "backward", conditions=conditions
+            )
+            chosen[direction] = _first_that_can(candidates, needs, facts, workload, number, direction)
+        branches.append(replace(branch, **chosen))
+    tunables = replace(tunables, branches=tuple(branches))
+    build_plan(workload, tunables, facts, conditions=conditions)
+    return tunables
+
+
+def _default_gathers(workload: Workload, policy: Policy) -> tuple[str, ...]:
+    branches = workload.pattern.resolved(workload.seq_len)
+    usual = tuple(policy.gather_for(branch.rate) for branch in branches)
+    if not workload.train:
+        # Copying saved a forward of launches 4 % (LongNet, 4096 positions, H200), a training step 25 %.
+        return usual
+    count = sum(launches(workload, number, gather) for number, gather in enumerate(usual))
+    work = sum(forward_gflop(workload, number) for number in range(len(branches)))
+    return tuple("copy" if branch.rate > 1 else "view" for branch in branches) if policy.binds(work / count) else usual
+
+
+def _first_that_can(
+    candidates: tuple[str, ...],
+    needs: tuple[KernelNeed, ...],
+    facts: HardwareFacts,
+    workload: Workload,
+    branch: int,
+    direction: Direction,
+) -> str:
+    rejected = {}
+    for name in candidates:
+        rejected[name] = _rejections(name, needs, facts, NO_PARAMS)
+        if not rejected[name]:
+            return name
+    raise PlanError(f"no kernel can run {workload}, branch {branch} {direction}", rejected)
+
+
+# Positions alive at a time in the workspace when nobody measured better. LongNet at 262144 positions, H16 D128 on an
+# H100: without windows training peaks at 10.1 GiB (cudnn both ways), the forward alone at 3.0; windows of 65536 make
+# the forward 9 % slower and a training step 2 to 6 %.
+_WINDOW_TOKENS = {"train": 65536, "infer": 262144}
+
+
+def _default_window(workload: Workload, facts: HardwareFacts) -> int | None:
+    """Nested patterns go window by window once the sequence is longer than a few of the longest segments."""
+    if workload.pattern.dense:
+        return None
+    longest = max(branch.segment for branch in workload.pattern.branches)
+    window = longest * max(1, _WINDOW_TOKENS[workload.mode] // longest)
+    return window if nests(workload.pattern, window) and window < workload.seq_len else None

@@ -1,0 +1,49 @@
+"""Which of several right plans is wanted: the fastest, the leanest, or between. One rule for probes and for modules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+from ringattn.errors import InputError
+from ringattn.profile.schema import Choice
+
+Preference = Literal["time", "memory", "balanced"]
+
+TIE = 0.005  # log-ratio: plans closer than this are one plan to the user
+MEMORY_WEIGHT = 0.5  # "balanced": halving the memory is worth a factor sqrt(2) in time
+
+
+def check_preference(prefer: Any) -> None:
+    """InputError unless ``prefer`` is None or a preference."""
+    if prefer is not None and prefer not in get_args(Preference):
+        raise InputError(f"prefer is {prefer!r}; use one of {', '.join(get_args(Preference))}, or None")
+
+
+def cost(prefer: Preference, log_ratio: float, peak_bytes: int) -> float:
+    """Lower is better: ``log_ratio`` is log(t / t_default), ``peak_bytes`` what is held beyond the inputs."""
+    if prefer == "time":
+        return log_ratio
+    memory = math.log(max(peak_bytes, 1))
+    return memory if prefer == "memory" else log_ratio + MEMORY_WEIGHT * memory
+
+
+def by_preference(choices: Sequence[Choice], prefer: Preference) -> list[Choice]:
+    """Best first; what ties with the best keeps its order, and what was never measured comes last.
+
+    A gain counts only where its interval excludes that there is none.
+    """
+
+    def cost_of(choice: Choice) -> float:
+        evidence = choice.evidence
+        if evidence is None or evidence.default_ratio <= 0:
+            return math.inf
+        gain = evidence.default_ratio if evidence.default_ratio >= 1 or evidence.ratio_high < 1 else 1.0
+        return cost(prefer, math.log(gain), evidence.peak_bytes)
+
+    costs = [cost_of(choice) for choice in choices]
+    best = min(costs, default=math.inf)
+    # inf + TIE is inf: without any evidence the order stays.
+    order = sorted(range(len(choices)), key=lambda i: best if costs[i] <= best + TIE else costs[i])
+    return [choices[i] for i in order]

@@ -1,0 +1,69 @@
+"""Whether the kernels of a plan were validated on this machine; each that nobody validated is checked once.
+
+A probe validates what it measures, so the evidence of a profile that matches this machine exactly counts, for the
+combinations it is about. Anything else (a named backend, the heuristic, a profile made with other software, other
+heads) is checked when a program is made for it, never in a call that follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+
+from ringattn.errors import RingAttentionError
+from ringattn.hardware.facts import HardwareFacts
+from ringattn.hardware.kernel_faults import Combination, KernelFault
+from ringattn.profile.resolve import Resolution
+from ringattn.profile.schema import Profile
+
+from .accuracy_check import check_all
+from .plan import Plan, combinations, rejection_reasons
+from .validation_memory import key_of, user_memory
+
+
+def asked_of_kernels(plan: Plan, facts: HardwareFacts) -> tuple[Combination, ...]:
+    """What must be validated for a plan to run."""
+    return combinations(plan.workload, plan.tunables, facts, conditions=plan.conditions)
+
+
+def faults_of(
+    asked: Sequence[Combination], facts: HardwareFacts, device: torch.device, resolution: Resolution | None
+) -> list[KernelFault]:
+    """Those of ``asked`` that are wrong on this machine, after every check that was still to be made.
+
+    ``resolution`` is what the module's profile was resolved to. RingAttentionError where a check is needed and a CUDA
+    graph is being captured.
+    """
+    keys = {combination: key_of(combination, facts) for combination in asked}
+    memory = user_memory()
+    known = memory.verdicts()
+    unknown = [c for c in asked if keys[c] not in known and c not in _validated_by(resolution, facts, c.head_dim)]
+    if unknown:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RingAttentionError(
+                f"{unknown[0]}: was not checked on this machine yet, and cannot be while a CUDA graph is captured; "
+                "call warmup() at this length, dtype and mode before the capture"
+            )
+        verdicts = check_all(unknown, device)
+        memory.remember({keys[c]: verdict for c, verdict in verdicts.items()})
+        known = memory.verdicts()
+    return [KernelFault(c, known[keys[c]].reason) for c in asked if keys[c] in known and not known[keys[c]].passes]
+
+
+def _validated_by(resolution: Resolution | None, facts: HardwareFacts, head_dim: int) -> frozenset[Combination]:
+    if resolution is None or resolution.tier != "exact" or resolution.profile is None:
+        return frozenset()
+    return _evidence(resolution.profile, facts, head_dim)
+
+
+@lru_cache(maxsize=64)
+def _evidence(profile: Profile, facts: HardwareFacts, head_dim: int) -> frozenset[Combination]:
+    """What the plans of a profile that were measured, and so held against float64 before, asked of kernels."""
+    found: set[Combination] = set()
+    for entry in profile.plans:
+        for choice in entry.measured if entry.workload.head_dim == head_dim else ():
+            if not rejection_reasons(entry.workload, choice.tunables, facts):
+                found.update(combinations(entry.workload, choice.tunables, facts))
+    return frozenset(found)

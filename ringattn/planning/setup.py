@@ -1,0 +1,210 @@
+"""The edge at init: the device, its facts, the profiles found for it. The only place the runtime reads them."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ringattn.arguments import input_dtype, is_integer
+from ringattn.errors import InputError
+from ringattn.geometry.pattern import heads_without_rows
+from ringattn.hardware.facts import HardwareFacts, detect
+from ringattn.hardware.kernel_faults import join_faults
+from ringattn.kernels.registry import KERNELS
+from ringattn.profile.locations import FILE_VARIABLE, Located, collect
+from ringattn.profile.resolve import Resolution, resolve
+from ringattn.profile.schema import PlanEntry, Policy, Profile
+from ringattn.wording import plural
+from ringattn.workload import CHECKPOINTS
+
+from .matching import entries_for
+from .plan import Wishes, kernel_need
+from .table import ModuleShape, probe_options
+from .validation_memory import user_memory
+
+logger = logging.getLogger("ringattn")
+_said: set[str] = set()
+_GIVEN = "<profile argument>"
+
+
+def say_once(level: int, message: str) -> None:
+    """Logs a message once a process: a model builds a module per layer."""
+    if message not in _said:
+        _said.add(message)
+        logger.log(level, message)
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What init found: the device and its facts, the entries that match the module, the policy for the rest.
+
+    ``named``: the profile was named by the user, so that its plans must run.
+    """
+
+    device: torch.device
+    facts: HardwareFacts
+    resolution: Resolution | None
+    entries: tuple[PlanEntry, ...]
+    policy: Policy
+    named: bool
+    trace: tuple[str, ...]
+    shape: ModuleShape
+
+    def place_of(self, entry: PlanEntry) -> str:
+        """File and key path of one of ``entries``."""
+        assert self.resolution is not None
+        assert self.resolution.profile is not None
+        return f"{self.resolution.path}: plans[{self.resolution.profile.plans.index(entry)}]"
+
+    def announce(self) -> None:
+        """Which profile serves, said once a process: INFO for a profile, WARNING for the bare heuristic."""
+        tier = self.resolution.tier if self.resolution else "heuristic"
+        if self.entries:
+            assert self.resolution is not None
+            say_once(logging.INFO, f"profile {self.resolution.path}, tier {tier}")
+        elif self.resolution is not None:  # None: the heuristic was asked for
+            say_once(
+                logging.WARNING,
+                f"{self.facts.device_name}: no plan was measured for this workload, using the heuristic; "
+                f"`ringtune probe {probe_options(self.shape)}` measures one",
+            )
+
+    def dropout_reasons(self) -> Mapping[str, tuple[str, ...]]:
+        """Why each kernel that could otherwise run cannot do dropout."""
+        workload = self.shape.workload(4096, "fp32" if self.facts.vendor == "cpu" else "bf16", True)
+        need = kernel_need(
+            workload, 0, workload.dtype, arch=self.facts.arch, vendor=self.facts.vendor, backward=True, dropout=True
+        )
+        reasons = {name: kernel.unsupported_reasons(need, self.facts) for name, kernel in KERNELS.items()}
+        return {name: why for name, why in reasons.items() if why}
+
+
+def warn_of_empty_heads(shape: ModuleShape) -> None:
+    """Says once, naming them, which heads never attend to anything: by definition they are 0, but hardly on purpose."""
+    empty = heads_without_rows(shape.pattern, shape.heads, shape.kv_heads, shape.max_seq_len)
+    if empty:
+        listed = ", ".join(map(str, empty[:8])) + (f" and {len(empty) - 8} more" if len(empty) > 8 else "")
+        say_once(
+            logging.WARNING,
+            f"pattern {shape.pattern}: of {plural(shape.heads, 'head')} no branch lets {listed} select a position, so "
+            "their output is 0; give a branch a dilation rate no larger than its segments and sequences are long",
+        )
+
+
+def set_up(profile: Any, device: Any, shape: ModuleShape) -> Setup:
+    """Reads the device and the profiles; see ``RingAttention`` for what may be asked and what is raised."""
+    target = device_of(device)
+    return set_up_for(detect(target), profile, target, shape)
+
+
+def set_up_for(facts: HardwareFacts, profile: Any, target: torch.device, shape: ModuleShape) -> Setup:
+    """The same for a device of which these are the facts, also one that is not here."""
+    named = isinstance(profile, (Profile, Path)) or (isinstance(profile, str) and profile != "auto")
+    if not (profile is None or named or profile == "auto"):
+        raise InputError(f"profile is {profile!r}; use 'auto', a path, a Profile, or None for the heuristic alone")
+    path = None if profile is None or profile == "auto" or isinstance(profile, Profile) else profile
+    located, notes = collect(path, heuristics_only=profile is None or isinstance(profile, Profile))
+    if isinstance(profile, Profile):
+        located = (Located(_GIVEN, profile, "argument"), *located)
+    resolution = resolve(located, facts, world=shape.world)
+    measured = resolution.profile
+    entries: tuple[PlanEntry, ...] = ()
+    memory = user_memory()
+    facts = replace(facts, faults=join_faults(facts.faults, memory.faults(facts, shape.head_dim)))
+    notes = (*notes, memory.note) if memory.note else notes
+    trace = (*notes, *resolution.trace, *(f"{fault.combination}: {fault.reason}" for fault in facts.faults))
+    for note in notes:
+        say_once(logging.WARNING, note)
+    if measured is not None:
+        entries, note = entries_for(measured, shape)
+        trace = (*trace, note)
+    policy = resolution.heuristic.policy if measured is None or measured.policy is None else measured.policy
+    assert policy is not None
+    return Setup(
+        device=target,
+        facts=facts,
+        resolution=None if profile is None else resolution,
+        entries=entries,
+        policy=policy,
+        named=named or (profile == "auto" and bool(os.environ.get(FILE_VARIABLE))),
+        trace=trace,
+        shape=shape,
+    )
+
+
+def device_of(device: Any) -> torch.device:
+    """The device asked for: None is the current CUDA device, else the CPU."""
+    if device is None:
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
+    try:
+        target = torch.device("cuda", int(device)) if is_integer(device) else torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise InputError(f"device is {device!r}; use a torch device such as 'cuda:0' or 'cpu'") from error
+    if target.type == "cuda" and target.index is None and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if target.type == "cpu" else target  # "cpu:0" is no other device, but compares unequal
+
+
+def wishes_of(backend: Any, dtype: Any, checkpoint: str | None) -> Wishes:
+    """The explicit choices of the user as kernel, dtype and checkpoint names; InputError for what does not exist."""
+    forward = backward = None
+    if isinstance(backend, str):
+        forward = backward = backend
+    elif isinstance(backend, (tuple, list)) and len(backend) == 2:
+        forward, backward = backend
+    elif backend is not None:
+        raise InputError(f"backend is {backend!r}; use a kernel name, or (forward name, backward name)")
+    for name in (forward, backward):
+        if name is not None and (not isinstance(name, str) or name not in KERNELS):
+            raise InputError(f"backend is {backend!r}; the kernels are {', '.join(KERNELS)}")
+    if checkpoint is not None and checkpoint not in CHECKPOINTS:
+        raise InputError(f"checkpoint is {checkpoint!r}; use one of {', '.join(CHECKPOINTS)}, or None")
+    return Wishes(forward, backward, _dtype_wish(dtype), checkpoint)
+
+
+def _dtype_wish(dtype: Any) -> str | None:
+    if dtype is None or (isinstance(dtype, str) and dtype == "auto"):
+        return None
+    return "tf32" if isinstance(dtype, str) and dtype == "tf32" else input_dtype(dtype, also="None, 'auto', 'tf32' or ")
+
+
+def group_size(process_group: Any) -> int:
+    """Ranks of None (one), a ProcessGroup or a one-dimensional DeviceMesh; InputError where this rank is in none."""
+    if process_group is None:
+        return 1
+    if isinstance(process_group, int) and process_group == torch.distributed.GroupMember.NON_GROUP_MEMBER:
+        raise InputError("this rank is no member of process_group; build the module on the members alone")
+    dimensions = getattr(process_group, "ndim", 1)
+    if dimensions != 1:
+        raise InputError(f"process_group is a DeviceMesh of {dimensions} dimensions; give one of them, mesh['name']")
+    size = getattr(process_group, "size", None)
+    if not callable(size):
+        raise InputError(f"process_group is {process_group!r}; use a ProcessGroup or a one-dimensional DeviceMesh")
+    return int(size())
+
+
+def check_module(causal: bool, scale: float | None, dropout: float, process_group: Any) -> None:
+    """InputError, naming the argument, unless these make sense."""
+    if not isinstance(causal, bool):
+        raise InputError(f"causal is {causal!r}; it must be True or False")
+    if scale is not None and (
+        isinstance(scale, bool) or not isinstance(scale, Real) or not math.isfinite(scale) or scale <= 0
+    ):
+        # Kernels set masked logits to -inf before they scale: times 0 or less that is NaN or inf.
+        raise InputError(
+            f"scale is {scale!r}; it must be a finite number > 0, or None for 1/sqrt(head_dim); to turn logits "
+            "around, negate q"
+        )
+    if isinstance(dropout, bool) or not isinstance(dropout, Real) or not 0.0 <= dropout < 1.0:
+        raise InputError(f"dropout is {dropout!r}; it must be in [0, 1)")
+    group_size(process_group)

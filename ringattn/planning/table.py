@@ -1,0 +1,378 @@
+"""The plans of one module as a table, made at init: one row per (length bucket, input dtype, train or infer).
+
+Pure: everything it reads is handed to it.
+
+A row's plan was measured at the bucket's length. ``PlanTable.plan_at`` places an actual shape: the nearest bucket's
+choice, then its runners-up, then the heuristic; the first that the constraint function lets run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+
+from ringattn.errors import PlanError
+from ringattn.geometry.layout import resolve_layout
+from ringattn.hardware.facts import HardwareFacts
+from ringattn.hardware.kernel_faults import KernelFault, join_faults
+from ringattn.profile.schema import Choice, PlanEntry, Policy
+from ringattn.workload import INPUT_DTYPES, Mode, Pattern, Tunables, Workload, describe, nearest_bucket, not_narrower
+
+from .fused_steps import FUSED_STEPS
+from .plan import (
+    NO_WISHES,
+    ORDINARY,
+    Conditions,
+    Origin,
+    Plan,
+    Wishes,
+    build_plan,
+    heuristic_tunables,
+    rejection_reasons,
+)
+from .preference import Preference, by_preference
+from .ring import exchanges_heads
+
+# Where no length was measured a row is made for this one, to know at init whether anything can run at all.
+_REPRESENTATIVE_LENGTH = 4096
+
+_FORCE = "Name a backend to try it all the same, or probe again"
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleShape:
+    """What a module knows at init about every workload it will meet."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    causal: bool
+    pattern: Pattern
+    max_seq_len: int | None = None
+    world: int = 1
+
+    @classmethod
+    def of(cls, workload: Workload) -> ModuleShape:
+        """Of a module that meets this workload."""
+        w = workload
+        return cls(w.heads, w.kv_heads, w.head_dim, w.causal, w.pattern, world=w.world)
+
+    def layout(self, asked: str, entries: Sequence[PlanEntry], facts: HardwareFacts) -> str:
+        """How a sequence lies over the ranks, where a profile has these rows for the module; see ``resolve_layout``."""
+        measured = [entry.choice.tunables.layout for entry in entries if entry.choice is not None]
+        exchanged = exchanges_heads(self.pattern, self.kv_heads, self.world, facts)
+        return resolve_layout(asked, self.pattern, self.causal, measured, exchanged=exchanged)
+
+    def workload(self, seq_len: int, dtype: str, train: bool, batch: int = 1, total_length: int = 0) -> Workload:
+        mode: Mode = "train" if train else "infer"
+        return Workload(
+            mode=mode,
+            causal=self.causal,
+            seq_len=seq_len,
+            heads=self.heads,
+            head_dim=self.head_dim,
+            dtype=dtype,
+            kv_heads=self.kv_heads,
+            batch=batch,
+            pattern=self.pattern,
+            world=self.world,
+            total_length=total_length,
+        )
+
+
+def probe_options(shape: ModuleShape) -> str:
+    """What to tell `ringtune probe` so that it measures this module's workload."""
+    options = [f"--heads {shape.heads}", f"--head-dim {shape.head_dim}"]
+    if shape.kv_heads != shape.heads:
+        options.insert(1, f"--kv-heads {shape.kv_heads}")
+    options.append("--causal" if shape.causal else "--no-causal")
+    if shape.pattern.dense:
+        options.append("--dense")
+    else:
+        segments = ",".join(str(branch.segment) for branch in shape.pattern.branches)
+        rates = ",".join(str(branch.rate) for branch in shape.pattern.branches)
+        options += [f"--segment-lengths {segments}", f"--dilation-rates {rates}"]
+    if shape.world > 1:
+        options.append(f"--nproc {shape.world}")
+    return " ".join(options)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row: a plan, or why there is none. ``bucket`` None stands for every length that was not measured."""
+
+    bucket: int | None
+    dtype: str
+    mode: Mode
+    plan: Plan | None
+    refusal: PlanError | None = None
+    refused_by: Origin | None = None  # where there is no plan, what an ``origin`` would be
+    note: str = ""
+
+    @property
+    def origin(self) -> Origin:
+        """Where the plan, or its refusal, is from."""
+        origin = self.refused_by if self.plan is None else self.plan.origin
+        assert origin is not None
+        return origin
+
+    def runnable(self) -> Plan:
+        """The plan; PlanError where the row is a refusal."""
+        if self.plan is None:
+            assert self.refusal is not None
+            raise self.refusal.again()
+        return self.plan
+
+    def __str__(self) -> str:
+        length = "any other length" if self.bucket is None else f"S~{self.bucket}"
+        what = describe(self.plan.tunables) if self.plan else f"refused: {self.refusal}"
+        return f"{length:>16}  {self.dtype:<4}  {self.mode:<5}  {what}  ({self.origin})"
+
+
+@dataclass(frozen=True, slots=True)
+class PlanTable:
+    """All rows of a module; printable, never changed after init."""
+
+    shape: ModuleShape
+    rows: tuple[Row, ...]
+    entries: tuple[PlanEntry, ...]
+    policy: Policy
+    facts: HardwareFacts
+    conditions: Conditions
+    wishes: Wishes
+    auto_dtype: bool
+    prefer: Preference | None = None  # None: the plan that the profile's own probe preferred
+
+    def __str__(self) -> str:
+        return "\n".join(str(row) for row in self.rows)
+
+    @property
+    def question(self) -> tuple[Hashable, ...]:
+        """All that the rows follow from: two tables with one question give the same plans."""
+        return (
+            self.shape,
+            self.entries,
+            self.policy,
+            self.facts,
+            self.conditions,
+            self.wishes,
+            self.auto_dtype,
+            self.prefer,
+        )
+
+    def without(
+        self,
+        faults: Sequence[KernelFault],
+        *,
+        strict: bool,
+        place_of: Callable[[PlanEntry], str] | None,
+    ) -> PlanTable:
+        """The table once more, without kernels that turned out to be wrong; see ``build_table`` for what is raised."""
+        return build_table(
+            self.shape,
+            self.entries,
+            self.policy,
+            replace(self.facts, faults=join_faults(self.facts.faults, tuple(faults))),
+            conditions=self.conditions,
+            wishes=self.wishes,
+            auto_dtype=self.auto_dtype,
+            prefer=self.prefer,
+            strict=strict,
+            place_of=place_of,
+        )
+
+    def row(self, seq_len: int, dtype: str, train: bool) -> Row:
+        """The row that serves a length: its bucket's, or the one for lengths that were not measured."""
+        mode: Mode = "train" if train else "infer"
+        rows = {row.bucket: row for row in self.rows if (row.dtype, row.mode) == (dtype, mode)}
+        return rows[nearest_bucket(seq_len, [bucket for bucket in rows if bucket is not None])]
+
+    def plan_at(self, seq_len: int, dtype: str, train: bool, batch: int, total_length: int = 0) -> Row:
+        """The row for an actual shape, its plan checked for exactly that shape (index limits, windows)."""
+        bucket = self.row(seq_len, dtype, train).bucket
+        return self._build(bucket, self.shape.workload(seq_len, dtype, train, batch, total_length))
+
+    def fallback_note(self, row: Row) -> str:
+        """What to tell the user where the measured plan of a length does not serve it; "" where it does.
+
+        One text for all lengths outside the measured ones, so that saying it once is enough.
+        """
+        what = f"{row.dtype} {row.mode}"
+        instead = "a heuristic plan" if self.entries and row.origin.source == "heuristic" else "the next best plan"
+        if row.note:
+            first = "a measured plan" if self.entries else "the heuristic's first plan"
+            return f"{what}: {first} cannot run here and gives way to {instead} ({row.note})"
+        if not self.entries or row.origin.source == "profile":
+            return ""
+        measured = _buckets(self.entries, row.dtype, row.mode)
+        if row.bucket is not None or not measured:
+            if row.dtype == "fp64":  # a probe's reference has no better dtype to hold it against
+                return f"{what}: not measured; a heuristic plan serves"
+            options = f"{probe_options(self.shape)} --mode {row.mode} --precision {row.dtype}"
+            return f"{what}: not measured; a heuristic plan serves; `ringtune probe {options}` measures it"
+        lengths = f"from {measured[0]} to {measured[-1]}" if len(measured) > 1 else f"at {measured[0]}"
+        return (
+            f"{what}: measured {lengths} positions; outside, a heuristic plan serves; "
+            f"`ringtune probe {probe_options(self.shape)} --seq-len LENGTH` measures one more"
+        )
+
+    def _build(self, bucket: int | None, workload: Workload) -> Row:
+        """Pure: the first that can run of the bucket's choices and the heuristic, for this workload."""
+        user = self.wishes != NO_WISHES
+        refused = self._entry(bucket, workload).refusal if bucket is not None else ""
+        if refused and self.wishes == NO_WISHES:
+            refusal = PlanError(f"cannot run {workload}", {"measured": (refused,)}, _FORCE)
+            return Row(bucket, workload.dtype, workload.mode, None, refusal, Origin("profile"))
+        rejected: dict[str, tuple[str, ...]] = {}
+        for choice in self._choices(bucket, workload):
+            tunables = fitted(choice.tunables, workload)
+            try:
+                plan = build_plan(workload, tunables, self.facts, conditions=self.conditions)
+            except PlanError as error:
+                rejected |= error.rejected
+                continue
+            origin = Origin("profile", user, measured=choice.evidence is not None)
+            note = "; ".join(f"{name}: {', '.join(why)}" for name, why in rejected.items())
+            return Row(bucket, workload.dtype, workload.mode, replace(plan, origin=origin), note=note)
+        origin = Origin("heuristic", user)
+        try:
+            tunables = heuristic_tunables(
+                workload, self.policy, self.facts, conditions=self.conditions, wishes=self.wishes
+            )
+            plan = build_plan(workload, tunables, self.facts, conditions=self.conditions)
+        except PlanError as error:
+            return Row(bucket, workload.dtype, workload.mode, None, error.again(), origin)
+        rejected |= self._failed(workload)
+        note = "; ".join(f"{name}: {', '.join(why)}" for name, why in rejected.items())
+        return Row(bucket, workload.dtype, workload.mode, replace(plan, origin=origin), note=note)
+
+    def _failed(self, workload: Workload) -> dict[str, tuple[str, ...]]:
+        """The heuristic's plan with what failed on this machine; empty where that is the one it has without."""
+        if not self.facts.faults:
+            return {}
+        trusting = replace(self.facts, faults=())
+        first = heuristic_tunables(workload, self.policy, trusting, conditions=self.conditions, wishes=self.wishes)
+        reasons = rejection_reasons(workload, first, self.facts, conditions=self.conditions)
+        return {describe(first): reasons} if reasons else {}
+
+    def _choices(self, bucket: int | None, workload: Workload) -> list[Choice]:
+        if bucket is None:
+            return []
+        entry = self._entry(bucket, workload)
+        if entry.choice is None:
+            return []
+        listed = [entry.choice, *entry.runners_up, *entry.front]
+        if self.auto_dtype and entry.auto is not None:
+            listed.insert(0, entry.auto)
+        elif self.wishes.dtype is None:
+            listed = [choice for choice in listed if choice.tunables.dtype in not_narrower(workload.dtype)]
+        else:
+            listed += [entry.auto] if entry.auto is not None else []
+            listed = [choice for choice in listed if choice.tunables.dtype == self.wishes.dtype]
+        listed = [_with_wishes(choice, self.wishes, workload.train) for choice in listed]
+        return listed if self.prefer is None else by_preference(listed, self.prefer)
+
+    def _entry(self, bucket: int, workload: Workload) -> PlanEntry:
+        return next(e for e in self.entries if _serves(e, bucket, workload.dtype, workload.mode))
+
+
+def _serves(entry: PlanEntry, bucket: int, dtype: str, mode: Mode) -> bool:
+    return (entry.workload.seq_len, entry.workload.dtype, entry.workload.mode) == (bucket, dtype, mode)
+
+
+def _with_wishes(choice: Choice, wishes: Wishes, train: bool) -> Choice:
+    """What was measured says nothing of a plan that wishes have changed."""
+    tunables = as_wished(choice.tunables, wishes, train)
+    return choice if tunables == choice.tunables else Choice(tunables)
+
+
+def as_wished(tunables: Tunables, wishes: Wishes, train: bool) -> Tunables:
+    """The tunables with the kernels and checkpoint the user asked for, and no parameter of a kernel that left."""
+    branches = tuple(
+        replace(
+            branch,
+            forward=wishes.forward or branch.forward,
+            backward=(wishes.backward or branch.backward) if train else "",
+        )
+        for branch in tunables.branches
+    )
+    used = {name for branch in branches for name in (branch.forward, branch.backward)}
+    params = tuple(
+        (name, value)
+        for name, value in tunables.params
+        if name.rpartition(".")[0] in used or name.rpartition(".")[0] in FUSED_STEPS
+    )
+    checkpoint = wishes.checkpoint if wishes.checkpoint and train else tunables.checkpoint
+    return replace(tunables, branches=branches, params=params, checkpoint=checkpoint)
+
+
+def fitted(tunables: Tunables, workload: Workload) -> Tunables:
+    """The tunables at another length than the measured one: a window that no longer splits anything goes."""
+    if tunables.window_tokens is not None and tunables.window_tokens >= workload.seq_len:
+        return replace(tunables, window_tokens=None)
+    return tunables
+
+
+def build_table(
+    shape: ModuleShape,
+    entries: tuple[PlanEntry, ...],
+    policy: Policy,
+    facts: HardwareFacts,
+    *,
+    conditions: Conditions = ORDINARY,
+    wishes: Wishes = NO_WISHES,
+    auto_dtype: bool = False,
+    prefer: Preference | None = None,
+    strict: bool = False,
+    place_of: Callable[[PlanEntry], str] | None = None,
+) -> PlanTable:
+    """Every row for ``shape``. ``entries`` are those of the profile that match it.
+
+    ``strict``: a profile named by the user must run; PlanError when an entry's own choice cannot. Without it a
+    choice that cannot run gives way to the next and to the heuristic. PlanError too when *no* row can run.
+    ``place_of`` says where an entry is written, for that error.
+    """
+    table = PlanTable(shape, (), entries, policy, facts, conditions, wishes, auto_dtype, prefer)
+    rows: list[Row] = []
+    for dtype in INPUT_DTYPES:
+        modes: tuple[Mode, ...] = ("infer", "train")
+        for mode in modes:
+            for bucket in _buckets(entries, dtype, mode):
+                row = table._build(bucket, shape.workload(bucket, dtype, mode == "train"))
+                if strict and (row.note or row.origin.source == "heuristic") and wishes == NO_WISHES:
+                    narrower = f"it computes in less than {dtype}, which only dtype='auto' may"
+                    why = row.note or str(row.refusal or narrower)
+                    workload = shape.workload(bucket, dtype, mode == "train")
+                    place = f"{place_of(table._entry(bucket, workload))}: " if place_of else ""
+                    raise PlanError(
+                        f"{place}the profile's plan for {workload} cannot run here",
+                        {"plan": (why,)},
+                        "Probe this machine again, or use profile='auto'",
+                    )
+                rows.append(row)
+            length = min(shape.max_seq_len or _REPRESENTATIVE_LENGTH, _REPRESENTATIVE_LENGTH)
+            rows.append(table._build(None, shape.workload(length, dtype, mode == "train")))
+    refusals = [row.refusal for row in rows if row.refusal is not None]
+    if len(refusals) == len(rows):
+        raise PlanError("nothing that was asked for can run on this machine", _merged_reasons(refusals))
+    trained = [row for row in rows if row.mode == "train"]
+    decided = wishes.checkpoint != "none" or shape.pattern.dense  # whether branches gather depends on the length
+    if wishes.checkpoint is not None and decided and all(row.refusal is not None for row in trained):
+        # A checkpoint matters in training alone, so this one could never be followed.
+        refusals = [row.refusal for row in trained if row.refusal is not None]
+        raise PlanError(f"checkpoint {wishes.checkpoint} can run nowhere here", _merged_reasons(refusals))
+    return replace(table, rows=tuple(rows))
+
+
+def _merged_reasons(refusals: list[PlanError]) -> dict[str, tuple[str, ...]]:
+    """Every candidate of several refusals once, with all that speaks against it."""
+    merged: dict[str, tuple[str, ...]] = {}
+    for refusal in refusals:
+        for name, reasons in refusal.rejected.items():
+            merged[name] = tuple(dict.fromkeys((*merged.get(name, ()), *reasons)))
+    return merged
+
+
+def _buckets(entries: tuple[PlanEntry, ...], dtype: str, mode: Mode) -> list[int]:
+    measured = {e.workload.seq_len for e in entries if (e.workload.dtype, e.workload.mode) == (dtype, mode)}
+    return sorted(measured)

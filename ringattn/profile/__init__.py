@@ -1,0 +1,1 @@
+"""Hardware profiles: schema, strict YAML, locations, resolution by tiers."""

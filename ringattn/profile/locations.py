@@ -1,0 +1,135 @@
+"""Where profiles lie on this machine: the search order, and reading what is there. The decision is ``resolve``'s."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+from ringattn.errors import ProfileError
+
+from .schema import Profile
+from .yaml_io import load_profile
+
+# In search order; the first two name one file each and bind.
+Origin = Literal["argument", "env", "env-path", "user", "system", "shipped", "built-in"]
+
+FILE_VARIABLE = "RINGTUNE_PROFILE"
+PATH_VARIABLE = "RINGTUNE_PROFILE_PATH"
+_SUFFIXES = (".yaml", ".yml")
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A profile, the file it came from and the way it was found."""
+
+    path: str
+    profile: Profile
+    origin: Origin
+
+
+def search_paths(environ: Mapping[str, str], home: Path) -> tuple[tuple[Origin, Path], ...]:
+    """(origin, file or folder) in search order; pure. Only ``env`` is a file. Never the working directory.
+
+    Raises ProfileError for a relative folder in RINGTUNE_PROFILE_PATH, which would depend on it.
+    """
+    found: list[tuple[Origin, Path]] = []
+    if named := environ.get(FILE_VARIABLE):
+        found.append(("env", Path(named)))
+    for entry in environ.get(PATH_VARIABLE, "").split(os.pathsep):
+        if entry and not Path(entry).is_absolute():
+            raise ProfileError(PATH_VARIABLE, f"holds {entry!r}, a relative folder; write it from / on")
+        if entry:
+            found.append(("env-path", Path(entry)))
+    found.append(("user", user_folder(environ, home)))
+    for entry in (environ.get("XDG_CONFIG_DIRS") or "/etc/xdg").split(os.pathsep):
+        if Path(entry).is_absolute():  # others are invalid by the XDG specification, and ignored
+            found.append(("system", Path(entry) / "ringtune"))
+    found.append(("system", Path("/etc/ringtune/profiles")))
+    found.append(("shipped", shipped_folder()))
+    return tuple(found)
+
+
+def user_folder(environ: Mapping[str, str], home: Path) -> Path:
+    """The user's own profiles: ``$XDG_CONFIG_HOME/ringtune``, or ``~/.config/ringtune``. Need not exist."""
+    configured = environ.get("XDG_CONFIG_HOME", "")
+    base = Path(configured) if Path(configured).is_absolute() else home / ".config"
+    return base / "ringtune"
+
+
+def home_folder() -> Path:
+    """The user's home. Where the user has none (a number without a name, in a container) a folder that nobody has."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return Path("/nonexistent")
+
+
+def shipped_folder() -> Path:
+    """The profiles that come with the package: inside it when installed, beside it in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    inside = package / "_profiles"
+    return inside if inside.is_dir() else package.parent / "profiles"
+
+
+def collect(
+    named: str | os.PathLike[str] | None = None,
+    *,
+    heuristics_only: bool = False,
+    environ: Mapping[str, str] | None = None,
+    home: Path | None = None,
+) -> tuple[tuple[Located, ...], tuple[str, ...]]:
+    """Every profile of the search order, read, and a note for each file that was skipped because it is broken.
+
+    ``named`` is the file a user gave; without it RINGTUNE_PROFILE names one. Such a file must load: ProfileError.
+    ``heuristics_only`` reads no named file and leaves measured profiles out. ``environ`` and ``home`` are this
+    process's unless given.
+    """
+    environ = os.environ if environ is None else environ
+    places = search_paths(environ, home_folder() if home is None else home)
+    located: list[Located] = []
+    notes: list[str] = []
+    if named is not None and not heuristics_only:
+        located.append(Located(os.fspath(named), load_profile(named), "argument"))
+    for origin, place in places:
+        if origin != "env":
+            for found in _in_folder(origin, place, notes):
+                if found.profile.source == "heuristic" or not heuristics_only:
+                    located.append(found)
+        elif named is None and not heuristics_only:
+            located.append(Located(str(place), load_profile(place), "env"))
+    return tuple(located), tuple(notes)
+
+
+def _in_folder(origin: Origin, folder: Path, notes: list[str]) -> Iterator[Located]:
+    try:
+        files = sorted(path for path in folder.iterdir() if path.suffix in _SUFFIXES and path.name[0] != ".")
+    except (FileNotFoundError, NotADirectoryError):
+        if origin == "env-path":  # somebody asked for this one
+            notes.append(f"{folder}: {PATH_VARIABLE} names it, and there is no such folder")
+        return
+    except OSError as error:
+        notes.append(f"{folder}: skipped, it cannot be read: {error.strerror}")
+        return
+    for path in files:
+        try:
+            yield Located(str(path), _load_unchanged(path), origin)
+        except ProfileError as error:
+            notes.append(f"{error} (skipped)")
+
+
+def _load_unchanged(path: Path) -> Profile:
+    """The profile in a file, read again only when the file changes: a model asks once a layer."""
+    try:
+        status = path.stat()
+    except OSError:
+        return load_profile(path)  # which says what is wrong
+    return _load_cached(path, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=256)
+def _load_cached(path: Path, _inode: int, _size: int, _modified_ns: int) -> Profile:
+    return load_profile(path)

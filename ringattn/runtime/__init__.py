@@ -1,0 +1,1 @@
+"""Runs a resolved plan on one device: gather, kernels, merge, workspace."""

@@ -1,0 +1,115 @@
+"""Every option of ``ringtune`` is live, and misuse is told and exit code 2."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_runs import ringtune
+
+from autotune.probe.request import ProbeRequest
+from autotune.search.budget import EFFORTS
+
+LIVE = [
+    (("--effort", "full"), {"effort": "full"}),
+    (("--budget", "12.5"), {"budget_s": 12.5}),
+    (("--mode", "train"), {"modes": ("train",)}),
+    (("--mode", "infer"), {"modes": ("infer",)}),
+    (("--causal",), {"causal": True}),
+    (("--no-causal",), {"causal": False}),
+    (("--seq-len", "512", "--seq-len", "777"), {"seq_lens": (512, 777)}),
+    (("--batch-size", "3"), {"batch_size": 3}),
+    (("--heads", "6"), {"heads": 6}),
+    (("--heads", "6", "--kv-heads", "2"), {"heads": 6, "kv_heads": 2}),
+    (("--head-dim", "80"), {"head_dim": 80}),
+    (
+        ("--segment-lengths", "64,128", "--dilation-rates", "1,2"),
+        {"segment_lengths": (64, 128), "dilation_rates": (1, 2)},
+    ),
+    (("--dense",), {"dense": True}),
+    (("--precision", "tf32"), {"precision": "tf32"}),
+    (("--precision", "torch.bfloat16"), {"precision": "bf16"}),
+    (("--precision", "float32"), {"precision": "fp32"}),
+    (("--max-error", "1e-3"), {"max_error": 1e-3}),
+    (("--varied-lengths",), {"varied_lengths": True}),
+    (("--memory-limit", "512"), {"memory_limit_mib": 512}),
+    (("--memory-limit", "24GiB"), {"memory_limit_mib": 24576}),
+    (("--prefer", "memory"), {"prefer": "memory"}),
+    (("--seed", "7"), {"seed": 7}),
+    (("--device", "cpu"), {"device": "cpu"}),
+    (("--device", "1"), {"device": "cuda:1"}),
+    (("--nproc", "1"), {}),
+    (("--nproc", "3", "--device", "cpu"), {"ranks": 3, "device": "cpu"}),
+    (("--nproc", "2", "--device", "cpu", "--layout", "zigzag"), {"ranks": 2, "device": "cpu", "layout": "zigzag"}),
+    (("--fresh",), {"resume": False}),
+    (("--resume",), {"resume": True}),
+    (("--dry-run",), {"dry_run": True}),
+]
+
+
+@pytest.mark.parametrize(("arguments", "expected"), LIVE, ids=[" ".join(a) for a, _ in LIVE])
+def test_an_option_reaches_the_engine(
+    asked: list[ProbeRequest], arguments: tuple[str, ...], expected: dict[str, Any]
+) -> None:
+    assert ringtune("probe", *arguments).exit_code == 0
+    assert asked == [replace(ProbeRequest(modes=("train", "infer")), **expected)]
+
+
+def test_output_reaches_the_engine(asked: list[ProbeRequest], tmp_path: Path) -> None:
+    assert ringtune("probe", "--output", tmp_path / "mine.yaml").exit_code == 0
+    assert asked[0].output == tmp_path / "mine.yaml"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_field_of_the_request_can_be_asked_for() -> None:
+    covered = {name for _, expected in LIVE for name in expected} | {"output"}
+    assert covered == {f.name for f in fields(ProbeRequest)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("probe", "--seq-len", "0"), "--seq-len"),
+        (("probe", "--seq-len", "x"), "--seq-len"),
+        (("probe", "--heads", "0"), "--heads"),
+        (("probe", "--heads", "6", "--kv-heads", "4"), "--heads is 6, not a multiple of --kv-heads, 4"),
+        (("probe", "--kv-heads", "4"), "--kv-heads needs --heads"),
+        (("probe", "--segment-lengths", "1,2", "--dilation-rates", "1"), "2 entries and --dilation-rates 1"),
+        (("probe", "--segment-lengths", "1,2"), "go together"),
+        (("probe", "--dense", "--segment-lengths", "8", "--dilation-rates", "1"), "ask for different attention"),
+        (("probe", "--segment-lengths", "0", "--dilation-rates", "1"), "every entry must be an integer >= 1"),
+        (("probe", "--segment-lengths", "a", "--dilation-rates", "1"), "not a list of integers"),
+        (("probe", "--budget", "0"), "not a number above 0"),
+        (("probe", "--budget", "nan"), "not a number above 0"),
+        (("probe", "--budget", "inf"), "not a number above 0"),
+        (("probe", "--max-error", "-1"), "not a number above 0"),
+        (("probe", "--memory-limit", "0"), "not a memory size"),
+        (("probe", "--memory-limit", "3TB"), "not a memory size"),
+        (("probe", "--seed", "-1"), "--seed"),
+        (("probe", "--device", "banana"), "'banana' is not a device"),
+        (("probe", "--effort", "heroic"), "--effort"),
+        (("explain", "--seq-len", "0"), "--seq-len"),
+        (("explain", "--heads", "6", "--kv-heads", "4"), "not a multiple"),
+        (("explain", "--dtype", "int8"), "--dtype"),
+        (("validate",), "PROFILES"),
+        (("validate", "--device", "cpu", "x.yaml"), "--device needs --here"),
+        (("which", "--json", "--path-only"), "exclude each other"),
+        (("report", "--json", "--output", "-", "x.yaml"), "both want stdout"),
+        (("frobnicate",), "frobnicate"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_usage_errors(asked: list[ProbeRequest], arguments: tuple[str, ...], told: str) -> None:
+    result = ringtune(*arguments)
+    assert result.exit_code == 2
+    assert told in result.stderr
+    assert asked == []
+    if "--json" not in arguments:
+        assert result.stdout == ""
+
+
+def test_the_help_says_how_long_every_effort_takes() -> None:
+    text = " ".join(ringtune("probe", "--help").stdout.split())
+    assert "search: " + ", ".join(f"{name} {effort.budget_s:.0f} s" for name, effort in EFFORTS.items()) in text

@@ -1,0 +1,85 @@
+"""What commands write: never over something else, and where it cannot be written they say so at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli_runs import one_line_error, ringtune
+
+from autotune.probe.request import ProbeRequest
+
+
+@pytest.mark.parametrize("place", ["missing/p.yaml", "file/p.yaml", ".", "/proc/p.yaml"])
+def test_probe_says_at_once_that_the_output_cannot_be_written(
+    asked: list[ProbeRequest], tmp_path: Path, place: str
+) -> None:
+    (tmp_path / "file").write_text("x")
+    line = one_line_error(ringtune("probe", "--output", tmp_path / place), 1) if place != "." else None
+    if line is None:
+        assert ringtune("probe", "--output", tmp_path).exit_code == 2
+    else:
+        assert "--output" in line
+    assert asked == []
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("place", ["missing/page.html", "folder", "/proc/page.html"])
+def test_report_says_that_the_output_cannot_be_written(gpu_file: Path, tmp_path: Path, place: str) -> None:
+    (tmp_path / "folder").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    assert "--output" in one_line_error(ringtune("report", gpu_file, "--output", tmp_path / place), 1)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_report_never_overwrites_its_profile(gpu_file: Path, tmp_path: Path) -> None:
+    content = gpu_file.read_bytes()
+    link = tmp_path / "link.html"
+    link.symlink_to(gpu_file)
+    for target in (gpu_file, link):
+        assert "is the profile itself" in one_line_error(ringtune("report", gpu_file, "--output", target), 1)
+    assert gpu_file.read_bytes() == content
+
+
+def test_report_never_replaces_a_pipe_or_device(gpu_file: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert "not a regular file" in one_line_error(ringtune("report", gpu_file, "--output", tmp_path / "pipe"), 1)
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_report_goes_through_a_symbolic_link(gpu_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "link.html").symlink_to("page.html")
+    assert ringtune("report", gpu_file, "--output", tmp_path / "link.html").exit_code == 0
+    assert (tmp_path / "link.html").is_symlink()
+    assert (tmp_path / "page.html").read_text("utf-8").startswith("<!DOCTYPE html>")
+
+
+def test_probe_refuses_a_pipe_before_it_measures(asked: list[ProbeRequest], tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert "not a regular file" in one_line_error(ringtune("probe", "--fresh", "--output", tmp_path / "pipe"), 1)
+    assert asked == []
+
+
+def test_a_full_stdout_is_one_line_with_json_too(gpu_file: Path) -> None:
+    for arguments in (["show", str(gpu_file), "--json"], ["show", "missing.yaml", "--json"]):
+        with Path("/dev/full").open("w") as full:
+            ended = subprocess.run(
+                [sys.executable, "-m", "autotune", *arguments], stdout=full, stderr=subprocess.PIPE, text=True
+            )
+        assert ended.returncode == 1
+        assert len(ended.stderr.splitlines()) == 1, ended.stderr
+
+
+def test_report_writes_the_page(gpu_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert ringtune("report", gpu_file).stdout == "Report written: gpu.html\n"
+    page = (tmp_path / "gpu.html").read_text("utf-8")
+    assert page.startswith("<!DOCTYPE html>")
+    assert ringtune("report", gpu_file, "--output", "-").stdout == page
+    document = json.loads(ringtune("report", gpu_file, "--json", "--output", "x.html").stdout)
+    assert document == {"report_path": "x.html", "profile_path": str(gpu_file)}
+    assert {p.name for p in tmp_path.iterdir()} == {"gpu.yaml", "gpu.html", "x.html"}

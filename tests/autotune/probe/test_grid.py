@@ -1,0 +1,111 @@
+"""Which workloads a probe measures."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from machines import FACTS
+from probed_machine import Machine
+
+from autotune.exit_codes import UsageFailure
+from autotune.probe.grid import LONGNET_CPU, cells_for
+from autotune.probe.request import ProbeRequest, SilentObserver
+from autotune.probe.tuning import run_probe
+
+
+@pytest.mark.parametrize("effort", ["quick", "standard", "full"])
+def test_the_grid_covers_both_modes_dense_and_dilated_and_several_lengths(effort: str) -> None:
+    cells = cells_for(ProbeRequest(effort=effort), FACTS)  # type: ignore[arg-type]
+    workloads = [cell.workload for cell in cells]
+    assert {w.mode for w in workloads} == {"train", "infer"}
+    assert {w.pattern.dense for w in workloads} == {True, False}
+    assert len({w.seq_len for w in workloads}) >= 2
+    assert len(set(workloads)) == len(workloads)
+    assert [w.seq_len for w in workloads] == sorted(w.seq_len for w in workloads)
+
+
+def test_the_gpu_grid_of_a_standard_probe_has_five_lengths() -> None:
+    gpu = dataclasses.replace(FACTS, vendor="nvidia", arch="sm_90", memory_mib=81559)
+    cells = cells_for(ProbeRequest(effort="standard"), gpu)
+    assert {cell.workload.seq_len for cell in cells} == {1024, 4096, 16384, 32768, 65536}
+    assert {cell.workload.dtype for cell in cells} == {"bf16"}
+    assert len(cells) == 20
+    old = dataclasses.replace(gpu, arch="sm_61")
+    assert {cell.workload.dtype for cell in cells_for(ProbeRequest(), old)} == {"fp32"}
+
+
+def test_options_override_the_grid() -> None:
+    request = ProbeRequest(
+        modes=("train",), causal=False, seq_lens=(777,), batch_size=3, heads=8, kv_heads=2, head_dim=32,
+        segment_lengths=(128,), dilation_rates=(2,), precision="fp16",
+    )  # fmt: skip
+    (cell,) = cells_for(request, FACTS)
+    workload = cell.workload
+    assert (workload.mode, workload.causal, workload.seq_len, workload.batch) == ("train", False, 777, 3)
+    assert (workload.heads, workload.kv_heads, workload.head_dim, workload.dtype) == (8, 2, 32, "fp16")
+    assert str(workload.pattern) == "[128]/[2]"
+    assert cell.main_dtypes == ("fp16",)
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "main", "narrow"),
+    [
+        ("auto", "fp32", ("fp32",), ("tf32", "bf16", "fp16")),
+        ("fp32", "fp32", ("fp32",), ()),
+        ("tf32", "fp32", ("fp32",), ("tf32",)),
+        ("bf16", "bf16", ("bf16",), ()),
+    ],
+)
+def test_precision_says_what_may_win_and_what_may_only_serve_auto(
+    precision: str, dtype: str, main: tuple[str, ...], narrow: tuple[str, ...]
+) -> None:
+    cell = cells_for(ProbeRequest(precision=precision), FACTS)[0]  # type: ignore[arg-type]
+    assert (cell.workload.dtype, cell.main_dtypes, cell.narrow_dtypes) == (dtype, main, narrow)
+
+
+def test_mismatched_options_are_usage_errors() -> None:
+    for request in (
+        ProbeRequest(heads=6, kv_heads=4),
+        ProbeRequest(segment_lengths=(128, 256), dilation_rates=(1,)),
+        ProbeRequest(segment_lengths=(128,)),
+    ):
+        with pytest.raises(UsageFailure):
+            cells_for(request, FACTS)
+
+
+def test_workloads_too_large_for_the_device_are_left_out_and_said_so(tmp_path: Path) -> None:
+    """256 k positions of 4 heads x 64 in fp32 take 1 GiB in inference and 2 in training."""
+    probed = Machine(tmp_path)
+    edge = replace(probed.edge, facts=replace(FACTS, memory_mib=6000))
+    notes: list[str] = []
+
+    class Heard(SilentObserver):
+        def note(self, text: str) -> None:
+            notes.append(text)
+
+    asked = ProbeRequest(seq_lens=(512, 1 << 18, 1 << 19), dense=True, dry_run=True)
+    result = run_probe(asked, Heard(), edge)
+    assert result.dry_run is not None
+    assert [(c.workload.seq_len, c.workload.mode) for c in result.dry_run.cells] == [
+        (512, "train"), (512, "infer"), (1 << 18, "infer")
+    ]  # fmt: skip
+    (note,) = notes
+    assert note.startswith("left out (and 2 larger workloads): train dense causal B1 S262144 H4 D64 fp32: its tensors")
+    assert "25 % of the device's 6000 MiB" in note
+    notes.clear()
+    run_probe(replace(asked, seq_lens=(512,)), Heard(), edge)
+    assert notes == []
+
+
+def test_dense_alone_leaves_the_dilated_pattern_out() -> None:
+    cells = cells_for(ProbeRequest(dense=True), FACTS)
+    assert cells
+    assert all(cell.workload.pattern.dense for cell in cells)
+
+
+def test_the_dilated_pattern_of_the_grid_nests() -> None:
+    widest = max(branch.segment for branch in LONGNET_CPU.branches)
+    assert all(widest % branch.segment == 0 for branch in LONGNET_CPU.branches)

@@ -1,0 +1,288 @@
+"""A probe where something is there already: a profile of this machine or another, or an interrupted probe's journal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from signal import SIGKILL
+
+import pytest
+from machines import FACTS, row_of
+from probed_machine import Machine, Watching, request_for, truth, winners
+
+from autotune.exit_codes import DeviceBusy, ExitCode, ProbeFailure
+from autotune.measure.evaluator import Checked, Fault, Killed
+from autotune.measure.simulated import ReplayEvaluator, Trouble
+from autotune.probe.request import ProbeRequest, ProbeResult
+from autotune.probe.tuning import run_probe, verify_profile
+from ringattn.errors import ProfileError
+from ringattn.profile.schema import Choice, PlanEntry
+from ringattn.profile.yaml_io import load_profile, save_profile
+from ringattn.workload import Tunables, Workload
+
+# --- what is there already -------------------------------------------------------------------------------------------
+
+
+def test_a_second_probe_of_an_unchanged_machine_verifies(machine: Machine, tmp_path: Path) -> None:
+    path = tmp_path / "m.yaml"
+    run_probe(request_for(path), Watching(), machine.edge)
+    before = path.read_bytes()
+    searched = machine.made[0].calls
+    observer = Watching()
+    result = run_probe(request_for(path), observer, machine.edge)
+    assert result.verified
+    assert path.read_bytes() == before
+    assert machine.made[1].calls < searched / 2
+    assert any("verifying" in note for note in observer.notes)
+    assert {report.status for report in result.cells} == {"resumed"}
+
+
+def test_stale_winners_are_found_and_searched_again(machine: Machine, tmp_path: Path) -> None:
+    path = tmp_path / "m.yaml"
+    run_probe(request_for(path), Watching(), machine.edge)
+    machine.truth = lambda cell, tunables: truth(cell.at(4096), tunables)  # math is slow everywhere now
+    outcome = verify_profile(path, ProbeRequest(effort="quick"), Watching(), machine.edge)
+    assert {cell.workload.seq_len for cell in outcome.cells if cell.stale} == {512}
+    assert all("of its time" in cell.note for cell in outcome.cells if cell.stale)
+    assert len(outcome.stale) == 2
+    before = load_profile(path)
+    result = run_probe(request_for(path), Watching(), machine.edge)
+    assert not result.verified
+    assert result.profile is not None
+    assert set(winners(result.profile).values()) == {"flash-cpu"}
+    kept = {entry.workload: entry for entry in before.plans if entry.workload.seq_len == 4096}
+    assert all(entry == kept[entry.workload] for entry in result.profile.plans if entry.workload in kept)
+
+
+def test_verify_holds_on_an_unchanged_machine_even_with_noise(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, Trouble())
+    path = tmp_path / "m.yaml"
+    run_probe(request_for(path), Watching(), machine.edge)
+    for seed in range(3):
+        outcome = verify_profile(path, ProbeRequest(effort="quick", seed=seed), Watching(), machine.edge)
+        assert outcome.stale == ()
+
+
+def test_a_dry_run_says_that_cells_of_the_profile_would_be_verified(machine: Machine, tmp_path: Path) -> None:
+    path = tmp_path / "m.yaml"
+    dry = request_for(path, dry_run=True)
+
+    def verifies(request: ProbeRequest) -> bool:
+        found = run_probe(request, Watching(), machine.edge).dry_run
+        assert found is not None
+        return found.verifies
+
+    assert not verifies(dry)
+    run_probe(request_for(path), Watching(), machine.edge)
+    written = path.read_bytes()
+    assert verifies(dry)
+    assert not verifies(replace(dry, resume=False))
+    assert not verifies(replace(dry, seq_lens=(512, 2048)))  # one length more than it has
+    assert path.read_bytes() == written
+    path.write_text("schema: [")
+    with pytest.raises(ProfileError, match=r"m\.yaml"):
+        run_probe(dry, Watching(), machine.edge)
+
+
+def _forget(path: Path, seq_lens: tuple[int, ...]) -> None:
+    """Makes rows of these lengths what a probe writes of cells that it could not measure."""
+    old = load_profile(path)
+    plans = [
+        PlanEntry(entry.workload, Choice(entry.choice.tunables))
+        if entry.choice is not None and entry.workload.seq_len in seq_lens
+        else entry
+        for entry in old.plans
+    ]
+    save_profile(replace(old, plans=tuple(plans)), path)
+
+
+def test_verify_leaves_out_rows_that_were_never_measured(machine: Machine, tmp_path: Path) -> None:
+    path = tmp_path / "m.yaml"
+    run_probe(request_for(path), Watching(), machine.edge)
+    _forget(path, (512,))
+    observer = Watching()
+    outcome = verify_profile(path, ProbeRequest(effort="quick"), observer, machine.edge)
+    assert {cell.workload.seq_len for cell in outcome.cells} == {4096}
+    assert (len(outcome.cells), outcome.inconclusive, outcome.left_out) == (2, (), 2)
+    assert "m.yaml: 2 rows that could not be measured left out; probe again" in observer.notes
+    _forget(path, (512, 4096))
+    with pytest.raises(ProbeFailure, match="none of its plans was measured, so there is nothing to verify"):
+        verify_profile(path, ProbeRequest(effort="quick"), Watching(), machine.edge)
+
+
+def test_verify_leaves_out_rows_for_other_numbers_of_ranks_and_says_how_they_are_judged(
+    machine: Machine, tmp_path: Path
+) -> None:
+    path = tmp_path / "m.yaml"
+    run_probe(request_for(path), Watching(), machine.edge)
+    old = load_profile(path)
+    spread = [replace(entry, workload=replace(entry.workload, world=2)) for entry in old.plans[:3]]
+    save_profile(replace(old, plans=(*old.plans, *spread)), path)
+    observer = Watching()
+    outcome = verify_profile(path, ProbeRequest(effort="quick"), observer, machine.edge)
+    assert {cell.workload.world for cell in outcome.cells} == {1}
+    assert (len(outcome.cells), outcome.other_ranks, outcome.stale) == (len(old.plans), 3, ())
+    assert "m.yaml: 3 rows for 2 ranks left out; ringtune verify with --nproc 2 judges them" in observer.notes
+
+
+@pytest.mark.parametrize(
+    "fault", [Fault("timeout", "no answer within 9.0 s"), Fault("crash", "the worker was killed", Killed(SIGKILL))]
+)
+def test_a_winner_that_the_machine_let_down_is_not_called_stale(machine: Machine, tmp_path: Path, fault: Fault) -> None:
+    path = tmp_path / "m.yaml"
+    run_probe(request_for(path, seq_lens=(512,)), Watching(), machine.edge)
+    limits_s: list[float] = []
+
+    class LetDown(ReplayEvaluator):
+        def check(
+            self, cell: Workload, candidate: Tunables, *, timeout_s: float, pace_ms: float | None = None
+        ) -> Checked | Fault:
+            limits_s.append(timeout_s)
+            return fault
+
+    edge = replace(machine.edge, evaluator=lambda *_: LetDown(row_of(truth), machine.clock))
+    outcome = verify_profile(path, ProbeRequest(effort="quick", budget_s=10.0), Watching(), edge)
+    assert outcome.stale == ()
+    assert len(outcome.inconclusive) == 2
+    assert all(fault.message in line for line in outcome.inconclusive)
+    assert max(limits_s) < 5  # of a budget of ten
+
+
+def test_starting_the_worker_leaves_time_for_every_default(tmp_path: Path) -> None:
+    """It is started at the first check, and took what all defaults had."""
+    machine = Machine(tmp_path)
+
+    class Starting(ReplayEvaluator):
+        started = False
+
+        def check(
+            self, cell: Workload, candidate: Tunables, *, timeout_s: float, pace_ms: float | None = None
+        ) -> Checked | Fault:
+            if not self.started:
+                self.started = True
+                machine.clock.advance(4.0)
+            return super().check(cell, candidate, timeout_s=timeout_s, pace_ms=pace_ms)
+
+    edge = replace(machine.edge, evaluator=lambda *_: Starting(row_of(truth), machine.clock, check_s=0.02, prove_s=0.1))
+    request = request_for(tmp_path / "m.yaml", budget_s=10.0, seq_lens=(512,))
+    result = run_probe(request, Watching(), edge)
+    assert not [line for line in result.inconclusive if "to check its default" in line]
+    assert result.elapsed_s <= 11
+
+
+def test_a_profile_of_another_machine_is_not_verified_here(machine: Machine, tmp_path: Path) -> None:
+    path = tmp_path / "m.yaml"
+    run_probe(request_for(path), Watching(), machine.edge)
+    elsewhere = replace(machine.edge, facts=replace(FACTS, sm_count=64, device_name="Bigger"))
+    with pytest.raises(ProbeFailure, match="was measured on Invented CPU") as caught:
+        verify_profile(path, ProbeRequest(), Watching(), elsewhere)
+    assert caught.value.exit_code == ExitCode.NO_PROFILE
+
+
+def test_new_cells_join_the_rows_that_are_there(machine: Machine, tmp_path: Path) -> None:
+    path = tmp_path / "m.yaml"
+    run_probe(request_for(path, seq_lens=(512,)), Watching(), machine.edge)
+    run_probe(request_for(path, seq_lens=(4096,)), Watching(), machine.edge)
+    assert {entry.workload.seq_len for entry in load_profile(path).plans} == {512, 4096}
+    run_probe(request_for(path, seq_lens=(2048,), resume=False), Watching(), machine.edge)
+    assert {entry.workload.seq_len for entry in load_profile(path).plans} == {512, 2048, 4096}
+
+
+def test_other_software_replaces_the_profile(machine: Machine, tmp_path: Path) -> None:
+    path = tmp_path / "m.yaml"
+    run_probe(request_for(path, seq_lens=(512,)), Watching(), machine.edge)
+    newer = replace(machine.edge, facts=replace(FACTS, software=(("torch", "2.14.0"),)))
+    observer = Watching()
+    run_probe(request_for(path, seq_lens=(4096,)), observer, newer)
+    assert {entry.workload.seq_len for entry in load_profile(path).plans} == {4096}
+    assert any("other software" in note for note in observer.notes)
+
+
+def test_a_broken_file_at_the_output_is_not_overwritten_unseen(machine: Machine, tmp_path: Path) -> None:
+    path = tmp_path / "m.yaml"
+    path.write_text("schema: [")
+    with pytest.raises(ProfileError, match=r"m\.yaml"):
+        run_probe(request_for(path), Watching(), machine.edge)
+    assert path.read_text() == "schema: ["
+    observer = Watching()
+    run_probe(request_for(path, resume=False), observer, machine.edge)
+    assert any("it will be replaced" in note for note in observer.notes)
+    assert load_profile(path).plans
+
+
+# --- interrupted -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("after", [0, 1, 5, 17, 40, 80])
+def test_an_interrupted_probe_goes_on_where_it_stopped(tmp_path: Path, after: int) -> None:
+    """Whatever moment it is stopped at: no finished trial is told twice, and the end is as if nothing had happened."""
+    path = tmp_path / "m.yaml"
+    machine = Machine(tmp_path)
+    machine.interrupt_after = after
+    first = Watching()
+    with pytest.raises(KeyboardInterrupt):
+        run_probe(request_for(path), first, machine.edge)
+    assert not path.exists()
+    machine.interrupt_after = None
+    second = Watching()
+    result = run_probe(request_for(path), second, machine.edge)
+    assert result.profile is not None
+    told = [(cell, name, outcome.stage) for cell, name, outcome in first.trials]
+    again = [(cell, name, outcome.stage) for cell, name, outcome in second.trials]
+    assert not set(told) & set(again)
+    assert {k: v for k, v in winners(result.profile).items() if "S512" in k} == {
+        k: "math" for k in winners(result.profile) if "S512" in k
+    }
+
+
+def test_many_interruptions_in_a_row_still_come_to_an_end(tmp_path: Path) -> None:
+    path = tmp_path / "m.yaml"
+    machine = Machine(tmp_path)
+    machine.interrupt_after = 9
+    for _ in range(60):
+        try:
+            result: ProbeResult | None = run_probe(request_for(path), Watching(), machine.edge)
+            break
+        except KeyboardInterrupt:
+            result = None
+    assert result is not None
+    assert len(load_profile(path).plans) == 4
+
+
+def test_fresh_forgets_the_journal(tmp_path: Path) -> None:
+    path = tmp_path / "m.yaml"
+    machine = Machine(tmp_path)
+    machine.interrupt_after = 40
+    first = Watching()
+    with pytest.raises(KeyboardInterrupt):
+        run_probe(request_for(path), first, machine.edge)
+    machine.interrupt_after = None
+    second = Watching()
+    run_probe(request_for(path, resume=False), second, machine.edge)
+    told = {(cell, name, outcome.stage) for cell, name, outcome in first.trials}
+    assert told <= {(cell, name, outcome.stage) for cell, name, outcome in second.trials}
+
+
+def test_an_interruption_leaves_the_old_profile_alone(tmp_path: Path) -> None:
+    path = tmp_path / "m.yaml"
+    machine = Machine(tmp_path)
+    run_probe(request_for(path), Watching(), machine.edge)
+    before = path.read_bytes()
+    machine.interrupt_after = 10
+    with pytest.raises(KeyboardInterrupt):
+        run_probe(request_for(path, resume=False), Watching(), machine.edge)
+    assert path.read_bytes() == before
+
+
+def test_two_probes_of_one_device_do_not_run_at_once(machine: Machine, tmp_path: Path) -> None:
+    inner: list[ProbeFailure] = []
+
+    class Meddling(Watching):
+        def plan(self, cells: Sequence[Workload], estimate_s: float) -> None:
+            with pytest.raises(DeviceBusy) as caught:
+                run_probe(request_for(tmp_path / "other.yaml"), Watching(), machine.edge)
+            inner.append(caught.value)
+
+    run_probe(request_for(tmp_path / "m.yaml", seq_lens=(512,)), Meddling(), machine.edge)
+    assert [failure.exit_code for failure in inner] == [ExitCode.BUSY]

@@ -1,0 +1,84 @@
+"""Whole standard probes of a modelled H100: twenty cells, one budget, two seeds, one answer."""
+
+from __future__ import annotations
+
+import gzip
+import math
+from pathlib import Path
+
+import pytest
+from modelled_h100 import device_ms, modelled_edge
+
+from autotune.probe.request import ProbeRequest
+from autotune.probe.tuning import run_probe
+from ringattn.profile.schema import PlanEntry
+from ringattn.profile.yaml_io import dump_profile
+from ringattn.workload import Workload
+
+BUDGET_S = 100.0  # what is left of a standard probe's after its defaults and first calls
+AGREED = math.log(1.02)
+RECORDED = Path(__file__).parents[1] / "data" / "replayed-probe.yaml.gz"
+
+
+_profiles: list[str] = []  # the files that the probes below wrote
+
+
+@pytest.fixture(scope="module")
+def probes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Workload, PlanEntry]]:
+    """The rows of two probes with different seeds, one of them beside a slower host."""
+    found = []
+    _profiles.clear()
+    for seed, slowness in ((1, 4.0), (2, 2.5)):
+        folder = tmp_path_factory.mktemp(f"seed-{seed}")
+        edge = modelled_edge(folder, seed, slowness)
+        request = ProbeRequest(output=folder / "h100.yaml", effort="standard", budget_s=BUDGET_S, seed=seed)
+        result = run_probe(request, None, edge)
+        assert edge.clock.now() <= 1.1 * BUDGET_S
+        assert result.profile is not None
+        _profiles.append(dump_profile(result.profile))
+        found.append({entry.workload: entry for entry in result.profile.plans})
+    return found
+
+
+def test_every_cell_is_measured(probes: list[dict[Workload, PlanEntry]]) -> None:
+    for entries in probes:
+        assert len(entries) == 20
+        unmeasured = [str(cell) for cell, entry in entries.items() if entry.evidence is None or entry.choice is None]
+        assert not unmeasured
+
+
+def test_two_seeds_agree_in_95_percent_of_the_cells(probes: list[dict[Workload, PlanEntry]]) -> None:
+    first, second = probes
+    apart = []
+    for cell, entry in first.items():
+        one, other = entry.choice, second[cell].choice
+        assert one is not None
+        assert other is not None
+        ratio = math.log(device_ms(cell, one.tunables) / device_ms(cell, other.tunables))
+        if abs(ratio) > AGREED:
+            apart.append(f"{cell}: {math.exp(ratio):.3f}")
+    assert len(apart) <= 0.05 * len(first), apart
+
+
+def test_no_choice_is_slower_than_the_default(probes: list[dict[Workload, PlanEntry]]) -> None:
+    for entries in probes:
+        for cell, entry in entries.items():
+            assert entry.choice is not None
+            assert entry.default is not None
+            assert device_ms(cell, entry.choice.tunables) <= 1.01 * device_ms(cell, entry.default.tunables), cell
+
+
+def test_the_kernel_that_is_fastest_alone_is_found_at_every_dense_length(
+    probes: list[dict[Workload, PlanEntry]],
+) -> None:
+    """It takes its host three times as long as the default's, which at 1024 positions says nothing of the others."""
+    for entries in probes:
+        for cell, entry in entries.items():
+            if cell.pattern.dense and cell.seq_len >= 4096:
+                assert entry.choice is not None
+                assert entry.choice.tunables.branches[0].forward == "flash-attn-4", cell
+
+
+def test_a_replayed_probe_writes_the_recorded_profile(probes: list[dict[Workload, PlanEntry]]) -> None:
+    """Byte for byte, for one seed: simulated time and noise leave nothing to chance."""
+    assert _profiles[0] == gzip.decompress(RECORDED.read_bytes()).decode()

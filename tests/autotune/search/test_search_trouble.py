@@ -1,0 +1,204 @@
+"""A search among plans that fail, on machines that disturb it: the right winner, or a word on why there is none."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import UserDict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from signal import SIGKILL, SIGSEGV
+from typing import Any
+
+import pytest
+from machines import Setting, by_kernels, plan, workload
+
+from autotune.measure.evaluator import Block, Ended, Fault, InterferenceKind, Killed
+from autotune.measure.simulated import ReplayEvaluator, Trouble
+from ringattn.workload import Pattern, Tunables, Workload
+
+CELL = workload()
+DENSE = workload(pattern=Pattern())
+QUICK = plan(CELL)
+
+
+@pytest.mark.parametrize("kind", ["crash", "oom", "timeout", "wrong", "compile", "error"])
+def test_a_failing_candidate_costs_one_trial_and_is_told_apart(kind: str) -> None:
+    bad = plan(DENSE, "swift", "quick")
+    setting = Setting(
+        DENSE,
+        by_kernels(quick=0.0, swift=-0.1, math=1.0),
+        plan(DENSE),
+        rows={"faults": {bad: Fault(kind, "as injected")}},  # type: ignore[arg-type]
+    )
+    trial = setting.run()
+    assert trial.result.failures[bad] == Fault(kind, "as injected")  # type: ignore[arg-type]
+    assert trial.result.choice is not None
+    assert trial.result.choice.tunables == plan(DENSE, "swift")
+    assert trial.clock.now() <= setting.budget_s * 1.1
+
+
+def test_a_candidate_that_is_wrong_at_ragged_lengths_cannot_win() -> None:
+    best = plan(DENSE, "swift")
+    trial = Setting(
+        DENSE,
+        by_kernels(quick=0.0, swift=-0.1, math=1.0),
+        plan(DENSE),
+        unproven={best: Fault("wrong", "out errs at S=3001, negative inputs, seed 0")},
+    ).run()
+    result = trial.result
+    assert result.choice is not None
+    assert result.choice.tunables != best
+    assert result.failures[best].message.startswith("out errs at S=3001")
+    everywhere = [result.choice, *result.runners_up, *result.front, result.default]
+    assert all(measured is None or measured.tunables != best for measured in everywhere)
+
+
+def test_a_default_that_fails_its_gate_gives_way_to_math() -> None:
+    trial = Setting(
+        DENSE,
+        by_kernels(quick=0.2, swift=-0.5, math=0.0),
+        plan(DENSE),
+        rows={"faults": {plan(DENSE): Fault("wrong", "dq errs")}},
+    ).run()
+    assert trial.context.default == plan(DENSE, "math")
+    assert "default failed" in trial.result.note
+    assert trial.result.choice is not None
+    assert trial.result.choice.tunables == plan(DENSE, "swift")
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault("timeout", "no answer within 20.0 s"),
+        Fault("crash", "the worker was killed", Killed(SIGKILL)),
+        Fault("crash", "the worker was ended before its work began", Ended()),
+    ],
+)
+def test_a_default_that_the_machine_let_down_is_not_judged(fault: Fault) -> None:
+    """A busy machine makes anything time out: math, far slower, must not become the plan for that."""
+    trial = Setting(
+        DENSE,
+        by_kernels(quick=0.0, math=2.0),
+        plan(DENSE),
+        rows={"faults": {plan(DENSE): fault}},
+    ).run()
+    assert trial.context.default == plan(DENSE)
+    assert trial.result.choice is None
+    assert fault.message in trial.result.note or "no answer" in trial.result.note
+
+
+class AfterItsCheck(UserDict[Tunables, Fault]):
+    """Faults that a plan has from the second time on that it is asked for."""
+
+    def __init__(self, faults: Mapping[Tunables, Fault]) -> None:
+        super().__init__(faults)
+        self.checked: set[Tunables] = set()
+
+    def get(self, tunables: Tunables, default: Any = None) -> Any:
+        if tunables in self.checked:
+            return super().get(tunables, default)
+        self.checked.add(tunables)
+        return default
+
+
+def test_a_default_that_stops_working_gives_way_too() -> None:
+    """It passed its check and fails every time it is timed."""
+    trial = Setting(
+        DENSE,
+        by_kernels(quick=0.0, swift=-0.5, math=0.1),
+        plan(DENSE),
+        rows={"faults": AfterItsCheck({plan(DENSE): Fault("crash", "not by SIGKILL", Killed(SIGSEGV))})},
+        effort="quick",
+        budget_s=30,
+    ).run()
+    assert trial.context.default == plan(DENSE, "math")
+    assert trial.result.choice is not None
+    assert trial.result.choice.tunables == plan(DENSE, "swift")
+
+
+def test_when_nothing_runs_the_cell_is_refused_with_the_reason() -> None:
+    pairs = itertools.product(("quick", "swift", "math"), repeat=2)
+    every = {plan(DENSE, forward, backward): Fault("oom", "out of memory") for forward, backward in pairs}
+    trial = Setting(DENSE, by_kernels(quick=0.0, swift=0.0, math=0.0), plan(DENSE), rows={"faults": every}).run()
+    assert trial.result.state == "refused"
+    assert trial.result.choice is None
+    assert "out of memory" in trial.result.note
+
+
+def test_a_candidate_a_hundred_times_too_slow_does_not_eat_the_budget() -> None:
+    truth = by_kernels(quick=0.0, swift=-0.1, math=math.log(100))
+    setting = Setting(DENSE, truth, plan(DENSE), rows={"base_ms": 40.0}, budget_s=30)
+    trial = setting.run()
+    assert trial.clock.now() <= setting.budget_s * 1.1
+    assert trial.result.choice is not None
+    assert trial.result.choice.tunables == plan(DENSE, "swift")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_kills_of_the_worker_leave_the_right_winner(seed: int) -> None:
+    trial = Setting(
+        DENSE,
+        by_kernels(quick=0.0, swift=-0.1, math=1.0),
+        plan(DENSE),
+        trouble=Trouble(crash_share=0.005),
+        budget_s=60,
+    ).run(seed)
+    assert trial.result.choice is not None
+    assert trial.result.choice.tunables == plan(DENSE, "swift")
+
+
+def test_the_best_plan_may_die_in_the_first_block_of_its_climb(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can be said then of how much faster the turns beside it are."""
+    real, best, deaths = ReplayEvaluator.block, plan(CELL, "swift"), 0
+
+    def block(self: ReplayEvaluator, cell: Workload, order: Sequence[Tunables], *, timeout_s: float) -> Block:
+        nonlocal deaths
+        whole = real(self, cell, order, timeout_s=timeout_s)
+        if deaths or best not in order or all(timed.pattern_cache for timed in order):
+            return whole
+        deaths += 1
+        killed = Fault("crash", "the worker was killed", Killed(SIGKILL))
+        results = zip(order, whole.results, strict=True)
+        return Block(tuple(killed if timed == best else sample for timed, sample in results))
+
+    monkeypatch.setattr(ReplayEvaluator, "block", block)
+    trial = Setting(CELL, by_kernels(quick=0.0, swift=-0.1, math=1.0), QUICK, budget_s=20).run()
+    assert deaths == 1
+    assert trial.result.choice is not None
+    assert trial.result.choice.tunables == best
+
+
+@pytest.mark.parametrize("at_s", [1.0, 3.0, 6.0])
+def test_a_step_of_the_clock_rate_in_the_middle_changes_nothing(at_s: float) -> None:
+    truth = by_kernels(quick=0.0, swift=-0.05, math=1.0)
+    trial = Setting(DENSE, truth, plan(DENSE), trouble=Trouble(step=0.2, step_at_s=at_s)).run(1)
+    assert trial.result.choice is not None
+    assert trial.result.choice.tunables == plan(DENSE, "swift")
+
+
+def test_disturbed_blocks_are_repeated_and_reported() -> None:
+    truth = by_kernels(quick=0.0, swift=-0.1, math=1.0)
+    trial = Setting(DENSE, truth, plan(DENSE), trouble=Trouble(disturbed_share=0.1)).run()
+    assert trial.context.ledger.discarded > 0
+    assert [each.kind for each in trial.result.disturbances] == [InterferenceKind.FOREIGN_LOAD]
+    assert trial.result.choice is not None
+    assert trial.result.choice.tunables == plan(DENSE, "swift")
+
+
+def test_a_machine_that_is_never_left_alone_needs_the_wider_margin_and_says_so() -> None:
+    truth = by_kernels(quick=0.0, swift=-0.0075, math=1.0)  # both: 1.5 %
+    quiet = Setting(DENSE, truth, plan(DENSE)).run()
+    loaded = Setting(DENSE, truth, plan(DENSE), trouble=replace(Trouble(0, 0, drift=0), disturbed_share=1.0)).run()
+    assert quiet.result.state == "tuned"
+    assert loaded.result.state == "default"
+    assert "foreign load" in loaded.result.note
+
+
+def test_noise_beyond_all_bounds_is_inconclusive_and_keeps_the_default() -> None:
+    truth = by_kernels(quick=0.0, swift=-0.1, math=1.0)
+    trial = Setting(DENSE, truth, plan(DENSE), trouble=Trouble(sigma=0.6)).run()
+    assert trial.result.state == "inconclusive"
+    assert trial.result.choice is not None
+    assert trial.result.choice.tunables == plan(DENSE)
+    assert trial.result.choice.gain.count == 0

@@ -1,0 +1,314 @@
+"""What every test of the core shares: invented shapes and layouts, the float64 result, and the rule of accuracy.
+
+The rule: with x64 the float64 result, err = |x - x64| (2-norm) and u the unit roundoff of the dtype, a result passes
+when err <= 1.5 times the error of one dense call of its kernel on the same inputs, or err <= 4 u |a|, with |a| the
+2-norm of the same formula on absolute values.
+
+Legend: B batch, S length, H query heads, Hkv key/value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ringattn import Pattern, Profile, RingAttention, Workload, detect
+from ringattn.hardware.facts import HardwareFacts
+from ringattn.reference import dilated_attention_reference
+from ringattn.workload import Branch, BranchTunables, Tunables
+
+UNIT_ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
+DENSE = Pattern()
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+
+
+@functools.cache
+def cpu() -> HardwareFacts:
+    return detect("cpu")
+
+
+# --- shapes ------------------------------------------------------------------------------------------------------
+
+# How q, k and v lie in memory. "last_strided" is the only one that no kernel reads in place.
+LAYOUTS = ("plain", "heads_first", "sequence_first", "every_second", "wide_rows", "packed", "offset")
+ALL_LAYOUTS = (*LAYOUTS, "last_strided", "backwards_axes")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape, pattern and memory layout."""
+
+    length: int
+    heads: int = 2
+    kv_heads: int = 2
+    head_dim: int = 4
+    batch: int = 1
+    pattern: Pattern = DENSE
+    causal: bool = False
+    scale: float | None = None
+    layout: str = "plain"
+    seed: int = 0
+
+    def workload(self, dtype: str = "fp64", mode: Any = "train") -> Workload:
+        return Workload(
+            mode=mode,
+            causal=self.causal,
+            seq_len=self.length,
+            heads=self.heads,
+            head_dim=self.head_dim,
+            dtype=dtype,
+            kv_heads=self.kv_heads,
+            batch=self.batch,
+            pattern=self.pattern,
+        )
+
+    def inputs(
+        self, dtype: torch.dtype = torch.float64, size: float = 1.0, device: str = "cpu"
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v as leaves that require a gradient, laid out as the case says."""
+        generator = torch.Generator().manual_seed(self.seed)
+        q, k, v = (
+            torch.randn(self.batch, self.length, heads, self.head_dim, generator=generator, dtype=torch.float64) * size
+            for heads in (self.heads, self.kv_heads, self.kv_heads)
+        )
+        return tuple(laid_out(x.to(device, dtype), self.layout).requires_grad_() for x in (q, k, v))  # type: ignore[return-value]
+
+    def dout(self, dtype: torch.dtype = torch.float64, device: str = "cpu") -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        shape = (self.batch, self.length, self.heads, self.head_dim)
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
+
+    def module(self, **arguments: Any) -> RingAttention:
+        """A module for this case on the CPU; no profile unless one is given."""
+        given: dict[str, Any] = {"profile": None, "device": "cpu", "causal": self.causal, "scale": self.scale}
+        lists = {} if self.pattern.dense else lists_of(self.pattern)
+        return RingAttention(self.heads, self.head_dim, self.kv_heads, **lists, **(given | arguments))
+
+    def running(self, tunables: Tunables, dtype: str = "fp64", mode: Any = "train", **arguments: Any) -> RingAttention:
+        """A module that obeys exactly ``tunables``: its profile holds this one plan, and must run."""
+        facts = detect(arguments["device"]) if "device" in arguments else cpu()
+        profile = Profile.single(facts, self.workload(dtype, mode), tunables)
+        return self.module(profile=profile, **arguments)
+
+
+def lists_of(pattern: Pattern) -> dict[str, Any]:
+    return {
+        "segment_lengths": [branch.segment for branch in pattern.branches],
+        "dilation_rates": [branch.rate for branch in pattern.branches],
+        "head_offset": pattern.head_offset,
+    }
+
+
+def pattern_of(segments: list[int], rates: list[int], rule: Any = "interleaved") -> Pattern:
+    return Pattern.of(segments, rates, rule)
+
+
+def laid_out(x_BSHD: Tensor, layout: str) -> Tensor:
+    """The values of ``x_BSHD`` in a tensor of the same shape and another memory layout, without a graph."""
+    b, s, h, d = x_BSHD.shape
+    if layout == "plain":
+        made = x_BSHD.clone(memory_format=torch.contiguous_format)
+    elif layout == "heads_first":
+        made = x_BSHD.new_empty(b, h, s, d).transpose(1, 2)
+    elif layout == "sequence_first":
+        made = x_BSHD.new_empty(s, b, h, d).transpose(0, 1)
+    elif layout == "every_second":
+        made = x_BSHD.new_full((b, 2 * s, h, d), math.nan)[:, 1::2]
+    elif layout == "wide_rows":
+        made = x_BSHD.new_full((b, s, h, d + 3), math.nan)[..., 2 : 2 + d]
+    elif layout == "packed":
+        made = x_BSHD.new_full((b, s, 3, h, d), math.nan)[:, :, 1]
+    elif layout == "offset":
+        made = x_BSHD.new_full((b + 1, s, h + 2, d), math.nan)[1:, :, 1 : 1 + h]
+    elif layout == "last_strided":
+        made = x_BSHD.new_full((b, s, h, 2 * d), math.nan)[..., ::2]
+    elif layout == "backwards_axes":
+        made = x_BSHD.new_empty(d, h, s, b).permute(3, 2, 1, 0)
+    else:
+        raise AssertionError(layout)
+    return made.detach().copy_(x_BSHD) if layout != "plain" else made.detach()
+
+
+@st.composite
+def patterns(draw: st.DrawFn, most: int = 4, longest: int = 48, dense: bool = True) -> Pattern:
+    """Patterns with lengths and rates that need divide nothing; about half of them nest."""
+    count = draw(st.integers(0 if dense else 1, most))
+    rule = draw(st.sampled_from(("interleaved", "blocked")))
+    branches = []
+    nested = draw(st.booleans())
+    unit = draw(st.integers(1, 6))
+    for _ in range(count):
+        segment = unit * 2 ** draw(st.integers(0, 3)) if nested else draw(st.integers(1, longest))
+        branches.append(Branch(segment, draw(st.integers(1, 9))))
+    return Pattern(tuple(branches), rule)
+
+
+@st.composite
+def cases(draw: st.DrawFn, layouts: tuple[str, ...] = ALL_LAYOUTS, longest: int = 40) -> Case:
+    kv_heads = draw(st.integers(1, 5))
+    return Case(
+        length=draw(st.integers(1, longest)),
+        heads=kv_heads * draw(st.integers(1, 3)),
+        kv_heads=kv_heads,
+        head_dim=draw(st.sampled_from((1, 2, 3, 5, 8))),
+        batch=draw(st.integers(1, 3)),
+        pattern=draw(patterns()),
+        causal=draw(st.booleans()),
+        scale=draw(st.sampled_from((None, 0.5, 1.0))),
+        layout=draw(st.sampled_from(layouts)),
+        seed=draw(st.integers(0, 5)),
+    )
+
+
+@st.composite
+def tunables_for(
+    draw: st.DrawFn, case: Case, dtype: str = "fp64", kernels: tuple[str, ...] = ("math",), train: bool = True
+) -> Tunables:
+    """Any plan that can run the case: kernels and gather per branch, memory policy, window."""
+    branches = []
+    for branch in case.pattern.resolved(case.length):
+        gather = draw(st.sampled_from(("view", "copy"))) if branch.rate > 1 else "view"
+        backward = draw(st.sampled_from(kernels)) if train else ""
+        branches.append(BranchTunables(draw(st.sampled_from(kernels)), backward, gather))
+    tunables = Tunables(dtype, tuple(branches))
+    if train:
+        gathers = any(branch.gather == "copy" for branch in branches)
+        modes = ("selective", "full", "none") if gathers else ("selective", "full")
+        tunables = replace(tunables, checkpoint=draw(st.sampled_from(modes)))
+    if case.pattern.dense:
+        return tunables
+    unit = math.lcm(*(branch.segment for branch in case.pattern.branches))
+    windows = [unit * n for n in (1, 2, 3) if unit * n < case.length]
+    threshold = draw(st.sampled_from((None, 0)))
+    return replace(
+        tunables,
+        window_tokens=draw(st.sampled_from((None, *windows))),
+        pattern_cache=draw(st.booleans()),
+        pool_threshold_mib=threshold,
+        pool_strategy="shape" if threshold is None else draw(st.sampled_from(("shape", "bucket"))),
+    )
+
+
+# --- results -----------------------------------------------------------------------------------------------------
+
+
+class Results(NamedTuple):
+    out: Tensor
+    lse: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+def exact(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Results:
+    """The float64 result for these inputs, whatever their dtype."""
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    out, lse = dilated_attention_reference(*leaves, case.pattern, case.causal, case.scale)
+    return Results(out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout.double()))
+
+
+def found(module: RingAttention, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Results:
+    out, lse = module(q, k, v, return_lse=True)
+    return Results(out.detach(), lse, *torch.autograd.grad(out, (q, k, v), dout))
+
+
+def assert_equal_to(results: Results, expected: Results, tolerance: float = 1e-10) -> None:
+    """Every result within ``tolerance`` of the expected one, relative to its largest element or absolutely."""
+    for name, x, x64 in zip(Results._fields, results, expected, strict=True):
+        assert x.shape == x64.shape, name
+        if name == "lse":
+            assert torch.equal(x.isneginf(), x64.isneginf()), "lse is -inf elsewhere"
+            x, x64 = x.masked_fill(x.isneginf(), 0), x64.masked_fill(x64.isneginf(), 0)
+        assert not x.isnan().any(), f"{name} has NaN"
+        largest = max(1.0, x64.abs().max().item())
+        assert (x.double() - x64).abs().max().item() <= tolerance * largest, name
+
+
+def times_seen(case: Case) -> Tensor:
+    """(H, S, S): how often each query sees each key, by loops over every segment: independent of the reference."""
+    group = case.heads // case.kv_heads
+    counts = torch.zeros(case.heads, case.length, case.length, dtype=torch.float64)
+    for branch in case.pattern.resolved(case.length):
+        for head in range(case.heads):
+            kv_head = head // group
+            if case.pattern.head_offset == "interleaved":
+                offset = kv_head % branch.rate
+            else:
+                offset = kv_head // math.ceil(case.kv_heads / branch.rate)
+            for begin in range(0, case.length, branch.segment):
+                end = min(begin + branch.segment, case.length)
+                chosen = torch.tensor([p for p in range(begin, end) if (p - begin) % branch.rate == offset])
+                if len(chosen):
+                    sees = chosen[None, :] <= chosen[:, None] if case.causal else torch.tensor(1.0)
+                    counts[head, chosen[:, None], chosen[None, :]] += sees
+    return counts
+
+
+def absolute_norms(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict[str, float]:
+    """|a| of out and of every gradient: each sum of its formula with all terms made positive."""
+    q, k, v, dout = (x.detach().cpu().double() for x in (q, k, v, dout))
+    group = case.heads // case.kv_heads
+    counts = times_seen(case)
+    k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
+    scale = 1 / math.sqrt(case.head_dim) if case.scale is None else case.scale
+    logits = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale + counts.log()
+    p = torch.softmax(logits, -1).nan_to_num(0.0)
+    out = torch.einsum("bhqk,bkhd->bqhd", p, v.abs())
+    dp = torch.einsum("bqhd,bkhd->bhqk", dout.abs(), v.abs())
+    delta = torch.einsum("bqhd,bqhd->bhq", dout.abs(), out)[..., None]
+    ds = p * (dp + delta) * abs(scale)
+    dq = torch.einsum("bhqk,bkhd->bqhd", ds, k.abs())
+    dk = torch.einsum("bhqk,bqhd->bkhd", ds, q.abs()).unflatten(2, (case.kv_heads, group)).sum(3)
+    dv = torch.einsum("bhqk,bqhd->bkhd", p, dout.abs()).unflatten(2, (case.kv_heads, group)).sum(3)
+    return {name: x.norm().item() for name, x in (("out", out), ("dq", dq), ("dk", dk), ("dv", dv))}
+
+
+def assert_within_rule(
+    case: Case,
+    forward: str,
+    backward: str,
+    dtype: torch.dtype,
+    module: RingAttention | None = None,
+    device: str = "cpu",
+) -> None:
+    """The module's results in ``dtype`` pass the rule against one dense call of the same kernels.
+
+    ``module`` is one that runs these kernels on the case; None makes the plainest.
+    """
+    q, k, v = case.inputs(dtype, device=device)
+    dout = case.dout(dtype, device)
+    compute = {"backend": (forward, backward), "dtype": dtype, "device": device}
+    results = found(module or case.module(**compute), q, k, v, dout)
+    expected = exact(case, q, k, v, dout)
+    dense = replace(case, pattern=DENSE)
+    dense_results = found(dense.module(**compute), q, k, v, dout)
+    dense_expected = exact(dense, q, k, v, dout)
+    norms = absolute_norms(case, q, k, v, dout)
+    for name in ("out", "dq", "dk", "dv"):
+        x, x64 = getattr(results, name), getattr(expected, name)
+        assert x.dtype is dtype, name
+        err = (x.double() - x64).norm().item()
+        dense_err = (getattr(dense_results, name).double() - getattr(dense_expected, name)).norm().item()
+        bound = max(1.5 * dense_err, 4 * UNIT_ROUNDOFF[dtype] * norms[name])
+        assert err <= bound, f"{name}: error {err:.3e}, allowed {bound:.3e} (dense call {dense_err:.3e})"
+    assert_lse_within_rule(results.lse, expected.lse, _lse_error(dense_results.lse, dense_expected.lse), dtype)
+
+
+def _lse_error(lse: Tensor, lse64: Tensor) -> float:
+    there = ~lse64.isneginf()
+    return (lse.double() - lse64)[there].abs().max().item() if there.any() else 0.0
+
+
+def assert_lse_within_rule(lse: Tensor, lse64: Tensor, dense_error: float, dtype: torch.dtype) -> None:
+    assert lse.dtype is torch.float32
+    assert torch.equal(lse.isneginf(), lse64.isneginf())
+    there = ~lse64.isneginf()
+    error = (lse.double() - lse64)[there].abs()
+    slack = 1e-4 if dtype is not torch.float32 else 2e-6 * (1 + lse64[there].abs())
+    assert bool((error <= 1.5 * dense_error + slack).all()), f"lse: error {error.max():.3e}"

@@ -82,6 +82,7 @@ docs: $(READY_DOCS)
 lint: $(READY_DEV)
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
+	@$(RUN) -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
 types: $(READY_DEV)
 	@$(RUN) -m mypy

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ringattn import detect
+from ringattn.dtypes import DTYPE_NAMES
 from ringattn.kernels.contract import KernelConfig, KernelNeed
 from ringattn.kernels.registry import KERNELS
-from ringattn.runtime.program import DTYPE_NAMES
 
 
 class BareKernel:

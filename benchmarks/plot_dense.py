@@ -44,7 +44,7 @@ def picture(records: dict[str, dict[str, Any]]) -> str:
             f'<text x="{left}" y="34">{escape(versions)}</text>'
             f'<svg x="{left}" y="{CAPTION_HEIGHT}" width="{WIDTH}" height="{height}">{chart}</svg>\n'
         )
-    style = files("autotune").joinpath("templates", "report.css").read_text("utf-8")
+    style = files("autotune.report").joinpath("templates", "report.css").read_text("utf-8")
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {whole[0]} {whole[1]}">\n'
         f"<style>\n{style}svg .page {{ fill: var(--card); }}\n"

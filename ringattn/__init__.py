@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .versions import __version__ as __version__
 from .workload import Pattern, Workload
 
 if TYPE_CHECKING:
@@ -12,8 +13,6 @@ if TYPE_CHECKING:
     from ringattn.profile.yaml_io import load_profile
 
     from .attention import RingAttention
-
-__version__ = "0.1.0"
 
 __all__ = ["HardwareFacts", "Pattern", "Profile", "RingAttention", "Workload", "detect", "load_profile"]
 

@@ -1,8 +1,10 @@
-"""Versions of software as values that compare: rules about kernels hold for releases, not for ever. Pure."""
+"""This package's version, and versions of software as values that compare: rules about kernels hold for releases, not for ever. Pure."""
 
 from __future__ import annotations
 
 import re
+
+__version__ = "0.1.0"  # of this package; the build reads it here
 
 Release = tuple[int, int, int, int, int]
 

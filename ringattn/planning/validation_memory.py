@@ -24,6 +24,7 @@ from ringattn.hardware.kernel_faults import Combination, Figure, KernelFault, Ve
 from ringattn.kernels.registry import KERNELS
 from ringattn.profile.locations import home_folder, user_folder
 from ringattn.profile.whole_file import replace_file
+from ringattn.versions import __version__
 
 FILE_NAME = "validations.json"
 _SCHEMA = 1
@@ -53,13 +54,7 @@ def environment_of(facts: HardwareFacts, package: str) -> Environment:
     software = dict(facts.software)
     here = {name: software[name] for name in (*_SOFTWARE, package) if name in software}
     device = {"vendor": facts.vendor, "device_name": facts.device_name, "arch": facts.arch, "mig": facts.mig}
-    return tuple(sorted({**here, **device, "isa": " ".join(facts.isa), "ringtune": _own_version()}.items()))
-
-
-def _own_version() -> str:
-    from ringattn import __version__
-
-    return __version__
+    return tuple(sorted({**here, **device, "isa": " ".join(facts.isa), "ringtune": __version__}.items()))
 
 
 def key_of(combination: Combination, facts: HardwareFacts) -> Key:

@@ -164,7 +164,8 @@ SMALL = FusedCase("small", ((4, 1, "view"), (8, 2, "copy")), 20, 1, 4, 2, head_d
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the triton package")
 def test_in_the_fused_steps() -> None:
     root = Path(__file__).parents[2]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    paths = os.pathsep.join((str(root), str(root / "tests" / "support" / "ringattn")))
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-4000:]
     assert json.loads(run.stdout) == FUSED_FAULTS

@@ -206,7 +206,9 @@ assert "torch._dynamo" not in sys.modules  # 1.1 of the 3.3 s in which a rank wo
     subprocess.run([sys.executable, "-c", code], check=True, cwd=PACKAGE.parent)
 
 
-@pytest.mark.parametrize("module", ["ringattn", "workload", "errors", "profile", "profile_io", "resolve"])
+@pytest.mark.parametrize(
+    "module", ["ringattn", "workload", "errors", "profile.schema", "profile.yaml_io", "profile.resolve"]
+)
 def test_what_the_command_line_needs_comes_without_torch(module: str) -> None:
     name = module if module == "ringattn" else f"ringattn.{module}"
     code = f"import sys, {name}; assert 'torch' not in sys.modules"

@@ -195,7 +195,7 @@ def test_a_rank_that_is_lost_ends_the_probe_with_its_name() -> None:
 
 COORDINATOR = """
     import os, sys
-    sys.path[:0] = [{tests!r}, {repo!r}]
+    sys.path[:0] = [{here!r}, {tests!r}, {repo!r}]
     os.environ["PYTHONPATH"] = {tests!r}
     from test_ranks import CELL, evaluator_of
     from machines import plan
@@ -209,7 +209,7 @@ COORDINATOR = """
 
 
 def test_nobody_outlives_a_coordinator_that_is_killed() -> None:
-    code = textwrap.dedent(COORDINATOR).format(tests=str(SUPPORT), repo=str(REPO))
+    code = textwrap.dedent(COORDINATOR).format(here=str(Path(__file__).parent), tests=str(SUPPORT), repo=str(REPO))
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as coordinator:
         assert coordinator.stdout is not None
         pids = [int(word) for word in coordinator.stdout.readline().split()]

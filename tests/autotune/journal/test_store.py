@@ -315,7 +315,7 @@ def test_the_journal_lies_beside_the_profile_or_in_the_state_folder(tmp_path: Pa
 WRITER = """
     import sys
     from pathlib import Path
-    sys.path[:0] = [{tests!r}, {repo!r}]
+    sys.path[:0] = [{here!r}, {tests!r}, {repo!r}]
     from test_store import CELL, SPACE, CHECKED, stage_of
     from autotune.journal.store import Store
     with Store(Path({path!r}), identity="a") as store:
@@ -333,7 +333,9 @@ WRITER = """
 @pytest.mark.parametrize("after", [0, 3, 7])
 def test_a_killed_writer_loses_no_finished_trial(tmp_path: Path, after: int) -> None:
     path = tmp_path / "p.journal"
-    code = textwrap.dedent(WRITER).format(tests=str(SUPPORT), repo=str(REPO), path=str(path))
+    code = textwrap.dedent(WRITER).format(
+        here=str(Path(__file__).parent), tests=str(SUPPORT), repo=str(REPO), path=str(path)
+    )
     writer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert writer.stdout is not None
     told = [int(writer.stdout.readline()) for _ in range(after + 1)]

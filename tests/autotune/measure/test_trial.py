@@ -203,7 +203,7 @@ def _alive(pid: int) -> bool:
 
 PARENT = """
     import sys
-    sys.path[:0] = [{tests!r}, {repo!r}]
+    sys.path[:0] = [{here!r}, {tests!r}, {repo!r}]
     from test_trial import BENCH, CELL, settings
     from machines import plan
     from autotune.measure.trial import WorkerEvaluator
@@ -213,7 +213,7 @@ PARENT = """
 
 def test_the_worker_dies_with_its_parent_however_that_ends(tmp_path: Path) -> None:
     told = tmp_path / "pid"
-    code = textwrap.dedent(PARENT).format(tests=str(SUPPORT), repo=str(REPO))
+    code = textwrap.dedent(PARENT).format(here=str(Path(__file__).parent), tests=str(SUPPORT), repo=str(REPO))
     environ = os.environ | {
         "ORPHAN_FILE": str(told),
         "PYTHONPATH": str(SUPPORT),

@@ -17,7 +17,7 @@ from ringattn.workload import Workload
 
 BUDGET_S = 100.0  # what is left of a standard probe's after its defaults and first calls
 AGREED = math.log(1.02)
-RECORDED = Path(__file__).parents[1] / "data" / "replayed-probe.yaml.gz"
+RECORDED = Path(__file__).parents[2] / "data" / "replayed-probe.yaml.gz"
 
 
 _profiles: list[str] = []  # the files that the probes below wrote

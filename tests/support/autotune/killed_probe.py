@@ -18,8 +18,8 @@ from autotune.measure.evaluator import Block, Checked, Evaluator, Fault
 from autotune.measure.simulated import QUIET, ReplayEvaluator, SimulatedClock
 from autotune.outcome import TrialOutcome
 from autotune.probe import tuning
-from autotune.probe.request import ProbeRequest, SilentObserver
 from autotune.probe.output import writer as emit
+from autotune.probe.request import ProbeRequest, SilentObserver
 from autotune.space.space import candidate_key
 from ringattn.profile.schema import Profile
 from ringattn.profile.yaml_io import save_profile

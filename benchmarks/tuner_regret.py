@@ -43,8 +43,8 @@ from autotune.measure.simulated import (  # noqa: E402
     truth_of,
 )
 from autotune.search.budget import EFFORTS, Budget  # noqa: E402
-from autotune.search.cell import CellContext, NoListener, SearchSettings  # noqa: E402
-from autotune.search.search import CellSearch  # noqa: E402
+from autotune.search.loop import CellSearch  # noqa: E402
+from autotune.search.settings import NoListener, SearchSettings  # noqa: E402
 from autotune.space.space import Machine, Space, build_space, decode, encode  # noqa: E402
 from ringattn import __version__  # noqa: E402
 from ringattn.workload import BranchTunables, Pattern, Tunables, Workload  # noqa: E402
@@ -128,7 +128,7 @@ def evaluator_of(problem: Problem, clock: SimulatedClock, seed: int) -> ReplayEv
 def tuned(problem: Problem, seed: int) -> Tunables:
     clock = SimulatedClock()
     evaluator = evaluator_of(problem, clock, seed)
-    context = CellContext(
+    search = CellSearch(
         problem.space,
         evaluator,
         Store(None),
@@ -137,7 +137,6 @@ def tuned(problem: Problem, seed: int) -> Tunables:
         clock,
         main_dtypes=(problem.space.default.dtype,),
     )
-    search = CellSearch(context)
     budget = Budget(CELL_BUDGET_S, clock)
     fault = search.settle(budget.deadline(CELL_BUDGET_S))
     assert fault is None, fault

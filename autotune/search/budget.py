@@ -163,25 +163,25 @@ class Deadline:
     """A moment not to be passed; stages hand shorter ones to their parts."""
 
     def __init__(self, clock: Clock, at: float) -> None:
-        self._clock = clock
+        self.clock = clock
         self.at = at
 
     def remaining_s(self) -> float:
-        return max(0.0, self.at - self._clock.now())
+        return max(0.0, self.at - self.clock.now())
 
     def passed(self) -> bool:
-        return self._clock.now() >= self.at
+        return self.clock.now() >= self.at
 
     def allows(self, seconds: float) -> bool:
         """Whether something of that length, started now, would end in time."""
-        return self._clock.now() + seconds <= self.at
+        return self.clock.now() + seconds <= self.at
 
     def part(self, fraction: float) -> Deadline:
         """A deadline at ``fraction`` of what remains."""
-        return Deadline(self._clock, self._clock.now() + fraction * self.remaining_s())
+        return Deadline(self.clock, self.clock.now() + fraction * self.remaining_s())
 
     def earlier_by(self, seconds: float) -> Deadline:
-        return Deadline(self._clock, self.at - seconds)
+        return Deadline(self.clock, self.at - seconds)
 
 
 class Progress:

@@ -1,363 +1,465 @@
-"""One cell under search: what is asked, what is known, and the few things every stage does with it."""
+"""The state of one cell's search: its plans, every reading of them, and the paired blocks that make the readings.
+
+One object, which the loop asks and tells. Every reading is log(t / t_default) in a block that holds the default too
+(twice: the two readings give the noise for nothing); disturbed blocks are thrown away and repeated.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, Protocol
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
-import optuna
+import numpy as np
 
 from autotune import statistics
-from autotune.journal.stage_record import Entry, StageRecord
-from autotune.journal.store import Store
-from autotune.measure.evaluator import Checked, Clock, Evaluator, Fault, Interference, Proven, largest_of_each
+from autotune.journal.entry import Entry
+from autotune.measure.evaluator import Block, Checked, Evaluator, Fault, Interference, Proven, Sample
+from autotune.measure.head_start import judged_ms, sample_ms
 from autotune.outcome import TrialOutcome
-from autotune.space.space import Space, Value, candidate_key
 from autotune.statistics import Interval
-from ringattn.planning.preference import Preference
 from ringattn.workload import Tunables, Workload
 
-from .arena import Arena
-from .budget import Deadline, EffortPreset
-from .choose import Candidate
-from .ledger import Ledger
-from .lessons import Lessons, Part, Pupil, without
-from .limits import Limits
-from .model import CellModel
-from .nearby import Nearby, Timed
-
-CellState = Literal["tuned", "default", "refused", "inconclusive"]
+from .budget import Deadline
+from .settings import SearchSettings
+from .transfer import Transfer, costs_a_worker, traits_of
 
 CALLS_BEFORE_HANG = 15  # a call may take this many times the default's before it counts as hung
-COMPILING = ("compile", "final")  # stages whose plans may be compiled ones
+HANG_SHARE = 0.2  # of the time that is left, at most, goes into waiting for one plan
+LEAST_HANG_S = 1.0
+PATIENCE = 0.15  # of a cell's time may go into blocks thrown away for foreign load; then the machine counts as loaded
+DEFAULT_ATTEMPTS = 2  # blocks in a row whose default failed, before it counts as broken
+POLISHES = 3  # rounds of the median polish
 UNKNOWN_SIGMA = 0.05  # noise assumed before any was seen
 
-
-@dataclass(frozen=True, slots=True)
-class SearchSettings:
-    """What holds for every cell of a probe. ``hang_s``: no call is given up before (compilation takes its time).
-
-    ``asynchronous``: the device works while the host goes on, so that either may be waited for.
-    """
-
-    preset: EffortPreset
-    seed: int
-    limits: Limits = field(default_factory=Limits)
-    prefer: Preference = "time"
-    hang_s: float = 10.0
-    asynchronous: bool = False
+Trait = tuple[str, Any]
+TrialListener = Callable[[Tunables, TrialOutcome], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """A plan with its numbers, ready for a profile."""
+class DefaultBroken(Exception):
+    """The plan everything is paired against stopped working; the cell has to choose another."""
 
-    tunables: Tunables
-    checked: Checked
-    gain: Interval  # of log(t / t_default); a count of 0 says it was never timed
-    median_ms: float
-    first_call_ms: float  # at a length never met before
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(fault.message)
+        self.fault = fault
 
 
-@dataclass(slots=True)
-class CellResult:
-    """Everything a cell came to. ``choice`` is None only for a refusal, whose reason is ``note``."""
+class Record(Protocol):
+    """Keeps what is measured as it comes."""
 
-    workload: Workload
-    state: CellState
-    choice: Measured | None = None
-    default: Measured | None = None
-    runners_up: tuple[Measured, ...] = ()
-    auto: Measured | None = None
-    front: tuple[Measured, ...] = ()
-    singles: tuple[Measured, ...] = ()  # of each kernel used alone in both directions, its fastest plan
-    failures: dict[Tunables, Fault] = field(default_factory=dict)
-    trials: int = 0
-    noise_sigma: float = math.inf
-    note: str = ""
-    disturbances: tuple[Interference, ...] = ()
-    validation_pending: bool = False  # of the default, which stays, at other lengths
+    def checked(self, entry: Entry) -> None: ...
+
+    def failed(self, entry: Entry, fault: Fault) -> None: ...
+
+    def validated(self, entry: Entry) -> None: ...
+
+    def block(self, number: int, default_ms: float, repeated: float | None) -> None: ...
+
+    def reading(self, entry: Entry, block: int, log_ratio: float) -> None: ...
 
 
-class Listener(Protocol):
-    """What a search tells."""
+class NoRecord:
+    """Keeps nothing: a verification writes no study."""
 
-    def stage(self, cell: Workload, name: str) -> None: ...
+    def checked(self, entry: Entry) -> None: ...
 
-    def trial(self, cell: Workload, tunables: Tunables, outcome: TrialOutcome) -> None: ...
+    def failed(self, entry: Entry, fault: Fault) -> None: ...
 
+    def validated(self, entry: Entry) -> None: ...
 
-class NoListener:
-    """Hears and says nothing."""
+    def block(self, number: int, default_ms: float, repeated: float | None) -> None: ...
 
-    def stage(self, cell: Workload, name: str) -> None: ...
-
-    def trial(self, cell: Workload, tunables: Tunables, outcome: TrialOutcome) -> None: ...
+    def reading(self, entry: Entry, block: int, log_ratio: float) -> None: ...
 
 
-class CellContext:
-    """The state of one cell's search. Stages read and extend it; nothing else knows all of it."""
+class CellState:
+    """What is known of one cell, between an evaluator and a record."""
 
     def __init__(
         self,
-        space: Space,
+        workload: Workload,
+        default: Tunables,
         evaluator: Evaluator,
-        store: Store,
         settings: SearchSettings,
-        listener: Listener,
-        clock: Clock,
+        listener: TrialListener,
+        deadline: Deadline,
         *,
-        main_dtypes: Sequence[str],
-        lessons: Lessons | None = None,
-        end: Deadline | None = None,
+        record: Record | None = None,
+        main_dtypes: Sequence[str] = (),
+        transfer: Transfer | None = None,
     ) -> None:
-        """``main_dtypes`` are the compute dtypes that may win; others compete for ``auto`` only.
-
-        ``lessons`` are what the other cells of the probe taught. ``end`` is the probe's: a cell may run into the time
-        of others, but nothing it starts goes beyond that.
-        """
-        self._whole_space = space
-        self._spaces: dict[frozenset[Part], Space] = {}
-        self.cell = space.workload
-        self.lessons = lessons if lessons is not None else Lessons()
-        self.nearby: Nearby | None = None
-        self.seeds: Sequence[Tunables] = ()  # worth trying first
-        self.owes_proof = False  # of its default, at other lengths
-        self.undecided_s = 0.0  # beyond its time, that a final may take which noise keeps from an answer
-        self.evaluator = Pupil(evaluator, self.lessons, clock)
-        self.store = store
+        """``main_dtypes`` may win (all, where there are none); others compete for ``auto`` only."""
+        self.workload = workload
+        self.default = default
+        self.evaluator = evaluator
         self.settings = settings
-        self.preset = settings.preset
-        self.listener = listener
-        self.clock = clock
-        self.end = end if end is not None else Deadline(clock, math.inf)
+        self.record = record if record is not None else NoRecord()
+        self.deadline = deadline  # of whatever is measured now
         self.main_dtypes = frozenset(main_dtypes)
-        self.default = space.default
-        self.ledger = Ledger(asynchronous=settings.asynchronous, pace=self.lessons.pace)
-        self.estimates: dict[Tunables, Interval] = {}  # log-ratio of every timed plan, over all stages
-        self._readings: dict[Tunables, dict[str, list[float]]] = {}  # by stage
+        self.transfer = transfer if transfer is not None else Transfer()
+        self.entries: dict[Tunables, Entry] = {}
+        self.default_ms: dict[int, float] = {}  # by block
+        self.repeated: list[float] = []  # log of one of the default's two readings over the other
+        self.disturbances: list[Interference] = []
+        self.discarded = 0
+        self.loaded = False  # foreign load did not end: what was timed under it counts, with a wider margin
         self.trials = 0
-        self.note = ""
-        self.compared_with = ""  # part of the names of stages, once the heuristic's default had to be replaced
-
-    @property
-    def space(self) -> Space:
-        """What is worth trying here: without kernels that cannot be loaded, or were hopeless at a length nearby."""
-        parts = frozenset(
-            self.lessons.lost_parts() | (self.nearby.hopeless_parts(self.default) if self.nearby else set())
-        )
-        if parts not in self._spaces:
-            self._spaces[parts] = without(self._whole_space, parts)
-        return self._spaces[parts]
+        self.measured = 0  # counts whatever is learned, so that what is worked out of it is worked out once
+        self._listener = listener
+        self._patience_s = 0.0  # left for blocks that are thrown away
+        self._default_faults = 0
+        self._ran: set[tuple[Trait, Trait]] = set()  # pairs of traits of plans that ran
+        self._blamed: set[tuple[Trait, Trait]] = set()
+        self._place = zlib.crc32(str(workload).encode())
 
     # --- questions ----------------------------------------------------------------------------------------------
 
+    def entry(self, plan: Tunables) -> Entry:
+        """The entry of a plan, made when it is first asked for."""
+        if plan not in self.entries:
+            self.entries[plan] = Entry(plan)
+        return self.entries[plan]
+
     def is_main(self, plan: Tunables) -> bool:
-        return plan.dtype in self.main_dtypes
+        return not self.main_dtypes or plan.dtype in self.main_dtypes
 
-    def has_failed(self, plan: Tunables) -> bool:
-        return isinstance(self.ledger.checked.get(plan), Fault) or isinstance(self.ledger.proven.get(plan), Fault)
+    def keeps_limits(self, entry: Entry) -> bool:
+        return entry.checked is not None and self.settings.limits.keeps(entry.checked)
 
-    def silent_kernels(self) -> set[str]:
-        """Kernels of plans that did not answer in time, and of no plan that ran: each more of them costs as much."""
-        hung: set[str] = set()
-        ran: set[str] = set()
-        for plan, result in self.ledger.checked.items():
-            if isinstance(result, Checked):
-                ran |= plan.kernels
-            elif result.kind == "timeout":
-                hung |= plan.kernels
-        return hung - ran
-
-    def keeps_limits(self, plan: Tunables) -> bool:
-        checked = self.ledger.checked.get(plan)
-        return isinstance(checked, Checked) and self.settings.limits.keeps(checked)
-
-    def may_be_chosen(self, plan: Tunables) -> bool:
+    def may_be_chosen(self, entry: Entry) -> bool:
         """Whether it is right as far as is known, within the limits, and of a dtype that may win."""
-        return self.is_main(plan) and self.keeps_limits(plan) and not self.has_failed(plan)
+        return self.is_main(entry.tunables) and self.keeps_limits(entry) and entry.failure is None
 
-    def checked(self, plan: Tunables) -> Checked:
-        result = self.ledger.checked[plan]
-        assert isinstance(result, Checked), f"{plan} has no numbers: {result}"
-        return result
+    def failures(self) -> dict[Tunables, Fault]:
+        return {plan: entry.failure for plan, entry in self.entries.items() if entry.failure is not None}
 
-    def candidate(self, plan: Tunables, gain: Interval) -> Candidate:
-        return Candidate(plan, gain, self.checked(plan).peak_bytes, self.keeps_limits(plan))
+    def timed(self) -> list[Entry]:
+        """Entries with readings that did not fail, the default aside."""
+        return [
+            entry
+            for entry in self.entries.values()
+            if entry.log_ratios and entry.failure is None and entry.tunables != self.default
+        ]
 
-    def timed(self) -> Timed:
-        """What this cell says to others."""
-        plans = self.estimates.keys()
-        return Timed(
-            self.cell,
-            self.estimates,
-            narrow=frozenset(plan for plan in plans if not self.is_main(plan)),
-            ruled_out=frozenset(plan for plan in plans if self.has_failed(plan) or not self.keeps_limits(plan)),
-            launch_bound=frozenset(plan for plan in plans if self.ledger.launches_too_long(plan, self.default)),
-        )
+    def is_noisy(self, bound: float) -> bool:
+        return self.noise_sigma() > bound or self.loaded
+
+    def noise_sigma(self) -> float:
+        """Standard deviation of one paired log-ratio; infinite until two blocks were seen."""
+        return statistics.noise_floor(self.repeated)
+
+    def sigma(self) -> float:
+        """The same; before it was seen that of other cells, or what is assumed."""
+        sigma = self.noise_sigma()
+        return sigma if math.isfinite(sigma) else self.transfer.usual_sigma(UNKNOWN_SIGMA)
+
+    def _checked_default(self) -> Checked | None:
+        known = self.entries.get(self.default)
+        return known.checked if known is not None and known.fault is None else None
 
     def call_s(self) -> float:
-        """A warm call of the default; 0 before it was checked."""
-        known = self.ledger.checked.get(self.default)
-        return known.call_ms / 1e3 if isinstance(known, Checked) else 0.0
+        """A warm call of the default in seconds; 0 before it was checked."""
+        known = self._checked_default()
+        return known.call_ms / 1e3 if known is not None else 0.0
 
     def waited_s(self) -> float:
         """The same where it is waited for: the device's time or the host's, whichever is longer."""
-        known = self.ledger.checked.get(self.default)
-        return max(known.call_ms / 1e3, known.host_us / 1e6) if isinstance(known, Checked) else 0.0
+        known = self._checked_default()
+        return max(known.call_ms / 1e3, known.host_us / 1e6) if known is not None else 0.0
 
-    def sample_s(self) -> float:
-        """About what one sample of a plan takes."""
-        return self.ledger.sample_s(self.default, self.preset.sample_target_ms / 1e3)
+    def sample_s(self, plan: Tunables | None = None) -> float:
+        """About what one sample of a plan (the default's) takes: a slow host is waited for first."""
+        least_s = self.settings.preset.sample_target_ms / 1e3
+        entry = self.entries.get(self.default if plan is None else plan)
+        if entry is None or entry.checked is None:
+            return least_s
+        known = entry.checked
+        taken_ms = sample_ms(known.call_ms, known.host_us) if self.settings.asynchronous else known.call_ms
+        return max(least_s, taken_ms / 1e3)
 
-    def prove_s(self, plan: Tunables | None = None) -> float:
-        """About what proving a plan takes, or ``plan`` if its kernels were proven here already."""
-        lengths = math.ceil((1 + self.preset.ragged_lengths) / self.evaluator.provers)
-        if plan is not None and self.lessons.has_proven(self.cell, plan):
-            return self.lessons.proof_s(self.cell, plan, self.call_s(), lengths, compiled=True)
-        return self.lessons.proof_s(self.cell, self.default, self.call_s(), lengths)
+    def block_s(self, plans: Iterable[Tunables]) -> float:
+        """Seconds that one block of these plans takes; the default's are two, also where it is among them."""
+        return self.transfer.pace.factor * self._samples_s(plans)
+
+    def _samples_s(self, plans: Iterable[Tunables]) -> float:
+        timed = [plan for plan in plans if plan != self.default]
+        return sum(self.sample_s(plan) for plan in (self.default, self.default, *timed))
+
+    def validation_s(self, plan: Tunables | None = None) -> float:
+        """About what validating a plan (the default) takes."""
+        provers: int = getattr(self.evaluator, "provers", 1)  # processes that share one
+        lengths = math.ceil((1 + self.settings.preset.ragged_lengths) / provers)
+        return self.transfer.validation_s(self.workload, plan or self.default, self.call_s(), lengths)
+
+    @property
+    def lost_s(self) -> float:
+        """Seconds that this cell should not pay for alone: crashes, hangs, new workers, loading and compiling."""
+        lost: float = getattr(self.evaluator, "lost_s", 0.0)
+        return lost + self.transfer.one_off_s
 
     def timeout_s(self) -> float:
-        return self.settings.hang_s + CALLS_BEFORE_HANG * self.call_s()
+        """Seconds after which a plan counts as hung: never so many that the cell, or the probe, would end with it."""
+        affordable_s = max(LEAST_HANG_S, HANG_SHARE * self.deadline.remaining_s())
+        return min(self.settings.hang_s, affordable_s) + CALLS_BEFORE_HANG * self.call_s()
 
-    def sigma(self) -> float:
-        """Standard deviation of one paired log-ratio; before it was seen that of other cells, or what is assumed."""
-        sigma = self.ledger.noise_sigma()
-        return sigma if math.isfinite(sigma) else self.lessons.usual_sigma(UNKNOWN_SIGMA)
+    # --- checks ---------------------------------------------------------------------------------------------------
 
-    def ranked(self, plans: Iterable[Tunables]) -> list[Tunables]:
-        """Fastest first, each reading drawn towards what its parts did elsewhere: the luckiest of many must not win."""
-        timed = {plan: (i.median, i.count) for plan, i in self.estimates.items() if not self.has_failed(plan)}
-        if not timed:
-            return []
-        model = CellModel(self.cell, self.space.knobs, timed, sigma=self.sigma())
-        return sorted((plan for plan in plans if plan in timed), key=model.believed)
+    def check(self, entry: Entry, timeout_s: float | None = None) -> bool:
+        """Hold a plan against float64, once; whether it may be timed."""
+        if entry.checked is None and entry.fault is None:
+            default = self._checked_default()
+            result = self.evaluator.check(
+                self.workload,
+                entry.tunables,
+                timeout_s=self.timeout_s() if timeout_s is None else timeout_s,
+                pace_ms=default.call_ms if default is not None else None,
+            )
+            if isinstance(result, Fault):
+                self.fail(entry, result, "check")
+            else:
+                entry.checked = result
+                self.record.checked(entry)
+                self.transfer.first_call(self.workload, entry.tunables, result)
+            self._learn(entry, result)
+            self.measured += 1
+        return entry.fault is None
 
-    def best_plan(self) -> Tunables:
-        ranked = self.ranked(p for p in self.estimates if self.is_main(p) and self.keeps_limits(p))
-        return ranked[0] if ranked else self.default
+    def _learn(self, entry: Entry, result: Checked | Fault) -> None:
+        """What it says of other plans; a hang or crash that no kernel is to blame for is of two traits together."""
+        self.transfer.learn(entry.tunables, result)
+        pairs = set(itertools.combinations(sorted(traits_of(entry.tunables), key=str), 2))
+        if isinstance(result, Checked):
+            self._ran |= pairs
+            self._blamed -= pairs
+        elif costs_a_worker(result) and not self.transfer.traps.holds(entry.tunables):
+            self._blamed |= pairs - self._ran
 
-    # --- acts ---------------------------------------------------------------------------------------------------
+    def is_trap(self, plan: Tunables) -> bool:
+        """Whether it would hang or crash as another did, as far as can be told from what they share."""
+        if self.transfer.traps.holds(plan):
+            return True
+        pairs = itertools.combinations(sorted(traits_of(plan), key=str), 2)
+        return bool(self._blamed) and not self._blamed.isdisjoint(pairs)
 
-    def record(self, stage: str, knobs: Mapping[str, tuple[Value, ...]] | None = None) -> StageRecord:
-        sampler: optuna.samplers.BaseSampler | None = None
-        if stage == "explore":
-            sampler = optuna.samplers.TPESampler(seed=self.settings.seed, n_startup_trials=8)
-        if knobs is None:
-            knobs = self._sampled_knobs() if stage == "explore" else self._whole_space.knobs
-            if stage in COMPILING:
-                knobs = {**knobs, "compile": (False, True)}
-        base = None if sampler is not None else self.default
-        return self.store.stage(self.cell, stage + self.compared_with, knobs, sampler, base)
+    def fail(self, entry: Entry, fault: Fault, stage: str) -> None:
+        entry.fault = fault
+        self.record.failed(entry, fault)
+        self.tell(entry, TrialOutcome(fault.kind, stage, message=fault.message))
 
-    def _sampled_knobs(self) -> Mapping[str, tuple[Value, ...]]:
-        """Those of the space as it is when first asked for: a study's values may not change, in no later run either."""
-        name = f"sampled | {self.cell}"
-        kept = self.store.recall(name)
-        if kept is None:
-            kept = {knob: list(values) for knob, values in self.space.knobs.items()}
-            self.store.remember(name, kept)
-        return {knob: tuple(values) for knob, values in kept.items()}
+    def validate(self, plan: Tunables) -> Fault | None:
+        """Hold a plan against float64 at ragged lengths of the bucket, once; None when it passed."""
+        entry = self.entry(plan)
+        if entry.validated is None:
+            began = self.deadline.clock.now()
+            entry.validated = self.evaluator.prove(self.workload, plan, timeout_s=self.timeout_s())
+            self.record.validated(entry)
+            if isinstance(entry.validated, Proven):
+                call_s = entry.checked.call_ms / 1e3 if entry.checked is not None else 0.0
+                self.transfer.validated(self.workload, plan, call_s, self.deadline.clock.now() - began)
+            if isinstance(entry.validated, Fault):
+                fault = entry.validated
+                self.tell(entry, TrialOutcome(fault.kind, "validate", message=fault.message))
+        return entry.validated if isinstance(entry.validated, Fault) else None
 
-    def arena(
-        self, stage: str, record: StageRecord, default: Tunables | None = None, timeout_s: float | None = None
-    ) -> Arena:
-        return Arena(
-            cell=self.cell,
-            stage=stage,
-            evaluator=self.evaluator,
-            record=record,
-            ledger=self.ledger,
-            default=default or self.default,
-            limits=self.settings.limits,
-            seed=self.settings.seed,
-            timeout_s=self.timeout_s() if timeout_s is None else timeout_s,
-            sample_s=self.preset.sample_target_ms / 1e3,
-            clock=self.clock,
-            listener=self.told,
-        )
-
-    def told(self, plan: Tunables, outcome: TrialOutcome) -> None:
+    def tell(self, entry: Entry, outcome: TrialOutcome) -> None:
         self.trials += 1
-        self.listener.trial(self.cell, plan, outcome)
+        self.measured += 1
+        self._listener(entry.tunables, outcome)
 
-    def learn(self, arena: Arena, entries: Iterable[Entry]) -> None:
-        """Pool what a stage timed with what the others did, and keep every outcome of an earlier run."""
-        polished = arena.polished()
+    # --- blocks ---------------------------------------------------------------------------------------------------
+
+    def recall(self, entries: Iterable[Entry], blocks: Mapping[int, tuple[float, float | None]]) -> None:
+        """Take over what an earlier run measured."""
         for entry in entries:
+            self.entries[entry.tunables] = entry
             result = entry.fault or entry.checked
             if result is not None:
-                self.ledger.checked.setdefault(entry.tunables, result)
-            if entry.log_ratios and entry.fault is None:
-                readings = self._readings.setdefault(entry.tunables, {})
-                readings[arena.stage] = polished[entry]
-                pooled = [ratio for of_stage in readings.values() for ratio in of_stage]
-                self.estimates[entry.tunables] = statistics.interval_of(
-                    pooled,
-                    seed=self.settings.seed,
-                    sigma=self.sigma(),
-                    first_look=self.ledger.first_look(entry.tunables, self.default),
-                )
+                self._learn(entry, result)
+        for number, (default_ms, repeated) in sorted(blocks.items()):
+            self.keep_block(number, default_ms, repeated)
 
-    def forget_times(self) -> None:
-        """Every time so far was paired with a default that is gone."""
-        self.ledger.default_ms.clear()
-        self.estimates.clear()
-        self._readings.clear()
+    def be_patient(self) -> None:
+        """Blocks may be thrown away again, in a cell that has so much time left."""
+        self._patience_s = PATIENCE * self.deadline.remaining_s()
 
-    def prove(self, plan: Tunables) -> Fault | None:
-        """The ragged lengths of the bucket, once per plan and probe; None when it passed."""
-        if plan not in self.ledger.proven:
-            name = f"proven | {self.cell} | {candidate_key(plan)}"
-            recalled = self.store.recall(name)
-            if recalled is None:
-                outcome = self.evaluator.prove(self.cell, plan, timeout_s=self.timeout_s())
-                recalled = outcome.plain() if isinstance(outcome, Fault) else {"first_call_ms": outcome.first_call_ms}
-                self.store.remember(name, recalled)
-            self.ledger.proven[plan] = Fault.of(recalled) if "kind" in recalled else Proven(**recalled)
-            if "kind" in recalled:
-                self.told(plan, TrialOutcome(recalled["kind"], "prove", message=recalled["message"]))
-        known = self.ledger.proven[plan]
-        return known if isinstance(known, Fault) else None
+    def next_block(self) -> int:
+        """Blocks count from 1: reading 0 of a trial is that of its check."""
+        return max(self.default_ms, default=0) + 1
 
-    def measured(self, candidate: Candidate, median_ms: float) -> Measured:
-        """The candidate with everything a profile says of it."""
-        checked, proven = self.checked(candidate.tunables), self.ledger.proven.get(candidate.tunables)
-        first_ms = proven.first_call_ms if isinstance(proven, Proven) else checked.cold_ms
-        return Measured(candidate.tunables, checked, candidate.gain, median_ms, first_ms)
+    def block(self, entries: Sequence[Entry]) -> bool:
+        """One paired repetition of every entry; False when the block could not be used and nothing was learned.
 
-    def singles(self, default_ms: float) -> tuple[Measured, ...]:
-        """The fastest plan of each kernel that was timed alone, in both directions and every branch."""
-        best: dict[str, Tunables] = {}
-        timed = [plan for plan, gain in self.estimates.items() if math.isfinite(gain.half_width)]  # more than once
-        for plan in self.ranked(plan for plan in timed if self.is_main(plan)):
-            if len(plan.kernels) == 1:
-                best.setdefault(min(plan.kernels), plan)
-        return tuple(
-            self.measured(self.candidate(plan, self.estimates[plan]), default_ms * self.estimates[plan].ratio)
-            for plan in best.values()
+        Raises DefaultBroken after DEFAULT_ATTEMPTS blocks without a default. A disturbed block is thrown away and
+        the caller repeats it; on a machine where that does not end, blocks count and the machine as loaded.
+        """
+        clock, samples_s = self.deadline.clock, self._samples_s(entry.tunables for entry in entries)
+        began = clock.now()
+        number = self.next_block()
+        rng = np.random.default_rng((self.settings.seed, self._place, number, self.discarded + self._default_faults))
+        timed = [entry for entry in entries if entry.tunables != self.default]
+        plans = [self.default, self.default, *(entry.tunables for entry in timed)]
+        order: list[Tunables] = [plans[index] for index in rng.permutation(len(plans))]
+        block = self.evaluator.block(self.workload, order, timeout_s=self.timeout_s())
+        self.transfer.pace.learn(clock.now() - began, samples_s)
+        if block.disturbances and not self._accepts(block, clock.now() - began):
+            return False
+        times, faults = self._split(order, block)
+        self._handle_faults(faults, timed)
+        readings = times.get(self.default, [])
+        if not readings:
+            self._default_faults += 1
+            fault = faults.get(self.default, Fault("error", "gave no time"))
+            if self._default_faults >= DEFAULT_ATTEMPTS:
+                raise DefaultBroken(fault)
+            return False
+        self._default_faults = 0
+        logs = [math.log(ms) for ms in readings]
+        # A slow default makes everything else in its block look fast.
+        default_log = statistics.settled(logs, self.noise_sigma())
+        repeated = logs[0] - logs[1] if len(logs) == 2 else None
+        self.keep_block(number, math.exp(default_log), repeated)
+        self.record.block(number, math.exp(default_log), repeated)
+        for entry in entries:
+            if entry.tunables == self.default:
+                self._keep(entry, number, 0.0)
+            elif entry.tunables in times:
+                self._keep(entry, number, self._log_ratio(entry, times[entry.tunables][0], default_log))
+        return True
+
+    def keep_block(self, number: int, default_ms: float, repeated: float | None) -> None:
+        self.default_ms[number] = default_ms
+        if repeated is not None:
+            self.repeated.append(repeated)
+
+    def _keep(self, entry: Entry, block: int, log_ratio: float) -> None:
+        entry.log_ratios[block] = log_ratio
+        self.measured += 1
+        self.record.reading(entry, block, log_ratio)
+
+    def _log_ratio(self, entry: Entry, ms: float, default_log: float) -> float:
+        mine, other = (statistics.median(e.host_us) for e in (entry, self.entry(self.default)))
+        return math.log(self._judged_ms(ms, mine, math.exp(default_log), other)) - default_log
+
+    def _split(
+        self, order: Sequence[Tunables], block: Block
+    ) -> tuple[dict[Tunables, list[float]], dict[Tunables, Fault]]:
+        """Of each plan its times in ms, and its fault."""
+        times: dict[Tunables, list[float]] = {}
+        faults: dict[Tunables, Fault] = {}
+        for plan, result in zip(order, block.results, strict=True):
+            if isinstance(result, Sample):
+                times.setdefault(plan, []).append(result.ms)
+                self.entry(plan).host_us.append(result.host_us)
+            else:
+                faults[plan] = result
+        return times, faults
+
+    def _accepts(self, block: Block, took_s: float) -> bool:
+        """Whether a disturbed block counts: not while there is time to repeat it."""
+        self.disturbances.extend(block.disturbances)
+        if took_s <= self._patience_s:
+            self._patience_s -= took_s
+            self.discarded += 1
+            return False
+        self.loaded = True
+        return True
+
+    def _handle_faults(self, faults: Mapping[Tunables, Fault], entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            fault = faults.get(entry.tunables)
+            if fault is None:
+                continue
+            # It ran well when it was checked, so it may have died of someone else's hand, once in a while.
+            entry.deaths += 1
+            external = fault.kind in ("crash", "timeout") and entry.deaths <= 1 + len(entry.log_ratios) // 5
+            if not external:
+                self.fail(entry, fault, "time")
+
+    # --- another default --------------------------------------------------------------------------------------------
+
+    def replace_default(self, plan: Tunables) -> None:
+        """Pair with another plan from now on: every ratio so far was against one that is gone."""
+        if plan == self.default:
+            return
+        self.default = plan
+        self.default_ms.clear()
+        for entry in self.entries.values():
+            entry.log_ratios.clear()
+
+    # --- numbers ----------------------------------------------------------------------------------------------------
+
+    def _judged_ms(self, ms: float, host_us: float, default_ms: float, default_host_us: float) -> float:
+        """What a call counts as: its own time where the host waits for all of it."""
+        return judged_ms(ms, host_us, default_ms, default_host_us) if self.settings.asynchronous else ms
+
+    def first_look(self, entry: Entry) -> float | None:
+        """log(t / t_default) by the call of its check: unpaired, and good enough to doubt a single reading."""
+        mine, other = entry.checked, self._checked_default()
+        if mine is None or other is None or entry.tunables == self.default:
+            return None
+        # A default whose one call was disturbed would make every first look a promise; its blocks tell.
+        known_ms = [statistics.median(self.default_ms.values())] if self.default_ms else []
+        default_ms = min([other.call_ms, *known_ms])
+        return math.log(self._judged_ms(mine.call_ms, mine.host_us, default_ms, other.host_us) / default_ms)
+
+    def launches_too_long(self, entry: Entry) -> bool:
+        """Whether it was judged by how long the host takes to launch it, which says nothing of longer calls."""
+        mine, other = entry.checked, self._checked_default()
+        if mine is None or other is None:
+            return False
+        return self._judged_ms(mine.call_ms, mine.host_us, other.call_ms, other.host_us) > mine.call_ms
+
+    def median(self, entry: Entry, since: int = 0) -> float:
+        """log(t / t_default) from a block on, see ``statistics.settled``; infinite before the first."""
+        ratios = [ratio for block, ratio in entry.log_ratios.items() if block >= since]
+        return statistics.settled(ratios, self.noise_sigma(), self.first_look(entry)) if ratios else math.inf
+
+    def median_ms(self, entry: Entry, since: int = 0) -> float:
+        return statistics.median(
+            [self.default_ms[b] * math.exp(ratio) for b, ratio in entry.log_ratios.items() if b >= since]
         )
 
-    def result(self, state: CellState, note: str = "") -> CellResult:
-        """A result with everything but its choices."""
-        return CellResult(
-            self.cell,
-            state,
-            failures=self.ledger.failures(),
-            trials=self.trials,
-            noise_sigma=self.ledger.noise_sigma(),
-            note="; ".join(filter(None, (self.note, note))),
-            disturbances=largest_of_each(self.ledger.disturbances),
-        )
+    def intervals(self, entries: Iterable[Entry], since: int = 0) -> list[Interval]:
+        """log(t / t_default) of each from a block on, the misreadings of the default taken out."""
+        polished, sigma = self.polished(since), self.noise_sigma()
+        return [
+            statistics.interval_of(
+                polished[entry], seed=self.settings.seed, sigma=sigma, first_look=self.first_look(entry)
+            )
+            for entry in entries
+        ]
 
-    def inconclusive(self, reason: str) -> CellResult:
-        """No number can be believed: the default stays, without evidence that it deserves to."""
-        result = self.result("inconclusive", reason)
-        checked = self.ledger.checked.get(self.default)
-        if isinstance(checked, Checked) and self.keeps_limits(self.default):
-            untimed = Candidate(self.default, Interval(0.0, 0.0, 0.0, 0), checked.peak_bytes)
-            result.default = self.measured(untimed, checked.call_ms)
-            result.choice = result.default
-        return result
+    def polished(self, since: int = 0) -> dict[Entry, list[float]]:
+        """log(t / t_default) of every timed entry, with the misreadings of the default taken out of each block.
+
+        A default that was slow by chance makes everything in its block look fast. What the other entries of the
+        block, known from elsewhere, agree on is that misreading (median polish).
+        """
+        ratios = {
+            entry: {block: ratio for block, ratio in entry.log_ratios.items() if block >= since}
+            for entry in self.entries.values()
+            if entry.fault is None
+        }
+        ratios = {entry: by_block for entry, by_block in ratios.items() if by_block}
+        medians = {entry: self.median(entry, since) for entry in ratios}
+        several: dict[int, list[Entry]] = {block: [] for by_block in ratios.values() for block in by_block}
+        for entry, by_block in ratios.items():
+            if len(by_block) > 1:
+                for block in by_block:
+                    several[block].append(entry)
+        offsets: dict[int, float] = {}
+        for _ in range(POLISHES):
+            for block, entries in several.items():
+                # The default itself says 0, with two readings behind it.
+                offsets[block] = statistics.median([0.0, 0.0, *(ratios[e][block] - medians[e] for e in entries)])
+            for entry, by_block in ratios.items():
+                if len(by_block) > 1:
+                    medians[entry] = statistics.median([r - offsets[b] for b, r in by_block.items()])
+        return {entry: [r - offsets[b] for b, r in by_block.items()] for entry, by_block in ratios.items()}
+
+    def difference(self, entry: Entry, other: Entry, since: int = 0) -> list[float]:
+        """log(t_entry / t_other) in the blocks that held both."""
+        blocks = [block for block in sorted(entry.log_ratios.keys() & other.log_ratios.keys()) if block >= since]
+        return [entry.log_ratios[block] - other.log_ratios[block] for block in blocks]

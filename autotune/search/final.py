@@ -1,370 +1,459 @@
-"""The last stage of a cell: finalists are re-timed, and what is written is proven; only these numbers decide."""
+"""The end of a cell: finalists are re-timed, and what is written is validated; only these numbers decide."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from autotune import statistics
-from autotune.journal.stage_record import Entry
-from autotune.measure.evaluator import Checked, Fault
-from autotune.space.space import Value, encode
+from autotune.journal.entry import Entry
+from autotune.measure.evaluator import Checked, Proven, largest_of_each
 from autotune.statistics import Interval
 from ringattn.planning.preference import TIE, cost
-from ringattn.workload import Tunables
+from ringattn.workload import Tunables, describe
 
-from .arena import Arena, DefaultBroken
 from .budget import Deadline
-from .cell import CellContext, CellResult, Measured
+from .cell import CellState
 from .choose import NOISY_SIGMA, Candidate, NothingAllowed, choose, distance, gain_margin, pareto_front
-from .climb import HOUSEKEEPING
-from .race import final_race
+from .result import AT_PAR, CellResult, CellState as State, Measured
+from .transfer import shared_traits, traits_of
+
+if TYPE_CHECKING:
+    from .loop import CellSearch
 
 FINALISTS = 4  # the default among them
 FRONT_KEPT = 4
 RUNNERS_UP = 2
 FINAL_WIDTH = 0.015  # half-width (log-ratio) that the re-timing should reach, where the preset's maximum allows
-RESERVED = 3  # times the least number of blocks is kept for the final; it goes on while time is left
+RESERVED = 2  # times the least number of blocks is kept for the final; it goes on while time is left
 CONTENDER = math.log(1.15)  # a plan this much slower than the best is no finalist
 WIDE = 0.10  # a possible gain (log-ratio) that a kept default must be able to exclude
-# What a cell keeps of its time for the proof of its choice, where the probe has time after it. Kernels that work out
-# nothing per shape take a second for all their lengths; cuDNN takes 6 to 12 s for a LongNet plan, and what the default
-# owes is paid out of what is left of the probe when every cell has been searched.
-PROOF_KEPT_S = 2.0
-LIKE_A_FAILED_ONE = 3  # more choices that may fail their proof as another did, before one passes
-PROOF_MARGIN = 1.2  # a choice that misses its proof by a hair is lost
+# What a cell keeps of its time for the validation of its choice, where the probe has time after it. Kernels that work
+# out nothing per shape take a second for all their lengths; cuDNN takes 6 to 12 s for a LongNet plan, and a default
+# whose validation is pending is validated in what is left of the probe when every cell has been searched.
+VALIDATION_KEPT_S = 2.0
+VALIDATION_MARGIN = 1.2  # a choice that misses its validation by a hair is lost
+MOST_RESERVED = 0.5  # of what is left of a cell
 REFUSED_SIGMA = 0.5  # noise of one paired log-ratio from which no verdict is given
-AT_PAR = Interval(0.0, 0.0, 0.0, 2)
+LOOKED_OFTEN = 0.998  # of an interval that is looked at after every block of a final: 95 % would drop the best by luck
+FINAL_PRECISION = 0.008  # half-width of the interval at which the final stops early
+# Where one plan is left beside a default that it surely beats by far, only the number in the profile is at stake: with
+# the finer half-width an H100's longest cell took 29 blocks, 12 s, for what was clear after eight.
+ALONE_PRECISION = 0.015
+LARGE_GAIN = 0.05  # log-ratio
+SURE_BLOCKS = 4  # paired repetitions before anything may be called surely slower
 
 
-def proof_kept_s(context: CellContext, deadline: Deadline | None = None, proofs: int = 1) -> float:
-    """Seconds that a cell ending at ``deadline`` keeps for the proof of its choice: what will not fit after its end."""
-    whole_s = PROOF_MARGIN * proofs * context.prove_s()
-    after_s = whole_s if deadline is None else context.end.remaining_s() - deadline.remaining_s()
-    return min(whole_s, max(PROOF_KEPT_S, whole_s - after_s))
+def validation_kept_s(state: CellState, end: Deadline, deadline: Deadline | None, count: int) -> float:
+    """Seconds that a cell ending at ``deadline`` keeps for validations: what will not fit after its end."""
+    whole_s = VALIDATION_MARGIN * count * state.validation_s()
+    after_s = whole_s if deadline is None else end.remaining_s() - deadline.remaining_s()
+    if deadline is not None and not math.isfinite(end.remaining_s()):
+        after_s = 0.0  # a cell searched alone
+    return min(whole_s, max(VALIDATION_KEPT_S, whole_s - after_s))
 
 
-def reserve_s(context: CellContext, deadline: Deadline | None = None) -> float:
-    """Seconds that the final needs: re-timing, and proving what will be written."""
-    preset = context.preset
-    blocks = statistics.blocks_needed(context.sigma(), FINAL_WIDTH)
+def reserve_s(state: CellState, end: Deadline, deadline: Deadline | None = None) -> float:
+    """Seconds that the final needs: re-timing, and validating what will be written."""
+    preset = state.settings.preset
+    blocks = statistics.blocks_needed(state.sigma(), FINAL_WIDTH)
     blocks = min(max(blocks, preset.final_min_blocks), RESERVED * preset.final_min_blocks)
     # All finalists and the default twice in the first blocks; after them mostly the default, the best and one rival.
     samples = (FINALISTS + 1) * preset.final_min_blocks + 4 * (blocks - preset.final_min_blocks)
-    proofs = _proofs_wanted(context, [context.default, *_finalists(context)])
-    return context.ledger.pace.factor * samples * context.sample_s() + proof_kept_s(context, deadline, proofs)
+    unvalidated = any(entry.validated is None for entry in state.timed()) or not state.entries
+    whole_s = state.transfer.pace.factor * samples * state.sample_s()
+    whole_s += validation_kept_s(state, end, deadline, 1 + bool(unvalidated and state.settings.prefer == "time"))
+    return whole_s if deadline is None else min(whole_s, MOST_RESERVED * deadline.remaining_s() + 0.0)
 
 
-def _proofs_wanted(context: CellContext, finalists: Sequence[Tunables]) -> int:
-    """Of the choice, of a narrower one, and of a plan that holds less: a front of one plan leaves nothing to prefer.
-
-    What failed at other lengths is seldom alone: the next choices are often of the same kernels.
-    """
-    ledger = context.ledger
-    unproven = {context.is_main(plan) for plan in finalists if plan not in ledger.proven}
-    failed = sum(isinstance(result, Fault) for result in ledger.proven.values())
-    return len(unproven) + _has_leaner(context) + LIKE_A_FAILED_ONE * failed
-
-
-def final(context: CellContext, deadline: Deadline) -> CellResult:
-    """Re-time, choose, prove; a choice that cannot be proven gives way to the next.
-
-    Raises DefaultBroken when it is the default that would stay and its proof fails. A default that stays owes its
-    proof where the cell has no time for it: then the context says so.
-    """
-    context.listener.stage(context.cell, "final")
-    record = context.record("final")
-    arena = context.arena("final", record)
-    entries = arena.admit([context.default, *_finalists(context)], deadline)
-    proofs = _proofs_wanted(context, [entry.tunables for entry in entries])
-    racing = deadline.earlier_by(proof_kept_s(context, deadline, proofs)) if proofs else deadline
-    standing = final_race(arena, entries, context.preset, racing)
-    beyond_s = min(context.undecided_s, context.end.remaining_s() - deadline.remaining_s())
-    if beyond_s > 0 and _noise_hides_a_gain(context, arena, standing):
-        standing = final_race(arena, standing, context.preset, racing.earlier_by(-beyond_s))
-    for entry in entries:
-        arena.leave(entry, "final")
-    record.abandon_open("not timed: no time was left")
-    context.learn(arena, entries)
-    if len(record.default_ms) < 2:
-        return context.inconclusive("no time was left to time it twice")
-    gains = {e.tunables: arena.interval(e) for e in standing if len(e.log_ratios) >= 2}
-    times_ms = {e.tunables: arena.median_ms(e) for e in entries if e.log_ratios}
-    return _decide(context, arena, gains, times_ms, deadline)
-
-
-def _is_noisy(context: CellContext) -> bool:
-    return context.ledger.noise_sigma() > NOISY_SIGMA or context.ledger.loaded
-
-
-def _noise_hides_a_gain(context: CellContext, arena: Arena, entries: Sequence[Entry]) -> bool:
-    """Whether the best is not sure enough to be taken: the cell would end inconclusive, or with a slower plan.
-
-    Two outliers in six blocks of a modelled H100 gave way to a plan that was 5 % slower, and surely faster than the
-    default.
-    """
-    rivals = [
-        entry
-        for entry in entries
-        if entry.tunables != arena.default and len(entry.log_ratios) >= 2 and context.may_be_chosen(entry.tunables)
-    ]
-    gains, least = arena.intervals(rivals), gain_margin(noisy=_is_noisy(context))
-    if not gains or min(gains, key=lambda gain: gain.median).high < least:
-        return False
-    best = min(gain.median for gain in gains)
-    sure = [gain.median for gain in gains if gain.high < least]
-    return best < min(sure) - TIE if sure else any(-gain.low > WIDE for gain in gains)
-
-
-def _decide(
-    context: CellContext,
-    arena: Arena,
-    gains: Mapping[Tunables, Interval],
-    times_ms: Mapping[Tunables, float],
-    deadline: Deadline,
-) -> CellResult:
-    sigma = context.ledger.noise_sigma()
-    if sigma > REFUSED_SIGMA:
-        return context.inconclusive(f"one plan timed twice differs by {100 * sigma:.0f} % here; quieten the machine")
-    noisy = _is_noisy(context)
-    default = context.candidate(context.default, replace(AT_PAR, count=len(arena.record.default_ms)))
-    others = [
-        context.candidate(plan, gain)
-        for plan, gain in gains.items()
-        if plan != context.default and context.is_main(plan)
-    ]
-    try:
-        winner = _proven_choice(context, default, others, noisy, deadline)
-    except NothingAllowed:
-        return _without_choice(context)
-    usable = [candidate for candidate in others if not context.has_failed(candidate.tunables)]
-    narrow = _narrow(context, gains, winner)
-    front = _front(context, [default, *usable], deadline)
-    rest = _runners_up(context, winner, [default, *usable], deadline)
-
-    def measured(candidate: Candidate) -> Measured:
-        ms = times_ms.get(candidate.tunables, times_ms[context.default] * candidate.gain.ratio)
-        return context.measured(candidate, ms)
-
-    result = context.result("default" if winner is default else "tuned")
-    result.choice, result.default = measured(winner), measured(default)
-    result.runners_up = tuple(measured(c) for c in rest)
-    result.auto = measured(narrow) if narrow is not None else None
-    result.front = tuple(measured(c) for c in front)
-    return _with_doubts(context, result, usable, noisy)
-
-
-def _proven_choice(
-    context: CellContext, default: Candidate, others: Sequence[Candidate], noisy: bool, deadline: Deadline
-) -> Candidate:
-    """The choice among what can be proven; NothingAllowed when nothing is within the limits.
-
-    A proof that starts late runs into the time of other cells, but not beyond the probe's end.
-    """
-    left = list(others)
-    if not context.end.allows(context.prove_s()):
-        left = _proven_already(context, left)
-    context.owes_proof = False
-    while True:
-        winner = choose(
-            context.cell,
-            default,
-            left,
-            noisy=noisy,
-            prefer=context.settings.prefer,
-            sigma=context.sigma(),
-            usual=context.seeds,
-        )
-        if winner is default and default.tunables not in context.ledger.proven:
-            context.owes_proof = not deadline.allows(context.prove_s())
-            if context.owes_proof:
-                return default
-        fault = context.prove(winner.tunables)
-        if fault is None:
-            return winner
-        if winner is default:
-            raise DefaultBroken(fault)
-        left.remove(winner)
-        # One proof, at most, is made after the end of the cell; more only for want of a plan within the limits.
-        until = deadline if default.allowed else context.end
-        if not until.allows(context.prove_s()):
-            left = _proven_already(context, left)
-
-
-def _proven_already(context: CellContext, candidates: Sequence[Candidate]) -> list[Candidate]:
-    return [candidate for candidate in candidates if candidate.tunables in context.ledger.proven]
-
-
-def _with_doubts(context: CellContext, result: CellResult, others: Sequence[Candidate], noisy: bool) -> CellResult:
-    """What must be said of the numbers, up to that they say nothing."""
-    # A preference for lean plans leaves faster ones on purpose.
-    doubtful = [c for c in others if c.allowed and (c.gain.high >= 0 or context.settings.prefer == "time")]
-    missed = max(doubtful, key=lambda candidate: -candidate.gain.low, default=None)
-    sigma = context.ledger.noise_sigma()
-    if missed is not None and -missed.gain.low > WIDE and result.state == "default":
-        result.state = "inconclusive"
-        why = "noise hides" if missed.gain.high >= gain_margin(noisy=noisy) else "no time was left to prove"
-        note = f"{why} what may be a gain of up to {-100 * missed.gain.low:.0f} %"
-        result.note = "; ".join(filter(None, (result.note, note)))
-    elif noisy:
-        why = "under foreign load" if context.ledger.loaded else "noisy"
-        result.note = "; ".join(filter(None, (result.note, f"timed {why}: {100 * sigma:.1f} % a pair")))
-    return result
-
-
-def _finalists(context: CellContext) -> list[Tunables]:
-    """At most FINALISTS - 1 beside the default: the fastest (or as preferred), and the best narrow one."""
-    mains = context.ranked(p for p in context.estimates if context.is_main(p) and p != context.default)
-    allowed = [plan for plan in mains if context.keeps_limits(plan)]
-    narrow = _narrow_finalist(context, allowed)
-    if context.settings.prefer != "time":
-        allowed = _preferred_first(context, allowed)
-    elif allowed and context.keeps_limits(context.default):
-        best = min(0.0, context.estimates[allowed[0]].median)
-        allowed = [plan for plan in allowed if context.estimates[plan].median < best + CONTENDER]
-    wanted = FINALISTS - 1 - len(narrow)
-    simplest = _simplest_equal(context, allowed) if context.settings.prefer == "time" else []
-    first = [*allowed[:1], *simplest, *_looked_faster(context)]
-    return list(dict.fromkeys([*first, *_unlike(context, allowed)]))[:wanted] + narrow
-
-
-def _looked_faster(context: CellContext) -> list[Tunables]:
-    """The plan that there was no time to time, if its check's call was faster than that of all that were timed.
-
-    Of 14 plans that a climb had checked on an H100, 6 were not timed, the fastest among them.
-    """
-    default = context.default
-    looks = {
-        plan: look
-        for plan in context.ledger.checked
-        if context.may_be_chosen(plan) and (look := context.ledger.first_look(plan, default)) is not None
-    }
-    timed = [look for plan, look in looks.items() if plan in context.estimates]
-    timed += [0.0] if context.may_be_chosen(default) else []
-    untimed = [plan for plan in looks if plan not in context.estimates]
-    best = min(untimed, key=lambda plan: looks[plan], default=None)
-    return [best] if best is not None and looks[best] < min(timed, default=math.inf) - TIE else []
-
-
-def _unlike(context: CellContext, ranked: Sequence[Tunables]) -> list[Tunables]:
-    """Without what differs from a faster one in housekeeping only: those would be three times the same kernels."""
-    kept: dict[frozenset[tuple[str, Value]], Tunables] = {}
-    for plan in ranked:
-        bare = frozenset(item for item in encode(context.cell, plan).items() if item[0] not in HOUSEKEEPING)
-        kept.setdefault(bare, plan)
-    return list(kept.values())
-
-
-def _narrow_finalist(context: CellContext, mains: Sequence[Tunables]) -> list[Tunables]:
-    """The fastest allowed plan with a narrower dtype, if it may be faster than ``mains`` and the default."""
-    rivals = [context.estimates[plan].median for plan in mains[:1]]
-    if context.keeps_limits(context.default):
-        rivals.append(0.0)
-    best = min(rivals, default=math.inf)
-    narrow = context.ranked(p for p in context.estimates if not context.is_main(p) and context.keeps_limits(p))[:1]
-    return [plan for plan in narrow if context.estimates[plan].median < best + CONTENDER]
-
-
-def _simplest_equal(context: CellContext, ranked: Sequence[Tunables]) -> list[Tunables]:
-    """Of what cannot be told from the best, the plan nearest to the default: frills that only luck favoured go."""
-    if not ranked:
-        return []
-    best = context.estimates[ranked[0]]
-    equal = []
-    for plan in ranked:
-        mine = context.estimates[plan]
-        doubt = context.sigma() * math.sqrt(1 / mine.count + 1 / best.count)
-        if mine.median <= best.median + max(TIE, doubt):
-            equal.append(plan)
-    return [min(equal, key=lambda plan: distance(context.cell, plan, context.default))]
-
-
-def _runners_up(
-    context: CellContext, winner: Candidate, finals: Sequence[Candidate], deadline: Deadline
-) -> list[Candidate]:
-    """The next two: finalists first, then what earlier stages timed, proven while there is time."""
-    wanted = [c for c in _timed(context, finals) if c is not winner and c.allowed]
-    wanted.sort(key=lambda c: (c not in finals, c.gain.median))
-    return _proven(context, wanted, RUNNERS_UP, deadline)
-
-
-def _proven(context: CellContext, candidates: Sequence[Candidate], wanted: int, deadline: Deadline) -> list[Candidate]:
-    """The first of those that are right at ragged lengths; what there is no time to prove is left out."""
-    kept: list[Candidate] = []
-    for candidate in candidates:
-        plan = candidate.tunables
-        if len(kept) == wanted:
+def retime(state: CellState, entries: Sequence[Entry], since: int, deadline: Deadline) -> list[Entry]:
+    """Blocks until every interval is narrow, or the best is decided beyond doubt, or time or the maximum is up."""
+    preset = state.settings.preset
+    alive = [entry for entry in entries if entry.fault is None]
+    while alive:
+        done = max(0, state.next_block() - since)
+        alone = all(entry.tunables == state.default for entry in alive)
+        if done >= (SURE_BLOCKS if alone else preset.final_max_blocks):
             break
-        if plan not in context.ledger.proven and not deadline.allows(context.prove_s(plan)):
-            continue
-        if context.prove(plan) is None:
-            kept.append(candidate)
+        if done >= preset.final_min_blocks and _decided(state, alive, since):
+            break
+        if done >= 2 and not deadline.allows(state.block_s(entry.tunables for entry in alive)):
+            break
+        state.block(alive)
+        alive = _in_question(state, [entry for entry in alive if entry.fault is None], since)
+    return [entry for entry in entries if entry.fault is None]
+
+
+def _in_question(state: CellState, entries: Sequence[Entry], since: int) -> list[Entry]:
+    """Without what is surely slower than the best by more than the final can tell apart; the default stays."""
+    leader = min(filter(state.keeps_limits, entries), key=lambda e: state.median(e, since), default=None)
+    if leader is None or state.next_block() - since < state.settings.preset.final_min_blocks:
+        return list(entries)
+    kept = []
+    for entry in entries:
+        apart = state.difference(entry, leader, since)
+        surely = len(apart) >= SURE_BLOCKS and FINAL_PRECISION < (
+            statistics.interval_of(apart, seed=state.settings.seed, level=LOOKED_OFTEN).low
+        )
+        if entry is leader or entry.tunables == state.default or not surely:
+            kept.append(entry)
     return kept
 
 
-def _preferred_first(context: CellContext, plans: Sequence[Tunables]) -> list[Tunables]:
-    """The order in which leaner or balanced plans would be wanted, the rest by time."""
-    candidates = [context.candidate(plan, context.estimates[plan]) for plan in plans]
-    default = context.candidate(context.default, AT_PAR)
-    order = []
-    while candidates:
-        best = choose(context.cell, default, candidates, noisy=False, prefer=context.settings.prefer)
-        if best is default:
-            break
-        order.append(best.tunables)
-        candidates.remove(best)
-    return order + [plan for plan in plans if plan not in order]
+def _decided(state: CellState, entries: Sequence[Entry], since: int) -> bool:
+    """Whether more blocks would change nothing: each rival is known well enough, or cannot be chosen any more."""
+    rivals = [entry for entry in entries if entry.tunables != state.default]
+    precision = FINAL_PRECISION if len(rivals) > 1 else ALONE_PRECISION
+    return all(is_settled(interval, precision) for interval in state.intervals(rivals, since))
 
 
-def _narrow(context: CellContext, gains: Mapping[Tunables, Interval], winner: Candidate) -> Candidate | None:
-    """The best plan with a narrower dtype, where it is surely faster than the winner."""
-    narrow = [context.candidate(plan, gain) for plan, gain in gains.items() if not context.is_main(plan)]
-    surely = [c for c in narrow if c.allowed and c.gain.high < winner.gain.median - 0.01]
-    if not context.end.allows(context.prove_s()):
-        surely = _proven_already(context, surely)
-    best = min(surely, key=lambda c: c.gain.median, default=None)
-    return best if best is not None and context.prove(best.tunables) is None else None
+def is_settled(gain: Interval, precision: float) -> bool:
+    if gain.half_width < (precision if gain.high < -LARGE_GAIN else FINAL_PRECISION):
+        return True
+    return gain.low > gain_margin(noisy=False)  # surely no gain worth leaving the default for
 
 
-def _without_choice(context: CellContext) -> CellResult:
-    """Refused where every plan was looked at, and none within the limits is right; else nobody knows."""
-    checked = context.ledger.checked
-    allowed = [plan for plan in checked if context.is_main(plan) and context.keeps_limits(plan)]
-    untried = [plan for plan in context.space.kernel_plans if context.is_main(plan) and plan not in checked]
-    if any(not context.has_failed(plan) for plan in allowed) or (allowed and untried):
-        return context.inconclusive("no time was left to prove a plan within the limits; give a larger --budget")
-    if allowed:
-        fault = context.ledger.failures()[allowed[0]]
-        return context.result("refused", f"no plan within the limits is right: {fault.kind}, {fault.message}")
-    ran = [each for plan, each in checked.items() if isinstance(each, Checked) and context.is_main(plan)]
-    missed = context.settings.limits.missed(ran)
-    if untried:
-        return context.inconclusive(f"{missed}; no time was left for others: {len(untried)}, give a larger --budget")
-    return context.result("refused", missed)
+class Final:
+    """The last blocks of a search, its choice, and the result."""
 
+    def __init__(self, search: CellSearch, deadline: Deadline) -> None:
+        self.search, self.state, self.deadline = search, search.state, deadline
+        self.default = self.state.entry(self.state.default)
+        since = search.study.noted("final since")
+        self.since: int = self.state.next_block() if since is None else since
 
-def _front(context: CellContext, finals: Sequence[Candidate], deadline: Deadline) -> tuple[Candidate, ...]:
-    """Time against memory over everything timed, proven while there is time: what balances the two comes first."""
-    front = pareto_front(_timed(context, finals))
-    balanced = sorted(front, key=lambda c: cost("balanced", c.gain.median, c.peak_bytes))
-    kept = _proven(context, balanced, FRONT_KEPT, deadline)
-    return tuple(candidate for candidate in front if candidate in kept)
+    def run(self) -> CellResult:
+        """Re-time, choose, validate; a choice that fails gives way to the next that does not share its traits."""
+        state, search = self.state, self.search
+        state.deadline = self.deadline
+        finalists = self._finalists()
+        search.study.note("final since", self.since)
+        entries = [self.default, *map(state.entry, finalists)]
+        racing = self.deadline.earlier_by(
+            min(
+                validation_kept_s(state, search.end, self.deadline, self._validations_wanted(entries)),
+                MOST_RESERVED * self.deadline.remaining_s(),
+            )
+        )
+        if self.default.validated is None or not isinstance(self.default.validated, Checked):
+            retime(state, entries, self.since, racing)
+        beyond_s = min(search.undecided_s, search.end.remaining_s() - self.deadline.remaining_s())
+        if beyond_s > 0 and math.isfinite(beyond_s) and self._noise_hides_a_gain(entries):
+            retime(state, entries, self.since, racing.earlier_by(-beyond_s))
+        if self._count(self.default) < 2:
+            return self.inconclusive("no time was left to time it twice")
+        return self._decide(entries)
 
+    def _count(self, entry: Entry) -> int:
+        return sum(block >= self.since for block in entry.log_ratios)
 
-def _timed(context: CellContext, finals: Sequence[Candidate] = ()) -> list[Candidate]:
-    """What may be chosen: ``finals``, and of what earlier stages timed all that they do not hold."""
-    known = {candidate.tunables: candidate for candidate in finals}
-    for plan, gain in context.estimates.items():
-        if plan not in known and gain.count >= 2 and context.may_be_chosen(plan):
-            known[plan] = context.candidate(plan, gain)
-    return list(known.values())
+    def _validations_wanted(self, entries: Sequence[Entry]) -> int:
+        """Of the choice, of a narrower one, and of a plan that holds less: a front of one leaves nothing to prefer."""
+        open_ = {self.state.is_main(entry.tunables) for entry in entries if entry.validated is None}
+        return len(open_) + self._has_leaner()
 
+    # --- finalists --------------------------------------------------------------------------------------------------
 
-def _has_leaner(context: CellContext) -> bool:
-    """Whether something that was timed balances time and memory otherwise than the fastest plan does."""
-    front = pareto_front(_timed(context))
-    if len(front) < 2:
-        return False
-    costs = [cost("balanced", candidate.gain.median, candidate.peak_bytes) for candidate in front]
-    return min(costs[1:]) < costs[0]
+    def _finalists(self) -> list[Tunables]:
+        """At most FINALISTS - 1 beside the default: the best believed, its plainest equal, and the best narrow one."""
+        state, search = self.state, self.search
+        believed = {plan: found for plan, found in search.believed().items() if plan != state.default}
+        narrow = self._narrow_finalist(min([found[0] for found in believed.values()], default=0.0))
+        if not believed:
+            return narrow
+        ranked = list(believed)
+        best, doubt = believed[ranked[0]]
+        near = [plan for plan in ranked if believed[plan][0] < min(best, 0.0) + CONTENDER]
+        if not state.keeps_limits(self.default) or self.default.failure is not None or search.settings.prefer != "time":
+            near = ranked
+        equal = [p for p in near if believed[p][0] <= best + max(TIE, math.hypot(doubt, believed[p][1]))]
+        plainest = sorted(equal, key=lambda plan: distance(state.workload, plan, state.default))[:1]
+        usual = [plan for plan in search.seeds if plan in equal][:1]
+        wanted = list(dict.fromkeys([*near[:1], *usual, *plainest, *near]))
+        if self.default.failure is not None:
+            blamed = shared_traits([self.state.default], self._passed())
+            wanted.sort(key=lambda plan: len(traits_of(plan) & blamed))
+        return wanted[: FINALISTS - 1 - len(narrow)] + narrow
+
+    def _narrow_finalist(self, best: float) -> list[Tunables]:
+        """The fastest allowed plan with a narrower dtype, if it may be faster than the main ones and the default."""
+        state = self.state
+        narrow = [
+            entry
+            for entry in state.timed()
+            if not state.is_main(entry.tunables) and state.keeps_limits(entry)
+        ]
+        first = min(narrow, key=state.median, default=None)
+        rival = min(best, 0.0) if state.keeps_limits(self.default) else best
+        return [first.tunables] if first is not None and state.median(first) < rival + CONTENDER else []
+
+    def _passed(self) -> list[Tunables]:
+        return [plan for plan, entry in self.state.entries.items() if isinstance(entry.validated, Proven)]
+
+    # --- the choice -------------------------------------------------------------------------------------------------
+
+    def _candidate(self, entry: Entry, gain: Interval) -> Candidate:
+        checked = entry.checked
+        assert checked is not None
+        return Candidate(entry.tunables, gain, checked.peak_bytes, self.state.keeps_limits(entry))
+
+    def _decide(self, entries: Sequence[Entry]) -> CellResult:
+        state, search = self.state, self.search
+        sigma = state.noise_sigma()
+        if sigma > REFUSED_SIGMA:
+            return self.inconclusive(f"one plan timed twice differs by {100 * sigma:.0f} % here; quieten the machine")
+        noisy = state.is_noisy(NOISY_SIGMA)
+        timed = [e for e in entries if e is not self.default and e.fault is None and self._count(e) >= 2]
+        self.gains = {
+            entry.tunables: self._candidate(entry, gain)
+            for entry, gain in zip(timed, state.intervals(timed, self.since), strict=True)
+        }
+        default = self._candidate(self.default, replace(AT_PAR, count=self._count(self.default)))
+        others = [c for plan, c in self.gains.items() if state.is_main(plan) and not state.entry(plan).failure]
+        try:
+            winner = self._validated_choice(default, others, noisy)
+        except NothingAllowed:
+            return self._without_choice()
+        if self.default.failure is not None:
+            return self._stood_in(winner)
+        usable = [c for c in others if state.entry(c.tunables).failure is None]
+        result = self.result("default" if winner is default else "tuned")
+        result.choice, result.default = self._measured(winner), self._measured(default)
+        narrow = self._narrow(winner)
+        result.auto = self._measured(narrow) if narrow is not None else None
+        result.front = tuple(map(self._measured, self._front([default, *usable])))
+        result.runners_up = tuple(map(self._measured, self._runners_up(winner, [default, *usable])))
+        result.singles = self._singles()
+        return self._with_doubts(result, winner, usable, noisy)
+
+    def _validated_choice(self, default: Candidate, others: Sequence[Candidate], noisy: bool) -> Candidate:
+        """The choice among what passes validation; NothingAllowed when nothing is within the limits.
+
+        A validation that starts late runs into the time of other cells, but not beyond the probe's end.
+        """
+        state, search = self.state, self.search
+        left, failed = list(others), []
+        search.owes_validation = False
+        if self.default.failure is not None:
+            failed.append(state.default)
+            default = replace(default, allowed=False)
+            left = [*left, *self._further(left)]
+        if not search.end.allows(state.validation_s()):
+            left = self._validated_already(left)
+        while True:
+            blamed = shared_traits(failed, [*self._passed(), *([] if state.default in failed else [state.default])])
+            free = [c for c in left if traits_of(c.tunables).isdisjoint(blamed)] or left
+            winner = choose(
+                state.workload,
+                default,
+                free,
+                noisy=noisy,
+                prefer=search.settings.prefer,
+                sigma=state.sigma(),
+                usual=search.seeds,
+            )
+            if winner is default and self.default.validated is None:
+                search.owes_validation = not self.deadline.allows(state.validation_s())
+                if search.owes_validation:
+                    return default
+            if state.validate(winner.tunables) is None:
+                return winner
+            failed.append(winner.tunables)
+            if winner is default:
+                default = replace(default, allowed=False)
+                left = [*left, *self._further(left)]
+            else:
+                left.remove(winner)
+            if not left and default.allowed:
+                continue
+            # One validation, at most, is made after the end of the cell; more only for want of a right plan.
+            until = self.deadline if default.allowed else search.end
+            if not until.allows(state.validation_s()):
+                left = self._validated_already(left)
+
+    def _further(self, known: Sequence[Candidate]) -> list[Candidate]:
+        """Every other plan that was timed: where the default is wrong, any that is right may stand in for it."""
+        state = self.state
+        there = {candidate.tunables for candidate in known}
+        entries = [e for e in state.timed() if state.may_be_chosen(e) and e.tunables not in there]
+        return [self._candidate(e, gain) for e, gain in zip(entries, state.intervals(entries), strict=True)]
+
+    def _validated_already(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        return [c for c in candidates if isinstance(self.state.entry(c.tunables).validated, Proven)]
+
+    def _stood_in(self, winner: Candidate) -> CellResult:
+        """The default is wrong, so that the choice stands in for it: its gain would be over a plan that errs."""
+        fault = self.default.failure
+        assert fault is not None
+        at_par = replace(winner, gain=replace(AT_PAR, count=max(2, winner.gain.count)))
+        ms = self.state.median_ms(self.state.entry(winner.tunables))
+        self.search.note = f"the default failed ({fault.kind}: {fault.message}); {describe(winner.tunables)} stands in"
+        result = self.result("default")
+        result.choice = result.default = replace(self._measured(at_par), median_ms=ms)
+        return result
+
+    def _measured(self, candidate: Candidate) -> Measured:
+        """The candidate with everything a profile says of it."""
+        entry = self.state.entry(candidate.tunables)
+        checked = entry.checked
+        assert checked is not None
+        first_ms = entry.validated.first_call_ms if isinstance(entry.validated, Proven) else checked.cold_ms
+        if self._count(entry):
+            ms = self.state.median_ms(entry, self.since)
+        else:
+            default_ms = self.state.median_ms(self.default) if self.default.log_ratios else checked.call_ms
+            ms = default_ms * candidate.gain.ratio
+        return Measured(candidate.tunables, checked, candidate.gain, ms, first_ms)
+
+    # --- beside the choice ------------------------------------------------------------------------------------------
+
+    def _timed(self, finals: Sequence[Candidate] = ()) -> list[Candidate]:
+        """What may be chosen: ``finals``, and of what was timed before all that they do not hold."""
+        state = self.state
+        known = {candidate.tunables: candidate for candidate in finals}
+        entries = [
+            e
+            for e in state.timed()
+            if e.tunables not in known and len(e.log_ratios) >= 2 and state.may_be_chosen(e)
+        ]
+        for entry, gain in zip(entries, state.intervals(entries), strict=True):
+            known[entry.tunables] = self._candidate(entry, gain)
+        if self.default.tunables not in known and state.may_be_chosen(self.default):
+            known[self.default.tunables] = self._candidate(self.default, AT_PAR)
+        return list(known.values())
+
+    def _has_leaner(self) -> bool:
+        """Whether something that was timed balances time and memory otherwise than the fastest plan does."""
+        front = pareto_front(self._timed())
+        if len(front) < 2:
+            return False
+        costs = [cost("balanced", candidate.gain.median, candidate.peak_bytes) for candidate in front]
+        return min(costs[1:]) < costs[0]
+
+    def _narrow(self, winner: Candidate) -> Candidate | None:
+        """The best plan with a narrower dtype, where it is surely faster than the winner."""
+        surely = [
+            c
+            for plan, c in self.gains.items()
+            if not self.state.is_main(plan) and c.allowed and c.gain.high < winner.gain.median - 0.01
+        ]
+        if not self.search.end.allows(self.state.validation_s()):
+            surely = self._validated_already(surely)
+        best = min(surely, key=lambda c: c.gain.median, default=None)
+        return best if best is not None and self.state.validate(best.tunables) is None else None
+
+    def _front(self, finals: Sequence[Candidate]) -> list[Candidate]:
+        """Time against memory over everything timed, validated while there is time: what balances the two first."""
+        front = pareto_front(self._timed(finals))
+        balanced = sorted(front, key=lambda c: cost("balanced", c.gain.median, c.peak_bytes))
+        kept = self._validated(balanced, FRONT_KEPT)
+        return [candidate for candidate in front if candidate in kept]
+
+    def _runners_up(self, winner: Candidate, finals: Sequence[Candidate]) -> list[Candidate]:
+        """The next two: finalists first, then what was timed before, validated while there is time."""
+        wanted = [c for c in self._timed(finals) if c.tunables != winner.tunables and c.allowed]
+        wanted.sort(key=lambda c: (c not in finals, c.gain.median))
+        return self._validated(wanted, RUNNERS_UP)
+
+    def _validated(self, candidates: Sequence[Candidate], wanted: int) -> list[Candidate]:
+        """The first of those that are right at ragged lengths; what there is no time to validate is left out."""
+        kept: list[Candidate] = []
+        for candidate in candidates:
+            entry = self.state.entry(candidate.tunables)
+            if len(kept) == wanted:
+                break
+            if entry.validated is None and not self.deadline.allows(self.state.validation_s(entry.tunables)):
+                continue
+            if self.state.validate(entry.tunables) is None:
+                kept.append(candidate)
+        return kept
+
+    def _singles(self) -> tuple[Measured, ...]:
+        """The fastest plan of each kernel that was timed alone, in both directions and every branch."""
+        best: dict[str, Candidate] = {}
+        for candidate in sorted(self._timed(list(self.gains.values())), key=lambda c: c.gain.median):
+            if len(candidate.tunables.kernels) == 1 and self.state.is_main(candidate.tunables):
+                best.setdefault(min(candidate.tunables.kernels), candidate)
+        return tuple(map(self._measured, best.values()))
+
+    # --- results ----------------------------------------------------------------------------------------------------
+
+    def result(self, state: State, note: str = "") -> CellResult:
+        """A result with everything but its choices."""
+        return CellResult(
+            self.state.workload,
+            state,
+            failures=self.state.failures(),
+            trials=self.state.trials,
+            noise_sigma=self.state.noise_sigma(),
+            note="; ".join(filter(None, (self.search.note, note))),
+            disturbances=largest_of_each(self.state.disturbances),
+        )
+
+    def inconclusive(self, reason: str) -> CellResult:
+        """No number can be believed: the default stays, without evidence that it deserves to."""
+        result = self.result("inconclusive", reason)
+        if self.state.keeps_limits(self.default) and self.default.failure is None:
+            untimed = self._candidate(self.default, Interval(0.0, 0.0, 0.0, 0))
+            assert self.default.checked is not None
+            result.default = replace(self._measured(untimed), median_ms=self.default.checked.call_ms)
+            result.choice = result.default
+        return result
+
+    def _without_choice(self) -> CellResult:
+        """Refused where every plan was looked at, and none within the limits is right; else nobody knows."""
+        state, search = self.state, self.search
+        mains = [entry for plan, entry in state.entries.items() if state.is_main(plan)]
+        allowed = [e for e in mains if state.keeps_limits(e)]
+        untried = [p for p in search.space.kernel_plans if state.is_main(p) and not search.is_known(p)]
+        if any(entry.failure is None for entry in allowed) or (allowed and untried):
+            return self.inconclusive("no time was left to prove a plan within the limits; give a larger --budget")
+        if allowed:
+            fault = allowed[0].failure
+            assert fault is not None
+            return self.result("refused", f"no plan within the limits is right: {fault.kind}, {fault.message}")
+        missed = search.settings.limits.missed([e.checked for e in mains if e.checked is not None])
+        if untried:
+            return self.inconclusive(f"{missed}; no time was left for others: {len(untried)}, give a larger --budget")
+        return self.result("refused", missed)
+
+    def _noise_hides_a_gain(self, entries: Sequence[Entry]) -> bool:
+        """Whether the best is not sure enough to be taken: the cell would end inconclusive, or with a slower plan.
+
+        Two outliers in six blocks of a modelled H100 gave way to a plan that was 5 % slower, and surely faster than
+        the default.
+        """
+        state = self.state
+        rivals = [e for e in entries if e is not self.default and self._count(e) >= 2 and state.may_be_chosen(e)]
+        gains, least = state.intervals(rivals, self.since), gain_margin(noisy=state.is_noisy(NOISY_SIGMA))
+        if not gains or min(gains, key=lambda gain: gain.median).high < least:
+            return False
+        best = min(gain.median for gain in gains)
+        sure = [gain.median for gain in gains if gain.high < least]
+        return best < min(sure) - TIE if sure else any(-gain.low > WIDE for gain in gains)
+
+    def _with_doubts(
+        self, result: CellResult, winner: Candidate, others: Sequence[Candidate], noisy: bool
+    ) -> CellResult:
+        """Say what must be said of the numbers, up to that they say nothing."""
+        # A preference for lean plans leaves faster ones on purpose.
+        prefers_time = self.search.settings.prefer == "time"
+        doubtful = [c for c in others if c.allowed and (c.gain.high >= 0 or prefers_time)]
+        missed = min(doubtful, key=lambda candidate: candidate.gain.low, default=None)
+        notes = [result.note]
+        if missed is not None and -missed.gain.low > WIDE and result.state == "default":
+            result.state = "inconclusive"
+            why = "noise hides" if missed.gain.high >= gain_margin(noisy=noisy) else "no time was left to prove"
+            notes.append(f"{why} what may be a gain of up to {-100 * missed.gain.low:.0f} %")
+        elif noisy:
+            why = "under foreign load" if self.state.loaded else "noisy"
+            notes.append(f"timed {why}: {100 * self.state.noise_sigma():.1f} % a pair")
+        if winner.tunables != self.state.default and prefers_time:
+            twins = [c for c in others if c is not winner and c.allowed and c.gain.low < winner.gain.high
+                     and c.gain.median < winner.gain.median - TIE]
+            if twins:
+                notes.append(f"indistinguishable from {describe(twins[0].tunables)}")
+        result.note = "; ".join(filter(None, notes))
+        return result

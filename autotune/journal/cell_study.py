@@ -1,0 +1,233 @@
+"""The Optuna study of one cell: every plan is a trial, every paired block an intermediate value of it.
+
+What is measured is told as it comes, in Optuna's own fields: parameters, constraint values, log(t / t_default) of each
+block under the block's number, and the state. A probe that is killed finds all of it again, down to the last block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from optuna.samplers import BaseSampler
+from optuna.study import Study
+from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
+
+from autotune.measure.evaluator import Checked, Fault, Proven
+from autotune.space.space import Value
+from ringattn.workload import Tunables, Workload, describe
+
+from .entry import Entry
+from .parameters import Parameters
+
+RUNS = "runs"  # the constraint every trial has: above 0 where the plan gave no number
+SAMPLER, QUEUE = "sampler", "queue"
+_BLOCK = "block "
+
+
+class CellStudy:
+    """Tells a study of one cell, and recalls what an earlier run told it.
+
+    Constraints: ``runs`` is above 0 for a plan that gave no number (told PRUNED, with its kind), ``memory`` and
+    ``error`` above 0 for one over a limit. What was dropped from the race is told COMPLETE with its median so far: its
+    time is as true as any other, and Optuna's importances count complete trials alone.
+
+    A plan that is timed again after its trial was told has another trial, for the further blocks.
+    """
+
+    def __init__(
+        self, study: Study, workload: Workload, knobs: Mapping[str, tuple[Value, ...]], sync: Callable[[], None]
+    ) -> None:
+        self.study = study
+        self.parameters = Parameters(workload, knobs)
+        self.recalled: dict[Tunables, Entry] = {}
+        self.blocks: dict[int, tuple[float, float | None]] = {}  # the default's ms, and log of one reading over another
+        self._sync = sync
+        self._trials: dict[Tunables, Trial] = {}  # that are running
+        self._numbers: dict[Tunables, int] = {}  # of each plan's first trial
+        self._recall()
+
+    # --- what is there --------------------------------------------------------------------------------------------
+
+    def _recall(self) -> None:
+        for name, value in self.study.user_attrs.items():
+            if name.startswith(_BLOCK):
+                self.blocks[int(name.removeprefix(_BLOCK))] = (value[0], value[1])
+        for frozen in self.study.get_trials(deepcopy=False):
+            if frozen.state == TrialState.FAIL:
+                continue
+            if "plan" not in frozen.user_attrs:  # cut off before all of its parameters were told
+                if not frozen.state.is_finished():
+                    self.study.tell(frozen.number, state=TrialState.FAIL)
+                continue
+            self._recall_trial(frozen)
+
+    def _recall_trial(self, frozen: FrozenTrial) -> None:
+        plan = self.parameters.plan(frozen.params)
+        if "kind" in frozen.user_attrs and frozen.user_attrs["kind"] == "rejected":
+            return
+        entry = self.recalled.setdefault(plan, Entry(plan))
+        self._numbers.setdefault(plan, frozen.number)
+        entry.log_ratios |= {block: ratio for block, ratio in frozen.intermediate_values.items() if block in self.blocks}
+        attrs = frozen.user_attrs
+        if "checked" in attrs:
+            entry.checked = Checked(**attrs["checked"])
+        if "kind" in attrs:
+            entry.fault = Fault.of({"message": "", **attrs})
+        if "validation" in attrs:
+            told = attrs["validation"]
+            entry.validated = Fault.of(told) if "kind" in told else Proven(**told)
+        if not frozen.state.is_finished() and frozen.state != TrialState.WAITING:
+            self._trials[plan] = Trial(self.study, frozen._trial_id)
+            entry.open = True
+
+    def number_of(self, plan: Tunables) -> int:
+        """The number of a plan's first trial; one is made for a plan that has none."""
+        if plan not in self._numbers:
+            self.open(Entry(plan), QUEUE)
+        return self._numbers[plan]
+
+    def plan_of(self, number: int) -> tuple[Tunables, Checked]:
+        """The plan of a trial, and its check."""
+        plan = self.parameters.plan(self.study.get_trials(deepcopy=False)[number].params)
+        checked = self.recalled[plan].checked
+        assert checked is not None
+        return plan, checked
+
+    # --- trials begin -----------------------------------------------------------------------------------------------
+
+    def open(self, entry: Entry, proposed_by: str) -> None:
+        """Begin a trial of this plan; all of its parameters are one line of a journal."""
+        params = self.parameters.of(entry.tunables)
+        assert self.parameters.plan(params) == entry.tunables, f"a plan outside its own space: {entry.tunables}"
+        distributions = {name: self.parameters.distributions[name] for name in params}
+        attrs = {"plan": describe(entry.tunables), "proposed_by": proposed_by}
+        self.study.add_trial(
+            create_trial(
+                state=TrialState.WAITING,
+                params=params,
+                distributions=distributions,
+                system_attrs={"fixed_params": params},
+                user_attrs=attrs,
+            )
+        )
+        self._begin(entry, self.study.ask())
+        if entry.checked is not None:  # timed before: the check is told once
+            self._trial(entry).set_user_attr("repeats", self._numbers[entry.tunables])
+
+    def _begin(self, entry: Entry, trial: Trial) -> None:
+        self._trials[entry.tunables] = trial
+        self._numbers.setdefault(entry.tunables, trial.number)
+        entry.open = True
+
+    def propose(self, sampler: BaseSampler) -> Tunables:
+        """What a sampler that chooses all parameters at once wants next."""
+        stub = FrozenTrial(
+            number=-1,
+            state=TrialState.RUNNING,
+            value=None,
+            datetime_start=datetime.datetime.now(tz=datetime.UTC),
+            datetime_complete=None,
+            params={},
+            distributions={},
+            user_attrs={},
+            system_attrs={},
+            intermediate_values={},
+            trial_id=-1,
+        )
+        space = sampler.infer_relative_search_space(self.study, stub)
+        return self.parameters.plan(sampler.sample_relative(self.study, stub, space))
+
+    def ask(self) -> tuple[Trial, Tunables]:
+        """A trial of the study's sampler, whatever it is; hand it to ``adopt``, ``reject`` or ``repeat``."""
+        trial = self.study.ask()
+        return trial, self.parameters.suggest(trial)
+
+    def adopt(self, trial: Trial, entry: Entry) -> None:
+        trial.set_user_attr("plan", describe(entry.tunables))
+        trial.set_user_attr("proposed_by", SAMPLER)
+        self._begin(entry, trial)
+
+    def reject(self, trial: Trial, reason: str) -> None:
+        """An asked plan that is not to run: the sampler learns it, and nothing was measured."""
+        trial.set_user_attr("kind", "rejected")
+        trial.set_user_attr("message", reason[:400])
+        trial.set_constraint(RUNS, 1.0)
+        self.study.tell(trial, state=TrialState.PRUNED)
+
+    def repeat(self, trial: Trial, value: float) -> None:
+        """An asked plan that is known already: told its known value, so that the sampler moves on."""
+        trial.set_constraint(RUNS, 0.0)
+        self.study.tell(trial, value)
+
+    # --- what is measured -------------------------------------------------------------------------------------------
+
+    def _trial(self, entry: Entry) -> Trial:
+        if entry.tunables not in self._trials:
+            self.open(entry, QUEUE)
+        return self._trials[entry.tunables]
+
+    def checked(self, entry: Entry) -> None:
+        assert entry.checked is not None
+        self._trial(entry).set_user_attr("checked", dataclasses.asdict(entry.checked))
+
+    def validated(self, entry: Entry) -> None:
+        done = entry.validated
+        plain = done.plain() if isinstance(done, Fault) else dataclasses.asdict(done)  # type: ignore[arg-type]
+        self._trial(entry).set_user_attr("validation", plain)
+        self._sync()
+
+    def block(self, number: int, default_ms: float, repeated: float | None) -> None:
+        """The default's own time in a block whose ratios are about to be told."""
+        self.blocks[number] = default_ms, repeated
+        self.study.set_user_attr(f"{_BLOCK}{number}", [default_ms, repeated])
+
+    def reading(self, entry: Entry, block: int, log_ratio: float) -> None:
+        self._trial(entry).report(log_ratio, block)
+
+    def should_prune(self, entry: Entry) -> bool:
+        """The study's pruner's word on a plan that is being timed."""
+        return self._trial(entry).should_prune()
+
+    def complete(self, entry: Entry, value: float, constraints: Mapping[str, float], reason: str) -> None:
+        """The plan has a time: ``value`` is log(t / t_default), constraints above 0 are limits it broke."""
+        assert math.isfinite(value)
+        trial = self._trial(entry)
+        trial.set_user_attr("reason", reason)
+        for name, over in {RUNS: 0.0, **constraints}.items():
+            if name not in trial.constraints:  # which a run cut off while telling had set already
+                trial.set_constraint(name, over)
+        self.study.tell(trial, value)
+        self._end(entry)
+
+    def failed(self, entry: Entry, fault: Fault) -> None:
+        trial = self._trial(entry)
+        for name, value in fault.plain().items():
+            trial.set_user_attr(name, value)
+        if RUNS not in trial.constraints:
+            trial.set_constraint(RUNS, 1.0)
+        self.study.tell(trial, state=TrialState.PRUNED)
+        self._end(entry)
+
+    def abandon(self, entry: Entry, reason: str) -> None:
+        """Asked and never timed: told FAIL, which no sampler reads, as it is neither good nor bad."""
+        trial = self._trial(entry)
+        trial.set_user_attr("reason", reason)
+        self.study.tell(trial, state=TrialState.FAIL)
+        self._end(entry)
+
+    def _end(self, entry: Entry) -> None:
+        del self._trials[entry.tunables]
+        entry.open = False
+        self._sync()
+
+    def note(self, name: str, value: Any) -> None:
+        """A fact of the whole cell (JSON), such as its result."""
+        self.study.set_user_attr(name, value)
+        self._sync()
+
+    def noted(self, name: str) -> Any:
+        return self.study.user_attrs.get(name)

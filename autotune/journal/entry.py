@@ -1,0 +1,27 @@
+"""One plan of a cell's study."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from autotune.measure.evaluator import Checked, Fault, Proven
+from ringattn.workload import Tunables
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One plan and everything measured of it. ``log_ratios`` maps the number of a block to log(t / t_default)."""
+
+    tunables: Tunables
+    checked: Checked | None = None
+    fault: Fault | None = None
+    validated: Proven | Fault | None = None
+    log_ratios: dict[int, float] = field(default_factory=dict)
+    host_us: list[float] = field(default_factory=list)  # of every block
+    deaths: int = 0  # while timed, after it had been checked
+    open: bool = False  # its trial is running
+
+    @property
+    def failure(self) -> Fault | None:
+        """How it failed its check, a block, or its validation."""
+        return self.fault or (self.validated if isinstance(self.validated, Fault) else None)

@@ -1,0 +1,575 @@
+"""The search for one cell: ask for plans, check them, time them in a paired block, tell; then re-time and validate.
+
+It sees a Space, an Evaluator, a Store and a Clock; whether a machine or a table stands behind them is none of its
+business. Everything random is drawn from the seed, the cell and what is known, so that a resumed probe goes on as it
+would have.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from autotune import statistics
+from autotune.journal.cell_study import QUEUE, SAMPLER, CellStudy
+from autotune.journal.entry import Entry
+from autotune.journal.store import Store
+from autotune.measure.evaluator import Clock, Evaluator, Fault, Sample
+from autotune.outcome import TrialOutcome
+from autotune.space.space import Space
+from ringattn.planning.preference import cost
+from ringattn.workload import Tunables, Workload
+
+from .budget import CellNeed, Deadline
+from .cell import CellState, DefaultBroken
+from .choose import distance
+from .final import Final, reserve_s
+from .pruner import RacePruner
+from .result import CellResult
+from .sampler import Known, SurrogateSampler
+from .samplers import sampler_of
+from .settings import Listener, SearchSettings
+from .surrogate import Coder, Surrogate, Weights
+from .transfer import Timed, Transfer, parts_of, without
+
+BATCH = 4  # new plans in one block: it holds the default twice, whatever else is in it
+CONTENDERS = 2  # plans that are timed again beside the best and the new ones
+DECIDED = 6  # readings after which a plan is a contender no more: the final times it properly
+DISMISSED = math.log(3.0)  # a plan whose check already took so many times the best's is not timed at all
+FAR_BEHIND = math.log(1.5)  # a queued plan of which the surrogate is sure that it is so far behind is not tried
+FAILED, FAILED_SIGMA = math.log(1.5), 0.1  # what is like a plan that failed is tried later, and not never
+LOOK_SIGMA = 0.05  # of a single unpaired call, beside the noise of a pair
+HINTS = 3  # best plans of a neighbouring length that are tried first
+LEAN_KNOBS = ("checkpoint", "window_tokens")  # their turns of the best plan give a front of time and memory
+EARLY_SHARE = 0.1  # of the time that is left a validation in the midst of the search may take
+EARLY_READINGS = 3
+DEFAULT_PATIENCE = 4.0  # times what another plan is given to answer: a cell without its default is lost
+ASKS = 8  # of a foreign sampler for each plan it brings; then the cell is searched through
+
+
+class CellSearch:
+    """One cell from its default plan to its result, in two steps: ``settle``, then ``run``."""
+
+    def __init__(
+        self,
+        space: Space,
+        evaluator: Evaluator,
+        store: Store,
+        settings: SearchSettings,
+        listener: Listener,
+        clock: Clock,
+        *,
+        main_dtypes: Sequence[str],
+        transfer: Transfer | None = None,
+        end: Deadline | None = None,
+    ) -> None:
+        """``main_dtypes`` are the compute dtypes that may win; others compete for ``auto`` only.
+
+        ``transfer`` is what the other cells of the probe taught. ``end`` is the probe's: a cell may run into the time
+        of others, but nothing it starts goes beyond that.
+        """
+        self._whole_space = space
+        self.cell: Workload = space.workload
+        self.settings = settings
+        self.listener = listener
+        self.transfer = transfer if transfer is not None else Transfer()
+        self.end = end if end is not None else Deadline(clock, math.inf)
+        self.undecided_s = 0.0  # beyond its time, that a final may take which noise keeps from an answer
+        self.owes_validation = False
+        self.note = ""
+        self._coder = Coder(space.workload, space.knobs)
+        self._weights: Weights | None = None
+        self._surrogate: Surrogate | None = None
+        self._fitted = -1  # the number of things measured that it is of
+        self._queue: list[Tunables] = []
+        knobs = dict(space.knobs)
+        if settings.preset.compile_finalists:
+            knobs["compile"] = (False, True)
+        study = store.study(space.workload, pruner=RacePruner(lambda: self.state.sigma()))
+        self.study = CellStudy(study, space.workload, knobs, store.sync)
+        seed = zlib.crc32(f"{settings.seed}|{space.workload}|{len(study.get_trials(deepcopy=False))}".encode())
+        self._sampler = sampler_of(
+            settings.sampler,
+            seed,
+            self.study.parameters.distributions,
+            lambda: SurrogateSampler(self._known, self.study.parameters.of, self.study.parameters.distributions, seed),
+        )
+        study.sampler = self._sampler
+        self.state = CellState(
+            space.workload,
+            space.default,
+            evaluator,
+            settings,
+            lambda plan, outcome: listener.trial(space.workload, plan, outcome),
+            self.end,
+            record=self.study,
+            main_dtypes=main_dtypes,
+            transfer=self.transfer,
+        )
+        self.state.recall(self.study.recalled.values(), self.study.blocks)
+        default = self.study.noted("default")
+        if default is not None:
+            self.state.default = self.study.parameters.plan(default)
+
+    @property
+    def space(self) -> Space:
+        """What is worth trying: without kernels that were given up, or were hopeless at a length nearby."""
+        parts = self.transfer.traps.lost.keys() | self.transfer.hopeless(self._whole_space)
+        key = frozenset(parts)
+        if key != self._space_key or self._space_now is None:
+            self._space_key, self._space_now = key, without(self._whole_space, key)
+        return self._space_now
+
+    _space_key: frozenset[tuple[str, str]] = frozenset()
+    _space_now: Space | None = None
+
+    # --- the default ------------------------------------------------------------------------------------------------
+
+    def settle(self, deadline: Deadline) -> Fault | None:
+        """Find the plan everything is paired against: the heuristic's, or where that fails any other that is right.
+
+        A Fault says that nothing could be run, or that no time was left.
+        """
+        self.listener.stage(self.cell, "default")
+        fault = Fault("error", "there is no plan to try")
+        for plan in self._stand_ins():
+            entry = self.state.entry(plan)
+            self.state.deadline = deadline
+            if entry.checked is None and not deadline.allows(self.state.sample_s()):
+                return Fault("timeout", "no time was left to check its default")
+            patience_s = min(
+                DEFAULT_PATIENCE * self.state.timeout_s(), max(self.state.timeout_s(), deadline.remaining_s())
+            )
+            if entry.failure is None and self.state.check(entry, patience_s):
+                if plan != self._whole_space.default:
+                    known = self.state.entry(self._whole_space.default).failure or fault
+                    self.note = f"the default failed ({known.kind}: {known.message}); compared with another plan"
+                if plan != self.state.default:
+                    self.state.replace_default(plan)
+                    self.study.note("default", self.study.parameters.of(plan))
+                return None
+            assert entry.failure is not None
+            if plan == self._whole_space.default or fault.message == "there is no plan to try":
+                fault = entry.failure
+            if entry.failure.from_outside and plan == self._whole_space.default:  # no verdict on it: others are worse
+                return entry.failure
+        return fault
+
+    def _stand_ins(self) -> Iterable[Tunables]:
+        """The default, then those most unlike what failed: kernels first that no failed plan has, math before others.
+
+        Of the kernels math is the one that all others are held against.
+        """
+        yield self.state.default
+        space = self._whole_space
+        mains = [plan for plan in space.kernel_plans if self.state.is_main(plan) and plan != space.default]
+
+        def order(plan: Tunables) -> tuple[bool, int]:
+            kernels = {kernel for _, kernel in parts_of(plan)}
+            return kernels != {"math"}, distance(self.cell, plan, space.default)
+
+        yield from sorted(mains, key=order)
+
+    def look_again(self) -> None:
+        """Time a call of the default once more: its check ran beside something that is over now.
+
+        While others compiled, a default of 110 ms looked like one of 316: its cell got three times its time, and every
+        plan seemed near enough to be tried. A call that fails now is left to the first block.
+        """
+        state = self.state
+        entry = state.entry(state.default)
+        assert entry.checked is not None
+        (result,) = state.evaluator.block(self.cell, [state.default], timeout_s=state.timeout_s()).results
+        if isinstance(result, Sample):
+            entry.checked = replace(entry.checked, call_ms=result.ms, host_us=result.host_us)
+
+    # --- time -------------------------------------------------------------------------------------------------------
+
+    def need(self) -> CellNeed:
+        """What the cell would take; the default's warm call is the yardstick, and most other kernels are slower.
+
+        The surrogate needs about two plans for each value of a knob; what more buys less and less.
+        """
+        values = sum(len(values) - 1 for values in self._whole_space.knobs.values())
+        plan_s = self._check_s() + 2 * self.state.block_s([self.state.default]) / 2
+        base_s = self._first_plans() * plan_s + reserve_s(self.state, self.end)
+        return CellNeed(base_s, values * plan_s, 2 * values * plan_s)
+
+    def _first_plans(self) -> int:
+        return 4 + sum(len(parts_of(p) - parts_of(self.state.default)) <= 1 for p in self._whole_space.kernel_plans)
+
+    def _check_s(self) -> float:
+        return 0.05 + 5 * self.state.waited_s()
+
+    def least_s(self) -> float:
+        """Seconds under which there is no answer: the default twice beside a few others, in two blocks."""
+        return 2 * 5 * self.state.sample_s()
+
+    # --- the whole --------------------------------------------------------------------------------------------------
+
+    def recalled(self) -> CellResult | None:
+        """The result that an earlier run came to."""
+        document = self.study.noted("result")
+        if document is None:
+            return None
+        return CellResult.of(self.cell, document, self.study.plan_of, self.state.failures())
+
+    def run(self, deadline: Deadline, *, seeds: Sequence[Tunables] = ()) -> CellResult:
+        """The cell's result; never raises for what a candidate or the machine did.
+
+        ``seeds`` are plans worth trying first: winners of neighbouring cells. KeyboardInterrupt passes with the record
+        intact.
+        """
+        done = self.recalled()
+        if done is not None:
+            return done
+        self.seeds = [plan for plan in dict.fromkeys(seeds) if self.space.holds(plan)]
+        return self._keep(self._run(deadline))
+
+    def _keep(self, result: CellResult) -> CellResult:
+        for entry in list(self.state.entries.values()):
+            if entry.open:
+                self.leave(entry, "stood to the end")
+        result.validation_pending = self.owes_validation
+        self.study.note("result", result.plain(self.study.number_of))
+        return result
+
+    seeds: Sequence[Tunables] = ()
+
+    def _run(self, deadline: Deadline) -> CellResult:
+        state = self.state
+        state.deadline = deadline
+        state.be_patient()
+        fault: Fault | None = None
+        for _ in range(2):
+            try:
+                self._search(deadline)
+                return self.final(deadline)
+            except DefaultBroken as broken:
+                fault = broken.fault
+                state.fail(state.entry(state.default), fault, "time")
+                if fault.from_outside or self.settle(deadline) is not None:
+                    break
+        assert fault is not None
+        final = Final(self, deadline)
+        if fault.from_outside:
+            return final.inconclusive(f"the default did not end in time: {fault.message}")
+        return final.result("refused", f"the default fails: {fault.kind}, {fault.message}")
+
+    def final(self, deadline: Deadline) -> CellResult:
+        self.listener.stage(self.cell, "final")
+        return Final(self, deadline).run()
+
+    def validate_default(self) -> Fault | None:
+        """Validate the default, which it stayed without; a Fault says that it may not."""
+        self.owes_validation = False
+        fault = self.state.validate(self.state.default)
+        document = self.study.noted("result")
+        if fault is None and document is not None:
+            self.study.note("result", {**document, "validation_pending": False})
+        return fault
+
+    def run_without_default(self, deadline: Deadline) -> CellResult:
+        """The cell's result when its default failed its validation after all; another right plan stands in for it."""
+        self.undecided_s = 0.0
+        self.state.deadline = deadline
+        return self._keep(self.final(deadline))
+
+    # --- the loop ---------------------------------------------------------------------------------------------------
+
+    def _search(self, deadline: Deadline) -> None:
+        self.listener.stage(self.cell, "search")
+        self._queue = self._first()
+        self._lean_left = True
+        while True:
+            searching = deadline.earlier_by(reserve_s(self.state, self.end, deadline))
+            if searching.passed():
+                return
+            self.state.deadline = deadline
+            fresh = self._ask(searching)
+            beside = self._contenders(fresh)
+            if not fresh and not beside:
+                if self._lean_left:
+                    self._queue += self._lean()
+                    continue
+                return
+            wanted = [entry for entry in (*beside, *fresh) if entry.failure is None]
+            if not searching.allows(self.state.block_s(entry.tunables for entry in wanted)):
+                return
+            if self.state.block(wanted):
+                self._drop(wanted)
+                self._validate_early(searching)
+
+    def _first(self) -> list[Tunables]:
+        """The winners nearby, then every kernel in one direction, then alone; other dtypes with the default's kernels.
+
+        A plan with one new kernel says which it was that hung.
+        """
+        space, default = self.space, self.state.default
+        own = parts_of(default)
+        plans = [plan for plan in space.kernel_plans if plan != default]
+        one_new = [p for p in plans if p.dtype == default.dtype and len(parts_of(p) - own) <= 1]
+        alone = [p for p in plans if p.dtype == default.dtype and len(p.kernels) == 1 and p not in one_new]
+        others = [replace(default, dtype=dtype) for dtype in dict.fromkeys(p.dtype for p in plans)]
+        others = [plan for plan in others if plan.dtype != default.dtype and plan in plans]
+        hints = self.transfer.hints(space, HINTS)
+        first = [*self.seeds, *hints, *one_new, *others, *alone]
+        return [plan for plan in dict.fromkeys(first) if not self.is_known(plan)]
+
+    def _lean(self) -> list[Tunables]:
+        """The turns of the best plan that may need less memory: a front of time and memory is wanted, too."""
+        self._lean_left = False
+        best = self.best()
+        moves = [m.tunables for m in self.space.neighbours(best) if m.knob in LEAN_KNOBS]
+        if self.settings.preset.compile_finalists:
+            moves.append(replace(best, compile=True))
+        return [plan for plan in moves if not self.is_known(plan) and self.space.valid(plan)]
+
+    def is_known(self, plan: Tunables) -> bool:
+        entry = self.state.entries.get(plan)
+        return entry is not None and (entry.checked is not None or entry.fault is not None)
+
+    def _ask(self, deadline: Deadline) -> list[Entry]:
+        """Up to BATCH new plans that may be timed."""
+        fresh: list[Entry] = []
+        while len(fresh) < BATCH and deadline.allows(self._check_s()):
+            if self._queue:
+                plan = self._queue.pop(0)
+                if self.is_known(plan) or self.state.is_trap(plan) or self._is_far_behind(plan):
+                    continue
+                entry = self.state.entry(plan)
+                self.study.open(entry, QUEUE)
+            else:
+                asked = self._ask_sampler(BATCH - len(fresh))
+                if asked is None:
+                    break
+                entry = asked
+            if self.state.check(entry) and self._may_be_timed(entry):
+                fresh.append(entry)
+        return fresh
+
+    def _ask_sampler(self, count: int) -> Entry | None:
+        """The entry of a plan nobody tried; None where the sampler brings no more."""
+        if isinstance(self._sampler, SurrogateSampler):
+            if not self._sampler.ahead and not self._sampler.look_ahead(count):
+                return None
+            entry = self.state.entry(self.study.propose(self._sampler))
+            self.study.open(entry, SAMPLER)
+            return entry
+        for _ in range(ASKS * BATCH):
+            trial, plan = self.study.ask()
+            reasons = self.space.machine.reasons(self.cell, plan)
+            if reasons or self.state.is_trap(plan):
+                self.study.reject(trial, "; ".join(reasons) or "a kernel of it was given up")
+            elif self.is_known(plan):
+                entry = self.state.entry(plan)
+                value = self.state.median(entry)
+                look = self.state.first_look(entry)
+                value = value if math.isfinite(value) else FAILED if look is None else look
+                self.study.repeat(trial, value)
+            else:
+                entry = self.state.entry(plan)
+                self.study.adopt(trial, entry)
+                return entry
+        return None
+
+    def _is_far_behind(self, plan: Tunables) -> bool:
+        """Whether the surrogate is sure that a queued plan is far behind the best."""
+        if len(self.state.entries) < 2 * BATCH or plan in self.seeds:
+            return False
+        surrogate = self.surrogate()
+        mean, deviation = surrogate.predict(self._coder.row(plan)[None])
+        return float(mean[0] - 2 * deviation[0]) > min(0.0, self._best_value()) + FAR_BEHIND
+
+    def _may_be_timed(self, entry: Entry) -> bool:
+        """Whether it keeps the limits and its check was not far slower than the best's; else it is told so."""
+        look = self.state.first_look(entry)
+        if not self.state.keeps_limits(entry):
+            self.leave(entry, "breaks a limit, not timed in pairs")
+        elif look is not None and look > self._best_look(entry) + DISMISSED:
+            self.leave(entry, "far slower at its first look, not timed in pairs")
+        else:
+            return True
+        return False
+
+    def _best_look(self, entry: Entry) -> float:
+        looks = [
+            look
+            for other in self.state.entries.values()
+            if other is not entry and self.state.may_be_chosen(other) and (look := self.state.first_look(other))
+        ]
+        return min(looks, default=0.0) if self.state.entry(self.state.default) else 0.0
+
+    def leave(self, entry: Entry, reason: str) -> None:
+        """Tell what an open entry came to: its median, or what its check said."""
+        state = self.state
+        value = state.median(entry)
+        look = state.first_look(entry)
+        if entry.fault is not None:
+            return
+        if not math.isfinite(value):
+            if entry.tunables == state.default:
+                value = 0.0
+            elif look is None:
+                self.study.abandon(entry, reason)
+                return
+            else:
+                value = look
+        checked = entry.checked
+        assert checked is not None
+        constraints = self.settings.limits.constraints(checked)
+        self.study.complete(entry, value, constraints, reason)
+        over = next((name for name, value in constraints.items() if value > 0), None)
+        state.tell(
+            entry,
+            TrialOutcome(
+                "over-memory" if over == "memory" else "over-error" if over == "error" else "ok",
+                "search",
+                median_ms=state.median_ms(entry) if entry.log_ratios else checked.call_ms,
+                default_ratio=math.exp(value),
+                error=checked.error,
+                peak_bytes=checked.peak_bytes,
+                message=reason,
+            ),
+        )
+
+    def _drop(self, entries: Iterable[Entry]) -> None:
+        for entry in entries:
+            if entry.open and entry.tunables != self.state.default and self.study.should_prune(entry):
+                self.leave(entry, "surely behind the best")
+
+    def _validate_early(self, deadline: Deadline) -> None:
+        """Validate the best plan where that costs little: what it fails for is then known while there is time."""
+        best = self.best()
+        entry = self.state.entry(best)
+        if entry.validated is not None or best == self.state.default or len(entry.log_ratios) < EARLY_READINGS:
+            return
+        passed = [e.tunables for e in self.state.entries.values() if e.validated and e.failure is None]
+        if any(parts_of(best) <= parts_of(plan) for plan in passed):
+            return
+        if self.state.validation_s(best) <= EARLY_SHARE * deadline.remaining_s():
+            self.state.validate(best)
+
+    # --- what is believed -------------------------------------------------------------------------------------------
+
+    def objective(self, entry: Entry, log_ratio: float) -> float:
+        """What is minimised, 0 at the default: log(t / t_default), or as the preference has it."""
+        prefer, default = self.settings.prefer, self.state.entry(self.state.default).checked
+        if prefer == "time" or entry.checked is None or default is None:
+            return log_ratio
+        return cost(prefer, log_ratio, entry.checked.peak_bytes) - cost(prefer, 0.0, default.peak_bytes)
+
+    def surrogate(self) -> Surrogate:
+        """The process of everything measured so far."""
+        state, sigma = self.state, self.state.sigma()
+        measured = state.measured
+        if self._surrogate is not None and self._fitted == measured:
+            return self._surrogate
+        self._fitted = measured
+        plans: list[Tunables] = []
+        values: list[float] = []
+        variances: list[float] = []
+        polished = state.polished()
+        failed: list[Tunables] = []
+        for plan, entry in state.entries.items():
+            if entry.failure is not None or (entry.checked is not None and not state.keeps_limits(entry)):
+                failed.append(plan)
+                continue
+            look = state.first_look(entry)
+            if entry in polished:
+                ratios = polished[entry]
+                value = statistics.settled(ratios, sigma, look)
+                variance = sigma**2 * (math.pi / 2 if len(ratios) > 2 else 1.0) / len(ratios)
+            elif plan == state.default:
+                value, variance = 0.0, sigma**2 / 4
+            elif look is not None:
+                value, variance = look, 4 * sigma**2 + LOOK_SIGMA**2
+            else:
+                continue
+            plans.append(plan)
+            values.append(self.objective(entry, value))
+            variances.append(variance if plan != state.default else 1e-6)
+        bad = max([FAILED, *([float(np.median(values)) + FAILED] if values else [])])
+        plans += failed
+        values += [bad] * len(failed)
+        variances += [FAILED_SIGMA**2] * len(failed)
+        self._surrogate = Surrogate(self._coder, plans, values, variances, self._weights)
+        self._weights = self._surrogate.weights
+        return self._surrogate
+
+    def believed(self) -> dict[Tunables, tuple[float, float]]:
+        """Objective and its standard deviation of every plan that was timed and may be chosen, best first."""
+        found = self.surrogate().believed()
+        timed = {
+            plan: found[plan]
+            for plan in found
+            if self.state.may_be_chosen(entry := self.state.entry(plan)) and (entry.log_ratios or plan == self.state.default)
+        }
+        return dict(sorted(timed.items(), key=lambda item: item[1][0]))
+
+    def best(self) -> Tunables:
+        return next(iter(self.believed()), self.state.default)
+
+    def _best_value(self) -> float:
+        return next(iter(self.believed().values()), (0.0, 0.0))[0]
+
+    def _contenders(self, fresh: Sequence[Entry]) -> list[Entry]:
+        """The best plan, and those that may be as good and were hardly timed."""
+        believed = self.believed()
+        if not believed:
+            return []
+        best, (ahead, doubt) = next(iter(believed.items()))
+        again = [
+            self.state.entry(plan)
+            for plan, (mean, deviation) in believed.items()
+            if plan not in (best, self.state.default)
+            and len(self.state.entry(plan).log_ratios) < DECIDED
+            and mean - math.hypot(deviation, doubt) < ahead
+            and not any(plan == entry.tunables for entry in fresh)
+        ]
+        entry = self.state.entry(best)
+        wanted = again[:CONTENDERS]
+        if not fresh and not wanted and (len(entry.log_ratios) >= DECIDED or best == self.state.default):
+            return []
+        return [entry, *wanted] if best != self.state.default else wanted
+
+    def _known(self) -> Known:
+        """For the sampler."""
+        space, state = self.space, self.state
+        surrogate = self.surrogate().copy()
+        believed = surrogate.believed()
+        usable = [plan for plan in believed if state.may_be_chosen(state.entry(plan))]
+        starts = sorted(usable, key=lambda plan: believed[plan][0]) or [state.default]
+        best = min([believed[plan][0] for plan in usable], default=0.0)
+        tried: set[Hashable] = {space.identity(p) for p, e in state.entries.items() if e.checked or e.fault}
+        return Known(space, surrogate, starts, best, tried, lambda p: state.is_trap(p) or not state.is_main(p))
+
+    def timed(self) -> Timed:
+        """What this cell says to others."""
+        state = self.state
+        medians = {
+            entry.tunables: state.median(entry)
+            for entry in [*state.timed(), state.entry(state.default)]
+            if entry.log_ratios
+        }
+        looks = {
+            plan: look
+            for plan, entry in state.entries.items()
+            if plan not in medians and entry.failure is None and (look := state.first_look(entry)) is not None
+        }
+        every = {**looks, **medians}
+        main = [m for plan, m in every.items() if state.may_be_chosen(state.entry(plan))]
+        best = min(main, default=0.0)
+        narrow = min([m for p, m in every.items() if not state.is_main(p)], default=best)
+        return Timed(
+            self.cell,
+            {
+                plan: m - (best if state.is_main(plan) else min(best, narrow))
+                for plan, m in every.items()
+                if not state.launches_too_long(state.entry(plan))
+            },
+        )

@@ -1,0 +1,111 @@
+"""The end of one cell's search: the choice with its evidence, and everything that a profile and a report say of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from autotune.measure.evaluator import Checked, Fault, Interference
+from autotune.statistics import Interval
+from ringattn.workload import Tunables, Workload
+
+CellState = Literal["tuned", "default", "refused", "inconclusive"]
+AT_PAR = Interval(0.0, 0.0, 0.0, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A plan with its numbers, ready for a profile."""
+
+    tunables: Tunables
+    checked: Checked
+    gain: Interval  # of log(t / t_default); a count of 0 says it was never timed
+    median_ms: float
+    first_call_ms: float  # at a length never met before
+
+    def plain(self, number_of: Callable[[Tunables], int]) -> dict[str, Any]:
+        """JSON data for a study; the plan is the number of its trial there."""
+        gain = [self.gain.low, self.gain.median, self.gain.high, self.gain.count]
+        return {
+            "trial": number_of(self.tunables),
+            "log_ratio": gain,
+            "median_ms": self.median_ms,
+            "first_call_ms": self.first_call_ms,
+        }
+
+
+@dataclass(slots=True)
+class CellResult:
+    """Everything a cell came to. ``choice`` is None only for a refusal, whose reason is ``note``."""
+
+    workload: Workload
+    state: CellState
+    choice: Measured | None = None
+    default: Measured | None = None
+    runners_up: tuple[Measured, ...] = ()
+    auto: Measured | None = None
+    front: tuple[Measured, ...] = ()
+    singles: tuple[Measured, ...] = ()  # of each kernel used alone in both directions, its fastest plan
+    failures: dict[Tunables, Fault] = field(default_factory=dict)
+    trials: int = 0
+    noise_sigma: float = math.inf
+    note: str = ""
+    disturbances: tuple[Interference, ...] = ()
+    validation_pending: bool = False  # of the default, which stays, at other lengths
+
+    def plain(self, number_of: Callable[[Tunables], int]) -> dict[str, Any]:
+        """JSON data for a study, which holds the plans and their failures itself."""
+
+        def one(measured: Measured | None) -> dict[str, Any] | None:
+            return None if measured is None else measured.plain(number_of)
+
+        return {
+            "state": self.state,
+            "note": self.note,
+            "validation_pending": self.validation_pending,
+            "trials": self.trials,
+            "noise_sigma": self.noise_sigma if math.isfinite(self.noise_sigma) else None,
+            **{name: one(getattr(self, name)) for name in _ONE},
+            **{name: [one(measured) for measured in getattr(self, name)] for name in _SEVERAL},
+        }
+
+    @classmethod
+    def of(
+        cls,
+        workload: Workload,
+        document: Mapping[str, Any],
+        plan_of: Callable[[int], tuple[Tunables, Checked]],
+        failures: Mapping[Tunables, Fault],
+    ) -> CellResult:
+        """The inverse of ``plain``; ``plan_of`` finds a plan by the number of its trial."""
+
+        def one(plain: Mapping[str, Any] | None) -> Measured | None:
+            if plain is None:
+                return None
+            tunables, checked = plan_of(plain["trial"])
+            low, median, high, count = plain["log_ratio"]
+            gain = Interval(float(low), median, float(high), count)
+            return Measured(tunables, checked, gain, plain["median_ms"], plain["first_call_ms"])
+
+        roles = {name: one(document[name]) for name in _ONE}
+        lists = {name: tuple(found for each in document[name] if (found := one(each))) for name in _SEVERAL}
+        sigma = document["noise_sigma"]
+        return cls(
+            workload,
+            document["state"],
+            **roles,
+            **lists,
+            failures=dict(failures),
+            trials=document["trials"],
+            noise_sigma=math.inf if sigma is None else sigma,
+            note=document["note"],
+            validation_pending=document["validation_pending"],
+        )
+
+
+_ONE = ("choice", "default", "auto")
+_SEVERAL = ("runners_up", "front", "singles")
+assert {*_ONE, *_SEVERAL} < {f.name for f in dataclasses.fields(CellResult)}

@@ -1,0 +1,213 @@
+"""Knowledge that passes from one cell of a probe to the next: traps, times of other calls, plans that won nearby."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from autotune.journal.store import Store
+from autotune.measure.evaluator import Checked, Fault, KernelUnavailable
+from autotune.space.space import Space
+from ringattn.workload import Tunables, Workload
+
+# Per branch and direction: cuDNN's plan for a new shape takes 0.06 to 0.13 s on an H100. Much more than that went into
+# loading or compiling, which nobody pays for again; and a single first call does not say how much of it was that.
+NEW_SHAPE_S, MOST_NEW_SHAPE_S = 0.075, 0.25
+BLOCK_PACE = 1.15  # times its samples a block takes, until it is known: random order, flushes, messages, the record
+LONGEST_PACE = 4.0  # a block that took longer was held up
+LATEST_BLOCK = 0.2  # weight of the latest block in how long they take
+HOPELESS = math.log(2.0)  # what was so far behind at a neighbouring length is not tried again
+_TRAPS = "kernels given up"
+
+Part = tuple[str, str]  # "forward" or "backward", and a kernel
+
+
+def parts_of(plan: Tunables) -> frozenset[Part]:
+    """Kernels with their directions."""
+    forward = {("forward", branch.forward) for branch in plan.branches}
+    return frozenset(forward | {("backward", branch.backward) for branch in plan.branches if branch.backward})
+
+
+def traits_of(plan: Tunables) -> frozenset[tuple[str, Any]]:
+    """What a failure may be of: kernels by direction, dtype, gathers, checkpoint, window, schedule, compilation."""
+    gathers = {("gather", branch.gather) for branch in plan.branches}
+    whole = {(name, getattr(plan, name)) for name in ("dtype", "checkpoint", "window_tokens", "schedule", "compile")}
+    return frozenset(parts_of(plan) | gathers | whole)
+
+
+@dataclass(slots=True)
+class Traps:
+    """Kernels, by direction, that hung, crashed or cannot be loaded, and why; nobody asks for them again.
+
+    What ran in some plan is not to blame for another. Where all parts of a plan that hung have run elsewhere it is
+    two of its traits together that no plan has run with.
+    """
+
+    ran: set[Part] = field(default_factory=set)
+    lost: dict[Part, str] = field(default_factory=dict)
+
+    def learn(self, plan: Tunables, result: Checked | Fault) -> bool:
+        """Whether the plan's failure gave up on a kernel."""
+        parts = parts_of(plan)
+        if isinstance(result, Checked):
+            self.ran |= parts
+            return False
+        cause = result.cause
+        if isinstance(cause, KernelUnavailable):
+            blamed, why = {part for part in parts if part[1] == cause.kernel}, cause.reason
+        elif costs_a_worker(result):
+            blamed, why = set(parts - self.ran), f"{result.kind}, {result.message}"
+        else:
+            return False
+        self.lost |= {part: f"{part[1]} ({part[0]}): {why}" for part in sorted(blamed)}
+        return bool(blamed)
+
+    def holds(self, plan: Tunables) -> bool:
+        return not self.lost.keys().isdisjoint(parts_of(plan))
+
+
+def costs_a_worker(fault: Fault) -> bool:
+    """Whether a plan hung or crashed, of itself: each more like it costs as much."""
+    return fault.kind in ("timeout", "crash") and not fault.struck
+
+
+@dataclass(slots=True)
+class Pace:
+    """Times its samples a block takes; one for all cells of a probe, as all have the same machine around them."""
+
+    factor: float = BLOCK_PACE
+
+    def learn(self, taken_s: float, samples_s: float) -> None:
+        self.factor += LATEST_BLOCK * (min(taken_s / samples_s, LONGEST_PACE) - self.factor)
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """What a finished cell timed: log(t / t_best) of plans, but of those that launches decided, which say nothing."""
+
+    cell: Workload
+    behind: dict[Tunables, float]
+
+
+@dataclass(slots=True)
+class Transfer:
+    """What the cells of a probe teach each other. ``one_off_s`` went into loading and compiling, for all of them."""
+
+    store: Store | None = None
+    traps: Traps = field(default_factory=Traps)
+    one_off_s: float = 0.0
+    pace: Pace = field(default_factory=Pace)  # of blocks
+    sigmas: list[float] = field(default_factory=list)  # of one paired log-ratio, of every finished cell
+    finished: list[Timed] = field(default_factory=list)
+    _first_call_s: dict[tuple[Workload, object], float] = field(default_factory=dict)
+    _met: set[object] = field(default_factory=set)
+    _validation_s: dict[Workload, tuple[float, float]] = field(default_factory=dict)  # and the call's then
+    _validated: dict[Workload, set[Part]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.store is not None:
+            self.traps.lost |= {(way, kernel): why for way, kernel, why in self.store.recall(_TRAPS) or ()}
+
+    # --- traps --------------------------------------------------------------------------------------------------
+
+    def learn(self, plan: Tunables, result: Checked | Fault) -> None:
+        if self.traps.learn(plan, result) and self.store is not None:
+            self.store.remember(_TRAPS, [[*part, why] for part, why in self.traps.lost.items()])
+
+    def usual_sigma(self, assumed: float) -> float:
+        """Noise that a cell may expect which has timed nothing; ``assumed`` where no other cell has either."""
+        return statistics.median(self.sigmas) if self.sigmas else assumed
+
+    # --- time ---------------------------------------------------------------------------------------------------
+
+    def first_call(self, cell: Workload, plan: Tunables, checked: Checked) -> None:
+        """Learn how much of a first call was a one-off, and what any new shape costs: the least of all lengths.
+
+        Only the first plan with its kernels says so at a length: for the next ones there is nothing left to do.
+        """
+        seconds = max(0.0, checked.cold_ms - checked.call_ms) / 1e3
+        if seconds > MOST_NEW_SHAPE_S * _shapes(plan):
+            self.one_off_s += seconds
+        key = (cell.at(1), _kernels(plan))
+        if (cell, key) not in self._met:
+            self._met.add((cell, key))
+            self._first_call_s[key] = min(seconds, self._first_call_s.get(key, math.inf))
+
+    def validated(self, cell: Workload, plan: Tunables, call_s: float, seconds: float) -> None:
+        self._validated.setdefault(cell, set()).update(parts_of(plan))
+        slowest, _ = self._validation_s.get(cell.at(1), (0.0, 0.0))
+        if seconds >= slowest:
+            self._validation_s[cell.at(1)] = seconds, call_s
+
+    def validation_s(self, cell: Workload, plan: Tunables, call_s: float, lengths: int) -> float:
+        """About what validating the plan takes: what it took at another length, or a first call at each ragged one.
+
+        What it took says nothing of a plan whose kernels all passed in this cell, and so are compiled for odd lengths
+        and strides: on an H200 the first validation of a flash-attn-4 plan around 262144 positions took 10.7 s, the
+        second 0.7 s.
+        """
+        compiled = parts_of(plan) <= self._validated.get(cell, set())
+        if cell.at(1) in self._validation_s and not compiled:
+            seconds, then_s = self._validation_s[cell.at(1)]
+            return seconds + lengths * 2 * max(0.0, call_s - then_s)
+        known_s = self._first_call_s.get((cell.at(1), _kernels(plan)), math.inf)
+        first_s = min(known_s, NEW_SHAPE_S * _shapes(plan))
+        return 0.3 + lengths * (first_s + 2 * call_s)
+
+    # --- plans --------------------------------------------------------------------------------------------------
+
+    def alike(self, cell: Workload) -> list[Timed]:
+        """The finished cells that differ in length only, nearest first."""
+        alike = [done for done in self.finished if done.cell.at(cell.seq_len) == cell and done.cell != cell]
+        return sorted(alike, key=lambda done: abs(done.cell.seq_len - cell.seq_len))
+
+    def hopeless(self, space: Space) -> set[Part]:
+        """Kernels, by direction, with which nothing came near the best at the nearest length that tried them.
+
+        Whatever else the plans had: one that is slow in place may be the fastest on copies. The default's stay.
+        """
+        best: dict[Part, float] = {}
+        for timed in reversed(self.alike(space.workload)):
+            here: dict[Part, float] = {}
+            for plan, behind in timed.behind.items():
+                for part in parts_of(plan):
+                    here[part] = min(behind, here.get(part, math.inf))
+            best |= here
+        return {part for part, behind in best.items() if behind > HOPELESS} - parts_of(space.default)
+
+    def hints(self, space: Space, count: int) -> list[Tunables]:
+        """The best plans of the nearest length, as far as they can run here."""
+        for timed in self.alike(space.workload):
+            ranked = sorted(timed.behind, key=lambda plan: timed.behind[plan])
+            return [plan for plan in ranked if space.holds(plan)][:count]
+        return []
+
+
+def _kernels(plan: Tunables) -> object:
+    return tuple((branch.forward, branch.backward) for branch in plan.branches)
+
+
+def _shapes(plan: Tunables) -> int:
+    return sum(2 if branch.backward else 1 for branch in plan.branches)
+
+
+def without(space: Space, parts: Collection[Part]) -> Space:
+    """The space without some kernels in some directions ("forward", "backward"); the default stays what it is."""
+    if not parts:
+        return space
+    knobs = {
+        name: tuple(value for value in values if (name.partition(".")[0], value) not in parts) or values[:1]
+        for name, values in space.knobs.items()
+    }
+    plans = [plan for plan in space.kernel_plans if plan == space.default or parts_of(plan).isdisjoint(parts)]
+    return dataclasses.replace(space, knobs=knobs, kernel_plans=tuple(plans))
+
+
+def shared_traits(failed: Iterable[Tunables], passed: Iterable[Tunables]) -> frozenset[tuple[str, Any]]:
+    """Traits that a failure may be of: those of plans that failed, which no plan that passed has."""
+    innocent = frozenset(trait for plan in passed for trait in traits_of(plan))
+    return frozenset(trait for plan in failed for trait in traits_of(plan)) - innocent

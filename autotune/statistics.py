@@ -116,10 +116,9 @@ def noise_floor(repeated_log_ratios: Sequence[float]) -> float:
     The true ratio is known to be 0 there, so the deviations are taken from 0. A quarter of the values may be
     outliers.
     """
-    array = np.abs(np.asarray(repeated_log_ratios, dtype=np.float64))
-    if array.size < 2:
+    if len(repeated_log_ratios) < 2:
         return math.inf
-    return float(_MAD_TO_SIGMA * np.median(array))
+    return _MAD_TO_SIGMA * median([abs(ratio) for ratio in repeated_log_ratios])
 
 
 def blocks_needed(sigma: float, half_width: float) -> int:

@@ -90,6 +90,14 @@ MODES: dict[str, tuple[Mode, ...]] = {"train": ("train",), "infer": ("infer",), 
     show_default=True,
     help="Fixes order, inputs, sampling.",
 )
+@click.option(
+    "--sampler",
+    metavar="NAME",
+    default="auto",
+    show_default=True,
+    help="Optuna sampler that proposes plans: auto, tpe, gp, random, grid, or package.module:Class.",
+)
+@click.option("--storage", metavar="URL", help="Optuna storage that the studies go to.  [default: PROFILE.journal]")
 @device_option
 @nproc_option
 @click.option(
@@ -171,6 +179,8 @@ def probe(as_json: bool, **options: Any) -> None:
         memory_limit_mib=options["memory_limit"],
         prefer=options["prefer"],
         seed=options["seed"],
+        sampler=options["sampler"],
+        storage=options["storage"],
         device=options["device"],
         ranks=ranks,
         layout=options["layout"],

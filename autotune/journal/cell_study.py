@@ -71,7 +71,9 @@ class CellStudy:
             return
         entry = self.recalled.setdefault(plan, Entry(plan))
         self._numbers.setdefault(plan, frozen.number)
-        entry.log_ratios |= {block: ratio for block, ratio in frozen.intermediate_values.items() if block in self.blocks}
+        entry.log_ratios |= {
+            block: ratio for block, ratio in frozen.intermediate_values.items() if block in self.blocks
+        }
         attrs = frozen.user_attrs
         if "checked" in attrs:
             entry.checked = Checked(**attrs["checked"])

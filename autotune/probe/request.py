@@ -49,6 +49,8 @@ class ProbeRequest:
     memory_limit_mib: int | None = None  # workspace beyond the inputs
     prefer: Preference = "time"
     seed: int = 0
+    sampler: str = "auto"  # tpe, gp, random, grid, or package.module:Class of an Optuna sampler
+    storage: str | None = None  # URL of an Optuna storage; None: the journal beside the profile
     device: str | None = None
     ranks: int = 1  # that hold one sequence together and are tuned as one
     layout: Layout = "auto"  # of a sequence over them

@@ -15,7 +15,7 @@ from autotune.exit_codes import Inconclusive
 from autotune.journal.file import journal_path
 from autotune.journal.store import Store
 from autotune.measure.evaluator import Evaluator, KnowsLinks
-from autotune.probe.cells.pending_validation import pay_owed_proofs
+from autotune.probe.cells.pending_validation import validate_pending
 from autotune.probe.cells.refining import refine
 from autotune.probe.cells.rows import Rows
 from autotune.probe.cells.runs import CellRuns
@@ -63,7 +63,7 @@ class ProbeRun:
             cells = outcome
         journal = journal_path(self._path, edge.environ, edge.home)
         identity = journal_identity(task.request, edge.facts)
-        with Store(journal, identity=identity, fresh=not task.request.resume) as store:
+        with Store(journal, identity=identity, fresh=not task.request.resume, url=task.request.storage) as store:
             if store.recall("finished"):  # of an earlier probe that came to its end: nothing to go on with
                 store.start_over()
             for note in store.notes:
@@ -73,13 +73,13 @@ class ProbeRun:
                 spent_s = edge.clock.now() - began
                 speed = _link_speed(store, evaluator)  # starts the ranks' workers, which the budget does not pay for
                 budget = Budget(task.preset.budget_s, edge.clock, reserve_s=RESERVE_S, spent_s=spent_s)
-                rows = Rows(task, store, merged_speeds(old, speed))
+                rows = Rows(task, merged_speeds(old, speed))
                 runs = CellRuns(task, cells, rows, store, evaluator, budget, layout_of)
                 runs.run()
-                pay_owed_proofs(runs)  # before finer anchors: what the profile holds already should be proven
+                validate_pending(runs)  # before finer anchors: what the profile holds already should be proven
                 if task.preset.refine_anchors:
                     refine(runs)
-                    pay_owed_proofs(runs)
+                    validate_pending(runs)
                 result = self._end(runs, store, evaluator, old)
             finally:
                 evaluator.close()
@@ -99,7 +99,7 @@ class ProbeRun:
         pending = sum(report.validation_pending for report in rows.reports.values())
         if pending:
             rows.notes.append(f"{plural(pending, 'cell')}: {VALIDATION_PENDING}")
-        rows.notes.extend(f"not tried any further: {why}" for why in runs.lessons.lost.values())
+        rows.notes.extend(f"not tried any further: {why}" for why in runs.transfer.traps.lost.values())
         # A row without a plan makes the runtime refuse: only what nothing can run may be one.
         entries = {
             workload: entry

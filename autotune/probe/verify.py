@@ -7,18 +7,14 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from autotune.exit_codes import ExitCode, ProbeFailure
-from autotune.journal.stage_record import Entry
-from autotune.journal.store import Store
-from autotune.measure.evaluator import Checked, Evaluator, Fault
+from autotune.journal.entry import Entry
+from autotune.measure.evaluator import Evaluator
 from autotune.outcome import TrialOutcome
-from autotune.search.arena import Arena, DefaultBroken
 from autotune.search.budget import Budget, Deadline, EffortPreset
-from autotune.search.cell import CALLS_BEFORE_HANG
-from autotune.search.choose import GAIN_MARGIN, NOISY_GAIN_MARGIN, NOISY_SIGMA
-from autotune.search.final import REFUSED_SIGMA
-from autotune.search.ledger import Ledger
-from autotune.search.limits import Limits
-from autotune.search.race import final_race
+from autotune.search.cell import CALLS_BEFORE_HANG, CellState, DefaultBroken
+from autotune.search.choose import NOISY_SIGMA, gain_margin
+from autotune.search.final import REFUSED_SIGMA, retime
+from autotune.search.settings import SearchSettings
 from ringattn.errors import PlanError
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.planning.plan import build_plan
@@ -87,18 +83,17 @@ def verify_cells(
     inconclusive: list[str] = []
     evaluator = edge.evaluator(edge.facts, request, preset)
     try:
-        with Store(None) as store:
-            for number, entry in enumerate(timed):
-                observer.stage(entry.workload, STAGE)
-                deadline = budget.deadline(budget.available_s() / (len(timed) - number))
-                outcome = _Verification(entry, request, preset, observer, edge, evaluator, store).run(deadline)
-                if isinstance(outcome, str):
-                    inconclusive.append(f"{entry.workload}: {outcome}")
-                else:
-                    cells.append(outcome)
-                elapsed = budget.elapsed_s()
-                left = elapsed / (number + 1) * (len(timed) - number - 1)
-                observer.eta((number + 1) / len(timed), min(left, budget.available_s()))
+        for number, entry in enumerate(timed):
+            observer.stage(entry.workload, STAGE)
+            deadline = budget.deadline(budget.available_s() / (len(timed) - number))
+            outcome = _Verification(entry, request, preset, observer, edge, evaluator).run(deadline)
+            if isinstance(outcome, str):
+                inconclusive.append(f"{entry.workload}: {outcome}")
+            else:
+                cells.append(outcome)
+            elapsed = budget.elapsed_s()
+            left = elapsed / (number + 1) * (len(timed) - number - 1)
+            observer.eta((number + 1) / len(timed), min(left, budget.available_s()))
     finally:
         evaluator.close()
     stale = tuple(f"{cell.workload}: {cell.note}" for cell in cells if cell.stale)
@@ -123,75 +118,70 @@ class _Verification:
         observer: ProbeObserver,
         edge: Edge,
         evaluator: Evaluator,
-        store: Store,
     ) -> None:
         assert entry.choice is not None
         self.entry = entry
         self.winner = entry.choice.tunables
         self.preset = preset
-        self.observer = observer
         self.edge = edge
-        self.ledger = Ledger(asynchronous=edge.facts.vendor != "cpu")
-        self.arena = Arena(
-            cell=entry.workload,
-            stage=STAGE,
-            evaluator=evaluator,
-            record=store.stage(entry.workload, STAGE, {}),
-            ledger=self.ledger,
-            default=self.winner,
-            limits=Limits(),
-            seed=request.seed,
-            timeout_s=min(HANG_S, HANG_SHARE * preset.budget_s) + CALLS_BEFORE_HANG * _call_s(entry.choice),
-            sample_s=preset.sample_target_ms / 1e3,
-            clock=edge.clock,
-            listener=self._told,
-        )
+        self._timeout_s = min(HANG_S, HANG_SHARE * preset.budget_s) + CALLS_BEFORE_HANG * _call_s(entry.choice)
+        settings = SearchSettings(preset, request.seed, hang_s=self._timeout_s, asynchronous=edge.facts.vendor != "cpu")
 
-    def _told(self, plan: Tunables, outcome: TrialOutcome) -> None:
-        self.observer.trial(self.entry.workload, describe(plan), outcome)
+        def told(plan: Tunables, outcome: TrialOutcome) -> None:
+            observer.trial(entry.workload, describe(plan), outcome)
+
+        never = Deadline(edge.clock, math.inf)
+        self.state = CellState(entry.workload, self.winner, evaluator, settings, told, never)
 
     def run(self, deadline: Deadline) -> VerifiedCell | str:
         """The verdict, or why there is none."""
-        self.ledger.be_patient(deadline.remaining_s())
+        state = self.state
         try:
             build_plan(self.entry.workload, self.winner, self.edge.facts)
         except PlanError as error:
             return self._stale(f"the recorded plan cannot run here any more: {error}")
-        entries = self.arena.admit([self.winner, *self._rivals()], deadline)
-        known = self.ledger.checked.get(self.winner)
-        if isinstance(known, Fault):
-            if known.from_outside:  # no verdict on the plan
-                return known.message
-            return self._stale(f"the recorded plan fails here: {known.kind}, {known.message}")
-        if not isinstance(known, Checked):
+        entries = []
+        for plan in [self.winner, *self._rivals()]:
+            if not deadline.allows(state.sample_s()):
+                break
+            entry = state.entry(plan)
+            if state.check(entry, self._timeout_s):
+                entries.append(entry)
+        winner = state.entry(self.winner)
+        if winner.fault is not None:
+            if winner.fault.from_outside:  # no verdict on the plan
+                return winner.fault.message
+            return self._stale(f"the recorded plan fails here: {winner.fault.kind}, {winner.fault.message}")
+        if winner.checked is None:
             return "no time was left for it; give a larger --budget"
+        state.be_patient(deadline.remaining_s())
         try:
-            standing = final_race(self.arena, entries, self.preset, deadline)
+            standing = retime(state, entries, 1, deadline)
         except DefaultBroken as broken:
             if broken.fault.from_outside:
                 return broken.fault.message
             return self._stale(f"the recorded plan fails here: {broken.fault.kind}, {broken.fault.message}")
-        if len(self.arena.record.default_ms) < 2:
+        if len(state.default_ms) < 2:
             return "no time was left to time it twice; give a larger --budget"
-        sigma = self.ledger.noise_sigma()
+        sigma = state.noise_sigma()
         if sigma > REFUSED_SIGMA:
             return f"one plan timed twice differs by {100 * sigma:.0f} %; quieten the machine"
-        return self._verdict(standing, sigma)
+        return self._verdict(standing)
 
     def _rivals(self) -> list[Tunables]:
         choices = [self.entry.default, *self.entry.runners_up]
         plans = [choice.tunables for choice in choices if choice is not None]
         return [plan for plan in dict.fromkeys(plans) if plan != self.winner]
 
-    def _verdict(self, standing: Sequence[Entry], sigma: float) -> VerifiedCell:
+    def _verdict(self, standing: Sequence[Entry]) -> VerifiedCell:
         """Stale when something recorded beside the winner is surely faster by more than the margin."""
-        noisy = sigma > NOISY_SIGMA or self.ledger.loaded
-        margin = math.log1p(-(NOISY_GAIN_MARGIN if noisy else GAIN_MARGIN))
+        state = self.state
+        margin = gain_margin(noisy=state.is_noisy(NOISY_SIGMA))
         rivals = [entry for entry in standing if entry.tunables != self.winner and len(entry.log_ratios) >= 2]
-        best = min(rivals, key=self.arena.median, default=None)
+        best = min(rivals, key=state.median, default=None)
         if best is None:
             return VerifiedCell(self.entry.workload, self.winner, self.winner, 1.0, 1.0, 1.0, stale=False)
-        gain = self.arena.interval(best)
+        (gain,) = state.intervals([best])
         stale = gain.high < margin
         return VerifiedCell(
             workload=self.entry.workload,

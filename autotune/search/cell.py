@@ -17,12 +17,12 @@ import numpy as np
 from autotune import statistics
 from autotune.journal.entry import Entry
 from autotune.measure.evaluator import Block, Checked, Evaluator, Fault, Interference, Proven, Sample
-from autotune.measure.head_start import judged_ms, sample_ms
+from autotune.measure.head_start import sample_ms
 from autotune.outcome import TrialOutcome
-from autotune.statistics import Interval
 from ringattn.workload import Tunables, Workload
 
 from .budget import Deadline
+from .readings import Readings
 from .settings import SearchSettings
 from .transfer import Transfer, costs_a_worker, traits_of
 
@@ -31,8 +31,6 @@ HANG_SHARE = 0.2  # of the time that is left, at most, goes into waiting for one
 LEAST_HANG_S = 1.0
 PATIENCE = 0.15  # of a cell's time may go into blocks thrown away for foreign load; then the machine counts as loaded
 DEFAULT_ATTEMPTS = 2  # blocks in a row whose default failed, before it counts as broken
-POLISHES = 3  # rounds of the median polish
-UNKNOWN_SIGMA = 0.05  # noise assumed before any was seen
 
 Trait = tuple[str, Any]
 TrialListener = Callable[[Tunables, TrialOutcome], None]
@@ -74,7 +72,7 @@ class NoRecord:
     def reading(self, entry: Entry, block: int, log_ratio: float) -> None: ...
 
 
-class CellState:
+class CellState(Readings):
     """What is known of one cell, between an evaluator and a record."""
 
     def __init__(
@@ -84,29 +82,25 @@ class CellState:
         evaluator: Evaluator,
         settings: SearchSettings,
         listener: TrialListener,
-        deadline: Deadline,
+        end: Deadline,
         *,
         record: Record | None = None,
         main_dtypes: Sequence[str] = (),
         transfer: Transfer | None = None,
     ) -> None:
-        """``main_dtypes`` may win (all, where there are none); others compete for ``auto`` only."""
-        self.workload = workload
-        self.default = default
+        """``main_dtypes``: see Readings."""
+        super().__init__(workload, default, settings, main_dtypes, transfer if transfer is not None else Transfer())
         self.evaluator = evaluator
-        self.settings = settings
         self.record = record if record is not None else NoRecord()
-        self.deadline = deadline  # of whatever is measured now
-        self.main_dtypes = frozenset(main_dtypes)
-        self.transfer = transfer if transfer is not None else Transfer()
-        self.entries: dict[Tunables, Entry] = {}
-        self.default_ms: dict[int, float] = {}  # by block
-        self.repeated: list[float] = []  # log of one of the default's two readings over the other
+        self.end = end  # of the probe: a cell may run into the time of others, but not beyond that
+        self.deadline = end  # of whatever is measured now
         self.disturbances: list[Interference] = []
         self.discarded = 0
-        self.loaded = False  # foreign load did not end: what was timed under it counts, with a wider margin
         self.trials = 0
-        self.measured = 0  # counts whatever is learned, so that what is worked out of it is worked out once
+        self.note = ""
+        self.owes_validation = False  # of the default, which stays, at other lengths
+        self.seeds: Sequence[Tunables] = ()  # winners of cells nearby
+        self.undecided_s = 0.0  # beyond its time, that a final may take which noise keeps from an answer
         self._listener = listener
         self._patience_s = 0.0  # left for blocks that are thrown away
         self._default_faults = 0
@@ -114,59 +108,16 @@ class CellState:
         self._blamed: set[tuple[Trait, Trait]] = set()
         self._place = zlib.crc32(str(workload).encode())
 
-    # --- questions ----------------------------------------------------------------------------------------------
-
-    def entry(self, plan: Tunables) -> Entry:
-        """The entry of a plan, made when it is first asked for."""
-        if plan not in self.entries:
-            self.entries[plan] = Entry(plan)
-        return self.entries[plan]
-
-    def is_main(self, plan: Tunables) -> bool:
-        return not self.main_dtypes or plan.dtype in self.main_dtypes
-
-    def keeps_limits(self, entry: Entry) -> bool:
-        return entry.checked is not None and self.settings.limits.keeps(entry.checked)
-
-    def may_be_chosen(self, entry: Entry) -> bool:
-        """Whether it is right as far as is known, within the limits, and of a dtype that may win."""
-        return self.is_main(entry.tunables) and self.keeps_limits(entry) and entry.failure is None
-
-    def failures(self) -> dict[Tunables, Fault]:
-        return {plan: entry.failure for plan, entry in self.entries.items() if entry.failure is not None}
-
-    def timed(self) -> list[Entry]:
-        """Entries with readings that did not fail, the default aside."""
-        return [
-            entry
-            for entry in self.entries.values()
-            if entry.log_ratios and entry.failure is None and entry.tunables != self.default
-        ]
-
-    def is_noisy(self, bound: float) -> bool:
-        return self.noise_sigma() > bound or self.loaded
-
-    def noise_sigma(self) -> float:
-        """Standard deviation of one paired log-ratio; infinite until two blocks were seen."""
-        return statistics.noise_floor(self.repeated)
-
-    def sigma(self) -> float:
-        """The same; before it was seen that of other cells, or what is assumed."""
-        sigma = self.noise_sigma()
-        return sigma if math.isfinite(sigma) else self.transfer.usual_sigma(UNKNOWN_SIGMA)
-
-    def _checked_default(self) -> Checked | None:
-        known = self.entries.get(self.default)
-        return known.checked if known is not None and known.fault is None else None
+    # --- time -----------------------------------------------------------------------------------------------------
 
     def call_s(self) -> float:
         """A warm call of the default in seconds; 0 before it was checked."""
-        known = self._checked_default()
+        known = self.checked_default()
         return known.call_ms / 1e3 if known is not None else 0.0
 
     def waited_s(self) -> float:
         """The same where it is waited for: the device's time or the host's, whichever is longer."""
-        known = self._checked_default()
+        known = self.checked_default()
         return max(known.call_ms / 1e3, known.host_us / 1e6) if known is not None else 0.0
 
     def sample_s(self, plan: Tunables | None = None) -> float:
@@ -209,7 +160,7 @@ class CellState:
     def check(self, entry: Entry, timeout_s: float | None = None) -> bool:
         """Hold a plan against float64, once; whether it may be timed."""
         if entry.checked is None and entry.fault is None:
-            default = self._checked_default()
+            default = self.checked_default()
             result = self.evaluator.check(
                 self.workload,
                 entry.tunables,
@@ -223,7 +174,6 @@ class CellState:
                 self.record.checked(entry)
                 self.transfer.first_call(self.workload, entry.tunables, result)
             self._learn(entry, result)
-            self.measured += 1
         return entry.fault is None
 
     def _learn(self, entry: Entry, result: Checked | Fault) -> None:
@@ -245,6 +195,7 @@ class CellState:
 
     def fail(self, entry: Entry, fault: Fault, stage: str) -> None:
         entry.fault = fault
+        self.measured += 1
         self.record.failed(entry, fault)
         self.tell(entry, TrialOutcome(fault.kind, stage, message=fault.message))
 
@@ -255,6 +206,7 @@ class CellState:
             began = self.deadline.clock.now()
             entry.validated = self.evaluator.prove(self.workload, plan, timeout_s=self.timeout_s())
             self.record.validated(entry)
+            self.measured += 1
             if isinstance(entry.validated, Proven):
                 call_s = entry.checked.call_ms / 1e3 if entry.checked is not None else 0.0
                 self.transfer.validated(self.workload, plan, call_s, self.deadline.clock.now() - began)
@@ -265,7 +217,6 @@ class CellState:
 
     def tell(self, entry: Entry, outcome: TrialOutcome) -> None:
         self.trials += 1
-        self.measured += 1
         self._listener(entry.tunables, outcome)
 
     # --- blocks ---------------------------------------------------------------------------------------------------
@@ -280,13 +231,9 @@ class CellState:
         for number, (default_ms, repeated) in sorted(blocks.items()):
             self.keep_block(number, default_ms, repeated)
 
-    def be_patient(self) -> None:
+    def be_patient(self, left_s: float) -> None:
         """Blocks may be thrown away again, in a cell that has so much time left."""
-        self._patience_s = PATIENCE * self.deadline.remaining_s()
-
-    def next_block(self) -> int:
-        """Blocks count from 1: reading 0 of a trial is that of its check."""
-        return max(self.default_ms, default=0) + 1
+        self._patience_s = PATIENCE * left_s
 
     def block(self, entries: Sequence[Entry]) -> bool:
         """One paired repetition of every entry; False when the block could not be used and nothing was learned.
@@ -328,19 +275,13 @@ class CellState:
                 self._keep(entry, number, self._log_ratio(entry, times[entry.tunables][0], default_log))
         return True
 
-    def keep_block(self, number: int, default_ms: float, repeated: float | None) -> None:
-        self.default_ms[number] = default_ms
-        if repeated is not None:
-            self.repeated.append(repeated)
-
     def _keep(self, entry: Entry, block: int, log_ratio: float) -> None:
         entry.log_ratios[block] = log_ratio
-        self.measured += 1
         self.record.reading(entry, block, log_ratio)
 
     def _log_ratio(self, entry: Entry, ms: float, default_log: float) -> float:
         mine, other = (statistics.median(e.host_us) for e in (entry, self.entry(self.default)))
-        return math.log(self._judged_ms(ms, mine, math.exp(default_log), other)) - default_log
+        return math.log(self.judged_ms_of(ms, mine, math.exp(default_log), other)) - default_log
 
     def _split(
         self, order: Sequence[Tunables], block: Block
@@ -376,90 +317,3 @@ class CellState:
             external = fault.kind in ("crash", "timeout") and entry.deaths <= 1 + len(entry.log_ratios) // 5
             if not external:
                 self.fail(entry, fault, "time")
-
-    # --- another default --------------------------------------------------------------------------------------------
-
-    def replace_default(self, plan: Tunables) -> None:
-        """Pair with another plan from now on: every ratio so far was against one that is gone."""
-        if plan == self.default:
-            return
-        self.default = plan
-        self.default_ms.clear()
-        for entry in self.entries.values():
-            entry.log_ratios.clear()
-
-    # --- numbers ----------------------------------------------------------------------------------------------------
-
-    def _judged_ms(self, ms: float, host_us: float, default_ms: float, default_host_us: float) -> float:
-        """What a call counts as: its own time where the host waits for all of it."""
-        return judged_ms(ms, host_us, default_ms, default_host_us) if self.settings.asynchronous else ms
-
-    def first_look(self, entry: Entry) -> float | None:
-        """log(t / t_default) by the call of its check: unpaired, and good enough to doubt a single reading."""
-        mine, other = entry.checked, self._checked_default()
-        if mine is None or other is None or entry.tunables == self.default:
-            return None
-        # A default whose one call was disturbed would make every first look a promise; its blocks tell.
-        known_ms = [statistics.median(self.default_ms.values())] if self.default_ms else []
-        default_ms = min([other.call_ms, *known_ms])
-        return math.log(self._judged_ms(mine.call_ms, mine.host_us, default_ms, other.host_us) / default_ms)
-
-    def launches_too_long(self, entry: Entry) -> bool:
-        """Whether it was judged by how long the host takes to launch it, which says nothing of longer calls."""
-        mine, other = entry.checked, self._checked_default()
-        if mine is None or other is None:
-            return False
-        return self._judged_ms(mine.call_ms, mine.host_us, other.call_ms, other.host_us) > mine.call_ms
-
-    def median(self, entry: Entry, since: int = 0) -> float:
-        """log(t / t_default) from a block on, see ``statistics.settled``; infinite before the first."""
-        ratios = [ratio for block, ratio in entry.log_ratios.items() if block >= since]
-        return statistics.settled(ratios, self.noise_sigma(), self.first_look(entry)) if ratios else math.inf
-
-    def median_ms(self, entry: Entry, since: int = 0) -> float:
-        return statistics.median(
-            [self.default_ms[b] * math.exp(ratio) for b, ratio in entry.log_ratios.items() if b >= since]
-        )
-
-    def intervals(self, entries: Iterable[Entry], since: int = 0) -> list[Interval]:
-        """log(t / t_default) of each from a block on, the misreadings of the default taken out."""
-        polished, sigma = self.polished(since), self.noise_sigma()
-        return [
-            statistics.interval_of(
-                polished[entry], seed=self.settings.seed, sigma=sigma, first_look=self.first_look(entry)
-            )
-            for entry in entries
-        ]
-
-    def polished(self, since: int = 0) -> dict[Entry, list[float]]:
-        """log(t / t_default) of every timed entry, with the misreadings of the default taken out of each block.
-
-        A default that was slow by chance makes everything in its block look fast. What the other entries of the
-        block, known from elsewhere, agree on is that misreading (median polish).
-        """
-        ratios = {
-            entry: {block: ratio for block, ratio in entry.log_ratios.items() if block >= since}
-            for entry in self.entries.values()
-            if entry.fault is None
-        }
-        ratios = {entry: by_block for entry, by_block in ratios.items() if by_block}
-        medians = {entry: self.median(entry, since) for entry in ratios}
-        several: dict[int, list[Entry]] = {block: [] for by_block in ratios.values() for block in by_block}
-        for entry, by_block in ratios.items():
-            if len(by_block) > 1:
-                for block in by_block:
-                    several[block].append(entry)
-        offsets: dict[int, float] = {}
-        for _ in range(POLISHES):
-            for block, entries in several.items():
-                # The default itself says 0, with two readings behind it.
-                offsets[block] = statistics.median([0.0, 0.0, *(ratios[e][block] - medians[e] for e in entries)])
-            for entry, by_block in ratios.items():
-                if len(by_block) > 1:
-                    medians[entry] = statistics.median([r - offsets[b] for b, r in by_block.items()])
-        return {entry: [r - offsets[b] for b, r in by_block.items()] for entry, by_block in ratios.items()}
-
-    def difference(self, entry: Entry, other: Entry, since: int = 0) -> list[float]:
-        """log(t_entry / t_other) in the blocks that held both."""
-        blocks = [block for block in sorted(entry.log_ratios.keys() & other.log_ratios.keys()) if block >= since]
-        return [entry.log_ratios[block] - other.log_ratios[block] for block in blocks]

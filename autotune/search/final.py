@@ -5,23 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from autotune import statistics
+from autotune.journal.cell_study import CellStudy
 from autotune.journal.entry import Entry
 from autotune.measure.evaluator import Checked, Proven, largest_of_each
+from autotune.space.space import Space
 from autotune.statistics import Interval
 from ringattn.planning.preference import TIE, cost
 from ringattn.workload import Tunables, describe
 
+from .beliefs import Beliefs
 from .budget import Deadline
 from .cell import CellState
 from .choose import NOISY_SIGMA, Candidate, NothingAllowed, choose, distance, gain_margin, pareto_front
-from .result import AT_PAR, CellResult, CellState as State, Measured
+from .result import AT_PAR, CellResult, Measured
+from .result import CellState as State
 from .transfer import shared_traits, traits_of
-
-if TYPE_CHECKING:
-    from .loop import CellSearch
 
 FINALISTS = 4  # the default among them
 FRONT_KEPT = 4
@@ -46,16 +46,16 @@ LARGE_GAIN = 0.05  # log-ratio
 SURE_BLOCKS = 4  # paired repetitions before anything may be called surely slower
 
 
-def validation_kept_s(state: CellState, end: Deadline, deadline: Deadline | None, count: int) -> float:
+def validation_kept_s(state: CellState, deadline: Deadline | None, count: int) -> float:
     """Seconds that a cell ending at ``deadline`` keeps for validations: what will not fit after its end."""
     whole_s = VALIDATION_MARGIN * count * state.validation_s()
-    after_s = whole_s if deadline is None else end.remaining_s() - deadline.remaining_s()
-    if deadline is not None and not math.isfinite(end.remaining_s()):
+    after_s = whole_s if deadline is None else state.end.remaining_s() - deadline.remaining_s()
+    if deadline is not None and not math.isfinite(state.end.remaining_s()):
         after_s = 0.0  # a cell searched alone
     return min(whole_s, max(VALIDATION_KEPT_S, whole_s - after_s))
 
 
-def reserve_s(state: CellState, end: Deadline, deadline: Deadline | None = None) -> float:
+def reserve_s(state: CellState, deadline: Deadline | None = None) -> float:
     """Seconds that the final needs: re-timing, and validating what will be written."""
     preset = state.settings.preset
     blocks = statistics.blocks_needed(state.sigma(), FINAL_WIDTH)
@@ -64,8 +64,8 @@ def reserve_s(state: CellState, end: Deadline, deadline: Deadline | None = None)
     samples = (FINALISTS + 1) * preset.final_min_blocks + 4 * (blocks - preset.final_min_blocks)
     unvalidated = any(entry.validated is None for entry in state.timed()) or not state.entries
     whole_s = state.transfer.pace.factor * samples * state.sample_s()
-    whole_s += validation_kept_s(state, end, deadline, 1 + bool(unvalidated and state.settings.prefer == "time"))
-    return whole_s if deadline is None else min(whole_s, MOST_RESERVED * deadline.remaining_s() + 0.0)
+    whole_s += validation_kept_s(state, deadline, 1 + bool(unvalidated and state.settings.prefer == "time"))
+    return whole_s
 
 
 def retime(state: CellState, entries: Sequence[Entry], since: int, deadline: Deadline) -> list[Entry]:
@@ -94,8 +94,9 @@ def _in_question(state: CellState, entries: Sequence[Entry], since: int) -> list
     kept = []
     for entry in entries:
         apart = state.difference(entry, leader, since)
-        surely = len(apart) >= SURE_BLOCKS and FINAL_PRECISION < (
-            statistics.interval_of(apart, seed=state.settings.seed, level=LOOKED_OFTEN).low
+        surely = (
+            len(apart) >= SURE_BLOCKS
+            and (statistics.interval_of(apart, seed=state.settings.seed, level=LOOKED_OFTEN).low) > FINAL_PRECISION
         )
         if entry is leader or entry.tunables == state.default or not surely:
             kept.append(entry)
@@ -118,28 +119,29 @@ def is_settled(gain: Interval, precision: float) -> bool:
 class Final:
     """The last blocks of a search, its choice, and the result."""
 
-    def __init__(self, search: CellSearch, deadline: Deadline) -> None:
-        self.search, self.state, self.deadline = search, search.state, deadline
-        self.default = self.state.entry(self.state.default)
-        since = search.study.noted("final since")
+    def __init__(self, state: CellState, beliefs: Beliefs, study: CellStudy, space: Space, deadline: Deadline) -> None:
+        self.state, self.deadline = state, deadline
+        self._beliefs, self._study, self._space = beliefs, study, space
+        self.default = state.entry(state.default)
+        since = study.noted("final since")
         self.since: int = self.state.next_block() if since is None else since
 
     def run(self) -> CellResult:
         """Re-time, choose, validate; a choice that fails gives way to the next that does not share its traits."""
-        state, search = self.state, self.search
+        state = self.state
         state.deadline = self.deadline
         finalists = self._finalists()
-        search.study.note("final since", self.since)
+        self._study.note("final since", self.since)
         entries = [self.default, *map(state.entry, finalists)]
         racing = self.deadline.earlier_by(
             min(
-                validation_kept_s(state, search.end, self.deadline, self._validations_wanted(entries)),
+                validation_kept_s(state, self.deadline, self._validations_wanted(entries)),
                 MOST_RESERVED * self.deadline.remaining_s(),
             )
         )
         if self.default.validated is None or not isinstance(self.default.validated, Checked):
             retime(state, entries, self.since, racing)
-        beyond_s = min(search.undecided_s, search.end.remaining_s() - self.deadline.remaining_s())
+        beyond_s = min(state.undecided_s, state.end.remaining_s() - self.deadline.remaining_s())
         if beyond_s > 0 and math.isfinite(beyond_s) and self._noise_hides_a_gain(entries):
             retime(state, entries, self.since, racing.earlier_by(-beyond_s))
         if self._count(self.default) < 2:
@@ -158,19 +160,19 @@ class Final:
 
     def _finalists(self) -> list[Tunables]:
         """At most FINALISTS - 1 beside the default: the best believed, its plainest equal, and the best narrow one."""
-        state, search = self.state, self.search
-        believed = {plan: found for plan, found in search.believed().items() if plan != state.default}
+        state = self.state
+        believed = {plan: found for plan, found in self._beliefs.believed().items() if plan != state.default}
         narrow = self._narrow_finalist(min([found[0] for found in believed.values()], default=0.0))
         if not believed:
             return narrow
         ranked = list(believed)
         best, doubt = believed[ranked[0]]
         near = [plan for plan in ranked if believed[plan][0] < min(best, 0.0) + CONTENDER]
-        if not state.keeps_limits(self.default) or self.default.failure is not None or search.settings.prefer != "time":
+        if not state.keeps_limits(self.default) or self.default.failure is not None or state.settings.prefer != "time":
             near = ranked
         equal = [p for p in near if believed[p][0] <= best + max(TIE, math.hypot(doubt, believed[p][1]))]
         plainest = sorted(equal, key=lambda plan: distance(state.workload, plan, state.default))[:1]
-        usual = [plan for plan in search.seeds if plan in equal][:1]
+        usual = [plan for plan in state.seeds if plan in equal][:1]
         wanted = list(dict.fromkeys([*near[:1], *usual, *plainest, *near]))
         if self.default.failure is not None:
             blamed = shared_traits([self.state.default], self._passed())
@@ -180,11 +182,7 @@ class Final:
     def _narrow_finalist(self, best: float) -> list[Tunables]:
         """The fastest allowed plan with a narrower dtype, if it may be faster than the main ones and the default."""
         state = self.state
-        narrow = [
-            entry
-            for entry in state.timed()
-            if not state.is_main(entry.tunables) and state.keeps_limits(entry)
-        ]
+        narrow = [entry for entry in state.timed() if not state.is_main(entry.tunables) and state.keeps_limits(entry)]
         first = min(narrow, key=state.median, default=None)
         rival = min(best, 0.0) if state.keeps_limits(self.default) else best
         return [first.tunables] if first is not None and state.median(first) < rival + CONTENDER else []
@@ -200,7 +198,7 @@ class Final:
         return Candidate(entry.tunables, gain, checked.peak_bytes, self.state.keeps_limits(entry))
 
     def _decide(self, entries: Sequence[Entry]) -> CellResult:
-        state, search = self.state, self.search
+        state = self.state
         sigma = state.noise_sigma()
         if sigma > REFUSED_SIGMA:
             return self.inconclusive(f"one plan timed twice differs by {100 * sigma:.0f} % here; quieten the machine")
@@ -233,14 +231,14 @@ class Final:
 
         A validation that starts late runs into the time of other cells, but not beyond the probe's end.
         """
-        state, search = self.state, self.search
+        state = self.state
         left, failed = list(others), []
-        search.owes_validation = False
+        state.owes_validation = False
         if self.default.failure is not None:
             failed.append(state.default)
             default = replace(default, allowed=False)
             left = [*left, *self._further(left)]
-        if not search.end.allows(state.validation_s()):
+        if not state.end.allows(state.validation_s()):
             left = self._validated_already(left)
         while True:
             blamed = shared_traits(failed, [*self._passed(), *([] if state.default in failed else [state.default])])
@@ -250,13 +248,13 @@ class Final:
                 default,
                 free,
                 noisy=noisy,
-                prefer=search.settings.prefer,
+                prefer=state.settings.prefer,
                 sigma=state.sigma(),
-                usual=search.seeds,
+                usual=state.seeds,
             )
             if winner is default and self.default.validated is None:
-                search.owes_validation = not self.deadline.allows(state.validation_s())
-                if search.owes_validation:
+                state.owes_validation = not self.deadline.allows(state.validation_s())
+                if state.owes_validation:
                     return default
             if state.validate(winner.tunables) is None:
                 return winner
@@ -269,7 +267,7 @@ class Final:
             if not left and default.allowed:
                 continue
             # One validation, at most, is made after the end of the cell; more only for want of a right plan.
-            until = self.deadline if default.allowed else search.end
+            until = self.deadline if default.allowed else state.end
             if not until.allows(state.validation_s()):
                 left = self._validated_already(left)
 
@@ -289,7 +287,7 @@ class Final:
         assert fault is not None
         at_par = replace(winner, gain=replace(AT_PAR, count=max(2, winner.gain.count)))
         ms = self.state.median_ms(self.state.entry(winner.tunables))
-        self.search.note = f"the default failed ({fault.kind}: {fault.message}); {describe(winner.tunables)} stands in"
+        self.state.note = f"the default failed ({fault.kind}: {fault.message}); {describe(winner.tunables)} stands in"
         result = self.result("default")
         result.choice = result.default = replace(self._measured(at_par), median_ms=ms)
         return result
@@ -314,9 +312,7 @@ class Final:
         state = self.state
         known = {candidate.tunables: candidate for candidate in finals}
         entries = [
-            e
-            for e in state.timed()
-            if e.tunables not in known and len(e.log_ratios) >= 2 and state.may_be_chosen(e)
+            e for e in state.timed() if e.tunables not in known and len(e.log_ratios) >= 2 and state.may_be_chosen(e)
         ]
         for entry, gain in zip(entries, state.intervals(entries), strict=True):
             known[entry.tunables] = self._candidate(entry, gain)
@@ -339,7 +335,7 @@ class Final:
             for plan, c in self.gains.items()
             if not self.state.is_main(plan) and c.allowed and c.gain.high < winner.gain.median - 0.01
         ]
-        if not self.search.end.allows(self.state.validation_s()):
+        if not self.state.end.allows(self.state.validation_s()):
             surely = self._validated_already(surely)
         best = min(surely, key=lambda c: c.gain.median, default=None)
         return best if best is not None and self.state.validate(best.tunables) is None else None
@@ -388,7 +384,7 @@ class Final:
             failures=self.state.failures(),
             trials=self.state.trials,
             noise_sigma=self.state.noise_sigma(),
-            note="; ".join(filter(None, (self.search.note, note))),
+            note="; ".join(filter(None, (self.state.note, note))),
             disturbances=largest_of_each(self.state.disturbances),
         )
 
@@ -404,17 +400,21 @@ class Final:
 
     def _without_choice(self) -> CellResult:
         """Refused where every plan was looked at, and none within the limits is right; else nobody knows."""
-        state, search = self.state, self.search
+        state = self.state
         mains = [entry for plan, entry in state.entries.items() if state.is_main(plan)]
         allowed = [e for e in mains if state.keeps_limits(e)]
-        untried = [p for p in search.space.kernel_plans if state.is_main(p) and not search.is_known(p)]
+        untried = [
+            p
+            for p in self._space.kernel_plans
+            if state.is_main(p) and (p not in state.entries or not state.entries[p].is_known)
+        ]
         if any(entry.failure is None for entry in allowed) or (allowed and untried):
             return self.inconclusive("no time was left to prove a plan within the limits; give a larger --budget")
         if allowed:
             fault = allowed[0].failure
             assert fault is not None
             return self.result("refused", f"no plan within the limits is right: {fault.kind}, {fault.message}")
-        missed = search.settings.limits.missed([e.checked for e in mains if e.checked is not None])
+        missed = state.settings.limits.missed([e.checked for e in mains if e.checked is not None])
         if untried:
             return self.inconclusive(f"{missed}; no time was left for others: {len(untried)}, give a larger --budget")
         return self.result("refused", missed)
@@ -439,7 +439,7 @@ class Final:
     ) -> CellResult:
         """Say what must be said of the numbers, up to that they say nothing."""
         # A preference for lean plans leaves faster ones on purpose.
-        prefers_time = self.search.settings.prefer == "time"
+        prefers_time = self.state.settings.prefer == "time"
         doubtful = [c for c in others if c.allowed and (c.gain.high >= 0 or prefers_time)]
         missed = min(doubtful, key=lambda candidate: candidate.gain.low, default=None)
         notes = [result.note]
@@ -451,8 +451,14 @@ class Final:
             why = "under foreign load" if self.state.loaded else "noisy"
             notes.append(f"timed {why}: {100 * self.state.noise_sigma():.1f} % a pair")
         if winner.tunables != self.state.default and prefers_time:
-            twins = [c for c in others if c is not winner and c.allowed and c.gain.low < winner.gain.high
-                     and c.gain.median < winner.gain.median - TIE]
+            twins = [
+                c
+                for c in others
+                if c is not winner
+                and c.allowed
+                and c.gain.low < winner.gain.high
+                and c.gain.median < winner.gain.median - TIE
+            ]
             if twins:
                 notes.append(f"indistinguishable from {describe(twins[0].tunables)}")
         result.note = "; ".join(filter(None, notes))

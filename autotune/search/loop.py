@@ -9,40 +9,35 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-import numpy as np
-
-from autotune import statistics
 from autotune.journal.cell_study import QUEUE, SAMPLER, CellStudy
 from autotune.journal.entry import Entry
 from autotune.journal.store import Store
 from autotune.measure.evaluator import Clock, Evaluator, Fault, Sample
 from autotune.outcome import TrialOutcome
 from autotune.space.space import Space
-from ringattn.planning.preference import cost
 from ringattn.workload import Tunables, Workload
 
+from .beliefs import FAILED, Beliefs
 from .budget import CellNeed, Deadline
 from .cell import CellState, DefaultBroken
 from .choose import distance
-from .final import Final, reserve_s
+from .design import Design
+from .final import MOST_RESERVED, Final, reserve_s
 from .pruner import RacePruner
 from .result import CellResult
-from .sampler import Known, SurrogateSampler
+from .sampler import SurrogateSampler
 from .samplers import sampler_of
 from .settings import Listener, SearchSettings
-from .surrogate import Coder, Surrogate, Weights
-from .transfer import Timed, Transfer, parts_of, without
+from .transfer import Transfer, parts_of, without
 
 BATCH = 4  # new plans in one block: it holds the default twice, whatever else is in it
 CONTENDERS = 2  # plans that are timed again beside the best and the new ones
 DECIDED = 6  # readings after which a plan is a contender no more: the final times it properly
 DISMISSED = math.log(3.0)  # a plan whose check already took so many times the best's is not timed at all
 FAR_BEHIND = math.log(1.5)  # a queued plan of which the surrogate is sure that it is so far behind is not tried
-FAILED, FAILED_SIGMA = math.log(1.5), 0.1  # what is like a plan that failed is tried later, and not never
-LOOK_SIGMA = 0.05  # of a single unpaired call, beside the noise of a pair
 HINTS = 3  # best plans of a neighbouring length that are tried first
 LEAN_KNOBS = ("checkpoint", "window_tokens")  # their turns of the best plan give a front of time and memory
 EARLY_SHARE = 0.1  # of the time that is left a validation in the midst of the search may take
@@ -78,13 +73,6 @@ class CellSearch:
         self.listener = listener
         self.transfer = transfer if transfer is not None else Transfer()
         self.end = end if end is not None else Deadline(clock, math.inf)
-        self.undecided_s = 0.0  # beyond its time, that a final may take which noise keeps from an answer
-        self.owes_validation = False
-        self.note = ""
-        self._coder = Coder(space.workload, space.knobs)
-        self._weights: Weights | None = None
-        self._surrogate: Surrogate | None = None
-        self._fitted = -1  # the number of things measured that it is of
         self._queue: list[Tunables] = []
         knobs = dict(space.knobs)
         if settings.preset.compile_finalists:
@@ -96,7 +84,13 @@ class CellSearch:
             settings.sampler,
             seed,
             self.study.parameters.distributions,
-            lambda: SurrogateSampler(self._known, self.study.parameters.of, self.study.parameters.distributions, seed),
+            lambda: SurrogateSampler(
+                lambda: self.beliefs.known(),
+                self.study.parameters.of,
+                self.study.parameters.distributions,
+                Design(space),
+                seed,
+            ),
         )
         study.sampler = self._sampler
         self.state = CellState(
@@ -111,6 +105,7 @@ class CellSearch:
             transfer=self.transfer,
         )
         self.state.recall(self.study.recalled.values(), self.study.blocks)
+        self.beliefs = Beliefs(self.state, lambda: self.space, space)
         default = self.study.noted("default")
         if default is not None:
             self.state.default = self.study.parameters.plan(default)
@@ -147,7 +142,7 @@ class CellSearch:
             if entry.failure is None and self.state.check(entry, patience_s):
                 if plan != self._whole_space.default:
                     known = self.state.entry(self._whole_space.default).failure or fault
-                    self.note = f"the default failed ({known.kind}: {known.message}); compared with another plan"
+                    self.state.note = f"the default failed ({known.kind}: {known.message}); compared with another plan"
                 if plan != self.state.default:
                     self.state.replace_default(plan)
                     self.study.note("default", self.study.parameters.of(plan))
@@ -196,7 +191,7 @@ class CellSearch:
         """
         values = sum(len(values) - 1 for values in self._whole_space.knobs.values())
         plan_s = self._check_s() + 2 * self.state.block_s([self.state.default]) / 2
-        base_s = self._first_plans() * plan_s + reserve_s(self.state, self.end)
+        base_s = self._first_plans() * plan_s + reserve_s(self.state)
         return CellNeed(base_s, values * plan_s, 2 * values * plan_s)
 
     def _first_plans(self) -> int:
@@ -227,23 +222,21 @@ class CellSearch:
         done = self.recalled()
         if done is not None:
             return done
-        self.seeds = [plan for plan in dict.fromkeys(seeds) if self.space.holds(plan)]
+        self.state.seeds = [plan for plan in dict.fromkeys(seeds) if self.space.holds(plan)]
         return self._keep(self._run(deadline))
 
     def _keep(self, result: CellResult) -> CellResult:
         for entry in list(self.state.entries.values()):
             if entry.open:
                 self.leave(entry, "stood to the end")
-        result.validation_pending = self.owes_validation
+        result.validation_pending = self.state.owes_validation
         self.study.note("result", result.plain(self.study.number_of))
         return result
-
-    seeds: Sequence[Tunables] = ()
 
     def _run(self, deadline: Deadline) -> CellResult:
         state = self.state
         state.deadline = deadline
-        state.be_patient()
+        state.be_patient(deadline.remaining_s())
         fault: Fault | None = None
         for _ in range(2):
             try:
@@ -255,18 +248,30 @@ class CellSearch:
                 if fault.from_outside or self.settle(deadline) is not None:
                     break
         assert fault is not None
-        final = Final(self, deadline)
+        final = self._final(deadline)
         if fault.from_outside:
             return final.inconclusive(f"the default did not end in time: {fault.message}")
         return final.result("refused", f"the default fails: {fault.kind}, {fault.message}")
 
+    def _final(self, deadline: Deadline) -> Final:
+        return Final(self.state, self.beliefs, self.study, self.space, deadline)
+
     def final(self, deadline: Deadline) -> CellResult:
+        """Re-time, choose and validate."""
         self.listener.stage(self.cell, "final")
-        return Final(self, deadline).run()
+        return self._final(deadline).run()
+
+    def inconclusive(self, why: str) -> CellResult:
+        """A result without a search: the default stays, unmeasured."""
+        return self._final(self.end).inconclusive(why)
+
+    def refused(self, why: str) -> CellResult:
+        """A result without a plan."""
+        return self._final(self.end).result("refused", why)
 
     def validate_default(self) -> Fault | None:
         """Validate the default, which it stayed without; a Fault says that it may not."""
-        self.owes_validation = False
+        self.state.owes_validation = False
         fault = self.state.validate(self.state.default)
         document = self.study.noted("result")
         if fault is None and document is not None:
@@ -275,7 +280,7 @@ class CellSearch:
 
     def run_without_default(self, deadline: Deadline) -> CellResult:
         """The cell's result when its default failed its validation after all; another right plan stands in for it."""
-        self.undecided_s = 0.0
+        self.state.undecided_s = 0.0
         self.state.deadline = deadline
         return self._keep(self.final(deadline))
 
@@ -285,8 +290,9 @@ class CellSearch:
         self.listener.stage(self.cell, "search")
         self._queue = self._first()
         self._lean_left = True
+        most_s = MOST_RESERVED * deadline.remaining_s()
         while True:
-            searching = deadline.earlier_by(reserve_s(self.state, self.end, deadline))
+            searching = deadline.earlier_by(min(most_s, reserve_s(self.state, deadline)))
             if searching.passed():
                 return
             self.state.deadline = deadline
@@ -317,13 +323,18 @@ class CellSearch:
         others = [replace(default, dtype=dtype) for dtype in dict.fromkeys(p.dtype for p in plans)]
         others = [plan for plan in others if plan.dtype != default.dtype and plan in plans]
         hints = self.transfer.hints(space, HINTS)
-        first = [*self.seeds, *hints, *one_new, *others, *alone]
+        # A kernel that is slow on rows in place may be the fastest on copies.
+        gathers = {
+            name: "copy" for name, values in space.knobs.items() if name.startswith("gather.") and len(values) > 1
+        }
+        copied = [space.combine(plan, gathers) for plan in [default, *alone, *one_new] if len(plan.kernels) == 1]
+        first = [*self.state.seeds, *hints, *one_new, *others, *alone, *(plan for plan in copied if plan is not None)]
         return [plan for plan in dict.fromkeys(first) if not self.is_known(plan)]
 
     def _lean(self) -> list[Tunables]:
         """The turns of the best plan that may need less memory: a front of time and memory is wanted, too."""
         self._lean_left = False
-        best = self.best()
+        best = self.beliefs.best()
         moves = [m.tunables for m in self.space.neighbours(best) if m.knob in LEAN_KNOBS]
         if self.settings.preset.compile_finalists:
             moves.append(replace(best, compile=True))
@@ -331,7 +342,7 @@ class CellSearch:
 
     def is_known(self, plan: Tunables) -> bool:
         entry = self.state.entries.get(plan)
-        return entry is not None and (entry.checked is not None or entry.fault is not None)
+        return entry is not None and entry.is_known
 
     def _ask(self, deadline: Deadline) -> list[Entry]:
         """Up to BATCH new plans that may be timed."""
@@ -378,12 +389,16 @@ class CellSearch:
         return None
 
     def _is_far_behind(self, plan: Tunables) -> bool:
-        """Whether the surrogate is sure that a queued plan is far behind the best."""
-        if len(self.state.entries) < 2 * BATCH or plan in self.seeds:
+        """Whether the surrogate is sure that a queued plan is far behind the best; copies are another question."""
+        if any(
+            branch.gather != own.gather for branch, own in zip(plan.branches, self.state.default.branches, strict=True)
+        ):
             return False
-        surrogate = self.surrogate()
-        mean, deviation = surrogate.predict(self._coder.row(plan)[None])
-        return float(mean[0] - 2 * deviation[0]) > min(0.0, self._best_value()) + FAR_BEHIND
+        if len(self.state.entries) < 2 * BATCH or plan in self.state.seeds:
+            return False
+        surrogate = self.beliefs.surrogate()
+        mean, deviation = surrogate.predict(self.beliefs.coder.row(plan)[None])
+        return float(mean[0] - 2 * deviation[0]) > min(0.0, self.beliefs.best_value()) + FAR_BEHIND
 
     def _may_be_timed(self, entry: Entry) -> bool:
         """Whether it keeps the limits and its check was not far slower than the best's; else it is told so."""
@@ -444,7 +459,7 @@ class CellSearch:
 
     def _validate_early(self, deadline: Deadline) -> None:
         """Validate the best plan where that costs little: what it fails for is then known while there is time."""
-        best = self.best()
+        best = self.beliefs.best()
         entry = self.state.entry(best)
         if entry.validated is not None or best == self.state.default or len(entry.log_ratios) < EARLY_READINGS:
             return
@@ -454,72 +469,9 @@ class CellSearch:
         if self.state.validation_s(best) <= EARLY_SHARE * deadline.remaining_s():
             self.state.validate(best)
 
-    # --- what is believed -------------------------------------------------------------------------------------------
-
-    def objective(self, entry: Entry, log_ratio: float) -> float:
-        """What is minimised, 0 at the default: log(t / t_default), or as the preference has it."""
-        prefer, default = self.settings.prefer, self.state.entry(self.state.default).checked
-        if prefer == "time" or entry.checked is None or default is None:
-            return log_ratio
-        return cost(prefer, log_ratio, entry.checked.peak_bytes) - cost(prefer, 0.0, default.peak_bytes)
-
-    def surrogate(self) -> Surrogate:
-        """The process of everything measured so far."""
-        state, sigma = self.state, self.state.sigma()
-        measured = state.measured
-        if self._surrogate is not None and self._fitted == measured:
-            return self._surrogate
-        self._fitted = measured
-        plans: list[Tunables] = []
-        values: list[float] = []
-        variances: list[float] = []
-        polished = state.polished()
-        failed: list[Tunables] = []
-        for plan, entry in state.entries.items():
-            if entry.failure is not None or (entry.checked is not None and not state.keeps_limits(entry)):
-                failed.append(plan)
-                continue
-            look = state.first_look(entry)
-            if entry in polished:
-                ratios = polished[entry]
-                value = statistics.settled(ratios, sigma, look)
-                variance = sigma**2 * (math.pi / 2 if len(ratios) > 2 else 1.0) / len(ratios)
-            elif plan == state.default:
-                value, variance = 0.0, sigma**2 / 4
-            elif look is not None:
-                value, variance = look, 4 * sigma**2 + LOOK_SIGMA**2
-            else:
-                continue
-            plans.append(plan)
-            values.append(self.objective(entry, value))
-            variances.append(variance if plan != state.default else 1e-6)
-        bad = max([FAILED, *([float(np.median(values)) + FAILED] if values else [])])
-        plans += failed
-        values += [bad] * len(failed)
-        variances += [FAILED_SIGMA**2] * len(failed)
-        self._surrogate = Surrogate(self._coder, plans, values, variances, self._weights)
-        self._weights = self._surrogate.weights
-        return self._surrogate
-
-    def believed(self) -> dict[Tunables, tuple[float, float]]:
-        """Objective and its standard deviation of every plan that was timed and may be chosen, best first."""
-        found = self.surrogate().believed()
-        timed = {
-            plan: found[plan]
-            for plan in found
-            if self.state.may_be_chosen(entry := self.state.entry(plan)) and (entry.log_ratios or plan == self.state.default)
-        }
-        return dict(sorted(timed.items(), key=lambda item: item[1][0]))
-
-    def best(self) -> Tunables:
-        return next(iter(self.believed()), self.state.default)
-
-    def _best_value(self) -> float:
-        return next(iter(self.believed().values()), (0.0, 0.0))[0]
-
     def _contenders(self, fresh: Sequence[Entry]) -> list[Entry]:
         """The best plan, and those that may be as good and were hardly timed."""
-        believed = self.believed()
+        believed = self.beliefs.believed()
         if not believed:
             return []
         best, (ahead, doubt) = next(iter(believed.items()))
@@ -536,40 +488,3 @@ class CellSearch:
         if not fresh and not wanted and (len(entry.log_ratios) >= DECIDED or best == self.state.default):
             return []
         return [entry, *wanted] if best != self.state.default else wanted
-
-    def _known(self) -> Known:
-        """For the sampler."""
-        space, state = self.space, self.state
-        surrogate = self.surrogate().copy()
-        believed = surrogate.believed()
-        usable = [plan for plan in believed if state.may_be_chosen(state.entry(plan))]
-        starts = sorted(usable, key=lambda plan: believed[plan][0]) or [state.default]
-        best = min([believed[plan][0] for plan in usable], default=0.0)
-        tried: set[Hashable] = {space.identity(p) for p, e in state.entries.items() if e.checked or e.fault}
-        return Known(space, surrogate, starts, best, tried, lambda p: state.is_trap(p) or not state.is_main(p))
-
-    def timed(self) -> Timed:
-        """What this cell says to others."""
-        state = self.state
-        medians = {
-            entry.tunables: state.median(entry)
-            for entry in [*state.timed(), state.entry(state.default)]
-            if entry.log_ratios
-        }
-        looks = {
-            plan: look
-            for plan, entry in state.entries.items()
-            if plan not in medians and entry.failure is None and (look := state.first_look(entry)) is not None
-        }
-        every = {**looks, **medians}
-        main = [m for plan, m in every.items() if state.may_be_chosen(state.entry(plan))]
-        best = min(main, default=0.0)
-        narrow = min([m for p, m in every.items() if not state.is_main(p)], default=best)
-        return Timed(
-            self.cell,
-            {
-                plan: m - (best if state.is_main(plan) else min(best, narrow))
-                for plan, m in every.items()
-                if not state.launches_too_long(state.entry(plan))
-            },
-        )

@@ -18,18 +18,20 @@ from optuna.samplers import BaseSampler, RandomSampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial
 
-from autotune.space.space import Space, decode
+from autotune.space.space import Space, Value, decode
 from ringattn.workload import Tunables
 
-from .surrogate import Codes, Coder, Floats, Surrogate
+from .design import Design
+from .surrogate import Coder, Codes, Floats, Surrogate
 
 STARTS = 6  # best plans from which candidates are made
 CROSSINGS, RANDOM = 32, 64
 RANDOM_TURNS = 4  # of a random candidate, at most
+DESIGNED = 0.5  # of the plans, until every three values were tried together
 CLIMBS = 6  # times the best candidates are turned once more
 LOOKED_AT = 6  # candidates that are asked whether they can run, beside those that cannot
 MOST_LOOKED_AT = 60
-WORTH_TRYING = 0.001  # expected gain (log-ratio) under which no plan is worth its time
+WORTH_TRYING = 1e-4  # expected gain (log-ratio) under which no plan is worth its time
 NEVER_TURNED = ("dtype", "compile")  # which the loop decides
 
 
@@ -45,7 +47,13 @@ class Known:
     starts: list[Tunables]
     best: float
     tried: set[Hashable]
+    plans: list[Tunables]
+    hopeless: set[tuple[str, Value]]
     avoid: Callable[[Tunables], bool]
+
+    def is_new(self, plan: Tunables) -> bool:
+        identity = self.space.identity(plan)
+        return identity is not None and identity not in self.tried and not self.avoid(plan)
 
 
 _erf = np.vectorize(math.erf, otypes=[float])
@@ -66,9 +74,11 @@ class SurrogateSampler(BaseSampler):
         known: Callable[[], Known],
         parameters: Callable[[Tunables], Mapping[str, Any]],
         distributions: Mapping[str, BaseDistribution],
+        design: Design,
         seed: int,
     ) -> None:
         """``known`` is everything measured so far; ``parameters`` names a plan's."""
+        self._design = design
         self._known, self._parameters, self._distributions = known, parameters, dict(distributions)
         self._rng = np.random.default_rng(seed)
         self._others = RandomSampler(seed=seed)
@@ -105,9 +115,13 @@ class SurrogateSampler(BaseSampler):
         rows = self._candidates(known)
         self._asked = []
         while len(self._asked) < count:
-            found = _most_promising(known, rows)
+            found = None
+            if len(self._asked) < DESIGNED * count:
+                found = self._design.next(known.plans, known.hopeless, known.is_new, self._rng)
+            found = found or _most_promising(known, rows)
             if found is None:
                 break
+            known.plans.append(found)
             self._asked.append(found)
             known.tried.add(known.space.identity(found))
             known.surrogate.assume(known.surrogate.coder.row(found))
@@ -177,8 +191,7 @@ def _most_promising(known: Known, rows: Codes) -> Tunables | None:
         if gains[index] < max(WORTH_TRYING, best[0] if best else 0.0) or looked_at == LOOKED_AT:
             break
         plan = decode(workload, surrogate.coder.assignment(rows[index]))
-        identity = known.space.identity(plan)
-        if identity is None or identity in known.tried or known.avoid(plan):
+        if not known.is_new(plan):
             continue
         looked_at += 1
         # Spelled plainly, it may be like others in more than its row said.

@@ -30,7 +30,7 @@ OWN_VARIANCE = 0.004**2  # of what a plan has of its own, which no other tells
 # Of the log of a knob's weight, before anything is known: that all knobs together are worth one unit, and how far off
 # that may be. Of the log of the variance the mean is that of the readings.
 WEIGHT_SPREAD, VARIANCE_SPREAD = 1.2, 1.0
-FIRST_STEPS, MORE_STEPS = 30, 8  # of the ascent to the weights: from nothing, and from those of fewer readings
+FIRST_STEPS, MORE_STEPS = 30, 6  # of the ascent to the weights: from nothing, and from those of fewer readings
 STEP = 0.25  # of the log of a weight, in one step
 OUTLIER = 3.0  # standard errors from what the others predict, from which a single reading is doubted
 MOST_PLANS = 150  # the fastest are enough: time goes with the cube of their number

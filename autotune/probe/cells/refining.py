@@ -18,10 +18,8 @@ def refine(runs: CellRuns) -> None:
     for middle in _disagreements(runs.cells, rows):
         if budget.available_s() < rows.typical_cell_s():
             return
-        if rows.recall(middle.workload):
-            continue
         search = runs.new_search(middle)
-        if search is None or search.settle(budget.deadline(budget.available_s())) is not None:
+        if search is None or runs.recall(search) or search.settle(budget.deadline(budget.available_s())) is not None:
             continue
         need = search.need()
         runs.telling.add(middle.workload, need)

@@ -1,28 +1,25 @@
-"""What a probe knows of its cells: a row of the profile and a report for each, kept in the journal as they come."""
+"""What a probe knows of its cells: a row of the profile and a report for each, as they come."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from autotune.journal.store import Store
 from autotune.measure.evaluator import Interference, largest_of_each
 from autotune.probe.output.writer import build_profile, entry_of, report_of
 from autotune.probe.request import CellReport
 from autotune.probe.task import Task
-from autotune.search.cell import CellResult
+from autotune.search.result import CellResult
 from ringattn.errors import PlanError
 from ringattn.profile.schema import LinkSpeed, PlanEntry, Profile
-from ringattn.profile.yaml_io import dump_profile, parse_profile
 from ringattn.workload import Tunables, Workload
 
 
 class Rows:
-    """The rows as they stand; an interrupted probe finds those of finished cells in the journal."""
+    """The rows as they stand; what an interrupted probe finished is in the studies of its cells."""
 
-    def __init__(self, task: Task, store: Store, link_speeds: Sequence[LinkSpeed]) -> None:
+    def __init__(self, task: Task, link_speeds: Sequence[LinkSpeed]) -> None:
         self._task = task
-        self._store = store
         self._link_speeds = link_speeds
         self.entries: dict[Workload, PlanEntry] = {}
         self.reports: dict[Workload, CellReport] = {}
@@ -45,39 +42,13 @@ class Rows:
 
     # --- a row comes ----------------------------------------------------------------------------------------------
 
-    def recall(self, cell: Workload) -> bool:
-        """Whether an earlier run finished this cell; then its row is taken from the journal."""
-        kept = self._store.recall(f"cell | {cell}")
-        if kept is None:
-            return False
-        entry = parse_profile(kept["profile"], "journal").plans[0]
-        self._set(
-            entry,
-            CellReport(
-                workload=cell,
-                chosen=entry.choice.tunables if entry.choice else None,
-                default=entry.default.tunables if entry.default else None,
-                **kept["report"],
-            ),
-        )
-        return True
-
     def refuse(self, cell: Workload, why: PlanError) -> None:
-        """Nothing can run it; any run can find that out again, so the journal need not know."""
+        """Nothing can run it."""
         self._set(PlanEntry(cell, refusal=str(why)), CellReport(cell, "refused", note=str(why)))
 
     def finish(self, result: CellResult, taken_s: float) -> None:
-        self._keep(entry_of(result), report_of(result, taken_s))
+        self._set(entry_of(result), report_of(result, taken_s))
         self._disturbances.extend(result.disturbances)
-
-    def _keep(self, entry: PlanEntry, report: CellReport) -> None:
-        """A row as it stands, here and in the journal."""
-        cell = entry.workload
-        self._set(entry, report)
-        fields = {f.name: getattr(report, f.name) for f in dataclasses.fields(report)}
-        kept = {name: value for name, value in fields.items() if name not in ("workload", "chosen", "default")}
-        text = dump_profile(self.profile({cell: entry}, 0.0))
-        self._store.remember(f"cell | {cell}", {"profile": text, "report": kept})
 
     def _set(self, entry: PlanEntry, report: CellReport) -> None:
         cell = entry.workload
@@ -87,7 +58,7 @@ class Rows:
 
     def validated(self, cell: Workload) -> None:
         """The default of this cell, whose validation was pending, has passed it."""
-        self._keep(self.entries[cell], dataclasses.replace(self.reports[cell], validation_pending=False))
+        self.reports[cell] = dataclasses.replace(self.reports[cell], validation_pending=False)
 
     # --- what they say of other cells -----------------------------------------------------------------------------
 

@@ -11,11 +11,11 @@ from autotune.probe.grid import Cell
 from autotune.probe.observer import Telling
 from autotune.probe.task import Task
 from autotune.search.budget import Budget, Progress, allot, spare_s
-from autotune.search.cell import CellContext, CellResult, SearchSettings
-from autotune.search.lessons import Lessons
 from autotune.search.limits import Limits
-from autotune.search.nearby import Nearby
-from autotune.search.search import CellSearch
+from autotune.search.loop import CellSearch
+from autotune.search.result import CellResult
+from autotune.search.settings import SearchSettings
+from autotune.search.transfer import Transfer
 from autotune.space.first_calls import calls_worth_making
 from ringattn.errors import PlanError
 from ringattn.workload import Workload
@@ -58,20 +58,20 @@ class CellRuns:
         self.cells = tuple(cells)
         self.rows = rows
         self.budget = budget
-        self.lessons = Lessons(store)
+        self.transfer = Transfer(store)
         self.telling = Telling(task.observer, task.edge.clock)
         self.searched: list[CellSearch] = []
+        self.recalled: list[CellSearch] = []  # that an earlier run finished
         self._store = store
         self._evaluator = evaluator
         self._layout_of = layout_of
-        self._finished: dict[Workload, CellContext] = {}
         self._looked_too_early: frozenset[Workload] = frozenset()  # their defaults, beside first calls
 
     def run(self) -> None:
         """All cells that no earlier run has finished, cheapest first."""
         self.task.observer.plan([cell.workload for cell in self.cells], self.task.preset.budget_s)
-        todo = [cell for cell in self.cells if not self.rows.recall(cell.workload)]
-        new = [(cell, search) for cell in todo if (search := self.new_search(cell)) is not None]
+        made = [(cell, search) for cell in self.cells if (search := self.new_search(cell)) is not None]
+        new = [(cell, search) for cell, search in made if not self.recall(search)]
         # Patterns last: what they compile, 11 s of a first probe of an H100, helpers have compiled until then.
         new.sort(key=lambda pair: not pair[0].workload.pattern.dense)
         searches = self._settle_beside_first_calls(new)
@@ -84,12 +84,22 @@ class CellRuns:
             available_s = self.budget.available_s()
             shares = allot(needs, available_s)
             unneeded_s = UNDECIDED_SHARE * max(0.0, available_s - sum(shares))
-            searches[workload].context.undecided_s = max(unneeded_s, UNDECIDED_MORE * shares[0])
+            searches[workload].state.undecided_s = max(unneeded_s, UNDECIDED_MORE * shares[0])
             self.search(searches[workload], shares[0], spare_s(shares, available_s))
+
+    def recall(self, search: CellSearch) -> bool:
+        """Whether an earlier run finished this cell; then its row is that of its study."""
+        result = search.recalled()
+        if result is None:
+            return False
+        self.recalled.append(search)
+        self.transfer.finished.append(search.beliefs.timed())
+        self.rows.finish(result, 0.0)
+        return True
 
     def _settle_beside_first_calls(self, new: Sequence[tuple[Cell, CellSearch]]) -> dict[Workload, CellSearch]:
         """What compiles at its first call does so meanwhile; it is over before anything is timed."""
-        calls = calls_worth_making(search.context.space for _, search in new)
+        calls = calls_worth_making(search.space for _, search in new)
         if not calls or not isinstance(self._evaluator, CallsAhead):
             return self._settle(new)
         self._evaluator.begin_first_calls(calls)
@@ -112,10 +122,10 @@ class CellRuns:
                 searches[cell.workload] = search
             elif fault.from_outside:  # no verdict on any plan
                 remedy = "; give a larger --budget or a shorter --seq-len" if fault.kind == "timeout" else ""
-                self._finish(search.context.inconclusive(fault.message + remedy), 0.0)
+                self.finish(search.inconclusive(fault.message + remedy), 0.0)
             else:
-                refused = search.context.result("refused", f"no plan could be run and proven: {fault.message}")
-                self._finish(refused, 0.0)
+                refused = search.refused(f"no plan could be run: {fault.message}")
+                self.finish(refused, 0.0)
         return searches
 
     def new_search(self, cell: Cell) -> CellSearch | None:
@@ -124,7 +134,7 @@ class CellRuns:
         if isinstance(space, PlanError):
             self.rows.refuse(cell.workload, space)
             return None
-        context = CellContext(
+        return CellSearch(
             space,
             self._evaluator,
             self._store,
@@ -132,10 +142,9 @@ class CellRuns:
             self.telling,
             self.task.edge.clock,
             main_dtypes=cell.main_dtypes,
-            lessons=self.lessons,
+            transfer=self.transfer,
             end=self.budget.deadline(math.inf),
         )
-        return CellSearch(context)
 
     def _settings(self) -> SearchSettings:
         request, preset = self.task.request, self.task.preset
@@ -147,42 +156,27 @@ class CellRuns:
             prefer=request.prefer,
             asynchronous=self.task.edge.facts.vendor != "cpu",
             hang_s=hang_s(self.task.edge.facts.vendor, preset.budget_s, request.ranks),
+            sampler=request.sampler,
         )
 
     def search(self, search: CellSearch, share_s: float, spare_s: float) -> None:
         """``spare_s`` makes up for what this cell should not pay for alone: crashes, hangs, compilation."""
-        context = search.context
-        cell, clock = context.cell, self.task.edge.clock
-        began, lost_before_s = clock.now(), context.evaluator.lost_s
+        state, cell, clock = search.state, search.cell, self.task.edge.clock
+        began, lost_before_s = clock.now(), state.lost_s
         self.telling.begin(cell)
         if share_s < search.least_s():
-            self._finish(context.inconclusive("no time was left for it; give a larger --budget"), 0.0)
+            self.finish(search.inconclusive("no time was left for it; give a larger --budget"), 0.0)
             return
-        result = search.run(
-            self.budget.working_deadline(share_s, lambda: context.evaluator.lost_s, spare_s),
-            seeds=self.rows.seeds(cell),
-            nearby=Nearby(other.timed() for other in self._alike(cell)),
-        )
+        deadline = self.budget.working_deadline(share_s, lambda: state.lost_s, spare_s)
+        result = search.run(deadline, seeds=self.rows.seeds(cell))
         taken_s = clock.now() - began
-        self.telling.end(cell, max(0.0, taken_s - (context.evaluator.lost_s - lost_before_s)))
-        self._finished[cell] = context
-        if math.isfinite(sigma := context.ledger.noise_sigma()):
-            self.lessons.sigmas.append(sigma)
+        self.telling.end(cell, max(0.0, taken_s - (state.lost_s - lost_before_s)))
+        self.transfer.finished.append(search.beliefs.timed())
+        if math.isfinite(sigma := state.noise_sigma()):
+            self.transfer.sigmas.append(sigma)
         self.searched.append(search)
-        self.conclude(context, result, taken_s)
+        self.finish(result, taken_s)
 
-    def _alike(self, cell: Workload) -> list[CellContext]:
-        """The finished cells that differ in length only, nearest first."""
-        alike = [done for done in self._finished if done.at(cell.seq_len) == cell]
-        return [self._finished[done] for done in sorted(alike, key=lambda done: abs(done.seq_len - cell.seq_len))]
-
-    def conclude(self, context: CellContext, result: CellResult, taken_s: float) -> None:
-        """A searched cell's row, with what only its search knows."""
-        if result.choice is not None and result.default is not None:
-            result.singles = context.singles(result.default.median_ms)
-        result.validation_pending = context.owes_proof
-        self._finish(result, taken_s)
-
-    def _finish(self, result: CellResult, taken_s: float) -> None:
+    def finish(self, result: CellResult, taken_s: float) -> None:
         self.rows.finish(result, taken_s)
         self.telling.time_left()

@@ -11,7 +11,7 @@ from pathlib import Path
 from autotune.exit_codes import ProbeFailure
 from autotune.measure.evaluator import Evaluator, Fault
 from autotune.probe.request import CellReport, ProbeRequest
-from autotune.search.cell import CellResult, Measured
+from autotune.search.result import CellResult, Measured
 from ringattn import __version__
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.profile.schema import Choice, Evidence, Failure, Fingerprint, LinkSpeed, PlanEntry, Profile, Provenance

@@ -1,0 +1,154 @@
+"""What is believed of a cell's plans: every reading drawn towards what the surrogate makes of all the others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable
+
+import numpy as np
+
+from autotune import statistics
+from autotune.journal.entry import Entry
+from autotune.space.space import Space, Value, encode
+from ringattn.planning.preference import cost
+from ringattn.workload import Tunables
+
+from .cell import CellState
+from .sampler import Known
+from .surrogate import Coder, Surrogate, Weights
+from .transfer import HOPELESS, Timed
+
+FAILED, FAILED_SIGMA = math.log(1.5), 0.1  # what is like a plan that failed is tried later, and not never
+LOOK_SIGMA = 0.05  # of a single unpaired call, beside the noise of a pair
+
+
+class Beliefs:
+    """The surrogate of a cell's state, fitted anew when something was measured."""
+
+    def __init__(self, state: CellState, space: Callable[[], Space], whole: Space) -> None:
+        """``space`` is what is worth trying now, out of ``whole``."""
+        self._state, self._space = state, space
+        self.coder = Coder(state.workload, whole.knobs)
+        self._weights: Weights | None = None
+        self._surrogate: Surrogate | None = None
+        self._believed: tuple[Surrogate, dict[Tunables, tuple[float, float]]] | None = None
+        self._fitted = -1  # the number of things measured that it is of
+
+    def objective(self, entry: Entry, log_ratio: float) -> float:
+        """What is minimised, 0 at the default: log(t / t_default), or as the preference has it."""
+        prefer, default = self._state.settings.prefer, self._state.entry(self._state.default).checked
+        if prefer == "time" or entry.checked is None or default is None:
+            return log_ratio
+        return cost(prefer, log_ratio, entry.checked.peak_bytes) - cost(prefer, 0.0, default.peak_bytes)
+
+    def surrogate(self) -> Surrogate:
+        """The process of everything measured so far."""
+        state, sigma = self._state, self._state.sigma()
+        measured = state.measured
+        if self._surrogate is not None and self._fitted == measured:
+            return self._surrogate
+        self._fitted = measured
+        plans: list[Tunables] = []
+        values: list[float] = []
+        variances: list[float] = []
+        polished = state.polished()
+        failed: list[Tunables] = []
+        for plan, entry in state.entries.items():
+            if entry.failure is not None or (entry.checked is not None and not state.keeps_limits(entry)):
+                failed.append(plan)
+                continue
+            look = state.first_look(entry)
+            if entry in polished:
+                ratios = polished[entry]
+                value = statistics.settled(ratios, sigma, look)
+                variance = sigma**2 * (math.pi / 2 if len(ratios) > 2 else 1.0) / len(ratios)
+            elif plan == state.default:
+                value, variance = 0.0, sigma**2 / 4
+            elif look is not None:
+                value, variance = look, 4 * sigma**2 + LOOK_SIGMA**2
+            else:
+                continue
+            plans.append(plan)
+            values.append(self.objective(entry, value))
+            variances.append(variance if plan != state.default else 1e-6)
+        bad = max([FAILED, *([float(np.median(values)) + FAILED] if values else [])])
+        plans += failed
+        values += [bad] * len(failed)
+        variances += [FAILED_SIGMA**2] * len(failed)
+        self._surrogate = Surrogate(self.coder, plans, values, variances, self._weights)
+        self._weights = self._surrogate.weights
+        return self._surrogate
+
+    def believed(self) -> dict[Tunables, tuple[float, float]]:
+        """Objective and its standard deviation of every plan that was timed and may be chosen, best first."""
+        surrogate = self.surrogate()
+        if self._believed is None or self._believed[0] is not surrogate:
+            timed = {}
+            for plan, found in surrogate.believed().items():
+                entry = self._state.entry(plan)
+                if (entry.log_ratios or plan == self._state.default) and self._state.may_be_chosen(entry):
+                    timed[plan] = found
+            self._believed = surrogate, dict(sorted(timed.items(), key=lambda item: item[1][0]))
+        return self._believed[1]
+
+    def best(self) -> Tunables:
+        return next(iter(self.believed()), self._state.default)
+
+    def best_value(self) -> float:
+        return next(iter(self.believed().values()), (0.0, 0.0))[0]
+
+    def known(self) -> Known:
+        """For the sampler."""
+        space, state = self._space(), self._state
+        surrogate = self.surrogate().copy()
+        believed = surrogate.believed()
+        usable = [plan for plan in believed if state.may_be_chosen(state.entry(plan))]
+        starts = sorted(usable, key=lambda plan: believed[plan][0]) or [state.default]
+        best = min([believed[plan][0] for plan in usable], default=0.0)
+        looks: dict[tuple[str, Value], float] = {}
+        for plan, entry in state.entries.items():
+            look = state.first_look(entry) if plan != state.default else 0.0
+            if look is not None:
+                there = encode(state.workload, plan)
+                for name, value in there.items():
+                    key = name.partition(".")[0], value
+                    looks[key] = min(look, looks.get(key, math.inf))
+        fastest = min(looks.values(), default=0.0)
+        hopeless = {key for key, look in looks.items() if look > fastest + HOPELESS}
+        tried: set[Hashable] = {space.identity(p) for p, e in state.entries.items() if e.checked or e.fault}
+        return Known(
+            space,
+            surrogate,
+            starts,
+            best,
+            tried,
+            list(state.entries),
+            hopeless,
+            lambda plan: state.is_trap(plan) or not state.is_main(plan),
+        )
+
+    def timed(self) -> Timed:
+        """What this cell says to others."""
+        state = self._state
+        medians = {
+            entry.tunables: state.median(entry)
+            for entry in [*state.timed(), state.entry(state.default)]
+            if entry.log_ratios
+        }
+        looks = {
+            plan: look
+            for plan, entry in state.entries.items()
+            if plan not in medians and entry.failure is None and (look := state.first_look(entry)) is not None
+        }
+        every = {**looks, **medians}
+        main = [m for plan, m in every.items() if state.may_be_chosen(state.entry(plan))]
+        best = min(main, default=0.0)
+        narrow = min([m for p, m in every.items() if not state.is_main(p)], default=best)
+        return Timed(
+            state.workload,
+            {
+                plan: m - (best if state.is_main(plan) else min(best, narrow))
+                for plan, m in every.items()
+                if not state.launches_too_long(state.entry(plan))
+            },
+        )

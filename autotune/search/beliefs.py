@@ -88,14 +88,15 @@ class Beliefs:
                 entry = self._state.entry(plan)
                 if (entry.log_ratios or plan == self._state.default) and self._state.may_be_chosen(entry):
                     timed[plan] = found
-            self._believed = surrogate, dict(sorted(timed.items(), key=lambda item: item[1][0]))
+            hope = self._state.hope
+            self._believed = surrogate, dict(sorted(timed.items(), key=lambda item: hope(item[0], item[1][0])))
         return self._believed[1]
 
     def best(self) -> Tunables:
         return next(iter(self.believed()), self._state.default)
 
     def best_value(self) -> float:
-        return next(iter(self.believed().values()), (0.0, 0.0))[0]
+        return next((self._state.hope(plan, found[0]) for plan, found in self.believed().items()), 0.0)
 
     def known(self) -> Known:
         """For the sampler."""
@@ -103,8 +104,8 @@ class Beliefs:
         surrogate = self.surrogate().copy()
         believed = surrogate.believed()
         usable = [plan for plan in believed if state.may_be_chosen(state.entry(plan))]
-        starts = sorted(usable, key=lambda plan: believed[plan][0]) or [state.default]
-        best = min([believed[plan][0] for plan in usable], default=0.0)
+        starts = sorted(usable, key=lambda plan: state.hope(plan, believed[plan][0])) or [state.default]
+        best = min([state.hope(plan, believed[plan][0]) for plan in usable], default=0.0)
         looks: dict[tuple[str, Value], float] = {}
         for plan, entry in state.entries.items():
             look = state.first_look(entry) if plan != state.default else 0.0
@@ -124,6 +125,7 @@ class Beliefs:
             tried,
             list(state.entries),
             hopeless,
+            state.validations.odds,
             lambda plan: state.is_trap(plan) or not state.is_main(plan),
         )
 

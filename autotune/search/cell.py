@@ -6,11 +6,10 @@ One object, which the loop asks and tells. Every reading is log(t / t_default) i
 
 from __future__ import annotations
 
-import itertools
 import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -24,15 +23,16 @@ from ringattn.workload import Tunables, Workload
 from .budget import Deadline
 from .readings import Readings
 from .settings import SearchSettings
-from .transfer import Transfer, costs_a_worker, traits_of
+from .suspects import Suspects
+from .transfer import Transfer
 
 CALLS_BEFORE_HANG = 15  # a call may take this many times the default's before it counts as hung
 HANG_SHARE = 0.2  # of the time that is left, at most, goes into waiting for one plan
 LEAST_HANG_S = 1.0
 PATIENCE = 0.15  # of a cell's time may go into blocks thrown away for foreign load; then the machine counts as loaded
+LEAST_ODDS = 0.45  # of passing its check, for a plan to be tried: two failures of one trait are enough
 DEFAULT_ATTEMPTS = 2  # blocks in a row whose default failed, before it counts as broken
 
-Trait = tuple[str, Any]
 TrialListener = Callable[[Tunables, TrialOutcome], None]
 
 
@@ -97,6 +97,7 @@ class CellState(Readings):
         self.disturbances: list[Interference] = []
         self.discarded = 0
         self.trials = 0
+        self.checks, self.validations = Suspects(), Suspects()
         self.note = ""
         self.owes_validation = False  # of the default, which stays, at other lengths
         self.seeds: Sequence[Tunables] = ()  # winners of cells nearby
@@ -104,8 +105,6 @@ class CellState(Readings):
         self._listener = listener
         self._patience_s = 0.0  # left for blocks that are thrown away
         self._default_faults = 0
-        self._ran: set[tuple[Trait, Trait]] = set()  # pairs of traits of plans that ran
-        self._blamed: set[tuple[Trait, Trait]] = set()
         self._place = zlib.crc32(str(workload).encode())
 
     # --- time -----------------------------------------------------------------------------------------------------
@@ -177,21 +176,16 @@ class CellState(Readings):
         return entry.fault is None
 
     def _learn(self, entry: Entry, result: Checked | Fault) -> None:
-        """What it says of other plans; a hang or crash that no kernel is to blame for is of two traits together."""
+        """Note what it says of other plans, here and in other cells."""
         self.transfer.learn(entry.tunables, result)
-        pairs = set(itertools.combinations(sorted(traits_of(entry.tunables), key=str), 2))
         if isinstance(result, Checked):
-            self._ran |= pairs
-            self._blamed -= pairs
-        elif costs_a_worker(result) and not self.transfer.traps.holds(entry.tunables):
-            self._blamed |= pairs - self._ran
+            self.checks.clear(entry.tunables)
+        elif not result.struck:
+            self.checks.blame(entry.tunables)
 
     def is_trap(self, plan: Tunables) -> bool:
-        """Whether it would hang or crash as another did, as far as can be told from what they share."""
-        if self.transfer.traps.holds(plan):
-            return True
-        pairs = itertools.combinations(sorted(traits_of(plan), key=str), 2)
-        return bool(self._blamed) and not self._blamed.isdisjoint(pairs)
+        """Whether it would likely fail its check as others did."""
+        return self.transfer.traps.holds(plan) or self.checks.odds(plan) < LEAST_ODDS
 
     def fail(self, entry: Entry, fault: Fault, stage: str) -> None:
         entry.fault = fault
@@ -207,6 +201,7 @@ class CellState(Readings):
             entry.validated = self.evaluator.prove(self.workload, plan, timeout_s=self.timeout_s())
             self.record.validated(entry)
             self.measured += 1
+            self._learn_validation(entry)
             if isinstance(entry.validated, Proven):
                 call_s = entry.checked.call_ms / 1e3 if entry.checked is not None else 0.0
                 self.transfer.validated(self.workload, plan, call_s, self.deadline.clock.now() - began)
@@ -214,6 +209,16 @@ class CellState(Readings):
                 fault = entry.validated
                 self.tell(entry, TrialOutcome(fault.kind, "validate", message=fault.message))
         return entry.validated if isinstance(entry.validated, Fault) else None
+
+    def _learn_validation(self, entry: Entry) -> None:
+        if isinstance(entry.validated, Proven):
+            self.validations.clear(entry.tunables)
+        else:
+            self.validations.blame(entry.tunables)
+
+    def hope(self, plan: Tunables, value: float) -> float:
+        """What is to be had of a plan: a gain (below 0) counts for as much as it is likely to pass its validation."""
+        return value * self.validations.odds(plan) if value < 0 else value
 
     def tell(self, entry: Entry, outcome: TrialOutcome) -> None:
         self.trials += 1
@@ -228,6 +233,8 @@ class CellState(Readings):
             result = entry.fault or entry.checked
             if result is not None:
                 self._learn(entry, result)
+            if entry.validated is not None:
+                self._learn_validation(entry)
         for number, (default_ms, repeated) in sorted(blocks.items()):
             self.keep_block(number, default_ms, repeated)
 

@@ -21,7 +21,7 @@ from .cell import CellState
 from .choose import NOISY_SIGMA, Candidate, NothingAllowed, choose, distance, gain_margin, pareto_front
 from .result import AT_PAR, CellResult, Measured
 from .result import CellState as State
-from .transfer import shared_traits, traits_of
+from .transfer import parts_of
 
 FINALISTS = 4  # the default among them
 FRONT_KEPT = 4
@@ -154,7 +154,12 @@ class Final:
     def _validations_wanted(self, entries: Sequence[Entry]) -> int:
         """Of the choice, of a narrower one, and of a plan that holds less: a front of one leaves nothing to prefer."""
         open_ = {self.state.is_main(entry.tunables) for entry in entries if entry.validated is None}
-        return len(open_) + self._has_leaner()
+        # A kernel that nobody validated here may fail, and then another choice has to pass.
+        new = any(
+            not parts_of(entry.tunables) <= self.state.validations.passed | parts_of(self.state.default)
+            for entry in entries
+        )
+        return len(open_) + self._has_leaner() + new
 
     # --- finalists --------------------------------------------------------------------------------------------------
 
@@ -175,8 +180,7 @@ class Final:
         usual = [plan for plan in state.seeds if plan in equal][:1]
         wanted = list(dict.fromkeys([*near[:1], *usual, *plainest, *near]))
         if self.default.failure is not None:
-            blamed = shared_traits([self.state.default], self._passed())
-            wanted.sort(key=lambda plan: len(traits_of(plan) & blamed))
+            wanted.sort(key=lambda plan: -state.validations.odds(plan))
         return wanted[: FINALISTS - 1 - len(narrow)] + narrow
 
     def _narrow_finalist(self, best: float) -> list[Tunables]:
@@ -186,9 +190,6 @@ class Final:
         first = min(narrow, key=state.median, default=None)
         rival = min(best, 0.0) if state.keeps_limits(self.default) else best
         return [first.tunables] if first is not None and state.median(first) < rival + CONTENDER else []
-
-    def _passed(self) -> list[Tunables]:
-        return [plan for plan, entry in self.state.entries.items() if isinstance(entry.validated, Proven)]
 
     # --- the choice -------------------------------------------------------------------------------------------------
 
@@ -232,17 +233,15 @@ class Final:
         A validation that starts late runs into the time of other cells, but not beyond the probe's end.
         """
         state = self.state
-        left, failed = list(others), []
+        left = list(others)
         state.owes_validation = False
         if self.default.failure is not None:
-            failed.append(state.default)
             default = replace(default, allowed=False)
             left = [*left, *self._further(left)]
         if not state.end.allows(state.validation_s()):
             left = self._validated_already(left)
         while True:
-            blamed = shared_traits(failed, [*self._passed(), *([] if state.default in failed else [state.default])])
-            free = [c for c in left if traits_of(c.tunables).isdisjoint(blamed)] or left
+            free = [replace(c, gain=self._hoped(c)) for c in left]
             winner = choose(
                 state.workload,
                 default,
@@ -252,13 +251,13 @@ class Final:
                 sigma=state.sigma(),
                 usual=state.seeds,
             )
+            winner = next((c for c in left if c.tunables == winner.tunables), winner)
             if winner is default and self.default.validated is None:
                 state.owes_validation = not self.deadline.allows(state.validation_s())
                 if state.owes_validation:
                     return default
             if state.validate(winner.tunables) is None:
                 return winner
-            failed.append(winner.tunables)
             if winner is default:
                 default = replace(default, allowed=False)
                 left = [*left, *self._further(left)]
@@ -270,6 +269,14 @@ class Final:
             until = self.deadline if default.allowed else state.end
             if not until.allows(state.validation_s()):
                 left = self._validated_already(left)
+
+    def _hoped(self, candidate: Candidate) -> Interval:
+        """The candidate's gain, as far as it is likely to pass."""
+        gain, odds = candidate.gain, self.state.validations.odds(candidate.tunables)
+        if odds == 1.0 or gain.median >= 0:
+            return gain
+        behind = gain.median * (odds - 1)
+        return replace(gain, low=gain.low + behind, median=gain.median + behind)
 
     def _further(self, known: Sequence[Candidate]) -> list[Candidate]:
         """Every other plan that was timed: where the default is wrong, any that is right may stand in for it."""

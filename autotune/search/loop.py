@@ -23,7 +23,7 @@ from ringattn.workload import Tunables, Workload
 from .beliefs import FAILED, Beliefs
 from .budget import CellNeed, Deadline
 from .cell import CellState, DefaultBroken
-from .choose import distance
+from .choose import distance, gain_margin
 from .design import Design
 from .final import MOST_RESERVED, Final, reserve_s
 from .pruner import RacePruner
@@ -40,8 +40,7 @@ DISMISSED = math.log(3.0)  # a plan whose check already took so many times the b
 FAR_BEHIND = math.log(1.5)  # a queued plan of which the surrogate is sure that it is so far behind is not tried
 HINTS = 3  # best plans of a neighbouring length that are tried first
 LEAN_KNOBS = ("checkpoint", "window_tokens")  # their turns of the best plan give a front of time and memory
-EARLY_SHARE = 0.1  # of the time that is left a validation in the midst of the search may take
-EARLY_READINGS = 3
+EARLY_SHARE = 0.2  # of the time that is left a validation in the midst of the search may take
 DEFAULT_PATIENCE = 4.0  # times what another plan is given to answer: a cell without its default is lost
 ASKS = 8  # of a foreign sampler for each plan it brings; then the cell is searched through
 
@@ -460,11 +459,12 @@ class CellSearch:
     def _validate_early(self, deadline: Deadline) -> None:
         """Validate the best plan where that costs little: what it fails for is then known while there is time."""
         best = self.beliefs.best()
-        entry = self.state.entry(best)
-        if entry.validated is not None or best == self.state.default or len(entry.log_ratios) < EARLY_READINGS:
-            return
-        passed = [e.tunables for e in self.state.entries.values() if e.validated and e.failure is None]
-        if any(parts_of(best) <= parts_of(plan) for plan in passed):
+        mean, deviation = self.beliefs.believed().get(best, (0.0, 0.0))
+        surely = mean + 2 * deviation < gain_margin(noisy=True) or not self.state.may_be_chosen(
+            self.state.entry(self.state.default)
+        )
+        validated = self.state.entry(best).validated is not None or parts_of(best) <= self.state.validations.passed
+        if best == self.state.default or validated or not surely:
             return
         if self.state.validation_s(best) <= EARLY_SHARE * deadline.remaining_s():
             self.state.validate(best)

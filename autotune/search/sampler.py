@@ -39,7 +39,8 @@ NEVER_TURNED = ("dtype", "compile")  # which the loop decides
 class Known:
     """What a sampler goes by: the process, the plans to start from, best first, the log-ratio to beat, what was tried.
 
-    ``tried`` are identities in ``space``; ``avoid`` says which plans are not to be asked for.
+    ``tried`` are identities in ``space`` of ``plans``; with ``hopeless`` values nothing comes near the best. ``odds``
+    are those of a plan's validation; ``avoid`` says which plans are not to be asked for.
     """
 
     space: Space
@@ -49,6 +50,7 @@ class Known:
     tried: set[Hashable]
     plans: list[Tunables]
     hopeless: set[tuple[str, Value]]
+    odds: Callable[[Tunables], float]
     avoid: Callable[[Tunables], bool]
 
     def is_new(self, plan: Tunables) -> bool:
@@ -196,6 +198,7 @@ def _most_promising(known: Known, rows: Codes) -> Tunables | None:
         looked_at += 1
         # Spelled plainly, it may be like others in more than its row said.
         (gain,) = expected_improvement(*surrogate.predict(surrogate.coder.row(plan)[None]), known.best).tolist()
+        gain *= known.odds(plan)
         if gain >= WORTH_TRYING and (best is None or gain > best[0]):
             best = gain, plan
     return best[1] if best is not None else None

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
 
 from autotune.journal.store import Store
 from autotune.measure.evaluator import Checked, Fault, KernelUnavailable
@@ -32,19 +31,11 @@ def parts_of(plan: Tunables) -> frozenset[Part]:
     return frozenset(forward | {("backward", branch.backward) for branch in plan.branches if branch.backward})
 
 
-def traits_of(plan: Tunables) -> frozenset[tuple[str, Any]]:
-    """What a failure may be of: kernels by direction, dtype, gathers, checkpoint, window, schedule, compilation."""
-    gathers = {("gather", branch.gather) for branch in plan.branches}
-    whole = {(name, getattr(plan, name)) for name in ("dtype", "checkpoint", "window_tokens", "schedule", "compile")}
-    return frozenset(parts_of(plan) | gathers | whole)
-
-
 @dataclass(slots=True)
 class Traps:
     """Kernels, by direction, that hung, crashed or cannot be loaded, and why; nobody asks for them again.
 
-    What ran in some plan is not to blame for another. Where all parts of a plan that hung have run elsewhere it is
-    two of its traits together that no plan has run with.
+    What ran in some plan is not to blame for another.
     """
 
     ran: set[Part] = field(default_factory=set)
@@ -205,9 +196,3 @@ def without(space: Space, parts: Collection[Part]) -> Space:
     }
     plans = [plan for plan in space.kernel_plans if plan == space.default or parts_of(plan).isdisjoint(parts)]
     return dataclasses.replace(space, knobs=knobs, kernel_plans=tuple(plans))
-
-
-def shared_traits(failed: Iterable[Tunables], passed: Iterable[Tunables]) -> frozenset[tuple[str, Any]]:
-    """Traits that a failure may be of: those of plans that failed, which no plan that passed has."""
-    innocent = frozenset(trait for plan in passed for trait in traits_of(plan))
-    return frozenset(trait for plan in failed for trait in traits_of(plan)) - innocent

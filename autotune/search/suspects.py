@@ -1,0 +1,66 @@
+"""Which trait of a plan its failure is of, found as in group testing: what failed plans share, and no right one has."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from ringattn.workload import Tunables
+
+from .transfer import parts_of
+
+Trait = tuple[str, Any]
+# How much likelier a kernel is to blame than a mode of the whole plan.
+KERNEL_WEIGHT = 4.0
+
+
+def traits_of(plan: Tunables) -> frozenset[Trait]:
+    """What a failure may be of: kernels by direction, dtype, gathers, checkpoint, window, schedule, compilation."""
+    gathers = {("gather", branch.gather) for branch in plan.branches}
+    whole = {(name, getattr(plan, name)) for name in ("dtype", "checkpoint", "window_tokens", "schedule", "compile")}
+    return frozenset(parts_of(plan) | gathers | whole)
+
+
+@dataclass(slots=True)
+class _Group:
+    """Failures that one trait would explain."""
+
+    traits: frozenset[Trait]
+    failures: int = 1
+
+
+@dataclass(slots=True)
+class Suspects:
+    """Traits of plans that failed and of plans that passed, in one kind of test."""
+
+    passed: set[Trait] = field(default_factory=set)
+    _groups: list[_Group] = field(default_factory=list)
+
+    def clear(self, plan: Tunables) -> None:
+        """The plan passed: none of its traits is to blame alone."""
+        self.passed |= traits_of(plan)
+        for group in self._groups:
+            group.traits -= self.passed
+
+    def blame(self, plan: Tunables) -> None:
+        """The plan failed: of another failure's suspects those that it has, too, or all of its own."""
+        traits = traits_of(plan) - self.passed
+        for group in self._groups:
+            if shared := group.traits & traits:
+                group.traits, group.failures = shared, group.failures + 1
+                return
+        self._groups.append(_Group(traits))
+
+    def odds(self, plan: Tunables) -> float:
+        """How likely the plan passes, as far as it is for what others failed of."""
+        traits = traits_of(plan)
+        return math.prod(
+            1 - _weight(group.traits & traits) / _weight(group.traits) * group.failures / (group.failures + 1)
+            for group in self._groups
+            if group.traits
+        )
+
+
+def _weight(traits: frozenset[Trait]) -> float:
+    return sum(KERNEL_WEIGHT if name in ("forward", "backward") else 1.0 for name, _ in traits)

@@ -21,12 +21,16 @@ TABLE_SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One plan of a recorded cell: all its repetitions in ms, or how it failed."""
+    """One plan of a cell: all its repetitions in ms, or how it failed.
+
+    ``unproven`` is how it fails at other lengths, where it passes the check at its own.
+    """
 
     tunables: Tunables
     times_ms: tuple[float, ...] = ()
     checked: Checked | None = None
     fault: Fault | None = None
+    unproven: Fault | None = None
 
     @property
     def median_ms(self) -> float:

@@ -295,14 +295,17 @@ class CellSearch:
             if searching.passed():
                 return
             self.state.deadline = deadline
+            before = len(self.state.entries)
             fresh = self._ask(searching)
             beside = self._contenders(fresh)
-            if not fresh and not beside:
+            if not beside and len(self.state.entries) == before:
                 if self._lean_left:
                     self._queue += self._lean()
                     continue
                 return
             wanted = [entry for entry in (*beside, *fresh) if entry.failure is None]
+            if not wanted:
+                continue
             if not searching.allows(self.state.block_s(entry.tunables for entry in wanted)):
                 return
             if self.state.block(wanted):
@@ -346,7 +349,8 @@ class CellSearch:
     def _ask(self, deadline: Deadline) -> list[Entry]:
         """Up to BATCH new plans that may be timed."""
         fresh: list[Entry] = []
-        while len(fresh) < BATCH and deadline.allows(self._check_s()):
+        before = len(self.state.entries)
+        while (asked := len(self.state.entries) - before) < BATCH and deadline.allows(self._check_s()):
             if self._queue:
                 plan = self._queue.pop(0)
                 if self.is_known(plan) or self.state.is_trap(plan) or self._is_far_behind(plan):
@@ -354,12 +358,13 @@ class CellSearch:
                 entry = self.state.entry(plan)
                 self.study.open(entry, QUEUE)
             else:
-                asked = self._ask_sampler(BATCH - len(fresh))
-                if asked is None:
+                found = self._ask_sampler(BATCH - asked)
+                if found is None:
                     break
-                entry = asked
+                entry = found
             if self.state.check(entry) and self._may_be_timed(entry):
                 fresh.append(entry)
+        self.state.measured += 1
         return fresh
 
     def _ask_sampler(self, count: int) -> Entry | None:

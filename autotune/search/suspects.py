@@ -13,6 +13,7 @@ from .transfer import parts_of
 Trait = tuple[str, Any]
 # How much likelier a kernel is to blame than a mode of the whole plan.
 KERNEL_WEIGHT = 4.0
+UNRELATED = 0.35  # odds that a failure is of no single trait, but of that plan alone
 
 
 def traits_of(plan: Tunables) -> frozenset[Trait]:
@@ -56,7 +57,7 @@ class Suspects:
         """How likely the plan passes, as far as it is for what others failed of."""
         traits = traits_of(plan)
         return math.prod(
-            1 - _weight(group.traits & traits) / _weight(group.traits) * group.failures / (group.failures + 1)
+            1 - _weight(group.traits & traits) / _weight(group.traits) * (1 - UNRELATED**group.failures)
             for group in self._groups
             if group.traits
         )

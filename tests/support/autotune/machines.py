@@ -97,15 +97,17 @@ def row_of(
     error: Callable[[Tunables], float] = lambda tunables: 1e-3,
     host_us: Callable[[Tunables], float] = lambda tunables: 20.0,
     faults: Mapping[Tunables, Fault] | None = None,
+    unproven: Mapping[Tunables, Fault] | None = None,
 ) -> Callable[[Workload, Tunables], Row]:
-    """True rows out of a function of the plan."""
+    """True rows out of a function of the plan; ``unproven`` pass a check but not the ragged lengths."""
 
     def row(cell: Workload, tunables: Tunables) -> Row:
         fault = (faults or {}).get(tunables)
         if fault is not None:
             return Row(tunables, fault=fault)
         ms = base_ms * math.exp(log_ratio(cell, tunables))
-        return Row(tunables, (ms,), Checked(ms, error(tunables), peak(tunables), ms, host_us(tunables)))
+        checked = Checked(ms, error(tunables), peak(tunables), ms, host_us(tunables))
+        return Row(tunables, (ms,), checked, unproven=(unproven or {}).get(tunables))
 
     return row
 
@@ -145,11 +147,10 @@ class Setting:
     ) -> Trial:
         clock = SimulatedClock()
         evaluator = ReplayEvaluator(
-            row_of(self.truth, **self.rows),  # type: ignore[arg-type]
+            row_of(self.truth, unproven=self.unproven, **self.rows),  # type: ignore[arg-type]
             clock,
             seed,
             self.trouble,
-            unproven=self.unproven,
         )
         space = build_space(self.cell, self.machine, self.default, self.dtypes)
         settings = SearchSettings(

@@ -120,9 +120,9 @@ class ModelledH100(ReplayEvaluator):
         self.clock.advance(0.04)  # the model of the climb, messages and the journal
         return super().block(cell, order, timeout_s=timeout_s)
 
-    def _reading(self, cell: Workload, plan: Tunables) -> Sample | Fault:
+    def _reading(self, cell: Workload, plan: Tunables, timeout_s: float) -> Sample | Fault:
         self.clock.advance(max(0.0, 7.5 * self._waited_s(cell, plan) - self.sample_target_s))
-        return super()._reading(cell, plan)
+        return super()._reading(cell, plan, timeout_s)
 
     def _waited_s(self, cell: Workload, plan: Tunables) -> float:
         return max(0.0, self.host_slowness * host_us(cell, plan) / 1e6 - device_ms(cell, plan) / 1e3)

@@ -1,0 +1,80 @@
+"""The product and its rivals: each tunes a problem with a seed and says what it chose."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import optuna
+
+from autotune.journal.store import Store
+from autotune.measure.simulated import SimulatedClock
+from autotune.search.budget import EFFORTS, Budget
+from autotune.search.loop import CellSearch
+from autotune.search.settings import NoListener, SearchSettings
+from ringattn.workload import Tunables
+
+from .problems import CELL_BUDGET_S, HANG_S, Problem
+from .rivals import Rival
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The plan that a method would have run, and the ratio to the default that it claims."""
+
+    plan: Tunables
+    claimed: float = 1.0
+
+
+def ringtune(problem: Problem, seed: int, clock: SimulatedClock) -> Choice:
+    """The product's search of one cell; without an answer the default runs."""
+    search = CellSearch(
+        problem.space,
+        problem.evaluator(clock, seed),
+        Store(None),
+        SearchSettings(EFFORTS["standard"], seed, hang_s=HANG_S),
+        NoListener(),
+        clock,
+        main_dtypes=(problem.space.default.dtype,),
+    )
+    budget = Budget(CELL_BUDGET_S, clock)
+    fault = search.settle(budget.deadline(CELL_BUDGET_S))
+    assert fault is None, fault
+    result = search.run(budget.deadline(budget.available_s()))
+    if result.choice is None:
+        return Choice(problem.space.default)
+    return Choice(result.choice.tunables, result.choice.gain.ratio)
+
+
+def rival(problem: Problem, seed: int, clock: SimulatedClock, sampler: optuna.samplers.BaseSampler) -> Choice:
+    return Choice(*Rival(problem, seed, clock).run(sampler))
+
+
+def tpe(problem: Problem, seed: int, clock: SimulatedClock) -> Choice:
+    return rival(problem, seed, clock, optuna.samplers.TPESampler(seed=seed, multivariate=True))
+
+
+def gp(problem: Problem, seed: int, clock: SimulatedClock) -> Choice:
+    return rival(problem, seed, clock, optuna.samplers.GPSampler(seed=seed))
+
+
+def at_random(problem: Problem, seed: int, clock: SimulatedClock) -> Choice:
+    return rival(problem, seed, clock, optuna.samplers.RandomSampler(seed=seed))
+
+
+def default(problem: Problem, seed: int, clock: SimulatedClock) -> Choice:
+    return Choice(problem.space.default)
+
+
+Method = Callable[[Problem, int, SimulatedClock], Choice]
+METHODS: Mapping[str, Method] = {"ringtune": ringtune, "TPE": tpe, "GP": gp, "random": at_random, "default": default}
+
+
+def be_quiet() -> None:
+    """Silence Optuna, and torch's threads, whose time would all be charged."""
+    import torch
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+    torch.set_num_threads(1)

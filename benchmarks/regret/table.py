@@ -1,0 +1,153 @@
+"""Outcomes of runs, and what a method comes to over many."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .problems import CELL_BUDGET_S
+
+NOISE_FLOOR = 1.02  # times the default's: a choice slower than that counts as worse than the default
+AGREED = 0.02  # two seeds agree where their choices differ by no more
+OVERRUN = 1.1  # times the budget
+ALL = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one method chose on one problem: ratios are of true times.
+
+    A plan that is wrong, at its own length or at others, has no time: its regret is infinite. ``spent_s`` is simulated,
+    ``own_s`` the part of it that the tuner itself worked. ``claimed`` is the ratio to the default that the method told,
+    over the true one.
+    """
+
+    machine: str
+    noise: str
+    method: str
+    cell: str
+    seed: int
+    regret: float
+    to_default: float
+    ms: float
+    wrong: bool
+    proposed: bool  # by the sampler or a local search, and not one of the uniform plans
+    spent_s: float
+    own_s: float
+    claimed: float
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What one method came to on one machine under one noise; shares are of its runs, or of pairs of seeds."""
+
+    machine: str
+    noise: str
+    method: str
+    runs: int
+    regret_median: float | None  # None is infinite
+    regret_p90: float | None
+    agreeing: float | None
+    worse_than_default: int
+    wrong: int
+    overrun: int
+    worst_to_default: float
+    proposed: float
+    claimed_median: float
+    claimed_p10: float
+    claimed_p90: float
+    spent_s: float
+    own_s: float
+
+
+def line_of(machine: str, noise: str, method: str, outcomes: Sequence[Outcome]) -> Line:
+    regrets = [outcome.regret for outcome in outcomes]
+    claimed = [outcome.claimed for outcome in outcomes if not outcome.wrong] or [1.0]
+    return Line(
+        machine=machine,
+        noise=noise,
+        method=method,
+        runs=len(outcomes),
+        regret_median=_rounded(_quantile(regrets, 0.5)),
+        regret_p90=_rounded(_quantile(regrets, 0.9)),
+        agreeing=agreement(outcomes),
+        worse_than_default=sum(not o.wrong and o.to_default > NOISE_FLOOR for o in outcomes),
+        wrong=sum(outcome.wrong for outcome in outcomes),
+        overrun=sum(outcome.spent_s > OVERRUN * CELL_BUDGET_S for outcome in outcomes),
+        worst_to_default=round(max(outcome.to_default for outcome in outcomes), 4),
+        proposed=round(sum(outcome.proposed for outcome in outcomes) / len(outcomes), 4),
+        claimed_median=round(_quantile(claimed, 0.5), 4),
+        claimed_p10=round(_quantile(claimed, 0.1), 4),
+        claimed_p90=round(_quantile(claimed, 0.9), 4),
+        spent_s=round(_quantile([outcome.spent_s for outcome in outcomes], 0.5), 2),
+        own_s=round(_quantile([outcome.own_s for outcome in outcomes], 0.5), 3),
+    )
+
+
+def _quantile(values: Sequence[float], share: float) -> float:
+    """The smallest value that so many are not above; between infinities nothing can be interpolated."""
+    return float(np.quantile(values, share, method="inverted_cdf"))
+
+
+def _rounded(value: float) -> float | None:
+    return round(value, 4) if math.isfinite(value) else None
+
+
+def agreement(outcomes: Iterable[Outcome]) -> float | None:
+    """The share of pairs of seeds of one cell whose choices take the same true time within AGREED.
+
+    A plan that is wrong agrees with nothing. None where no two seeds tuned the same cell.
+    """
+    of_cell: dict[tuple[str, str, str], list[Outcome]] = {}
+    for outcome in outcomes:
+        of_cell.setdefault((outcome.machine, outcome.noise, outcome.cell), []).append(outcome)
+    pairs = [pair for found in of_cell.values() for pair in itertools.combinations(found, 2)]
+    agreeing = sum(
+        not (one.wrong or other.wrong) and abs(math.log(one.ms / other.ms)) <= math.log1p(AGREED)
+        for one, other in pairs
+    )
+    return round(agreeing / len(pairs), 4) if pairs else None
+
+
+def lines_of(outcomes: Sequence[Outcome], together: Sequence[str]) -> list[Line]:
+    """A line for each machine, noise and method, and for each method one over all of the machines ``together``."""
+    lines = []
+
+    def by(key: Callable[[Outcome], Any], found: Iterable[Outcome]) -> dict[Any, list[Outcome]]:
+        grouped: dict[Any, list[Outcome]] = {}
+        for outcome in found:
+            grouped.setdefault(key(outcome), []).append(outcome)
+        return grouped
+
+    for (machine, noise, method), found in by(lambda o: (o.machine, o.noise, o.method), outcomes).items():
+        lines.append(line_of(machine, noise, method, found))
+    pooled = [outcome for outcome in outcomes if outcome.machine in together]
+    for method, found in by(lambda o: o.method, pooled).items():
+        lines.append(line_of(ALL, ALL, method, found))
+    return lines
+
+
+def printed(lines: Sequence[Line]) -> str:
+    """The lines as one table of text."""
+    rows = [
+        f"{'machine':<13} {'noise':<9} {'method':<9} {'runs':>4} {'regret: median':>14} {'p90':>7}"
+        f" {'two seeds agree':>15} {'worse than default':>18} {'wrong':>5} {'overrun':>7} {'proposed':>8}"
+        f" {'claimed/true':>12} {'own s':>6}"
+    ]
+    for line in lines:
+        agreed = "" if line.agreeing is None else f"{line.agreeing:.0%}"
+        rows.append(
+            f"{line.machine:<13} {line.noise:<9} {line.method:<9} {line.runs:>4} {_percent(line.regret_median):>14}"
+            f" {_percent(line.regret_p90):>7} {agreed:>15} {line.worse_than_default:>18} {line.wrong:>5}"
+            f" {line.overrun:>7} {line.proposed:>8.0%} {line.claimed_median:>12.3f} {line.own_s:>6.2f}"
+        )
+    return "\n".join(rows)
+
+
+def _percent(value: float | None) -> str:
+    return "wrong" if value is None else f"{value:.1%}"

@@ -98,6 +98,7 @@ class CellState(Readings):
         self.discarded = 0
         self.trials = 0
         self.checks, self.validations = Suspects(), Suspects()
+        self.validations.clear(default)
         self.note = ""
         self.owes_validation = False  # of the default, which stays, at other lengths
         self.seeds: Sequence[Tunables] = ()  # winners of cells nearby
@@ -213,6 +214,12 @@ class CellState(Readings):
     def _learn_validation(self, entry: Entry) -> None:
         if isinstance(entry.validated, Proven):
             self.validations.clear(entry.tunables)
+        elif entry.tunables == self.default:  # which was presumed to be right
+            self.validations = Suspects()
+            for other in self.entries.values():
+                if isinstance(other.validated, Proven):
+                    self.validations.clear(other.tunables)
+            self.validations.blame(entry.tunables)
         else:
             self.validations.blame(entry.tunables)
 

@@ -31,7 +31,7 @@ from .result import CellResult
 from .sampler import SurrogateSampler
 from .samplers import sampler_of
 from .settings import Listener, SearchSettings
-from .transfer import Transfer, parts_of, without
+from .transfer import Transfer, parts_of, without, without_inert
 
 BATCH = 4  # new plans in one block: it holds the default twice, whatever else is in it
 CONTENDERS = 2  # plans that are timed again beside the best and the new ones
@@ -66,7 +66,7 @@ class CellSearch:
         ``transfer`` is what the other cells of the probe taught. ``end`` is the probe's: a cell may run into the time
         of others, but nothing it starts goes beyond that.
         """
-        self._whole_space = space
+        self._whole_space = space = without_inert(space)
         self.cell: Workload = space.workload
         self.settings = settings
         self.listener = listener

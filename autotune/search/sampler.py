@@ -19,6 +19,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial
 
 from autotune.space.space import Space, Value, decode
+from ringattn.planning.preference import TIE
 from ringattn.workload import Tunables
 
 from .design import Design
@@ -137,7 +138,7 @@ class SurrogateSampler(BaseSampler):
         rows = np.concatenate([self._random(own, turns), self._crossed(own), _turned(own, turns)])
         seen, promised = [rows], 0.0
         for _ in range(CLIMBS):
-            gains = expected_improvement(*known.surrogate.predict(rows), known.best)
+            gains = expected_improvement(*known.surrogate.predict(rows), known.best - TIE)
             if gains.max() <= promised:
                 break
             promised = float(gains.max())
@@ -186,7 +187,7 @@ def _turned(rows: Codes, turns: Codes) -> Codes:
 def _most_promising(known: Known, rows: Codes) -> Tunables | None:
     """The plan that can run, was not tried, and promises most; None where none is worth its time."""
     surrogate, workload = known.surrogate, known.space.workload
-    gains = expected_improvement(*surrogate.predict(rows), known.best)
+    gains = expected_improvement(*surrogate.predict(rows), known.best - TIE)
     best: tuple[float, Tunables] | None = None
     looked_at = 0
     for index in np.argsort(-gains, kind="stable")[:MOST_LOOKED_AT]:
@@ -197,7 +198,7 @@ def _most_promising(known: Known, rows: Codes) -> Tunables | None:
             continue
         looked_at += 1
         # Spelled plainly, it may be like others in more than its row said.
-        (gain,) = expected_improvement(*surrogate.predict(surrogate.coder.row(plan)[None]), known.best).tolist()
+        (gain,) = expected_improvement(*surrogate.predict(surrogate.coder.row(plan)[None]), known.best - TIE).tolist()
         gain *= known.odds(plan)
         if gain >= WORTH_TRYING and (best is None or gain > best[0]):
             best = gain, plan

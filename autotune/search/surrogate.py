@@ -162,10 +162,13 @@ class Surrogate:
         return np.asarray(np.exp(self.weights.variance - (scale.sum() - weighted @ other.T)))
 
     def _doubt_outliers(self) -> None:
-        """Readings far from what all others predict of them count for less: a disturbance hit them, more likely."""
+        """Readings far slower than all others predict count for less: a disturbance hit them, more likely.
+
+        What is far faster than predicted is what the search is for.
+        """
         precision = np.diag(self._inverse)
         residual = self._alpha / precision
-        surprising = np.abs(residual) * np.sqrt(precision) > OUTLIER
+        surprising = residual * np.sqrt(precision) > OUTLIER
         if surprising.any():
             self._noise = np.where(surprising, np.maximum(self._noise, residual**2), self._noise)
             self._solve()

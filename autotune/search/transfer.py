@@ -196,3 +196,15 @@ def without(space: Space, parts: Collection[Part]) -> Space:
     }
     plans = [plan for plan in space.kernel_plans if plan == space.default or parts_of(plan).isdisjoint(parts)]
     return dataclasses.replace(space, knobs=knobs, kernel_plans=tuple(plans))
+
+
+def without_inert(space: Space) -> Space:
+    """The space without knobs that change nothing here: a dense plan never looks at a pool or a pattern."""
+    here = space.identity(space.default)
+    knobs = dict(space.knobs)
+    for name, dependent in (("pattern_cache", ()), ("pool_threshold_mib", ("pool_strategy",))):
+        turned = [space.combine(space.default, {name: value}) for value in knobs.get(name, ())]
+        if all(plan is None or space.identity(plan) == here for plan in turned):
+            for inert in (name, *dependent):
+                knobs[inert] = (getattr(space.default, inert),)
+    return dataclasses.replace(space, knobs=knobs)

@@ -10,7 +10,7 @@ import numpy as np
 from autotune import statistics
 from autotune.journal.entry import Entry
 from autotune.space.space import Space, Value, encode
-from ringattn.planning.preference import cost
+from ringattn.planning.preference import TIE, cost
 from ringattn.workload import Tunables
 
 from .cell import CellState
@@ -80,13 +80,13 @@ class Beliefs:
         return self._surrogate
 
     def believed(self) -> dict[Tunables, tuple[float, float]]:
-        """Objective and its standard deviation of every plan that was timed and may be chosen, best first."""
+        """Objective and its standard deviation of every plan that was checked and may be chosen, best first."""
         surrogate = self.surrogate()
         if self._believed is None or self._believed[0] is not surrogate:
             timed = {}
             for plan, found in surrogate.believed().items():
                 entry = self._state.entry(plan)
-                if (entry.log_ratios or plan == self._state.default) and self._state.may_be_chosen(entry):
+                if self._state.may_be_chosen(entry):
                     timed[plan] = found
             hope = self._state.hope
             self._believed = surrogate, dict(sorted(timed.items(), key=lambda item: hope(item[0], item[1][0])))
@@ -96,7 +96,28 @@ class Beliefs:
         return next(iter(self.believed()), self._state.default)
 
     def best_value(self) -> float:
-        return next((self._state.hope(plan, found[0]) for plan, found in self.believed().items()), 0.0)
+        """The objective of the best plan; infinite where none may be chosen."""
+        return next((self._state.hope(plan, found[0]) for plan, found in self.believed().items()), math.inf)
+
+    def plainer(self, plan: Tunables) -> Tunables | None:
+        """The plan with as many of its turns undone as the surrogate says cost nothing; None where it is that."""
+        space, surrogate = self._space(), self.surrogate()
+        default, here = encode(space.workload, self._state.default), encode(space.workload, plan)
+        most = float(surrogate.predict(self.coder.row(plan)[None])[0][0]) + TIE
+        found = plan
+        turned = [name for name in default if here.get(name) != default[name]]
+        while turned:
+            undone = [(name, space.combine(found, {name: default[name]})) for name in turned]
+            can = [(name, other) for name, other in undone if other is not None and other != found]
+            if not can:
+                break
+            means, _ = surrogate.predict(self.coder.rows(other for _, other in can))
+            index = int(means.argmin())
+            if means[index] > most:
+                break
+            turned.remove(can[index][0])
+            found = can[index][1]
+        return found if found != plan else None
 
     def known(self) -> Known:
         """For the sampler."""

@@ -39,6 +39,8 @@ DECIDED = 6  # readings after which a plan is a contender no more: the final tim
 DISMISSED = math.log(3.0)  # a plan whose check already took so many times the best's is not timed at all
 FAR_BEHIND = math.log(1.5)  # a queued plan of which the surrogate is sure that it is so far behind is not tried
 HINTS = 3  # best plans of a neighbouring length that are tried first
+LEAN_AT, PLAINER_AT = 0.6, 0.85  # of a cell's time, what it adds beside the sampler's plans
+LEAN_BLOCKS = 3  # readings of a slower plan that needs less memory
 LEAN_KNOBS = ("checkpoint", "window_tokens")  # their turns of the best plan give a front of time and memory
 EARLY_SHARE = 0.2  # of the time that is left a validation in the midst of the search may take
 DEFAULT_PATIENCE = 4.0  # times what another plan is given to answer: a cell without its default is lost
@@ -288,27 +290,28 @@ class CellSearch:
     def _search(self, deadline: Deadline) -> None:
         self.listener.stage(self.cell, "search")
         self._queue = self._first()
-        self._lean_left = True
         most_s = MOST_RESERVED * deadline.remaining_s()
+        began_s = deadline.remaining_s()
+        steps = [(LEAN_AT, self._lean), (PLAINER_AT, self._plainer)]
         while True:
             searching = deadline.earlier_by(min(most_s, reserve_s(self.state, deadline)))
             if searching.passed():
                 return
             self.state.deadline = deadline
+            elapsed = 1 - searching.remaining_s() / began_s
+            if steps and elapsed > steps[0][0]:
+                self._queue += steps.pop(0)[1]()
             before = len(self.state.entries)
             fresh = self._ask(searching)
             beside = self._contenders(fresh)
-            if not beside and len(self.state.entries) == before:
-                if self._lean_left:
-                    self._queue += self._lean()
-                    continue
-                return
             wanted = [entry for entry in (*beside, *fresh) if entry.failure is None]
-            if not wanted:
-                continue
-            if not searching.allows(self.state.block_s(entry.tunables for entry in wanted)):
+            if not wanted and len(self.state.entries) == before:
+                if not steps:
+                    return
+                self._queue += steps.pop(0)[1]()
+            elif wanted and not searching.allows(self.state.block_s(entry.tunables for entry in wanted)):
                 return
-            if self.state.block(wanted):
+            elif wanted and self.state.block(wanted):
                 self._drop(wanted)
                 self._validate_early(searching)
 
@@ -331,16 +334,22 @@ class CellSearch:
         }
         copied = [space.combine(plan, gathers) for plan in [default, *alone, *one_new] if len(plan.kernels) == 1]
         first = [*self.state.seeds, *hints, *one_new, *others, *alone, *(plan for plan in copied if plan is not None)]
+        if not self.state.keeps_limits(self.state.entry(default)):
+            first += plans  # whatever keeps the limits is wanted
         return [plan for plan in dict.fromkeys(first) if not self.is_known(plan)]
 
     def _lean(self) -> list[Tunables]:
         """The turns of the best plan that may need less memory: a front of time and memory is wanted, too."""
-        self._lean_left = False
         best = self.beliefs.best()
         moves = [m.tunables for m in self.space.neighbours(best) if m.knob in LEAN_KNOBS]
         if self.settings.preset.compile_finalists:
             moves.append(replace(best, compile=True))
         return [plan for plan in moves if not self.is_known(plan) and self.space.valid(plan)]
+
+    def _plainer(self) -> list[Tunables]:
+        """The best plan without what does nothing: two probes must not end in two plans that differ in frills."""
+        plain = self.beliefs.plainer(self.beliefs.best())
+        return [plain] if plain is not None and not self.is_known(plain) else []
 
     def is_known(self, plan: Tunables) -> bool:
         entry = self.state.entries.get(plan)
@@ -402,7 +411,7 @@ class CellSearch:
             return False
         surrogate = self.beliefs.surrogate()
         mean, deviation = surrogate.predict(self.beliefs.coder.row(plan)[None])
-        return float(mean[0] - 2 * deviation[0]) > min(0.0, self.beliefs.best_value()) + FAR_BEHIND
+        return float(mean[0] - 2 * deviation[0]) > self.beliefs.best_value() + FAR_BEHIND
 
     def _may_be_timed(self, entry: Entry) -> bool:
         """Whether it keeps the limits and its check was not far slower than the best's; else it is told so."""
@@ -475,21 +484,28 @@ class CellSearch:
             self.state.validate(best)
 
     def _contenders(self, fresh: Sequence[Entry]) -> list[Entry]:
-        """The best plan, and those that may be as good and were hardly timed."""
-        believed = self.beliefs.believed()
+        """The best plan, and those that may be as good, or need less memory, and were hardly timed."""
+        state, believed = self.state, self.beliefs.believed()
         if not believed:
             return []
         best, (ahead, doubt) = next(iter(believed.items()))
-        again = [
-            self.state.entry(plan)
-            for plan, (mean, deviation) in believed.items()
-            if plan not in (best, self.state.default)
-            and len(self.state.entry(plan).log_ratios) < DECIDED
-            and mean - math.hypot(deviation, doubt) < ahead
-            and not any(plan == entry.tunables for entry in fresh)
-        ]
-        entry = self.state.entry(best)
-        wanted = again[:CONTENDERS]
-        if not fresh and not wanted and (len(entry.log_ratios) >= DECIDED or best == self.state.default):
-            return []
-        return [entry, *wanted] if best != self.state.default else wanted
+        taken = {state.default, best, *(entry.tunables for entry in fresh)}
+        again: list[Entry] = []
+        lean: list[Entry] = []
+        least = math.inf
+        for plan, (mean, deviation) in believed.items():
+            entry = state.entry(plan)
+            assert entry.checked is not None
+            on_front, least = entry.checked.peak_bytes < 0.95 * least, min(least, entry.checked.peak_bytes)
+            if plan in taken:
+                continue
+            count = len(entry.log_ratios)
+            if count < DECIDED and mean - math.hypot(deviation, doubt) < ahead:
+                again.append(entry)
+            elif on_front and 0 < count < LEAN_BLOCKS:
+                lean.append(entry)
+        wanted = [*again[:CONTENDERS], *lean[:CONTENDERS]]
+        first = state.entry(best)
+        if best == state.default or (not fresh and not wanted and len(first.log_ratios) >= DECIDED):
+            return wanted
+        return [first, *wanted]

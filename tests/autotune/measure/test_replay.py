@@ -28,8 +28,8 @@ from autotune.measure.simulated import (
     truth_of,
 )
 from autotune.search.budget import EFFORTS, Budget
-from autotune.search.cell import CellContext, NoListener, SearchSettings
-from autotune.search.search import CellSearch
+from autotune.search.loop import CellSearch
+from autotune.search.settings import NoListener, SearchSettings
 from ringattn.workload import Pattern, Tunables, Workload
 
 CELL = workload(pattern=Pattern())
@@ -229,7 +229,7 @@ def test_recorded_machines_are_tuned_near_their_best_in_a_cells_share(path: Path
         evaluator = ReplayEvaluator(
             truth_of([table]), clock, seed, Trouble(), first_calls=first_calls_of(tables), one_off_share=1 / 20
         )
-        context = CellContext(
+        search = CellSearch(
             table.space(),
             evaluator,
             Store(None),
@@ -238,7 +238,7 @@ def test_recorded_machines_are_tuned_near_their_best_in_a_cells_share(path: Path
             clock,
             main_dtypes=(table.default.dtype,),
         )
-        search, budget = CellSearch(context), Budget(8.0, clock)
+        budget = Budget(8.0, clock)
         assert search.settle(budget.deadline(8.0)) is None
         result = search.run(budget.deadline(8.0))
         assert clock.now() <= 8.0 * 1.15

@@ -16,9 +16,9 @@ from autotune.measure.simulated import FirstCalls, ReplayEvaluator, SimulatedClo
 from autotune.probe.request import VALIDATION_PENDING, ProbeRequest, ProbeResult, SilentObserver
 from autotune.probe.tuning import run_probe
 from autotune.search.budget import EFFORTS, Budget
-from autotune.search.cell import CellContext, NoListener, SearchSettings
-from autotune.search.final import PROOF_KEPT_S
-from autotune.search.search import CellSearch
+from autotune.search.final import VALIDATION_KEPT_S
+from autotune.search.loop import CellSearch
+from autotune.search.settings import NoListener, SearchSettings
 from autotune.space.space import Machine, build_space
 from ringattn.planning.fused_steps import FUSED_PARAMS
 from ringattn.profile.yaml_io import load_profile
@@ -156,13 +156,12 @@ def searched(budget_s: float, house: House) -> tuple[CellSearch, Budget]:
     """A settled search of one cell of the house."""
     space = build_space(CELL, invented(house.names), DEFAULT, ("fp32",))
     settings = SearchSettings(EFFORTS["quick"], 0, hang_s=5.0)
-    context = CellContext(
+    search = CellSearch(
         space, house._evaluator(), Store(None), settings, NoListener(), house.clock, main_dtypes=("fp32",)
     )
-    search = CellSearch(context)
     budget = Budget(budget_s, house.clock)
     assert search.settle(budget.deadline(budget_s)) is None
-    assert context.prove_s() > PROOF_KEPT_S
+    assert search.state.validation_s() > VALIDATION_KEPT_S
     return search, budget
 
 
@@ -170,12 +169,12 @@ def test_a_cell_without_time_for_the_proof_of_its_default_says_so(tmp_path: Path
     house = House(tmp_path)
     search, budget = searched(4.0, house)
     result = search.run(budget.deadline(4.0))
-    assert (result.state, house.proofs, search.context.owes_proof) == ("default", [], True)
+    assert (result.state, house.proofs, search.state.owes_validation) == ("default", [], True)
     assert result.choice is not None
     assert result.choice.tunables == DEFAULT
     assert budget.elapsed_s() <= 4.0
-    assert search.pay() is None
-    assert not search.context.owes_proof
+    assert search.validate_default() is None
+    assert not search.state.owes_validation
     assert house.proven() == {(CELL, DEFAULT)}
 
 
@@ -183,7 +182,7 @@ def test_a_cell_with_time_for_it_owes_nothing(tmp_path: Path) -> None:
     house = House(tmp_path)
     search, budget = searched(60.0, house)
     search.run(budget.deadline(60.0))
-    assert not search.context.owes_proof
+    assert not search.state.owes_validation
     assert (CELL, DEFAULT) in house.proven()
 
 
@@ -191,9 +190,9 @@ def test_a_default_whose_paid_proof_fails_gives_way(tmp_path: Path) -> None:
     house = House(tmp_path, wrong=with_flash)
     search, budget = searched(40.0, house)
     search.run(budget.deadline(4.0))
-    assert search.context.owes_proof
-    assert search.pay() == WRONG
-    result = search.run_without_default(WRONG, budget.deadline(30.0))
+    assert search.state.owes_validation
+    assert search.validate_default() == WRONG
+    result = search.run_without_default(budget.deadline(30.0))
     assert result.choice is not None
     assert kernels(result.choice.tunables) == {"math"}
     assert WRONG.message in result.note
@@ -207,11 +206,11 @@ def test_what_took_its_place_may_owe_a_proof_too(tmp_path: Path) -> None:
     house.truth = by_kernel(flash_cpu=0.0, math=0.005)
     search, budget = searched(40.0, house)
     search.run(budget.deadline(4.0))
-    assert search.pay() == WRONG
-    result = search.run_without_default(WRONG, budget.deadline(2.5))
+    assert search.validate_default() == WRONG
+    result = search.run_without_default(budget.deadline(2.5))
     assert result.choice is not None
     assert result.choice.tunables != DEFAULT
-    assert search.context.owes_proof == ((CELL, result.choice.tunables) not in house.proven())
+    assert search.state.owes_validation == ((CELL, result.choice.tunables) not in house.proven())
 
 
 def test_without_time_or_plan_in_its_place_a_failed_default_is_refused(tmp_path: Path) -> None:
@@ -219,8 +218,8 @@ def test_without_time_or_plan_in_its_place_a_failed_default_is_refused(tmp_path:
         house = House(tmp_path, wrong=with_flash, names=names)
         search, budget = searched(40.0, house)
         search.run(budget.deadline(4.0))
-        assert search.pay() == WRONG
-        result = search.run_without_default(WRONG, budget.deadline(left_s))
+        assert search.validate_default() == WRONG
+        result = search.run_without_default(budget.deadline(left_s))
         assert result.state == "refused"
         assert result.choice is None
         assert WRONG.message in result.note
@@ -230,10 +229,10 @@ def test_a_proof_that_fails_in_the_time_of_its_cell_does_the_same(tmp_path: Path
     house = House(tmp_path, wrong=with_flash)
     search, budget = searched(60.0, house)
     result = search.run(budget.deadline(60.0))
-    assert not search.context.owes_proof
-    assert (result.state, search.context.default) == ("default", plan(CELL, "math", dtype="fp32"))
+    assert not search.state.owes_validation
+    assert (result.state, search.state.default) == ("default", plan(CELL, "math", dtype="fp32"))
     assert result.choice is not None
-    assert result.choice.tunables == search.context.default
+    assert result.choice.tunables == search.state.default
     assert result.failures[DEFAULT] == WRONG
     assert f"the default failed (wrong: {WRONG.message})" in result.note
 
@@ -265,7 +264,7 @@ def test_one_proof_at_most_is_made_after_the_end_of_a_cell(tmp_path: Path, budge
     assert budget.elapsed_s() <= budget_s + TRAIN_S
     assert result.choice is not None
     assert result.choice.tunables == DEFAULT
-    assert search.context.owes_proof
+    assert search.state.owes_validation
     assert result.state != "inconclusive" or "no time was left to prove" in result.note
 
 

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from machines import Setting, by_kernels, far_from, invented, plan, workload
+from machines import Setting, by_kernels, far_from, plan, workload
 
-from autotune.journal.stage_record import Entry
 from autotune.journal.store import Store
-from autotune.measure.evaluator import Fault
 from autotune.measure.simulated import Trouble
-from autotune.search.budget import Deadline
 from autotune.search.choose import distance
-from autotune.search.climb import Climb
-from autotune.search.model import CellModel
 from ringattn.workload import BranchTunables, Pattern, Tunables, Workload
 
 CELL = workload()
@@ -107,32 +101,6 @@ def test_between_equals_the_plan_nearest_to_the_default_wins() -> None:
     assert distance(CELL, trial.result.choice.tunables, QUICK) == 1
 
 
-@pytest.mark.parametrize("house", ["none", "useless", "failing", "gaining"])
-def test_a_climb_turns_housekeeping_with_the_rest_only_where_one_turn_gained(
-    house: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a dense cell there is none of it, and nothing is left for a second search to turn."""
-    real, searches = Climb._until, []
-
-    def until(self: Climb, deadline: Deadline, wanted: Callable[[CellModel], list[Entry]]) -> None:
-        searches.append(wanted.__name__)  # type: ignore[attr-defined]
-        real(self, deadline, wanted)
-
-    monkeypatch.setattr(Climb, "_until", until)
-    cell = DENSE if house == "none" else CELL
-    kept = 0.2 if house == "gaining" else 0.0
-    uncached = plan(cell, pattern_cache=house == "none")
-    faults = {uncached: Fault("error", "no")} if house == "failing" else {}
-    truth = lambda _, t: kept * t.pattern_cache + 0.5 * (kernels_of(t) != {"quick"})  # noqa: E731
-    # A dense plan never looks at these knobs.
-    machine = invented() if cell is CELL else replace(invented(), identity=lambda _, t: (t.branches, t.checkpoint))
-    setting = Setting(cell, truth, plan(cell), machine, rows={"faults": faults}, effort="quick", budget_s=20)
-    trial = setting.run()
-    first = [] if house in ("none", "gaining") else ["_kernels_and_rivals"]
-    assert searches == [*first, "_fresh_and_rivals", "_plainer_and_rivals"]
-    assert trial.result.state == ("tuned" if house == "gaining" else "default")
-
-
 @pytest.mark.parametrize("budget_s", [2.0, 5.0, 20.0])
 def test_the_budget_of_a_cell_is_kept(budget_s: float) -> None:
     setting = Setting(CELL, far_from(CELL, TARGET), QUICK, trouble=NOISE, budget_s=budget_s)
@@ -159,7 +127,7 @@ def test_only_a_full_probe_compiles_and_only_its_best_plan() -> None:
         trial = Setting(DENSE, truth, plan(DENSE), effort=effort, budget_s=60).run()
         assert trial.result.choice is not None
         assert trial.result.choice.tunables.compile is compiled
-        assert sum(tunables.compile for tunables in trial.context.ledger.checked) == int(compiled)
+        assert sum(tunables.compile for tunables in trial.search.state.entries) == int(compiled)
 
 
 def kernels_of(tunables: Tunables) -> set[str]:

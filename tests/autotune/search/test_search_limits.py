@@ -35,7 +35,7 @@ def test_a_plan_over_the_memory_limit_is_timed_and_does_not_win() -> None:
     ).run()
     assert trial.result.choice is not None
     assert trial.result.choice.tunables == plan(DENSE, "quick", "swift")
-    assert plan(DENSE, "swift") in trial.context.estimates
+    assert trial.search.state.entry(plan(DENSE, "swift")).checked is not None
     assert plan(DENSE, "swift") not in trial.result.failures
 
 
@@ -151,16 +151,16 @@ def test_a_narrower_dtype_that_is_far_slower_is_looked_at_and_not_timed_in_pairs
         DENSE, lambda _, t: slower_by if t.dtype == "bf16" else 0.0, plan(DENSE, "swift", "swift", dtype="fp32"),
         invented(kernels), dtypes=("fp32", "bf16"), main_dtypes=("fp32",),
     ).run()  # fmt: skip
-    narrow = {t: gain for t, gain in trial.context.estimates.items() if t.dtype == "bf16"}
-    assert all(gain.median == pytest.approx(slower_by) for gain in narrow.values())
-    assert {gain.count for gain in narrow.values()} == {1}
+    narrow = [entry for plan, entry in trial.search.state.entries.items() if plan.dtype == "bf16"]
+    assert narrow
+    assert not any(entry.log_ratios for entry in narrow)
     assert trial.result.auto is None
 
 
 def test_a_dtype_that_is_far_slower_is_tried_once() -> None:
     truth = lambda _, t: 2.0 if t.dtype == "fp32" else by_kernels(quick=0.0, swift=0.1, math=3.0)(_, t)  # noqa: E731
     trial = Setting(DENSE, truth, plan(DENSE), dtypes=("bf16", "fp32"), main_dtypes=("bf16", "fp32")).run()
-    wide = [known for known in trial.context.ledger.checked if known.dtype == "fp32"]
+    wide = [known for known in trial.search.state.entries if known.dtype == "fp32"]
     assert len(wide) == 1
 
 

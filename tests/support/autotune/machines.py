@@ -14,10 +14,11 @@ from autotune.measure.simulated import QUIET, ReplayEvaluator, Row, SimulatedClo
 from autotune.probe.environment import Edge
 from autotune.probe.request import ProbeRequest
 from autotune.search.budget import EFFORTS, Budget, Deadline, EffortPreset
-from autotune.search.cell import CellContext, CellResult, NoListener, SearchSettings
 from autotune.search.choose import distance
 from autotune.search.limits import Limits
-from autotune.search.search import CellSearch
+from autotune.search.loop import CellSearch
+from autotune.search.result import CellResult
+from autotune.search.settings import NoListener, SearchSettings
 from autotune.space.space import Machine, Space, build_space
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.planning.preference import Preference
@@ -117,7 +118,7 @@ class Trial:
     """One searched cell, with everything a test wants to look at."""
 
     space: Space
-    context: CellContext
+    search: CellSearch
     result: CellResult
     clock: SimulatedClock
     evaluator: ReplayEvaluator
@@ -156,17 +157,22 @@ class Setting:
         settings = SearchSettings(
             EFFORTS[self.effort], seed, self.limits, self.prefer, hang_s=2.0, asynchronous=self.asynchronous
         )
-        context = CellContext(
-            space, evaluator, store or Store(None), settings, NoListener(), clock, main_dtypes=self.main_dtypes
+        search = CellSearch(
+            space,
+            evaluator,
+            store or Store(None),
+            settings,
+            NoListener(),
+            clock,
+            main_dtypes=self.main_dtypes,
+            end=Deadline(clock, end_s),
         )
-        context.undecided_s = undecided_s
-        search = CellSearch(context)
-        context.end = Deadline(clock, end_s)
+        search.state.undecided_s = undecided_s
         budget = Budget(self.budget_s, clock)
         fault = search.settle(budget.deadline(self.budget_s))
         if fault is not None:
-            return Trial(space, context, context.result("refused", fault.message), clock, evaluator)
-        return Trial(space, context, search.run(budget.deadline(self.budget_s)), clock, evaluator)
+            return Trial(space, search, search.refused(fault.message), clock, evaluator)
+        return Trial(space, search, search.run(budget.deadline(self.budget_s)), clock, evaluator)
 
 
 def far_from(cell: Workload, target: Tunables, per_knob: float = 0.08) -> Truth:

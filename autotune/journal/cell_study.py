@@ -82,6 +82,7 @@ class CellStudy:
         if "validation" in attrs:
             told = attrs["validation"]
             entry.validated = Fault.of(told) if "kind" in told else Proven(**told)
+        entry.told |= frozen.state.is_finished()
         if not frozen.state.is_finished() and frozen.state != TrialState.WAITING:
             self._trials[plan] = Trial(self.study, frozen._trial_id)
             entry.open = True
@@ -223,7 +224,7 @@ class CellStudy:
 
     def _end(self, entry: Entry) -> None:
         del self._trials[entry.tunables]
-        entry.open = False
+        entry.open, entry.told = False, True
         self._sync()
 
     def note(self, name: str, value: Any) -> None:

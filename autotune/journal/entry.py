@@ -20,6 +20,7 @@ class Entry:
     host_us: list[float] = field(default_factory=list)  # of every block
     deaths: int = 0  # while timed, after it had been checked
     open: bool = False  # its trial is running
+    told: bool = False  # a trial of it has ended
 
     @property
     def failure(self) -> Fault | None:

@@ -139,10 +139,12 @@ class CellState(Readings):
         return sum(self.sample_s(plan) for plan in (self.default, self.default, *timed))
 
     def validation_s(self, plan: Tunables | None = None) -> float:
-        """About what validating a plan (the default) takes."""
+        """About what validating the default takes, or ``plan`` if its kernels were validated here already."""
         provers: int = getattr(self.evaluator, "provers", 1)  # processes that share one
         lengths = math.ceil((1 + self.settings.preset.ragged_lengths) / provers)
-        return self.transfer.validation_s(self.workload, plan or self.default, self.call_s(), lengths)
+        compiled = plan is not None and self.transfer.has_validated(self.workload, plan)
+        known = plan if plan is not None and compiled else self.default
+        return self.transfer.validation_s(self.workload, known, self.call_s(), lengths)
 
     @property
     def lost_s(self) -> float:

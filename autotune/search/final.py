@@ -9,7 +9,7 @@ from dataclasses import replace
 from autotune import statistics
 from autotune.journal.cell_study import CellStudy
 from autotune.journal.entry import Entry
-from autotune.measure.evaluator import Checked, Proven, largest_of_each
+from autotune.measure.evaluator import Proven, largest_of_each
 from autotune.space.space import Space
 from autotune.statistics import Interval
 from ringattn.planning.preference import TIE, cost
@@ -29,6 +29,7 @@ RUNNERS_UP = 2
 FINAL_WIDTH = 0.015  # half-width (log-ratio) that the re-timing should reach, where the preset's maximum allows
 RESERVED = 2  # times the least number of blocks is kept for the final; it goes on while time is left
 CONTENDER = math.log(1.15)  # a plan this much slower than the best is no finalist
+LIKELY = 0.5  # odds of passing its validation from which a plan may be a missed gain
 WIDE = 0.10  # a possible gain (log-ratio) that a kept default must be able to exclude
 # What a cell keeps of its time for the validation of its choice, where the probe has time after it. Kernels that work
 # out nothing per shape take a second for all their lengths; cuDNN takes 6 to 12 s for a LongNet plan, and a default
@@ -124,7 +125,9 @@ class Final:
         self._beliefs, self._study, self._space = beliefs, study, space
         self.default = state.entry(state.default)
         since = study.noted("final since")
-        self.since: int = self.state.next_block() if since is None else since
+        # What failed its validation is not what the earlier final compared with.
+        anew = since is None or self.default.failure is not None
+        self.since: int = state.next_block() if anew else since
 
     def run(self) -> CellResult:
         """Re-time, choose, validate; a choice that fails gives way to the next that does not share its traits."""
@@ -139,8 +142,7 @@ class Final:
                 MOST_RESERVED * self.deadline.remaining_s(),
             )
         )
-        if self.default.validated is None or not isinstance(self.default.validated, Checked):
-            retime(state, entries, self.since, racing)
+        retime(state, entries, self.since, racing)
         beyond_s = min(state.undecided_s, state.end.remaining_s() - self.deadline.remaining_s())
         if beyond_s > 0 and math.isfinite(beyond_s) and self._noise_hides_a_gain(entries):
             retime(state, entries, self.since, racing.earlier_by(-beyond_s))
@@ -241,7 +243,7 @@ class Final:
         if not state.end.allows(state.validation_s()):
             left = self._validated_already(left)
         while True:
-            free = [replace(c, gain=self._hoped(c)) for c in left]
+            free = [replace(c, gain=self._hoped(c)) for c in (left if default.allowed else self._likeliest(left))]
             winner = choose(
                 state.workload,
                 default,
@@ -263,7 +265,8 @@ class Final:
                 left = [*left, *self._further(left)]
             else:
                 left.remove(winner)
-            if not left and default.allowed:
+            if not left:
+                left = [] if default.allowed else self._further([])
                 continue
             # One validation, at most, is made after the end of the cell; more only for want of a right plan.
             until = self.deadline if default.allowed else state.end
@@ -278,12 +281,32 @@ class Final:
         behind = gain.median * (odds - 1)
         return replace(gain, low=gain.low + behind, median=gain.median + behind)
 
+    def _likeliest(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Those most unlike what failed: without a default anything that is right is better than nothing."""
+        odds = [self.state.validations.odds(candidate.tunables) for candidate in candidates]
+        return [c for c, mine in zip(candidates, odds, strict=True) if mine >= 0.99 * max(odds)]
+
     def _further(self, known: Sequence[Candidate]) -> list[Candidate]:
-        """Every other plan that was timed: where the default is wrong, any that is right may stand in for it."""
+        """Every other plan that is right here: where the default is wrong elsewhere, any of them may stand in for it.
+
+        Where all that were checked fail, the uniform plans that nobody tried yet.
+        """
         state = self.state
         there = {candidate.tunables for candidate in known}
-        entries = [e for e in state.timed() if state.may_be_chosen(e) and e.tunables not in there]
-        return [self._candidate(e, gain) for e, gain in zip(entries, state.intervals(entries), strict=True)]
+        right = [e for e in state.entries.values() if state.may_be_chosen(e) and e.tunables not in there]
+        if not known and not right:
+            for plan in self._space.kernel_plans:
+                if not state.entry(plan).is_known and state.is_main(plan) and state.end.allows(state.sample_s()):
+                    state.check(state.entry(plan))
+            right = [entry for entry in state.entries.values() if state.may_be_chosen(entry)]
+        timed = [entry for entry in right if entry.log_ratios]
+        gains = dict(zip(timed, state.intervals(timed), strict=True))
+        return [self._candidate(e, gains.get(e) or self._by_look(e)) for e in right if e is not self.default]
+
+    def _by_look(self, entry: Entry) -> Interval:
+        """What the call of a check says, which is no evidence."""
+        look = self.state.first_look(entry)
+        return Interval(-math.inf, look if look is not None else 0.0, math.inf, 0)
 
     def _validated_already(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         return [c for c in candidates if isinstance(self.state.entry(c.tunables).validated, Proven)]
@@ -292,8 +315,10 @@ class Final:
         """The default is wrong, so that the choice stands in for it: its gain would be over a plan that errs."""
         fault = self.default.failure
         assert fault is not None
-        at_par = replace(winner, gain=replace(AT_PAR, count=max(2, winner.gain.count)))
-        ms = self.state.median_ms(self.state.entry(winner.tunables))
+        at_par = replace(winner, gain=replace(AT_PAR, count=winner.gain.count))
+        entry = self.state.entry(winner.tunables)
+        assert entry.checked is not None
+        ms = self.state.median_ms(entry) if entry.log_ratios else entry.checked.call_ms
         self.state.note = f"the default failed ({fault.kind}: {fault.message}); {describe(winner.tunables)} stands in"
         result = self.result("default")
         result.choice = result.default = replace(self._measured(at_par), median_ms=ms)
@@ -447,7 +472,8 @@ class Final:
         """Say what must be said of the numbers, up to that they say nothing."""
         # A preference for lean plans leaves faster ones on purpose.
         prefers_time = self.state.settings.prefer == "time"
-        doubtful = [c for c in others if c.allowed and (c.gain.high >= 0 or prefers_time)]
+        likely = [c for c in others if c.allowed and self.state.validations.odds(c.tunables) > LIKELY]
+        doubtful = [c for c in likely if c.gain.high >= 0 or prefers_time]
         missed = min(doubtful, key=lambda candidate: candidate.gain.low, default=None)
         notes = [result.note]
         if missed is not None and -missed.gain.low > WIDE and result.state == "default":

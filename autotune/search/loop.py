@@ -292,23 +292,26 @@ class CellSearch:
         self._queue = self._first()
         most_s = MOST_RESERVED * deadline.remaining_s()
         began_s = deadline.remaining_s()
-        steps = [(LEAN_AT, self._lean), (PLAINER_AT, self._plainer)]
+        lean_left = True
         while True:
             searching = deadline.earlier_by(min(most_s, reserve_s(self.state, deadline)))
             if searching.passed():
                 return
             self.state.deadline = deadline
             elapsed = 1 - searching.remaining_s() / began_s
-            if steps and elapsed > steps[0][0]:
-                self._queue += steps.pop(0)[1]()
+            if lean_left and elapsed > LEAN_AT:
+                lean_left = False
+                self._queue += self._lean()
+            elif elapsed > PLAINER_AT and not self._queue:
+                self._queue += self._plainer()
             before = len(self.state.entries)
             fresh = self._ask(searching)
-            beside = self._contenders(fresh)
-            wanted = [entry for entry in (*beside, *fresh) if entry.failure is None]
+            wanted = [e for e in (*self._contenders(fresh), *fresh) if e.failure is None]
             if not wanted and len(self.state.entries) == before:
-                if not steps:
+                self._queue = self._lean() if lean_left else self._plainer()
+                if not lean_left and not self._queue:
                     return
-                self._queue += steps.pop(0)[1]()
+                lean_left = False
             elif wanted and not searching.allows(self.state.block_s(entry.tunables for entry in wanted)):
                 return
             elif wanted and self.state.block(wanted):
@@ -450,7 +453,10 @@ class CellSearch:
         checked = entry.checked
         assert checked is not None
         constraints = self.settings.limits.constraints(checked)
+        told_before = entry.told
         self.study.complete(entry, value, constraints, reason)
+        if told_before:  # these are further readings of it
+            return
         over = next((name for name, value in constraints.items() if value > 0), None)
         state.tell(
             entry,
@@ -490,22 +496,37 @@ class CellSearch:
             return []
         best, (ahead, doubt) = next(iter(believed.items()))
         taken = {state.default, best, *(entry.tunables for entry in fresh)}
-        again: list[Entry] = []
-        lean: list[Entry] = []
-        least = math.inf
-        for plan, (mean, deviation) in believed.items():
-            entry = state.entry(plan)
-            assert entry.checked is not None
-            on_front, least = entry.checked.peak_bytes < 0.95 * least, min(least, entry.checked.peak_bytes)
-            if plan in taken:
-                continue
-            count = len(entry.log_ratios)
-            if count < DECIDED and mean - math.hypot(deviation, doubt) < ahead:
-                again.append(entry)
-            elif on_front and 0 < count < LEAN_BLOCKS:
-                lean.append(entry)
+        again = [
+            state.entry(plan)
+            for plan, (mean, deviation) in believed.items()
+            if plan not in taken
+            and len(state.entry(plan).log_ratios) < DECIDED
+            and mean - math.hypot(deviation, doubt) < ahead
+        ]
+        kept = [*self._front(believed), *self._alone()]
+        lean = [e for e in dict.fromkeys(kept) if e.tunables not in taken and e not in again[:CONTENDERS]]
         wanted = [*again[:CONTENDERS], *lean[:CONTENDERS]]
         first = state.entry(best)
         if best == state.default or (not fresh and not wanted and len(first.log_ratios) >= DECIDED):
             return wanted
-        return [first, *wanted]
+        return [first, *wanted] if first not in fresh else wanted
+
+    def _alone(self) -> list[Entry]:
+        """The fastest plan of each kernel that is used alone, where it was timed once: a profile tells of it."""
+        best: dict[str, Entry] = {}
+        for entry in sorted(self.state.timed(), key=self.state.median):
+            if len(entry.tunables.kernels) == 1 and self.state.may_be_chosen(entry):
+                best.setdefault(min(entry.tunables.kernels), entry)
+        return [entry for entry in best.values() if len(entry.log_ratios) < 2]
+
+    def _front(self, plans: Iterable[Tunables]) -> list[Entry]:
+        """Plans that need less memory than everything faster and were hardly timed."""
+        found: list[Entry] = []
+        least = math.inf
+        for entry in sorted(map(self.state.entry, plans), key=self.state.median):
+            assert entry.checked is not None
+            if entry.checked.peak_bytes < 0.95 * least:
+                least = entry.checked.peak_bytes
+                if 0 < len(entry.log_ratios) < LEAN_BLOCKS:
+                    found.append(entry)
+        return found

@@ -134,15 +134,17 @@ class Transfer:
         if seconds >= slowest:
             self._validation_s[cell.at(1)] = seconds, call_s
 
+    def has_validated(self, cell: Workload, plan: Tunables) -> bool:
+        """Whether all of its kernels passed in this cell, and so are compiled for odd lengths and strides."""
+        return parts_of(plan) <= self._validated.get(cell, set())
+
     def validation_s(self, cell: Workload, plan: Tunables, call_s: float, lengths: int) -> float:
         """About what validating the plan takes: what it took at another length, or a first call at each ragged one.
 
-        What it took says nothing of a plan whose kernels all passed in this cell, and so are compiled for odd lengths
-        and strides: on an H200 the first validation of a flash-attn-4 plan around 262144 positions took 10.7 s, the
-        second 0.7 s.
+        What it took says nothing of a plan whose kernels are compiled: on an H200 the first validation of a
+        flash-attn-4 plan around 262144 positions took 10.7 s, the second 0.7 s.
         """
-        compiled = parts_of(plan) <= self._validated.get(cell, set())
-        if cell.at(1) in self._validation_s and not compiled:
+        if cell.at(1) in self._validation_s and not self.has_validated(cell, plan):
             seconds, then_s = self._validation_s[cell.at(1)]
             return seconds + lengths * 2 * max(0.0, call_s - then_s)
         known_s = self._first_call_s.get((cell.at(1), _kernels(plan)), math.inf)

@@ -22,7 +22,7 @@ from autotune.probe.output.writer import (
     same_machine,
 )
 from autotune.probe.request import ProbeRequest
-from autotune.search.cell import CellResult, Measured
+from autotune.search.result import CellResult, Measured
 from autotune.statistics import Interval
 from ringattn.profile.schema import PlanEntry, Profile
 from ringattn.profile.yaml_io import dump_profile, parse_profile

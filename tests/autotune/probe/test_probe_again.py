@@ -214,7 +214,7 @@ def test_a_broken_file_at_the_output_is_not_overwritten_unseen(machine: Machine,
 # --- interrupted -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("after", [0, 1, 5, 17, 40, 80])
+@pytest.mark.parametrize("after", [0, 1, 5, 17, 40, 60])
 def test_an_interrupted_probe_goes_on_where_it_stopped(tmp_path: Path, after: int) -> None:
     """Whatever moment it is stopped at: no finished trial is told twice, and the end is as if nothing had happened."""
     path = tmp_path / "m.yaml"

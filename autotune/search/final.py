@@ -29,6 +29,7 @@ RUNNERS_UP = 2
 FINAL_WIDTH = 0.015  # half-width (log-ratio) that the re-timing should reach, where the preset's maximum allows
 RESERVED = 2  # times the least number of blocks is kept for the final; it goes on while time is left
 CONTENDER = math.log(1.15)  # a plan this much slower than the best is no finalist
+GIVEN_UP = 0.05  # odds under which no plan is validated: three failed of one trait that all of them have
 LIKELY = 0.5  # odds of passing its validation from which a plan may be a missed gain
 WIDE = 0.10  # a possible gain (log-ratio) that a kept default must be able to exclude
 # What a cell keeps of its time for the validation of its choice, where the probe has time after it. Kernels that work
@@ -284,7 +285,8 @@ class Final:
     def _likeliest(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Those most unlike what failed: without a default anything that is right is better than nothing."""
         odds = [self.state.validations.odds(candidate.tunables) for candidate in candidates]
-        return [c for c, mine in zip(candidates, odds, strict=True) if mine >= 0.99 * max(odds)]
+        least = max(GIVEN_UP, 0.99 * max(odds, default=0.0))
+        return [c for c, mine in zip(candidates, odds, strict=True) if mine >= least]
 
     def _further(self, known: Sequence[Candidate]) -> list[Candidate]:
         """Every other plan that is right here: where the default is wrong elsewhere, any of them may stand in for it.
@@ -440,11 +442,12 @@ class Final:
             for p in self._space.kernel_plans
             if state.is_main(p) and (p not in state.entries or not state.entries[p].is_known)
         ]
-        if any(entry.failure is None for entry in allowed) or (allowed and untried):
+        hoped = [e for e in allowed if not e.failure and state.validations.odds(e.tunables) >= GIVEN_UP]
+        untried = [plan for plan in untried if state.validations.odds(plan) >= GIVEN_UP]
+        if hoped or (allowed and untried):
             return self.inconclusive("no time was left to prove a plan within the limits; give a larger --budget")
         if allowed:
-            fault = allowed[0].failure
-            assert fault is not None
+            fault = next(entry.failure for entry in allowed if entry.failure is not None)
             return self.result("refused", f"no plan within the limits is right: {fault.kind}, {fault.message}")
         missed = state.settings.limits.missed([e.checked for e in mains if e.checked is not None])
         if untried:

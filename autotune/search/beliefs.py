@@ -19,6 +19,7 @@ from .surrogate import Coder, Surrogate, Weights
 from .transfer import HOPELESS, Timed
 
 FAILED, FAILED_SIGMA = math.log(1.5), 0.1  # what is like a plan that failed is tried later, and not never
+AMONG_EQUALS = 0.05  # weight of time where memory is preferred: of equally lean plans the fastest
 LOOK_SIGMA = 0.05  # of a single unpaired call, beside the noise of a pair
 
 
@@ -39,7 +40,8 @@ class Beliefs:
         prefer, default = self._state.settings.prefer, self._state.entry(self._state.default).checked
         if prefer == "time" or entry.checked is None or default is None:
             return log_ratio
-        return cost(prefer, log_ratio, entry.checked.peak_bytes) - cost(prefer, 0.0, default.peak_bytes)
+        found = cost(prefer, log_ratio, entry.checked.peak_bytes) - cost(prefer, 0.0, default.peak_bytes)
+        return found + AMONG_EQUALS * log_ratio
 
     def surrogate(self) -> Surrogate:
         """The process of everything measured so far."""
@@ -100,7 +102,7 @@ class Beliefs:
         return next((self._state.hope(plan, found[0]) for plan, found in self.believed().items()), math.inf)
 
     def plainer(self, plan: Tunables) -> Tunables | None:
-        """The plan with as many of its turns undone as the surrogate says cost nothing; None where it is that."""
+        """The plan with as many of its turns undone as may well cost nothing; None where it is that."""
         space, surrogate = self._space(), self.surrogate()
         default, here = encode(space.workload, self._state.default), encode(space.workload, plan)
         most = float(surrogate.predict(self.coder.row(plan)[None])[0][0]) + TIE
@@ -111,9 +113,9 @@ class Beliefs:
             can = [(name, other) for name, other in undone if other is not None and other != found]
             if not can:
                 break
-            means, _ = surrogate.predict(self.coder.rows(other for _, other in can))
+            means, deviations = surrogate.predict(self.coder.rows(other for _, other in can))
             index = int(means.argmin())
-            if means[index] > most:
+            if means[index] - deviations[index] > most:
                 break
             turned.remove(can[index][0])
             found = can[index][1]

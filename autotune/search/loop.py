@@ -18,6 +18,7 @@ from autotune.journal.store import Store
 from autotune.measure.evaluator import Clock, Evaluator, Fault, Sample
 from autotune.outcome import TrialOutcome
 from autotune.space.space import Space
+from ringattn.planning.preference import TIE
 from ringattn.workload import Tunables, Workload
 
 from .beliefs import FAILED, Beliefs
@@ -293,6 +294,7 @@ class CellSearch:
         most_s = MOST_RESERVED * deadline.remaining_s()
         began_s = deadline.remaining_s()
         lean_left = True
+        offered: set[Tunables] = set()
         while True:
             searching = deadline.earlier_by(min(most_s, reserve_s(self.state, deadline)))
             if searching.passed():
@@ -308,10 +310,13 @@ class CellSearch:
             fresh = self._ask(searching)
             wanted = [e for e in (*self._contenders(fresh), *fresh) if e.failure is None]
             if not wanted and len(self.state.entries) == before:
-                self._queue = self._lean() if lean_left else self._plainer()
-                if not lean_left and not self._queue:
+                more = [plan for plan in (*self._lean(), *self._plainer()) if plan not in offered]
+                if not more:
+                    more = self._compiled()
+                if not more:
                     return
-                lean_left = False
+                offered.update(more)
+                self._queue = more
             elif wanted and not searching.allows(self.state.block_s(entry.tunables for entry in wanted)):
                 return
             elif wanted and self.state.block(wanted):
@@ -343,15 +348,26 @@ class CellSearch:
 
     def _lean(self) -> list[Tunables]:
         """The turns of the best plan that may need less memory: a front of time and memory is wanted, too."""
-        best = self.beliefs.best()
+        best = replace(self.beliefs.best(), compile=False)
         moves = [m.tunables for m in self.space.neighbours(best) if m.knob in LEAN_KNOBS]
-        if self.settings.preset.compile_finalists:
-            moves.append(replace(best, compile=True))
         return [plan for plan in moves if not self.is_known(plan) and self.space.valid(plan)]
+
+    def _compiled(self) -> list[Tunables]:
+        """The best plan compiled, once: it costs seconds a plan."""
+        compiled = replace(self.beliefs.best(), compile=True)
+        tried = any(plan.compile for plan in self.state.entries)
+        wanted = self.settings.preset.compile_finalists and not tried and self.space.valid(compiled)
+        return [compiled] if wanted else []
 
     def _plainer(self) -> list[Tunables]:
         """The best plan without what does nothing: two probes must not end in two plans that differ in frills."""
-        plain = self.beliefs.plainer(self.beliefs.best())
+        believed = self.beliefs.believed()
+        ahead = self.beliefs.best_value()
+        equal = [plan for plan, (mean, _) in believed.items() if mean <= ahead + TIE]
+        if not equal:
+            return []
+        plainest = min(equal, key=lambda plan: distance(self.cell, plan, self.state.default))
+        plain = self.beliefs.plainer(plainest)
         return [plain] if plain is not None and not self.is_known(plain) else []
 
     def is_known(self, plan: Tunables) -> bool:

@@ -19,6 +19,7 @@ from .surrogate import Coder, Surrogate, Weights
 from .transfer import HOPELESS, Timed
 
 FAILED, FAILED_SIGMA = math.log(1.5), 0.1  # what is like a plan that failed is tried later, and not never
+SEEN_AGAIN = 3  # readings
 AMONG_EQUALS = 0.05  # weight of time where memory is preferred: of equally lean plans the fastest
 LOOK_SIGMA = 0.05  # of a single unpaired call, beside the noise of a pair
 
@@ -93,6 +94,23 @@ class Beliefs:
             hope = self._state.hope
             self._believed = surrogate, dict(sorted(timed.items(), key=lambda item: hope(item[0], item[1][0])))
         return self._believed[1]
+
+    def surprising(self) -> list[Entry]:
+        """Plans that read faster than the best is believed to be, fastest first, before they were read often.
+
+        The surrogate takes what knobs do only together for luck until it is seen again.
+        """
+        state, ahead = self._state, self.best_value()
+        found: list[tuple[float, Entry]] = []
+        for plan in self.believed():
+            entry = state.entry(plan)
+            look = state.first_look(entry)
+            if plan != state.default and look is not None and len(entry.log_ratios) < SEEN_AGAIN:
+                value = state.median(entry) if entry.log_ratios else look
+                value = state.hope(plan, self.objective(entry, value))
+                if value < ahead - TIE:
+                    found.append((value, entry))
+        return [entry for _, entry in sorted(found, key=lambda each: each[0])]
 
     def best(self) -> Tunables:
         return next(iter(self.believed()), self._state.default)

@@ -30,7 +30,7 @@ CALLS_BEFORE_HANG = 15  # a call may take this many times the default's before i
 HANG_SHARE = 0.2  # of the time that is left, at most, goes into waiting for one plan
 LEAST_HANG_S = 1.0
 PATIENCE = 0.15  # of a cell's time may go into blocks thrown away for foreign load; then the machine counts as loaded
-LEAST_ODDS = 0.3  # of passing its check, for a plan to be tried: two failures of one trait are enough
+LEAST_ODDS = 0.4  # of passing its check, for a plan to be tried: one failure is enough where one trait explains it
 DEFAULT_ATTEMPTS = 2  # blocks in a row whose default failed, before it counts as broken
 
 TrialListener = Callable[[Tunables, TrialOutcome], None]

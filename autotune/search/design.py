@@ -36,6 +36,7 @@ class Design:
             stem: tuple(dict.fromkeys(value for name in names for value in space.knobs[name]))
             for stem, names in self._columns.items()
         }
+        self._plain = {stem: self._base[names[0]] for stem, names in self._columns.items()}
         self._covered: set[Triple] = set()
         self._seen = 0
 
@@ -76,7 +77,11 @@ class Design:
                 value = choices[stem][rng.integers(len(choices[stem]))]
                 turned |= dict.fromkeys(names, value)
             plan = decode(self._workload, turned)
-            new = len(self._triples(plan) - self._covered)
+            # Three that all differ from the default are what no turn of a good plan leads to.
+            new = sum(
+                sum(value != self._plain[stem] for stem, value in three) ** 2
+                for three in self._triples(plan) - self._covered
+            )
             if new and (best is None or new > best[0]) and wanted(plan):
                 best = new, plan
         return best[1] if best is not None else None

@@ -181,7 +181,8 @@ class Final:
         equal = [p for p in near if believed[p][0] <= best + max(TIE, math.hypot(doubt, believed[p][1]))]
         plainest = sorted(equal, key=lambda plan: distance(state.workload, plan, state.default))[:1]
         usual = [plan for plan in state.seeds if plan in equal][:1]
-        wanted = list(dict.fromkeys([*near[:1], *usual, *plainest, *near]))
+        lucky = [entry.tunables for entry in self._beliefs.surprising()[:1]]
+        wanted = list(dict.fromkeys([*near[:1], *usual, *plainest, *lucky, *near]))
         if self.default.failure is not None:
             wanted.sort(key=lambda plan: -state.validations.odds(plan))
         return wanted[: FINALISTS - 1 - len(narrow)] + narrow

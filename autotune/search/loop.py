@@ -519,6 +519,8 @@ class CellSearch:
             and len(state.entry(plan).log_ratios) < DECIDED
             and mean - math.hypot(deviation, doubt) < ahead
         ]
+        surprising = [entry for entry in self.beliefs.surprising() if entry.tunables not in taken]
+        again = list(dict.fromkeys([*surprising, *again]))
         kept = [*self._front(believed), *self._alone()]
         lean = [e for e in dict.fromkeys(kept) if e.tunables not in taken and e not in again[:CONTENDERS]]
         wanted = [*again[:CONTENDERS], *lean[:CONTENDERS]]

@@ -26,6 +26,7 @@ from .design import Design
 from .surrogate import Coder, Codes, Floats, Surrogate
 
 STARTS = 6  # best plans from which candidates are made
+SURPRISES = 3  # plans far faster than predicted, of which they are made, too
 CROSSINGS, RANDOM = 32, 64
 RANDOM_TURNS = 4  # of a random candidate, at most
 DESIGNED = 0.5  # of the plans, until every three values were tried together
@@ -134,7 +135,7 @@ class SurrogateSampler(BaseSampler):
         """Distinct rows: around the best plans, and on from there as long as more is promised."""
         coder = known.surrogate.coder
         turns = turns_of(known.space, coder)
-        own = coder.rows(known.starts[:STARTS])
+        own = coder.rows([*known.starts[:STARTS], *known.surrogate.surprises()[:SURPRISES]])
         rows = np.concatenate([self._random(own, turns), self._crossed(own), _turned(own, turns)])
         seen, promised = [rows], 0.0
         for _ in range(CLIMBS):

@@ -26,12 +26,13 @@ Floats = NDArray[np.float64]
 SLOW = math.log(4.0)  # what is slower than that counts as that: 4 or 40 times as slow teaches nothing about 5 %
 LEAST_NOISE = 1e-3  # log-ratio: no clock is better than that
 MEAN_VARIANCE = 1.0  # of what all plans have in common
-OWN_VARIANCE = 0.004**2  # of what a plan has of its own, which no other tells
+OWN_VARIANCE = 0.015**2  # of what a plan has of its own, which no other tells
 # Of the log of a knob's weight, before anything is known: that all knobs together are worth one unit, and how far off
 # that may be. Of the log of the variance the mean is that of the readings.
 WEIGHT_SPREAD, VARIANCE_SPREAD = 1.2, 1.0
 FIRST_STEPS, MORE_STEPS = 30, 6  # of the ascent to the weights: from nothing, and from those of fewer readings
 STEP = 0.25  # of the log of a weight, in one step
+SURE = 2.0  # standard errors by which a plan is faster than predicted, for others like it to be asked for
 OUTLIER = 3.0  # standard errors from what the others predict, from which a single reading is doubted
 MOST_PLANS = 150  # the fastest are enough: time goes with the cube of their number
 
@@ -188,6 +189,16 @@ class Surrogate:
         variance = self._noise - self._noise**2 * np.diag(self._inverse)
         deviation = np.sqrt(np.maximum(variance, 1e-10))
         return dict(zip(self.plans, zip(mean.tolist(), deviation.tolist(), strict=True), strict=True))
+
+    def surprises(self) -> list[Tunables]:
+        """Plans surely faster than all others predict, the most so first: what they have, they have together."""
+        precision = np.diag(self._inverse)[: len(self.plans)]
+        errors = (self._alpha[: len(self.plans)] / np.sqrt(precision)).tolist()
+        return [
+            plan
+            for error, plan in sorted(zip(errors, self.plans, strict=True), key=lambda each: each[0])
+            if error < -SURE
+        ]
 
     def copy(self) -> Surrogate:
         """The same process, to assume readings of."""

@@ -1,4 +1,4 @@
-"""This package's version, and versions of software as values that compare: rules about kernels hold for releases, not for ever. Pure."""
+"""Version of this package, and versions of software as values that compare: rules about kernels hold for releases."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ class RingAttention(nn.Module):
                     conditions=Conditions(
                         deterministic,
                         layout_with(setup.entries, setup.facts) if world > 1 else "",
-                        self._ring.watch.apart() if self._ring is not None else "",
+                        self._ring.watchdog.hosts_reason() if self._ring is not None else "",
                     ),
                     wishes=wishes_of(backend, dtype, checkpoint),
                     auto_dtype=dtype == "auto",
@@ -177,7 +177,7 @@ class RingAttention(nn.Module):
                 self.layout = self._ring.layout
         except Exception as error:
             if self._ring is not None:
-                self._ring.watch.not_built(error)
+                self._ring.not_built(error)
             raise
         self.shape = shape
         self.dropout = float(dropout)
@@ -470,7 +470,7 @@ class RingAttention(nn.Module):
             if run is None:
                 run = self._new_runner(q, k, v, train, key, with_lse)
             narrow = autocast if autocast is not q.dtype and self._narrows(q, autocast) else None
-            self._ring.enter((q, k, v), run, train, total_length, narrow, self._planned)
+            self._ring.enter(q, train, total_length, narrow, self._planned)
         return run(q, k, v)
 
     def _mode(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[bool, torch.dtype | None]:

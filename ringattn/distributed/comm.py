@@ -8,7 +8,9 @@ Between two ranks messages match in the order in which both list them.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringattn.errors import RingAttentionError
+
+_ABORT_TAG = 1  # no message has it: those of ``Comm`` have 0
 
 
 class CommError(RingAttentionError):
@@ -114,19 +118,16 @@ class Comm:
             raise CommError(f"communication failed: {first_line(error)}") from error
         return Pending((work,), (send, receive), after)
 
-    def vote(self, well: bool, ticket: int, device: torch.device | None = None) -> tuple[bool, list[int]]:
-        """Whether all is well with every rank, and each one's ticket: two numbers to and from each.
-
-        They travel between ``device`` and its like, on NCCL a GPU, and are waited for.
-        """
-        mine = torch.tensor([well, ticket], device=device)
-        theirs = torch.empty(self.size, 2, dtype=mine.dtype, device=device)
+    def gather_numbers(self, number: int, device: torch.device | None = None) -> list[int]:
+        """Return every rank's number, in the order of ranks. They travel between tensors on ``device``."""
+        mine = torch.tensor([number], device=device)
+        theirs = torch.empty(self.size, 1, dtype=mine.dtype, device=device)
         others = [rank for rank in range(self.size) if rank != self.rank]
         sent_bytes = self.sent_bytes
         self.exchange([Message(mine, rank) for rank in others], [Message(theirs[rank], rank) for rank in others]).wait()
         self.sent_bytes = sent_bytes  # the count is of rows
         theirs[self.rank] = mine
-        return bool(theirs[:, 0].all()), theirs[:, 1].tolist()
+        return theirs[:, 0].tolist()
 
     def gather_rows(self, local: Tensor, sizes: Sequence[tuple[int, ...]]) -> list[Tensor]:
         """Every rank's tensor, in the order of ranks, where ``sizes`` are their shapes."""
@@ -144,6 +145,18 @@ class Comm:
 def _flat(x: Tensor) -> Tensor:
     assert x.is_contiguous(), "only contiguous tensors travel"
     return x.detach().view(-1)
+
+
+def abort(backend: Any, rank: int, size: int) -> None:
+    """End every message of a group on this rank, also one that another thread waits for; on gloo its peers' as well."""
+    if backend.name() != "gloo":
+        backend.abort()
+        return
+    # gloo's abort ends no wait, but a receive that times out closes every connection of its group on both sides.
+    for peer in range(size):
+        if peer != rank:
+            with contextlib.suppress(RuntimeError):  # by which it says so
+                backend.recv([torch.empty(1)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
 
 
 def first_line(error: BaseException) -> str:

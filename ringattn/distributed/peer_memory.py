@@ -28,7 +28,7 @@ from ringattn.errors import RingAttentionError
 from .comm import Comm, CommError, first_line
 from .planes import planes
 from .symmetric_exchange import BlockPool
-from .watchdog import Watch
+from .watchdog import Watchdog
 
 _WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32
 _AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ: of the difference modulo 2**32
@@ -99,8 +99,7 @@ class PeerMemory:
             torch.cuda.synchronize(self._device)
         except RuntimeError as failed:
             error = failed
-        well, _ = Comm(group).vote(error is None, nbytes, self._device)
-        if not well or own is None:
+        if not all(Comm(group).gather_numbers(error is None, self._device)) or own is None:
             reason = f": {first_line(error)}" if error is not None else " on another rank"
             raise RingAttentionError(f"no {nbytes / 2**20:.0f} MiB of symmetric memory{reason}") from error
         try:
@@ -190,12 +189,12 @@ class PeerMemory:
 _pools: weakref.WeakKeyDictionary[dist.ProcessGroup, BlockPool] = weakref.WeakKeyDictionary()
 
 
-def blocks_of(group: dist.ProcessGroup, device: torch.device, watch: Watch) -> BlockPool:
+def blocks_of(group: dist.ProcessGroup, device: torch.device, watchdog: Watchdog) -> BlockPool:
     """The blocks of a group, which all modules on it take turns to use; made by all its ranks together."""
     pool = _pools.get(group)
     if pool is None:
         memory = PeerMemory(group, device)
-        watch.guard(memory)
+        watchdog.add_device_waits(memory)
         pool = _pools[group] = BlockPool(memory)
     return pool
 

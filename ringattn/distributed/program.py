@@ -12,7 +12,7 @@ import copy
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,34 +31,15 @@ from ringattn.runtime.program import ALL, Grads, Kept, Program, Triple, Wanted, 
 from ringattn.workload import BranchTunables
 
 from .chunk_rows import merge_block
-from .comm import Comm, CommError, Pending
-from .draining import DrainedError, Failsafe
+from .comm import Comm, Pending
 from .head_exchange import HeadExchange
-from .peer_errors import ticket_of
+from .peer_errors import sequence_number
 from .ring import Ring
 from .ring_chunks import BranchKernels, RingSetting
 from .symmetric_exchange import BlockPool, SymmetricExchange
+from .watchdog import Watchdog
 
 Result = TypeVar("Result")
-
-
-class Watch(Protocol):
-    """What a program tells of failures, and asks about those of others; see ``watchdog``."""
-
-    def report(self, error: BaseException) -> None:
-        """This rank failed: the others are to know."""
-
-    def meet_in(self, comm: Comm, ticket: int) -> None:
-        """Before the rows of a call travel: raises if ranks are not all in the one that ``ticket`` stands for."""
-
-    def settle(self, comm: Comm, *, well: bool) -> None:
-        """The call ends, ``well`` or not, with every message exchanged; raises if another rank failed in it."""
-
-    def sit_out(self, error: Exception, messages: Callable[[], object]) -> None:
-        """The others are told of ``error``, and get the messages of the call."""
-
-    def lost(self, error: CommError) -> Exception:
-        """What to raise instead of ``error``: the rank that is gone and its reason, as far as anybody knows."""
 
 
 class RingProgram:
@@ -71,7 +52,7 @@ class RingProgram:
         comm: Comm,
         parts: tuple[Share, ...],
         batch: int,
-        watch: Watch,
+        watchdog: Watchdog,
         module: int = 0,
         calls: Callable[[], int] = lambda: 0,
         pool: Callable[[], BlockPool] | None = None,
@@ -83,7 +64,7 @@ class RingProgram:
         self.plan, self.checkpoint = plan, tunables.checkpoint
         self.dtype = TORCH_DTYPES[tunables.dtype]
         self.differentiable: Differentiable = not_differentiable
-        self._watch, self._comm, self._module, self._calls = watch, comm, module, calls
+        self._watchdog, self._comm, self._module, self._calls = watchdog, comm, module, calls
         degree = ulysses_degree(tunables, comm.size)
         ring_place, place = divmod(comm.rank, degree)
         members = tuple(range(ring_place * degree, (ring_place + 1) * degree))
@@ -126,7 +107,6 @@ class RingProgram:
                 and bool(geometry.lanes)
                 and all(call.rate == 1 for lane in geometry.lanes for call in lane.calls),
                 merge=_merge_of(plan),
-                report=watch.report,
             )
             self._rings.append(Ring(setting, geometry))
 
@@ -142,7 +122,7 @@ class RingProgram:
         ``kept``, if given, receives what Ulysses brought here, so that the backward need not bring it again.
         """
         forward = self._spread_forward if self._spreads else self._ring_forward
-        out, lse = self._watched(lambda: forward(q, k, v, kept), self._ticket(backward=False))
+        out, lse = self._in_step(lambda: forward(q, k, v, kept), backward=False)
         return out.to(q.dtype), lse
 
     def gradients(
@@ -165,11 +145,10 @@ class RingProgram:
         assert dout is not None
         assert dlse is None, "refused before the first message"
         dout, out, lse = dout.contiguous(), out.contiguous(), lse.contiguous()
-        ticket = self._ticket(backward=True)
         if self._spreads:
-            grads = self._watched(lambda: self._spread_backward(dout, q, k, v, out, lse, kept), ticket)
+            grads = self._in_step(lambda: self._spread_backward(dout, q, k, v, out, lse, kept), backward=True)
         else:
-            grads = self._watched(lambda: self._rings[0].backward(dout, q, k, v, out, lse), ticket)
+            grads = self._in_step(lambda: self._rings[0].backward(dout, q, k, v, out, lse), backward=True)
         return as_wanted(grads, q.dtype, wanted)
 
     @property
@@ -177,29 +156,18 @@ class RingProgram:
         """Of memory that peers write into: what a call took at most."""
         return self._exchange.workspace_bytes
 
-    def sit_out(self, error: Exception, messages: Callable[[], object]) -> None:
-        """What this rank does instead of a call whose ``messages`` the others are in; ``error`` is told to them."""
-        self._watch.sit_out(error, messages)
+    def refuse(self, error: Exception) -> None:
+        """Tell the other ranks that this one does not begin its backward, for ``error``."""
+        self._watchdog.report(error)
 
-    def _ticket(self, *, backward: bool) -> int:
-        return ticket_of(self._module, self._calls(), backward=backward)
-
-    def _watched(self, call: Callable[[], Result], ticket: int) -> Result:
-        """The call, with what goes wrong here told to the others, and what went wrong there raised here."""
-        try:
-            self._watch.meet_in(self._comm, ticket)
-            try:
-                result = call()
-            except DrainedError as drained:
-                self._watch.settle(self._comm, well=False)
-                raise drained.error from None
-            self._watch.settle(self._comm, well=True)
-            return result
-        except CommError as error:
-            raise self._watch.lost(error) from error
-        except Exception as error:
-            self._watch.report(error)
-            raise
+    def _in_step(self, call: Callable[[], Result], *, backward: bool) -> Result:
+        """Run a call once all ranks are in it. PeerError where another rank failed, which is told of errors here."""
+        number = sequence_number(self._module, self._calls(), backward=backward)
+        with self._watchdog.reporting():
+            self._watchdog.compare_order(self._comm, number)
+            result = call()
+        self._watchdog.check()
+        return result
 
     def _ring_forward(self, q: Tensor, k: Tensor, v: Tensor, kept: Kept | None) -> tuple[Tensor, Tensor]:
         return self._rings[0].forward(q, k, v)
@@ -207,7 +175,7 @@ class RingProgram:
     # -- all-to-all over heads --
 
     def _spread_forward(self, q: Tensor, k: Tensor, v: Tensor, kept: Kept | None) -> tuple[Tensor, Tensor]:
-        exchange, safe = self._exchange, Failsafe(self._watch.report)
+        exchange = self._exchange
         batch, length, heads, _ = q.shape
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty((batch, heads, 1, length), dtype=accumulator_dtype(self.dtype), device=q.device)
@@ -219,13 +187,10 @@ class RingProgram:
             pending, inputs = arriving.next()
             pending.wait()
             if kept is not None:
-                kept += safe.attempt(exchange.keep, inputs) or inputs
-            result = safe.attempt(self._forward_here, ring, *inputs)
+                kept += exchange.keep(inputs)
+            out_here, lse_here = ring.forward(*inputs)
+            out_here = out_here.to(self._wire)
             pending.release()
-            if result is None:  # what is sent now will not be used
-                rows = inputs[0]
-                result = torch.empty_like(rows), lse.new_empty(rows.shape[0], rows.shape[2], rows.shape[1])
-            out_here, lse_here = result
             if kept is not None:
                 kept += [out_here, lse_here]
             lse_rows = lse_here.transpose(1, 2).unsqueeze(3)
@@ -233,23 +198,12 @@ class RingProgram:
             returning.add(exchange.collect(out_here, out, group))
             returning.add(exchange.collect(lse_rows, lse, group))
         returning.wait()
-        safe.close()
         return out, lse.squeeze(3).transpose(1, 2)
-
-    def _forward_here(self, ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """What this rank computes of a head group, out in the dtype that it goes home in."""
-        out, lse = ring.forward(q, k, v)
-        return out.to(self._wire), lse
-
-    def _backward_here(
-        self, ring: Ring, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-    ) -> Triple:
-        return ring.backward(dout.contiguous(), q, k, v, out.contiguous(), lse.contiguous())
 
     def _spread_backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Sequence[Tensor]
     ) -> Triple:
-        exchange, safe = self._exchange, Failsafe(self._watch.report)
+        exchange = self._exchange
         targets: list[Tensor] = []  # made when the first results go home: the kernels' workspace is gone by then
         lse_rows = lse.transpose(1, 2).unsqueeze(3)
 
@@ -270,10 +224,9 @@ class RingProgram:
                 pending.wait()
             if not kept:
                 lse_here = lse_here.squeeze(3).transpose(1, 2)
-            grads = safe.attempt(self._backward_here, ring, dout_here, q_here, k_here, v_here, out_here, lse_here)
-            if grads is None:  # what is sent now will not be used
-                grads = torch.empty_like(q_here), torch.empty_like(k_here), torch.empty_like(v_here)
-            del dout_here, q_here, k_here, v_here, out_here, lse_here
+            rows = dout_here.contiguous(), q_here, k_here, v_here, out_here.contiguous(), lse_here.contiguous()
+            grads = ring.backward(*rows)
+            del rows, dout_here, q_here, k_here, v_here, out_here, lse_here
             for pending in pendings:
                 pending.release()
             results = list(grads)
@@ -284,7 +237,6 @@ class RingProgram:
                     targets.append(torch.empty(x.shape, dtype=x.dtype, device=x.device))
                 returning.add(exchange.collect(results.pop(0).to(self._wire), targets[number], group))
         returning.wait()
-        safe.close()
         return targets[0], targets[1], targets[2]
 
 

@@ -6,7 +6,7 @@ Legend: B batch, S local length, H query heads, Hkv key/value heads, D head dime
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,8 +16,7 @@ from ringattn.runtime.merge import accumulator_dtype
 from ringattn.runtime.program import BackwardRows, Triple
 
 from .chunk_rows import add_rows, gather_lse, gather_rows, lse_of_all, merge_rows, set_rows
-from .comm import NOTHING, Comm, CommError, Pending
-from .draining import DrainedError, Failsafe
+from .comm import NOTHING, Comm, Pending
 from .ring_chunks import BackwardLane, Batch, ForwardLane, RingSetting, RunningLane, own_copy
 
 Result = TypeVar("Result")
@@ -33,72 +32,66 @@ class Ring:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out (B, S, H, D) in the compute dtype and lse (B, H, S); q, k and v of any dtype."""
-        journey = _Journey(self._setting, self._geometry)
-        return journey.made(
-            lambda: self._forward(journey, q, k, v),
-            lambda lane: ForwardLane(self._setting, lane, self._blank(lane, k)),
-        )
-
-    def _forward(self, journey: _Journey, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         setting = self._setting
         inputs = _converted((q, k, v), setting.dtype)
         if setting.joins:
-            travel = self._travel(journey, ForwardLane, lambda lane: (lane.out.to(setting.dtype), lane.lse))
+            travel = self._travel(ForwardLane, lambda lane: (lane.out.to(setting.dtype), lane.lse))
             return setting.program.forward(*inputs, travel=travel)
         lanes = [ForwardLane(setting, lane, _rows_of(lane, inputs), (k, v)) for lane in self._geometry.lanes]
-        journey.start(lanes)
-        local = journey.safe.run(setting.local.forward, *inputs) if setting.local is not None else None
-        journey.finish()
+        finish = self._start(lanes)
+        local = setting.local.forward(*inputs) if setting.local is not None else None
+        finish()
         return self._assemble(inputs[0], lanes, local)
 
     def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Triple:
         """dq, dk, dv of this rank's rows in the compute dtype; dout, out and lse are final, and contiguous."""
-        journey = _Journey(self._setting, self._geometry)
-
-        def blank(lane: Lane) -> BackwardLane:
-            rows = self._blank(lane, k)
-            return BackwardLane(self._setting, lane, BackwardRows(rows, *rows))
-
-        return journey.made(lambda: self._backward(journey, dout, q, k, v, out, lse), blank)
-
-    def _backward(
-        self, journey: _Journey, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-    ) -> Triple:
         setting = self._setting
         inputs = _converted((q, k, v), setting.dtype)
         dout, out = dout.to(setting.dtype), out.to(setting.dtype)
         if setting.joins:
-            travel = self._travel(journey, BackwardLane, lambda lane: _converted(lane.summed(), setting.dtype))
+            travel = self._travel(BackwardLane, lambda lane: _converted(lane.grads, setting.dtype))
             return setting.program.backward(dout, *inputs, out, lse, travel=travel)
         lanes = [
             BackwardLane(setting, lane, _backward_rows_of(lane, inputs, dout, out, lse), (k, v))
             for lane in self._geometry.lanes
         ]
-        journey.start(lanes)
-        local = journey.safe.run(setting.local.backward, dout, *inputs, out, lse) if setting.local is not None else None
-        journey.finish()
+        finish = self._start(lanes)
+        local = setting.local.backward(dout, *inputs, out, lse) if setting.local is not None else None
+        finish()
         return self._assemble_grads(inputs, lanes, local)
 
-    def _blank(self, lane: Lane, k: Tensor) -> Triple:
-        """Rows that hold nothing and take no memory, where a rank could not gather its own."""
-        shape = (k.shape[0] * lane.segments, lane.rows, lane.kv_heads, k.shape[3])
-        rows = torch.zeros((), dtype=self._setting.wire, device=k.device).expand(shape)
-        return rows, rows, rows
+    def _start(self, lanes: Sequence[RunningLane]) -> Callable[[], None]:
+        """Start the exchanges of a call and compute the diagonal; the result waits for and computes everything else."""
+        comm, steps = self._setting.comm, self._geometry.steps
+        first = _start_step(comm, 1, lanes)
+        for lane in lanes:
+            lane.diagonal()
+
+        def finish() -> None:
+            pending = first
+            for step in range(1, steps + 1):
+                pending.wait()
+                pending = _start_step(comm, step + 1, lanes, grads_of=step - 1)
+                for lane in lanes:
+                    lane.work(step)
+            pending.wait()
+            _start_step(comm, None, lanes, grads_of=steps).wait()
+
+        return finish
 
     def _travel(
         self,
-        journey: _Journey,
         lane_of: Callable[[RingSetting, Lane, Rows], SomeLane],
         result: Callable[[SomeLane], Result],
     ) -> Callable[[list[Rows]], Callable[[], list[Result]]]:
-        """What ``Program`` is given: begins the journey of the rows of every lane, then gives each lane's result."""
+        """Return what ``Program`` starts with the rows of every lane, and finishes for each lane's result."""
 
         def travel(rows: list[Rows]) -> Callable[[], list[Result]]:
             lanes = [lane_of(self._setting, lane, of) for lane, of in zip(self._geometry.lanes, rows, strict=True)]
-            journey.start(lanes)
+            wait = self._start(lanes)
 
             def finish() -> list[Result]:
-                journey.finish()
+                wait()
                 return [result(lane) for lane in lanes]
 
             return finish
@@ -138,71 +131,19 @@ class Ring:
         results = []
         for number, x in enumerate(inputs):
             if setting.whole and len(lanes) == 1:
-                results.append(lanes[0].summed()[number].to(setting.dtype).reshape(x.shape))
+                results.append(lanes[0].grads[number].to(setting.dtype).reshape(x.shape))
                 continue
             if local is None:
                 total = torch.zeros(x.shape, dtype=wide, device=x.device)
             else:
                 total = own_copy(local[number], wide)
             for lane in lanes:
-                add_rows(lane.lane, lane.group if number == 0 else 1, total, lane.summed()[number])
+                add_rows(lane.lane, lane.group if number == 0 else 1, total, lane.grads[number])
             results.append(total.to(setting.dtype))
         return results[0], results[1], results[2]
 
 
-class _Journey:
-    """The exchanges of one call: started, and finished after whatever this rank does alone in between."""
-
-    def __init__(self, setting: RingSetting, geometry: RingGeometry) -> None:
-        self.safe = Failsafe(setting.report)
-        self._comm, self._geometry = setting.comm, geometry
-        self._lanes: Sequence[RunningLane] = ()
-        self._pending = NOTHING
-        self._stage: Literal["ahead", "under way", "over", "lost"] = "ahead"
-
-    def start(self, lanes: Sequence[RunningLane]) -> None:
-        self._lanes, self._stage = lanes, "lost"  # unless every message is started
-        self._pending = _start(self._comm, 1, lanes)
-        self._stage = "under way"
-        for lane in lanes:
-            self.safe.run(lane.diagonal)
-
-    def finish(self) -> None:
-        """Everything arrived, and everything that hangs on it is computed; raises DrainedError if a step failed."""
-        self._stage = "lost"
-        steps = self._geometry.steps
-        for step in range(1, steps + 1):
-            self._pending.wait()
-            self._pending = _start(self._comm, step + 1, self._lanes, grads_of=step - 1)
-            for lane in self._lanes:
-                self.safe.run(lane.work, step)
-        self._pending.wait()
-        _start(self._comm, None, self._lanes, grads_of=steps).wait()
-        self._stage = "over"
-        self.safe.close()
-
-    def made(self, call: Callable[[], Result], blank: Callable[[Lane], RunningLane]) -> Result:
-        """The result of a call that starts and finishes this journey.
-
-        Where it fails before, in between or afterwards the journey is made all the same, with ``blank`` lanes if there
-        are no others: DrainedError. What fails inside the exchanges themselves is raised as it is.
-        """
-        try:
-            return call()
-        except (CommError, DrainedError):
-            raise
-        except Exception as error:
-            if self._stage == "lost":
-                raise
-            self.safe.fail(error)
-            if self._stage == "ahead":
-                self.start([blank(lane) for lane in self._geometry.lanes])
-            if self._stage == "under way":
-                self.finish()
-            raise DrainedError(error) from error
-
-
-def _start(comm: Comm, step: int | None, lanes: Sequence[RunningLane], grads_of: int | None = None) -> Pending:
+def _start_step(comm: Comm, step: int | None, lanes: Sequence[RunningLane], grads_of: int | None = None) -> Pending:
     """Starts hop ``step`` of all lanes, and, in a backward, the gradients of hop ``grads_of`` on their way home."""
     batch = Batch()
     for lane in lanes:

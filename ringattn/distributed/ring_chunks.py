@@ -57,7 +57,6 @@ class RingSetting:
     grad_wire: torch.dtype
     whole: bool
     merge: Callable[[Tensor, Tensor, Tensor, Tensor], None]
-    report: Callable[[BaseException], None]
 
     @property
     def program(self) -> Program:
@@ -165,7 +164,7 @@ class ForwardLane(RunningLane):
 class BackwardLane(RunningLane):
     """``grads``: dq (N, M, J * G, D), dk and dv (N, M, J, D), the sums of what was computed and came home so far."""
 
-    grads: Triple | None = None  # None until the diagonal is done
+    grads: Triple
 
     def __init__(
         self, setting: RingSetting, lane: Lane, rows: BackwardRows, wired: tuple[Tensor, Tensor] | None = None
@@ -193,7 +192,6 @@ class BackwardLane(RunningLane):
     def _block(self, rectangle: Rectangle, k: Tensor, v: Tensor) -> Tensor:
         """One block: adds its dq, returns its dk and dv side by side in the dtype they travel in."""
         assert self.kernels.full_backward is not None
-        assert self.grads is not None
         queries = slice(rectangle.q_begin, rectangle.q_end)
         keys = slice(rectangle.k_begin, rectangle.k_end)
         dq, dk, dv = self.kernels.full_backward(
@@ -209,8 +207,6 @@ class BackwardLane(RunningLane):
 
     def move_grads(self, hop: Hop, batch: Batch) -> None:
         going = self._going.pop(hop.step, None)
-        if going is None and hop.gives:  # the block failed here: what is sent now will not be used
-            going = self._buffer(sum(transfer.rows for transfer in hop.gives), self.setting.grad_wire)
         for transfer in hop.gives:
             assert going is not None
             part = going[:, transfer.at : transfer.at + transfer.rows].contiguous()
@@ -220,13 +216,7 @@ class BackwardLane(RunningLane):
             batch.receives.append(Message(part, self.rank(transfer.peer)))
             batch.after.append(lambda part=part, transfer=transfer: self._add_home(part, transfer))  # type: ignore[misc]
 
-    def summed(self) -> Triple:
-        assert self.grads is not None
-        return self.grads
-
     def _add_home(self, part: Tensor, transfer: Transfer) -> None:
-        if self.grads is None:  # the diagonal failed here
-            return
         rows, heads = slice(transfer.begin, transfer.begin + transfer.rows), self.lane.kv_heads
         self.grads[1][:, rows].add_(part[:, :, :heads])
         self.grads[2][:, rows].add_(part[:, :, heads:])

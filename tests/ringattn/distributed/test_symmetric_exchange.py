@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from faults import TIMEOUT_S, Breaking, Told, assert_told, leaves_of, told_of
-from oracle import DENSE, Case, assert_equal_to, exact, pattern_of
-from pool import Pool, kill_self
-from ring_cases import RingCase, run_ring
+from faults import TIMEOUT_S, Breaking, Told, assert_told, call_until_told, group_to_break, leaves_of, told_of
+from oracle import DENSE, Case, pattern_of
+from pool import TIMES, Pool, kill_self
+from ring_cases import RingCase
 from shared_memory import check_symmetric, copy_planes, pool_of, use_shared_memory
 from test_ring_bytes import _sent
 from torch import Tensor
 
-from ringattn.distributed import watchdog as watch
+from ringattn import RingAttention
+from ringattn.distributed import watchdog
 from ringattn.distributed.planes import planes, regular
 from ringattn.distributed.symmetric_exchange import BlockPool
 from ringattn.kernels.registry import KERNELS
@@ -113,35 +114,38 @@ def test_narrow_inputs_as_by_all_to_all(ranks: Callable[[int], Pool]) -> None:
 
 
 def _broken(at: int, backward_keeps: bool) -> Told:
-    """The kernel's call number ``at`` raises on rank 1; the next step is right again."""
+    """The kernel's call number ``at`` raises on rank 1."""
     use_shared_memory()
     checkpoint = "none" if backward_keeps else "selective"
     ring = RingCase(FAULTY, "ulysses", "zigzag", head_groups=3, checkpoint=checkpoint, exchange="symmetric")
-    module, kernel, breaking = ring.module(), KERNELS["math"], Breaking(at, ValueError("kernel broke"))
-    q, k, v = FAULTY.inputs()
+    kernel, breaking = KERNELS["math"], Breaking(at, ValueError("kernel broke"))
     if dist.get_rank() == 1:
         object.__setattr__(kernel, "load", breaking.load)
     try:
-        broken = ring.module()
-        told = told_of(lambda: broken(*leaves_of(broken, FAULTY)).sum().backward())
+        with group_to_break() as group:
+            module = ring.module(group=group)
+            return call_until_told(lambda: module(*leaves_of(module, FAULTY)).sum().backward())
     finally:
         object.__setattr__(kernel, "load", breaking.original)
-    dist.barrier()
-    expected = exact(FAULTY, q, k, v, FAULTY.dout())
-    assert_equal_to(run_ring(ring, module, q, k, v, FAULTY.dout()), expected)
-    return told
 
 
 @pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("at", [1, 3, 5])
 def test_an_exception_between_exchanges(at: int, keeps: bool, ranks: Callable[[int], Pool]) -> None:
-    """In a forward of three groups of heads, or in their backward; no block stays lent, and none is another's."""
+    """In a forward of three groups of heads, or in their backward."""
     assert_told(ranks(3).run(_broken, at, keeps), "ValueError", "kernel broke")
 
 
 def _no_memory_to_keep() -> Told:
     use_shared_memory()
-    module = RingCase(FAULTY, "ulysses", "zigzag", checkpoint="none", exchange="symmetric").module()
+    ring = RingCase(FAULTY, "ulysses", "zigzag", checkpoint="none", exchange="symmetric")
+    with group_to_break() as group:
+        module = ring.module(group=group)
+        _keep_nothing_on_rank_1(module)
+        return told_of(lambda: module(*leaves_of(module, FAULTY)))
+
+
+def _keep_nothing_on_rank_1(module: RingAttention) -> None:
     program_of = module.program_for
 
     def program_for(*arguments: Any) -> Any:
@@ -155,7 +159,6 @@ def _no_memory_to_keep() -> Told:
         return program
 
     module.program_for = program_for  # type: ignore[method-assign]
-    return told_of(lambda: module(*leaves_of(module, FAULTY)))
 
 
 def test_memory_to_keep_what_came_that_runs_out(ranks: Callable[[int], Pool]) -> None:
@@ -192,24 +195,27 @@ class _Waiting:
 
 
 def _waits_end() -> None:
-    module = RingCase(FAULTY, "ulysses", "zigzag").module()
-    leaves = leaves_of(module, FAULTY)
-    assert module._ring is not None
-    watch = module._ring.watch
-    patient, stuck = _Waiting(watch.timeout_s / 2), _Waiting(watch.timeout_s + 1)
-    module(*leaves)
-    dist.barrier()
-    if dist.get_rank() == 1:
-        watch.guard(patient)
-        watch.guard(stuck)
-        deadline = time.monotonic() + TIMEOUT_S  # the thread looks once a second, the others wait in a barrier
-        while not stuck.released and time.monotonic() < deadline:
+    with group_to_break() as group:
+        module = RingCase(FAULTY, "ulysses", "zigzag").module(group=group)
+        leaves = leaves_of(module, FAULTY)
+        assert module._ring is not None
+        watchdog = module._ring.watchdog
+        patient, stuck = _Waiting(watchdog.timeout_s / 2), _Waiting(watchdog.timeout_s + 1)
+        module(*leaves)
+        dist.barrier()
+        if dist.get_rank() == 1:
+            watchdog.add_device_waits(patient)
+            time.sleep(3 * TIMES.beat_s)
+            assert patient.released == 0
+            watchdog.add_device_waits(stuck)
+        deadline = time.monotonic() + TIMEOUT_S
+        while watchdog.failure is None and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert (patient.released, stuck.released) == (0, 1)
         error, message = told_of(lambda: module(*leaves))
         assert error == "PeerError"
         assert "rank 1 has waited on the GPU for a peer" in message
-    dist.barrier()
+        if dist.get_rank() == 1:
+            assert (patient.released, stuck.released) == (1, 1)  # the group is of no use to either
 
 
 def test_a_wait_on_the_gpu_ends_with_the_timeout_of_the_group(fragile: Pool) -> None:
@@ -220,11 +226,11 @@ def test_a_wait_on_the_gpu_ends_with_the_timeout_of_the_group(fragile: Pool) -> 
 def _hosts_differ() -> tuple[str, str]:
     ring = RingCase(FAULTY, "ulysses", "zigzag", exchange="symmetric")
     group = dist.new_group([0, 1, 2])
-    host, watch.host_identity = watch.host_identity, lambda: f"host {dist.get_rank() // 2}"
+    host, watchdog.host_identity = watchdog.host_identity, lambda: f"host {dist.get_rank() // 2}"
     try:
         error, message = told_of(lambda: ring.module(group=group))
     finally:
-        watch.host_identity = host
+        watchdog.host_identity = host
     dist.destroy_process_group(group)
     return error, message
 

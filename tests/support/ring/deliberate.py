@@ -137,12 +137,12 @@ FAULTS = [
     Fault("ring.Ring._assemble", "own_copy(local[0], wide)", "torch.zeros_like(q, dtype=wide)", "staying"),
     Fault("ring.Ring._assemble_grads", "lane.group if number == 0 else 1", "1", "several"),
     Fault("ring.Ring._assemble_grads", "total = own_copy(", "total = 2 * own_copy(", "staying"),
-    Fault("ring.Ring._assemble_grads", "lanes[0].summed()[number].to", "lanes[0].summed()[min(number, 1)].to", "dense"),
+    Fault("ring.Ring._assemble_grads", "lanes[0].grads[number].to", "lanes[0].grads[min(number, 1)].to", "dense"),
     Fault("ring._backward_rows_of", "gather_rows(out, lane, group)", "gather_rows(dout, lane, group)", "dense"),
     Fault("ring._rows_of", "gather_rows(v, lane, 1)", "gather_rows(k, lane, 1)", "dense"),
     Fault("ring._converted", "v.to(dtype)", "v.bfloat16().to(dtype)", "dense"),
-    Fault("ring._Journey.finish", "grads_of=step - 1)", "grads_of=None)", "dense"),
-    Fault("ring._Journey.finish", "grads_of=steps)", "grads_of=None)", "dense"),
+    Fault("ring.Ring._start", "grads_of=step - 1)", "grads_of=None)", "dense"),
+    Fault("ring.Ring._start", "grads_of=steps)", "grads_of=None)", "dense"),
     # head_exchange
     Fault(
         "head_exchange.HeadExchange._by_member",

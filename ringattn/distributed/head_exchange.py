@@ -101,9 +101,9 @@ class HeadExchange:
         """Where each span of each member lies: in (B, T, heads, D) ``rows`` of ascending position, and in memory that
         holds member after member, each (B, its S, heads, D)."""
         batch, _, heads, head_dim = rows.shape
-        chunks = torch.split(by_member.view(-1), [batch * length * heads * head_dim for length in self._lengths])
-        for spans, length, chunk in zip(self._spans, self._lengths, chunks, strict=True):
-            own, row = chunk.view(batch, length, heads, head_dim), 0
+        pieces = torch.split(by_member.view(-1), [batch * length * heads * head_dim for length in self._lengths])
+        for spans, length, piece in zip(self._spans, self._lengths, pieces, strict=True):
+            own, row = piece.view(batch, length, heads, head_dim), 0
             for begin, count in spans:
                 yield rows[:, begin : begin + count], own[:, row : row + count]
                 row += count

@@ -104,8 +104,8 @@ class RingProgram:
                 wire=self._wire,
                 grad_wire=self.dtype if tunables.grad_wire == "compute" else self._wire,
                 whole=len(kernels) == 1
-                and bool(geometry.lanes)
-                and all(call.rate == 1 for lane in geometry.lanes for call in lane.calls),
+                and bool(geometry.chunks)
+                and all(call.rate == 1 for chunk in geometry.chunks for call in chunk.calls),
                 merge=_merge_of(plan),
             )
             self._rings.append(Ring(setting, geometry))
@@ -284,7 +284,7 @@ class _Behind:
 
 
 def _merge_of(plan: Plan) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
-    """How the blocks of a lane are merged, one after the other."""
+    """How the blocks of a chunk are merged, one after the other."""
     if plan.fused and plan.tunables.dtype != "fp64":
         from .merge_triton import merge_block as fused  # triton: only where there is a GPU for it
 
@@ -308,17 +308,17 @@ def _kernels(plan: Plan, branch: BranchTunables, scale: float) -> BranchKernels:
 
 
 def _joining_program(plan: Plan, geometry: RingGeometry, scale: float, length: int, batch: int) -> Program | None:
-    """All branches as a program on this rank's rows, where the lanes are calls of it; None where they are not.
+    """All branches as a program on this rank's rows, where the chunks are calls of it; None where they are not.
 
-    Its fused steps then gather the rows of the lanes and merge their results with all others at once: apart, in
-    float32, that cost 0.5 ms of 6.2 forward and 1 ms of 16 backward (LongNet to 131072 on 4 H100s). Lanes that
+    Its fused steps then gather the rows of the chunks and merge their results with all others at once: apart, in
+    float32, that cost 0.5 ms of 6.2 forward and 1 ms of 16 backward (LongNet to 131072 on 4 H100s). Chunks that
     Ulysses, zigzag or a share that cuts a segment unevenly make are assembled apart.
     """
     workload, tunables = plan.workload, plan.tunables
     # Also those of which no row lies here: the program would take them for its own.
     travelling = frozenset(range(len(tunables.branches))).difference(geometry.local)
     few = len(travelling) == len(tunables.branches) == 1
-    if few or not geometry.lanes or TORCH_DTYPES[workload.dtype] is not TORCH_DTYPES[tunables.dtype]:
+    if few or not geometry.chunks or TORCH_DTYPES[workload.dtype] is not TORCH_DTYPES[tunables.dtype]:
         return None
     branches = tuple(
         replace(branch, gather="copy") if n in travelling else branch for n, branch in enumerate(tunables.branches)
@@ -328,7 +328,7 @@ def _joining_program(plan: Plan, geometry: RingGeometry, scale: float, length: i
         key = LayoutKey(workload.pattern, gathers, None, batch, length, workload.heads, workload.kv_heads, folds)
         (window,) = build_geometry(key).windows
         away = [(placed.branch, [_plain(placed.call)]) for placed in window.calls if placed.branch in travelling]
-        if away != [(lane.branch, [_plain(call) for call in lane.calls]) for lane in geometry.lanes]:
+        if away != [(chunk.branch, [_plain(call) for call in chunk.calls]) for chunk in geometry.chunks]:
             return None
     return Program(replace(plan, tunables=replace(tunables, branches=branches)), scale, travelling)
 

@@ -1,4 +1,4 @@
-"""Runs the lanes of a ring: rows travel while kernels work on what has arrived, and one result is made of all lanes.
+"""Runs the chunks of a ring: rows travel while kernels work on what has arrived, and one result is made of all chunks.
 
 Legend: B batch, S local length, H query heads, Hkv key/value heads, D head dimension.
 """
@@ -11,17 +11,17 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ringattn.geometry.ring_schedules import Lane, RingGeometry
+from ringattn.geometry.ring_schedules import Chunk, RingGeometry
 from ringattn.runtime.merge import accumulator_dtype
 from ringattn.runtime.program import BackwardRows, Triple
 
 from .chunk_rows import add_rows, gather_lse, gather_rows, lse_of_all, merge_rows, set_rows
 from .comm import NOTHING, Comm, Pending
-from .ring_chunks import BackwardLane, Batch, ForwardLane, RingSetting, RunningLane, own_copy
+from .ring_chunks import BackwardChunk, Batch, ForwardChunk, RingSetting, RunningChunk, own_copy
 
 Result = TypeVar("Result")
 Rows = TypeVar("Rows")
-SomeLane = TypeVar("SomeLane", bound="RunningLane")
+SomeChunk = TypeVar("SomeChunk", bound="RunningChunk")
 
 
 class Ring:
@@ -35,13 +35,13 @@ class Ring:
         setting = self._setting
         inputs = _converted((q, k, v), setting.dtype)
         if setting.joins:
-            travel = self._travel(ForwardLane, lambda lane: (lane.out.to(setting.dtype), lane.lse))
+            travel = self._travel(ForwardChunk, lambda chunk: (chunk.out.to(setting.dtype), chunk.lse))
             return setting.program.forward(*inputs, travel=travel)
-        lanes = [ForwardLane(setting, lane, _rows_of(lane, inputs), (k, v)) for lane in self._geometry.lanes]
-        finish = self._start(lanes)
+        chunks = [ForwardChunk(setting, chunk, _rows_of(chunk, inputs), (k, v)) for chunk in self._geometry.chunks]
+        finish = self._start(chunks)
         local = setting.local.forward(*inputs) if setting.local is not None else None
         finish()
-        return self._assemble(inputs[0], lanes, local)
+        return self._assemble(inputs[0], chunks, local)
 
     def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Triple:
         """dq, dk, dv of this rank's rows in the compute dtype; dout, out and lse are final, and contiguous."""
@@ -49,125 +49,125 @@ class Ring:
         inputs = _converted((q, k, v), setting.dtype)
         dout, out = dout.to(setting.dtype), out.to(setting.dtype)
         if setting.joins:
-            travel = self._travel(BackwardLane, lambda lane: _converted(lane.grads, setting.dtype))
+            travel = self._travel(BackwardChunk, lambda chunk: _converted(chunk.grads, setting.dtype))
             return setting.program.backward(dout, *inputs, out, lse, travel=travel)
-        lanes = [
-            BackwardLane(setting, lane, _backward_rows_of(lane, inputs, dout, out, lse), (k, v))
-            for lane in self._geometry.lanes
+        chunks = [
+            BackwardChunk(setting, chunk, _backward_rows_of(chunk, inputs, dout, out, lse), (k, v))
+            for chunk in self._geometry.chunks
         ]
-        finish = self._start(lanes)
+        finish = self._start(chunks)
         local = setting.local.backward(dout, *inputs, out, lse) if setting.local is not None else None
         finish()
-        return self._assemble_grads(inputs, lanes, local)
+        return self._assemble_grads(inputs, chunks, local)
 
-    def _start(self, lanes: Sequence[RunningLane]) -> Callable[[], None]:
+    def _start(self, chunks: Sequence[RunningChunk]) -> Callable[[], None]:
         """Start the exchanges of a call and compute the diagonal; the result waits for and computes everything else."""
         comm, steps = self._setting.comm, self._geometry.steps
-        first = _start_step(comm, 1, lanes)
-        for lane in lanes:
-            lane.diagonal()
+        first = _start_step(comm, 1, chunks)
+        for chunk in chunks:
+            chunk.diagonal()
 
         def finish() -> None:
             pending = first
             for step in range(1, steps + 1):
                 pending.wait()
-                pending = _start_step(comm, step + 1, lanes, grads_of=step - 1)
-                for lane in lanes:
-                    lane.work(step)
+                pending = _start_step(comm, step + 1, chunks, grads_of=step - 1)
+                for chunk in chunks:
+                    chunk.work(step)
             pending.wait()
-            _start_step(comm, None, lanes, grads_of=steps).wait()
+            _start_step(comm, None, chunks, grads_of=steps).wait()
 
         return finish
 
     def _travel(
         self,
-        lane_of: Callable[[RingSetting, Lane, Rows], SomeLane],
-        result: Callable[[SomeLane], Result],
+        chunk_of: Callable[[RingSetting, Chunk, Rows], SomeChunk],
+        result: Callable[[SomeChunk], Result],
     ) -> Callable[[list[Rows]], Callable[[], list[Result]]]:
-        """Return what ``Program`` starts with the rows of every lane, and finishes for each lane's result."""
+        """Return what ``Program`` starts with the rows of every chunk, and finishes for each chunk's result."""
 
         def travel(rows: list[Rows]) -> Callable[[], list[Result]]:
-            lanes = [lane_of(self._setting, lane, of) for lane, of in zip(self._geometry.lanes, rows, strict=True)]
-            wait = self._start(lanes)
+            chunks = [chunk_of(self._setting, chunk, of) for chunk, of in zip(self._geometry.chunks, rows, strict=True)]
+            wait = self._start(chunks)
 
             def finish() -> list[Result]:
                 wait()
-                return [result(lane) for lane in lanes]
+                return [result(chunk) for chunk in chunks]
 
             return finish
 
         return travel
 
     def _assemble(
-        self, q: Tensor, lanes: Sequence[ForwardLane], local: tuple[Tensor, Tensor] | None
+        self, q: Tensor, chunks: Sequence[ForwardChunk], local: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor]:
         setting = self._setting
         batch, length, heads, _ = q.shape
         wide = accumulator_dtype(setting.dtype)
-        if not lanes and local is not None:
+        if not chunks and local is not None:
             return local
-        if setting.whole and len(lanes) == 1:
-            return lanes[0].out.to(setting.dtype).reshape(q.shape), lse_of_all(lanes[0].lane, lanes[0].lse)
+        if setting.whole and len(chunks) == 1:
+            return chunks[0].out.to(setting.dtype).reshape(q.shape), lse_of_all(chunks[0].chunk, chunks[0].lse)
         if setting.whole:
             out = torch.empty(q.shape, dtype=setting.dtype, device=q.device)
             lse = torch.empty(batch, heads, length, dtype=wide, device=q.device)
-            for lane in lanes:
-                set_rows(lane.lane, lane.group, out, lse, lane.out, lane.lse)
+            for chunk in chunks:
+                set_rows(chunk.chunk, chunk.group, out, lse, chunk.out, chunk.lse)
             return out, lse
         if local is None:
             out = torch.zeros(q.shape, dtype=wide, device=q.device)
             lse = torch.full((batch, heads, length), -torch.inf, dtype=wide, device=q.device)
         else:
             out, lse = own_copy(local[0], wide), own_copy(local[1], wide)
-        for lane in lanes:
-            merge_rows(lane.lane, lane.group, out, lse, lane.out, lane.lse)
+        for chunk in chunks:
+            merge_rows(chunk.chunk, chunk.group, out, lse, chunk.out, chunk.lse)
         return out.to(setting.dtype), lse
 
-    def _assemble_grads(self, inputs: Triple, lanes: Sequence[BackwardLane], local: Triple | None) -> Triple:
+    def _assemble_grads(self, inputs: Triple, chunks: Sequence[BackwardChunk], local: Triple | None) -> Triple:
         setting = self._setting
         wide = accumulator_dtype(setting.dtype)
-        if not lanes and local is not None:
+        if not chunks and local is not None:
             return local
         results = []
         for number, x in enumerate(inputs):
-            if setting.whole and len(lanes) == 1:
-                results.append(lanes[0].grads[number].to(setting.dtype).reshape(x.shape))
+            if setting.whole and len(chunks) == 1:
+                results.append(chunks[0].grads[number].to(setting.dtype).reshape(x.shape))
                 continue
             if local is None:
                 total = torch.zeros(x.shape, dtype=wide, device=x.device)
             else:
                 total = own_copy(local[number], wide)
-            for lane in lanes:
-                add_rows(lane.lane, lane.group if number == 0 else 1, total, lane.grads[number])
+            for chunk in chunks:
+                add_rows(chunk.chunk, chunk.group if number == 0 else 1, total, chunk.grads[number])
             results.append(total.to(setting.dtype))
         return results[0], results[1], results[2]
 
 
-def _start_step(comm: Comm, step: int | None, lanes: Sequence[RunningLane], grads_of: int | None = None) -> Pending:
-    """Starts hop ``step`` of all lanes, and, in a backward, the gradients of hop ``grads_of`` on their way home."""
+def _start_step(comm: Comm, step: int | None, chunks: Sequence[RunningChunk], grads_of: int | None = None) -> Pending:
+    """Starts hop ``step`` of all chunks, and, in a backward, the gradients of hop ``grads_of`` on their way home."""
     batch = Batch()
-    for lane in lanes:
-        for hop in lane.lane.hops:
+    for chunk in chunks:
+        for hop in chunk.chunk.hops:
             if hop.step == step:
-                lane.move_keys(hop, batch)
-    for lane in lanes:
-        for hop in lane.lane.hops:
+                chunk.move_keys(hop, batch)
+    for chunk in chunks:
+        for hop in chunk.chunk.hops:
             if hop.step == grads_of:
-                lane.move_grads(hop, batch)
+                chunk.move_grads(hop, batch)
     if not batch.sends and not batch.receives:
         return NOTHING
     return comm.exchange(batch.sends, batch.receives, batch.after)
 
 
-def _rows_of(lane: Lane, inputs: Triple) -> Triple:
+def _rows_of(chunk: Chunk, inputs: Triple) -> Triple:
     q, k, v = inputs
-    return gather_rows(q, lane, _group_of(inputs)), gather_rows(k, lane, 1), gather_rows(v, lane, 1)
+    return gather_rows(q, chunk, _group_of(inputs)), gather_rows(k, chunk, 1), gather_rows(v, chunk, 1)
 
 
-def _backward_rows_of(lane: Lane, inputs: Triple, dout: Tensor, out: Tensor, lse: Tensor) -> BackwardRows:
+def _backward_rows_of(chunk: Chunk, inputs: Triple, dout: Tensor, out: Tensor, lse: Tensor) -> BackwardRows:
     group = _group_of(inputs)
-    dout, out = gather_rows(dout, lane, group).contiguous(), gather_rows(out, lane, group).contiguous()
-    return BackwardRows(_rows_of(lane, inputs), dout, out, gather_lse(lse, lane, group))
+    dout, out = gather_rows(dout, chunk, group).contiguous(), gather_rows(out, chunk, group).contiguous()
+    return BackwardRows(_rows_of(chunk, inputs), dout, out, gather_lse(lse, chunk, group))
 
 
 def _group_of(inputs: Triple) -> int:

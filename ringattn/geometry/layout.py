@@ -2,7 +2,7 @@
 
 - *contiguous*: rank i holds the i-th stretch of ``ceil(total / world)`` positions, as ``torch.chunk`` and DTensor cut.
   Segments that divide a stretch stay on one rank.
-- *zigzag*: the sequence is cut in ``2 * world`` chunks that differ by one position at most, and rank i holds chunks i
+- *zigzag*: the sequence is cut in ``2 * world`` pieces that differ by one position at most, and rank i holds pieces i
   and ``2 * world - 1 - i``. Under a causal mask every rank then has the same work.
 
 Everything follows from (layout, total length, world), so no rank needs to ask another.
@@ -66,8 +66,8 @@ def shares(layout: str, total: int, world: int) -> tuple[Share, ...]:
         step = -(-total // world)
         return tuple((Span(i * step, min((i + 1) * step, total)),) for i in range(world))
     edges = [i * total // (2 * world) for i in range(2 * world + 1)]
-    chunks = [Span(*ends) for ends in itertools.pairwise(edges)]
-    return tuple(joined((chunks[i], chunks[2 * world - 1 - i])) for i in range(world))
+    pieces = [Span(*ends) for ends in itertools.pairwise(edges)]
+    return tuple(joined((pieces[i], pieces[2 * world - 1 - i])) for i in range(world))
 
 
 def no_share_reason(layout: str, total: int, world: int) -> str:

@@ -1,21 +1,21 @@
 """Which rows travel between ranks, when, and what is computed on them: plain numbers, the same on every rank.
 
-A branch of a pattern that does not stay on single ranks falls into *lanes*: one segment, and the key/value heads that
-select equally many of its rows on every rank. Dense attention is one lane. In *compact* coordinates (the number of
-selected rows of the segment before a position) a lane is dense attention over ranks that hold ascending spans, so one
-description serves every pattern and layout. Offsets being equal inside a lane, what one rank's queries may see of
+A branch of a pattern that does not stay on single ranks falls into *chunks*: one segment, and the key/value heads that
+select equally many of its rows on every rank. Dense attention is one chunk. In *compact* coordinates (the number of
+selected rows of the segment before a position) a chunk is dense attention over ranks that hold ascending spans, so one
+description serves every pattern and layout. Offsets being equal inside a chunk, what one rank's queries may see of
 another's keys is a prefix of them: rectangles of full blocks, never a mask.
 
-A lane's *hops* say what a member receives and sends. The two transports differ in nothing else:
+A chunk's *hops* say what a member receives and sends. The two transports differ in nothing else:
 
 - *ring*: hop t brings the rows of the member t places away, handed on by the neighbour; only rows that somebody
   further along still needs travel.
-- *all-gather*: one hop brings everything; the heads are cut in groups, each a lane with its hop one step later.
+- *all-gather*: one hop brings everything; the heads are cut in groups, each a chunk with its hop one step later.
 
 Gradients of received keys go straight back to the member that owns them, which adds them in float32: nothing is
 rounded twice, whatever the number of ranks.
 
-Legend: a member's rows are numbered in the order of its compact spans; J key/value heads of a lane, G = H / Hkv.
+Legend: a member's rows are numbered in the order of its compact spans; J key/value heads of a chunk, G = H / Hkv.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """One exchange of a lane and the work on what it brings, seen from one member.
+    """One exchange of a chunk and the work on what it brings, seen from one member.
 
     ``receives`` and ``sends`` are keys and values, ``gives`` and ``takes`` their gradients in the backward.
     """
@@ -68,7 +68,7 @@ class Hop:
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class Chunk:
     """Equally selected heads of one segment (or of ``segments`` whole ones, all on this rank).
 
     ``members`` are the ranks of the ring that hold rows of it, ``me`` this rank's place among them, ``spans`` what
@@ -105,16 +105,16 @@ class HeadRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RingGeometry:
-    """All lanes of one rank for one shape. ``local`` are the branches that need none: they stay on single ranks."""
+    """All chunks of one rank for one shape. ``local`` are the branches that need none: they stay on single ranks."""
 
     share: Share
     local: tuple[int, ...]
-    lanes: tuple[Lane, ...]
+    chunks: tuple[Chunk, ...]
 
     @property
     def steps(self) -> int:
         """How many times rows travel."""
-        return max((hop.step for lane in self.lanes for hop in lane.hops), default=0)
+        return max((hop.step for chunk in self.chunks for hop in chunk.hops), default=0)
 
 
 def ulysses_degree(tunables: Tunables, world: int) -> int:
@@ -146,9 +146,9 @@ def ring_geometry(
     transport: str,
     head_groups: int,
 ) -> RingGeometry:
-    """The lanes of ring member ``me`` where ``parts`` says what each member holds.
+    """The chunks of ring member ``me`` where ``parts`` says what each member holds.
 
-    ``transport`` is "ring" or "all-gather"; ``head_groups`` cuts the lanes of the latter.
+    ``transport`` is "ring" or "all-gather"; ``head_groups`` cuts the chunks of the latter.
     """
     total = max(span.end for share in parts for span in share)
     branches = pattern.resolved(total)
@@ -159,13 +159,13 @@ def ring_geometry(
             n for n, branch in enumerate(branches) if stays(branch, parts) and _offsets_as_alone(branch, pattern, heads)
         )
     )
-    lanes = [
-        replace(lane, hops=tuple(_hops(lane, causal, transport, group)))
+    chunks = [
+        replace(chunk, hops=tuple(_hops(chunk, causal, transport, group)))
         for number, branch in enumerate(branches)
         if number not in local
-        for group, lane in _lanes_of(number, branch, pattern, parts, me, batch, heads, total, head_groups)
+        for group, chunk in _chunks_of(number, branch, pattern, parts, me, batch, heads, total, head_groups)
     ]
-    return RingGeometry(parts[me], local, tuple(lanes))
+    return RingGeometry(parts[me], local, tuple(chunks))
 
 
 def _offsets(branch: Branch, pattern: Pattern, heads: HeadRange) -> list[int]:
@@ -177,10 +177,10 @@ def _offsets_as_alone(branch: Branch, pattern: Pattern, heads: HeadRange) -> boo
     return _offsets(branch, pattern, heads) == _offsets(branch, pattern, HeadRange(0, heads.size, heads.size))
 
 
-# --- lanes -------------------------------------------------------------------------------------------------------
+# --- chunks -------------------------------------------------------------------------------------------------------
 
 
-def _lanes_of(
+def _chunks_of(
     number: int,
     branch: Branch,
     pattern: Pattern,
@@ -190,8 +190,8 @@ def _lanes_of(
     heads: HeadRange,
     total: int,
     head_groups: int,
-) -> Iterator[tuple[int, Lane]]:
-    """(head group, lane), in an order that all members of a lane share."""
+) -> Iterator[tuple[int, Chunk]]:
+    """(head group, chunk), in an order that all members of a chunk share."""
     offsets = _offsets(branch, pattern, heads)
     for first, segments in _segments_of(branch, parts[me], total):
         segment = Span(first * branch.segment, min((first + segments) * branch.segment, total))
@@ -208,7 +208,7 @@ def _lanes_of(
             ranks = tuple(spans)
             for group, some in enumerate(_cut(_ordered(members, offsets, branch.rate), head_groups)):
                 calls = _calls(held[me], parts[me], segment, segments, branch, batch, [(h, offsets[h]) for h in some])
-                yield group, Lane(number, ranks, ranks.index(me), tuple(spans.values()), calls)
+                yield group, Chunk(number, ranks, ranks.index(me), tuple(spans.values()), calls)
 
 
 _Compact = tuple[tuple[int, tuple[Span, ...]], ...]
@@ -311,12 +311,12 @@ def affine_runs(heads: Iterable[tuple[int, int]]) -> tuple[HeadRun, ...]:
 # --- hops --------------------------------------------------------------------------------------------------------
 
 
-def needed(lane: Lane, reader: int, owner: int, causal: bool) -> int:
+def needed(chunk: Chunk, reader: int, owner: int, causal: bool) -> int:
     """How many of the first rows of member ``owner`` the queries of member ``reader`` see."""
     if not causal:
-        return length_of(lane.spans[owner])
-    latest = lane.spans[reader][-1].begin
-    return sum(span.length for span in lane.spans[owner] if span.end <= latest)
+        return length_of(chunk.spans[owner])
+    latest = chunk.spans[reader][-1].begin
+    return sum(span.length for span in chunk.spans[owner] if span.end <= latest)
 
 
 def rectangles(queries: Share, keys: Sequence[Span], causal: bool) -> tuple[Rectangle, ...]:
@@ -335,56 +335,56 @@ def rectangles(queries: Share, keys: Sequence[Span], causal: bool) -> tuple[Rect
     return tuple(found)
 
 
-def _hops(lane: Lane, causal: bool, transport: str, group: int) -> Iterator[Hop]:
-    if len(lane.members) == 1:
+def _hops(chunk: Chunk, causal: bool, transport: str, group: int) -> Iterator[Hop]:
+    if len(chunk.members) == 1:
         return
     if transport == "all-gather":
-        yield _gather_hop(lane, causal, 1 + group)
+        yield _gather_hop(chunk, causal, 1 + group)
         return
-    direction = min((1, -1), key=lambda d: _travelling(lane, causal, d))
-    for step in range(1, len(lane.members)):
-        yield _ring_hop(lane, causal, direction, step)
+    direction = min((1, -1), key=lambda d: _travelling(chunk, causal, d))
+    for step in range(1, len(chunk.members)):
+        yield _ring_hop(chunk, causal, direction, step)
 
 
-def _carried(lane: Lane, causal: bool, direction: int, owner: int, step: int) -> int:
+def _carried(chunk: Chunk, causal: bool, direction: int, owner: int, step: int) -> int:
     """Rows of ``owner`` that travel at hop ``step``: what the receiver or anyone behind it needs."""
-    n = len(lane.members)
-    return max(needed(lane, (owner + direction * t) % n, owner, causal) for t in range(step, n))
+    n = len(chunk.members)
+    return max(needed(chunk, (owner + direction * t) % n, owner, causal) for t in range(step, n))
 
 
-def _travelling(lane: Lane, causal: bool, direction: int) -> int:
+def _travelling(chunk: Chunk, causal: bool, direction: int) -> int:
     """What ``_carried`` sums to over all owners and hops, in one pass: 128 ranks took 9 s with it, and take 0.1 s."""
-    n, total = len(lane.members), 0
+    n, total = len(chunk.members), 0
     for owner in range(n):
         carried = 0
         for step in range(n - 1, 0, -1):
-            carried = max(carried, needed(lane, (owner + direction * step) % n, owner, causal))
+            carried = max(carried, needed(chunk, (owner + direction * step) % n, owner, causal))
             total += carried
     return total
 
 
-def _ring_hop(lane: Lane, causal: bool, direction: int, step: int) -> Hop:
-    n, me = len(lane.members), lane.me
+def _ring_hop(chunk: Chunk, causal: bool, direction: int, step: int) -> Hop:
+    n, me = len(chunk.members), chunk.me
     owner, previous = (me - direction * step) % n, (me - direction * (step - 1)) % n
     reader = (me + direction * step) % n
-    rows = _carried(lane, causal, direction, owner, step)
-    passed = _carried(lane, causal, direction, previous, step)
-    used, asked = needed(lane, me, owner, causal), needed(lane, reader, me, causal)
+    rows = _carried(chunk, causal, direction, owner, step)
+    passed = _carried(chunk, causal, direction, previous, step)
+    used, asked = needed(chunk, me, owner, causal), needed(chunk, reader, me, causal)
     return Hop(
         step=step,
         rows=rows,
         receives=_some(Transfer(owner, (me - direction) % n, 0, rows)),
         sends=_some(Transfer(previous, (me + direction) % n, 0, passed)),
-        work=rectangles(lane.spans[me], lane.spans[owner], causal),
+        work=rectangles(chunk.spans[me], chunk.spans[owner], causal),
         gives=_some(Transfer(owner, owner, 0, used)),
         takes=_some(Transfer(me, reader, 0, asked)),
     )
 
 
-def _gather_hop(lane: Lane, causal: bool, step: int) -> Hop:
-    others = [i for i in range(len(lane.members)) if i != lane.me]
+def _gather_hop(chunk: Chunk, causal: bool, step: int) -> Hop:
+    others = [i for i in range(len(chunk.members)) if i != chunk.me]
     arriving = sorted(
-        (span, i, begin) for i in others for begin, span in _prefix(lane.spans[i], needed(lane, lane.me, i, causal))
+        (span, i, begin) for i in others for begin, span in _prefix(chunk.spans[i], needed(chunk, chunk.me, i, causal))
     )
     receives, at = [], 0
     for span, i, begin in arriving:
@@ -392,16 +392,16 @@ def _gather_hop(lane: Lane, causal: bool, step: int) -> Hop:
         at += span.length
     # Between two members rows travel in ascending order, as the one that receives them lists them.
     sends = [
-        Transfer(lane.me, i, begin, span.length)
+        Transfer(chunk.me, i, begin, span.length)
         for i in others
-        for begin, span in _prefix(lane.spans[lane.me], needed(lane, i, lane.me, causal))
+        for begin, span in _prefix(chunk.spans[chunk.me], needed(chunk, i, chunk.me, causal))
     ]
     return Hop(
         step=step,
         rows=at,
         receives=tuple(receives),
         sends=tuple(sends),
-        work=rectangles(lane.spans[lane.me], [span for span, _, _ in arriving], causal) if at else (),
+        work=rectangles(chunk.spans[chunk.me], [span for span, _, _ in arriving], causal) if at else (),
         gives=tuple(receives),
         takes=tuple(sends),
     )

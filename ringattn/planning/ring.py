@@ -217,12 +217,12 @@ def _blocks(
 ) -> tuple[Block, ...]:
     found: dict[Block, None] = {}
     for me in sorted({0, len(parts) // 2, len(parts) - 1}):
-        for lane in ring_geometry(pattern, causal, parts, me, batch, own, transport, head_groups).lanes:
-            blocks, heads = batch * lane.segments, lane.kv_heads * group
-            found[Block(lane.branch, lane.rows, blocks, causal, heads, lane.kv_heads)] = None
-            for rectangle in (rectangle for hop in lane.hops for rectangle in hop.work):
+        for chunk in ring_geometry(pattern, causal, parts, me, batch, own, transport, head_groups).chunks:
+            blocks, heads = batch * chunk.segments, chunk.kv_heads * group
+            found[Block(chunk.branch, chunk.rows, blocks, causal, heads, chunk.kv_heads)] = None
+            for rectangle in (rectangle for hop in chunk.hops for rectangle in hop.work):
                 for rows in (rectangle.q_end - rectangle.q_begin, rectangle.k_end - rectangle.k_begin):
-                    found[Block(lane.branch, rows, blocks, False, heads, lane.kv_heads)] = None
+                    found[Block(chunk.branch, rows, blocks, False, heads, chunk.kv_heads)] = None
     return tuple(found)
 
 

@@ -57,7 +57,7 @@ def test_as_on_one_rank(world: int, schedule: str, spread: str, pattern: str, ra
 def test_whole_segments_beside_crossing_ones(
     batch: int, segment: int, length: int, spread: str, causal: bool, schedule: str, ranks: Callable[[int], Pool]
 ) -> None:
-    """One rank's rows are two whole segments or more, all of them one lane, while another rank's segments cross."""
+    """One rank's rows are two whole segments or more, all of them one chunk, while another rank's segments cross."""
     case = Case(length, 2, 2, 4, batch, pattern_of([segment], [1]), causal)
     assert ranks(3).run(check_exact, [RingCase(case, schedule, spread, ragged=length % 3 > 0)]) == [1] * 3
 

@@ -1,4 +1,4 @@
-"""Layouts and lanes as numbers: who holds what, what must travel, and that ranks agree without asking."""
+"""Layouts and chunks as numbers: who holds what, what must travel, and that ranks agree without asking."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from ringattn.geometry.layout import (
 )
 from ringattn.geometry.pattern import head_offset_of
 from ringattn.geometry.ring_schedules import (
+    Chunk,
     HeadRange,
-    Lane,
     RingGeometry,
     Transfer,
     _carried,
@@ -162,7 +162,7 @@ def test_auto_is_what_the_profile_was_measured_for() -> None:
     assert resolve_layout("zigzag", Pattern(), True, ["contiguous"]) == "zigzag"
 
 
-# --- lanes and hops ----------------------------------------------------------------------------------------------
+# --- chunks and hops ----------------------------------------------------------------------------------------------
 
 
 def _geometries(
@@ -173,12 +173,12 @@ def _geometries(
     return [ring_geometry(pattern, causal, parts, me, 1, heads, transport, groups) for me in range(world)]
 
 
-settings_of_lanes = given(
+settings_of_chunks = given(
     patterns(), st.booleans(), spreads(), st.integers(1, 5), st.sampled_from(("ring", "all-gather")), st.integers(1, 3)
 )
 
 
-@settings_of_lanes
+@settings_of_chunks
 def test_what_one_rank_sends_another_receives_in_the_same_order(
     pattern: Pattern, causal: bool, spread: tuple[str, int, int], heads: int, transport: str, groups: int
 ) -> None:
@@ -195,15 +195,15 @@ def _by_pair(geometries: list[RingGeometry], step: int, kind: str) -> dict[tuple
     """(rank, peer) -> the messages between them in order: owner's rank, first row, rows, heads."""
     found: dict[tuple[int, int], list[tuple[int, ...]]] = {}
     for rank, geometry in enumerate(geometries):
-        for lane in geometry.lanes:
-            for hop in lane.hops:
+        for chunk in geometry.chunks:
+            for hop in chunk.hops:
                 for transfer in getattr(hop, kind) if hop.step == step else ():
-                    message = (lane.members[transfer.owner], transfer.begin, transfer.rows, lane.kv_heads)
-                    found.setdefault((rank, lane.members[transfer.peer]), []).append(message)
+                    message = (chunk.members[transfer.owner], transfer.begin, transfer.rows, chunk.kv_heads)
+                    found.setdefault((rank, chunk.members[transfer.peer]), []).append(message)
     return found
 
 
-@settings_of_lanes
+@settings_of_chunks
 def test_blocks_show_every_query_exactly_its_keys(
     pattern: Pattern, causal: bool, spread: tuple[str, int, int], heads: int, transport: str, groups: int
 ) -> None:
@@ -214,17 +214,17 @@ def test_blocks_show_every_query_exactly_its_keys(
         segments = [branch.segment for branch in pattern.resolved(total)]
         seen: dict[tuple[int, int, int, int], int] = {}
         for me, geometry in enumerate(geometries):
-            for lane in geometry.lanes:
-                _note_blocks(seen, me, lane, causal, geometries, segments)
+            for chunk in geometry.chunks:
+                _note_blocks(seen, me, chunk, causal, geometries, segments)
         expected = _expected_blocks(pattern, causal, total, window, geometries[0].local)
         assert seen == expected
 
 
-def _positions_of(lane: Lane, geometry: RingGeometry, segment: int) -> list[list[tuple[int, int]]]:
-    """Per head of the lane, in its order, the (head, global position) of each row."""
+def _positions_of(chunk: Chunk, geometry: RingGeometry, segment: int) -> list[list[tuple[int, int]]]:
+    """Per head of the chunk, in its order, the (head, global position) of each row."""
     held = positions(geometry.share).tolist()
-    rows: list[list[tuple[int, int]]] = [[] for _ in range(lane.kv_heads)]
-    for call in lane.calls:
+    rows: list[list[tuple[int, int]]] = [[] for _ in range(chunk.kv_heads)]
+    for call in chunk.calls:
         number = 0
         for run in call.runs:
             for j in range(run.count):
@@ -238,7 +238,7 @@ def _positions_of(lane: Lane, geometry: RingGeometry, segment: int) -> list[list
 def _note_blocks(
     seen: dict[tuple[int, int, int, int], int],
     me: int,
-    lane: Lane,
+    chunk: Chunk,
     causal: bool,
     geometries: list[RingGeometry],
     segments: list[int],
@@ -250,33 +250,33 @@ def _note_blocks(
                 if not diagonal or not causal or k <= q:
                     seen[branch, head, query, key] = seen.get((branch, head, query, key), 0) + 1
 
-    for segment in range(lane.segments):
-        for rows in _positions_of(lane, geometries[me], segment):
-            note(lane.branch, rows, rows, True)
-    for hop in lane.hops:
-        own = _positions_of(lane, geometries[me], 0)
-        for number in range(lane.kv_heads):
+    for segment in range(chunk.segments):
+        for rows in _positions_of(chunk, geometries[me], segment):
+            note(chunk.branch, rows, rows, True)
+    for hop in chunk.hops:
+        own = _positions_of(chunk, geometries[me], 0)
+        for number in range(chunk.kv_heads):
             keys: list[tuple[int, int]] = []
             for transfer in hop.receives:
-                there = _same_lane(lane, geometries, transfer, segments[lane.branch])
+                there = _same_chunk(chunk, geometries, transfer, segments[chunk.branch])
                 keys += there[number][transfer.begin : transfer.begin + transfer.rows]
             for q_begin, q_end, k_begin, k_end in hop.work:
-                note(lane.branch, own[number][q_begin:q_end], keys[k_begin:k_end], False)
+                note(chunk.branch, own[number][q_begin:q_end], keys[k_begin:k_end], False)
 
 
-def _same_lane(
-    lane: Lane, geometries: list[RingGeometry], transfer: Transfer, segment: int
+def _same_chunk(
+    chunk: Chunk, geometries: list[RingGeometry], transfer: Transfer, segment: int
 ) -> list[list[tuple[int, int]]]:
-    """The rows of the owner's lane that is the other side of this one: the same heads of the same segment."""
+    """The rows of the owner's chunk that is the other side of this one: the same heads of the same segment."""
 
-    def about(one: Lane, geometry: RingGeometry) -> tuple[int, int, set[int]]:
+    def about(one: Chunk, geometry: RingGeometry) -> tuple[int, int, set[int]]:
         rows = _positions_of(one, geometry, 0)
         return one.branch, rows[0][0][1] // segment, {row[0][0] for row in rows}
 
-    geometry = geometries[lane.members[transfer.owner]]
-    mine = about(lane, geometries[lane.members[lane.me]])
-    (other,) = [other for other in geometry.lanes if other.segments == 1 and about(other, geometry) == mine]
-    assert (other.members, other.spans) == (lane.members, lane.spans)
+    geometry = geometries[chunk.members[transfer.owner]]
+    mine = about(chunk, geometries[chunk.members[chunk.me]])
+    (other,) = [other for other in geometry.chunks if other.segments == 1 and about(other, geometry) == mine]
+    assert (other.members, other.spans) == (chunk.members, chunk.spans)
     return _positions_of(other, geometry, 0)
 
 
@@ -304,9 +304,9 @@ def test_zigzag_balances_causal_work(world: int, half: int, transport: str) -> N
     spread = ("zigzag", 2 * world * half, world)
     work = []
     for geometry in _geometries(Pattern(), True, spread, HeadRange(0, 1, 1), transport, 1):
-        (lane,) = geometry.lanes
-        blocks = [(r.q_end - r.q_begin) * (r.k_end - r.k_begin) for hop in lane.hops for r in hop.work]
-        work.append(lane.rows * (lane.rows + 1) / 2 + sum(blocks))
+        (chunk,) = geometry.chunks
+        blocks = [(r.q_end - r.q_begin) * (r.k_end - r.k_begin) for hop in chunk.hops for r in hop.work]
+        work.append(chunk.rows * (chunk.rows + 1) / 2 + sum(blocks))
     assert max(work) <= 1.05 * sum(work) / world
     total = spread[1]
     assert sum(work) == total * (total + 1) / 2  # nothing masked is computed
@@ -315,16 +315,16 @@ def test_zigzag_balances_causal_work(world: int, half: int, transport: str) -> N
 def test_no_buffer_of_the_ring_grows_with_the_world() -> None:
     for world in (2, 4, 8):
         for geometry in _geometries(Pattern(), True, ("zigzag", 64 * world, world), HeadRange(0, 1, 1), "ring", 1):
-            (lane,) = geometry.lanes
-            assert max(hop.rows for hop in lane.hops) <= 64
-            assert [hop.step for hop in lane.hops] == list(range(1, world))
+            (chunk,) = geometry.chunks
+            assert max(hop.rows for hop in chunk.hops) <= 64
+            assert [hop.step for hop in chunk.hops] == list(range(1, world))
 
 
 @pytest.mark.parametrize(("groups", "made"), [(1, [4]), (2, [2, 2]), (3, [1, 1, 2]), (9, [1, 1, 1, 1])])
 def test_head_groups_of_an_all_gather_travel_one_after_the_other(groups: int, made: list[int]) -> None:
     for geometry in _geometries(Pattern(), False, ("zigzag", 32, 2), HeadRange(0, 4, 4), "all-gather", groups):
-        assert [lane.kv_heads for lane in geometry.lanes] == made
-        assert [[hop.step for hop in lane.hops] for lane in geometry.lanes] == [[1 + n] for n in range(len(made))]
+        assert [chunk.kv_heads for chunk in geometry.chunks] == made
+        assert [[hop.step for hop in chunk.hops] for chunk in geometry.chunks] == [[1 + n] for n in range(len(made))]
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5)), min_size=1, max_size=12))
@@ -346,8 +346,8 @@ def test_the_rows_of_a_whole_journey_are_those_of_its_hops(
     geometry = ring_geometry(
         Pattern(()), causal, shares(layout, 12 * world + 1, world), 0, 1, HeadRange(0, 1, 1), "ring", 1
     )
-    for lane in geometry.lanes:
-        steps = range(1, len(lane.members))
-        carried = [_carried(lane, causal, direction, owner, step) for owner in range(world) for step in steps]
-        assert _travelling(lane, causal, direction) == sum(carried)
-    assert geometry.lanes
+    for chunk in geometry.chunks:
+        steps = range(1, len(chunk.members))
+        carried = [_carried(chunk, causal, direction, owner, step) for owner in range(world) for step in steps]
+        assert _travelling(chunk, causal, direction) == sum(carried)
+    assert geometry.chunks

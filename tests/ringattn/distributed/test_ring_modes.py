@@ -98,7 +98,7 @@ def _program(schedule: str, dtype: str = "fp32", compute: str = "fp32", **chosen
 def test_head_groups_are_those_of_the_plan() -> None:
     for groups in (0, 2):
         (ring,) = _program("all-gather", head_groups=groups)._rings
-        assert len(ring._geometry.lanes) == max(1, groups)
+        assert len(ring._geometry.chunks) == max(1, groups)
         assert len(_program("ulysses", head_groups=groups)._rings) == max(1, groups)
 
 
@@ -131,19 +131,19 @@ def test_few_results_are_on_their_way_home_at_once(groups: int, most: int) -> No
 
 
 def _most_kept(ring: RingCase) -> int:
-    """How many steps' keys and values a lane of this rank has at once."""
-    most, move_keys = 0, ringattn.distributed.ring_chunks.RunningLane.move_keys
+    """How many steps' keys and values a chunk of this rank has at once."""
+    most, move_keys = 0, ringattn.distributed.ring_chunks.RunningChunk.move_keys
 
-    def counting(lane: Any, *arguments: Any) -> None:
+    def counting(chunk: Any, *arguments: Any) -> None:
         nonlocal most
-        move_keys(lane, *arguments)
-        most = max(most, len(lane._brought) + (lane._own is not None))
+        move_keys(chunk, *arguments)
+        most = max(most, len(chunk._brought) + (chunk._own is not None))
 
-    ringattn.distributed.ring_chunks.RunningLane.move_keys = counting  # type: ignore[method-assign]
+    ringattn.distributed.ring_chunks.RunningChunk.move_keys = counting  # type: ignore[method-assign]
     try:
         check_exact([ring])
     finally:
-        ringattn.distributed.ring_chunks.RunningLane.move_keys = move_keys  # type: ignore[method-assign]
+        ringattn.distributed.ring_chunks.RunningChunk.move_keys = move_keys  # type: ignore[method-assign]
     return most
 
 

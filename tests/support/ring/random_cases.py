@@ -1,6 +1,6 @@
 """Random shapes, patterns and plans over ranks, the same every time; ranks run them, one process checks them.
 
-They lean to what one rank's rows make of segments: several whole ones in one lane beside others that cross ranks.
+They lean to what one rank's rows make of segments: several whole ones in one chunk beside others that cross ranks.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ def _pattern(draw: random.Random, whole: list[int], local: int, length: int) -> 
     return Pattern(tuple(branches), rule)
 
 
-def has_lane_of_whole_segments(trial: Trial) -> bool:
-    """Whether all rows of some rank are one lane of two whole segments or more, of two heads or more."""
+def has_chunk_of_whole_segments(trial: Trial) -> bool:
+    """Whether all rows of some rank are one chunk of two whole segments or more, of two heads or more."""
     ring, case = trial.ring, trial.ring.case
     degree = {"ulysses": trial.world, "ulysses-ring": 2}.get(ring.schedule, 1)
     groups = max(1, ring.head_groups)
@@ -146,13 +146,13 @@ def has_lane_of_whole_segments(trial: Trial) -> bool:
     parts = grouped(shares(ring.spread, case.length, trial.world), degree)
     if case.pattern.dense or len(case.pattern.branches) > 1 or case.pattern.branches[0].rate > 1:
         return False
-    lanes = [
+    chunks = [
         ring_geometry(
             case.pattern, case.causal, parts, me, case.batch, HeadRange(0, own, case.kv_heads), transport, cut
-        ).lanes
+        ).chunks
         for me in range(len(parts))
     ]  # fmt: skip
-    return own * case.heads // case.kv_heads > 1 and any(len(ls) == 1 and ls[0].segments > 1 for ls in lanes)
+    return own * case.heads // case.kv_heads > 1 and any(len(ls) == 1 and ls[0].segments > 1 for ls in chunks)
 
 
 # --- on the ranks ------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Lanes that are calls of this rank's own program are gathered and merged by it, with the branches that stay."""
+"""Chunks that are calls of this rank's own program are gathered and merged by it, with the branches that stay."""
 
 from __future__ import annotations
 

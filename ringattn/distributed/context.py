@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ringattn.arguments import integer
 from ringattn.errors import InputError, RingAttentionError
-from ringattn.geometry.layout import Share, assemble, check_dim, length_of, shares
+from ringattn.geometry.layout import Shard, assemble, check_dim, length_of, shards_of
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.planning.plan import Plan
 from ringattn.planning.setup import Setup
@@ -45,18 +45,18 @@ class RingContext:
         self._signature: tuple[Any, ...] = ()  # of that call
         self._description = ""
         self._resolved = False  # whether the other ranks know what this one resolved
-        self.parts = lru_cache(maxsize=1024)(lambda total: shares(self.layout, total, self.comm.size))
+        self.shards = lru_cache(maxsize=1024)(lambda total: shards_of(self.layout, total, self.comm.size))
 
-    def share(self, total: int) -> Share:
-        parts: tuple[Share, ...] = self.parts(total)
-        return parts[self.comm.rank]
+    def shard(self, total: int) -> Shard:
+        shards: tuple[Shard, ...] = self.shards(total)
+        return shards[self.comm.rank]
 
     def total_of(self, local_length: int, total_length: int | None) -> int:
-        """Positions of the whole sequence; InputError where this rank's share of it has another length."""
+        """Positions of the whole sequence; InputError where this rank's shard of it has another length."""
         if total_length is None:
             return local_length * self.comm.size
         total_length = integer("total_length", total_length)
-        expected = length_of(self.share(total_length))
+        expected = length_of(self.shard(total_length))
         if local_length != expected:
             raise InputError(
                 f"the sequence has {plural(local_length, 'position')} here; of total_length {total_length} rank "
@@ -107,7 +107,7 @@ class RingContext:
     def _describe(self, q: Tensor, train: bool, total_length: int | None, narrow: torch.dtype | None) -> str:
         """Return the description of a call's inputs, the same on every rank of a right one."""
         total = self.total_of(q.shape[1], total_length)
-        length = plural(q.shape[1], "position") if total_length is None else "a share"
+        length = plural(q.shape[1], "position") if total_length is None else "a shard"
         dtype = str(q.dtype)[6:] + (f" under autocast to {str(narrow)[6:]}" if narrow else "")
         gradients = "with" if train else "without"
         return f"calls with batch {q.shape[0]}, {length} of {total} in all, {dtype}, {gradients} gradients"
@@ -139,9 +139,9 @@ class RingContext:
         return -(-self.total_of(local_length, total_length) // self.comm.size)
 
     def program(self, plan: Plan, scale: float) -> RingProgram:
-        parts, batch = self.parts(plan.workload.total), plan.workload.batch
+        shards, batch = self.shards(plan.workload.total), plan.workload.batch
         return RingProgram(
-            plan, scale, self.comm, parts, batch, self.watchdog, self.module, lambda: self._calls, self._blocks
+            plan, scale, self.comm, shards, batch, self.watchdog, self.module, lambda: self._calls, self._blocks
         )
 
     def _blocks(self) -> BlockPool:
@@ -157,9 +157,9 @@ class RingContext:
             dim %= x.ndim
             shape = ", ".join("rows" if number == dim else str(n) for number, n in enumerate(x.shape))
             self._compare(f"unshards {plural(total, 'position')} in all, of ({shape}) in {str(x.dtype)[6:]}")
-            parts = self.parts(total)
-            sizes = [(*x.shape[:dim], length_of(part), *x.shape[dim + 1 :]) for part in parts]
-            return assemble(self.comm.gather_rows(x, sizes), parts, dim)
+            shards = self.shards(total)
+            sizes = [(*x.shape[:dim], length_of(shard), *x.shape[dim + 1 :]) for shard in shards]
+            return assemble(self.comm.gather_rows(x, sizes), shards, dim)
 
     @staticmethod
     def outside_graphs(call: Callable[..., tuple[Tensor, Tensor]], *arguments: Any) -> tuple[Tensor, Tensor]:

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ringattn.geometry.layout import Share, joined, length_of, rows_within
+from ringattn.geometry.layout import Shard, joined, length_of, rows_within
 
 from .comm import Comm, Pending
 
 
 class HeadExchange:
-    """``members`` are the ranks that exchange, ``parts`` what each of them holds, in ``groups`` of heads."""
+    """``members`` are the ranks that exchange, ``shards`` what each of them holds, in ``groups`` of heads."""
 
     # Head groups under way before they are needed. A message that is sent while a kernel holds every processor of a
     # GPU waits for that kernel: with two under way the next group is there all the same.
@@ -28,14 +28,14 @@ class HeadExchange:
     # Results of a single group under way home: each has a buffer that it arrives in, which decides the peak.
     BEHIND = 1
 
-    def __init__(self, comm: Comm, members: tuple[int, ...], parts: tuple[Share, ...], groups: int) -> None:
+    def __init__(self, comm: Comm, members: tuple[int, ...], shards: tuple[Shard, ...], groups: int) -> None:
         self._comm, self._members, self._groups = comm, members, groups
-        self._lengths = [length_of(part) for part in parts]
-        share = joined([span for part in parts for span in part])
+        self._lengths = [length_of(shard) for shard in shards]
+        whole = joined([span for shard in shards for span in shard])
         # Of every member's spans, in its order: where each begins among the rows of all, and how long it is.
-        self._spans = [[(rows_within(span, share), span.length) for span in part] for part in parts]
+        self._spans = [[(rows_within(span, whole), span.length) for span in shard] for shard in shards]
         # The rows of all members, one member after the other, are the rows of all in ascending position.
-        self._ascending = all(len(part) == 1 for part in parts)
+        self._ascending = all(len(shard) == 1 for shard in shards)
 
     @property
     def workspace_bytes(self) -> int:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ringattn.dtypes import TORCH_DTYPES
 from ringattn.geometry.calls import LayoutKey, build_geometry
-from ringattn.geometry.layout import Share, grouped, length_of
+from ringattn.geometry.layout import Shard, grouped, length_of
 from ringattn.geometry.pattern import Call, HeadRun
 from ringattn.geometry.ring_schedules import HeadRange, RingGeometry, ring_geometry, ulysses_degree
 from ringattn.kernels.contract import BoundKernel, Differentiable, KernelConfig, not_differentiable
@@ -43,14 +43,14 @@ Result = TypeVar("Result")
 
 
 class RingProgram:
-    """The plan ``plan`` for sequences of which rank i holds ``parts[i]``, at one batch size."""
+    """The plan ``plan`` for sequences of which rank i holds ``shards[i]``, at one batch size."""
 
     def __init__(
         self,
         plan: Plan,
         scale: float,
         comm: Comm,
-        parts: tuple[Share, ...],
+        shards: tuple[Shard, ...],
         batch: int,
         watchdog: Watchdog,
         module: int = 0,
@@ -71,9 +71,9 @@ class RingProgram:
         groups = max(1, tunables.head_groups) if degree > 1 else 1
         if tunables.exchange == "symmetric":
             assert pool is not None
-            self._exchange: HeadExchange = SymmetricExchange(comm, members, parts, groups, pool)
+            self._exchange: HeadExchange = SymmetricExchange(comm, members, shards, groups, pool)
         else:
-            self._exchange = HeadExchange(comm, members, parts[members[0] : members[-1] + 1], groups)
+            self._exchange = HeadExchange(comm, members, shards[members[0] : members[-1] + 1], groups)
         self._spreads = degree > 1
         kernels = tuple(_kernels(plan, branch, scale) for branch in tunables.branches)
         rank_of = tuple(range(place, comm.size, degree))
@@ -86,14 +86,14 @@ class RingProgram:
             geometry = ring_geometry(
                 workload.pattern,
                 workload.causal,
-                grouped(parts, degree),
+                grouped(shards, degree),
                 ring_place,
                 batch,
                 heads,
                 "all-gather" if tunables.schedule == "all-gather" else "ring",
                 max(1, tunables.head_groups) if tunables.schedule == "all-gather" else 1,
             )
-            joining = _joining_program(plan, geometry, scale, length_of(parts[comm.rank]), batch)
+            joining = _joining_program(plan, geometry, scale, length_of(shards[comm.rank]), batch)
             setting = RingSetting(
                 comm=comm,
                 rank_of=rank_of,
@@ -312,7 +312,7 @@ def _joining_program(plan: Plan, geometry: RingGeometry, scale: float, length: i
 
     Its fused steps then gather the rows of the chunks and merge their results with all others at once: apart, in
     float32, that cost 0.5 ms of 6.2 forward and 1 ms of 16 backward (LongNet to 131072 on 4 H100s). Chunks that
-    Ulysses, zigzag or a share that cuts a segment unevenly make are assembled apart.
+    Ulysses, zigzag or a shard that cuts a segment unevenly make are assembled apart.
     """
     workload, tunables = plan.workload, plan.tunables
     # Also those of which no row lies here: the program would take them for its own.

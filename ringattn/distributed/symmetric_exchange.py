@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ringattn.geometry.layout import Share, length_of
+from ringattn.geometry.layout import Shard, length_of
 
 from .comm import Comm, Pending
 from .head_exchange import HeadExchange
@@ -86,17 +86,22 @@ class BlockPool:
 
 
 class SymmetricExchange(HeadExchange):
-    """``parts`` are what all ranks of the group hold; ``members`` exchange, in ``groups`` of heads."""
+    """``shards`` are what all ranks of the group hold; ``members`` exchange, in ``groups`` of heads."""
 
     AHEAD = 1  # copy engines work beside any kernel
     BEHIND = 2  # one result leaves while the one before it is brought where it belongs
 
     def __init__(
-        self, comm: Comm, members: tuple[int, ...], parts: tuple[Share, ...], groups: int, pool: Callable[[], BlockPool]
+        self,
+        comm: Comm,
+        members: tuple[int, ...],
+        shards: tuple[Shard, ...],
+        groups: int,
+        pool: Callable[[], BlockPool],
     ) -> None:
-        super().__init__(comm, members, parts[members[0] : members[-1] + 1], groups)
+        super().__init__(comm, members, shards[members[0] : members[-1] + 1], groups)
         self._me = members.index(comm.rank)
-        lengths = [length_of(part) for part in parts]
+        lengths = [length_of(shard) for shard in shards]
         degree = len(members)
         # The same on all ranks, whatever they hold themselves.
         self._most_rows = max(lengths)

@@ -35,7 +35,7 @@ class Span(NamedTuple):
 
 
 # What one rank holds: ascending spans that do not touch. They lie one after the other in the rank's tensors.
-Share = tuple[Span, ...]
+Shard = tuple[Span, ...]
 
 
 def resolve_layout(
@@ -58,9 +58,9 @@ def resolve_layout(
     return asked
 
 
-def shares(layout: str, total: int, world: int) -> tuple[Share, ...]:
+def shards_of(layout: str, total: int, world: int) -> tuple[Shard, ...]:
     """What each rank holds of ``total`` positions; InputError where a rank would hold nothing."""
-    if reason := no_share_reason(layout, total, world):
+    if reason := no_shard_reason(layout, total, world):
         raise InputError(f"total_length is {total}: {reason}")
     if layout == "contiguous":
         step = -(-total // world)
@@ -70,7 +70,7 @@ def shares(layout: str, total: int, world: int) -> tuple[Share, ...]:
     return tuple(joined((pieces[i], pieces[2 * world - 1 - i])) for i in range(world))
 
 
-def no_share_reason(layout: str, total: int, world: int) -> str:
+def no_shard_reason(layout: str, total: int, world: int) -> str:
     """Why a rank would hold nothing of ``total`` positions, and what would do instead; empty where each holds some."""
     least = _least(layout, total, world)
     if total >= least:
@@ -90,7 +90,7 @@ def _least(layout: str, total: int, world: int) -> int:
     return 2 * world if layout == "zigzag" else -(-total // world) * (world - 1) + 1
 
 
-def joined(spans: Sequence[Span]) -> Share:
+def joined(spans: Sequence[Span]) -> Shard:
     """The spans in ascending order, those that touch made one."""
     whole: list[Span] = []
     for span in sorted(spans):
@@ -101,31 +101,31 @@ def joined(spans: Sequence[Span]) -> Share:
     return tuple(whole)
 
 
-def grouped(parts: Sequence[Share], degree: int) -> tuple[Share, ...]:
+def grouped(shards: Sequence[Shard], degree: int) -> tuple[Shard, ...]:
     """What each ``degree`` consecutive ranks hold together."""
     return tuple(
-        joined([span for share in parts[first : first + degree] for span in share])
-        for first in range(0, len(parts), degree)
+        joined([span for shard in shards[first : first + degree] for span in shard])
+        for first in range(0, len(shards), degree)
     )
 
 
-def length_of(share: Share) -> int:
-    return sum(span.length for span in share)
+def length_of(shard: Shard) -> int:
+    return sum(span.length for span in shard)
 
 
-def rows_within(inner: Span, share: Share) -> int:
-    """Where a span that lies inside ``share`` begins among the rows of whoever holds the share."""
+def rows_within(inner: Span, shard: Shard) -> int:
+    """Where a span that lies inside ``shard`` begins among the rows of whoever holds the shard."""
     row = 0
-    for span in share:
+    for span in shard:
         if span.begin <= inner.begin and inner.end <= span.end:
             return row + inner.begin - span.begin
         row += span.length
-    raise AssertionError(f"{inner} is not inside {share}")
+    raise AssertionError(f"{inner} is not inside {shard}")
 
 
-def positions(share: Share, device: torch.device | str | None = None) -> Tensor:
+def positions(shard: Shard, device: torch.device | str | None = None) -> Tensor:
     """Global positions (S,) int64 of a rank's rows, for labels and rotary embeddings."""
-    return torch.cat([torch.arange(span.begin, span.end, device=device) for span in share])
+    return torch.cat([torch.arange(span.begin, span.end, device=device) for span in shard])
 
 
 def check_own(name: str, x: object) -> None:
@@ -144,15 +144,15 @@ def check_dim(x: Tensor, dim: int) -> None:
         raise InputError(f"dim is {dim}; the tensor has {plural(x.ndim, 'dimension')}, {tuple(x.shape)}")
 
 
-def shard(x: Tensor, share: Share, dim: int = 1) -> Tensor:
-    """The rows of ``x``, whole along ``dim``, that a share holds; a view where it is one span."""
-    parts = [x.narrow(dim, span.begin, span.length) for span in share]
+def shard(x: Tensor, spans: Shard, dim: int = 1) -> Tensor:
+    """The rows of ``x``, whole along ``dim``, that a shard holds; a view where it is one span."""
+    parts = [x.narrow(dim, span.begin, span.length) for span in spans]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def assemble(parts: Sequence[Tensor], layout_shares: Sequence[Share], dim: int = 1) -> Tensor:
+def assemble(parts: Sequence[Tensor], shards: Sequence[Shard], dim: int = 1) -> Tensor:
     """The whole of the shards of all ranks, in the order of ranks: the inverse of ``shard``."""
     pieces: list[tuple[Span, Tensor]] = []
-    for part, share in zip(parts, layout_shares, strict=True):
-        pieces += zip(share, torch.split(part, [span.length for span in share], dim), strict=True)
+    for part, shard in zip(parts, shards, strict=True):
+        pieces += zip(shard, torch.split(part, [span.length for span in shard], dim), strict=True)
     return torch.cat([piece for _, piece in sorted(pieces, key=lambda item: item[0])], dim)

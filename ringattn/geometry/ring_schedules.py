@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from ringattn.workload import Branch, Pattern, Tunables
 
-from .layout import Share, Span, length_of, rows_within
+from .layout import Shard, Span, length_of, rows_within
 from .pattern import Call, HeadRun, head_offset_of, selected_rows
 
 
@@ -78,7 +78,7 @@ class Chunk:
     branch: int
     members: tuple[int, ...]
     me: int
-    spans: tuple[Share, ...]
+    spans: tuple[Shard, ...]
     calls: tuple[Call, ...]
     hops: tuple[Hop, ...] = ()
 
@@ -107,7 +107,7 @@ class HeadRange(NamedTuple):
 class RingGeometry:
     """All chunks of one rank for one shape. ``local`` are the branches that need none: they stay on single ranks."""
 
-    share: Share
+    shard: Shard
     local: tuple[int, ...]
     chunks: tuple[Chunk, ...]
 
@@ -122,12 +122,12 @@ def ulysses_degree(tunables: Tunables, world: int) -> int:
     return {"ulysses": world, "ulysses-ring": tunables.ulysses}.get(tunables.schedule, 1)
 
 
-def stays(branch: Branch, parts: Sequence[Share]) -> bool:
+def stays(branch: Branch, shards: Sequence[Shard]) -> bool:
     """Whether every segment lies on one rank, and at multiples of its length among that rank's rows."""
-    total = max(span.end for share in parts for span in share)
-    for share in parts:
+    total = max(span.end for shard in shards for span in shard)
+    for shard in shards:
         row = 0
-        for span in share:
+        for span in shard:
             cut = span.end % branch.segment and span.end != total
             if span.begin % branch.segment or row % branch.segment or cut:
                 return False
@@ -139,33 +139,35 @@ def stays(branch: Branch, parts: Sequence[Share]) -> bool:
 def ring_geometry(
     pattern: Pattern,
     causal: bool,
-    parts: tuple[Share, ...],
+    shards: tuple[Shard, ...],
     me: int,
     batch: int,
     heads: HeadRange,
     transport: str,
     head_groups: int,
 ) -> RingGeometry:
-    """The chunks of ring member ``me`` where ``parts`` says what each member holds.
+    """The chunks of ring member ``me`` where ``shards`` says what each member holds.
 
     ``transport`` is "ring" or "all-gather"; ``head_groups`` cuts the chunks of the latter.
     """
-    total = max(span.end for share in parts for span in share)
+    total = max(span.end for shard in shards for span in shard)
     branches = pattern.resolved(total)
     local = (
         ()
         if pattern.dense
         else tuple(
-            n for n, branch in enumerate(branches) if stays(branch, parts) and _offsets_as_alone(branch, pattern, heads)
+            n
+            for n, branch in enumerate(branches)
+            if stays(branch, shards) and _offsets_as_alone(branch, pattern, heads)
         )
     )
     chunks = [
         replace(chunk, hops=tuple(_hops(chunk, causal, transport, group)))
         for number, branch in enumerate(branches)
         if number not in local
-        for group, chunk in _chunks_of(number, branch, pattern, parts, me, batch, heads, total, head_groups)
+        for group, chunk in _chunks_of(number, branch, pattern, shards, me, batch, heads, total, head_groups)
     ]
-    return RingGeometry(parts[me], local, tuple(chunks))
+    return RingGeometry(shards[me], local, tuple(chunks))
 
 
 def _offsets(branch: Branch, pattern: Pattern, heads: HeadRange) -> list[int]:
@@ -184,7 +186,7 @@ def _chunks_of(
     number: int,
     branch: Branch,
     pattern: Pattern,
-    parts: tuple[Share, ...],
+    shards: tuple[Shard, ...],
     me: int,
     batch: int,
     heads: HeadRange,
@@ -193,13 +195,13 @@ def _chunks_of(
 ) -> Iterator[tuple[int, Chunk]]:
     """(head group, chunk), in an order that all members of a chunk share."""
     offsets = _offsets(branch, pattern, heads)
-    for first, segments in _segments_of(branch, parts[me], total):
+    for first, segments in _segments_of(branch, shards[me], total):
         segment = Span(first * branch.segment, min((first + segments) * branch.segment, total))
-        whole = segments > 1 or any(span.begin <= segment.begin and segment.end <= span.end for span in parts[me])
+        whole = segments > 1 or any(span.begin <= segment.begin and segment.end <= span.end for span in shards[me])
         held = (
             {me: (segment,)}
             if whole
-            else {i: inside for i, share in enumerate(parts) if (inside := _inside(share, segment))}
+            else {i: inside for i, shard in enumerate(shards) if (inside := _inside(shard, segment))}
         )
         for compact, members in _alike(branch, held, segment, segments, offsets).items():
             spans = {i: found for i, each in compact if (found := tuple(span for span in each if span.length))}
@@ -207,7 +209,7 @@ def _chunks_of(
                 continue
             ranks = tuple(spans)
             for group, some in enumerate(_cut(_ordered(members, offsets, branch.rate), head_groups)):
-                calls = _calls(held[me], parts[me], segment, segments, branch, batch, [(h, offsets[h]) for h in some])
+                calls = _calls(held[me], shards[me], segment, segments, branch, batch, [(h, offsets[h]) for h in some])
                 yield group, Chunk(number, ranks, ranks.index(me), tuple(spans.values()), calls)
 
 
@@ -215,7 +217,7 @@ _Compact = tuple[tuple[int, tuple[Span, ...]], ...]
 
 
 def _alike(
-    branch: Branch, held: Mapping[int, Share], segment: Span, segments: int, offsets: Sequence[int]
+    branch: Branch, held: Mapping[int, Shard], segment: Span, segments: int, offsets: Sequence[int]
 ) -> dict[_Compact, list[int]]:
     """The heads by what each rank holds of them in compact coordinates, span by span, empty ones too."""
     alike: dict[_Compact, list[int]] = {}
@@ -229,10 +231,10 @@ def _alike(
     return alike
 
 
-def _segments_of(branch: Branch, share: Share, total: int) -> Iterator[tuple[int, int]]:
-    """(first segment, how many): segments cut by the share one by one, full ones inside a span together."""
+def _segments_of(branch: Branch, shard: Shard, total: int) -> Iterator[tuple[int, int]]:
+    """(first segment, how many): segments cut by the shard one by one, full ones inside a span together."""
     seen: set[int] = set()
-    for span in share:
+    for span in shard:
         first, last = span.begin // branch.segment, (span.end - 1) // branch.segment
         full_first, full_end = -(-span.begin // branch.segment), span.end // branch.segment
         if full_end > full_first:
@@ -242,12 +244,12 @@ def _segments_of(branch: Branch, share: Share, total: int) -> Iterator[tuple[int
             yield number, 1
 
 
-def _inside(share: Share, segment: Span) -> Share:
-    cut = (Span(max(span.begin, segment.begin), min(span.end, segment.end)) for span in share)
+def _inside(shard: Shard, segment: Span) -> Shard:
+    cut = (Span(max(span.begin, segment.begin), min(span.end, segment.end)) for span in shard)
     return tuple(span for span in cut if span.length > 0)
 
 
-def _compact(spans: Share, origin: int, offset: int, rate: int) -> tuple[Span, ...]:
+def _compact(spans: Shard, origin: int, offset: int, rate: int) -> tuple[Span, ...]:
     return tuple(Span(*(selected_rows(position - origin, rate, offset) for position in span)) for span in spans)
 
 
@@ -265,15 +267,15 @@ def _cut(heads: Sequence[int], groups: int) -> Iterator[Sequence[int]]:
 
 
 def _calls(
-    inside: Share,
-    share: Share,
+    inside: Shard,
+    shard: Shard,
     segment: Span,
     segments: int,
     branch: Branch,
     batch: int,
     heads: Sequence[tuple[int, int]],
 ) -> tuple[Call, ...]:
-    """Where the selected rows of a segment lie among the rows of the rank that holds ``share``."""
+    """Where the selected rows of a segment lie among the rows of the rank that holds ``shard``."""
     calls: list[Call] = []
     for span in inside:
         length = branch.segment if segments > 1 else span.length
@@ -281,7 +283,7 @@ def _calls(
         rows = selected_rows(length, branch.rate, firsts[0][1])
         if rows == 0:
             continue
-        start = rows_within(span, share)
+        start = rows_within(span, shard)
         last = calls[-1] if calls else None
         if last and branch.rate == 1 and last.start + last.rows == start:
             both = last.length + length
@@ -319,7 +321,7 @@ def needed(chunk: Chunk, reader: int, owner: int, causal: bool) -> int:
     return sum(span.length for span in chunk.spans[owner] if span.end <= latest)
 
 
-def rectangles(queries: Share, keys: Sequence[Span], causal: bool) -> tuple[Rectangle, ...]:
+def rectangles(queries: Shard, keys: Sequence[Span], causal: bool) -> tuple[Rectangle, ...]:
     """The full blocks of these queries against keys of other members, ascending; every key is in at most one."""
     rows = length_of(queries)
     if not causal:
@@ -407,7 +409,7 @@ def _gather_hop(chunk: Chunk, causal: bool, step: int) -> Hop:
     )
 
 
-def _prefix(spans: Share, rows: int) -> Iterator[tuple[int, Span]]:
+def _prefix(spans: Shard, rows: int) -> Iterator[tuple[int, Span]]:
     """(first row, span) of the spans that the first ``rows`` rows are."""
     begin = 0
     for span in spans:

@@ -67,7 +67,7 @@ def test_whole_segments_beside_crossing_ones(
 def test_keys_of_minus_infinity_are_no_keys(
     schedule: str, kernel: str, dtype: torch.dtype, ranks: Callable[[int], Pool]
 ) -> None:
-    """The last share's keys at -inf gave 1.33 for 2.0 on flash-cpu, and NaN on math."""
+    """The last shard's keys at -inf gave 1.33 for 2.0 on flash-cpu, and NaN on math."""
     cases = [
         RingCase(Case(24, 4, 2, 4, 1, pattern, causal), schedule, spread)
         for causal, spread, pattern in (

@@ -18,11 +18,11 @@ from ringattn.geometry.layout import (
     assemble,
     grouped,
     length_of,
-    no_share_reason,
+    no_shard_reason,
     positions,
     resolve_layout,
     shard,
-    shares,
+    shards_of,
 )
 from ringattn.geometry.pattern import head_offset_of
 from ringattn.geometry.ring_schedules import (
@@ -52,7 +52,7 @@ def spreads(draw: st.DrawFn) -> tuple[str, int, int]:
 @given(spreads())
 def test_every_position_is_held_once(spread: tuple[str, int, int]) -> None:
     layout, total, world = spread
-    parts = shares(layout, total, world)
+    parts = shards_of(layout, total, world)
     held = torch.cat([positions(part) for part in parts])
     assert sorted(held.tolist()) == list(range(total))
     if total % world == 0:
@@ -65,7 +65,7 @@ def test_assemble_undoes_shard(spread: tuple[str, int, int], dim: int) -> None:
     shape = [2, 3, 4]
     shape[dim] = total
     x = torch.arange(torch.Size(shape).numel()).view(shape)
-    parts = shares(layout, total, world)
+    parts = shards_of(layout, total, world)
     pieces = [shard(x, part, dim) for part in parts]
     assert torch.equal(assemble(pieces, parts, dim), x)
     assert all(
@@ -96,9 +96,9 @@ def test_positions_are_of_a_whole_number(total: Any) -> None:
 
 
 @given(LAYOUTS, st.integers(1, 4), st.integers(1, 3), st.integers(1, 5))
-def test_neighbours_together_hold_a_share_of_a_smaller_world(layout: str, ring: int, degree: int, unit: int) -> None:
+def test_neighbours_together_hold_a_shard_of_a_smaller_world(layout: str, ring: int, degree: int, unit: int) -> None:
     total = 2 * ring * degree * unit
-    assert grouped(shares(layout, total, ring * degree), degree) == shares(layout, total, ring)
+    assert grouped(shards_of(layout, total, ring * degree), degree) == shards_of(layout, total, ring)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_neighbours_together_hold_a_share_of_a_smaller_world(layout: str, ring: 
 )
 def test_a_rank_without_positions_is_refused(layout: str, total: int, world: int, remedy: str) -> None:
     with pytest.raises(InputError) as error:
-        shares(layout, total, world)
+        shards_of(layout, total, world)
     positions = "1 position" if total == 1 else f"{total} positions"
     start = f"total_length is {total}: {layout} layout over {world} ranks would leave a rank nothing of {positions}; "
     assert str(error.value) == start + remedy
@@ -125,19 +125,19 @@ def test_what_a_refusal_names_would_do() -> None:
     """Every length and layout that it names holds, and no length between those is left out."""
     refused = 0
     for layout, world, total in product(("contiguous", "zigzag"), range(2, 9), range(1, 80)):
-        reason = no_share_reason(layout, total, world)
+        reason = no_shard_reason(layout, total, world)
         if not reason:
-            assert all(length_of(share) > 0 for share in shares(layout, total, world))
+            assert all(length_of(shard) > 0 for shard in shards_of(layout, total, world))
             continue
         refused += 1
         lengths = [int(n) for n in re.findall(r"\d+", reason.partition("; use ")[2].partition(" position")[0])]
         other = {"contiguous": "zigzag", "zigzag": "contiguous"}[layout]
-        assert (f"layout='{other}', which holds {total}" in reason) == (no_share_reason(other, total, world) == "")
+        assert (f"layout='{other}', which holds {total}" in reason) == (no_shard_reason(other, total, world) == "")
         assert total < lengths[-1]
-        assert all(no_share_reason(layout, n, world) == "" for n in lengths)
+        assert all(no_shard_reason(layout, n, world) == "" for n in lengths)
         nearer = range(lengths[0] + 1 if len(lengths) == 2 else 1, lengths[-1])
         assert total in nearer
-        assert all(no_share_reason(layout, n, world) for n in nearer)
+        assert all(no_shard_reason(layout, n, world) for n in nearer)
     assert refused > 50
 
 
@@ -169,7 +169,7 @@ def _geometries(
     pattern: Pattern, causal: bool, spread: tuple[str, int, int], heads: HeadRange, transport: str, groups: int
 ) -> list[RingGeometry]:
     layout, total, world = spread
-    parts = shares(layout, total, world)
+    parts = shards_of(layout, total, world)
     return [ring_geometry(pattern, causal, parts, me, 1, heads, transport, groups) for me in range(world)]
 
 
@@ -222,7 +222,7 @@ def test_blocks_show_every_query_exactly_its_keys(
 
 def _positions_of(chunk: Chunk, geometry: RingGeometry, segment: int) -> list[list[tuple[int, int]]]:
     """Per head of the chunk, in its order, the (head, global position) of each row."""
-    held = positions(geometry.share).tolist()
+    held = positions(geometry.shard).tolist()
     rows: list[list[tuple[int, int]]] = [[] for _ in range(chunk.kv_heads)]
     for call in chunk.calls:
         number = 0
@@ -344,7 +344,7 @@ def test_the_rows_of_a_whole_journey_are_those_of_its_hops(
     layout: str, world: int, direction: int, causal: bool
 ) -> None:
     geometry = ring_geometry(
-        Pattern(()), causal, shares(layout, 12 * world + 1, world), 0, 1, HeadRange(0, 1, 1), "ring", 1
+        Pattern(()), causal, shards_of(layout, 12 * world + 1, world), 0, 1, HeadRange(0, 1, 1), "ring", 1
     )
     for chunk in geometry.chunks:
         steps = range(1, len(chunk.members))

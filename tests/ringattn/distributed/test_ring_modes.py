@@ -18,7 +18,7 @@ from ring_cases import RingCase, check_exact, run_ring
 import ringattn.distributed.ring_chunks
 from ringattn import RingAttention, Workload
 from ringattn.distributed.program import RingProgram, _Behind
-from ringattn.geometry.layout import shares
+from ringattn.geometry.layout import shards_of
 from ringattn.kernels.contract import BoundKernel, KernelConfig
 from ringattn.kernels.registry import KERNELS
 from ringattn.planning.plan import Conditions, Plan
@@ -53,7 +53,7 @@ def test_kernels_are_told_all_that_is_fixed(monkeypatch: pytest.MonkeyPatch) -> 
     nothing = BoundKernel(lambda *rows: rows[:2], lambda *rows, grads=None: rows[:3])
     noting = replace(KERNELS["math"], load=lambda config: told.append(config) or nothing)
     monkeypatch.setitem(KERNELS, "math", noting)  # type: ignore[arg-type]
-    branch, parts = BranchTunables("math", "math"), shares("contiguous", 96, 2)
+    branch, parts = BranchTunables("math", "math"), shards_of("contiguous", 96, 2)
     for pattern, causals in (
         (DENSE, (True, False, True, False)),  # diagonal and full blocks, forward and backward
         (pattern_of([12, 36], [1, 2]), (True, False, True, False) * 2 + (True, True)),
@@ -92,7 +92,7 @@ def _program(schedule: str, dtype: str = "fp32", compute: str = "fp32", **chosen
     workload = Workload("train", True, 48, 4, 4, dtype, world=2)
     tunables = Tunables(compute, (BranchTunables("math", "math"),), schedule=schedule, layout="zigzag", **chosen)
     rank: Any = SimpleNamespace(rank=0, size=2, report=None)
-    return RingProgram(Plan(workload, tunables, False), 0.5, rank, shares("zigzag", 96, 2), 1, rank)
+    return RingProgram(Plan(workload, tunables, False), 0.5, rank, shards_of("zigzag", 96, 2), 1, rank)
 
 
 def test_head_groups_are_those_of_the_plan() -> None:
@@ -152,7 +152,7 @@ def test_a_ring_keeps_the_keys_of_two_steps_at_most(ranks: Callable[[int], Pool]
     assert ranks(4).run(_most_kept, RingCase(CAUSAL, "ring", "zigzag")) == [2] * 4
 
 
-def _lengths_with_equal_shares(schedule: str) -> None:
+def _lengths_with_equal_shards(schedule: str) -> None:
     """Rank 0 holds 5 positions of 10 and of 9."""
     rings = [RingCase(Case(n, 2, 2, 4, causal=True), schedule, "contiguous", ragged=True) for n in (10, 9, 10)]
     module = rings[0].module()
@@ -166,8 +166,8 @@ def _lengths_with_equal_shares(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["ring", "ulysses"])
-def test_a_share_may_belong_to_sequences_of_two_lengths(schedule: str, ranks: Callable[[int], Pool]) -> None:
-    ranks(2).run(_lengths_with_equal_shares, schedule)
+def test_a_shard_may_belong_to_sequences_of_two_lengths(schedule: str, ranks: Callable[[int], Pool]) -> None:
+    ranks(2).run(_lengths_with_equal_shards, schedule)
 
 
 def _in_autocast() -> None:

@@ -30,7 +30,7 @@ def test_cases_follow_from_their_numbers() -> None:
 
 
 def test_what_the_cases_reach() -> None:
-    """Every schedule and layout, grouped heads, batches, unequal shares; and whole segments beside crossing ones."""
+    """Every schedule and layout, grouped heads, batches, unequal shards; and whole segments beside crossing ones."""
     given = [trial for world, count in COUNTS.items() for trial in trials(world, count)]
     rings = [trial.ring for trial in given]
     cases = [ring.case for ring in rings]

@@ -26,7 +26,7 @@ def content(rank: int, number: int, rows: int) -> Tensor:
 
 def check_rounds(memory: PeerMemory) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
-    share = HEADS // world
+    shard = HEADS // world
     block = memory.allocate(ROWS * HEADS * HEAD_DIM * 2)
     sizes, delays = random.Random(0), random.Random(rank)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
@@ -38,13 +38,13 @@ def check_rounds(memory: PeerMemory) -> None:
         memory.meet(range(world))  # what came last is read
         for step in range(world):
             to = (rank + step) % world
-            there = block.of[to].view(torch.bfloat16)[: world * rows * share * HEAD_DIM]
-            there = there.view(world, 1, rows, share, HEAD_DIM)[rank]
-            memory.copy(x[:, :, to * share : (to + 1) * share], there, far=to != rank)
+            there = block.of[to].view(torch.bfloat16)[: world * rows * shard * HEAD_DIM]
+            there = there.view(world, 1, rows, shard, HEAD_DIM)[rank]
+            memory.copy(x[:, :, to * shard : (to + 1) * shard], there, far=to != rank)
         memory.meet(range(world)).wait()
-        found = block.own.view(torch.bfloat16)[: world * rows * share * HEAD_DIM].view(world, 1, rows, share, HEAD_DIM)
+        found = block.own.view(torch.bfloat16)[: world * rows * shard * HEAD_DIM].view(world, 1, rows, shard, HEAD_DIM)
         for sender in range(world):
-            expected = content(sender, number, rows)[:, :, rank * share : (rank + 1) * share]
+            expected = content(sender, number, rows)[:, :, rank * shard : (rank + 1) * shard]
             wrong += (found[sender] != expected).sum()
     assert wrong.item() == 0, f"{wrong.item()} wrong elements"
 

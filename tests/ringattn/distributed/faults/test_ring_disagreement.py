@@ -1,4 +1,4 @@
-"""Ranks that call differently, in another order, or with shares that do not go together are told so at once."""
+"""Ranks that call differently, in another order, or with shards that do not go together are told so at once."""
 
 from __future__ import annotations
 
@@ -234,11 +234,11 @@ def test_any_order_that_is_the_same_on_all_ranks(ranks: Callable[[int], Pool]) -
     ranks(3).run(_back_once_and_twice)
 
 
-# --- shares that are wrong ----------------------------------------------------------------------------------------
+# --- shards that are wrong ----------------------------------------------------------------------------------------
 
 
 def _total_on_one_rank() -> Told:
-    """Shares that are right for one total are not for another."""
+    """Shards that are right for one total are not for another."""
     with group_to_break() as group:
         module = RingCase(CASE, "ring", "contiguous").module(group=group)
         rows = torch.zeros(1, 5 - dist.get_rank(), 2, 4)
@@ -248,7 +248,7 @@ def _total_on_one_rank() -> Told:
     return told
 
 
-def test_a_share_that_is_wrong_on_one_rank_is_told_to_those_who_unshard(ranks: Callable[[int], Pool]) -> None:
+def test_a_shard_that_is_wrong_on_one_rank_is_told_to_those_who_unshard(ranks: Callable[[int], Pool]) -> None:
     told = ranks(2).run(_total_on_one_rank)
     assert told[1][0] == "InputError"
     assert told[0][0] == "PeerError"
@@ -278,7 +278,7 @@ def _told_of_a_total(total_length: object) -> Told:
         return told_of(lambda: module(*leaves_of(module), total_length=total_length))
 
 
-def _wrong_share() -> Told:
+def _wrong_shard() -> Told:
     with group_to_break() as group:
         module = RingCase(CASE, "ring", "zigzag").module(group=group)
         return told_of(lambda: module(*(x.detach() for x in leaves_of(module)), total_length=23))
@@ -296,7 +296,7 @@ def _unshard_uneven(total_length: int | None, dim: int) -> Told:
     return told
 
 
-def test_uneven_shares_are_not_unsharded_without_their_total(ranks: Callable[[int], Pool]) -> None:
+def test_uneven_shards_are_not_unsharded_without_their_total(ranks: Callable[[int], Pool]) -> None:
     """gloo ended the process of one rank, and gave the other rows of nobody."""
     told = ranks(2).run(_unshard_uneven, None, 1)
     assert [error for error, _ in told] == ["InputError"] * 2
@@ -305,8 +305,8 @@ def test_uneven_shares_are_not_unsharded_without_their_total(ranks: Callable[[in
     assert [error for error, _ in ranks(2).run(_unshard_uneven, 9, -3)] == [""] * 2
 
 
-def test_a_length_that_is_not_the_share_of_the_total(ranks: Callable[[int], Pool]) -> None:
-    told = ranks(3).run(_wrong_share)
+def test_a_length_that_is_not_the_shard_of_the_total(ranks: Callable[[int], Pool]) -> None:
+    told = ranks(3).run(_wrong_shard)
     wrong = [each for each in told if each[0] == "InputError"]
     assert wrong
     for _, message in wrong:

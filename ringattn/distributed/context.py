@@ -26,7 +26,7 @@ from .agreement import plan_together, tell_of_error
 from .comm import Comm
 from .peer_errors import BY_THE_PLAN, is_known
 from .program import RingProgram
-from .symmetric_exchange import BlockPool
+from .symmetric_exchange import BufferPool
 from .watchdog import watchdog_of
 
 
@@ -141,13 +141,13 @@ class RingContext:
     def program(self, plan: Plan, scale: float) -> RingProgram:
         shards, batch = self.shards(plan.workload.total), plan.workload.batch
         return RingProgram(
-            plan, scale, self.comm, shards, batch, self.watchdog, self.module, lambda: self._calls, self._blocks
+            plan, scale, self.comm, shards, batch, self.watchdog, self.module, lambda: self._calls, self._buffer_pool
         )
 
-    def _blocks(self) -> BlockPool:
-        from .peer_memory import blocks_of
+    def _buffer_pool(self) -> BufferPool:
+        from .peer_memory import buffer_pool_of
 
-        return blocks_of(self.comm.group, self._device, self.watchdog)
+        return buffer_pool_of(self.comm.group, self._device, self.watchdog)
 
     def unshard(self, x: Tensor, total_length: int | None, dim: int) -> Tensor:
         """Every rank's rows in order. Ranks compare what they hold first: messages of unequal sizes end a process."""

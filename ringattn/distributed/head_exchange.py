@@ -24,9 +24,9 @@ class HeadExchange:
 
     # Head groups under way before they are needed. A message that is sent while a kernel holds every processor of a
     # GPU waits for that kernel: with two under way the next group is there all the same.
-    AHEAD = 2
+    PREFETCHED = 2
     # Results of a single group under way home: each has a buffer that it arrives in, which decides the peak.
-    BEHIND = 1
+    IN_FLIGHT = 1
 
     def __init__(self, comm: Comm, members: tuple[int, ...], shards: tuple[Shard, ...], groups: int) -> None:
         self._comm, self._members, self._groups = comm, members, groups
@@ -46,10 +46,10 @@ class HeadExchange:
         """Begins a forward or a backward."""
 
     def keep(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What ``spread`` brought as memory that lasts beyond the call."""
+        """What ``scatter_heads`` brought as memory that lasts beyond the call."""
         return list(tensors)
 
-    def spread(self, tensors: Sequence[Tensor], group: int, dtype: torch.dtype) -> tuple[Pending, list[Tensor]]:
+    def scatter_heads(self, tensors: Sequence[Tensor], group: int, dtype: torch.dtype) -> tuple[Pending, list[Tensor]]:
         """Starts to bring a head group of each (B, S, heads, D) tensor here: (B, T, heads / degree / groups, D).
 
         They travel as one message in ``dtype``, and are views of one buffer, valid after ``wait``.
@@ -72,7 +72,7 @@ class HeadExchange:
         mine = [length] * len(self._members)
         return self._start(sent, arriving, mine, self._lengths, after), list(torch.split(rows, counts, 2))
 
-    def collect(self, result: Tensor, target: Tensor, group: int) -> Pending:
+    def gather_heads(self, result: Tensor, target: Tensor, group: int) -> Pending:
         """Starts to send the rows of a (B, T, heads, D) result home, into a (B, S, all heads, D) target.
 
         The target is written when ``wait`` returns.

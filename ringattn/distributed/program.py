@@ -36,7 +36,7 @@ from .head_exchange import HeadExchange
 from .peer_errors import sequence_number
 from .ring import Ring
 from .ring_chunks import BranchKernels, RingSetting
-from .symmetric_exchange import BlockPool, SymmetricExchange
+from .symmetric_exchange import BufferPool, SymmetricExchange
 from .watchdog import Watchdog
 
 Result = TypeVar("Result")
@@ -55,7 +55,7 @@ class RingProgram:
         watchdog: Watchdog,
         module: int = 0,
         calls: Callable[[], int] = lambda: 0,
-        pool: Callable[[], BlockPool] | None = None,
+        pool: Callable[[], BufferPool] | None = None,
     ) -> None:
         """``module`` is its number among those of the group, ``calls`` how many calls of it were begun, ``pool`` gives
         the blocks of a symmetric exchange.
@@ -74,7 +74,7 @@ class RingProgram:
             self._exchange: HeadExchange = SymmetricExchange(comm, members, shards, groups, pool)
         else:
             self._exchange = HeadExchange(comm, members, shards[members[0] : members[-1] + 1], groups)
-        self._spreads = degree > 1
+        self._exchanges_heads = degree > 1
         kernels = tuple(_kernels(plan, branch, scale) for branch in tunables.branches)
         rank_of = tuple(range(place, comm.size, degree))
         own_heads = workload.kv_heads // degree // groups
@@ -121,7 +121,7 @@ class RingProgram:
 
         ``kept``, if given, receives what Ulysses brought here, so that the backward need not bring it again.
         """
-        forward = self._spread_forward if self._spreads else self._ring_forward
+        forward = self._ulysses_forward if self._exchanges_heads else self._ring_forward
         out, lse = self._in_step(lambda: forward(q, k, v, kept), backward=False)
         return out.to(q.dtype), lse
 
@@ -145,8 +145,8 @@ class RingProgram:
         assert dout is not None
         assert dlse is None, "refused before the first message"
         dout, out, lse = dout.contiguous(), out.contiguous(), lse.contiguous()
-        if self._spreads:
-            grads = self._in_step(lambda: self._spread_backward(dout, q, k, v, out, lse, kept), backward=True)
+        if self._exchanges_heads:
+            grads = self._in_step(lambda: self._ulysses_backward(dout, q, k, v, out, lse, kept), backward=True)
         else:
             grads = self._in_step(lambda: self._rings[0].backward(dout, q, k, v, out, lse), backward=True)
         return as_wanted(grads, q.dtype, wanted)
@@ -174,15 +174,17 @@ class RingProgram:
 
     # -- all-to-all over heads --
 
-    def _spread_forward(self, q: Tensor, k: Tensor, v: Tensor, kept: Kept | None) -> tuple[Tensor, Tensor]:
+    def _ulysses_forward(self, q: Tensor, k: Tensor, v: Tensor, kept: Kept | None) -> tuple[Tensor, Tensor]:
         exchange = self._exchange
         batch, length, heads, _ = q.shape
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty((batch, heads, 1, length), dtype=accumulator_dtype(self.dtype), device=q.device)
         lse = lse.permute(0, 3, 1, 2)
         exchange.start_call()
-        arriving = _Ahead(lambda group: exchange.spread((q, k, v), group, self._wire), len(self._rings), exchange.AHEAD)
-        returning = _Behind(len(self._rings), exchange.BEHIND)
+        arriving = _Prefetch(
+            lambda group: exchange.scatter_heads((q, k, v), group, self._wire), len(self._rings), exchange.PREFETCHED
+        )
+        returning = _InFlight(len(self._rings), exchange.IN_FLIGHT)
         for group, ring in enumerate(self._rings):
             pending, inputs = arriving.next()
             pending.wait()
@@ -195,29 +197,29 @@ class RingProgram:
                 kept += [out_here, lse_here]
             lse_rows = lse_here.transpose(1, 2).unsqueeze(3)
             returning.make_room()
-            returning.add(exchange.collect(out_here, out, group))
-            returning.add(exchange.collect(lse_rows, lse, group))
+            returning.add(exchange.gather_heads(out_here, out, group))
+            returning.add(exchange.gather_heads(lse_rows, lse, group))
         returning.wait()
         return out, lse.squeeze(3).transpose(1, 2)
 
-    def _spread_backward(
+    def _ulysses_backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Sequence[Tensor]
     ) -> Triple:
         exchange = self._exchange
         targets: list[Tensor] = []  # made when the first results go home: the kernels' workspace is gone by then
         lse_rows = lse.transpose(1, 2).unsqueeze(3)
 
-        def spread(group: int) -> tuple[list[Pending], list[Tensor]]:
+        def start(group: int) -> tuple[list[Pending], list[Tensor]]:
             if kept:
-                pending, (dout_here,) = exchange.spread((dout,), group, self._wire)
+                pending, (dout_here,) = exchange.scatter_heads((dout,), group, self._wire)
                 return [pending], [dout_here, *kept[5 * group : 5 * group + 5]]
-            pending, (dout_here, *inputs, out_here) = exchange.spread((dout, q, k, v, out), group, self._wire)
-            pending_lse, (lse_here,) = exchange.spread((lse_rows,), group, lse.dtype)
+            pending, (dout_here, *inputs, out_here) = exchange.scatter_heads((dout, q, k, v, out), group, self._wire)
+            pending_lse, (lse_here,) = exchange.scatter_heads((lse_rows,), group, lse.dtype)
             return [pending, pending_lse], [dout_here, *inputs, out_here, lse_here]
 
         exchange.start_call()
-        arriving = _Ahead(spread, len(self._rings), exchange.AHEAD)
-        returning = _Behind(len(self._rings), exchange.BEHIND)
+        arriving = _Prefetch(start, len(self._rings), exchange.PREFETCHED)
+        returning = _InFlight(len(self._rings), exchange.IN_FLIGHT)
         for group, ring in enumerate(self._rings):
             pendings, (dout_here, q_here, k_here, v_here, out_here, lse_here) = arriving.next()
             for pending in pendings:
@@ -235,12 +237,12 @@ class RingProgram:
                 returning.make_room()
                 if group == 0:
                     targets.append(torch.empty(x.shape, dtype=x.dtype, device=x.device))
-                returning.add(exchange.collect(results.pop(0).to(self._wire), targets[number], group))
+                returning.add(exchange.gather_heads(results.pop(0).to(self._wire), targets[number], group))
         returning.wait()
         return targets[0], targets[1], targets[2]
 
 
-class _Ahead(Generic[Result]):
+class _Prefetch(Generic[Result]):
     """Starts the exchanges of head groups ``ahead`` groups before they are needed."""
 
     def __init__(self, start: Callable[[int], Result], groups: int, ahead: int) -> None:
@@ -259,7 +261,7 @@ class _Ahead(Generic[Result]):
             self._begun += 1
 
 
-class _Behind:
+class _InFlight:
     """Results on their way home, a few messages at most: what has arrived makes room for the next one to be sent.
 
     Of several head groups the three gradients travel together while the next group is computed. Of a single one so

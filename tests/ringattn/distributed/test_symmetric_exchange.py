@@ -1,4 +1,4 @@
-"""Heads that are copied into the peers' memory: the same results, blocks that are reused, nothing read too early."""
+"""Heads that are copied into the peers' memory: the same results, buffers that are reused, nothing read too early."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from faults import TIMEOUT_S, Breaking, Told, assert_told, call_until_told, grou
 from oracle import DENSE, Case, pattern_of
 from pool import TIMES, Pool, kill_self
 from ring_cases import RingCase
-from shared_memory import check_symmetric, copy_planes, pool_of, use_shared_memory
+from shared_memory import check_symmetric, copy_as_engine, pool_of, use_shared_memory
 from test_ring_bytes import _sent
 from torch import Tensor
 
 from ringattn import RingAttention
 from ringattn.distributed import watchdog
-from ringattn.distributed.planes import planes, regular
-from ringattn.distributed.symmetric_exchange import BlockPool
+from ringattn.distributed.strided_copy import copies_2d, is_copyable
+from ringattn.distributed.symmetric_exchange import BufferPool
 from ringattn.kernels.registry import KERNELS
 
 CROSSING = pattern_of([6, 48], [1, 3])
@@ -49,13 +49,13 @@ def _cases(schedule: str, spread: str, world: int) -> list[RingCase]:
 @pytest.mark.parametrize(("world", "schedule"), [(2, "ulysses"), (3, "ulysses"), (4, "ulysses"), (4, "ulysses-ring")])
 def test_as_on_one_rank(world: int, schedule: str, spread: str, ranks: Callable[[int], Pool]) -> None:
     cases = _cases(schedule, spread, world)
-    for checked, _, meetings in ranks(world).run(check_symmetric, cases):
+    for checked, _, barriers in ranks(world).run(check_symmetric, cases):
         assert checked == len(cases)
-        assert meetings > 0
+        assert barriers > 0
 
 
 def _calls(ring: RingCase, calls: int) -> list[tuple[int, int]]:
-    """(bytes of blocks, meetings) after each of some trainings steps, and what the module says of them."""
+    """(bytes of buffers, barriers) after each of some trainings steps, and what the module says of them."""
     use_shared_memory()
     module = ring.module()
     q, k, v = ring.case.inputs()
@@ -65,15 +65,15 @@ def _calls(ring: RingCase, calls: int) -> list[tuple[int, int]]:
     seen = []
     for _ in range(calls):
         leaves = [module.shard(x.detach()).clone().requires_grad_() for x in (q, k, v)]
-        before = memory.meetings
+        before = memory.barriers
         torch.autograd.grad(module(*leaves), leaves, module.shard(ring.case.dout()))
-        seen.append((pool.held_bytes(), memory.meetings - before))
+        seen.append((pool.held_bytes(), memory.barriers - before))
     assert pool.held_bytes() == module.peer_workspace_bytes()
     return seen
 
 
 def test_blocks_are_allocated_once(ranks: Callable[[int], Pool]) -> None:
-    """A block of every one of q, k and v holds all that travels, but for the LSE, whatever the number of calls."""
+    """A buffer of every one of q, k and v holds all that travels, but for the LSE, whatever the number of calls."""
     case = Case(48, 4, 4, 8, causal=True)
     for checkpoint in ("none", "selective"):
         ring = RingCase(case, "ulysses", "contiguous", checkpoint=checkpoint, exchange="symmetric")
@@ -252,41 +252,41 @@ def _strided(shape: tuple[int, ...], order: tuple[int, ...], gaps: tuple[int, ..
 
 
 @pytest.mark.parametrize("shape", [(1, 9, 4, 8), (2, 5, 3, 4), (1, 1, 1, 8), (3, 7, 2, 1), (1, 20000, 2, 2)])
-def test_planes_are_the_copy(shape: tuple[int, ...]) -> None:
+def test_2d_copies_are_the_copy(shape: tuple[int, ...]) -> None:
     inner = 3 if shape[3] > 1 else 1
     others = [dim for dim in range(4) if dim != inner]
     for gaps in product((0, 3), (0, 3), (0,) if shape[3] > 1 else (0, 3), (0,) if shape[3] > 1 else (0, 3)):
         for order in ((*others, inner), (others[1], others[0], others[2], inner)):
             source = _strided(shape, order, gaps)
             target = torch.full_like(_strided(shape, (*others, inner), (0, 2, 1, 4)), -1)
-            assert regular(source)
-            copy_planes(source, target)
+            assert is_copyable(source)
+            copy_as_engine(source, target)
             assert torch.equal(source, target)
 
 
 def test_rows_are_joined_where_they_lie_side_by_side() -> None:
     x = torch.empty(1, 8192, 32, 128, dtype=torch.bfloat16)
     half = x.unflatten(2, (2, 16))[:, :, 1]
-    (plane,) = planes(half.shape, half.stride(), torch.empty_like(half).stride(), 2)
-    assert (plane.width, plane.height, plane.source_pitch, plane.target_pitch) == (4096, 8192, 8192, 4096)
-    (whole,) = planes(x.shape, x.stride(), x.stride(), 2)
+    (rows,) = copies_2d(half.shape, half.stride(), torch.empty_like(half).stride(), 2)
+    assert (rows.width, rows.height, rows.source_pitch, rows.target_pitch) == (4096, 8192, 8192, 4096)
+    (whole,) = copies_2d(x.shape, x.stride(), x.stride(), 2)
     assert whole.width * whole.height == x.nbytes
 
 
-def test_what_a_copy_engine_cannot_read_is_not_regular() -> None:
+def test_what_a_copy_engine_cannot_read() -> None:
     x = torch.empty(1, 64, 4, 8)
-    assert regular(x)
-    assert regular(x[:, ::2])
-    assert not regular(x[:, :, :1].expand(1, 64, 4, 8))
-    assert not regular(x.transpose(1, 3))
-    assert not regular(torch.empty(1, 64, 4, 3, 8)[:, :, :, 1])  # rows of one head
-    assert regular(torch.empty(1, 64, 3, 4, 8)[:, :, 1])
-    assert not regular(torch.empty(80, 8, 4, 8))  # planes
-    assert regular(torch.empty(1, 4, 64, 1).transpose(1, 2))
-    assert not regular(torch.empty(1, 64, 4, 1))
+    assert is_copyable(x)
+    assert is_copyable(x[:, ::2])
+    assert not is_copyable(x[:, :, :1].expand(1, 64, 4, 8))
+    assert not is_copyable(x.transpose(1, 3))
+    assert not is_copyable(torch.empty(1, 64, 4, 3, 8)[:, :, :, 1])  # rows of one head
+    assert is_copyable(torch.empty(1, 64, 3, 4, 8)[:, :, 1])
+    assert not is_copyable(torch.empty(80, 8, 4, 8))  # too many copies
+    assert is_copyable(torch.empty(1, 4, 64, 1).transpose(1, 2))
+    assert not is_copyable(torch.empty(1, 64, 4, 1))
 
 
-# -- blocks --
+# -- buffers --
 
 
 class _Memory:
@@ -296,22 +296,22 @@ class _Memory:
     def allocate(self, nbytes: int) -> Any:
         self.sizes.append(nbytes)
         own = torch.empty(nbytes, dtype=torch.uint8)
-        return type("Block", (), {"nbytes": nbytes, "own": own, "of": (own,)})()
+        return type("Buffer", (), {"nbytes": nbytes, "own": own, "of": (own,)})()
 
 
-def test_a_block_that_was_read_is_not_written_before_ranks_met() -> None:
+def test_a_buffer_that_was_read_is_not_written_before_ranks_met() -> None:
     memory: Any = _Memory()
-    pool = BlockPool(memory)
-    block, read = pool.take(100)
+    pool = BufferPool(memory)
+    buffer, read = pool.acquire(100)
     assert not read
-    pool.give(block)
-    assert pool.take(90) == (block, True)
-    pool.give(block)
-    pool.met()
-    assert pool.take(100) == (block, False)
-    other, _ = pool.take(100)
-    assert other is not block
-    pool.give_all()
-    pool.met()
-    pool.take(10)  # too little to take a block of a hundred for
+    pool.release(buffer)
+    assert pool.acquire(90) == (buffer, True)
+    pool.release(buffer)
+    pool.after_barrier()
+    assert pool.acquire(100) == (buffer, False)
+    other, _ = pool.acquire(100)
+    assert other is not buffer
+    pool.release_all()
+    pool.after_barrier()
+    pool.acquire(10)  # too little to take a buffer of a hundred for
     assert memory.sizes == [100, 100, 10]

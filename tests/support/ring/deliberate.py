@@ -165,11 +165,17 @@ FAULTS = [
         "rows.flip(1)[:, begin : begin + count]",
         "spread",
     ),
-    Fault("head_exchange.HeadExchange.spread", ".permute(2, 0, 1, 3, 4)", ".flip(2).permute(2, 0, 1, 3, 4)", "grid"),
-    Fault("head_exchange.HeadExchange.spread", "there.copy_(here) for", "here.copy_(there) for", "spread"),
-    Fault("head_exchange.HeadExchange.collect", "there.copy_(here)", "there.copy_(here.flip(1))", "spread"),
-    Fault("head_exchange.HeadExchange.collect", "place.copy_(arriving)", "place.copy_(arriving.roll(1, 0))", "spread"),
-    Fault("head_exchange.HeadExchange.collect", "place.copy_(arriving)", "place.copy_(arriving.roll(1, 2))", "grid"),
+    Fault(
+        "head_exchange.HeadExchange.scatter_heads", ".permute(2, 0, 1, 3, 4)", ".flip(2).permute(2, 0, 1, 3, 4)", "grid"
+    ),
+    Fault("head_exchange.HeadExchange.scatter_heads", "there.copy_(here) for", "here.copy_(there) for", "spread"),
+    Fault("head_exchange.HeadExchange.gather_heads", "there.copy_(here)", "there.copy_(here.flip(1))", "spread"),
+    Fault(
+        "head_exchange.HeadExchange.gather_heads", "place.copy_(arriving)", "place.copy_(arriving.roll(1, 0))", "spread"
+    ),
+    Fault(
+        "head_exchange.HeadExchange.gather_heads", "place.copy_(arriving)", "place.copy_(arriving.roll(1, 2))", "grid"
+    ),
 ]
 
 

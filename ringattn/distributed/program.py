@@ -21,7 +21,8 @@ from ringattn.dtypes import TORCH_DTYPES
 from ringattn.geometry.calls import LayoutKey, build_geometry
 from ringattn.geometry.layout import Shard, grouped, length_of
 from ringattn.geometry.pattern import Call, HeadRun
-from ringattn.geometry.ring_schedules import HeadRange, RingGeometry, ring_geometry, ulysses_degree
+from ringattn.geometry.ring_geometry import HeadRange, RingGeometry, ring_geometry
+from ringattn.geometry.ring_schedules import ulysses_degree
 from ringattn.kernels.contract import BoundKernel, Differentiable, KernelConfig, not_differentiable
 from ringattn.kernels.registry import KERNELS
 from ringattn.planning.fused_steps import FUSED_STEPS

@@ -11,7 +11,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ringattn.geometry.ring_schedules import Chunk, RingGeometry
+from ringattn.geometry.ring_geometry import RingGeometry
+from ringattn.geometry.ring_schedules import Chunk
 from ringattn.runtime.merge import accumulator_dtype
 from ringattn.runtime.program import BackwardRows, Triple
 

@@ -74,7 +74,7 @@ def _joined(
 def is_copyable(x: Tensor) -> bool:
     """Return whether a copy engine reads (B, S, heads, D) well where it lies.
 
-    No two elements are one, the heads of a row are side by side (where D is 1 the rows of a head), and it is few copies.
+    No two elements are one, a row's heads lie side by side (where D is 1 a head's rows), and it is few copies.
     """
     heads, head_dim = x.shape[2:]
     if head_dim > 1:

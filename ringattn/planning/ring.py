@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ringattn.geometry.layout import Shard, grouped, no_shard_reason, resolve_layout, shards_of
-from ringattn.geometry.ring_schedules import HeadRange, ring_geometry, stays, ulysses_degree
+from ringattn.geometry.ring_geometry import HeadRange, ring_geometry, stays
+from ringattn.geometry.ring_schedules import ulysses_degree
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.wording import plural
 from ringattn.workload import COMPUTE_DTYPES, Pattern, Tunables, Workload

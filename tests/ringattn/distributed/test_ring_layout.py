@@ -25,16 +25,8 @@ from ringattn.geometry.layout import (
     shards_of,
 )
 from ringattn.geometry.pattern import head_offset_of
-from ringattn.geometry.ring_schedules import (
-    Chunk,
-    HeadRange,
-    RingGeometry,
-    Transfer,
-    _carried,
-    _travelling,
-    affine_runs,
-    ring_geometry,
-)
+from ringattn.geometry.ring_geometry import HeadRange, RingGeometry, affine_runs, ring_geometry
+from ringattn.geometry.ring_schedules import Chunk, Transfer, _carried, _travelling
 
 LAYOUTS = st.sampled_from(("contiguous", "zigzag"))
 

@@ -18,7 +18,7 @@ from ring_cases import RingCase, assert_keeps_the_rule, run_here
 
 from ringattn import Pattern
 from ringattn.geometry.layout import Shard, assemble, grouped, no_shard_reason, shards_of
-from ringattn.geometry.ring_schedules import HeadRange, ring_geometry, stays
+from ringattn.geometry.ring_geometry import HeadRange, ring_geometry, stays
 from ringattn.planning.plan import Conditions, rejection_reasons
 from ringattn.workload import Branch
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from typing import NamedTuple
 
 from ringattn.errors import RingAttentionError
+
+logger = logging.getLogger("ringattn")
 
 _KNOWN = "_ringattn_known"
 _MOST_CALLS = 2**40  # of a module: a sequence number of a million modules then fits in 63 bits

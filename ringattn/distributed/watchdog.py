@@ -28,8 +28,8 @@ from ringattn.errors import InputError
 from ringattn.hardware.facts import host_identity
 
 from .comm import Comm, CommError, abort, first_line
-from .heartbeat import LEFT, Heartbeat, Store, absence_of, logger
-from .peer_errors import BY_THE_PLAN, Failure, PeerError, describe_sequence_number, is_known, mark_known
+from .heartbeat import LEFT, Heartbeat, Silence, Store, absence_of, calls_in, read_beats, write_beat
+from .peer_errors import BY_THE_PLAN, Failure, PeerError, describe_sequence_number, is_known, logger, mark_known
 
 
 class DeviceWaits(Protocol):
@@ -74,7 +74,9 @@ class Watchdog:
         self._hosts_reason: str | None = None
         self._device_waits: list[weakref.ref[DeviceWaits]] = []
         self._store.set(f"host/{self.rank}", host_identity())
-        self._heartbeat = Heartbeat(self, self._store)
+        self._next = (self.rank + 1) % self.size
+        self._silence, self._most_silence_s = Silence(self._next), min(self.timeout_s / 2, 60.0)
+        self._heartbeat = Heartbeat(self._beat, self.rank, self._store, times.beat_s)
 
     # -- failures --
 
@@ -127,7 +129,7 @@ class Watchdog:
                     found.release()
             abort(self._backend, self.rank, self.size)
 
-    def find_failure(self, store: Store) -> bool:
+    def _find_failure(self, store: Store) -> bool:
         """Abort the group where another rank has failed."""
         if self.failure is None and store.check(["failure"]):
             self.fail(Failure(*json.loads(store.get("failure"))), store)
@@ -139,18 +141,18 @@ class Watchdog:
     def _diagnose(self, error: CommError) -> Failure:
         """Return who failed or is gone; else who made the fewest calls; else this rank's own ``error``."""
         try:
-            first, begin = self._beats(), time.monotonic()
+            first, begin = read_beats(self._store, self.size), time.monotonic()
             while time.monotonic() - begin < self.times.silent_after_error_s:
                 if self._store.check(["failure"]):
                     return Failure(*json.loads(self._store.get("failure")))
                 time.sleep(0.05)
-            beats = self._beats()
+            beats = read_beats(self._store, self.size)
         except RuntimeError as gone:  # torch raises DistError and its kin, all RuntimeErrors, for a store that is gone
             return Failure(0, f"or the launcher that holds the rendezvous store is gone ({first_line(gone)})")
         for rank, beat in beats.items():
             if rank != self.rank and beat in (first.get(rank), LEFT):
                 return Failure(self.global_ranks[rank], absence_of(beat))
-        calls = {rank: sum(call for call, _ in _calls_in(beat).values()) for rank, beat in beats.items()}
+        calls = {rank: sum(call for call, _ in calls_in(beat).values()) for rank, beat in beats.items()}
         counts = ", ".join(f"rank {self.global_ranks[rank]} is in call {count}" for rank, count in calls.items())
         last = min(calls, key=lambda rank: calls[rank], default=self.rank)
         if calls and calls[last] < calls[self.rank]:
@@ -219,7 +221,7 @@ class Watchdog:
             now = time.monotonic()
             if now > look_s:
                 look_s = now + self.times.beat_s
-                if self.find_failure(self._store):
+                if self._find_failure(self._store):
                     raise self._error()
                 missing = [rank for rank in range(self.size) if not self._store.check([keys[rank]])]
                 for rank in missing:
@@ -245,7 +247,7 @@ class Watchdog:
 
     def _other_inputs(self, module: int, call: int, description: str, rank: int) -> str:
         """Return the difference where ``rank`` is in this very call with inputs that it need not compare."""
-        begun, there = _calls_in(self._beats().get(rank, LEFT)).get(module, (0, ""))
+        begun, there = calls_in(read_beats(self._store, self.size).get(rank, LEFT)).get(module, (0, ""))
         if begun < call or there == description:
             return ""
         return _difference((self.global_ranks[self.rank], description), (self.global_ranks[rank], there))
@@ -267,32 +269,29 @@ class Watchdog:
         """End these waits where they outlast the group's timeout, or the group is aborted."""
         self._device_waits.append(weakref.ref(waits))
 
-    def end_waits(self, store: Store) -> None:
-        """Abort the group where a wait on the device outlasts its timeout. For the heartbeat thread."""
-        for waits in self._device_waits:
-            found = waits()
-            if self.failure is None and found is not None and found.waits_s() > self.timeout_s:
-                reason = f"has waited on the GPU for a peer for the group's timeout of {self.timeout_s:g} s"
-                self.fail(Failure(self.global_ranks[self.rank], f"{reason}, and takes what it waits for as NaN"), store)
-
     # -- heartbeats --
+
+    def _beat(self, number: int, store: Store) -> None:
+        """Show that this rank lives, and abort the group where another failed or is gone, or a wait lasts too long.
+
+        Runs in a thread, which logs the reason: the main one may sit in a call of the device.
+        """
+        write_beat(store, self.rank, number, self.calls)
+        if number == 1 or self.failure is not None:
+            return
+        self._find_failure(store)
+        if self._silence.seconds(store) > self._most_silence_s:
+            self.fail(Failure(self.global_ranks[self._next], absence_of("")), store)
+        waits = [found for each in self._device_waits if (found := each()) is not None]
+        if any(each.waits_s() > self.timeout_s for each in waits):
+            reason = f"has waited on the GPU for a peer for the group's timeout of {self.timeout_s:g} s"
+            self.fail(Failure(self.global_ranks[self.rank], f"{reason}, and takes what it waits for as NaN"), store)
+        if self.failure is not None:
+            logger.error("%s; the process group is aborted", self.failure)
 
     def close(self) -> None:
         """Leave the group on purpose."""
         self._heartbeat.stop()
-
-    def _beats(self) -> dict[int, str]:
-        keys = [f"beat/{rank}" for rank in range(self.size)]
-        present = [rank for rank in range(self.size) if self._store.check([keys[rank]])]
-        values = self._store.multi_get([keys[rank] for rank in present]) if present else []
-        return {rank: value.decode() for rank, value in zip(present, values, strict=True)}
-
-
-def _calls_in(beat: str) -> dict[int, tuple[int, str]]:
-    """Return the calls that a heartbeat tells of, by module: how many were begun, and the last one's description."""
-    if beat == LEFT:
-        return {}
-    return {int(module): (call, description) for module, (call, description) in json.loads(beat)["calls"].items()}
 
 
 _watchdogs: weakref.WeakKeyDictionary[dist.ProcessGroup, Watchdog] = weakref.WeakKeyDictionary()

@@ -1,4 +1,4 @@
-"""All ranks of a module run one plan: they tell each other what they resolved, and settle what differs.
+"""Agreement of ranks on one plan for a module: they exchange what each resolved, and settle what differs.
 
 What must be equal (the module's arguments, versions, architecture) is checked; plans that differ, because ranks found
 different profiles or packages, give way to one that every rank can run.
@@ -31,7 +31,7 @@ Entries = tuple[PlanEntry, ...]
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """What one rank resolved, or the error it met."""
+    """Plans that one rank resolved, or the error that it met."""
 
     error: str = ""
     arguments: tuple[tuple[str, str], ...] = ()
@@ -94,13 +94,13 @@ def _statement(arguments: tuple[tuple[str, str], ...], setup: Setup, table: Plan
 
 
 def _plans_of(table: PlanTable) -> str:
-    """What must be equal on all ranks: the plans, and which kernels were found wrong, but not by how much."""
+    """Return what must be equal on all ranks: the plans, and which kernels were found wrong, but not by how much."""
     plans = [(row.bucket, row.dtype, row.mode, row.plan) for row in table.rows]
     return repr((plans, [fault.combination for fault in table.facts.faults]))
 
 
 def _gather(watchdog: Watchdog, group: dist.ProcessGroup, module: int, what: str, mine: Any) -> list[Any]:
-    """Every rank's object; PeerError names the ranks that do not come within the group's timeout."""
+    """Return every rank's object; PeerError names the ranks that do not come within the group's timeout."""
     keys = [f"init/{module}/{what}/{rank}" for rank in range(watchdog.size)]
     watchdog.announce(keys[watchdog.rank])
     watchdog.wait_for(keys, "did not build the same RingAttention")
@@ -110,7 +110,7 @@ def _gather(watchdog: Watchdog, group: dist.ProcessGroup, module: int, what: str
 
 
 def _check_equal(said: Sequence[Statement]) -> None:
-    """InputError for the first thing that must be equal and is not."""
+    """Raise InputError for the first thing that must be equal and is not."""
     for rank, each in enumerate(said):
         for (name, mine), (_, there) in zip(said[0].arguments, each.arguments, strict=True):
             if mine != there:
@@ -139,7 +139,7 @@ def _common(
     said: Sequence[Statement],
     layout_with: Callable[[Entries, HardwareFacts], str],
 ) -> tuple[Setup, PlanTable]:
-    """The first of the ranks' profiles, the most frequent first, whose table is the same on all; else the heuristic."""
+    """Return the first profile, most frequent first, whose table is the same on all ranks; else the heuristic's."""
     setup, table = built
     packages = [set(each.facts.packages) for each in said if each.facts is not None]
     links = {(each.facts.link, each.facts.device_count) for each in said if each.facts is not None}

@@ -17,7 +17,7 @@ from ringattn.runtime.merge import as_view
 
 
 def gather_rows(x_BSHD: Tensor, chunk: Chunk, group: int) -> Tensor:
-    """The chunk's rows (N, M, J * group, D), in place where they lie evenly, else side by side."""
+    """Return the chunk's rows (N, M, J * group, D), in place where they lie evenly, else side by side."""
     in_place = _in_place(x_BSHD, chunk, group)
     if in_place is not None:
         return in_place
@@ -29,7 +29,7 @@ def gather_rows(x_BSHD: Tensor, chunk: Chunk, group: int) -> Tensor:
 
 
 def gather_lse(lse_BHS: Tensor, chunk: Chunk, group: int) -> Tensor:
-    """The chunk's LSE, (N, J * group, M) contiguous."""
+    """Return the chunk's LSE, (N, J * group, M) contiguous."""
     if _covers(chunk, lse_BHS.shape[1], lse_BHS.shape[2], group):
         return lse_BHS.contiguous()
     rows = lse_BHS.new_empty(lse_BHS.shape[0] * chunk.segments, chunk.kv_heads * group, chunk.rows)
@@ -47,7 +47,7 @@ def lse_of_all(chunk: Chunk, lse: Tensor) -> Tensor:
 
 
 def set_rows(chunk: Chunk, group: int, out_BSHD: Tensor, lse_BHS: Tensor, out: Tensor, lse: Tensor) -> None:
-    """Writes a chunk's result where no other chunk writes."""
+    """Write a chunk's result where no other chunk writes."""
     for there, here in _pairs(out_BSHD, out, chunk, group):
         there.copy_(here)
     for there, here in _lse_pairs(lse_BHS, lse, chunk, group):
@@ -60,14 +60,14 @@ def add_rows(chunk: Chunk, group: int, total_BSHD: Tensor, rows: Tensor) -> None
 
 
 def merge_rows(chunk: Chunk, group: int, out_BSHD: Tensor, lse_BHS: Tensor, out: Tensor, lse: Tensor) -> None:
-    """Merges a chunk's result into (out, lse) of all positions, out in float32 or wider."""
+    """Merge a chunk's result into (out, lse) of all positions, out in float32 or wider."""
     results = zip(_pairs(out_BSHD, out, chunk, group), _lse_pairs(lse_BHS, lse, chunk, group), strict=True)
     for (total, part), (total_lse, part_lse) in results:
         merge_block(total, total_lse, part, part_lse)
 
 
 def merge_block(total: Tensor, total_lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """(total, total_lse) becomes the exact merge of both, in place; the LSE has the axes of out but the last.
+    """Merge (part, part_lse) exactly into (total, total_lse), in place; an LSE has the axes of out but the last.
 
     A row that either of them does not have holds 0 and -inf there. The two weights sum to 1, as in ``merge``.
     """
@@ -82,7 +82,7 @@ def merge_block(total: Tensor, total_lse: Tensor, part: Tensor, part_lse: Tensor
 
 
 def _covers(chunk: Chunk, heads: int, length: int, group: int) -> bool:
-    """Whether the chunk is all heads of all rows, in order."""
+    """Return whether the chunk is all heads of all rows, in order."""
     call = chunk.calls[0]
     return (
         len(chunk.calls) == 1
@@ -104,7 +104,7 @@ def _in_place(x: Tensor, chunk: Chunk, group: int) -> Tensor | None:
 
 
 def _pairs(x_BSHD: Tensor, rows: Tensor, chunk: Chunk, group: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """(in x, in the chunk's rows) of every affine set of heads, both (batch, segment, M, J, G, D)."""
+    """Yield (in x, in the chunk's rows) of every affine set of heads, both (batch, segment, M, J, G, D)."""
     for call, number, here, heads in _parts(chunk, group):
         view = run_view(call, call.runs[number], group, x_BSHD.stride(), x_BSHD.shape[3], folded=False)
         shape = (call.batch, call.segments, call.rows, call.runs[number].count, group, rows.shape[3])
@@ -112,7 +112,7 @@ def _pairs(x_BSHD: Tensor, rows: Tensor, chunk: Chunk, group: int) -> Iterator[t
 
 
 def _lse_pairs(lse_BHS: Tensor, rows: Tensor, chunk: Chunk, group: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The same for the LSE, both (batch, segment, M, J, G)."""
+    """Yield the same for the LSE, both (batch, segment, M, J, G)."""
     lse_BSH = lse_BHS.transpose(1, 2)
     for call, number, here, heads in _parts(chunk, group):
         view = run_view(call, call.runs[number], group, lse_BSH.stride(), folded=False)
@@ -121,7 +121,7 @@ def _lse_pairs(lse_BHS: Tensor, rows: Tensor, chunk: Chunk, group: int) -> Itera
 
 
 def _parts(chunk: Chunk, group: int) -> Iterator[tuple[Call, int, slice, slice]]:
-    """Every run of every call, with its rows and its heads among those of the chunk."""
+    """Yield every run of every call, with its rows and its heads among those of the chunk."""
     row = 0
     for call in chunk.calls:
         head = 0

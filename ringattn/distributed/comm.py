@@ -46,7 +46,7 @@ class Pending:
         self._works, self._tensors, self._after, self._release = works, tensors, after, release
 
     def wait(self) -> None:
-        """What was received is there, and what was sent may be overwritten."""
+        """Wait until what was received is there, and what was sent may be overwritten."""
         works, self._works = self._works, ()
         try:
             for work in works:
@@ -58,7 +58,7 @@ class Pending:
         self._tensors, self._after = (), ()
 
     def release(self) -> None:
-        """What was received is read by nothing that is not given to the current stream yet."""
+        """Let go of what was received: everything that reads it has been given to the current stream."""
         if self._release is not None:
             self._release()
             self._release = None
@@ -80,7 +80,7 @@ class Comm:
     def exchange(
         self, sends: Sequence[Message], receives: Sequence[Message], after: Sequence[Callable[[], object]] = ()
     ) -> Pending:
-        """Starts all messages together; ``after`` runs once they have arrived."""
+        """Start all messages together; ``after`` runs once they have arrived."""
         if not sends and not receives:
             assert not after
             return NOTHING
@@ -104,7 +104,7 @@ class Comm:
         receive_bytes: Sequence[int],
         after: Sequence[Callable[[], object]] = (),
     ) -> Pending:
-        """Starts to send every rank its stretch of ``send``, one after the other, and to receive theirs so.
+        """Start to send every rank its stretch of ``send``, one after the other, and to receive theirs so.
 
         One call costs the host a tenth of as many messages: 4 GPUs exchanging 4 groups of heads lost 9 ms a forward.
         """
@@ -130,7 +130,7 @@ class Comm:
         return theirs[:, 0].tolist()
 
     def gather_rows(self, local: Tensor, sizes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """Every rank's tensor, in the order of ranks, where ``sizes`` are their shapes."""
+        """Return every rank's tensor, in the order of ranks, where ``sizes`` are their shapes."""
         local = local.contiguous()
         parts = [torch.empty(size, dtype=local.dtype, device=local.device) for size in sizes]
         others = [rank for rank in range(self.size) if rank != self.rank]

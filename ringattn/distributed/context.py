@@ -1,4 +1,4 @@
-"""What a module over several ranks has beside its plans: the group, the layout, and every call kept in step."""
+"""Context of a module over several ranks: the group, the layout, and every call kept in step."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class RingContext:
         return shards[self.comm.rank]
 
     def total_of(self, local_length: int, total_length: int | None) -> int:
-        """Positions of the whole sequence; InputError where this rank's shard of it has another length."""
+        """Return the length of the whole sequence; InputError where this rank's shard of it has another length."""
         if total_length is None:
             return local_length * self.comm.size
         total_length = integer("total_length", total_length)
@@ -119,7 +119,7 @@ class RingContext:
         shape: ModuleShape,
         asked: Mapping[str, Any],
     ) -> tuple[Setup, PlanTable]:
-        """The plans that every rank runs, and with them the layout; see ``agreement``. ``asked`` must be equal, too."""
+        """Return the plans that every rank runs, and set the layout; see ``agreement``. ``asked`` must be equal."""
         named = {field.name: str(getattr(shape, field.name)) for field in fields(shape)}
         arguments = (*named.items(), *((name, str(value)) for name, value in asked.items()))
         self._resolved = True
@@ -135,7 +135,7 @@ class RingContext:
             tell_of_error(self.watchdog, self.comm.group, self.module, error)
 
     def planned_length(self, local_length: int, total_length: int | None) -> int:
-        """The local length that plans are looked up by: the same on every rank, also where lengths differ."""
+        """Return the local length that plans are looked up by, the same on every rank where lengths differ."""
         return -(-self.total_of(local_length, total_length) // self.comm.size)
 
     def program(self, plan: Plan, scale: float) -> RingProgram:
@@ -150,7 +150,7 @@ class RingContext:
         return buffer_pool_of(self.comm.group, self._device, self.watchdog)
 
     def unshard(self, x: Tensor, total_length: int | None, dim: int) -> Tensor:
-        """Every rank's rows in order. Ranks compare what they hold first: messages of unequal sizes end a process."""
+        """Return every rank's rows in order. They compare first: messages of unequal sizes end a process."""
         with self.call():
             check_dim(x, dim)
             total = self.total_of(x.shape[dim], total_length)
@@ -163,7 +163,7 @@ class RingContext:
 
     @staticmethod
     def outside_graphs(call: Callable[..., tuple[Tensor, Tensor]], *arguments: Any) -> tuple[Tensor, Tensor]:
-        """A call that torch.compile leaves alone: a graph breaks around it."""
+        """Make a call that torch.compile leaves alone: a graph breaks around it."""
         if torch.compiler.is_compiling():
             # Not as a decorator: that imports torch._dynamo, 1.1 of the 3 s in which a rank starts.
             call = torch.compiler.disable(call)  # type: ignore[no-untyped-call]

@@ -39,18 +39,18 @@ class HeadExchange:
 
     @property
     def workspace_bytes(self) -> int:
-        """Of memory that torch's allocator does not count."""
+        """Bytes of memory that torch's allocator does not count."""
         return 0
 
     def start_call(self) -> None:
-        """Begins a forward or a backward."""
+        """Begin a forward or a backward."""
 
     def keep(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What ``scatter_heads`` brought as memory that lasts beyond the call."""
+        """Return what ``scatter_heads`` brought as memory that lasts beyond the call."""
         return list(tensors)
 
     def scatter_heads(self, tensors: Sequence[Tensor], group: int, dtype: torch.dtype) -> tuple[Pending, list[Tensor]]:
-        """Starts to bring a head group of each (B, S, heads, D) tensor here: (B, T, heads / degree / groups, D).
+        """Start to bring a head group of each (B, S, heads, D) tensor here: (B, T, heads / degree / groups, D).
 
         They travel as one message in ``dtype``, and are views of one buffer, valid after ``wait``.
         """
@@ -73,7 +73,7 @@ class HeadExchange:
         return self._start(sent, arriving, mine, self._lengths, after), list(torch.split(rows, counts, 2))
 
     def gather_heads(self, result: Tensor, target: Tensor, group: int) -> Pending:
-        """Starts to send the rows of a (B, T, heads, D) result home, into a (B, S, all heads, D) target.
+        """Start to send the rows of a (B, T, heads, D) result home, into a (B, S, all heads, D) target.
 
         The target is written when ``wait`` returns.
         """
@@ -94,12 +94,14 @@ class HeadExchange:
         return torch.unflatten(x, 2, (len(self._members), self._groups, -1))[:, :, :, group]
 
     def _in_order(self, batch: int) -> bool:
-        """Whether what arrives, member after member, is the rows of all as they are wanted."""
+        """Return whether what arrives, member after member, is the rows of all as they are wanted."""
         return batch == 1 and self._ascending
 
     def _pieces(self, rows: Tensor, by_member: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Where each span of each member lies: in (B, T, heads, D) ``rows`` of ascending position, and in memory that
-        holds member after member, each (B, its S, heads, D)."""
+        """Yield where each span of each member lies in ``rows`` and in ``by_member``.
+
+        ``rows`` are (B, T, heads, D) of ascending position, ``by_member`` one (B, its S, heads, D) after the other.
+        """
         batch, _, heads, head_dim = rows.shape
         pieces = torch.split(by_member.view(-1), [batch * length * heads * head_dim for length in self._lengths])
         for spans, length, piece in zip(self._spans, self._lengths, pieces, strict=True):

@@ -21,7 +21,7 @@ class PeerError(RingAttentionError):
 
 
 class Failure(NamedTuple):
-    """Why a group was aborted: the global ``rank`` at fault and a ``reason`` that continues "rank 3 ..."."""
+    """Reason why a group was aborted: the global ``rank`` at fault, and text that continues "rank 3 ..."."""
 
     rank: int
     reason: str
@@ -31,7 +31,7 @@ class Failure(NamedTuple):
 
 
 def mark_known(error: BaseException) -> None:
-    """Mark an error that every rank raises or was told of."""
+    """Mark an error that every rank raises or knows of."""
     vars(error)[_KNOWN] = True
 
 

@@ -87,7 +87,7 @@ class PeerMemory:
         self._numbers = self.allocate(4 * self._size)  # of the last barrier, by the rank that came to it
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:
-        """A new buffer, zeroed; all ranks of the group allocate it together. RingAttentionError on all where one fails.
+        """Return a new zeroed buffer, which all ranks allocate together; RingAttentionError on all where one fails.
 
         Torch does not count it among the memory of its allocator.
         """
@@ -115,7 +115,7 @@ class PeerMemory:
         return buffer
 
     def begin(self) -> None:
-        """What is started from now on comes after what the current stream has been given so far."""
+        """Order what is started from now on behind what the current stream has been given so far."""
         if torch.cuda.is_current_stream_capturing():
             raise RingAttentionError(
                 "exchange symmetric cannot be captured in a CUDA graph: its ranks count their barriers; use a plan "
@@ -126,7 +126,7 @@ class PeerMemory:
         self._near.wait_event(event)
 
     def copy(self, source: Tensor, target: Tensor, *, far: bool) -> None:
-        """Starts to copy rows: (B, S, heads, D) of equal shape and dtype. ``far`` targets lie on another rank."""
+        """Start to copy rows: (B, S, heads, D) of equal shape and dtype. ``far`` targets lie on another rank."""
         if source.numel() == 0:
             return
         stream, copy = (self._far if far else self._near).cuda_stream, self._runtime.cudaMemcpy2DAsync
@@ -140,7 +140,7 @@ class PeerMemory:
                 raise RingAttentionError(f"cudaMemcpy2DAsync of {rows} failed: CUDA error {status}")
 
     def barrier(self, members: Sequence[int]) -> BarrierWork:
-        """Tells ``members`` that what was started here is done; waits for the same from each."""
+        """Start to signal ``members`` that what was started here is done, and to wait for the same from each."""
         self._barriers += 1
         self._far.wait_stream(self._near)
         others = [rank for rank in members if rank != self._rank]
@@ -162,13 +162,13 @@ class PeerMemory:
     # -- a peer that does not come --
 
     def waits_s(self) -> float:
-        """For how long the oldest barrier has been under way; 0 where none is."""
+        """Return the seconds for which the oldest barrier has been under way; 0 where none is."""
         with self._lock, torch.cuda.device(self._device):
             self._forget_done()
             return time.monotonic() - self._waits[0][0] if self._waits else 0.0
 
     def release(self) -> None:
-        """Ends every wait, after all that could have been received was made NaN: no result looks like a right one."""
+        """End every wait, after all that could have been received was made NaN: no result looks like a right one."""
         with self._lock:
             buffers = list(self._buffers)
         with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):  # type: ignore[no-untyped-call]
@@ -190,7 +190,7 @@ _pools: weakref.WeakKeyDictionary[dist.ProcessGroup, BufferPool] = weakref.WeakK
 
 
 def buffer_pool_of(group: dist.ProcessGroup, device: torch.device, watchdog: Watchdog) -> BufferPool:
-    """The buffers of a group, which all modules on it take turns to use; made by all its ranks together."""
+    """Return the buffers of a group, which its modules take turns to use; made by all its ranks together."""
     pool = _pools.get(group)
     if pool is None:
         memory = PeerMemory(group, device)
@@ -200,7 +200,7 @@ def buffer_pool_of(group: dist.ProcessGroup, device: torch.device, watchdog: Wat
 
 
 def _libraries() -> tuple[Any, Any]:
-    """The CUDA runtime that torch has loaded, and the driver."""
+    """Return the CUDA runtime that torch has loaded, and the driver."""
     assert torch.version.cuda is not None
     runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}")
     size, pointer, number = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int

@@ -44,7 +44,7 @@ Result = TypeVar("Result")
 
 
 class RingProgram:
-    """The plan ``plan`` for sequences of which rank i holds ``shards[i]``, at one batch size."""
+    """Executor of ``plan`` for sequences of which rank i holds ``shards[i]``, at one batch size."""
 
     def __init__(
         self,
@@ -112,13 +112,13 @@ class RingProgram:
             self._rings.append(Ring(setting, geometry))
 
     def of_this_call(self) -> RingProgram:
-        """The program for the forward that begins now, and for the backward that belongs to it, whenever that runs."""
+        """Return the program for the forward that begins now, and for its backward, whenever that runs."""
         program, call = copy.copy(self), self._calls()
         program._calls = lambda: call
         return program
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kept: Kept | None = None) -> tuple[Tensor, Tensor]:
-        """out (B, S, H, D) in the input dtype and lse (B, H, S) of this rank's rows.
+        """Return out (B, S, H, D) in the input dtype and lse (B, H, S) of this rank's rows.
 
         ``kept``, if given, receives what Ulysses brought here, so that the backward need not bring it again.
         """
@@ -138,7 +138,7 @@ class RingProgram:
         wanted: Wanted = ALL,
         dlse: Tensor | None = None,
     ) -> Grads:
-        """dq, dk, dv of this rank's rows in the input dtype, None where not wanted.
+        """Return dq, dk, dv of this rank's rows in the input dtype, None where not wanted.
 
         All three are computed and travel whatever is wanted: what one rank has frozen another may have not. For the
         same reason lse has no gradient here: it takes a second backward, which all ranks would have to make.
@@ -154,7 +154,7 @@ class RingProgram:
 
     @property
     def workspace_bytes(self) -> int:
-        """Of memory that peers write into: what a call took at most."""
+        """Bytes that a call took at most of memory that peers write into."""
         return self._exchange.workspace_bytes
 
     def refuse(self, error: Exception) -> None:
@@ -162,7 +162,7 @@ class RingProgram:
         self._watchdog.report(error)
 
     def _in_step(self, call: Callable[[], Result], *, backward: bool) -> Result:
-        """Run a call once all ranks are in it. PeerError where another rank failed, which is told of errors here."""
+        """Run a call once all ranks are in it; errors here abort the group, and those of others raise PeerError."""
         number = sequence_number(self._module, self._calls(), backward=backward)
         with self._watchdog.reporting():
             self._watchdog.compare_order(self._comm, number)
@@ -274,7 +274,7 @@ class _InFlight:
         self._most = 3 if groups > 1 else most
 
     def make_room(self) -> None:
-        """Before another one is added."""
+        """Wait until another one may be added."""
         while len(self._under_way) >= self._most:
             self._under_way.popleft().wait()
 
@@ -287,7 +287,7 @@ class _InFlight:
 
 
 def _merge_of(plan: Plan) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
-    """How the blocks of a chunk are merged, one after the other."""
+    """Return the function that merges the blocks of a chunk, one after the other."""
     if plan.fused and plan.tunables.dtype != "fp64":
         from .merge_triton import merge_block as fused  # triton: only where there is a GPU for it
 
@@ -311,7 +311,7 @@ def _kernels(plan: Plan, branch: BranchTunables, scale: float) -> BranchKernels:
 
 
 def _joining_program(plan: Plan, geometry: RingGeometry, scale: float, length: int, batch: int) -> Program | None:
-    """All branches as a program on this rank's rows, where the chunks are calls of it; None where they are not.
+    """Return all branches as a program on this rank's rows, where the chunks are calls of it; else None.
 
     Its fused steps then gather the rows of the chunks and merge their results with all others at once: apart, in
     float32, that cost 0.5 ms of 6.2 forward and 1 ms of 16 backward (LongNet to 131072 on 4 H100s). Chunks that
@@ -337,13 +337,13 @@ def _joining_program(plan: Plan, geometry: RingGeometry, scale: float, length: i
 
 
 def _plain(call: Call) -> Call:
-    """The call with no steps between the heads of a run that has one head: equal for equal rows."""
+    """Return the call with no steps between the heads of a run that has one head: equal for equal rows."""
     runs = (run if run.count > 1 else HeadRun(run.first, 1, 1, run.offset, 0) for run in call.runs)
     return replace(call, runs=tuple(runs))
 
 
 def _local_program(plan: Plan, local: tuple[int, ...], scale: float) -> Program | None:
-    """The branches that stay on single ranks, as a program of their own on the rows of one."""
+    """Return the branches that stay on single ranks, as a program of their own on the rows of one."""
     if not local:
         return None
     pattern, tunables = plan.workload.pattern, plan.tunables

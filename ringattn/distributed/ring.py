@@ -1,4 +1,4 @@
-"""Runs the chunks of a ring: rows travel while kernels work on what has arrived, and one result is made of all chunks.
+"""Ring attention of one call: rows travel while kernels work on what has arrived; chunks are merged to one result.
 
 Legend: B batch, S local length, H query heads, Hkv key/value heads, D head dimension.
 """
@@ -32,7 +32,7 @@ class Ring:
         self._setting, self._geometry = setting, geometry
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """out (B, S, H, D) in the compute dtype and lse (B, H, S); q, k and v of any dtype."""
+        """Return out (B, S, H, D) in the compute dtype and lse (B, H, S); q, k and v of any dtype."""
         setting = self._setting
         inputs = _converted((q, k, v), setting.dtype)
         if setting.joins:
@@ -45,7 +45,7 @@ class Ring:
         return self._assemble(inputs[0], chunks, local)
 
     def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Triple:
-        """dq, dk, dv of this rank's rows in the compute dtype; dout, out and lse are final, and contiguous."""
+        """Return dq, dk, dv of this rank's rows in the compute dtype; dout, out and lse are final, and contiguous."""
         setting = self._setting
         inputs = _converted((q, k, v), setting.dtype)
         dout, out = dout.to(setting.dtype), out.to(setting.dtype)
@@ -145,7 +145,7 @@ class Ring:
 
 
 def _start_step(comm: Comm, step: int | None, chunks: Sequence[RunningChunk], grads_of: int | None = None) -> Pending:
-    """Starts hop ``step`` of all chunks, and, in a backward, the gradients of hop ``grads_of`` on their way home."""
+    """Start hop ``step`` of all chunks, and, in a backward, the gradients of hop ``grads_of`` on their way home."""
     batch = Batch()
     for chunk in chunks:
         for hop in chunk.chunk.hops:

@@ -37,7 +37,7 @@ class BranchKernels:
 
 @dataclass(frozen=True, slots=True)
 class RingSetting:
-    """What is the same for every shape: how to reach the others and what to compute with.
+    """Settings that are the same for every shape: how to reach the others and what to compute with.
 
     ``rank_of`` gives the group's rank of a ring member. Keys and values travel in the ``wire`` dtype, their gradients
     in ``grad_wire``; blocks are computed in ``dtype``. ``local`` runs the branches that stay on this rank; where it
@@ -114,7 +114,7 @@ class RunningChunk:
         """Only a backward has gradients to move."""
 
     def arrived(self, step: int) -> tuple[Tensor, Tensor]:
-        """K and V that the hop of this step brought, in the compute dtype."""
+        """Return K and V that the hop of this step brought, in the compute dtype."""
         rows = self._brought[step].to(self.setting.dtype)
         heads = self.chunk.kv_heads
         return rows[:, :, :heads], rows[:, :, heads:]
@@ -190,7 +190,7 @@ class BackwardChunk(RunningChunk):
                 self._going[step] = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def _block(self, rectangle: Rectangle, k: Tensor, v: Tensor) -> Tensor:
-        """One block: adds its dq, returns its dk and dv side by side in the dtype they travel in."""
+        """Add one block's dq; return its dk and dv side by side in the dtype they travel in."""
         assert self.kernels.full_backward is not None
         queries = slice(rectangle.q_begin, rectangle.q_end)
         keys = slice(rectangle.k_begin, rectangle.k_end)

@@ -57,7 +57,7 @@ class BufferPool:
         self._read: set[int] = set()  # ids of free buffers that some rank may still read
 
     def acquire(self, nbytes: int) -> tuple[PeerBuffer, bool]:
-        """A buffer of at least so many bytes, and whether it may still be read."""
+        """Return a buffer of at least so many bytes, and whether it may still be read."""
         fitting = [buffer for buffer in self._free if nbytes <= buffer.nbytes <= _MOST_EXCESS * nbytes]
         if fitting:
             buffer = min(fitting, key=lambda buffer: (buffer.nbytes, id(buffer) in self._read))
@@ -68,7 +68,7 @@ class BufferPool:
         return buffer, id(buffer) in self._read
 
     def release(self, buffer: PeerBuffer) -> None:
-        """What reads it has been given to the current stream."""
+        """Take a buffer back: everything that reads it has been given to the current stream."""
         self._in_use.remove(buffer)
         self._free.append(buffer)
         self._read.add(id(buffer))
@@ -78,7 +78,7 @@ class BufferPool:
             self.release(buffer)
 
     def after_barrier(self) -> None:
-        """All ranks met after they had begun what follows the last ``release``."""
+        """Note that all ranks have begun what follows the last ``release``."""
         self._read.clear()
 
     def held_bytes(self) -> int:
@@ -112,11 +112,11 @@ class SymmetricExchange(HeadExchange):
 
     @property
     def workspace_bytes(self) -> int:
-        """Of the buffers that this exchange needs; others may use them, too."""
+        """Bytes of the buffers that this exchange needs; others may use them, too."""
         return sum(self._used.values())
 
     def start_call(self) -> None:
-        """Nothing that an earlier call brought is needed any more."""
+        """Release what an earlier call brought."""
         self._buffers.release_all()
 
     @property
@@ -126,7 +126,7 @@ class SymmetricExchange(HeadExchange):
         return self._pool
 
     def scatter_heads(self, tensors: Sequence[Tensor], group: int, dtype: torch.dtype) -> tuple[Pending, list[Tensor]]:
-        """As ``HeadExchange.scatter_heads``; what arrives is valid until the result's ``release``."""
+        """Do as ``HeadExchange.scatter_heads``; what arrives is valid until the result's ``release``."""
         sources = [self._by_member(_readable(x.to(dtype)), group) for x in tensors]
         batch, length, members, _, head_dim = sources[0].shape
         memory, buffers = self._buffers.memory, []
@@ -154,7 +154,7 @@ class SymmetricExchange(HeadExchange):
         return Pending((self._barrier(),), sources, (), release), arrived
 
     def gather_heads(self, result: Tensor, target: Tensor, group: int) -> Pending:
-        """As ``HeadExchange.gather_heads``."""
+        """Do as ``HeadExchange.gather_heads``."""
         result = _readable(result if result.shape[3] == 1 else result.contiguous())
         batch, length = target.shape[:2]
         heads, head_dim = result.shape[2:]
@@ -208,7 +208,7 @@ class SymmetricExchange(HeadExchange):
         return arrival
 
     def _around(self) -> list[int]:
-        """The members' places from the one after this rank on: no two ranks send to one at the same time."""
+        """Return the members' places from the one after this rank on: no two ranks send to one at the same time."""
         count = len(self._members)
         return [(self._me + step) % count for step in range(1, count + 1)]
 
@@ -229,7 +229,7 @@ def _rows_first(memory: Tensor, dtype: torch.dtype, shape: tuple[int, int, int, 
 
 
 def _readable(x: Tensor) -> Tensor:
-    """The tensor where a copy engine can read it."""
+    """Return the tensor where a copy engine can read it."""
     x = x.detach()
     if is_copyable(x):
         return x

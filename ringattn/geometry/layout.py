@@ -1,4 +1,4 @@
-"""Which positions of a sequence each rank holds, and the way between a whole sequence and its shards.
+"""Layouts of a sequence over ranks: which positions each holds, and conversion to shards and back.
 
 - *contiguous*: rank i holds the i-th stretch of ``ceil(total / world)`` positions, as ``torch.chunk`` and DTensor cut.
   Segments that divide a stretch stay on one rank.
@@ -41,7 +41,7 @@ Shard = tuple[Span, ...]
 def resolve_layout(
     asked: str, pattern: Pattern, causal: bool, measured: Sequence[str] = (), *, exchanged: bool = False
 ) -> str:
-    """What ``asked`` stands for; ``measured`` are the layouts of a profile's plans for the module.
+    """Return the layout that ``asked`` stands for; ``measured`` are the layouts of a profile's plans for the module.
 
     ``"auto"`` is the one that most of those plans are for. Without any it is zigzag for causal dense attention, and
     else contiguous, so that segments stay on one rank. Where heads are ``exchanged`` every rank has all positions of
@@ -59,7 +59,7 @@ def resolve_layout(
 
 
 def shards_of(layout: str, total: int, world: int) -> tuple[Shard, ...]:
-    """What each rank holds of ``total`` positions; InputError where a rank would hold nothing."""
+    """Return what each rank holds of ``total`` positions; InputError where a rank would hold nothing."""
     if reason := no_shard_reason(layout, total, world):
         raise InputError(f"total_length is {total}: {reason}")
     if layout == "contiguous":
@@ -71,7 +71,7 @@ def shards_of(layout: str, total: int, world: int) -> tuple[Shard, ...]:
 
 
 def no_shard_reason(layout: str, total: int, world: int) -> str:
-    """Why a rank would hold nothing of ``total`` positions, and what would do instead; empty where each holds some."""
+    """Return why a rank would hold nothing of ``total`` positions, with the remedy; empty where each holds some."""
     least = _least(layout, total, world)
     if total >= least:
         return ""
@@ -86,12 +86,12 @@ def no_shard_reason(layout: str, total: int, world: int) -> str:
 
 
 def _least(layout: str, total: int, world: int) -> int:
-    """The fewest positions, of those cut as ``total`` are, of which every rank holds some."""
+    """Return the fewest positions, of those cut as ``total`` are, of which every rank holds some."""
     return 2 * world if layout == "zigzag" else -(-total // world) * (world - 1) + 1
 
 
 def joined(spans: Sequence[Span]) -> Shard:
-    """The spans in ascending order, those that touch made one."""
+    """Return the spans in ascending order, those that touch made one."""
     whole: list[Span] = []
     for span in sorted(spans):
         if whole and whole[-1].end == span.begin:
@@ -102,7 +102,7 @@ def joined(spans: Sequence[Span]) -> Shard:
 
 
 def grouped(shards: Sequence[Shard], degree: int) -> tuple[Shard, ...]:
-    """What each ``degree`` consecutive ranks hold together."""
+    """Return what each ``degree`` consecutive ranks hold together."""
     return tuple(
         joined([span for shard in shards[first : first + degree] for span in shard])
         for first in range(0, len(shards), degree)
@@ -114,7 +114,7 @@ def length_of(shard: Shard) -> int:
 
 
 def rows_within(inner: Span, shard: Shard) -> int:
-    """Where a span that lies inside ``shard`` begins among the rows of whoever holds the shard."""
+    """Return where a span that lies inside ``shard`` begins among the rows of whoever holds the shard."""
     row = 0
     for span in shard:
         if span.begin <= inner.begin and inner.end <= span.end:
@@ -124,19 +124,19 @@ def rows_within(inner: Span, shard: Shard) -> int:
 
 
 def positions(shard: Shard, device: torch.device | str | None = None) -> Tensor:
-    """Global positions (S,) int64 of a rank's rows, for labels and rotary embeddings."""
+    """Return the global positions (S,) int64 of a rank's rows, for labels and rotary embeddings."""
     return torch.cat([torch.arange(span.begin, span.end, device=device) for span in shard])
 
 
 def check_own(name: str, x: object) -> None:
-    """InputError where ``x`` is a DTensor: it stands for the rows of all ranks, whose messages are not ours."""
+    """Raise InputError where ``x`` is a DTensor: it stands for the rows of all ranks, whose messages are not ours."""
     # Asked of the type, as torch.compile does not see it on x; importing the class would take every program 1 s.
     if hasattr(type(x), "to_local"):
         raise InputError(f"{name} is a DTensor; pass the local tensor, {name}.to_local()")
 
 
 def check_dim(x: Tensor, dim: int) -> None:
-    """InputError where ``x`` is no dense tensor of this rank with such a dimension."""
+    """Raise InputError where ``x`` is no dense tensor of this rank with such a dimension."""
     check_own("x", x)
     if not isinstance(x, Tensor) or x.layout is not torch.strided:
         raise InputError(f"x is {f'a {x.layout} tensor' if isinstance(x, Tensor) else repr(x)}; give a dense tensor")
@@ -145,13 +145,13 @@ def check_dim(x: Tensor, dim: int) -> None:
 
 
 def shard(x: Tensor, spans: Shard, dim: int = 1) -> Tensor:
-    """The rows of ``x``, whole along ``dim``, that a shard holds; a view where it is one span."""
+    """Return the rows of ``x``, whole along ``dim``, that a shard holds; a view where it is one span."""
     parts = [x.narrow(dim, span.begin, span.length) for span in spans]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def assemble(parts: Sequence[Tensor], shards: Sequence[Shard], dim: int = 1) -> Tensor:
-    """The whole of the shards of all ranks, in the order of ranks: the inverse of ``shard``."""
+    """Return the whole of the shards of all ranks, given in their order: the inverse of ``shard``."""
     pieces: list[tuple[Span, Tensor]] = []
     for part, shard in zip(parts, shards, strict=True):
         pieces += zip(shard, torch.split(part, [span.length for span in shard], dim), strict=True)

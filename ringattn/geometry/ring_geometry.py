@@ -39,12 +39,12 @@ class RingGeometry:
 
     @property
     def steps(self) -> int:
-        """How many times rows travel."""
+        """Number of times that rows travel."""
         return max((hop.step for chunk in self.chunks for hop in chunk.hops), default=0)
 
 
 def stays(branch: Branch, shards: Sequence[Shard]) -> bool:
-    """Whether every segment lies on one rank, and at multiples of its length among that rank's rows."""
+    """Return whether every segment lies on one rank, and at multiples of its length among that rank's rows."""
     total = max(span.end for shard in shards for span in shard)
     for shard in shards:
         row = 0
@@ -67,7 +67,7 @@ def ring_geometry(
     transport: str,
     head_groups: int,
 ) -> RingGeometry:
-    """The chunks of ring member ``me`` where ``shards`` says what each member holds.
+    """Return the chunks of ring member ``me`` where ``shards`` says what each member holds.
 
     ``transport`` is "ring" or "all-gather"; ``head_groups`` cuts the chunks of the latter.
     """
@@ -96,7 +96,7 @@ def _offsets(branch: Branch, pattern: Pattern, heads: HeadRange) -> list[int]:
 
 
 def _offsets_as_alone(branch: Branch, pattern: Pattern, heads: HeadRange) -> bool:
-    """Whether these heads select what they would if there were no others."""
+    """Return whether these heads select what they would if there were no others."""
     return _offsets(branch, pattern, heads) == _offsets(branch, pattern, HeadRange(0, heads.size, heads.size))
 
 
@@ -114,7 +114,7 @@ def _chunks_of(
     total: int,
     head_groups: int,
 ) -> Iterator[tuple[int, Chunk]]:
-    """(head group, chunk), in an order that all members of a chunk share."""
+    """Yield (head group, chunk), in an order that all members of a chunk share."""
     offsets = _offsets(branch, pattern, heads)
     for first, segments in _segments_of(branch, shards[me], total):
         segment = Span(first * branch.segment, min((first + segments) * branch.segment, total))
@@ -140,7 +140,7 @@ _Compact = tuple[tuple[int, tuple[Span, ...]], ...]
 def _alike(
     branch: Branch, held: Mapping[int, Shard], segment: Span, segments: int, offsets: Sequence[int]
 ) -> dict[_Compact, list[int]]:
-    """The heads by what each rank holds of them in compact coordinates, span by span, empty ones too."""
+    """Return the heads by what each rank holds of them in compact coordinates, span by span, empty ones too."""
     alike: dict[_Compact, list[int]] = {}
     for head, offset in enumerate(offsets):
         if segments > 1:
@@ -153,7 +153,7 @@ def _alike(
 
 
 def _segments_of(branch: Branch, shard: Shard, total: int) -> Iterator[tuple[int, int]]:
-    """(first segment, how many): segments cut by the shard one by one, full ones inside a span together."""
+    """Yield (first segment, how many): segments cut by the shard one by one, full ones inside a span together."""
     seen: set[int] = set()
     for span in shard:
         first, last = span.begin // branch.segment, (span.end - 1) // branch.segment
@@ -175,7 +175,7 @@ def _compact(spans: Shard, origin: int, offset: int, rate: int) -> tuple[Span, .
 
 
 def _ordered(heads: Sequence[int], offsets: Sequence[int], rate: int) -> list[int]:
-    """The heads in the order that makes the fewest affine runs of them; the same on every rank."""
+    """Return the heads in the order that makes the fewest affine runs of them; the same on every rank."""
     if -(-len(heads) // rate) <= min(rate, len(heads)):
         return list(heads)
     return sorted(heads, key=lambda head: (offsets[head], head))
@@ -196,7 +196,7 @@ def _calls(
     batch: int,
     heads: Sequence[tuple[int, int]],
 ) -> tuple[Call, ...]:
-    """Where the selected rows of a segment lie among the rows of the rank that holds ``shard``."""
+    """Return where the selected rows of a segment lie among the rows of the rank that holds ``shard``."""
     calls: list[Call] = []
     for span in inside:
         length = branch.segment if segments > 1 else span.length
@@ -216,7 +216,7 @@ def _calls(
 
 
 def affine_runs(heads: Iterable[tuple[int, int]]) -> tuple[HeadRun, ...]:
-    """(head, offset) pairs in their order, as few runs of evenly growing heads and offsets as one pass finds."""
+    """Return (head, offset) pairs in order as the few runs of evenly growing heads and offsets that one pass finds."""
     runs: list[HeadRun] = []
     for head, offset in heads:
         last = runs[-1] if runs else None

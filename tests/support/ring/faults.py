@@ -95,6 +95,14 @@ def assert_told(told: list[Told], error: str, message: str) -> None:
         assert each == ((error, message) if rank == 1 else ("PeerError", aborted))
 
 
+def assert_each_told(told: list[Told], error: str, message: str) -> None:
+    """The first rank raises its own error, the others theirs or that of the first."""
+    assert any(each[0] == error for each in told)
+    for found, text in told:
+        assert found in (error, "PeerError")
+        assert message in text
+
+
 def call_until_told(step: Callable[[], object]) -> Told:
     """What the first call raises that raises: a failure after its last message is told in the next one."""
     for _ in range(2):

@@ -17,7 +17,7 @@ from ring_cases import RingCase, check_exact, run_ring
 
 import ringattn.distributed.ring_chunks
 from ringattn import RingAttention, Workload
-from ringattn.distributed.program import RingProgram, _Behind
+from ringattn.distributed.program import RingProgram, _InFlight
 from ringattn.geometry.layout import shards_of
 from ringattn.kernels.contract import BoundKernel, KernelConfig
 from ringattn.kernels.registry import KERNELS
@@ -63,7 +63,7 @@ def test_kernels_are_told_all_that_is_fixed(monkeypatch: pytest.MonkeyPatch) -> 
         branches = (branch,) * max(1, len(pattern.branches))
         tunables = Tunables("tf32", branches, schedule="ring", layout="contiguous", params=(("math.tile", 64),))
         plan = Plan(workload, tunables, False, Conditions(deterministic=True, layout="contiguous"))
-        rank: Any = SimpleNamespace(rank=1, size=2, report=None)
+        rank: Any = SimpleNamespace(rank=1, size=2)
         RingProgram(plan, 0.3, rank, parts, 1, rank)
         assert [config.causal for config in told] == list(causals)
         for config in told:
@@ -91,7 +91,7 @@ def _program(schedule: str, dtype: str = "fp32", compute: str = "fp32", **chosen
     """Of rank 0 of two, which has nobody to talk to."""
     workload = Workload("train", True, 48, 4, 4, dtype, world=2)
     tunables = Tunables(compute, (BranchTunables("math", "math"),), schedule=schedule, layout="zigzag", **chosen)
-    rank: Any = SimpleNamespace(rank=0, size=2, report=None)
+    rank: Any = SimpleNamespace(rank=0, size=2)
     return RingProgram(Plan(workload, tunables, False), 0.5, rank, shards_of("zigzag", 96, 2), 1, rank)
 
 
@@ -121,7 +121,7 @@ def test_what_travels_is_no_wider_than_it_has_to_be(
 @pytest.mark.parametrize(("groups", "most"), [(1, 1), (2, 3)])
 def test_few_results_are_on_their_way_home_at_once(groups: int, most: int) -> None:
     arrived: list[int] = []
-    behind = _Behind(groups, 1)
+    behind = _InFlight(groups, 1)
     for number in range(6):
         behind.make_room()
         behind.add(SimpleNamespace(wait=partial(arrived.append, number)))  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ringattn.autograd.function import Runner, differentiable
 from ringattn.autograd.transforms import transforms_active
-from ringattn.geometry.layout import Share, Span, check_dim, check_own, positions, resolve_layout, shard
+from ringattn.geometry.layout import Shard, Span, check_dim, check_own, positions, resolve_layout, shard
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.hardware.kernel_faults import Combination
 from ringattn.planning.plan import Conditions, Plan
@@ -154,7 +154,7 @@ class RingAttention(nn.Module):
                     conditions=Conditions(
                         deterministic,
                         layout_with(setup.entries, setup.facts) if world > 1 else "",
-                        self._ring.watch.apart() if self._ring is not None else "",
+                        self._ring.watchdog.hosts_reason() if self._ring is not None else "",
                     ),
                     wishes=wishes_of(backend, dtype, checkpoint),
                     auto_dtype=dtype == "auto",
@@ -177,7 +177,7 @@ class RingAttention(nn.Module):
                 self.layout = self._ring.layout
         except Exception as error:
             if self._ring is not None:
-                self._ring.watch.not_built(error)
+                self._ring.not_built(error)
             raise
         self.shape = shape
         self.dropout = float(dropout)
@@ -226,12 +226,12 @@ class RingAttention(nn.Module):
     def positions(self, total_length: int) -> Tensor:
         """Positions (S,) int64 of this rank's rows in a sequence of ``total_length``, for rotary offsets and labels."""
         total_length = integer("total_length", total_length)
-        return positions(self._share(total_length), self.device)
+        return positions(self._shard_of(total_length), self.device)
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's rows of ``x``, which is the whole sequence along ``dim``."""
         check_dim(x, dim)
-        return shard(x, self._share(x.shape[dim]), dim)
+        return shard(x, self._shard_of(x.shape[dim]), dim)
 
     def unshard(self, x: Tensor, total_length: int | None = None, dim: int = 1) -> Tensor:
         """The whole sequence from every rank's rows; all ranks call it. Not differentiable."""
@@ -240,8 +240,8 @@ class RingAttention(nn.Module):
             return x
         return self._ring.unshard(x, total_length, dim)
 
-    def _share(self, total_length: int) -> Share:
-        return (Span(0, total_length),) if self._ring is None else self._ring.share(total_length)
+    def _shard_of(self, total_length: int) -> Shard:
+        return (Span(0, total_length),) if self._ring is None else self._ring.shard(total_length)
 
     def _speaks(self) -> bool:
         """Whether this rank tells about plans: those of a group run one, and its rank 0 tells for all."""
@@ -470,7 +470,7 @@ class RingAttention(nn.Module):
             if run is None:
                 run = self._new_runner(q, k, v, train, key, with_lse)
             narrow = autocast if autocast is not q.dtype and self._narrows(q, autocast) else None
-            self._ring.enter((q, k, v), run, train, total_length, narrow, self._planned)
+            self._ring.enter(q, train, total_length, narrow, self._planned)
         return run(q, k, v)
 
     def _mode(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[bool, torch.dtype | None]:

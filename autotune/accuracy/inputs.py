@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ringattn.dtypes import TORCH_DTYPES
-from ringattn.geometry.layout import Share, shard
+from ringattn.geometry.layout import Shard, shard
 from ringattn.workload import Workload
 
 KINDS = ("ordinary", "negative", "positive", "packed", "transposed")
@@ -87,19 +87,19 @@ def make_inputs(
     return Inputs(kind, q, k, v, dout, active_S)
 
 
-def shard_inputs(inputs: Inputs, share: Share) -> Inputs:
+def shard_inputs(inputs: Inputs, spans: Shard) -> Inputs:
     """What a rank holds of them, laid out in memory as their ``kind`` implies."""
-    active = shard(inputs.active, share, 0)
+    active = shard(inputs.active, spans, 0)
     if inputs.kind == "packed":
         heads = [x.shape[2] for x in (inputs.q, inputs.k, inputs.v)]
-        packed = shard(torch.cat((inputs.q, inputs.k, inputs.v), 2), share)
+        packed = shard(torch.cat((inputs.q, inputs.k, inputs.v), 2), spans)
         q, k, v = torch.split(packed, heads, 2)
-        dout = shard(inputs.dout[:, :, :1, :1], share).expand(-1, -1, *inputs.dout.shape[2:])
+        dout = shard(inputs.dout[:, :, :1, :1], spans).expand(-1, -1, *inputs.dout.shape[2:])
         return Inputs(inputs.kind, q, k, v, dout, active)
     q, k, v, dout = (
-        shard(x.transpose(1, 2), share, 2).contiguous().transpose(1, 2)
+        shard(x.transpose(1, 2), spans, 2).contiguous().transpose(1, 2)
         if inputs.kind == "transposed"
-        else shard(x, share).contiguous()
+        else shard(x, spans).contiguous()
         for x in (inputs.q, inputs.k, inputs.v, inputs.dout)
     )
     return Inputs(inputs.kind, q, k, v, dout, active)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ringattn.geometry.layout import positions, shares
+from ringattn.geometry.layout import positions, shards_of
 from ringattn.workload import Tunables, Workload
 
 from .arithmetic import EXACT
@@ -66,14 +66,14 @@ class References:
         workload, total, _, layout = question
         if workload.world == 1:
             return whole
-        return shard_inputs(whole, shares(layout, total, workload.world)[self._rank])
+        return shard_inputs(whole, shards_of(layout, total, workload.world)[self._rank])
 
     def _begin(self, question: Question, whole: Inputs) -> _Reference:
         workload, total, _, layout = question
         if workload.world == 1:
             sampled = local = sample_positions(workload, total, self._seed)
         else:
-            own = positions(shares(layout, total, workload.world)[self._rank]).numpy()
+            own = positions(shards_of(layout, total, workload.world)[self._rank]).numpy()
             sampled = sample_positions(workload, total, self._seed, own)
             local = sampled.rows_among(own)
         exact = compute_rows(workload, whole, sampled, EXACT)

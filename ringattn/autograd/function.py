@@ -12,7 +12,7 @@ from ringattn.errors import RingAttentionError
 from ringattn.geometry.layout import check_own
 from ringattn.runtime.program import Program
 
-from .checkpoint import MODES, Given, Mode
+from .checkpoint import MODES, Given
 
 if TYPE_CHECKING:
     from ringattn.distributed.program import RingProgram
@@ -38,8 +38,6 @@ class _Attend(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # zeros for a gradient of lse that nobody asked for would cost a backward
         ctx.save_for_backward(*saved.tensors)
         ctx.program, ctx.elsewhere = program, saved.elsewhere
-        # Over ranks: what a rank that cannot begin its backward needs to exchange the messages of it.
-        ctx.like = [] if isinstance(program, Program) else [_like(x) for x in (out, *saved.tensors)]
         return out, lse
 
     @staticmethod
@@ -52,7 +50,7 @@ class _Attend(torch.autograd.Function):
         if isinstance(program, Program):
             saved = _saved_for_once(ctx, given)
         else:
-            saved = _saved_over_ranks(ctx, given, program, mode)
+            saved = _saved_over_ranks(ctx, given, program)
         wanted = ctx.needs_input_grad[:3]
         if torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):
@@ -60,10 +58,6 @@ class _Attend(torch.autograd.Function):
         else:
             grads = mode.backward(program, given, saved, ctx.elsewhere, wanted)
         return *grads, None, None
-
-
-def _like(x: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-    return x.shape, x.dtype, x.device
 
 
 def _saved_for_once(ctx: Any, given: Given) -> Sequence[Tensor]:
@@ -77,14 +71,8 @@ def _saved_for_once(ctx: Any, given: Given) -> Sequence[Tensor]:
     return saved
 
 
-def _saved_over_ranks(ctx: Any, given: Given, program: RingProgram, mode: Mode) -> Sequence[Tensor]:
-    """The same; a rank that does not get it exchanges the messages of the backward, which the others are in."""
-
-    def messages() -> None:
-        with torch.no_grad(), torch.autocast(ctx.like[0][2].type, enabled=False):
-            dout, *saved = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like]
-            mode.backward(program, Given(dout, None), saved, ctx.elsewhere, ctx.needs_input_grad[:3])
-
+def _saved_over_ranks(ctx: Any, given: Given, program: RingProgram) -> Sequence[Tensor]:
+    """Return the same; the other ranks are told of an error, as they wait for this one's messages."""
     try:
         if given.dlse is not None:
             raise RingAttentionError(
@@ -93,7 +81,7 @@ def _saved_over_ranks(ctx: Any, given: Given, program: RingProgram, mode: Mode) 
             )
         return _saved_for_once(ctx, given)
     except Exception as error:
-        program.sit_out(error, messages)
+        program.refuse(error)
         raise
 
 

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ringattn.geometry.layout import Share, grouped, no_share_reason, resolve_layout, shares
-from ringattn.geometry.ring_schedules import HeadRange, ring_geometry, stays, ulysses_degree
+from ringattn.geometry.layout import Shard, grouped, no_shard_reason, resolve_layout, shards_of
+from ringattn.geometry.ring_geometry import HeadRange, ring_geometry, stays
+from ringattn.geometry.ring_schedules import ulysses_degree
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.wording import plural
 from ringattn.workload import COMPUTE_DTYPES, Pattern, Tunables, Workload
@@ -34,12 +35,12 @@ class Block(NamedTuple):
 class Ranks:
     """How the sequence of a workload lies over the ranks of a plan's ring."""
 
-    parts: tuple[Share, ...]
+    parts: tuple[Shard, ...]
     degree: int
 
     @classmethod
     def of(cls, workload: Workload, tunables: Tunables) -> Ranks:
-        parts = shares(tunables.layout, workload.total, workload.world)
+        parts = shards_of(tunables.layout, workload.total, workload.world)
         degree = ulysses_degree(tunables, workload.world)
         return cls(grouped(parts, degree), degree)
 
@@ -69,7 +70,7 @@ def ring_reasons(workload: Workload, tunables: Tunables, layout: str) -> list[st
         return [f"has no layout, and world is {workload.world}; use contiguous or zigzag"]
     if layout and tunables.layout != layout:
         return [f"layout {tunables.layout}, but this module's sequences lie in {layout} layout"]
-    if reason := no_share_reason(tunables.layout, workload.total, workload.world):
+    if reason := no_shard_reason(tunables.layout, workload.total, workload.world):
         return [reason]
     reasons = _degree_reasons(workload, tunables)
     if reasons:
@@ -208,7 +209,7 @@ def blocks_of(workload: Workload, tunables: Tunables) -> tuple[Block, ...]:
 def _blocks(
     pattern: Pattern,
     causal: bool,
-    parts: tuple[Share, ...],
+    parts: tuple[Shard, ...],
     batch: int,
     group: int,
     own: HeadRange,
@@ -217,12 +218,12 @@ def _blocks(
 ) -> tuple[Block, ...]:
     found: dict[Block, None] = {}
     for me in sorted({0, len(parts) // 2, len(parts) - 1}):
-        for lane in ring_geometry(pattern, causal, parts, me, batch, own, transport, head_groups).lanes:
-            blocks, heads = batch * lane.segments, lane.kv_heads * group
-            found[Block(lane.branch, lane.rows, blocks, causal, heads, lane.kv_heads)] = None
-            for rectangle in (rectangle for hop in lane.hops for rectangle in hop.work):
+        for chunk in ring_geometry(pattern, causal, parts, me, batch, own, transport, head_groups).chunks:
+            blocks, heads = batch * chunk.segments, chunk.kv_heads * group
+            found[Block(chunk.branch, chunk.rows, blocks, causal, heads, chunk.kv_heads)] = None
+            for rectangle in (rectangle for hop in chunk.hops for rectangle in hop.work):
                 for rows in (rectangle.q_end - rectangle.q_begin, rectangle.k_end - rectangle.k_begin):
-                    found[Block(lane.branch, rows, blocks, False, heads, lane.kv_heads)] = None
+                    found[Block(chunk.branch, rows, blocks, False, heads, chunk.kv_heads)] = None
     return tuple(found)
 
 

@@ -24,7 +24,7 @@ from oracle import Case, assert_equal_to, exact, found, pattern_of
 from torch import Tensor
 
 from ringattn.autograd import checkpoint
-from ringattn.distributed import chunk_rows as lane_rows
+from ringattn.distributed import chunk_rows
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.planning import plan
 from ringattn.planning.fused_steps import steps_not_taken
@@ -83,7 +83,7 @@ def test_in_the_merge_of_a_ring_step() -> None:
         total_lse.copy_(merged)
 
     errors = []
-    for merge_block in (lane_rows.merge_block, rounded):
+    for merge_block in (chunk_rows.merge_block, rounded):
         total, total_lse = torch.ones(1, 5, 1, 2), torch.full((1, 5, 1), 4e5)
         merge_block(total, total_lse, torch.ones_like(total), total_lse + torch.linspace(-2, 2, 5)[:, None])
         errors.append((total - 1).abs().max().item())

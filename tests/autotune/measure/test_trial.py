@@ -29,7 +29,7 @@ from autotune.measure.evaluator import (
 )
 from autotune.measure.trial import WorkerBug, WorkerEvaluator, WorkerTimes
 from autotune.measure.worker import cause_of, classify, one_line
-from ringattn.distributed.peer_errors import PeerError, SatOutError
+from ringattn.distributed.peer_errors import PeerError
 from ringattn.errors import DeviceError, KernelLoadError, PlanError
 
 CELL = workload(512, mode="infer")
@@ -252,7 +252,6 @@ def test_exceptions_are_classified_by_what_can_be_done_after_them(error: Excepti
     ("error", "cause"),
     [
         (PeerError("rank 2 failed: ValueError: no"), PeerFailed()),
-        (SatOutError("rank 2 failed: ValueError: no"), PeerFailed()),
         (PeerWrong("rank 2: out errs"), PeerFailed()),
         (WrongAnswer("PeerError: out errs"), None),
         (KernelLoadError("lost", "import lost: no", "Install it"), KernelUnavailable("lost", LOST)),

@@ -17,7 +17,8 @@ from torch import Tensor
 from ringattn.dtypes import DTYPE_NAMES
 from ringattn.errors import InputError, PlanError, ProfileError
 from ringattn.hardware.facts import HardwareFacts, detect
-from ringattn.planning.plan import Conditions, Wishes, build_plan
+from ringattn.planning.heuristic import Wishes
+from ringattn.planning.plan import Conditions, build_plan
 from ringattn.planning.preference import Preference
 from ringattn.planning.setup import say_once
 from ringattn.planning.table import ModuleShape, PlanTable, build_table

@@ -22,11 +22,12 @@ from ringattn.kernels.registry import KERNELS
 from ringattn.profile.locations import FILE_VARIABLE, Located, collect
 from ringattn.profile.resolve import Resolution, resolve
 from ringattn.profile.schema import PlanEntry, Policy, Profile
+from ringattn.tunables import CHECKPOINTS
 from ringattn.wording import plural
-from ringattn.workload import CHECKPOINTS
 
+from .heuristic import Wishes
 from .matching import entries_for
-from .plan import Wishes, kernel_need
+from .plan import kernel_need
 from .table import ModuleShape, probe_options
 from .validation_memory import user_memory
 

@@ -19,17 +19,8 @@ from ringattn.profile.schema import Choice, PlanEntry, Policy
 from ringattn.workload import INPUT_DTYPES, Mode, Pattern, Tunables, Workload, describe, nearest_bucket, not_narrower
 
 from .fused_steps import FUSED_STEPS
-from .plan import (
-    NO_WISHES,
-    ORDINARY,
-    Conditions,
-    Origin,
-    Plan,
-    Wishes,
-    build_plan,
-    heuristic_tunables,
-    rejection_reasons,
-)
+from .heuristic import NO_WISHES, Wishes, heuristic_tunables
+from .plan import ORDINARY, Conditions, Origin, Plan, build_plan, rejection_reasons
 from .preference import Preference, by_preference
 from .ring import exchanges_heads
 

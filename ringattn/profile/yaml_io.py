@@ -290,12 +290,16 @@ def _decode_pattern(value: object, key: str) -> Pattern:
 
 
 def _encode_fields(value: Any, key: str) -> dict[str, Any]:
-    """Every field of a dataclass but the empty ones, so that a later change of a default changes no old profile."""
+    """Return every field but those that are empty by default: a later change of a default changes no old profile.
+
+    A field's metadata may say otherwise (``omit_default``): a field that is left out keeps its default for ever.
+    """
     cls: Any = type(value)
     encoded: dict[str, Any] = {}
     for field in fields(cls):
         content = getattr(value, field.name)
-        if field.default is not MISSING and content == field.default and not content and content is not False:
+        empty = not content and content is not False
+        if content == field.default and field.metadata.get("omit_default", empty):
             continue
         plain = _encode(_hints(cls)[field.name], content, _join(key, field.name))
         if plain != {} or field.default_factory is MISSING:

@@ -93,11 +93,12 @@ def test_each_branch_gets_its_own_kernel_and_gather() -> None:
 
 
 def test_the_same_seed_gives_the_same_result_and_small_spaces_the_same_plan_for_any_seed() -> None:
-    setting = Setting(DENSE, by_kernels(quick=0.0, swift=-0.05, math=1.0), plan(DENSE), trouble=NOISE)
+    cell = workload(pattern=Pattern.of([1024], [1]))
+    setting = Setting(cell, by_kernels(quick=0.0, swift=-0.05, math=1.0), plan(cell), trouble=NOISE)
     first, again = setting.run(3).result, setting.run(3).result
     assert first.choice == again.choice
     chosen = {setting.run(seed).result.choice.tunables for seed in range(6)}  # type: ignore[union-attr]
-    assert chosen == {plan(DENSE, "swift")}
+    assert chosen == {plan(cell, "swift")}
 
 
 def test_between_equals_the_plan_nearest_to_the_default_wins() -> None:

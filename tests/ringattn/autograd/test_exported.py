@@ -26,7 +26,8 @@ from ringattn.autograd import exported
 from ringattn.autograd import torch_compile as compiled
 from ringattn.autograd.exported import Configuration, configuration_text
 from ringattn.errors import InputError, PlanError, ProfileError, RingAttentionError
-from ringattn.planning.plan import Conditions, Wishes
+from ringattn.planning.heuristic import Wishes
+from ringattn.planning.plan import Conditions
 from ringattn.planning.table import ModuleShape, PlanTable, build_table
 from ringattn.profile.schema import Choice, Fingerprint, PlanEntry, Profile
 from ringattn.profile.yaml_io import from_plain

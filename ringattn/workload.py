@@ -47,7 +47,7 @@ _NOT_NARROWER = {
 
 
 def not_narrower(input_dtype: str) -> tuple[str, ...]:
-    """The compute dtypes that hold at least what ``input_dtype`` holds; TF32 holds less than fp32."""
+    """Return the compute dtypes that hold at least what ``input_dtype`` holds; TF32 holds less than fp32."""
     return _NOT_NARROWER[input_dtype]
 
 
@@ -61,7 +61,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Which positions each head attends over. No branches means dense: one segment, every position.
+    """Positions that each head attends over. No branches means dense: one segment, every position.
 
     ``head_offset`` is the rule that gives a key/value head its first position in a segment: ``interleaved``
     is ``kv_head % rate`` (LongNet, arXiv:2307.02486, section 3.2), ``blocked`` is
@@ -88,7 +88,7 @@ class Pattern:
         dilation_rates: Sequence[int] | None,
         head_offset: HeadOffset = "interleaved",
     ) -> Pattern:
-        """The pattern of two equally long lists, or dense for two ``None``; raises InputError otherwise."""
+        """Return the pattern of two equally long lists, or dense for two ``None``; raises InputError otherwise."""
         if segment_lengths is None and dilation_rates is None:
             return cls((), head_offset)
         if segment_lengths is None or dilation_rates is None:
@@ -110,7 +110,7 @@ class Pattern:
         return not self.branches
 
     def resolved(self, seq_len: int) -> tuple[Branch, ...]:
-        """The branches for ``seq_len`` positions; dense is the one branch (seq_len, 1)."""
+        """Return the branches for ``seq_len`` positions; dense is the one branch (seq_len, 1)."""
         return self.branches or (Branch(max(seq_len, 1), 1),)
 
     def __str__(self) -> str:
@@ -176,7 +176,7 @@ class Workload:
 
 
 def nearest_bucket(seq_len: int, measured: Sequence[int]) -> int | None:
-    """The measured length nearest to ``seq_len`` in log2, or None beyond [shortest/sqrt 2, longest*sqrt 2].
+    """Return the measured length nearest to ``seq_len`` in log2, or None beyond [shortest/sqrt 2, longest*sqrt 2].
 
     Tuner and runtime both use this function. Ties go to the shorter length.
     """

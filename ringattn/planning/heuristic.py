@@ -20,7 +20,7 @@ from .ring import Ranks, exchanges_heads
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What the user asked for explicitly; each beats the profile and the heuristic."""
+    """Explicit choices of the user; each beats the profile and the heuristic."""
 
     forward: str | None = None
     backward: str | None = None
@@ -39,7 +39,7 @@ def heuristic_tunables(
     conditions: Conditions = ORDINARY,
     wishes: Wishes = NO_WISHES,
 ) -> Tunables:
-    """What to run where nothing was measured: per branch the first kernel of the policy that can.
+    """Return what to run where nothing was measured: per branch the first kernel of the policy that can.
 
     Raises PlanError with every candidate and its reasons when none can.
     """
@@ -105,7 +105,7 @@ _WINDOW_TOKENS = {"train": 65536, "infer": 262144}
 
 
 def _default_window(workload: Workload, facts: HardwareFacts) -> int | None:
-    """Nested patterns go window by window once the sequence is longer than a few of the longest segments."""
+    """Return the window of nested patterns longer than a few of their longest segments; None for the others."""
     if workload.pattern.dense:
         return None
     longest = max(branch.segment for branch in workload.pattern.branches)

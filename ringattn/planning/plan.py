@@ -1,4 +1,4 @@
-"""Every choice and every check ends here: from a workload and tunables to a plan, or to the reasons against it.
+"""The one constraint function: from a workload and tunables to a plan, or to the reasons against it.
 
 Pure: decisions depend on the workload, the tunables and the facts alone. The search space, the writer of profiles
 and the loader all ask the same ``rejection_reasons``.
@@ -31,7 +31,7 @@ NO_PARAMS: Params = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What holds for all plans of a module: a deterministic torch refuses kernels whose backward is not.
+    """Conditions of all plans of a module: a deterministic torch refuses kernels whose backward is not.
 
     ``layout`` is how the user's sequences lie over several ranks, empty where a plan may choose. ``apart`` is why ranks
     cannot reach each other's memory, empty where they can or where nobody has asked.
@@ -47,7 +47,7 @@ ORDINARY = Conditions()
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a plan is from. ``user``: in part from what was asked for explicitly. ``measured``: by a profile."""
+    """Source of a plan. ``user``: in part from what was asked for explicitly. ``measured``: by a profile."""
 
     source: Literal["profile", "heuristic"]
     user: bool = False
@@ -76,7 +76,7 @@ class Plan:
 
 
 def fuses(facts: HardwareFacts, dtype: str) -> bool:
-    """Whether the steps between kernels run as our Triton kernels: those need sm_70, triton and no float64."""
+    """Return whether the steps between kernels run as our Triton kernels: those need sm_70, triton and no float64."""
     if facts.vendor != "nvidia" or "triton" not in facts.packages or dtype == "fp64":
         return False
     return int(facts.arch.removeprefix("sm_")) >= 70
@@ -95,7 +95,7 @@ def kernel_need(
     conditions: Conditions = ORDINARY,
     dropout: bool = False,
 ) -> KernelNeed:
-    """What branch number ``branch`` asks of its kernel: the largest of its calls."""
+    """Return what branch number ``branch`` asks of its kernel: the largest of its calls."""
     segment_and_rate = workload.pattern.resolved(workload.seq_len)[branch]
     tokens = min(workload.seq_len, window_tokens or workload.seq_len)
     length = min(segment_and_rate.segment, tokens)
@@ -128,7 +128,7 @@ def kernel_needs(
     backward: bool,
     conditions: Conditions,
 ) -> tuple[KernelNeed, ...]:
-    """All that a branch asks of a kernel: one block on one rank, blocks of several kinds where rows travel."""
+    """Return all that a branch asks of a kernel: one block on one rank, blocks of several kinds where rows travel."""
     one = kernel_need(
         workload,
         branch,
@@ -166,7 +166,7 @@ def kernel_rejections(
 
 
 def kernel_reasons(name: str, need: KernelNeed, facts: HardwareFacts, params: Params = NO_PARAMS) -> tuple[str, ...]:
-    """Why a kernel with these parameters cannot serve ``need``: its own rules, then what failed on this machine."""
+    """Return why a kernel with these parameters cannot serve ``need``: its own rules, then what failed here."""
     if name not in KERNELS:
         return (f"unknown kernel; use one of {', '.join(KERNELS)}",)
     reasons = KERNELS[name].unsupported_reasons(need, facts)
@@ -177,7 +177,7 @@ def kernel_reasons(name: str, need: KernelNeed, facts: HardwareFacts, params: Pa
 
 
 def combination_of(name: str, need: KernelNeed, params: Params = NO_PARAMS) -> Combination:
-    """What must be validated for a kernel to serve ``need``; of ``params`` those count that it has there."""
+    """Return what must be validated for a kernel to serve ``need``; of ``params`` those count that it has there."""
     offered = KERNELS[name].params(need)
     return Combination(
         kernel=name,
@@ -194,7 +194,7 @@ def combination_of(name: str, need: KernelNeed, params: Params = NO_PARAMS) -> C
 def combinations(
     workload: Workload, tunables: Tunables, facts: HardwareFacts, *, conditions: Conditions = ORDINARY
 ) -> tuple[Combination, ...]:
-    """All that must be validated for a plan of these tunables to run; math is the formula itself."""
+    """Return all that must be validated for a plan of these tunables to run; math is the formula itself."""
     found: dict[Combination, None] = {}
     for number, choice in enumerate(tunables.branches):
         for direction, name in _kernels_of(choice, workload.train):
@@ -287,7 +287,7 @@ def _fused_param_reasons(
 def _param_reasons(
     workload: Workload, tunables: Tunables, needs: list[tuple[str, KernelNeed]], facts: HardwareFacts
 ) -> list[str]:
-    """A parameter must belong to a kernel that runs, be known to it for what it is asked, and have a listed value."""
+    """Return the parameters of kernels that do not run, that a kernel does not have here, or of no listed value."""
     reasons = []
     for name, value in tunables.params:
         kernel, _, key = name.rpartition(".")
@@ -309,7 +309,7 @@ def _param_reasons(
 def build_plan(
     workload: Workload, tunables: Tunables, facts: HardwareFacts, *, conditions: Conditions = ORDINARY
 ) -> Plan:
-    """The plan of these tunables; PlanError with every reason where they cannot run."""
+    """Return the plan of these tunables; PlanError with every reason where they cannot run."""
     reasons = rejection_reasons(workload, tunables, facts, conditions=conditions)
     if reasons:
         raise PlanError(f"cannot run {workload}", {describe(tunables): reasons})

@@ -26,7 +26,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """How the sequence of a workload lies over the ranks of a plan's ring."""
+    """Layout of the sequence of a workload over the ranks of a plan's ring."""
 
     parts: tuple[Share, ...]
     degree: int
@@ -38,7 +38,7 @@ class Ranks:
         return cls(grouped(parts, degree), degree)
 
     def travelling(self, workload: Workload) -> tuple[int, ...]:
-        """The branches that cross from one member of the ring to another."""
+        """Return the branches that cross from one member of the ring to another."""
         if workload.pattern.dense:
             return (0,) if len(self.parts) > 1 else ()
         branches = workload.pattern.branches
@@ -81,7 +81,7 @@ def _degree_reasons(workload: Workload, tunables: Tunables) -> list[str]:
 
 
 def exchange_reasons(world: int, exchange: str, facts: HardwareFacts, apart: str) -> list[str]:
-    """Why ``world`` ranks cannot exchange heads in this way on this machine; ``apart`` as in ``plan.Conditions``."""
+    """Return why ``world`` ranks cannot exchange heads in this way here; ``apart`` as in ``plan.Conditions``."""
     if not exchange:
         return []
     reasons = []
@@ -98,7 +98,7 @@ def exchange_reasons(world: int, exchange: str, facts: HardwareFacts, apart: str
 
 
 def blocks_of(workload: Workload, tunables: Tunables) -> tuple[Block, ...]:
-    """The blocks that kernels meet on the first, a middle and the last member of the ring."""
+    """Return the blocks that kernels meet on the first, a middle and the last member of the ring."""
     ranks = Ranks.of(workload, tunables)
     groups, gathers = max(1, tunables.head_groups), tunables.schedule == "all-gather"
     own = workload.kv_heads // ranks.degree // (1 if gathers else groups)
@@ -137,6 +137,6 @@ def _blocks(
 
 
 def exchanges_heads(pattern: Pattern, kv_heads: int, world: int, facts: HardwareFacts) -> bool:
-    """Whether Ulysses is what ranks do by rule: NVLink makes its all-to-all cheap, and the heads divide."""
+    """Return whether Ulysses is what ranks do by rule: NVLink makes its all-to-all cheap, and the heads divide."""
     over_nvlink = facts.link.startswith("nv") and facts.device_count >= world
     return over_nvlink and pattern.dense and kv_heads % world == 0

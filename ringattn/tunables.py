@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from .arguments import integer
 from .errors import FieldError
 from .wording import plural
 
 Value = str | int | bool | None
+T = TypeVar("T")
 ParamValue = int | bool | str
 
 COMPUTE_DTYPES = ("bf16", "fp16", "tf32", "fp32", "fp64")  # from the least to the most precise
@@ -54,11 +55,6 @@ class Case:
     degree: int = 1
     travelling: tuple[int, ...] = ()
     branch: int = 0
-
-    @property
-    def dilated(self) -> bool:
-        """Some branch has a rate above 1."""
-        return max(self.rates) > 1
 
 
 def _no_reason(case: Case) -> str:
@@ -102,14 +98,6 @@ class Tunable:
         value: Value = getattr(tunables.branches[branch] if self.per_branch else tunables, self.name)
         return value
 
-    def is_plain(self, tunables: Tunables) -> bool:
-        """Return whether a plan has the plain value, in every branch."""
-        if self.required:
-            return False
-        return all(
-            self.value(tunables, n) == self.plain for n in range(len(tunables.branches) if self.per_branch else 1)
-        )
-
     def void_reason(self, case: Case) -> str:
         """Return why the value of the case changes nothing, "" where it counts or is plain."""
         value = self.value(case.tunables, case.branch)
@@ -121,13 +109,11 @@ class Tunable:
         return f"branch {case.branch}: {why}" if why and self.per_branch else why
 
     def described(self, tunables: Tunables) -> str:
-        """Return the part of ``describe`` for a plan whose value is not plain."""
-        if self.text is not None:
-            return self.text(tunables)
-        if not self.per_branch:
-            return f"{self.name}={self.value(tunables)}"
-        values = [str(self.value(tunables, n)) for n in range(len(tunables.branches))]
-        return f"{self.name}={values[0] if len(set(values)) == 1 else ','.join(values)}"
+        """Return the part of ``describe``, "" for the plain value."""
+        values = [self.value(tunables, n) for n in range(len(tunables.branches) if self.per_branch else 1)]
+        if self.required or all(value == self.plain for value in values):
+            return ""
+        return f"{self.name}={','.join(map(str, values))}" if self.text is None else self.text(tunables)
 
     def checked(self, value: Any) -> Value:
         """Return a value as a plan holds it; FieldError for one that no plan may hold."""
@@ -141,9 +127,14 @@ class Tunable:
         return integer(self.name, value, least=self.least, instead="null or " if self.plain is None else "")
 
 
-def tunable(*allowed: Value, always_written: bool = False, **entry: Any) -> dict[str, Any]:
-    """Return the metadata of a field that is a tunable; see ``Tunable`` for the arguments."""
-    return {"tunable": Tunable(allowed, **entry), "omit_default": not always_written}
+def tunable(plain: T, allowed: tuple[Any, ...] = (), *, always_written: bool = False, **entry: Any) -> T:
+    """Return the field of a tunable, for a class body; see ``Tunable`` for the arguments."""
+    made: T = field(default=plain, metadata=_metadata(Tunable(allowed, **entry), always_written))
+    return made
+
+
+def _metadata(entry: Tunable, always_written: bool = False) -> dict[str, Any]:
+    return {"tunable": entry, "omit_default": not always_written}
 
 
 # --- the rules of the entries -----------------------------------------------------------------------------------
@@ -269,23 +260,19 @@ class BranchTunables:
     A plan for inference holds no ``backward``, the empty string.
     """
 
-    forward: str = field(metadata=tunable())
-    backward: str = field(
-        default="",
-        metadata=tunable(
-            void=lambda case: "" if case.train else "a backward kernel is for training alone, this is infer",
-            text=lambda tunables: "",  # it stands beside the forward
-        ),
+    forward: str = field(metadata=_metadata(Tunable()))
+    backward: str = tunable(
+        "",
+        void=lambda case: "" if case.train else "a backward kernel is for training alone, this is infer",
+        text=lambda tunables: "",  # it stands beside the forward
     )
-    gather: str = field(
-        default="view",
-        metadata=tunable(
-            *GATHERS,
-            values=lambda case: GATHERS if case.rates[case.branch] > 1 else ("view",),
-            void=_gather_void,
-            text=_gather_text,
-            always_written=True,
-        ),
+    gather: str = tunable(
+        "view",
+        GATHERS,
+        values=lambda case: GATHERS if case.rates[case.branch] > 1 else ("view",),
+        void=_gather_void,
+        text=_gather_text,
+        always_written=True,
     )
 
     def __post_init__(self) -> None:
@@ -308,99 +295,69 @@ class Tunables:
     the peers.
     """
 
-    dtype: str = field(metadata=tunable(*COMPUTE_DTYPES))
+    dtype: str = field(metadata=_metadata(Tunable(COMPUTE_DTYPES)))
     branches: tuple[BranchTunables, ...]
-    checkpoint: str = field(
-        default="selective",
-        metadata=tunable(
-            *CHECKPOINTS,
-            values=lambda case: CHECKPOINTS if case.train else ("selective",),
-            void=_checkpoint_void,
-            stage="memory",
-            always_written=True,
-        ),
+    checkpoint: str = tunable(
+        "selective",
+        CHECKPOINTS,
+        values=lambda case: CHECKPOINTS if case.train else ("selective",),
+        void=_checkpoint_void,
+        stage="memory",
+        always_written=True,
     )
-    window_tokens: int | None = field(
-        default=None,
-        metadata=tunable(
-            least=1,
-            values=_windows,
-            void=_window_void,
-            text=lambda tunables: f"window={tunables.window_tokens}",
-            stage="memory",
-        ),
+    window_tokens: int | None = tunable(
+        None,
+        least=1,
+        values=_windows,
+        void=_window_void,
+        text=lambda tunables: f"window={tunables.window_tokens}",
+        stage="memory",
     )
-    pattern_cache: bool = field(
-        default=True,
-        metadata=tunable(
-            True,
-            False,
-            values=lambda case: (True, False) if case.dilated else (True,),
-            void=_between_kernels("pattern_cache off", "pattern to work out"),
-            text=lambda tunables: "no-pattern-cache",
-            stage="housekeeping",
-            always_written=True,
-        ),
+    pattern_cache: bool = tunable(
+        True,
+        (True, False),
+        values=lambda case: (True, False) if max(case.rates) > 1 else (True,),
+        void=_between_kernels("pattern_cache off", "pattern to work out"),
+        text=lambda tunables: "no-pattern-cache",
+        stage="housekeeping",
+        always_written=True,
     )
-    pool_threshold_mib: int | None = field(
-        default=None,
-        metadata=tunable(
-            least=0,
-            values=lambda case: (None, 1, 16),
-            void=_between_kernels("pool_threshold_mib", "workspace to pool"),
-            text=lambda tunables: f"pool>={tunables.pool_threshold_mib}MiB/{tunables.pool_strategy}",
-            stage="housekeeping",
-        ),
+    pool_threshold_mib: int | None = tunable(
+        None,
+        least=0,
+        values=lambda case: (None, 1, 16),
+        void=_between_kernels("pool_threshold_mib", "workspace to pool"),
+        text=lambda tunables: f"pool>={tunables.pool_threshold_mib}MiB/{tunables.pool_strategy}",
+        stage="housekeeping",
     )
-    pool_strategy: str = field(
-        default="shape",
-        metadata=tunable(
-            *POOL_STRATEGIES,
-            void=_strategy_void,
-            text=lambda tunables: "",  # it stands beside the threshold
-            stage="housekeeping",
-            always_written=True,
-        ),
+    pool_strategy: str = tunable(
+        "shape",
+        POOL_STRATEGIES,
+        void=_strategy_void,
+        text=lambda tunables: "",  # it stands beside the threshold
+        stage="housekeeping",
+        always_written=True,
     )
-    compile: bool = field(
-        default=False,
-        metadata=tunable(
-            False,
-            True,
-            void=_between_kernels("compile", "steps between kernels"),
-            text=lambda tunables: "compile",
-            stage="finalists",  # it costs seconds a plan
-            always_written=True,
-        ),
+    compile: bool = tunable(
+        False,
+        (False, True),
+        void=_between_kernels("compile", "steps between kernels"),
+        text=lambda tunables: "compile",
+        stage="finalists",  # it costs seconds a plan
+        always_written=True,
     )
-    schedule: str = field(
-        default="local", metadata=tunable(*SCHEDULES, text=_schedule_text, stage="ranks", always_written=True)
+    schedule: str = tunable("local", SCHEDULES, text=_schedule_text, stage="ranks", always_written=True)
+    layout: str = tunable(
+        "",
+        ("", *LAYOUTS),
+        values=lambda case: (case.tunables.layout,),  # the same for a whole profile
+        text=lambda tunables: "",  # it stands beside the schedule
+        stage="ranks",
     )
-    layout: str = field(
-        default="",
-        metadata=tunable(
-            "",
-            *LAYOUTS,
-            values=lambda case: (case.tunables.layout,),  # the same for a whole profile
-            text=lambda tunables: "",  # it stands beside the schedule
-            stage="ranks",
-        ),
-    )
-    ulysses: int = field(
-        default=0,
-        metadata=tunable(
-            least=0,
-            values=lambda case: (0, *degrees(case.world)),
-            void=_ulysses_void,
-            stage="ranks",
-        ),
-    )
-    head_groups: int = field(
-        default=0,
-        metadata=tunable(least=0, values=lambda case: (0, 2, 4, 8), void=_head_groups_void, stage="ranks"),
-    )
-    grad_wire: str = field(default="", metadata=tunable(*GRAD_WIRES, void=_grad_wire_void, stage="ranks"))
-    exchange: str = field(default="", metadata=tunable(*EXCHANGES, void=_exchange_void, stage="ranks"))
+    ulysses: int = tunable(0, least=0, values=lambda case: (0, *degrees(case.world)), void=_ulysses_void, stage="ranks")
+    head_groups: int = tunable(0, least=0, values=lambda case: (0, 2, 4, 8), void=_head_groups_void, stage="ranks")
+    grad_wire: str = tunable("", GRAD_WIRES, void=_grad_wire_void, stage="ranks")
+    exchange: str = tunable("", EXCHANGES, void=_exchange_void, stage="ranks")
     params: tuple[tuple[str, ParamValue], ...] = ()
 
     def __post_init__(self) -> None:
@@ -439,22 +396,3 @@ _OF_A_BRANCH, _OF_THE_PLAN = _entries(BranchTunables, per_branch=True), _entries
 
 # Every tunable by its name. The parameters of kernels are listed by the kernels (``BlockKernel.params``).
 TABLE: Mapping[str, Tunable] = MappingProxyType({entry.name: entry for entry in (*_OF_A_BRANCH, *_OF_THE_PLAN)})
-
-
-def describe(tunables: Tunables) -> str:
-    """Return one choice as a short line: what differs from branch to branch, then what is not the plainest value.
-
-    >>> describe(Tunables("bf16", (BranchTunables("cudnn", "flash"),)))
-    'cudnn/flash bf16'
-    """
-    names = [f"{b.forward}/{b.backward}" if b.backward else b.forward for b in tunables.branches]
-    parts = [names[0] if len(set(names)) == 1 else ",".join(names), tunables.dtype]
-    parts += [e.described(tunables) for e in TABLE.values() if not e.required and not e.is_plain(tunables)]
-    parts += [f"{name}={value}" for name, value in tunables.params]
-    return " ".join(part for part in parts if part)
-
-
-def kernels_described(description: str) -> frozenset[str]:
-    """Return the kernels of the choice that ``describe`` wrote: how a profile names the candidates that failed."""
-    pairs = description.partition(" ")[0].split(",")
-    return frozenset(name for pair in pairs for name in pair.split("/") if name)

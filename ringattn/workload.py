@@ -14,21 +14,10 @@ from typing import Literal
 
 from .arguments import integer, is_integer, is_list
 from .errors import FieldError, InputError
-from .tunables import (
-    BranchTunables as BranchTunables,
-)
-from .tunables import (
-    ParamValue as ParamValue,
-)
-from .tunables import (
-    Tunables as Tunables,
-)
-from .tunables import (
-    describe as describe,
-)
-from .tunables import (
-    kernels_described as kernels_described,
-)
+from .tunables import TABLE
+from .tunables import BranchTunables as BranchTunables
+from .tunables import ParamValue as ParamValue
+from .tunables import Tunables as Tunables
 from .wording import plural
 
 Mode = Literal["train", "infer"]
@@ -173,6 +162,25 @@ class Workload:
         world = f" world={self.world}" if self.world > 1 else ""
         shape = f"B{self.batch} S{self.seq_len} {heads} D{self.head_dim} {self.dtype}"
         return f"{self.mode} {self.pattern} {causal} {shape}{world}"
+
+
+def describe(tunables: Tunables) -> str:
+    """Return one choice as a short line: what differs from branch to branch, then what is not the plainest value.
+
+    >>> describe(Tunables("bf16", (BranchTunables("cudnn", "flash"),)))
+    'cudnn/flash bf16'
+    """
+    names = [f"{b.forward}/{b.backward}" if b.backward else b.forward for b in tunables.branches]
+    parts = [names[0] if len(set(names)) == 1 else ",".join(names), tunables.dtype]
+    parts += [entry.described(tunables) for entry in TABLE.values()]
+    parts += [f"{name}={value}" for name, value in tunables.params]
+    return " ".join(part for part in parts if part)
+
+
+def kernels_described(description: str) -> frozenset[str]:
+    """Return the kernels of the choice that ``describe`` wrote: how a profile names the candidates that failed."""
+    pairs = description.partition(" ")[0].split(",")
+    return frozenset(name for pair in pairs for name in pair.split("/") if name)
 
 
 def nearest_bucket(seq_len: int, measured: Sequence[int]) -> int | None:

@@ -24,14 +24,11 @@ from ringattn.tunables import TABLE, Tunable
 from ringattn.workload import BranchTunables, Mode, Pattern, Tunables, Workload, describe
 
 ROOT = Path(__file__).parents[1]
-ENTRY = """    launch: str = field(
-        default="eager",
-        metadata=tunable(
-            "eager",
-            "graph",
-            void=lambda case: "" if case.dense else "launch graph is for dense plans",
-            stage="housekeeping",
-        ),
+ENTRY = """    launch: str = tunable(
+        "eager",
+        ("eager", "graph"),
+        void=lambda case: "" if case.dense else "launch graph is for dense plans",
+        stage="housekeeping",
     )
 """
 BEFORE = "    params: tuple[tuple[str, ParamValue], ...] = ()\n"

@@ -155,7 +155,7 @@ def knobs_of(workload: Workload, machine: Machine, dtypes: tuple[str, ...]) -> d
             for name, values in machine.params(workload, kernel, dtype).items():
                 # The first value is the kernel's own choice, which a plan says by saying nothing.
                 knobs.setdefault(f"{_PARAM}{kernel}.{name}", (None, *values[1:]))
-    if case.dilated and any(map(machine.fuses, dtypes)):
+    if max(case.rates) > 1 and any(map(machine.fuses, dtypes)):
         for name, blocks in FUSED_PARAMS.items():
             if name != "sum.block" or workload.train:
                 knobs[f"{_PARAM}{name}"] = (None, *blocks)

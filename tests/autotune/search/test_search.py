@@ -20,7 +20,7 @@ from autotune.search.model import CellModel
 from ringattn.workload import BranchTunables, Pattern, Tunables, Workload
 
 CELL = workload()
-DENSE = workload(pattern=Pattern())
+DENSE = workload(pattern=Pattern.of([4096], [1]))  # one segment: no gathers or windows to choose, but pools
 QUICK = plan(CELL)
 NOISE = Trouble()  # lognormal 3 %, 5 % outliers of +20-100 %, 5 % drift
 
@@ -93,12 +93,11 @@ def test_each_branch_gets_its_own_kernel_and_gather() -> None:
 
 
 def test_the_same_seed_gives_the_same_result_and_small_spaces_the_same_plan_for_any_seed() -> None:
-    cell = workload(pattern=Pattern.of([1024], [1]))
-    setting = Setting(cell, by_kernels(quick=0.0, swift=-0.05, math=1.0), plan(cell), trouble=NOISE)
+    setting = Setting(DENSE, by_kernels(quick=0.0, swift=-0.05, math=1.0), plan(DENSE), trouble=NOISE)
     first, again = setting.run(3).result, setting.run(3).result
     assert first.choice == again.choice
     chosen = {setting.run(seed).result.choice.tunables for seed in range(6)}  # type: ignore[union-attr]
-    assert chosen == {plan(cell, "swift")}
+    assert chosen == {plan(DENSE, "swift")}
 
 
 def test_between_equals_the_plan_nearest_to_the_default_wins() -> None:

@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ringattn.geometry.layout import no_share_reason
 from ringattn.geometry.ring_schedules import ulysses_degree
 from ringattn.tunables import TABLE, Case, Tunable, Tunables
 from ringattn.workload import Workload
 
-from .ring import Ranks
+from .ring import travelling_branches
 
 
 def case_of(workload: Workload, tunables: Tunables) -> Case:
@@ -31,10 +30,7 @@ def case_of(workload: Workload, tunables: Tunables) -> Case:
     if workload.world == 1:
         return case
     degree = ulysses_degree(tunables, workload.world)
-    laid_out = tunables.layout and degree > 0 and workload.world % degree == 0
-    if tunables.schedule == "local" or not laid_out or no_share_reason(tunables.layout, workload.total, workload.world):
-        return replace(case, degree=degree)
-    return replace(case, degree=degree, travelling=Ranks.of(workload, tunables).travelling(workload))
+    return replace(case, degree=degree, travelling=travelling_branches(workload, tunables))
 
 
 def void_reasons(workload: Workload, tunables: Tunables) -> list[str]:

@@ -45,6 +45,16 @@ class Ranks:
         return tuple(n for n, branch in enumerate(branches) if len(self.parts) > 1 and not stays(branch, self.parts))
 
 
+def travelling_branches(workload: Workload, tunables: Tunables) -> tuple[int, ...]:
+    """Return the branches whose rows go from rank to rank; none where the tunables cannot be laid out at all."""
+    degree, layout = ulysses_degree(tunables, workload.world), tunables.layout
+    if tunables.schedule == "local" or not layout or degree < 1 or workload.world % degree:
+        return ()
+    if no_share_reason(layout, workload.total, workload.world):
+        return ()
+    return Ranks.of(workload, tunables).travelling(workload)
+
+
 def ring_reasons(workload: Workload, tunables: Tunables, layout: str) -> list[str]:
     """Return why this schedule cannot run, or would change nothing, over ``workload.world`` ranks.
 

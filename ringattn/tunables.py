@@ -99,12 +99,9 @@ class Tunable:
         return value
 
     def void_reason(self, case: Case) -> str:
-        """Return why the value of the case changes nothing, "" where it counts or is plain."""
-        value = self.value(case.tunables, case.branch)
-        if self.required or value == self.plain:
-            return ""
+        """Return why the value of the case, which is not the plain one, changes nothing; "" where it counts."""
         if self.stage == "ranks" and case.world == 1:
-            return f"{self.name} {value} is for a sequence over several ranks"
+            return f"{self.name} {self.value(case.tunables)} is for a sequence over several ranks"
         why = self.void(case)
         return f"branch {case.branch}: {why}" if why and self.per_branch else why
 
@@ -248,8 +245,7 @@ def _exchange_void(case: Case) -> str:
 def _check(choices: Tunables | BranchTunables, entries: tuple[Tunable, ...]) -> None:
     for entry in entries:
         value = getattr(choices, entry.name)
-        checked = entry.checked(value)
-        if checked is not value:
+        if (value is not entry.plain or entry.required) and (checked := entry.checked(value)) is not value:
             object.__setattr__(choices, entry.name, checked)
 
 

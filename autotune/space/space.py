@@ -7,6 +7,7 @@ facts and in tests is any pair of functions. Plans that would execute the same s
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -94,14 +95,18 @@ def from_key(key: str) -> Tunables:
     return Tunables(**fields)
 
 
-def _places(workload: Workload) -> Iterator[tuple[str, Tunable, int]]:
-    """Yield the knob of every entry of the table: its name, the entry, and the branch that it is of."""
-    per_branch = [
-        entry for entry in TABLE.values() if entry.per_branch and (workload.train or entry.name != "backward")
-    ]
-    for branch in range(len(workload.pattern.resolved(workload.seq_len))):
-        yield from ((f"{entry.name}.{branch}", entry, branch) for entry in per_branch)
-    yield from ((entry.name, entry, 0) for entry in TABLE.values() if not entry.per_branch)
+def _places(workload: Workload) -> tuple[tuple[str, Tunable, int], ...]:
+    """Return the knob of every entry of the table: its name, the entry, and the branch that it is of."""
+    return _places_of(max(1, len(workload.pattern.branches)), workload.train)
+
+
+@functools.cache  # a search decodes thousands of plans, and their names took a third of the time
+def _places_of(branches: int, train: bool) -> tuple[tuple[str, Tunable, int], ...]:
+    entries = [entry for entry in TABLE.values() if train or entry.name != "backward"]
+    return (
+        *((f"{e.name}.{branch}", e, branch) for branch in range(branches) for e in entries if e.per_branch),
+        *((e.name, e, 0) for e in entries if not e.per_branch),
+    )
 
 
 def encode(workload: Workload, tunables: Tunables) -> Assignment:
@@ -123,13 +128,12 @@ def decode(workload: Workload, assignment: Mapping[str, Value]) -> Tunables:
             (of_branches[branch] if entry.per_branch else whole)[entry.name] = assignment[name]
     branches = tuple(BranchTunables(**values) for values in of_branches)
     plan = plainest(workload, with_degree(workload, Tunables(branches=branches, **whole)))
-    steps = set(FUSED_STEPS) - set(steps_not_taken(workload, plan.branches))
-    params = [
-        (name.removeprefix(_PARAM), value)
-        for name, value in assignment.items()
-        if value is not None and name.startswith(_PARAM) and _owner(name) in plan.kernels | steps
-    ]
-    return replace(plan, params=tuple(sorted(params))) if params else plan
+    named = {name: value for name, value in assignment.items() if name.startswith(_PARAM) and value is not None}
+    if not named:
+        return plan
+    used = plan.kernels.union(FUSED_STEPS).difference(steps_not_taken(workload, plan.branches))
+    params = [(name.removeprefix(_PARAM), value) for name, value in named.items() if _owner(name) in used]
+    return replace(plan, params=tuple(sorted(params)))
 
 
 def _owner(knob: str) -> str:

@@ -12,6 +12,10 @@ from ringattn.workload import Workload
 
 from .ring import travelling_branches
 
+_CHOICES = [entry for entry in TABLE.values() if not entry.required]
+_OF_A_BRANCH = [entry for entry in _CHOICES if entry.per_branch]
+_OF_THE_PLAN = [entry for entry in _CHOICES if not entry.per_branch]
+
 
 def case_of(workload: Workload, tunables: Tunables) -> Case:
     """Return what the rules of the table are asked about for these tunables."""
@@ -35,25 +39,28 @@ def case_of(workload: Workload, tunables: Tunables) -> Case:
 
 def void_reasons(workload: Workload, tunables: Tunables) -> list[str]:
     """Return why values of these tunables change nothing for the workload; empty where each counts."""
-    return [why for _, _, why in _void(case_of(workload, tunables))]
+    return [why for _, _, why in _void(workload, tunables)]
 
 
 def plainest(workload: Workload, tunables: Tunables) -> Tunables:
     """Return the tunables with the plain value in place of every one that changes nothing for the workload."""
-    while found := next(_void(case_of(workload, tunables)), None):
+    while found := next(_void(workload, tunables), None):
         entry, branch, _ = found
         tunables = _with_plain(tunables, entry, branch)
     return tunables
 
 
-def _void(case: Case) -> Iterator[tuple[Tunable, int, str]]:
+def _void(workload: Workload, tunables: Tunables) -> Iterator[tuple[Tunable, int, str]]:
     """Yield the entries whose value changes nothing, with the branch and the reason."""
-    for entry in TABLE.values():
-        for branch in range(len(case.rates)) if entry.per_branch else (0,):
-            if entry.value(case.tunables, branch) != entry.plain:
-                why = entry.void_reason(replace(case, branch=branch) if branch else case)
-                if why:
-                    yield entry, branch, why
+    branches = enumerate(tunables.branches)
+    chosen = [(e, n) for n, branch in branches for e in _OF_A_BRANCH if getattr(branch, e.name) != e.plain]
+    chosen += [(entry, 0) for entry in _OF_THE_PLAN if getattr(tunables, entry.name) != entry.plain]
+    case = case_of(workload, tunables) if chosen else None
+    for entry, branch in chosen:
+        assert case is not None
+        why = entry.void_reason(replace(case, branch=branch) if branch else case)
+        if why:
+            yield entry, branch, why
 
 
 def _with_plain(tunables: Tunables, entry: Tunable, branch: int) -> Tunables:

@@ -15,7 +15,7 @@ What is different from the usual kernel:
 - Lengths and strides are plain arguments: one compilation serves all. Offsets are 64-bit. Strides come in units of
   ALIGN elements, which tells the compiler that rows are aligned without compiling again for other strides.
 
-Legend: a *lane* is one (block, head) pair, a *tile* BLOCK_M query rows or BLOCK_N keys of it.
+Legend: a *pair* is one (block, head) pair, a *tile* BLOCK_M query rows or BLOCK_N keys of it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import triton.language as tl
 
 # Arguments that differ from call to call and must not start a compilation.
 _STRIDES = tuple(f"{x}_{axis}" for x in ("q", "k", "v", "out", "dout", "dq", "dk", "dv") for axis in "nmh")
-_VARYING = (*_STRIDES, "rows", "keys", "heads", "group", "tiles", "lanes", "section", "scale", "scale_log2")
+_VARYING = (*_STRIDES, "rows", "keys", "heads", "group", "tiles", "pairs", "section", "scale", "scale_log2")
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _INF: tl.constexpr = tl.constexpr(float("inf"))
 
@@ -40,21 +40,21 @@ def _tf32(x, ROUND: tl.constexpr):
 
 
 @triton.jit
-def _place(tiles, lanes, section, HEAVY_LAST: tl.constexpr):
-    """Which (tile, lane) this program works on.
+def _place(tiles, pairs, section, HEAVY_LAST: tl.constexpr):
+    """Which (tile, pair) this program works on.
 
-    Lanes go in sections whose k and v (or q and dout) fit the L2 cache; within a section all lanes work on their
+    Lanes go in sections whose k and v (or q and dout) fit the L2 cache; within a section all pairs work on their
     heaviest tiles first, so that the light ones fill the end.
     """
     program = tl.program_id(0)
     first = program // (section * tiles) * section
-    width = tl.minimum(lanes - first, section)
+    width = tl.minimum(pairs - first, section)
     local = program - first * tiles
     tile = local // width
-    lane = first + local - tile * width
+    pair = first + local - tile * width
     if HEAVY_LAST:
         tile = tiles - 1 - tile
-    return tile, lane
+    return tile, pair
 
 
 @triton.jit
@@ -168,7 +168,7 @@ def forward_kernel(
     heads,
     group,
     tiles,
-    lanes,
+    pairs,
     section,
     scale,
     scale_log2,
@@ -187,9 +187,9 @@ def forward_kernel(
 
     ``scale`` is positive: the largest score must stay the largest when scaled. NEGATE takes its sign.
     """
-    tile, lane = _place(tiles, lanes, section, CAUSAL)
-    n = (lane // heads).to(tl.int64)
-    head = lane % heads
+    tile, pair = _place(tiles, pairs, section, CAUSAL)
+    n = (pair // heads).to(tl.int64)
+    head = pair % heads
     kv_head = head // group
     first_row = tile * BLOCK_M
     row = first_row + tl.arange(0, BLOCK_M)
@@ -223,7 +223,7 @@ def forward_kernel(
     )
 
     total = tl.where(total == 0.0, 1.0, total)  # every score -inf: out 0 and lse -inf
-    tl.store(lse + lane.to(tl.int64) * rows + row, peak * scale + tl.log(total), mask=row < rows)
+    tl.store(lse + pair.to(tl.int64) * rows + row, peak * scale + tl.log(total), mask=row < rows)
     out_m = (heads * HEAD_DIM).to(tl.int64)
     out += (n * rows * heads + head) * HEAD_DIM
     out_offsets = _offsets(out_m, WIDE, BLOCK_M, BLOCK_D)
@@ -311,7 +311,7 @@ def dq_kernel(
     heads,
     group,
     tiles,
-    lanes,
+    pairs,
     section,
     scale,
     CAUSAL: tl.constexpr,
@@ -325,9 +325,9 @@ def dq_kernel(
     ROUND: tl.constexpr,
 ):
     """dq (N, M, H, D) and delta (N, H, M), the row sums of dout * out in float32, of one tile of query rows."""
-    tile, lane = _place(tiles, lanes, section, CAUSAL)
-    n = (lane // heads).to(tl.int64)
-    head = lane % heads
+    tile, pair = _place(tiles, pairs, section, CAUSAL)
+    n = (pair // heads).to(tl.int64)
+    head = pair % heads
     kv_head = head // group
     first_row = tile * BLOCK_M
     row = first_row + tl.arange(0, BLOCK_M)
@@ -346,9 +346,9 @@ def dq_kernel(
     dout_offsets = _offsets(dout_m, WIDE, BLOCK_M, BLOCK_D)
     dout_tile = _load(dout, dout_m, dout_offsets, first_row, rows, False, True, HEAD_DIM)
     delta_row = tl.sum(out_tile * dout_tile.to(tl.float32), 1)
-    lane_rows = lane.to(tl.int64) * rows + row
-    tl.store(delta + lane_rows, delta_row, mask=row < rows)
-    lse_row = tl.load(lse + lane_rows, mask=row < rows, other=_INF)
+    pair_rows = pair.to(tl.int64) * rows + row
+    tl.store(delta + pair_rows, delta_row, mask=row < rows)
+    lse_row = tl.load(lse + pair_rows, mask=row < rows, other=_INF)
     lse_row = tl.where(lse_row == -_INF, _INF, lse_row)  # a row that saw nothing has no gradient
     dout_tile = _tf32(dout_tile, ROUND)
     q_offsets = _offsets(q_m, WIDE, BLOCK_M, BLOCK_D)
@@ -449,7 +449,7 @@ def dkdv_kernel(
     heads,
     group,
     tiles,
-    lanes,
+    pairs,
     section,
     scale,
     CAUSAL: tl.constexpr,
@@ -463,10 +463,10 @@ def dkdv_kernel(
     ROUND: tl.constexpr,
 ):
     """dk and dv (N, M, K, D) of one tile of keys: the sum over the query heads of its group."""
-    tile, lane = _place(tiles, lanes, section, False)
+    tile, pair = _place(tiles, pairs, section, False)
     kv_heads = heads // group
-    n = (lane // kv_heads).to(tl.int64)
-    kv_head = lane % kv_heads
+    n = (pair // kv_heads).to(tl.int64)
+    kv_head = pair % kv_heads
     first_key = tile * BLOCK_N
     key = first_key + tl.arange(0, BLOCK_N)
     dout_m, q_m = dout_m * ALIGN, q_m * ALIGN

@@ -337,8 +337,8 @@ class TritonOps:
         chosen = self._blocks[step]
         return chosen or max(16, min(128, _TILE_ELEMENTS[step] // triton.next_power_of_2(head_dim)))
 
-    def _tiling(self, step: str, geometry: Geometry, window: Window, head_dim: int, lanes: int) -> _Tiling:
-        """Blocks such that every segment is a multiple of what a program handles; ``lanes`` are (batch, head) pairs."""
+    def _tiling(self, step: str, geometry: Geometry, window: Window, head_dim: int, pairs: int) -> _Tiling:
+        """Blocks such that every segment is a multiple of what a program handles; ``pairs`` are (batch, head) pairs."""
         segments = [branch.segment for branch in geometry.key.pattern.resolved(geometry.key.seq_len)]
         block, length = self._block(step, head_dim), window.end - window.begin
         shared = math.gcd(block, *segments)
@@ -346,7 +346,7 @@ class TritonOps:
             block = shared
         most = math.gcd(_MOST_BLOCKS * block, *segments) // block  # 0 where even one block crosses segments
         blocks = max(most, 1)
-        while blocks > 1 and triton.cdiv(length, block * blocks) * lanes < _ENOUGH_PROGRAMS:
+        while blocks > 1 and triton.cdiv(length, block * blocks) * pairs < _ENOUGH_PROGRAMS:
             blocks //= 2
         return _Tiling(block, blocks, triton.cdiv(length, block * blocks), aligned=most > 0)
 

@@ -34,7 +34,7 @@ __all__ = [
     "Tier",
     "built_in_heuristic",
     "collect",
-    "misfit",
+    "mismatch",
     "resolve",
     "search_paths",
 ]
@@ -47,20 +47,20 @@ _BINDING: tuple[Origin, ...] = ("argument", "env")
 _MEMORY_TOLERANCE = 0.02  # of one card, drivers reserve more or less
 
 
-class Looked(str):
+class TraceLine(str):
     """A line of a trace: what became of a profile from ``path``, which was looked at because of ``origin``."""
 
     path: str
     origin: Origin
     verdict: str
 
-    def __new__(cls, path: str, origin: Origin, verdict: str) -> Looked:
+    def __new__(cls, path: str, origin: Origin, verdict: str) -> TraceLine:
         made = super().__new__(cls, f"{path} ({origin}): {verdict}")
         made.path, made.origin, made.verdict = path, origin, verdict
         return made
 
     @classmethod
-    def at(cls, entry: Located, verdict: str) -> Looked:
+    def at(cls, entry: Located, verdict: str) -> TraceLine:
         return cls(entry.path, entry.origin, verdict)
 
     def __getnewargs__(self) -> tuple[Any, ...]:
@@ -115,11 +115,11 @@ def resolve(located: Sequence[Located], facts: HardwareFacts, *, world: int = 1)
         if entry.profile.source != "measured":
             continue
         if bound is not None and entry is not bound:
-            trace.append(Looked.at(entry, f"not taken, {bound.path} was named by {bound.origin}"))
+            trace.append(TraceLine.at(entry, f"not taken, {bound.path} was named by {bound.origin}"))
             continue
         match = _match(entry.profile, facts, world)
         if match.tier is None:
-            trace.append(Looked.at(entry, f"not taken, {match.why}"))
+            trace.append(TraceLine.at(entry, f"not taken, {match.why}"))
         else:
             measured.append((match, entry))
     # Stable: search order stays between equals.
@@ -133,7 +133,7 @@ def resolve(located: Sequence[Located], facts: HardwareFacts, *, world: int = 1)
             if number == 0 and not entry.profile.covers(world)
             else ""
         )
-        trace.insert(number, Looked.at(entry, f"{verdict}; tier {match.tier}: {match.why}{lacks}"))
+        trace.insert(number, TraceLine.at(entry, f"{verdict}; tier {match.tier}: {match.why}{lacks}"))
     heuristic = _heuristic(located, facts, bound, trace)
     if others := every - len(located):
         trace.append(f"{plural(others, 'shipped profile')} for other devices: not taken")
@@ -155,19 +155,19 @@ def _ships_for_others(entry: Located, facts: HardwareFacts) -> bool:
     made = entry.profile.fingerprint
     rule = entry.profile.source == "heuristic"
     return entry.origin == "shipped" and (
-        made.vendor != facts.vendor or (rule and bool(_heuristic_misfit(made, facts)))
+        made.vendor != facts.vendor or (rule and bool(_heuristic_mismatch(made, facts)))
     )
 
 
 def _check_bound(bound: Located, facts: HardwareFacts, world: int) -> None:
     if bound.profile.source == "measured":
         match = _match(bound.profile, facts, world)
-        misfit = match.why if match.tier is None else ""
+        mismatch = match.why if match.tier is None else ""
     else:
-        misfit = _heuristic_misfit(bound.profile.fingerprint, facts)
-    if misfit:
+        mismatch = _heuristic_mismatch(bound.profile.fingerprint, facts)
+    if mismatch:
         raise ProfileError(
-            bound.path, f"does not fit this machine: it was {misfit}. Probe here, or use profile='auto'", "fingerprint"
+            bound.path, f"does not fit this machine: it was {mismatch}. Probe here, or use profile='auto'", "fingerprint"
         )
 
 
@@ -176,8 +176,8 @@ def _check_bound(bound: Located, facts: HardwareFacts, world: int) -> None:
 
 def _match(profile: Profile, facts: HardwareFacts, world: int) -> _Match:
     made, here = profile.fingerprint, Fingerprint.of(facts)
-    if misfit := _misfit(made, here):
-        return _Match(None, misfit)
+    if mismatch := _mismatch(made, here):
+        return _Match(None, mismatch)
     differences = _silicon_differences(made, here) + (_ring_differences(made, here) if world > 1 else [])
     if not differences:
         changed = _software_differences(profile.software, facts.software)
@@ -188,12 +188,12 @@ def _match(profile: Profile, facts: HardwareFacts, world: int) -> _Match:
     return _Match(tier, ", ".join(differences), _log_distance(made, here))
 
 
-def misfit(profile: Profile, facts: HardwareFacts) -> str:
+def mismatch(profile: Profile, facts: HardwareFacts) -> str:
     """Why a measured profile cannot serve this machine at all; empty where it can, in whatever tier."""
-    return _misfit(profile.fingerprint, Fingerprint.of(facts))
+    return _mismatch(profile.fingerprint, Fingerprint.of(facts))
 
 
-def _misfit(made: Fingerprint, here: Fingerprint) -> str:
+def _mismatch(made: Fingerprint, here: Fingerprint) -> str:
     for what, theirs, ours in (
         ("vendor", made.vendor, here.vendor),
         ("arch", made.arch, here.arch),
@@ -270,9 +270,9 @@ def _heuristic(located: Sequence[Located], facts: HardwareFacts, bound: Located 
     for entry in located:
         if entry.profile.source != "heuristic":
             continue
-        misfit = _heuristic_misfit(entry.profile.fingerprint, facts)
-        if misfit:
-            trace.append(Looked.at(entry, f"not taken, {misfit}"))
+        mismatch = _heuristic_mismatch(entry.profile.fingerprint, facts)
+        if mismatch:
+            trace.append(TraceLine.at(entry, f"not taken, {mismatch}"))
         else:
             fitting.append(entry)
     if not fitting:
@@ -285,11 +285,11 @@ def _heuristic(located: Sequence[Located], facts: HardwareFacts, bound: Located 
     )
     for entry in fitting:
         verdict = "taken for what no plan covers" if entry is best else f"not taken, {best.path} comes first"
-        trace.append(Looked.at(entry, f"{verdict}; tier heuristic"))
+        trace.append(TraceLine.at(entry, f"{verdict}; tier heuristic"))
     return best
 
 
-def _heuristic_misfit(made: Fingerprint, facts: HardwareFacts) -> str:
+def _heuristic_mismatch(made: Fingerprint, facts: HardwareFacts) -> str:
     here = Fingerprint.of(facts)
     if made.vendor != here.vendor:
         return f"made for vendor {made.vendor}, and this device's is {here.vendor}"

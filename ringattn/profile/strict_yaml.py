@@ -24,7 +24,7 @@ _constructor: Any = SafeConstructor()
 _TAG = "tag:yaml.org,2002:"
 
 
-class YamlFault(Exception):
+class YamlError(Exception):
     """What is wrong with a text, in one line, with its line number."""
 
     def __init__(self, message: str, mark: Any) -> None:
@@ -32,7 +32,7 @@ class YamlFault(Exception):
 
 
 def read_yaml(text: str) -> object:
-    """The one document in ``text`` as dict, list, str, int, float, bool and None; raises YamlFault.
+    """The one document in ``text`` as dict, list, str, int, float, bool and None; raises YamlError.
 
     Plain scalars mean what they mean to ``yaml.safe_load``, except that dates are refused: they need quotes.
     """
@@ -42,11 +42,11 @@ def read_yaml(text: str) -> object:
             builder.take(event)
     except yaml.MarkedYAMLError as error:
         problem = " ".join(str(error.problem or error.context).split())
-        raise YamlFault(f"not valid YAML: {problem}", error.problem_mark) from None
+        raise YamlError(f"not valid YAML: {problem}", error.problem_mark) from None
     except yaml.YAMLError as error:  # a character YAML does not allow
-        raise YamlFault(f"not valid YAML: {' '.join(str(error).split())}", None) from None
+        raise YamlError(f"not valid YAML: {' '.join(str(error).split())}", None) from None
     if not builder.documents:
-        raise YamlFault("the file is empty", None)
+        raise YamlError("the file is empty", None)
     return builder.root
 
 
@@ -64,9 +64,9 @@ class _Builder:
         if isinstance(event, yaml.DocumentStartEvent):
             self.documents += 1
             if self.documents > 1:
-                raise YamlFault("a second document starts here; a profile is one", event.start_mark)
+                raise YamlError("a second document starts here; a profile is one", event.start_mark)
         elif isinstance(event, yaml.AliasEvent):
-            raise YamlFault("aliases (*name) are not allowed", event.start_mark)
+            raise YamlError("aliases (*name) are not allowed", event.start_mark)
         elif isinstance(event, yaml.NodeEvent):
             self._node(event)
         elif isinstance(event, yaml.CollectionEndEvent):
@@ -77,16 +77,16 @@ class _Builder:
         mark = event.start_mark
         self.nodes += 1
         if event.anchor is not None:
-            raise YamlFault("anchors (&name) are not allowed", mark)
+            raise YamlError("anchors (&name) are not allowed", mark)
         if event.tag is not None:
-            raise YamlFault("tags (!name) are not allowed", mark)
+            raise YamlError("tags (!name) are not allowed", mark)
         if self.nodes > MAX_NODES:
-            raise YamlFault(f"more than {MAX_NODES} values", mark)
+            raise YamlError(f"more than {MAX_NODES} values", mark)
         if isinstance(event, yaml.ScalarEvent):
             self._place(_scalar(event), mark)
             return
         if len(self.stack) >= MAX_DEPTH:
-            raise YamlFault(f"nested more than {MAX_DEPTH} deep", mark)
+            raise YamlError(f"nested more than {MAX_DEPTH} deep", mark)
         opened: dict[str, object] | list[object] = {} if isinstance(event, yaml.MappingStartEvent) else []
         self._place(opened, mark)
         self.stack.append(opened)
@@ -103,9 +103,9 @@ class _Builder:
             parent[key] = value
             self.keys[-1] = None
         elif not isinstance(value, str):
-            raise YamlFault("a key must be text", mark)
+            raise YamlError("a key must be text", mark)
         elif value in parent:
-            raise YamlFault(f"key {value[:60]!r} appears twice", mark)
+            raise YamlError(f"key {value[:60]!r} appears twice", mark)
         else:
             self.keys[-1] = value
 
@@ -128,8 +128,8 @@ def _scalar(event: Any) -> str | int | float | bool | None:
         if tag == "float":
             return float(_constructor.construct_yaml_float(node))
     except (ValueError, IndexError, OverflowError):
-        raise YamlFault(f"{value!r} is not a number", event.start_mark) from None
-    raise YamlFault(f"{value!r} has a meaning of its own in YAML ({tag}); put it in quotes", event.start_mark)
+        raise YamlError(f"{value!r} is not a number", event.start_mark) from None
+    raise YamlError(f"{value!r} has a meaning of its own in YAML ({tag}); put it in quotes", event.start_mark)
 
 
 class Quoted(str):

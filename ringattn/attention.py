@@ -181,7 +181,7 @@ class RingAttention(nn.Module):
             raise
         self.shape = shape
         self.dropout = float(dropout)
-        self._right: set[Combination] = set()  # of its kernels, validated
+        self._validated: set[Combination] = set()  # of its kernels, validated
         # False: whoever runs this module compares each of its plans with float64 itself, as a probe does.
         self.validates = True
         self.device = self._setup.device
@@ -190,7 +190,7 @@ class RingAttention(nn.Module):
         self.traced: dict[Any, Program | RingProgram] = {}
         self._programs: dict[Any, Program | RingProgram] = {}
         self._digest, self._configuration = compiled.register(self)
-        if self._speaks():
+        if self._logs():
             self._setup.announce()
             warn_of_empty_heads(shape)
 
@@ -243,7 +243,7 @@ class RingAttention(nn.Module):
     def _share(self, total_length: int) -> Share:
         return (Span(0, total_length),) if self._ring is None else self._ring.share(total_length)
 
-    def _speaks(self) -> bool:
+    def _logs(self) -> bool:
         """Whether this rank tells about plans: those of a group run one, and its rank 0 tells for all."""
         return self._ring is None or self._ring.comm.rank == 0
 
@@ -332,7 +332,7 @@ class RingAttention(nn.Module):
         batch, length = self._check(q, k, v)
         row = self._validated_row(batch, length, DTYPE_NAMES[q.dtype], train, total_length)
         plan = row.runnable()
-        if (note := self.plan.fallback_note(row)) and self._speaks():
+        if (note := self.plan.fallback_note(row)) and self._logs():
             say_once(logging.WARNING, note)
         key: Hashable = (plan.tunables, plan.workload.mode)
         if self._ring is not None and plan.tunables.schedule != "local":
@@ -357,13 +357,13 @@ class RingAttention(nn.Module):
         while True:
             row = self._row(*call)
             asked = asked_of_kernels(row.plan, self._setup.facts) if self.validates and row.plan is not None else ()
-            if self._right.issuperset(asked):
+            if self._validated.issuperset(asked):
                 return row
             faults = faults_of(asked, self._setup.facts, self.device, self._setup.resolution)
             if note := user_memory().note:
                 say_once(logging.WARNING, note)
             if not faults:
-                self._right.update(asked)
+                self._validated.update(asked)
                 return row
             place_of = self._setup.place_of if self._setup.entries else None
             self.plan = self.plan.without(faults, strict=self._setup.named and bool(place_of), place_of=place_of)
@@ -422,7 +422,7 @@ class RingAttention(nn.Module):
         attend = differentiable(program, q, with_lse) if train else program.attend
         if all(x.stride(-1) == 1 or x.shape[-1] == 1 for x in (q, k, v)):
             return attend
-        return lambda q, k, v: attend(*compiled.rows_of(q, k, v))
+        return lambda q, k, v: attend(*compiled.unit_stride_rows(q, k, v))
 
     def _autocast_runner(
         self,

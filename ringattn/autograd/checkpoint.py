@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 AnyProgram: TypeAlias = "Program | RingProgram"
 
 
-class Given(NamedTuple):
+class OutputGrads(NamedTuple):
     """The gradients of out and lse; None where nothing depends on one."""
 
     dout: Tensor | None
@@ -46,7 +46,7 @@ class Mode(NamedTuple):
     gradients to give."""
 
     forward: Callable[[AnyProgram, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Saved]]
-    backward: Callable[[AnyProgram, Given, Sequence[Tensor], HostCopies | None, Wanted], Grads]
+    backward: Callable[[AnyProgram, OutputGrads, Sequence[Tensor], HostCopies | None, Wanted], Grads]
 
 
 def _keep_all(program: AnyProgram, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Saved]:
@@ -71,26 +71,38 @@ def _keep_on_host(program: AnyProgram, q: Tensor, k: Tensor, v: Tensor) -> tuple
 
 
 def _from_saved(
-    program: AnyProgram, given: Given, saved: Sequence[Tensor], elsewhere: HostCopies | None, wanted: Wanted
+    program: AnyProgram,
+    output_grads: OutputGrads,
+    saved: Sequence[Tensor],
+    elsewhere: HostCopies | None,
+    wanted: Wanted,
 ) -> Grads:
     q, k, v, out, lse, *kept = saved
-    return program.gradients(given.dout, q, k, v, out, lse, kept, wanted, given.dlse)
+    return program.gradients(output_grads.dout, q, k, v, out, lse, kept, wanted, output_grads.dlse)
 
 
 def _from_rerun(
-    program: AnyProgram, given: Given, saved: Sequence[Tensor], elsewhere: HostCopies | None, wanted: Wanted
+    program: AnyProgram,
+    output_grads: OutputGrads,
+    saved: Sequence[Tensor],
+    elsewhere: HostCopies | None,
+    wanted: Wanted,
 ) -> Grads:
     q, k, v = saved
     out, lse = program.attend(q, k, v)
-    return program.gradients(given.dout, q, k, v, out, lse, wanted=wanted, dlse=given.dlse)
+    return program.gradients(output_grads.dout, q, k, v, out, lse, wanted=wanted, dlse=output_grads.dlse)
 
 
 def _from_host(
-    program: AnyProgram, given: Given, saved: Sequence[Tensor], elsewhere: HostCopies | None, wanted: Wanted
+    program: AnyProgram,
+    output_grads: OutputGrads,
+    saved: Sequence[Tensor],
+    elsewhere: HostCopies | None,
+    wanted: Wanted,
 ) -> Grads:
     assert elsewhere is not None
     q, k, v, out, lse = elsewhere.fetch()
-    return program.gradients(given.dout, q, k, v, out, lse, wanted=wanted, dlse=given.dlse)
+    return program.gradients(output_grads.dout, q, k, v, out, lse, wanted=wanted, dlse=output_grads.dlse)
 
 
 MODES = {

@@ -12,7 +12,7 @@ from ringattn.errors import RingAttentionError
 from ringattn.geometry.layout import check_own
 from ringattn.runtime.program import Program
 
-from .checkpoint import MODES, Given, Mode
+from .checkpoint import MODES, OutputGrads, Mode
 
 if TYPE_CHECKING:
     from ringattn.distributed.program import RingProgram
@@ -47,18 +47,18 @@ class _Attend(torch.autograd.Function):
         some = dlse if dout is None else dout
         if some is None:
             return None, None, None, None, None
-        given, device = Given(dout, dlse), some.device.type
+        output_grads, device = OutputGrads(dout, dlse), some.device.type
         program, mode = ctx.program, MODES[ctx.program.checkpoint]
         if isinstance(program, Program):
-            saved = _saved_for_once(ctx, given)
+            saved = _saved_for_once(ctx, output_grads)
         else:
-            saved = _saved_over_ranks(ctx, given, program, mode)
+            saved = _saved_over_ranks(ctx, output_grads, program, mode)
         wanted = ctx.needs_input_grad[:3]
         if torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):
-                grads = mode.backward(program, given, saved, ctx.elsewhere, wanted)
+                grads = mode.backward(program, output_grads, saved, ctx.elsewhere, wanted)
         else:
-            grads = mode.backward(program, given, saved, ctx.elsewhere, wanted)
+            grads = mode.backward(program, output_grads, saved, ctx.elsewhere, wanted)
         return *grads, None, None
 
 
@@ -66,32 +66,32 @@ def _like(x: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
     return x.shape, x.dtype, x.device
 
 
-def _saved_for_once(ctx: Any, given: Given) -> Sequence[Tensor]:
+def _saved_for_once(ctx: Any, output_grads: OutputGrads) -> Sequence[Tensor]:
     if torch.is_grad_enabled():  # only under create_graph=True
         raise RingAttentionError(
             "double backward (create_graph=True) is not supported: the kernels have no second derivative"
         )
-    if given.dout is not None and type(given.dout) is not Tensor:
-        check_own("dout", given.dout)
+    if output_grads.dout is not None and type(output_grads.dout) is not Tensor:
+        check_own("dout", output_grads.dout)
     saved: tuple[Tensor, ...] = ctx.saved_tensors
     return saved
 
 
-def _saved_over_ranks(ctx: Any, given: Given, program: RingProgram, mode: Mode) -> Sequence[Tensor]:
+def _saved_over_ranks(ctx: Any, output_grads: OutputGrads, program: RingProgram, mode: Mode) -> Sequence[Tensor]:
     """The same; a rank that does not get it exchanges the messages of the backward, which the others are in."""
 
     def messages() -> None:
         with torch.no_grad(), torch.autocast(ctx.like[0][2].type, enabled=False):
             dout, *saved = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like]
-            mode.backward(program, Given(dout, None), saved, ctx.elsewhere, ctx.needs_input_grad[:3])
+            mode.backward(program, OutputGrads(dout, None), saved, ctx.elsewhere, ctx.needs_input_grad[:3])
 
     try:
-        if given.dlse is not None:
+        if output_grads.dlse is not None:
             raise RingAttentionError(
                 "lse takes part in the loss, but over several ranks it has no gradient: use lse.detach(), or "
                 "process_group=None on ranks that hold whole sequences"
             )
-        return _saved_for_once(ctx, given)
+        return _saved_for_once(ctx, output_grads)
     except Exception as error:
         program.sit_out(error, messages)
         raise

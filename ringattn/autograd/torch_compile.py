@@ -39,7 +39,7 @@ _modules: dict[str, weakref.WeakSet[Module]] = {}
 _loaded: dict[tuple[str, torch.device], ExportedAttention] = {}
 
 
-class Owner(Protocol):
+class ProgramSource(Protocol):
     """Who has plans for the operators: a module, or what stands for it in a loaded program."""
 
     traced: dict[Any, Any]
@@ -47,7 +47,7 @@ class Owner(Protocol):
     def program_for(self, q: Tensor, k: Tensor, v: Tensor, train: bool, /) -> Program | RingProgram: ...
 
 
-class Module(Owner, Protocol):
+class Module(ProgramSource, Protocol):
     """A ``RingAttention``, which imports this file."""
 
     scale: float
@@ -69,15 +69,15 @@ def register(module: Module) -> tuple[str, str]:
     return digest, text
 
 
-def _owner(module: str, device: torch.device) -> Owner:
+def _program_source(module: str, device: torch.device) -> ProgramSource:
     if not module.startswith("{"):
-        owner = next(iter(_modules.get(module, ())), None)
-        if owner is None:
+        source = next(iter(_modules.get(module, ())), None)
+        if source is None:
             raise RingAttentionError(
                 "a compiled graph runs a RingAttention that this process does not hold; build the module and keep it, "
                 "or save the model with torch.export"
             )
-        return owner
+        return source
     loaded = _loaded.get((module, device))
     if loaded is None:
         with _lock:
@@ -85,14 +85,14 @@ def _owner(module: str, device: torch.device) -> Owner:
     return loaded
 
 
-def traced_program(owner: Owner, q: Tensor, k: Tensor, v: Tensor, train: bool) -> Program | RingProgram:
+def traced_program(source: ProgramSource, q: Tensor, k: Tensor, v: Tensor, train: bool) -> Program | RingProgram:
     """``program_for``, remembered, where not the plan's checkpoint decides what is kept for the backward."""
     key = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, train)
-    program: Program | RingProgram | None = owner.traced.get(key)
+    program: Program | RingProgram | None = source.traced.get(key)
     if program is None:
-        if len(owner.traced) >= MOST_SHAPES:
-            owner.traced.clear()
-        program = owner.traced[key] = owner.program_for(q, k, v, train)
+        if len(source.traced) >= MOST_SHAPES:
+            source.traced.clear()
+        program = source.traced[key] = source.program_for(q, k, v, train)
         if train and program.checkpoint != "selective":
             say_once(
                 logging.WARNING,
@@ -102,7 +102,7 @@ def traced_program(owner: Owner, q: Tensor, k: Tensor, v: Tensor, train: bool) -
     return program
 
 
-def rows_of(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def unit_stride_rows(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The inputs with rows in one piece, copied where they are not.
 
     Kernels take any strides but the last: flash-cpu reads garbage there, the CUDA ones copy one by one.
@@ -117,8 +117,8 @@ def _in_rows(x: Tensor) -> Tensor:
 @torch.library.custom_op("ringattn::attend", mutates_args=())
 def attend(q: Tensor, k: Tensor, v: Tensor, module: str, train: bool) -> tuple[Tensor, Tensor]:
     """out (B, S, H, D) and lse (B, H, S), both contiguous, for the module of this digest or configuration."""
-    program = traced_program(_owner(module, q.device), q, k, v, train)
-    out, lse = program.attend(*rows_of(q, k, v))
+    program = traced_program(_program_source(module, q.device), q, k, v, train)
+    out, lse = program.attend(*unit_stride_rows(q, k, v))
     return out.contiguous(), lse.contiguous()
 
 
@@ -141,8 +141,8 @@ def attend_backward(
     dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, contiguous."""
-    program = traced_program(_owner(module, q.device), q, k, v, True)
-    dq, dk, dv = program.gradients(dout, *rows_of(q, k, v), out, lse, dlse=dlse)
+    program = traced_program(_program_source(module, q.device), q, k, v, True)
+    dq, dk, dv = program.gradients(dout, *unit_stride_rows(q, k, v), out, lse, dlse=dlse)
     assert dq is not None
     assert dk is not None
     assert dv is not None

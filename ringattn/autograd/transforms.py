@@ -17,35 +17,35 @@ from torch._C import _are_functorch_transforms_active as transforms_active
 
 from ringattn.errors import RingAttentionError
 
-from .torch_compile import Owner, rows_of, traced_program
+from .torch_compile import ProgramSource, traced_program, unit_stride_rows
 
 __all__ = ["attend", "transforms_active"]
 
 
-def attend(owner: Owner, q: Tensor, k: Tensor, v: Tensor, train: bool) -> tuple[Tensor, Tensor]:
+def attend(source: ProgramSource, q: Tensor, k: Tensor, v: Tensor, train: bool) -> tuple[Tensor, Tensor]:
     """out (B, S, H, D) and lse (B, H, S) of tensors that a transform may have wrapped."""
-    return _Attend.apply(q, k, v, owner, train)  # type: ignore[no-untyped-call, no-any-return]
+    return _Attend.apply(q, k, v, source, train)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, owner: Owner, train: bool) -> tuple[Tensor, Tensor]:
-        program = traced_program(owner, q, k, v, train)
+    def forward(q: Tensor, k: Tensor, v: Tensor, source: ProgramSource, train: bool) -> tuple[Tensor, Tensor]:
+        program = traced_program(source, q, k, v, train)
         with torch.autocast(q.device.type, enabled=False):
-            return program.attend(*rows_of(q, k, v))
+            return program.attend(*unit_stride_rows(q, k, v))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        q, k, v, owner, _ = inputs
+        q, k, v, source, _ = inputs
         ctx.save_for_backward(q, k, v, *output)
         ctx.set_materialize_grads(False)  # None, not zeros, of an lse that nothing depends on: it costs a backward
-        ctx.owner = owner
+        ctx.source = source
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout is None and dlse is None:
             return (None,) * 5
-        grads = _Gradients.apply(dout, *ctx.saved_tensors, ctx.owner, dlse)  # type: ignore[no-untyped-call]
+        grads = _Gradients.apply(dout, *ctx.saved_tensors, ctx.source, dlse)  # type: ignore[no-untyped-call]
         return (*grads, None, None)
 
     @staticmethod
@@ -66,12 +66,12 @@ class _Gradients(torch.autograd.Function):
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        owner: Owner,
+        source: ProgramSource,
         dlse: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
-        program = traced_program(owner, q, k, v, True)
+        program = traced_program(source, q, k, v, True)
         with torch.autocast(q.device.type, enabled=False):
-            return program.gradients(dout, *rows_of(q, k, v), out, lse, dlse=dlse)
+            return program.gradients(dout, *unit_stride_rows(q, k, v), out, lse, dlse=dlse)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

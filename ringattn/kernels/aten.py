@@ -182,7 +182,7 @@ def _cudnn(config: KernelConfig) -> BoundKernel:
         if rows == 1:
             return one_row.backward(dout, q, k, v, out, lse)
         if not causal and rows % 128 == 64:
-            tail = one_row if _reads_out_of_bounds(q.shape[3]) else odd_tail
+            tail = one_row if _flash_2_head_dim_is_unsafe(q.shape[3]) else odd_tail
             return tail.backward(dout, q, k, v, out, lse)
         state = unused.get(q.device)
         if state is None:
@@ -265,13 +265,13 @@ def far_rows_faults(need: KernelNeed) -> list[str]:
     return [f"rows lie {need.row_elements} elements apart and its 32-bit offsets end within a tile; use gather copy"]
 
 
-def _reads_out_of_bounds(head_dim: int) -> bool:
+def _flash_2_head_dim_is_unsafe(head_dim: int) -> bool:
     """Whether FlashAttention 2's backward does."""
     return 128 < head_dim < 192
 
 
-def flash_2_strays(need: KernelNeed) -> bool:
-    return need.backward and _reads_out_of_bounds(need.head_dim)
+def flash_2_reads_out_of_bounds(need: KernelNeed) -> bool:
+    return need.backward and _flash_2_head_dim_is_unsafe(need.head_dim)
 
 
 def flash_2_backward_faults(need: KernelNeed) -> list[str]:
@@ -283,7 +283,7 @@ def flash_2_backward_faults(need: KernelNeed) -> list[str]:
             f"its backward's 32-bit offsets end at 2^31 elements of dq and one block has {accumulated} "
             "(Dao-AILab/flash-attention#2260)"
         )
-    if _reads_out_of_bounds(need.head_dim):
+    if _flash_2_head_dim_is_unsafe(need.head_dim):
         reasons.append(f"its backward reads out of bounds at head_dim {need.head_dim} (pytorch/pytorch#173953)")
     return reasons
 
@@ -335,14 +335,19 @@ def _kernel(
     name: str,
     reasons: Callable[[KernelNeed], tuple[str, ...]],
     load: Callable[[KernelConfig], BoundKernel],
-    strays: Callable[[KernelNeed], bool] = lambda need: False,
+    reads_out_of_bounds: Callable[[KernelNeed], bool] = lambda need: False,
 ) -> BlockKernel:
-    return BlockKernel(name, "", reasons, load, strays=strays)
+    return BlockKernel(name, "", reasons, load, reads_out_of_bounds=reads_out_of_bounds)
 
 
 KERNELS = (
     _kernel("cudnn", _cudnn_reasons, lambda config: in_parts(_cudnn(config))),
-    _kernel("flash", _flash_reasons, lambda config: in_parts(_flash(config), flash_2_backward=True), flash_2_strays),
+    _kernel(
+        "flash",
+        _flash_reasons,
+        lambda config: in_parts(_flash(config), flash_2_backward=True),
+        flash_2_reads_out_of_bounds,
+    ),
     _kernel("efficient", _efficient_reasons, lambda config: in_parts(_efficient(config))),
     _kernel("flash-cpu", _flash_cpu_reasons, _flash_cpu),
     _kernel("math", _math_reasons, _math),

@@ -129,7 +129,7 @@ class BlockKernel:
     itself). ``params`` lists, per direction and architecture, the values worth searching; the first is the default.
     ``strided_backward``: its backward reads dout and out in any layout whose last stride is 1; ``writes_grads``: it
     can write gradients where it is told; ``just_in_time``: it is compiled at its first call, which takes seconds;
-    ``strays``: of what it refuses, where it is known to read or write memory that is not its own, so that not even a
+    ``reads_out_of_bounds``: of what it refuses, where it is known to read or write memory that is not its own, so that not even a
     process of its own should try it.
     """
 
@@ -142,7 +142,7 @@ class BlockKernel:
     strided_backward: bool = False
     writes_grads: bool = False
     just_in_time: bool = False
-    strays: Callable[[KernelNeed], bool] = lambda need: False
+    reads_out_of_bounds: Callable[[KernelNeed], bool] = lambda need: False
 
     def unsupported_reasons(self, need: KernelNeed, facts: HardwareFacts) -> tuple[str, ...]:
         """Why this kernel cannot serve ``need`` on the machine of ``facts``; empty when it can."""

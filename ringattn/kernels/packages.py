@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ringattn.errors import KernelLoadError
 
-from .aten import far_rows_faults, flash_2_backward_faults, flash_2_strays
+from .aten import far_rows_faults, flash_2_backward_faults, flash_2_reads_out_of_bounds
 from .contract import BlockKernel, BoundKernel, Grads, KernelConfig, KernelNeed, Params
 from .parts import MAX_GRID, cutlass_empty_rows, flash_2_empty_rows, in_parts, without_empty_rows
 
@@ -61,7 +61,7 @@ def _no_more_params(kernel: str, config: KernelConfig, known: Iterable[str] = ()
         raise _refusal(kernel, f"unknown parameter {', '.join(unknown)}", f"It takes {', '.join(known) or 'none'}")
 
 
-def _rows_of(lse_NHM: Tensor) -> Tensor:
+def _contiguous_lse(lse_NHM: Tensor) -> Tensor:
     """LSE as the C++ kernels need it: they take its address and check neither strides nor dtype."""
     assert lse_NHM.dtype is torch.float32
     return lse_NHM.contiguous()
@@ -102,7 +102,7 @@ def load_flash_attn_2(config: KernelConfig) -> BoundKernel:
     ) -> Grads:
         dq, dk, dv = grads or _empty_grads(q, k, v)
         bwd(
-            *(_unit_last(dout), q, k, v, out, _rows_of(lse), dq, dk, dv, None),
+            *(_unit_last(dout), q, k, v, out, _contiguous_lse(lse), dq, dk, dv, None),
             *(0.0, scale, causal, -1, -1, 0.0, deterministic, None, None),
         )
         return dq, dk, dv
@@ -140,7 +140,7 @@ def load_flash_attn_3(config: KernelConfig) -> BoundKernel:
         dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /, grads: Grads | None = None
     ) -> Grads:
         dq, dk, dv = grads or _empty_grads(q, k, v)  # it returns none of them
-        bwd(dout, q, k, v, out, _rows_of(lse), dq=dq, dk=dk, dv=dv, **backward_keywords)
+        bwd(dout, q, k, v, out, _contiguous_lse(lse), dq=dq, dk=dk, dv=dv, **backward_keywords)
         return dq, dk, dv
 
     return BoundKernel(forward, backward)
@@ -339,7 +339,7 @@ def load_xformers(config: KernelConfig) -> BoundKernel:
     ) -> Grads:
         assert grads is None, "this kernel cannot write into given gradients"
         # out is read as if its rows were H * D apart, as in kernels_aten's "efficient".
-        lse = without_empty_rows(_rows_of(lse))
+        lse = without_empty_rows(_contiguous_lse(lse))
         result = bwd(dout, out.contiguous(), lse, q, k, v, attn_bias=bias, scale=scale, op=backward_op)
         return result[0], result[1], result[2]
 
@@ -394,7 +394,7 @@ KERNELS = (
         remedy=_FLASH_2_REMEDY,
         strided_backward=True,
         writes_grads=True,
-        strays=flash_2_strays,
+        reads_out_of_bounds=flash_2_reads_out_of_bounds,
     ),
     BlockKernel(
         "flash-attn-3",
@@ -423,6 +423,6 @@ KERNELS = (
         load_xformers,
         xformers_params,
         _XFORMERS_REMEDY,
-        strays=flash_2_strays,
+        reads_out_of_bounds=flash_2_reads_out_of_bounds,
     ),
 )

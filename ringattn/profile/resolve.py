@@ -167,7 +167,9 @@ def _check_bound(bound: Located, facts: HardwareFacts, world: int) -> None:
         mismatch = _heuristic_mismatch(bound.profile.fingerprint, facts)
     if mismatch:
         raise ProfileError(
-            bound.path, f"does not fit this machine: it was {mismatch}. Probe here, or use profile='auto'", "fingerprint"
+            bound.path,
+            f"does not fit this machine: it was {mismatch}. Probe here, or use profile='auto'",
+            "fingerprint",
         )
 
 

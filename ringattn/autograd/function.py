@@ -12,7 +12,7 @@ from ringattn.errors import RingAttentionError
 from ringattn.geometry.layout import check_own
 from ringattn.runtime.program import Program
 
-from .checkpoint import MODES, OutputGrads, Mode
+from .checkpoint import MODES, Mode, OutputGrads
 
 if TYPE_CHECKING:
     from ringattn.distributed.program import RingProgram

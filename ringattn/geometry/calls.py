@@ -61,6 +61,10 @@ class Geometry:
     fused: dict[tuple[Any, ...], Any] = field(default_factory=dict)  # merge_triton's own
     _views: dict[ViewKey, tuple[StridedView, ...]] = field(default_factory=dict)
 
+    def group(self, heads: int) -> int:
+        """Return how many of a tensor's ``heads`` belong to a key/value head: G for q, out and lse, 1 for k and v."""
+        return heads // self.key.kv_heads
+
     def views(
         self, placed: PlacedCall, group: int, strides: Sequence[int], head_dim: int | None, *, folded: bool
     ) -> tuple[StridedView, ...]:

@@ -175,8 +175,7 @@ def _current(device: torch.device) -> AbstractContextManager[object]:
 
 
 def _empty_like(x: Tensor) -> Tensor:
-    """Contiguous, whatever the strides of x."""
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _section(q: Tensor, streamed_rows: int, pairs: int, pairs_per_stream: int) -> int:

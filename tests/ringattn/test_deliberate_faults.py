@@ -174,7 +174,7 @@ def test_in_the_fused_steps() -> None:
 def _fused_main() -> None:
     from ringattn.runtime import fused_kernels, merge_triton
 
-    right_words = merge_triton._stride_words
+    right_words = merge_triton.stride_words
 
     def of_one_head(layout: Any, jobs: Sequence[Sequence[Strides]]) -> tuple[int, ...]:
         return right_words(layout, [[strides._replace(head=0) for strides in job] for job in jobs])
@@ -183,7 +183,7 @@ def _fused_main() -> None:
     mask = _rewritten(fused_kernels, "_selection", "within < BRANCHES[N][0]", "within < BRANCHES[N][0] - 1")
     faults: dict[str, tuple[Any, str, Any]] = {
         "none": (fused_kernels, "_selection", fused_kernels._selection),
-        "every head is the first": (merge_triton, "_stride_words", of_one_head),
+        "every head is the first": (merge_triton, "stride_words", of_one_head),
         "weights not normalised": (fused_kernels, "_weighted_sum", weights),
         "a mask off by one": (fused_kernels, "_selection", mask),
     }

@@ -23,6 +23,7 @@ from ringattn.planning.setup import say_once
 from ringattn.planning.table import ModuleShape, PlanTable, build_table
 from ringattn.profile.schema import Choice, PlanEntry, Policy
 from ringattn.profile.yaml_io import from_plain, to_plain
+from ringattn.runtime.inputs import check_length
 from ringattn.runtime.program import Program
 
 _FORMAT = 1
@@ -109,9 +110,7 @@ class ExportedAttention:
     def program_for(self, q: Tensor, k: Tensor, v: Tensor, train: bool) -> Program:
         """The program of the exported plan for these tensors; PlanError where it cannot run on this machine."""
         batch, length = q.shape[:2]
-        limit = self._table.shape.max_seq_len
-        if limit is not None and length > limit:
-            raise InputError(f"the sequence has {length} positions, more than max_seq_len, {limit}")
+        check_length(length, self._table.shape.max_seq_len)
         row = self._table.plan_at(length, DTYPE_NAMES[q.dtype], train, batch)
         plan = row.runnable()
         if note := self._table.fallback_note(row):

@@ -93,20 +93,20 @@ def test_in_the_merge_of_a_ring_step() -> None:
 # --- checkpoint ---
 
 
-def _other_inputs(program: Any, given: Any, saved: Sequence[Tensor], elsewhere: Any, wanted: Any) -> Any:
+def _other_inputs(program: Any, saved: Sequence[Tensor], on_host: Any) -> Sequence[Tensor]:
     q, k, v = saved
-    return checkpoint._from_rerun(program, given, (q, v, k), elsewhere, wanted)
+    return checkpoint._from_rerun(program, (q, v, k), on_host)
 
 
-def _not_restored(program: Any, given: Any, saved: Sequence[Tensor], elsewhere: Any, wanted: Any) -> Any:
+def _not_restored(program: Any, saved: Sequence[Tensor], on_host: Any) -> Sequence[Tensor]:
     q, k, v, out, lse, *kept = saved
-    return checkpoint._from_saved(program, given, (q, k, v, torch.zeros_like(out), lse, *kept), elsewhere, wanted)
+    return q, k, v, torch.zeros_like(out), lse, *kept
 
 
 @pytest.mark.parametrize(("mode", "fault"), [("full", _other_inputs), ("selective", _not_restored)])
 def test_in_a_checkpoint(mode: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     check(checkpoint=mode)
-    monkeypatch.setitem(checkpoint.MODES, mode, checkpoint.MODES[mode]._replace(backward=fault))
+    monkeypatch.setitem(checkpoint.MODES, mode, checkpoint.MODES[mode]._replace(restore=fault))
     with pytest.raises(AssertionError):
         check(checkpoint=mode)
 

@@ -1,4 +1,4 @@
-"""Our own kernel, "triton": FlashAttention-2 for what no library kernel here takes.
+"""Runs our own kernel, "triton": FlashAttention-2 for what no library kernel here takes.
 
 That is float32 by TF32 as an argument instead of torch's global flag, any head dimension up to 256, grouped heads
 without expanding k and v or summing over heads, any strides in and out, and a deterministic backward. ``triton_device``
@@ -62,7 +62,7 @@ class _Layout(NamedTuple):
 
 
 class _Compiled:
-    """One compilation of one step: its tile, its constants, and from the first launch on the compiled kernel."""
+    """Compilation of one step: its tile, its constants, and from the first launch on the compiled kernel."""
 
     def __init__(self, kernel: Any, tile: Tile, constants: dict[str, object]) -> None:
         self.tile = tile
@@ -72,7 +72,7 @@ class _Compiled:
         self._ready: Any = None
 
     def launch(self, programs: int, tensors: Sequence[Tensor], scalars: Sequence[float]) -> None:
-        """On the current device, where the tensors are.
+        """Launch on the current device, where the tensors are.
 
         Triton looks at every argument to find the compiled kernel, which takes longer than the launch. Here that
         depends on nothing but whether all tensors start at a multiple of 16 bytes, so one that does is kept.
@@ -88,7 +88,7 @@ class _Compiled:
 
 
 class _Launcher:
-    """The kernels with causality and scale fixed; tiles that nobody chose follow from dtype, head dimension and GPU."""
+    """Kernels with causality and scale fixed; tiles that nobody chose follow from dtype, head dimension and GPU."""
 
     def __init__(self, device_side: Any, config: KernelConfig, chosen: dict[Step, Tile]) -> None:
         self._device_side = device_side
@@ -168,7 +168,7 @@ class _Launcher:
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Makes the device current where it is not: Triton launches on the current one."""
+    """Make the device current where it is not: Triton launches on the current one."""
     if device.index is None or device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(device)
@@ -179,7 +179,7 @@ def _empty_like(x: Tensor) -> Tensor:
 
 
 def _section(q: Tensor, streamed_rows: int, pairs: int, pairs_per_stream: int) -> int:
-    """How many pairs run side by side: those whose two streamed tensors fill half of the L2 cache."""
+    """Return the number of pairs that run side by side: those whose two streamed tensors fill half of the L2 cache."""
     stream_bytes = 2 * streamed_rows * q.shape[3] * q.element_size()
     streams = _machine(q.device).l2_bytes // (2 * max(1, stream_bytes))
     return max(1, min(pairs, max(1, streams) * pairs_per_stream))
@@ -189,7 +189,7 @@ def _section(q: Tensor, streamed_rows: int, pairs: int, pairs_per_stream: int) -
 
 
 def load(config: KernelConfig) -> BoundKernel:
-    """Binds the kernels; KernelLoadError where triton is missing or broken, or a parameter is unknown or malformed."""
+    """Bind the kernels; KernelLoadError where triton is missing or broken, or a parameter is unknown or malformed."""
     chosen: dict[Step, Tile] = {}
     known = {f"{step}_tile": step for step in _STEPS}
     for name, value in config.params.items():
@@ -230,7 +230,7 @@ def reasons(need: KernelNeed) -> tuple[str, ...]:
 
 
 def params(need: KernelNeed) -> Params:
-    """The tiles of one direction: query rows x keys, warps, stages, and for float32 how its products are made."""
+    """Return tiles of one direction: query rows x keys, warps, stages, and for float32 the kind of its products."""
     if reasons(need):
         return {}
     steps: Sequence[Step] = ("dq", "dkdv") if need.backward else ("forward",)

@@ -32,7 +32,7 @@ _INF: tl.constexpr = tl.constexpr(float("inf"))
 
 @triton.jit
 def _tf32(x, ROUND: tl.constexpr):
-    """x with TF32's 10 mantissa bits, rounded: tensor cores drop the rest, which shrinks every product."""
+    """Round x to TF32's 10 mantissa bits: tensor cores drop the rest, which shrinks every product."""
     if ROUND:
         bits = tl.inline_asm_elementwise("cvt.rna.tf32.f32 $0, $1;", "=r,f", [x], tl.int32, is_pure=True, pack=1)
         x = bits.to(tl.float32, bitcast=True)
@@ -41,7 +41,7 @@ def _tf32(x, ROUND: tl.constexpr):
 
 @triton.jit
 def _place(tiles, pairs, section, HEAVY_LAST: tl.constexpr):
-    """Which (tile, pair) this program works on.
+    """Return the (tile, pair) of this program.
 
     Lanes go in sections whose k and v (or q and dout) fit the L2 cache; within a section all pairs work on their
     heaviest tiles first, so that the light ones fill the end.
@@ -59,7 +59,7 @@ def _place(tiles, pairs, section, HEAVY_LAST: tl.constexpr):
 
 @triton.jit
 def _offsets(row_stride, WIDE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Element offsets within a tile; 32 bits take half the registers, so 64 only where the host finds it WIDE."""
+    """Return element offsets within a tile; 32 bits take half the registers, so 64 only if WIDE."""
     if not WIDE:
         row_stride = row_stride.to(tl.int32)
     return tl.arange(0, BLOCK)[:, None] * row_stride + tl.arange(0, BLOCK_D)[None, :]
@@ -67,7 +67,7 @@ def _offsets(row_stride, WIDE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.co
 
 @triton.jit
 def _inside(first, end, CHECK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Which elements of a tile exist: rows below ``end`` (all, unless CHECK) and columns below HEAD_DIM."""
+    """Mask the elements of a tile that exist: rows below ``end`` (all, unless CHECK) and columns below HEAD_DIM."""
     rows = (first + tl.arange(0, BLOCK) < end)[:, None]
     columns = (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
     if BLOCK_D == HEAD_DIM:
@@ -81,7 +81,7 @@ def _inside(first, end, CHECK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def _load(x, row_stride, offsets, first, end, ROUND: tl.constexpr, CHECK: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """The tile whose first row is ``first``; zeros where it does not exist."""
+    """Load the tile whose first row is ``first``; zeros where it does not exist."""
     pointers = x + first * row_stride + offsets
     if CHECK or offsets.shape[1] != HEAD_DIM:
         inside = _inside(first, end, CHECK, HEAD_DIM, offsets.shape[0], offsets.shape[1])
@@ -102,29 +102,11 @@ def _store(x, row_stride, offsets, tile, first, end, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def _forward_keys(
-    sums,
-    total,
-    peak,
-    q,
-    k,
-    v,
-    k_m,
-    v_m,
-    k_offsets,
-    v_offsets,
-    row,
-    begin,
-    end,
-    keys,
-    scale_log2,
-    MASK: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
+    sums, total, peak, q, k, v, k_m, v_m, k_offsets, v_offsets, row, begin, end, keys, scale_log2,
+    MASK: tl.constexpr, CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
     ROUND: tl.constexpr,
-):
-    """Attends over keys [begin, end); MASK where some of them may not exist or, if CAUSAL, not be seen."""
+):  # fmt: skip
+    """Attend over keys [begin, end); MASK where some of them may not exist or, if CAUSAL, not be seen."""
     for first in tl.range(begin, end, BLOCK_N):
         k_tile = _load(k, k_m, k_offsets, first, keys, ROUND, MASK, HEAD_DIM)
         scores = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
@@ -149,41 +131,12 @@ def _forward_keys(
 
 @triton.jit(do_not_specialize=_VARYING)
 def forward_kernel(
-    q,
-    k,
-    v,
-    out,
-    lse,
-    q_n: tl.int64,
-    q_m: tl.int64,
-    q_h: tl.int64,
-    k_n: tl.int64,
-    k_m: tl.int64,
-    k_h: tl.int64,
-    v_n: tl.int64,
-    v_m: tl.int64,
-    v_h: tl.int64,
-    rows,
-    keys,
-    heads,
-    group,
-    tiles,
-    pairs,
-    section,
-    scale,
-    scale_log2,
-    CAUSAL: tl.constexpr,
-    NEGATE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    ALIGN: tl.constexpr,
-    WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ROUND: tl.constexpr,
-):
-    """out (N, M, H, D) and lse (N, H, M), both contiguous, of one tile of query rows.
+    q, k, v, out, lse, q_n: tl.int64, q_m: tl.int64, q_h: tl.int64, k_n: tl.int64, k_m: tl.int64, k_h: tl.int64,
+    v_n: tl.int64, v_m: tl.int64, v_h: tl.int64, rows, keys, heads, group, tiles, pairs, section, scale, scale_log2,
+    CAUSAL: tl.constexpr, NEGATE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, ROUND: tl.constexpr,
+):  # fmt: skip
+    """Write out (N, M, H, D) and lse (N, H, M), both contiguous, of one tile of query rows.
 
     ``scale`` is positive: the largest score must stay the largest when scaled. NEGATE takes its sign.
     """
@@ -235,36 +188,17 @@ def forward_kernel(
 
 @triton.jit
 def _weights(scores, lse, scale):
-    """p of raw scores against the LSE of the whole row."""
+    """Return p of raw scores against the LSE of the whole row."""
     shifted = tl.minimum(scores * scale - lse, 0.0, propagate_nan=tl.PropagateNan.ALL)
     return tl.exp2(shifted * _LOG2_E)
 
 
 @triton.jit
 def _dq_keys(
-    dq,
-    q,
-    dout,
-    lse,
-    delta,
-    k,
-    v,
-    k_m,
-    v_m,
-    k_offsets,
-    v_offsets,
-    row,
-    begin,
-    end,
-    keys,
-    scale,
-    MASK: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ROUND: tl.constexpr,
-):
-    """Adds what keys [begin, end) give; MASK where a row may not see all of them."""
+    dq, q, dout, lse, delta, k, v, k_m, v_m, k_offsets, v_offsets, row, begin, end, keys, scale, MASK: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, ROUND: tl.constexpr,
+):  # fmt: skip
+    """Add what keys [begin, end) give; MASK where a row may not see all of them."""
     for first in tl.range(begin, end, BLOCK_N):
         k_tile = _load(k, k_m, k_offsets, first, keys, ROUND, True, HEAD_DIM)
         v_tile = _load(v, v_m, v_offsets, first, keys, ROUND, True, HEAD_DIM)
@@ -280,51 +214,14 @@ def _dq_keys(
 
 @triton.jit(do_not_specialize=_VARYING)
 def dq_kernel(
-    dout,
-    q,
-    k,
-    v,
-    out,
-    lse,
-    dq,
-    delta,
-    dout_n: tl.int64,
-    dout_m: tl.int64,
-    dout_h: tl.int64,
-    q_n: tl.int64,
-    q_m: tl.int64,
-    q_h: tl.int64,
-    k_n: tl.int64,
-    k_m: tl.int64,
-    k_h: tl.int64,
-    v_n: tl.int64,
-    v_m: tl.int64,
-    v_h: tl.int64,
-    out_n: tl.int64,
-    out_m: tl.int64,
-    out_h: tl.int64,
-    dq_n: tl.int64,
-    dq_m: tl.int64,
-    dq_h: tl.int64,
-    rows,
-    keys,
-    heads,
-    group,
-    tiles,
-    pairs,
-    section,
-    scale,
-    CAUSAL: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    ALIGN: tl.constexpr,
-    WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ROUND: tl.constexpr,
-):
-    """dq (N, M, H, D) and delta (N, H, M), the row sums of dout * out in float32, of one tile of query rows."""
+    dout, q, k, v, out, lse, dq, delta, dout_n: tl.int64, dout_m: tl.int64, dout_h: tl.int64, q_n: tl.int64,
+    q_m: tl.int64, q_h: tl.int64, k_n: tl.int64, k_m: tl.int64, k_h: tl.int64, v_n: tl.int64, v_m: tl.int64,
+    v_h: tl.int64, out_n: tl.int64, out_m: tl.int64, out_h: tl.int64, dq_n: tl.int64, dq_m: tl.int64, dq_h: tl.int64,
+    rows, keys, heads, group, tiles, pairs, section, scale, CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr, ROUND: tl.constexpr,
+):  # fmt: skip
+    """Write dq (N, M, H, D) and delta (N, H, M), the fp32 row sums of dout * out, of one tile of query rows."""
     tile, pair = _place(tiles, pairs, section, CAUSAL)
     n = (pair // heads).to(tl.int64)
     head = pair % heads
@@ -375,30 +272,10 @@ def dq_kernel(
 
 @triton.jit
 def _dkdv_rows(
-    dk,
-    dv,
-    k,
-    v,
-    q,
-    dout,
-    lse,
-    delta,
-    q_m,
-    dout_m,
-    q_offsets,
-    dout_offsets,
-    key,
-    begin,
-    end,
-    rows,
-    scale,
-    MASK: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ROUND: tl.constexpr,
-):
-    """Adds what query rows [begin, end) give; MASK where a row may not see all keys. Scores are transposed."""
+    dk, dv, k, v, q, dout, lse, delta, q_m, dout_m, q_offsets, dout_offsets, key, begin, end, rows, scale,
+    MASK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr, ROUND: tl.constexpr,
+):  # fmt: skip
+    """Add what query rows [begin, end) give; MASK where a row may not see all keys. Scores are transposed."""
     for first in tl.range(begin, end, BLOCK_M):
         row = first + tl.arange(0, BLOCK_M)
         q_tile = _load(q, q_m, q_offsets, first, rows, ROUND, True, HEAD_DIM)
@@ -418,51 +295,14 @@ def _dkdv_rows(
 
 @triton.jit(do_not_specialize=_VARYING)
 def dkdv_kernel(
-    dout,
-    q,
-    k,
-    v,
-    lse,
-    delta,
-    dk,
-    dv,
-    dout_n: tl.int64,
-    dout_m: tl.int64,
-    dout_h: tl.int64,
-    q_n: tl.int64,
-    q_m: tl.int64,
-    q_h: tl.int64,
-    k_n: tl.int64,
-    k_m: tl.int64,
-    k_h: tl.int64,
-    v_n: tl.int64,
-    v_m: tl.int64,
-    v_h: tl.int64,
-    dk_n: tl.int64,
-    dk_m: tl.int64,
-    dk_h: tl.int64,
-    dv_n: tl.int64,
-    dv_m: tl.int64,
-    dv_h: tl.int64,
-    rows,
-    keys,
-    heads,
-    group,
-    tiles,
-    pairs,
-    section,
-    scale,
-    CAUSAL: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    ALIGN: tl.constexpr,
-    WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ROUND: tl.constexpr,
-):
-    """dk and dv (N, M, K, D) of one tile of keys: the sum over the query heads of its group."""
+    dout, q, k, v, lse, delta, dk, dv, dout_n: tl.int64, dout_m: tl.int64, dout_h: tl.int64, q_n: tl.int64,
+    q_m: tl.int64, q_h: tl.int64, k_n: tl.int64, k_m: tl.int64, k_h: tl.int64, v_n: tl.int64, v_m: tl.int64,
+    v_h: tl.int64, dk_n: tl.int64, dk_m: tl.int64, dk_h: tl.int64, dv_n: tl.int64, dv_m: tl.int64, dv_h: tl.int64,
+    rows, keys, heads, group, tiles, pairs, section, scale, CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr, ROUND: tl.constexpr,
+):  # fmt: skip
+    """Write dk and dv (N, M, K, D) of one tile of keys: the sum over the query heads of its group."""
     tile, pair = _place(tiles, pairs, section, False)
     kv_heads = heads // group
     n = (pair // kv_heads).to(tl.int64)

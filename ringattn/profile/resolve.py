@@ -1,4 +1,4 @@
-"""Which profile serves this machine, and why: pure decisions over profiles already read. No torch, no files.
+"""Decides which profile serves this machine, and why: pure, over profiles already read. No torch, no files.
 
 The tiers, best first:
 
@@ -23,21 +23,8 @@ from ringattn.errors import ProfileError
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.wording import plural
 
-from .locations import Located, Origin, collect, search_paths
+from .locations import Located, Origin
 from .schema import Fingerprint, Policy, Profile, Provenance
-
-__all__ = [
-    "TIERS",
-    "Located",
-    "Origin",
-    "Resolution",
-    "Tier",
-    "built_in_heuristic",
-    "collect",
-    "mismatch",
-    "resolve",
-    "search_paths",
-]
 
 Tier = Literal["exact", "same-silicon", "same-sku", "nearest", "heuristic"]
 TIERS: tuple[Tier, ...] = ("exact", "same-silicon", "same-sku", "nearest", "heuristic")
@@ -48,7 +35,7 @@ _MEMORY_TOLERANCE = 0.02  # of one card, drivers reserve more or less
 
 
 class TraceLine(str):
-    """A line of a trace: what became of a profile from ``path``, which was looked at because of ``origin``."""
+    """Line of a trace: the verdict on a profile from ``path``, found by ``origin``."""
 
     path: str
     origin: Origin
@@ -69,7 +56,7 @@ class TraceLine(str):
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
-    """What to obey on this machine.
+    """Profile and heuristic that serve this machine.
 
     ``profile`` is the measured profile (None: nothing measured fits), ``heuristic`` answers what it does not cover,
     ``path`` is the file of the one that leads, ``trace`` says of every profile looked at why it was taken or not, and
@@ -87,7 +74,7 @@ class Resolution:
 
 @dataclass(frozen=True, slots=True)
 class _Match:
-    """How well a measured profile fits; ``tier`` None: not at all."""
+    """Match of a measured profile with this machine; ``tier`` None is no match."""
 
     tier: Tier | None
     why: str
@@ -99,7 +86,7 @@ class _Match:
 
 
 def resolve(located: Sequence[Located], facts: HardwareFacts, *, world: int = 1) -> Resolution:
-    """The best profile of ``located`` (in search order) for this machine: by tier, then nearness, then order.
+    """Return the best profile of ``located`` (in search order) for this machine: by tier, then nearness, then order.
 
     Those with plans for ``world`` ranks go before all others, which say nothing of it. A profile named by argument or
     RINGTUNE_PROFILE binds: it is taken in whatever tier, and ProfileError raised when it does not fit at all. Device
@@ -147,7 +134,7 @@ def resolve(located: Sequence[Located], facts: HardwareFacts, *, world: int = 1)
 
 
 def _ships_for_others(entry: Located, facts: HardwareFacts) -> bool:
-    """Whether a profile came with the package and was made for another vendor, or is a rule for other devices.
+    """Tell whether a profile came with the package for another vendor, or is a heuristic for other devices.
 
     Nobody put it there for this machine, so why it does not serve is no news. A measured one of the same vendor is:
     people ask why their card does not use it.
@@ -191,7 +178,7 @@ def _match(profile: Profile, facts: HardwareFacts, world: int) -> _Match:
 
 
 def mismatch(profile: Profile, facts: HardwareFacts) -> str:
-    """Why a measured profile cannot serve this machine at all; empty where it can, in whatever tier."""
+    """Return why a measured profile cannot serve this machine at all; empty where it can, in whatever tier."""
     return _mismatch(profile.fingerprint, Fingerprint.of(facts))
 
 
@@ -207,7 +194,7 @@ def _mismatch(made: Fingerprint, here: Fingerprint) -> str:
 
 
 def _silicon_differences(made: Fingerprint, here: Fingerprint) -> list[str]:
-    """What sets the two devices themselves apart, in words; a CPU is also its flags, cores and threads."""
+    """Return the differences between the two devices, in words; a CPU is also its flags, cores and threads."""
     # A container's memory is not the processor's.
     names = ["sku", "device_name", "sm_count", "threads"] if made.vendor == "cpu" else ["sku", "sm_count", "l2_mib"]
     differences = [_differs(name, made, here) for name in names if getattr(made, name) != getattr(here, name)]
@@ -233,7 +220,7 @@ def _ring_differences(made: Fingerprint, here: Fingerprint) -> list[str]:
 
 
 def _is_other_class(made: Fingerprint, here: Fingerprint, world: int) -> bool:
-    """Whether two devices of one name are too unlike for more than ``nearest``."""
+    """Tell whether two devices of one name are too unlike for more than ``nearest``."""
     if world > 1 and _ring_differences(made, here):
         return True
     if made.vendor == "cpu":
@@ -246,7 +233,7 @@ def _differs(name: str, made: Fingerprint, here: Fingerprint) -> str:
 
 
 def _software_differences(made: Iterable[tuple[str, str]], here: Iterable[tuple[str, str]]) -> list[str]:
-    """Versions that differ; the driver's counts only where both sides could read it."""
+    """Return versions that differ; the driver's counts only where both sides could read it."""
     theirs, ours = dict(made), dict(here)
     if not ("driver" in theirs and "driver" in ours):
         theirs.pop("driver", None)
@@ -267,7 +254,7 @@ def _log_distance(made: Fingerprint, here: Fingerprint) -> float:
 
 
 def _heuristic(located: Sequence[Located], facts: HardwareFacts, bound: Located | None, trace: list[str]) -> Located:
-    """The first origin that has one for this device; of several there the one meant for the fewest devices."""
+    """Return the heuristic of the first origin that has one for this device; of several, that for the fewest."""
     fitting: list[Located] = []
     for entry in located:
         if entry.profile.source != "heuristic":
@@ -308,7 +295,7 @@ def _heuristic_mismatch(made: Fingerprint, facts: HardwareFacts) -> str:
 
 
 def arch_range(arch: str) -> tuple[float, float]:
-    """The compute capabilities (times ten) from and to that "sm_90", "sm_80-sm_89" or "sm_100+" stands for.
+    """Return the first and last compute capability (times ten) of "sm_90", "sm_80-sm_89" or "sm_100+".
 
     Anything else is the empty range (1, 0): such an arch is itself and nothing more.
     """
@@ -325,14 +312,14 @@ def _sm(arch: str) -> float:
 
 
 def _generality(made: Fingerprint) -> tuple[float, int]:
-    """How many devices a heuristic is meant for: first by its range of arch, then by what else it asks for."""
+    """Return a sort key for the devices a heuristic is meant for: its range of arch, then what else it asks for."""
     low, high = arch_range(made.arch)
     width = max(0.0, high - low) if made.arch else math.inf
     return width, -sum((bool(made.sku), bool(made.mig), len(made.isa)))
 
 
 def built_in_heuristic(vendor: str) -> Profile:
-    """The last resort, where no heuristic file fits: 16-bit inputs in fp32, on kernels that run everywhere."""
+    """Return the last resort, where no heuristic file fits: 16-bit inputs in fp32, on kernels that run everywhere."""
     kernels = ("math",) if vendor == "cpu" else ("efficient", "math")
     dtypes = (("bf16", "fp32"), ("fp16", "fp32"), ("fp32", "fp32"), ("fp64", "fp64"))
     return Profile(

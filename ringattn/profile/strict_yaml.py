@@ -1,4 +1,4 @@
-"""YAML as plain data and nothing else: bounded, without aliases, anchors, tags or repeated keys.
+"""Reads and writes YAML as plain data: bounded, without aliases, anchors, tags or repeated keys.
 
 ``yaml.safe_load`` builds whatever its input names, an alias bomb too, and lets the last of two equal keys win.
 Here the parser's events are checked one by one as the data is built, so bad input costs no more than reading it.
@@ -25,14 +25,14 @@ _TAG = "tag:yaml.org,2002:"
 
 
 class YamlError(Exception):
-    """What is wrong with a text, in one line, with its line number."""
+    """Fault of a text, in one line, with its line number."""
 
     def __init__(self, message: str, mark: Any) -> None:
         super().__init__(message if mark is None else f"line {mark.line + 1}: {message}")
 
 
 def read_yaml(text: str) -> object:
-    """The one document in ``text`` as dict, list, str, int, float, bool and None; raises YamlError.
+    """Return the one document in ``text`` as dict, list, str, int, float, bool and None; raises YamlError.
 
     Plain scalars mean what they mean to ``yaml.safe_load``, except that dates are refused: they need quotes.
     """
@@ -51,7 +51,7 @@ def read_yaml(text: str) -> object:
 
 
 class _Builder:
-    """Turns parser events into data; every open collection is on ``stack``."""
+    """Builder of data from parser events; every open collection is on ``stack``."""
 
     def __init__(self) -> None:
         self.root: object = None
@@ -142,7 +142,7 @@ LINE_WIDTH = 120
 
 
 class _Dumper(_BaseDumper):  # type: ignore[misc]
-    """Writes short collections of scalars on one line and everything else one entry a line; never an alias."""
+    """Dumper of short collections of scalars on one line and everything else one entry a line; never an alias."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
@@ -171,5 +171,5 @@ _Dumper.add_representer(Quoted, _represent_quoted)
 
 
 def write_yaml(content: object) -> str:
-    """``content`` (dict, list and scalars) as text that ``read_yaml`` reads back equal."""
+    """Return ``content`` (dict, list and scalars) as text that ``read_yaml`` reads back equal."""
     return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=LINE_WIDTH)

@@ -89,16 +89,8 @@ class _Attend(torch.autograd.Function):
 
 class _Gradients(torch.autograd.Function):
     @staticmethod
-    def forward(
-        dout: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        source: ProgramSource,
-        dlse: Tensor | None,
-    ) -> tuple[Tensor | None, ...]:
+    def forward(*inputs: Any) -> tuple[Tensor | None, ...]:
+        dout, q, k, v, out, lse, source, dlse = inputs
         program = traced_program(source, q, k, v, True)
         with torch.autocast(q.device.type, enabled=False):
             return program.gradients(dout, *unit_stride_rows(q, k, v), out, lse, dlse=dlse)

@@ -6,8 +6,7 @@ here lives on a device.
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -109,39 +108,5 @@ def _is_direct(key: LayoutKey, windows: list[Window]) -> bool:
     return not call.copied and call.rate == 1 and call.segments * call.length == key.seq_len
 
 
-class PatternCache:
-    """Cache of the most recently used geometries, shared by every module of the process; thread-safe."""
-
-    def __init__(self, capacity: int = 256) -> None:
-        self.capacity = capacity
-        self.built = 0  # how many geometries were worked out, for whoever wonders whether the cache pays
-        self._lock = threading.Lock()
-        self._kept: OrderedDict[LayoutKey, Geometry] = OrderedDict()
-
-    def get(self, key: LayoutKey) -> Geometry:
-        with self._lock:
-            geometry = self._kept.get(key)
-            if geometry is not None:
-                self._kept.move_to_end(key)
-                return geometry
-        geometry = self.build(key)
-        with self._lock:
-            self._kept[key] = geometry
-            while len(self._kept) > self.capacity:
-                self._kept.popitem(last=False)
-        return geometry
-
-    def build(self, key: LayoutKey) -> Geometry:
-        """Build a geometry without keeping it, as plans with the pattern cache off do at each call."""
-        self.built += 1
-        return build_geometry(key)
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def clear(self) -> None:
-        with self._lock:
-            self._kept.clear()
-
-
-PATTERN_CACHE = PatternCache()
+# The geometries used last, shared by every module of the process.
+cached_geometry = functools.lru_cache(maxsize=256)(build_geometry)

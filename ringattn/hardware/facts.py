@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ringattn.errors import DeviceError
 
@@ -185,6 +185,24 @@ def detect(device: torch.device | str | int | None = None) -> HardwareFacts:
     if wanted.type in _UNMEASURED:
         raise _unmeasured(str(wanted), wanted.type)
     raise DeviceError(f"device is {str(wanted)!r}; use 'cuda', 'cuda:N' or 'cpu'")
+
+
+class Gpu(NamedTuple):
+    """Compute capability as one number (90 for sm_90) and bytes of L2 cache."""
+
+    sm: int
+    l2_bytes: int
+
+
+@cache
+def gpu_of(device: torch.device) -> Gpu:
+    """Return the properties that a kernel picks its tiles by; those of sm_80 for a CPU, where Triton interprets."""
+    import torch
+
+    if device.type != "cuda":
+        return Gpu(80, 0)
+    properties = torch.cuda.get_device_properties(device)
+    return Gpu(properties.major * 10 + properties.minor, properties.L2_cache_size)
 
 
 def _requested(device: Any) -> torch.device:

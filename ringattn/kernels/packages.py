@@ -180,11 +180,7 @@ def _tile_keywords(value: object) -> dict[str, object]:
         raise _refusal("flash-attn-4", f"forward_tile is {value!r}", "Use 'package' or a tile of the search space")
     size, *flags = str(value).split("-")
     query_rows, key_rows = map(int, size.split("x"))
-    return {
-        "tile_mn": (query_rows, key_rows),
-        "mma_pv_is_rs": "rs" in flags,
-        "intra_wg_overlap": "overlap" in flags,
-    }
+    return {"tile_mn": (query_rows, key_rows), "mma_pv_is_rs": "rs" in flags, "intra_wg_overlap": "overlap" in flags}
 
 
 def _keep_compiled_kernels() -> None:
@@ -202,19 +198,11 @@ def load_flash_attn_4(config: KernelConfig) -> BoundKernel:
     """
     name = "flash-attn-4"
     _no_more_params(name, config, ("forward_tile", "pack_gqa"))
-    forward_keywords: dict[str, object] = {
-        "softmax_scale": config.scale,
-        "causal": config.causal,
-        "return_lse": True,
-    }
+    forward_keywords: dict[str, object] = {"softmax_scale": config.scale, "causal": config.causal, "return_lse": True}
     forward_keywords |= _tile_keywords(config.params.get("forward_tile", _PACKAGE_CHOICE))
     if "pack_gqa" in config.params:
         forward_keywords["pack_gqa"] = bool(config.params["pack_gqa"])
-    backward_keywords = {
-        "softmax_scale": config.scale,
-        "causal": config.causal,
-        "deterministic": config.deterministic,
-    }
+    backward_keywords = {"softmax_scale": config.scale, "causal": config.causal, "deterministic": config.deterministic}
     into = ("dq", "dk", "dv")
     _keep_compiled_kernels()
     module = _import(name, "flash_attn.cute.interface", _FLASH_4_REMEDY)

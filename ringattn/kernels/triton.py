@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ringattn.errors import KernelLoadError
+from ringattn.hardware.facts import gpu_of
 
 from .contract import BlockKernel, BoundKernel, Grads, KernelConfig, KernelNeed, Params
 from .triton_tiles import LOWEST_SM, SMALLEST_BLOCK, Step, Tile, parse, tiles
@@ -30,19 +31,6 @@ _MAX_HEAD_DIM = 256
 _MAX_PROGRAMS = 2**31 - 1  # CUDA's limit of the first grid dimension
 _MAX_ROW_STRIDE = 2**24  # 127 rows of it and a head dimension fit in 31 bits
 _STEPS: tuple[Step, ...] = ("forward", "dq", "dkdv")
-
-
-class _Machine(NamedTuple):
-    sm: int
-    l2_bytes: int
-
-
-@functools.cache
-def _machine(device: torch.device) -> _Machine:
-    if device.type != "cuda":
-        return _Machine(80, 0)  # Triton's interpreter
-    properties = torch.cuda.get_device_properties(device)
-    return _Machine(properties.major * 10 + properties.minor, properties.L2_cache_size)
 
 
 class _Layout(NamedTuple):
@@ -151,7 +139,7 @@ class _Launcher:
     def _prepare(self, step: Step, q: Tensor, layout: _Layout) -> _Compiled:
         head_dim, device = q.shape[3], q.device
         dtype = "tf32" if self._tf32 else "fp32" if q.dtype is torch.float32 else "fp16"
-        tile = self._chosen.get(step) or tiles(step, _machine(device).sm, dtype, head_dim)[0]
+        tile = self._chosen.get(step) or tiles(step, gpu_of(device).sm, dtype, head_dim)[0]
         constants: dict[str, object] = {
             "CAUSAL": self._causal,
             **({"NEGATE": self._scale < 0} if step == "forward" else {}),
@@ -181,7 +169,7 @@ def _empty_like(x: Tensor) -> Tensor:
 def _section(q: Tensor, streamed_rows: int, pairs: int, pairs_per_stream: int) -> int:
     """Return the number of pairs that run side by side: those whose two streamed tensors fill half of the L2 cache."""
     stream_bytes = 2 * streamed_rows * q.shape[3] * q.element_size()
-    streams = _machine(q.device).l2_bytes // (2 * max(1, stream_bytes))
+    streams = gpu_of(q.device).l2_bytes // (2 * max(1, stream_bytes))
     return max(1, min(pairs, max(1, streams) * pairs_per_stream))
 
 

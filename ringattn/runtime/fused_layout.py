@@ -191,15 +191,7 @@ def _most_slots(branch: Branch, kv_heads: int, group: int, rule: HeadOffset, cop
 
     def count(length: int) -> int:
         calls = branch_calls(
-            branch,
-            begin=0,
-            end=length,
-            batch=1,
-            batch_folds=True,
-            kv_heads=kv_heads,
-            group=group,
-            rule=rule,
-            copy=copy,
+            branch, begin=0, end=length, batch=1, batch_folds=True, kv_heads=kv_heads, group=group, rule=rule, copy=copy
         )
         return sum(len(_slots_of(0, call, 0, step)) for call in calls)
 

@@ -235,12 +235,7 @@ class TritonOps:
         )
 
     def _gather(
-        self,
-        geometry: Geometry,
-        placed: PlacedCall,
-        sources: Sequence[Tensor],
-        lse_BHS: Tensor | None,
-        lease: Lease,
+        self, geometry: Geometry, placed: PlacedCall, sources: Sequence[Tensor], lse_BHS: Tensor | None, lease: Lease
     ) -> tuple[list[Tensor], Tensor | None]:
         """Gather rows of all sources, and of the lse if given, in one launch."""
         call = placed.call

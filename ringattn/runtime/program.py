@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ringattn.dtypes import TORCH_DTYPES
-from ringattn.geometry.calls import PATTERN_CACHE, Geometry, LayoutKey, PlacedCall, Window
+from ringattn.geometry.calls import Geometry, LayoutKey, PlacedCall, Window, build_geometry, cached_geometry
 from ringattn.kernels.contract import BoundKernel, Differentiable, KernelConfig, not_differentiable
 from ringattn.kernels.registry import KERNELS
 from ringattn.planning.plan import Plan
@@ -65,7 +65,7 @@ class Program:
         self._pattern, self._dense = plan.workload.pattern, plan.workload.pattern.dense
         self._gathers = tuple(branch.gather for branch in tunables.branches)
         self._window = tunables.window_tokens
-        self._geometry_of = PATTERN_CACHE.get if tunables.pattern_cache else PATTERN_CACHE.build
+        self._geometry_of = cached_geometry if tunables.pattern_cache else build_geometry
         self._pool = (tunables.pool_threshold_mib, tunables.pool_strategy)
         self._ops = _ops(plan)
         forward = [_bind(plan, branch.forward, scale) for branch in tunables.branches]

@@ -49,7 +49,7 @@ class ProgramSource(Protocol):
 
 
 class Module(ProgramSource, Protocol):
-    """``RingAttention``, which imports this file."""
+    """Protocol of ``RingAttention``, which imports this file."""
 
     scale: float
     device: torch.device

@@ -35,7 +35,7 @@ class HeadRun:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """``segments`` segments of ``length`` positions from ``start`` on, ``rows`` selected rows in each."""
+    """Kernel call over ``segments`` segments of ``length`` positions from ``start``, ``rows`` selected rows in each."""
 
     batch_start: int
     batch: int

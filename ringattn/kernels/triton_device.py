@@ -1,4 +1,4 @@
-"""The device side of the "triton" kernel: FlashAttention-2 forward and backward over one kind of block.
+"""Runs FlashAttention-2 forward and backward over one kind of block: the device side of the "triton" kernel.
 
 Imported only when that kernel is loaded, since it needs triton. Written from FlashAttention (arXiv:2205.14135) and
 FlashAttention-2 (arXiv:2307.08691).

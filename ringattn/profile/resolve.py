@@ -115,11 +115,8 @@ def resolve(located: Sequence[Located], facts: HardwareFacts, *, world: int = 1)
         verdict = "taken" if number == 0 else f"not taken, {measured[0][1].path} comes first"
         if number and measured[0][1].profile.covers(world) and not entry.profile.covers(world):
             verdict = f"not taken, it holds no plans for {plural(world, 'rank')}"
-        lacks = (
-            f"; it holds no plans for {plural(world, 'rank')}"
-            if number == 0 and not entry.profile.covers(world)
-            else ""
-        )
+        lacking = number == 0 and not entry.profile.covers(world)
+        lacks = f"; it holds no plans for {plural(world, 'rank')}" if lacking else ""
         trace.insert(number, TraceLine.at(entry, f"{verdict}; tier {match.tier}: {match.why}{lacks}"))
     heuristic = _heuristic(located, facts, bound, trace)
     if others := every - len(located):

@@ -126,7 +126,7 @@ class TorchOps:
     def gather_backward(
         self, geometry: Geometry, placed: PlacedCall, sources: Sequence[Tensor], lse_BHS: Tensor, lease: Lease
     ) -> tuple[list[Tensor], Tensor]:
-        """``gather``, and the LSE of the call's query rows, contiguous (N, heads, M).
+        """Run ``gather``, and copy the LSE of the call's query rows, contiguous (N, heads, M).
 
         There may be no sources; the first has the heads of the LSE.
         """

@@ -55,7 +55,7 @@ class Program:
     """Plan with its kernels loaded; stateless between calls, so one serves any number of threads."""
 
     def __init__(self, plan: Plan, scale: float, travelling: frozenset[int] = frozenset()) -> None:
-        """``travelling`` branches are not computed here: ``forward`` and ``backward`` are given a callable for them."""
+        """Load the kernels of ``plan``; ``forward`` and ``backward`` are given a callable for ``travelling`` branches."""
         assert scale > 0, "kernels mask before they scale"
         tunables = plan.tunables
         self.plan = plan
@@ -78,7 +78,7 @@ class Program:
         self.differentiable: Differentiable = backward[0].differentiable if _is_one_op(plan) else not_differentiable
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kept: Kept | None = None) -> tuple[Tensor, Tensor]:
-        """``forward`` for inputs of any dtype: computed in the plan's dtype, out in the input dtype."""
+        """Run ``forward`` on inputs of any dtype: computed in the plan's dtype, out in the input dtype."""
         if q.dtype is self.dtype:
             return self.forward(q, k, v, kept)
         out, lse = self.forward(q.to(self.dtype), k.to(self.dtype), v.to(self.dtype), kept)
@@ -96,7 +96,7 @@ class Program:
         wanted: Wanted = ALL,
         dlse: Tensor | None = None,
     ) -> Grads:
-        """``backward`` for tensors of any dtype and layout; gradients in the input dtype, None where not wanted.
+        """Run ``backward`` on tensors of any dtype and layout; gradients in the input dtype, None where not wanted.
 
         dout and dlse are None where out, or lse, has no gradient, but not both.
         """

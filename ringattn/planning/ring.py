@@ -51,7 +51,7 @@ def travelling_branches(workload: Workload, tunables: Tunables) -> tuple[int, ..
     degree, layout = ulysses_degree(tunables, workload.world), tunables.layout
     if tunables.schedule == "local" or not layout or degree < 1 or workload.world % degree:
         return ()
-    if no_share_reason(layout, workload.total, workload.world):
+    if no_shard_reason(layout, workload.total, workload.world):
         return ()
     return Ranks.of(workload, tunables).travelling(workload)
 

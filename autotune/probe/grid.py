@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autotune.exit_codes import UsageFailure
-from autotune.space.space import NARROWER, WIDER
+from autotune.space.space import NARROWER
 from ringattn.errors import InputError
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.wording import plural
-from ringattn.workload import Branch, Mode, Pattern, Workload
+from ringattn.workload import Branch, Mode, Pattern, Workload, not_narrower
 
 from .request import Effort, ProbeRequest
 
@@ -140,7 +140,7 @@ def _input_dtypes(request: ProbeRequest, facts: HardwareFacts) -> tuple[str, ...
 
 def _cell(workload: Workload, request: ProbeRequest) -> Cell:
     if request.precision == "auto":
-        return Cell(workload, WIDER[workload.dtype], NARROWER[workload.dtype])
+        return Cell(workload, not_narrower(workload.dtype), NARROWER[workload.dtype])
     if request.precision == "tf32":
         return Cell(workload, ("fp32",), ("tf32",))
     return Cell(workload, (workload.dtype,))

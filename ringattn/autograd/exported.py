@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
 from ringattn.dtypes import DTYPE_NAMES
 from ringattn.errors import InputError, PlanError, ProfileError
-from ringattn.hardware.facts import HardwareFacts, detect
-from ringattn.planning.plan import Conditions, Wishes, build_plan
-from ringattn.planning.preference import Preference
+from ringattn.hardware.facts import detect
+from ringattn.planning.plan import build_plan
 from ringattn.planning.setup import say_once
-from ringattn.planning.table import ModuleShape, PlanTable, build_table
-from ringattn.profile.schema import Choice, PlanEntry, Policy
+from ringattn.planning.table import PlanTable, Question, table_of
+from ringattn.profile.schema import Choice, PlanEntry
 from ringattn.profile.yaml_io import from_plain, to_plain
 from ringattn.runtime.program import Program
 
@@ -29,20 +28,12 @@ _FORMAT = 1
 _SOURCE = "exported program"
 
 
-@dataclass(frozen=True, slots=True)
-class Configuration:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration(Question):
     """All that the plans of a module on one rank follow from; ``facts`` are those of the machine that exported."""
 
     format: int
     scale: float
-    shape: ModuleShape
-    entries: tuple[PlanEntry, ...]
-    policy: Policy
-    facts: HardwareFacts
-    conditions: Conditions
-    wishes: Wishes
-    auto_dtype: bool
-    prefer: Preference | None = None
 
     def __post_init__(self) -> None:
         if self.format != _FORMAT:
@@ -51,11 +42,9 @@ class Configuration:
 
 def configuration_text(table: PlanTable, scale: float) -> str:
     """The configuration of a module with this table as JSON; equal texts give equal plans."""
-    t = table
-    entries = tuple(_lean(entry, evidence=t.prefer is not None) for entry in t.entries)
-    configuration = Configuration(
-        _FORMAT, scale, t.shape, entries, t.policy, t.facts, t.conditions, t.wishes, t.auto_dtype, t.prefer
-    )
+    asked = {field.name: getattr(table, field.name) for field in fields(Question)}
+    entries = tuple(_lean(entry, evidence=table.prefer is not None) for entry in table.entries)
+    configuration = Configuration(**asked | {"entries": entries}, format=_FORMAT, scale=scale)
     return json.dumps(to_plain(configuration), sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
@@ -94,16 +83,7 @@ class ExportedAttention:
         self._conditions = replace(c.conditions, deterministic=deterministic)
         self._here = detect(device)
         self._scale = c.scale
-        self._table = build_table(
-            c.shape,
-            c.entries,
-            c.policy,
-            c.facts,
-            conditions=c.conditions,
-            wishes=c.wishes,
-            auto_dtype=c.auto_dtype,
-            prefer=c.prefer,
-        )
+        self._table = table_of(c.question)
         self.traced: dict[object, Program] = {}
 
     def program_for(self, q: Tensor, k: Tensor, v: Tensor, train: bool) -> Program:

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from ringattn.errors import InputError
+from ringattn.tunables import LAYOUTS
 from ringattn.wording import plural
-from ringattn.workload import LAYOUTS, Pattern
+from ringattn.workload import Pattern
 
 
 class Span(NamedTuple):

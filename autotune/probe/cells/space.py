@@ -6,7 +6,8 @@ from autotune.probe.environment import Edge
 from autotune.probe.grid import Cell
 from autotune.space.space import Space, build_space
 from ringattn.errors import PlanError
-from ringattn.planning.plan import Conditions, heuristic_tunables
+from ringattn.planning.heuristic import heuristic_tunables
+from ringattn.planning.plan import Conditions
 from ringattn.workload import describe
 
 

@@ -26,8 +26,9 @@ from ringattn.autograd import exported
 from ringattn.autograd import torch_compile as compiled
 from ringattn.autograd.exported import Configuration, configuration_text
 from ringattn.errors import InputError, PlanError, ProfileError, RingAttentionError
-from ringattn.planning.plan import Conditions, Wishes
-from ringattn.planning.table import ModuleShape, PlanTable, build_table
+from ringattn.planning.heuristic import Wishes
+from ringattn.planning.plan import Conditions
+from ringattn.planning.table import ModuleShape, build_table, table_of
 from ringattn.profile.schema import Choice, Fingerprint, PlanEntry, Profile
 from ringattn.profile.yaml_io import from_plain
 from ringattn.workload import INPUT_DTYPES, BranchTunables, Tunables
@@ -142,9 +143,7 @@ def test_the_configuration_gives_every_plan_of_the_table() -> None:
         text = configuration_text(table, 0.125)
         c = from_plain(Configuration, json.loads(text), "here")
         assert c.scale == 0.125
-        again = PlanTable(
-            c.shape, table.rows, c.entries, c.policy, c.facts, c.conditions, c.wishes, c.auto_dtype, c.prefer
-        )
+        again = table_of(c.question)
         for dtype in INPUT_DTYPES:
             for length in (100, 4096, 20000, 65536):
                 for train in (False, True):
@@ -184,7 +183,7 @@ def test_a_deterministic_torch_is_obeyed_where_it_is_loaded(monkeypatch: pytest.
     ("text", "message"),
     [
         ("{", "exported program: holds a configuration that is not JSON; export the module again"),
-        ("{}", "exported program: format: is missing"),
+        ("{}", "exported program: shape: is missing"),
         ('{"format": 1, "heads": 2}', "exported program: heads: is not a known key"),
     ],
 )

@@ -18,16 +18,9 @@ from ringattn.errors import KernelReason, PlanError
 from ringattn.geometry.calls import LayoutKey, build_geometry
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.kernels.registry import KERNELS
+from ringattn.planning.heuristic import Wishes, heuristic_tunables
 from ringattn.planning.launches import forward_gflop, launches
-from ringattn.planning.plan import (
-    Conditions,
-    Wishes,
-    build_plan,
-    fuses,
-    heuristic_tunables,
-    kernel_need,
-    rejection_reasons,
-)
+from ringattn.planning.plan import Conditions, build_plan, fuses, kernel_need, rejection_reasons
 from ringattn.profile.resolve import built_in_heuristic
 from ringattn.profile.schema import LaunchBound, Policy
 from ringattn.workload import BranchTunables, Pattern, Tunables, Workload, describe
@@ -101,7 +94,7 @@ REJECTED = [
     (asked(head_dim=160), chosen("flash"), A100, "branch 0 backward flash: its backward reads out of bounds"),
     (asked(causal=False, seq_len=4160), chosen("cudnn"), H100, "branch 0 backward cudnn: dq can be NaN on sm_90"),
     # mode
-    (asked(), chosen("cudnn+"), H100, "branch 0: a backward kernel is for training alone, this is train"),
+    (asked(), chosen("cudnn+"), H100, "branch 0: has no backward kernel, and this is train"),
     (asked(mode="infer"), chosen("cudnn"), H100, "branch 0: a backward kernel is for training alone, this is infer"),
     # dtype
     (asked(dtype="fp64"), chosen("math", dtype="fp32"), EPYC, "computes in fp32, but float64 inputs, and only they"),

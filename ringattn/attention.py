@@ -39,6 +39,7 @@ from ringattn.planning.setup import (
 from ringattn.planning.table import ModuleShape, PlanTable, Row, build_table
 from ringattn.planning.validation_memory import user_memory
 from ringattn.profile.schema import PlanEntry, Profile
+from ringattn.runtime.graphed import GraphedProgram
 from ringattn.runtime.program import Program
 
 from .arguments import input_dtype, integer, is_integer
@@ -340,7 +341,8 @@ class RingAttention(nn.Module):
         program = self._programs.get(key)
         if program is None:
             if self._ring is None or plan.tunables.schedule == "local":
-                program = Program(plan, self.scale)
+                kind = GraphedProgram if plan.tunables.launch == "graph" else Program
+                program = kind(plan, self.scale)
             else:
                 program = self._ring.program(plan, self.scale)
             self._programs[key] = program

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ringattn.errors import RingAttentionError
 from ringattn.planning.setup import say_once
+from ringattn.runtime.graphed import GraphedProgram
 
 from .exported import ExportedAttention, configuration_text
 
@@ -92,7 +93,10 @@ def traced_program(owner: Owner, q: Tensor, k: Tensor, v: Tensor, train: bool) -
     if program is None:
         if len(owner.traced) >= MOST_SHAPES:
             owner.traced.clear()
-        program = owner.traced[key] = owner.program_for(q, k, v, train)
+        program = owner.program_for(q, k, v, train)
+        if isinstance(program, GraphedProgram):
+            program = program.without_graphs()  # a compiled graph has its own way to launch
+        owner.traced[key] = program
         if train and program.checkpoint != "selective":
             say_once(
                 logging.WARNING,

@@ -94,8 +94,13 @@ class GraphedProgram(Program):
     def __init__(self, plan: Plan, scale: float) -> None:
         super().__init__(plan, scale)
         assert self.checkpoint == "selective"
+        self._scale = scale
         self.differentiable = not_differentiable
         self._graphs: OrderedDict[Key, _Graph | None] = OrderedDict()  # None: met once
+
+    def without_graphs(self) -> Program:
+        """Return the program that launches the same steps one by one."""
+        return Program(self.plan, self._scale)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kept: Kept | None = None) -> tuple[Tensor, Tensor]:
         assert kept is None
@@ -118,8 +123,8 @@ class GraphedProgram(Program):
             return super().gradients(dout, q, k, v, out, lse, kept, wanted, dlse)
         run = super().gradients
 
-        def step(*inputs: Tensor) -> list[Tensor]:
-            return [grad for grad in run(*inputs, (), wanted) if grad is not None]
+        def step(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> list[Tensor]:
+            return [grad for grad in run(dout, q, k, v, out, lse, (), wanted) if grad is not None]
 
         found = iter(self._replayed(wanted, step, (dout, q, k, v, out, lse)))
         dq, dk, dv = (next(found) if each else None for each in wanted)

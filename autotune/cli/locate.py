@@ -33,7 +33,8 @@ def resolve_here(
     """
     from autotune.probe.ranks_environment import facts_of_ranks
     from ringattn.hardware.facts import detect
-    from ringattn.profile.resolve import collect, resolve
+    from ringattn.profile.locations import collect
+    from ringattn.profile.resolve import resolve
 
     located, notes = collect()
     facts = detect(device)

@@ -97,7 +97,8 @@ def problems_here(profile: Profile, path: str, facts: HardwareFacts) -> tuple[st
     """The tier of a profile on a machine, and why it or which of its plans cannot run there."""
     from ringattn.errors import ProfileError
     from ringattn.planning.plan import rejection_reasons
-    from ringattn.profile.resolve import Located, resolve
+    from ringattn.profile.locations import Located
+    from ringattn.profile.resolve import resolve
 
     try:
         tier = resolve((Located(path, profile, "argument"),), facts).tier

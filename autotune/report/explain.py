@@ -51,9 +51,9 @@ class Explanation:
 
 def why_foreign(profile: Profile, facts: HardwareFacts) -> str:
     """Why a measured profile is of another kind of machine than this; empty for one that serves it, or any rule."""
-    from ringattn.profile.resolve import misfit
+    from ringattn.profile.resolve import mismatch
 
-    return misfit(profile, facts) if profile.source == "measured" else ""
+    return mismatch(profile, facts) if profile.source == "measured" else ""
 
 
 def facts_of(profile: Profile) -> HardwareFacts:
@@ -116,7 +116,7 @@ def _other_heads(workload: Workload, row: Row, entry: PlanEntry | None) -> str:
 
 def _trace(setup: Setup, foreign: str) -> tuple[str, ...]:
     """What was looked at; a foreign profile's own line says what it is here and not what it would be there."""
-    from ringattn.profile.resolve import Looked
+    from ringattn.profile.resolve import TraceLine
 
     if not foreign or setup.resolution is None:
         return setup.trace
@@ -124,7 +124,7 @@ def _trace(setup: Setup, foreign: str) -> tuple[str, ...]:
     own = f"{path}: explained as on its own machine, not used on this one: {foreign}"
 
     def is_own(line: str) -> bool:
-        return isinstance(line, Looked) and (line.path, line.origin) == (path, "argument")
+        return isinstance(line, TraceLine) and (line.path, line.origin) == (path, "argument")
 
     return tuple(own if is_own(line) else line for line in setup.trace)
 

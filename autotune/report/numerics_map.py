@@ -106,7 +106,7 @@ def _has(facts: HardwareFacts, name: str, dtype: str) -> bool:
 def _attempt(facts: HardwareFacts, name: str, shape: Shape, *, backward: bool, try_refused: bool) -> Attempt:
     kernel, need = KERNELS[name], need_of(facts, shape, backward=backward)
     rule = "; ".join(kernel.unsupported_reasons(need, facts))
-    return Attempt(name, backward, shape, rule, runs=not rule or (try_refused and not kernel.strays(need)))
+    return Attempt(name, backward, shape, rule, runs=not rule or (try_refused and not kernel.reads_out_of_bounds(need)))
 
 
 def findings(tried: Iterable[Attempt], verdicts: Mapping[Attempt, Verdict]) -> list[Finding]:

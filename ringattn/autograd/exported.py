@@ -1,4 +1,4 @@
-"""The configuration of a module inside a program that torch.export saves, and what runs it where it is loaded.
+"""Saves a module's configuration inside a program of torch.export, and runs it where that is loaded.
 
 A saved program knows no module of the process that loads it, so its operators carry all that plans follow from: the
 shape, the rows of the profile, the policy and the facts of the machine that exported. From these the loader derives the
@@ -22,6 +22,7 @@ from ringattn.planning.setup import say_once
 from ringattn.planning.table import PlanTable, Question, table_of
 from ringattn.profile.schema import Choice, PlanEntry
 from ringattn.profile.yaml_io import from_plain, to_plain
+from ringattn.runtime.inputs import check_length
 from ringattn.runtime.program import Program
 
 _FORMAT = 1
@@ -30,7 +31,7 @@ _SOURCE = "exported program"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration(Question):
-    """All that the plans of a module on one rank follow from; ``facts`` are those of the machine that exported."""
+    """Everything that decides the plans of a module on one rank; ``facts`` are those of the machine that exported."""
 
     format: int
     scale: float
@@ -41,7 +42,7 @@ class Configuration(Question):
 
 
 def configuration_text(table: PlanTable, scale: float) -> str:
-    """The configuration of a module with this table as JSON; equal texts give equal plans."""
+    """Return the configuration of a module with this table as JSON; equal texts give equal plans."""
     asked = {field.name: getattr(table, field.name) for field in fields(Question)}
     entries = tuple(_lean(entry, evidence=table.prefer is not None) for entry in table.entries)
     configuration = Configuration(**asked | {"entries": entries}, format=_FORMAT, scale=scale)
@@ -49,7 +50,7 @@ def configuration_text(table: PlanTable, scale: float) -> str:
 
 
 def _lean(entry: PlanEntry, *, evidence: bool) -> PlanEntry:
-    """The entry without what no plan follows from: reports, and evidence where no preference weighs it."""
+    """Return the entry without what decides no plan: reports, and evidence where no preference weighs it."""
 
     def one(choice: Choice | None) -> Choice | None:
         return choice if choice is None or evidence else Choice(choice.tunables)
@@ -70,10 +71,10 @@ def _lean(entry: PlanEntry, *, evidence: bool) -> PlanEntry:
 
 
 class ExportedAttention:
-    """What runs the operators of a loaded program on one device: the plans of the module that was exported."""
+    """Plans of an exported module, which run the operators of a loaded program on one device."""
 
     def __init__(self, text: str, device: torch.device) -> None:
-        """Reads a configuration; ProfileError where it is none, DeviceError for a device that cannot run it."""
+        """Read a configuration; ProfileError where it is none, DeviceError for a device that cannot run it."""
         try:
             plain = json.loads(text)
         except ValueError:
@@ -87,11 +88,9 @@ class ExportedAttention:
         self.traced: dict[object, Program] = {}
 
     def program_for(self, q: Tensor, k: Tensor, v: Tensor, train: bool) -> Program:
-        """The program of the exported plan for these tensors; PlanError where it cannot run on this machine."""
+        """Return the program of the exported plan for these tensors; PlanError where it cannot run on this machine."""
         batch, length = q.shape[:2]
-        limit = self._table.shape.max_seq_len
-        if limit is not None and length > limit:
-            raise InputError(f"the sequence has {length} positions, more than max_seq_len, {limit}")
+        check_length(length, self._table.shape.max_seq_len)
         row = self._table.plan_at(length, DTYPE_NAMES[q.dtype], train, batch)
         plan = row.runnable()
         if note := self._table.fallback_note(row):

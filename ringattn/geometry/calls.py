@@ -1,4 +1,4 @@
-"""The calls of every branch for one exact shape, and the strided views that reach their rows.
+"""Lays out the calls of every branch for one exact shape, and the strided views that reach their rows.
 
 All of it is numbers, computed once per (batch, length) and memory layout and kept in one bounded cache: nothing
 here lives on a device.
@@ -18,7 +18,7 @@ from .pattern import Call, StridedView, branch_calls, run_view, window_bounds
 
 
 class LayoutKey(NamedTuple):
-    """Everything the calls of a shape depend on."""
+    """Key of a geometry: everything that the calls of a shape depend on."""
 
     pattern: Pattern
     gathers: tuple[str, ...]
@@ -32,7 +32,7 @@ class LayoutKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlacedCall:
-    """A call, the branch it belongs to, and its position among all calls of the shape."""
+    """Call with the branch it belongs to and its index among all calls of the shape."""
 
     index: int
     branch: int
@@ -53,7 +53,7 @@ ViewKey = tuple[int, int, tuple[int, ...], int | None, bool]
 
 @dataclass(slots=True)
 class Geometry:
-    """The windows of one shape, and what was worked out for them so far: views, and launches of the fused steps."""
+    """Windows of one shape, with the views and the launches of fused steps worked out for them so far."""
 
     key: LayoutKey
     windows: tuple[Window, ...]
@@ -61,10 +61,14 @@ class Geometry:
     fused: dict[tuple[Any, ...], Any] = field(default_factory=dict)  # merge_triton's own
     _views: dict[ViewKey, tuple[StridedView, ...]] = field(default_factory=dict)
 
+    def group(self, heads: int) -> int:
+        """Return how many of a tensor's ``heads`` belong to a key/value head: G for q, out and lse, 1 for k and v."""
+        return heads // self.key.kv_heads
+
     def views(
         self, placed: PlacedCall, group: int, strides: Sequence[int], head_dim: int | None, *, folded: bool
     ) -> tuple[StridedView, ...]:
-        """One view per run of the call into a tensor with these strides; see ``pattern.run_view``."""
+        """Return one view per run of the call into a tensor with these strides; see ``pattern.run_view``."""
         key = (placed.index, group, tuple(strides), head_dim, folded)
         views = self._views.get(key)
         if views is None:
@@ -75,7 +79,7 @@ class Geometry:
 
 
 def build_geometry(key: LayoutKey) -> Geometry:
-    """Pure: the calls of every branch, window by window."""
+    """Return the calls of every branch, window by window. Pure."""
     windows: list[Window] = []
     index = 0
     for begin, end in window_bounds(key.seq_len, key.window):
@@ -106,7 +110,7 @@ def _is_direct(key: LayoutKey, windows: list[Window]) -> bool:
 
 
 class PatternCache:
-    """The most recently used geometries; shared by every module of the process, safe across threads."""
+    """Cache of the most recently used geometries, shared by every module of the process; thread-safe."""
 
     def __init__(self, capacity: int = 256) -> None:
         self.capacity = capacity
@@ -128,7 +132,7 @@ class PatternCache:
         return geometry
 
     def build(self, key: LayoutKey) -> Geometry:
-        """A geometry that is not kept: what a plan with its pattern cache off pays at each call."""
+        """Build a geometry without keeping it, as plans with the pattern cache off do at each call."""
         self.built += 1
         return build_geometry(key)
 

@@ -25,7 +25,7 @@ from ringattn.errors import FieldError, InputError, ProfileError
 from ringattn.workload import Branch, HeadOffset, Pattern
 
 from .schema import SCHEMA_VERSION, Profile
-from .strict_yaml import Quoted, YamlFault, read_yaml, write_yaml
+from .strict_yaml import Quoted, YamlError, read_yaml, write_yaml
 from .whole_file import replace_file
 
 MAX_FILE_BYTES = 4 * 2**20
@@ -103,7 +103,7 @@ def parse_profile(content: str | bytes, source: str) -> Profile:
             raise ProfileError(source, f"is not UTF-8 text (byte {error.start})") from None
     try:
         plain = read_yaml(content)
-    except YamlFault as fault:
+    except YamlError as fault:
         raise ProfileError(source, str(fault)) from None
     try:
         return _profile_of(plain)

@@ -434,7 +434,7 @@ def test_integers_of_numpy_are_integers(kind: Any) -> None:
         max_seq_len=kind(8),
     )
     same = RingAttention(4, 16, 2, [4, 8], [1, 2], profile=None, device="cpu", max_seq_len=8)
-    assert attn._configuration == same._configuration
+    assert attn.configuration == same.configuration
     assert RingAttention(4, 16, 2, np.array([4, 8]), np.array([1, 2]), profile=None, device="cpu").shape.pattern == (
         same.shape.pattern
     )

@@ -94,7 +94,6 @@ class GraphedProgram(Program):
     def __init__(self, plan: Plan, scale: float) -> None:
         super().__init__(plan, scale)
         assert self.checkpoint == "selective"
-        self._scale = scale
         self.differentiable = not_differentiable
         self._graphs: OrderedDict[Key, _Graph | None] = OrderedDict()  # None: met once
 

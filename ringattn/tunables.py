@@ -29,6 +29,7 @@ EXCHANGING = ("ulysses", "ulysses-ring")  # the schedules that exchange heads
 LAYOUTS = ("contiguous", "zigzag")
 GRAD_WIRES = ("", "compute")
 EXCHANGES = ("", "symmetric")
+LAUNCHES = ("eager", "graph")
 
 Stage = Literal["kernels", "memory", "housekeeping", "finalists", "ranks"]
 
@@ -193,6 +194,15 @@ def _strategy_void(case: Case) -> str:
     )
 
 
+def _launch_void(case: Case) -> str:
+    checkpoint, schedule = case.tunables.checkpoint, case.tunables.schedule
+    if schedule != "local":
+        return f"launch graph: a graph holds no messages, and schedule {schedule} sends some"
+    if case.train and checkpoint != "selective":
+        return f"launch graph: calls in flight keep q, k, v, out and lse of their own, not what {checkpoint} keeps"
+    return ""
+
+
 def _schedule_text(tunables: Tunables) -> str:
     return f"{tunables.schedule}/{tunables.layout}" if tunables.layout else tunables.schedule
 
@@ -281,6 +291,7 @@ class Tunables:
 
     ``branches`` has one entry per branch of the pattern (one for dense). ``window_tokens`` bounds the positions
     whose workspace is alive at a time (None: all). ``pool_threshold_mib`` None turns the workspace pool off.
+    ``launch`` "graph" replays the launches of shapes that repeat from CUDA graphs.
     ``params`` are sorted ``("kernel.name", value)`` pairs handed to the kernel called ``kernel``.
 
     Over several ranks ``schedule`` says how rows travel and ``layout`` how the sequence is cut (empty at one rank).
@@ -342,6 +353,7 @@ class Tunables:
         stage="finalists",  # it costs seconds a plan
         always_written=True,
     )
+    launch: str = tunable("eager", LAUNCHES, void=_launch_void, stage="finalists")  # a capture takes 50 ms a shape
     schedule: str = tunable("local", SCHEDULES, text=_schedule_text, stage="ranks", always_written=True)
     layout: str = tunable(
         "",

@@ -24,10 +24,10 @@ from ringattn.tunables import TABLE, Tunable
 from ringattn.workload import BranchTunables, Mode, Pattern, Tunables, Workload, describe
 
 ROOT = Path(__file__).parents[1]
-ENTRY = """    launch: str = tunable(
-        "eager",
-        ("eager", "graph"),
-        void=lambda case: "" if case.dense else "launch graph is for dense plans",
+ENTRY = """    prefetch: str = tunable(
+        "off",
+        ("off", "next"),
+        void=lambda case: "" if case.dense else "prefetch next is for dense plans",
         stage="housekeeping",
     )
 """
@@ -66,7 +66,7 @@ def test_a_new_tunable_is_one_entry(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "launch is 'lazy'; use one of eager, graph\n"
+    assert done.stdout == "prefetch is 'lazy'; use one of off, next\n"
 
 
 def test_every_field_of_a_plan_is_in_the_table() -> None:

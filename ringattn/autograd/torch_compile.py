@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ringattn.errors import RingAttentionError
 from ringattn.planning.setup import say_once
+from ringattn.runtime.graphed import GraphedProgram
 
 from .exported import ExportedAttention, configuration_text
 from .function import unit_stride_rows
@@ -96,7 +97,10 @@ def traced_program(source: ProgramSource, q: Tensor, k: Tensor, v: Tensor, train
     if program is None:
         if len(source.traced) >= MOST_SHAPES:
             source.traced.clear()
-        program = source.traced[key] = source.program_for(q, k, v, train)
+        program = source.program_for(q, k, v, train)
+        if isinstance(program, GraphedProgram):
+            program = program.without_graphs()  # a compiled graph has its own way to launch
+        source.traced[key] = program
         if train and program.checkpoint != "selective":
             say_once(
                 logging.WARNING,

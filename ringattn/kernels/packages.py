@@ -27,6 +27,7 @@ from ringattn.errors import KernelLoadError
 from .aten import cuda_reasons, far_rows_faults, flash_2_backward_faults, flash_2_reads_out_of_bounds
 from .contract import BlockKernel, BoundKernel, Grads, KernelConfig, KernelNeed, Params
 from .parts import MAX_GRID, cutlass_empty_rows, flash_2_empty_rows, in_parts, without_empty_rows
+from .recorded_launch import RecordedLaunch
 
 # --- loading -----------------------------------------------------------------------------------------------------
 
@@ -209,18 +210,21 @@ def load_flash_attn_4(config: KernelConfig) -> BoundKernel:
     fwd = _function(name, module, "_flash_attn_fwd", 3, forward_keywords, _FLASH_4_REMEDY)
     bwd = _function(name, module, "_flash_attn_bwd", 6, (*into, *backward_keywords), _FLASH_4_REMEDY)
 
+    launch_forward = RecordedLaunch(fwd, module, forward_keywords, results=2)
+    launch_backward = RecordedLaunch(bwd, module, backward_keywords, results=3)
+
     def forward(q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
-        result = fwd(q, k, v, **forward_keywords)
-        return result[0], result[1]
+        out, lse = launch_forward(q, k, v)
+        return out, lse
 
     def backward(
         dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /, grads: Grads | None = None
     ) -> Grads:
-        dq, dk, dv = grads or (None, None, None)
         # It checks neither strides nor alignment of the gradients it is given, and assumes both.
         assert grads is None or all(_aligned_to_16_bytes(x) for x in grads)
-        result = bwd(q, k, v, out, dout, lse, dq=dq, dk=dk, dv=dv, **backward_keywords)
-        return result[0], result[1], result[2]
+        named = None if grads is None else dict(zip(into, grads, strict=True))
+        dq, dk, dv = launch_backward(q, k, v, out, dout, lse, into=named)
+        return dq, dk, dv
 
     return BoundKernel(forward, backward)
 

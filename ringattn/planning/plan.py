@@ -266,6 +266,8 @@ def _memory_reasons(workload: Workload, tunables: Tunables, facts: HardwareFacts
         reasons.append("checkpoint offload moves tensors to the host, where a CPU has them already")
     if tunables.compile and fuses(facts, tunables.dtype):
         reasons.append("compile: the steps between kernels are fused GPU kernels already")
+    if tunables.launch == "graph" and facts.vendor != "nvidia":
+        reasons.append("launch graph: CUDA graphs are for NVIDIA GPUs")
     return reasons
 
 

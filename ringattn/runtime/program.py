@@ -16,6 +16,7 @@ from ringattn.dtypes import TORCH_DTYPES
 from ringattn.geometry.calls import Geometry, LayoutKey, PlacedCall, Window, build_geometry, cached_geometry
 from ringattn.kernels.contract import BoundKernel, Differentiable, KernelConfig, not_differentiable
 from ringattn.kernels.registry import KERNELS
+from ringattn.kernels.torch_entry import Attend, torch_entry
 from ringattn.planning.plan import Plan
 
 from .merge import GradJob, GradPartial, Partial, TorchOps, accumulator_dtype, as_view
@@ -76,6 +77,18 @@ class Program:
         self._writer = _writer(plan, travelling) if backward else None
         # The forward, for inputs in the compute dtype, of a plan that autograd needs no help with
         self.differentiable: Differentiable = backward[0].differentiable if _is_one_op(plan) else not_differentiable
+        self._scale = scale
+        self._of_torch = tunables.branches[0].forward if _may_be_torchs(plan) else ""
+
+    def torch_entry(self, q: Tensor, k: Tensor, v: Tensor) -> Attend | None:
+        """Return torch's own function for calls like this one that ask for no lse; None where it does something else.
+
+        q, k and v are in the compute dtype.
+        """
+        if not self._of_torch:
+            return None
+        workload = self.plan.workload
+        return torch_entry(self._of_torch, workload.causal, self._scale, q, k, v, workload.train)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kept: Kept | None = None) -> tuple[Tensor, Tensor]:
         """Run ``forward`` on inputs of any dtype: computed in the plan's dtype, out in the input dtype."""
@@ -370,6 +383,14 @@ def _is_one_op(plan: Plan) -> bool:
     tunables, workload = plan.tunables, plan.workload
     one_kernel = all(branch.forward == branch.backward for branch in tunables.branches)
     return workload.pattern.dense and workload.world == 1 and one_kernel and tunables.checkpoint == "selective"
+
+
+def _may_be_torchs(plan: Plan) -> bool:
+    """Tell whether the plan is one call of one kernel, with nothing that torch's own function cannot be told."""
+    tunables, workload = plan.tunables, plan.workload
+    if not workload.pattern.dense or workload.world > 1 or tunables.params or tunables.launch == "graph":
+        return False
+    return not workload.train or (_is_one_op(plan) and not plan.conditions.deterministic)
 
 
 def _bind(plan: Plan, name: str, scale: float) -> BoundKernel:

@@ -1,4 +1,4 @@
-"""Run with packages whose table has one entry more, ``launch``: follows it from the space to the table of plans.
+"""Run with packages whose table has one entry more, ``prefetch``: follows it from the space to the table of plans.
 
 ``python new_tunable.py FOLDER`` writes a journal and a profile there.
 """
@@ -33,16 +33,16 @@ default = heuristic_tunables(DENSE, policy, FACTS)
 
 # The space: its values, and a plan one step away.
 space = build_space(DENSE, machine_of(FACTS), default, ("fp32",))
-assert space.knobs["launch"] == ("eager", "graph")
-assert TABLE["launch"].stage == "housekeeping"
-(plan,) = (move.tunables for move in space.neighbours(default) if move.knob == "launch")
-assert plan == replace(default, launch="graph")  # type: ignore[call-arg]
-assert encode(DENSE, plan)["launch"] == "graph"
+assert space.knobs["prefetch"] == ("off", "next")
+assert TABLE["prefetch"].stage == "housekeeping"
+(plan,) = (move.tunables for move in space.neighbours(default) if move.knob == "prefetch")
+assert plan == replace(default, prefetch="next")  # type: ignore[call-arg]
+assert encode(DENSE, plan)["prefetch"] == "next"
 
 # Where it changes nothing, plans that differ in it are one candidate.
-void = replace(heuristic_tunables(DILATED, policy, FACTS), launch="graph")  # type: ignore[call-arg]
-assert decode(DILATED, encode(DILATED, void)).launch == "eager"  # type: ignore[attr-defined]
-assert rejection_reasons(DILATED, void, FACTS) == ("launch graph is for dense plans",)
+void = replace(heuristic_tunables(DILATED, policy, FACTS), prefetch="next")  # type: ignore[call-arg]
+assert decode(DILATED, encode(DILATED, void)).prefetch == "off"  # type: ignore[attr-defined]
+assert rejection_reasons(DILATED, void, FACTS) == ("prefetch next is for dense plans",)
 assert rejection_reasons(DENSE, plan, FACTS) == ()
 
 # The journal, written and read again.
@@ -57,16 +57,16 @@ for _ in range(2):
 profile = Profile.single(FACTS, DENSE, plan)
 save_profile(profile, folder / "profile.yaml")
 assert load_profile(folder / "profile.yaml") == profile
-assert "launch: graph" in (folder / "profile.yaml").read_text()
-assert "launch" not in dump_profile(Profile.single(FACTS, DENSE, default))
+assert "prefetch: next" in (folder / "profile.yaml").read_text()
+assert "prefetch" not in dump_profile(Profile.single(FACTS, DENSE, default))
 
 # The table of plans, and the text.
 row = build_table(ModuleShape.of(DENSE), profile.plans, policy, FACTS).plan_at(4096, "fp32", True, 1)
 assert row.runnable().tunables == plan
-assert describe(plan) == f"{describe(default)} launch=graph"
+assert describe(plan) == f"{describe(default)} prefetch=next"
 assert describe(plan) in str(row)
 
 try:
-    replace(default, launch="lazy")  # type: ignore[call-arg]
+    replace(default, prefetch="lazy")  # type: ignore[call-arg]
 except FieldError as error:
     print(error)

@@ -57,8 +57,8 @@ class RanksEvaluator:
         result: Checked | Fault = self._largest(request, timeout_s)
         return result
 
-    def prove(self, cell: Workload, candidate: Tunables, *, timeout_s: float) -> Proven | Fault:
-        result: Proven | Fault = self._largest(Request("prove", cell, (candidate,), lockstep=True), timeout_s)
+    def validate(self, cell: Workload, candidate: Tunables, *, timeout_s: float) -> Proven | Fault:
+        result: Proven | Fault = self._largest(Request("validate", cell, (candidate,), lockstep=True), timeout_s)
         return result
 
     def obey(self, cell: Workload, profile_path: str, *, timeout_s: float) -> Tunables | Fault:

@@ -65,7 +65,7 @@ class Runner:
     launches: Launches = field(default_factory=Launches)
 
 
-def proving_inputs(workload: Workload, count: int, seed: int) -> tuple[tuple[int, str], ...]:
+def validation_inputs(workload: Workload, count: int, seed: int) -> tuple[tuple[int, str], ...]:
     """Random lengths of the workload's bucket, evenly in log2, each with a kind of inputs.
 
     Over seeds every residue of every tile occurs. Training and inference share them, and so the reference rows.
@@ -121,11 +121,11 @@ class DeviceBench:
         runner = self._runner(workload, tunables, module, waited_ms)
         return Checked(runner.call_ms, error, peak_bytes, cold_ms, runner.host_us)
 
-    def prove(self, workload: Workload, tunables: Tunables, phase: Phase, part: tuple[int, int] = (0, 1)) -> Proven:
+    def validate(self, workload: Workload, tunables: Tunables, phase: Phase, part: tuple[int, int] = (0, 1)) -> Proven:
         """Its own length with adversarial inputs, and random ragged ones of the bucket; a part of them in a helper."""
         module = self._module(workload, tunables)
         number, parts = part
-        ragged = proving_inputs(workload, self.settings.ragged_lengths, self.settings.seed)
+        ragged = validation_inputs(workload, self.settings.ragged_lengths, self.settings.seed)
         # Ranks hold unequal shares, too.
         totals = [(length * workload.world - length % workload.world, kind) for length, kind in ragged]
         for total, kind in [(workload.total, "negative"), *totals][number::parts]:
@@ -376,9 +376,9 @@ class DeviceBench:
 class HelpingBench(DeviceBench):
     """In a process beside the one that measures, which gets back the device's memory after each request."""
 
-    def prove(self, workload: Workload, tunables: Tunables, phase: Phase, part: tuple[int, int] = (0, 1)) -> Proven:
+    def validate(self, workload: Workload, tunables: Tunables, phase: Phase, part: tuple[int, int] = (0, 1)) -> Proven:
         try:
-            return super().prove(workload, tunables, phase, part)
+            return super().validate(workload, tunables, phase, part)
         finally:
             self._put_down()
 

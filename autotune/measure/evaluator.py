@@ -220,7 +220,7 @@ class Evaluator(Protocol):
         """
         ...
 
-    def prove(self, cell: Workload, candidate: Tunables, *, timeout_s: float) -> Proven | Fault:
+    def validate(self, cell: Workload, candidate: Tunables, *, timeout_s: float) -> Proven | Fault:
         """Hold the candidate against float64 at random ragged lengths of the cell's bucket."""
         ...
 

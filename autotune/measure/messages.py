@@ -11,7 +11,7 @@ REAL_BENCH = "autotune.measure.benchmark:DeviceBench"
 HELPING_BENCH = "autotune.measure.benchmark:HelpingBench"
 MESSAGE_MIB = 64  # size of the message that links are measured with
 
-Action = Literal["check", "prove", "first-call", "obey", "block", "links", "stop"]
+Action = Literal["check", "validate", "first-call", "obey", "block", "links", "stop"]
 MessageKind = Literal["ready", "phase", "result", "done", "no-device", "bug"]
 
 

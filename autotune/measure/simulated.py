@@ -306,7 +306,7 @@ class ReplayEvaluator:
         costs = self.first_calls.new_length_s
         return row.checked.call_ms / 1e3 + sum(costs.get(part, 0.0) for part in parts_of(row.tunables))
 
-    def prove(self, cell: Workload, candidate: Tunables, *, timeout_s: float) -> Proven | Fault:
+    def validate(self, cell: Workload, candidate: Tunables, *, timeout_s: float) -> Proven | Fault:
         row = self.truth(cell, candidate)
         assert row.checked is not None
         first_s = self._new_length_s(row)

@@ -105,11 +105,11 @@ class WorkerEvaluator:
         assert isinstance(result, (Checked, Fault))
         return result
 
-    def prove(
+    def validate(
         self, cell: Workload, candidate: Tunables, *, timeout_s: float, part: tuple[int, int] = (0, 1)
     ) -> Proven | Fault:
         """``part`` (i, n) is every n-th length from the i-th on; the first call is timed with all of them only."""
-        result = self._ask(Request("prove", cell, (candidate,), part=part), timeout_s)
+        result = self._ask(Request("validate", cell, (candidate,), part=part), timeout_s)
         assert isinstance(result, (Proven, Fault))
         return result
 

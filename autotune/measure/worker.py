@@ -92,8 +92,8 @@ def _serve_one(connection: Connection, bench: Bench, request: Request) -> None:
         assert workload is not None
         if request.action == "check":
             return bench.check(workload, request.plans[0], phase, request.pace_ms)
-        if request.action == "prove":
-            return bench.prove(workload, request.plans[0], phase, request.part)
+        if request.action == "validate":
+            return bench.validate(workload, request.plans[0], phase, request.part)
         if request.action == "first-call":
             return bench.first_call(workload, request.plans[0])
         return bench.obey(workload, request.profile_path)

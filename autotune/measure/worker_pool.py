@@ -81,7 +81,7 @@ class HelpedEvaluator(WorkerEvaluator):
         self._calling: dict[Future[list[Fault]], _Helper] = {}
 
     @property
-    def provers(self) -> int:
+    def validation_workers(self) -> int:
         """How many processes share a proof. Starting one would take longer, so only those that did something count."""
         return 1 + len(self._started())
 
@@ -177,20 +177,20 @@ class HelpedEvaluator(WorkerEvaluator):
 
     # --- proofs ---------------------------------------------------------------------------------------------------
 
-    def prove(
+    def validate(
         self, cell: Workload, candidate: Tunables, *, timeout_s: float, part: tuple[int, int] = (0, 1)
     ) -> Proven | Fault:
         """The lengths are dealt out; what a helper cannot say is asked again here, where there is all the memory."""
         helpers = self._started()[: self._lengths]  # and the cell's own length
         if not helpers or part != (0, 1):
-            return super().prove(cell, candidate, timeout_s=timeout_s, part=part)
+            return super().validate(cell, candidate, timeout_s=timeout_s, part=part)
         parts = len(helpers) + 1
 
-        def prove_part(number: int) -> Callable[[WorkerEvaluator], Proven | Fault]:
-            return lambda worker: worker.prove(cell, candidate, timeout_s=timeout_s, part=(number, parts))
+        def validate_part(number: int) -> Callable[[WorkerEvaluator], Proven | Fault]:
+            return lambda worker: worker.validate(cell, candidate, timeout_s=timeout_s, part=(number, parts))
 
-        asked = [(helper, helper.do(prove_part(number))) for number, helper in enumerate(helpers, 1)]
-        own = partial(super().prove, cell, candidate, timeout_s=timeout_s)
+        asked = [(helper, helper.do(validate_part(number))) for number, helper in enumerate(helpers, 1)]
+        own = partial(super().validate, cell, candidate, timeout_s=timeout_s)
         first = own(part=(0, parts))
         others = [self._answer_of(*pair) for pair in asked]
         if _lacks_memory(first):  # beside helpers, which are done now

@@ -55,7 +55,7 @@ def test_the_slowest_rank_counts(evaluator: RanksEvaluator) -> None:
     result = check(evaluator, "slow@1")
     assert isinstance(result, Checked)
     assert result.call_ms == SLOW_MS
-    assert evaluator.prove(CELL, plan(CELL, "slow@0"), timeout_s=LIMIT_S) == Proven(SLOW_MS)
+    assert evaluator.validate(CELL, plan(CELL, "slow@0"), timeout_s=LIMIT_S) == Proven(SLOW_MS)
     block = evaluator.block(CELL, [plan(CELL, "slow@1"), plan(CELL, "quick")], timeout_s=LIMIT_S)
     assert block.results == (Sample(SLOW_MS, 10.0), Sample(2.0, 10.0))
     heat = {Interference(kind) for kind in (InterferenceKind.THERMAL, InterferenceKind.POWER_BRAKE)}
@@ -135,7 +135,7 @@ def test_real_ranks_check_prove_and_time_every_schedule_in_step(fleet: Fleet) ->
                 checked = evaluator.check(cell, each, timeout_s=LIMIT_S)
                 assert isinstance(checked, Checked), checked
                 assert 0 < checked.error < 1e-5
-                proven = evaluator.prove(cell, each, timeout_s=LIMIT_S)  # all kinds of inputs, unequal shares
+                proven = evaluator.validate(cell, each, timeout_s=LIMIT_S)  # all kinds of inputs, unequal shares
                 assert isinstance(proven, Proven), proven
             block = evaluator.block(cell, [*plans, plans[0]], timeout_s=LIMIT_S)
             assert all(isinstance(sample, Sample) for sample in block.results), block

@@ -20,7 +20,7 @@ from torch import Tensor
 from autotune.accuracy import references
 from autotune.measure import benchmark
 from autotune.measure import interference as health
-from autotune.measure.benchmark import BenchSettings, DeviceBench, Runner, WrongAnswer, proving_inputs
+from autotune.measure.benchmark import BenchSettings, DeviceBench, Runner, WrongAnswer, validation_inputs
 from autotune.measure.evaluator import Interference, InterferenceKind
 from autotune.measure.head_start import flushes_for, sample_ms
 from autotune.measure.interference import (
@@ -72,7 +72,7 @@ def test_a_right_plan_is_checked_proven_and_timed(bench: DeviceBench) -> None:
     assert checked.cold_ms > 0
     # out, dq, dk and dv at least, 200 x 2 x 32 floats each
     assert checked.peak_bytes >= 4 * 200 * 2 * 32 * 4
-    assert bench.prove(CELL, plan(), no_phase).first_call_ms > 0
+    assert bench.validate(CELL, plan(), no_phase).first_call_ms > 0
     bench.begin_block()
     sample = bench.sample(CELL, plan())
     assert sample.ms > 0
@@ -86,7 +86,7 @@ def test_a_candidate_is_held_against_float64_by_the_bench_alone(
     monkeypatch.setattr(self_check, "check_all", lambda *arguments: pytest.fail("checked twice"))
     cell = replace(CELL, seq_len=150)
     bench.check(cell, plan(cell=cell), no_phase, None)
-    bench.prove(cell, plan(cell=cell), no_phase)
+    bench.validate(cell, plan(cell=cell), no_phase)
     bench.first_call(cell, plan(cell=cell))
 
 
@@ -136,7 +136,7 @@ def test_a_wrong_plan_is_caught_with_the_input_that_broke_it(
     if length_is_ragged:
         bench.check(CELL, plan(), no_phase, None)
         with pytest.raises(WrongAnswer, match=r"out (errs|has a row).*S=\d+, \w+ inputs, seed 0"):
-            bench.prove(CELL, plan(), no_phase)
+            bench.validate(CELL, plan(), no_phase)
     else:
         with pytest.raises(WrongAnswer, match="S=200, ordinary inputs, seed 0"):
             bench.check(CELL, plan(), no_phase, None)
@@ -169,17 +169,17 @@ def test_a_proof_is_at_the_cell_s_own_length_too_with_adversarial_inputs(
         return 0.0, 0.0
 
     monkeypatch.setattr(DeviceBench, "_hold_against_reference", looking)
-    bench.prove(CELL, plan(), no_phase)
+    bench.validate(CELL, plan(), no_phase)
     lengths = bench.settings.ragged_lengths
-    assert looked_at == [(CELL.seq_len, "negative"), *proving_inputs(CELL, lengths, bench.settings.seed)]
+    assert looked_at == [(CELL.seq_len, "negative"), *validation_inputs(CELL, lengths, bench.settings.seed)]
     for parts in (2, 3):
         looked_at.clear()
         for part in range(parts):
-            bench.prove(CELL, plan(), no_phase, (part, parts))
+            bench.validate(CELL, plan(), no_phase, (part, parts))
         assert len(looked_at) == 1 + lengths
     for part in range(1 + lengths):  # one each, where there are so many processes
         looked_at.clear()
-        bench.prove(CELL, plan(), no_phase, (part, 1 + lengths))
+        bench.validate(CELL, plan(), no_phase, (part, 1 + lengths))
         assert len(looked_at) == 1
 
 

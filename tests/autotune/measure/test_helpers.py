@@ -145,7 +145,7 @@ def test_a_check_that_lacks_memory_beside_first_calls_is_made_again_without_them
         time.sleep(0.02)
     assert isinstance(made.check(CELL, plan(CELL, "quick"), timeout_s=LIMIT_S), Checked)
     assert made.end_first_calls(0.0) == ""
-    assert made.provers == 1
+    assert made.validation_workers == 1
     assert made._beside() == 0
 
 
@@ -153,7 +153,7 @@ def test_a_first_call_is_of_the_real_module() -> None:
     real = HelpedEvaluator(settings(), helpers=1)
     real.begin_first_calls([(SMALL, plan(SMALL, "math", dtype="fp32"))])
     assert real.end_first_calls(LIMIT_S) == ""
-    assert real.provers == 2
+    assert real.validation_workers == 2
     real.close()
 
 
@@ -164,15 +164,15 @@ def started(helpers: int, bench: str) -> HelpedEvaluator:
     made = helped(helpers, bench)
     made.begin_first_calls(of("quick") * helpers)
     until = time.monotonic() + LIMIT_S
-    while made.provers <= helpers and time.monotonic() < until:
+    while made.validation_workers <= helpers and time.monotonic() < until:
         time.sleep(0.02)
     assert made.end_first_calls(LIMIT_S) == ""
     return made
 
 
 def test_helpers_that_never_started_are_not_started_for_a_proof(evaluator: HelpedEvaluator) -> None:
-    assert evaluator.prove(CELL, plan(CELL, "quick"), timeout_s=LIMIT_S) == Proven(2.0)
-    assert evaluator.provers == 1
+    assert evaluator.validate(CELL, plan(CELL, "quick"), timeout_s=LIMIT_S) == Proven(2.0)
+    assert evaluator.validation_workers == 1
 
 
 def test_the_worker_knows_who_waits_beside_it() -> None:
@@ -198,7 +198,7 @@ def test_a_helper_that_ended_waits_beside_nobody() -> None:
 def test_every_length_is_proven_by_somebody(wrong_part: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WRONG_PART", "" if wrong_part is None else str(wrong_part))
     made = started(2, SPLIT)
-    result = made.prove(CELL, plan(CELL, "quick"), timeout_s=LIMIT_S)
+    result = made.validate(CELL, plan(CELL, "quick"), timeout_s=LIMIT_S)
     if wrong_part is None:
         assert result == Proven(2.0)  # of the call that is made afterwards, alone
     else:
@@ -208,7 +208,7 @@ def test_every_length_is_proven_by_somebody(wrong_part: int | None, monkeypatch:
 def test_what_a_helper_finds_wrong_is_wrong_whatever_becomes_of_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WRONG_PART", "2")
     made = started(2, SPLIT)
-    fault = made.prove(CELL, plan(CELL, "error"), timeout_s=LIMIT_S)
+    fault = made.validate(CELL, plan(CELL, "error"), timeout_s=LIMIT_S)
     assert fault == Fault("wrong", "WrongAnswer: part 2 of 3 errs")
 
 
@@ -216,40 +216,40 @@ def test_a_worker_that_somebody_kills_after_a_proof_is_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ONCE_FILE", str(tmp_path / "done"))
-    assert started(1, SPLIT).prove(CELL, plan(CELL, "killed-once"), timeout_s=LIMIT_S) == Proven(3.0)
+    assert started(1, SPLIT).validate(CELL, plan(CELL, "killed-once"), timeout_s=LIMIT_S) == Proven(3.0)
 
 
 def test_what_a_helper_has_no_memory_for_is_proven_by_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HELPER_LACKS_MEMORY", "1")
     made = started(2, SPLIT)
     monkeypatch.delenv("HELPER_LACKS_MEMORY")  # for the measuring worker, which starts now
-    assert made.prove(CELL, plan(CELL, "quick"), timeout_s=LIMIT_S) == Proven(2.0)
+    assert made.validate(CELL, plan(CELL, "quick"), timeout_s=LIMIT_S) == Proven(2.0)
 
 
 def test_what_the_worker_has_no_memory_for_beside_helpers_it_proves_after_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CROWD_FOLDER", str(tmp_path))
-    assert started(2, CROWDED).prove(CELL, plan(CELL, "quick"), timeout_s=LIMIT_S) == Proven(2.0)
+    assert started(2, CROWDED).validate(CELL, plan(CELL, "quick"), timeout_s=LIMIT_S) == Proven(2.0)
 
 
 def test_a_helper_that_the_device_takes_no_more_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     made = started(2, SPLIT)
-    assert made.prove(CELL, plan(CELL, "quick"), timeout_s=LIMIT_S) == Proven(2.0)
+    assert made.validate(CELL, plan(CELL, "quick"), timeout_s=LIMIT_S) == Proven(2.0)
     for helper in made._helpers:
         assert helper.worker._process is not None
         helper.worker._process.kill()
         helper.worker._process.wait()
     monkeypatch.setenv("NO_DEVICE", "1")
-    assert made.prove(CELL, plan(CELL, "quick"), timeout_s=LIMIT_S) == Proven(2.0)
-    assert made.provers == 1
+    assert made.validate(CELL, plan(CELL, "quick"), timeout_s=LIMIT_S) == Proven(2.0)
+    assert made.validation_workers == 1
 
 
 def test_the_parts_of_a_proof_are_all_of_its_lengths() -> None:
     real = WorkerEvaluator(settings(ragged_lengths=5))
     try:
         for part in ((0, 2), (1, 2), (7, 9)):
-            assert real.prove(SMALL, plan(SMALL, "math", dtype="fp32"), timeout_s=LIMIT_S, part=part) == Proven(0.0)
+            assert real.validate(SMALL, plan(SMALL, "math", dtype="fp32"), timeout_s=LIMIT_S, part=part) == Proven(0.0)
     finally:
         real.close()
 

@@ -153,8 +153,8 @@ def test_a_block_times_a_plan_as_often_as_it_is_named(evaluator: WorkerEvaluator
 
 
 def test_a_proof_passes_or_says_what_broke_it(evaluator: WorkerEvaluator) -> None:
-    assert evaluator.prove(CELL, plan(CELL, "quick"), timeout_s=LIMIT_S) == Proven(2.0)
-    fault = evaluator.prove(CELL, plan(CELL, "wrong"), timeout_s=LIMIT_S)
+    assert evaluator.validate(CELL, plan(CELL, "quick"), timeout_s=LIMIT_S) == Proven(2.0)
+    fault = evaluator.validate(CELL, plan(CELL, "wrong"), timeout_s=LIMIT_S)
     assert isinstance(fault, Fault)
     assert fault.kind == "wrong"
 

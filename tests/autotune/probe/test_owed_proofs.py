@@ -78,12 +78,12 @@ class Proving(ReplayEvaluator):
         self.house.checked.append(candidate)
         return super().check(cell, candidate, timeout_s=timeout_s, pace_ms=pace_ms)
 
-    def prove(self, cell: Workload, candidate: Tunables, *, timeout_s: float) -> Proven | Fault:
+    def validate(self, cell: Workload, candidate: Tunables, *, timeout_s: float) -> Proven | Fault:
         if self.house.left is not None:
             self.house.left -= 1
             if self.house.left < 0:
                 raise KeyboardInterrupt
-        result = super().prove(cell, candidate, timeout_s=timeout_s)
+        result = super().validate(cell, candidate, timeout_s=timeout_s)
         wrong = self.house.wrong(cell, candidate)
         self.house.proofs.append(Proof(cell, candidate, not wrong, self.calls))
         return WRONG if wrong else result

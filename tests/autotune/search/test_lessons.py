@@ -178,7 +178,7 @@ def test_a_proof_is_expected_to_take_what_it_took_at_another_length() -> None:
     truth = row_of(lambda cell, tunables: 0.0)
     pupil = Pupil(ReplayEvaluator(truth, clock, prove_s=3.0), lessons, clock)
     assert isinstance(pupil.check(CELL, plan(CELL), timeout_s=9), Checked)
-    assert isinstance(pupil.prove(CELL, plan(CELL), timeout_s=9), Proven)
+    assert isinstance(pupil.validate(CELL, plan(CELL), timeout_s=9), Proven)
     assert lessons.proof_s(CELL.at(8192), plan(CELL), 0.015, 8) == pytest.approx(3.0 + 8 * 0.005 + 8 * 2 * 0.01)
 
 
@@ -186,7 +186,7 @@ def test_what_a_proof_compiled_is_no_price_of_the_next_with_its_kernels() -> Non
     clock, lessons = SimulatedClock(), Lessons()
     quick, leaner = plan(CELL), replace(plan(CELL), window_tokens=CELL.seq_len // 2)
     pupil = Pupil(ReplayEvaluator(row_of(lambda cell, tunables: 0.0), clock, prove_s=9.0), lessons, clock)
-    assert isinstance(pupil.prove(CELL, quick, timeout_s=9), Proven)
+    assert isinstance(pupil.validate(CELL, quick, timeout_s=9), Proven)
     assert lessons.has_proven(CELL, leaner)
     assert not lessons.has_proven(CELL, plan(CELL, "slow"))
     assert not lessons.has_proven(CELL.at(8192), leaner)  # where odd lengths may be compiled for again

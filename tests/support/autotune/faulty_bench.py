@@ -31,7 +31,7 @@ class FaultyBench:
         ms = self._obey(kernel)
         return Checked(ms, 1e-3, 1000, ms, float(os.getpid()))
 
-    def prove(self, workload: Workload, tunables: Tunables, phase: Phase, part: tuple[int, int] = (0, 1)) -> Proven:
+    def validate(self, workload: Workload, tunables: Tunables, phase: Phase, part: tuple[int, int] = (0, 1)) -> Proven:
         phase("candidate")
         return Proven(self._obey(tunables.branches[0].forward))
 
@@ -125,7 +125,7 @@ class ProvingInParts(FaultyBench):
         if "NO_DEVICE" in os.environ:
             raise DeviceError("all of its slots are taken")
 
-    def prove(self, workload: Workload, tunables: Tunables, phase: Phase, part: tuple[int, int] = (0, 1)) -> Proven:
+    def validate(self, workload: Workload, tunables: Tunables, phase: Phase, part: tuple[int, int] = (0, 1)) -> Proven:
         if self._lacks_memory:
             raise RuntimeError("CUDA out of memory. Tried to allocate 80.00 GiB")
         if str(part[0]) == self._wrong:
@@ -152,7 +152,7 @@ class Crowded(FaultyBench):
             raise RuntimeError("CUDA out of memory. Tried to allocate 32.00 GiB")
         return super().check(workload, tunables, phase, pace_ms)
 
-    def prove(self, workload: Workload, tunables: Tunables, phase: Phase, part: tuple[int, int] = (0, 1)) -> Proven:
+    def validate(self, workload: Workload, tunables: Tunables, phase: Phase, part: tuple[int, int] = (0, 1)) -> Proven:
         if part[0] == 0 and self._refusals < 2:  # the second attempt of a worker is beside helpers as the first
             self._refusals += 1
             raise RuntimeError("CUDA out of memory. Tried to allocate 32.00 GiB")

@@ -107,7 +107,7 @@ class ModelledH100(ReplayEvaluator):
     ``host_slowness`` is of one process: two of them on one machine differed by a factor of two.
     """
 
-    provers = 9
+    validation_workers = 9
     host_slowness = 2.5
 
     def check(

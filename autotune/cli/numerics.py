@@ -83,11 +83,11 @@ def processes_for(facts: HardwareFacts) -> int:
     import os
 
     from autotune.measure.interference import available_kib
-    from autotune.measure.worker_pool import helpers_for
+    from autotune.measure.worker_pool import pool_size
 
     if facts.vendor == "cpu":
         return 1
-    return max(1, helpers_for(len(os.sched_getaffinity(0)), facts.memory_mib, available_kib() // 1024))
+    return max(1, pool_size(len(os.sched_getaffinity(0)), facts.memory_mib, available_kib() // 1024))
 
 
 def remember(facts: HardwareFacts, asked: Any, verdicts: Any) -> str:

@@ -122,7 +122,7 @@ class DeviceBench:
         return Checked(runner.call_ms, error, peak_bytes, cold_ms, runner.host_us)
 
     def validate(self, workload: Workload, tunables: Tunables, phase: Phase, part: tuple[int, int] = (0, 1)) -> Proven:
-        """Its own length with adversarial inputs, and random ragged ones of the bucket; a part of them in a helper."""
+        """Its own length with adversarial inputs, and random ragged ones of the bucket; a part of them in a worker of the pool."""
         module = self._module(workload, tunables)
         number, parts = part
         ragged = validation_inputs(workload, self.settings.ragged_lengths, self.settings.seed)
@@ -225,12 +225,12 @@ class DeviceBench:
         first_ms = self._first_calls.get((workload, tunables), 0.0) if self.settings.varied_lengths else 0.0
         return Sample(typical.ms + first_ms / VARIED_CALLS, typical.host_us)
 
-    def begin_block(self, beside: int = 0) -> None:
-        """``beside`` helpers wait on the same device."""
+    def begin_block(self, pool_processes: int = 0) -> None:
+        """``pool_processes`` workers of the pool wait on the same device."""
         gc.collect()
         gc.freeze()  # what lives on is not looked at again: with torch alone that took 130 ms, beside 70 of samples
         gc.disable()
-        self._watch.begin(beside)
+        self._watch.begin(pool_processes)
 
     def end_block(self) -> tuple[Interference, ...]:
         gc.enable()
@@ -373,7 +373,7 @@ class DeviceBench:
         self._release()
 
 
-class HelpingBench(DeviceBench):
+class PoolBench(DeviceBench):
     """In a process beside the one that measures, which gets back the device's memory after each request."""
 
     def validate(self, workload: Workload, tunables: Tunables, phase: Phase, part: tuple[int, int] = (0, 1)) -> Proven:

@@ -127,7 +127,7 @@ class Watch:
         self._cpus = frozenset(os.sched_getaffinity(0))
         self._ticks = os.sysconf("SC_CLK_TCK")
         self._nvml: Nvml | None = None
-        self._beside = 0
+        self._pool_processes = 0
         self._foreign: int | None = None  # processes of others on the GPU, once blocks have begun
         if not _PROC_STAT.exists():
             self.blind_spots.append("foreign load on the host cannot be seen: no /proc/stat")
@@ -152,9 +152,9 @@ class Watch:
         except OSError:
             return 0.0
 
-    def begin(self, beside: int = 0) -> None:
-        """``beside`` processes of this probe wait on the same GPU."""
-        self._beside = beside
+    def begin(self, pool_processes: int = 0) -> None:
+        """``pool_processes`` processes of this probe wait on the same GPU."""
+        self._pool_processes = pool_processes
         if self._nvml is not None and self._foreign is None:
             self._foreign = max(0, self._nvml.processes() - self._ours())
         self._before = self._read()
@@ -162,7 +162,7 @@ class Watch:
     def _ours(self) -> int:
         """How many processes the driver may count as computing: it may count other ranks here, too, once messages went
         straight from card to card."""
-        return 1 + len(self._siblings) + self._beside
+        return 1 + len(self._siblings) + self._pool_processes
 
     def end(self) -> tuple[Interference, ...]:
         """What disturbed the block since ``begin``."""

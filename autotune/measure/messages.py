@@ -8,7 +8,7 @@ from typing import Any, Literal
 from ringattn.workload import Tunables, Workload
 
 REAL_BENCH = "autotune.measure.benchmark:DeviceBench"
-HELPING_BENCH = "autotune.measure.benchmark:HelpingBench"
+POOL_BENCH = "autotune.measure.benchmark:PoolBench"
 MESSAGE_MIB = 64  # size of the message that links are measured with
 
 Action = Literal["check", "validate", "first-call", "obey", "block", "links", "stop"]
@@ -19,7 +19,7 @@ MessageKind = Literal["ready", "phase", "result", "done", "no-device", "bug"]
 class Request:
     """What is wanted of the worker; a block times all of ``plans`` in order.
 
-    ``part`` (i, n) of a proof is every n-th of its lengths from the i-th on. ``beside`` helpers wait while a block is
+    ``part`` (i, n) of a proof is every n-th of its lengths from the i-th on. ``pool_processes`` workers of the pool wait while a block is
     timed. ``lockstep``: other ranks do the same, so a block ends at the first plan that fails, and nothing is tried
     again.
     """
@@ -31,7 +31,7 @@ class Request:
     pace_ms: float | None = None
     lockstep: bool = False
     part: tuple[int, int] = (0, 1)
-    beside: int = 0
+    pool_processes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

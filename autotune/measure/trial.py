@@ -142,7 +142,7 @@ class WorkerEvaluator:
         while len(results) < len(order):
             rest = tuple(order[len(results) :])
             try:
-                self._send(Request("block", cell, rest, beside=self._beside()))
+                self._send(Request("block", cell, rest, pool_processes=self._pool_processes()))
                 with self._counting_losses():
                     disturbances += self._collect(results, timeout_s)
                 assert len(results) == len(order)
@@ -153,7 +153,7 @@ class WorkerEvaluator:
                     results.append(died.fault)
         return Block(tuple(results), disturbances)
 
-    def _beside(self) -> int:
+    def _pool_processes(self) -> int:
         """Other processes of this probe that are on the device."""
         return 0
 

@@ -104,7 +104,7 @@ def _serve_one(connection: Connection, bench: Bench, request: Request) -> None:
 def _serve_block(connection: Connection, bench: Bench, request: Request) -> None:
     workload = request.workload
     assert workload is not None
-    bench.begin_block(request.beside)
+    bench.begin_block(request.pool_processes)
     for index, plan in enumerate(request.plans):
         connection.send(Message("phase", index, "candidate"))
         result = _guarded(

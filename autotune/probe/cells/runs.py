@@ -72,7 +72,7 @@ class CellRuns:
         self.task.observer.plan([cell.workload for cell in self.cells], self.task.preset.budget_s)
         todo = [cell for cell in self.cells if not self.rows.recall(cell.workload)]
         new = [(cell, search) for cell in todo if (search := self.new_search(cell)) is not None]
-        # Patterns last: what they compile, 11 s of a first probe of an H100, helpers have compiled until then.
+        # Patterns last: what they compile, 11 s of a first probe of an H100, the pool has compiled until then.
         new.sort(key=lambda pair: not pair[0].workload.pattern.dense)
         searches = self._settle_beside_first_calls(new)
         self.telling.expect(Progress(self.budget, {workload: search.need() for workload, search in searches.items()}))

@@ -388,7 +388,7 @@ def test_ranks_warm_up_with_one_head_start(bench: DeviceBench, monkeypatch: pyte
     assert set(head_starts_us[1:]) == {70.0}
 
 
-def test_another_process_on_the_gpu_is_foreign_unless_it_helps_or_was_there_before() -> None:
+def test_another_process_on_the_gpu_is_foreign_unless_it_is_of_the_pool_or_was_there_before() -> None:
     class Driver:
         count = 0
 
@@ -413,8 +413,8 @@ def test_another_process_on_the_gpu_is_foreign_unless_it_helps_or_was_there_befo
     assert disturbed(3, 0, 4, 0)
     assert not disturbed(9, 8, 9, 8)
     assert disturbed(9, 8, 10, 8)
-    assert not disturbed(1, 0, 9, 8)  # helpers came later
-    assert disturbed(4, 1, 4, 0)  # a helper left and somebody else came
+    assert not disturbed(1, 0, 9, 8)  # workers of the pool came later
+    assert disturbed(4, 1, 4, 0)  # one of the pool left and somebody else came
     assert not disturbed(0, 0, 0, 0)  # a driver that counts none
 
 

@@ -43,11 +43,11 @@ class FaultyBench:
 
     def sample(self, workload: Workload, tunables: Tunables) -> Sample:
         if tunables.branches[0].forward == "who-else":
-            return Sample(1.0, float(self.beside))
+            return Sample(1.0, float(self.pool_processes))
         return Sample(self._obey(tunables.branches[0].forward), 10.0)
 
-    def begin_block(self, beside: int = 0) -> None:
-        self.beside = beside
+    def begin_block(self, pool_processes: int = 0) -> None:
+        self.pool_processes = pool_processes
 
     def end_block(self) -> tuple[Interference, ...]:
         return ()
@@ -153,7 +153,7 @@ class Crowded(FaultyBench):
         return super().check(workload, tunables, phase, pace_ms)
 
     def validate(self, workload: Workload, tunables: Tunables, phase: Phase, part: tuple[int, int] = (0, 1)) -> Proven:
-        if part[0] == 0 and self._refusals < 2:  # the second attempt of a worker is beside helpers as the first
+        if part[0] == 0 and self._refusals < 2:  # the second attempt of a worker is beside the pool, as the first
             self._refusals += 1
             raise RuntimeError("CUDA out of memory. Tried to allocate 32.00 GiB")
         return Proven(0.0)

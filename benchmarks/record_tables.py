@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 from autotune.measure.benchmark import RUNNERS_KEPT, BenchSettings  # noqa: E402
 from autotune.measure.evaluator import Checked, Fault, Sample  # noqa: E402
 from autotune.measure.simulated import Row, Table, save_tables  # noqa: E402
-from autotune.measure.trial import WorkerEvaluator  # noqa: E402
+from autotune.measure.worker_evaluator import WorkerEvaluator  # noqa: E402
 from autotune.probe.cells.space import space_for  # noqa: E402
 from autotune.probe.environment import real_edge  # noqa: E402
 from autotune.probe.grid import Cell  # noqa: E402

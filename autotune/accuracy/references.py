@@ -16,7 +16,7 @@ from .arithmetic import EXACT
 from .inputs import Inputs, make_inputs, shard_inputs
 from .sampled_rows import Expected, Rows, Sampled, compute_rows, expect, sample_positions
 
-Question = tuple[Workload, int, str, str]
+ReferenceKey = tuple[Workload, int, str, str]
 
 
 @dataclass(slots=True)
@@ -35,8 +35,8 @@ class References:
     def __init__(self, device: torch.device, seed: int, *, train_too: bool, rank: int = 0) -> None:
         self._device, self._seed = device, seed
         self._train_too, self._rank = train_too, rank
-        self._kept: dict[Question, _Reference] = {}
-        self._last: tuple[Question, Inputs] | None = None
+        self._kept: dict[ReferenceKey, _Reference] = {}
+        self._last: tuple[ReferenceKey, Inputs] | None = None
 
     def get(self, workload: Workload, total: int, kind: str, tunables: Tunables) -> tuple[Inputs, Sampled, Expected]:
         """What this rank holds of a sequence of ``total`` positions, the rows to look at, and what they must be."""
@@ -55,20 +55,20 @@ class References:
             self._last = (question, self._own(question, whole or self._whole(question)))
         return self._last[1], reference.local, reference.expected[tunables.dtype]
 
-    def _whole(self, question: Question) -> Inputs:
+    def _whole(self, question: ReferenceKey) -> Inputs:
         workload, total, kind, _ = question
         if workload.world == 1 and self._last is not None and self._last[0] == question:
             return self._last[1]
         self._last = None
         return make_inputs(workload, total, kind, self._seed, self._device)
 
-    def _own(self, question: Question, whole: Inputs) -> Inputs:
+    def _own(self, question: ReferenceKey, whole: Inputs) -> Inputs:
         workload, total, _, layout = question
         if workload.world == 1:
             return whole
         return shard_inputs(whole, shares(layout, total, workload.world)[self._rank])
 
-    def _begin(self, question: Question, whole: Inputs) -> _Reference:
+    def _begin(self, question: ReferenceKey, whole: Inputs) -> _Reference:
         workload, total, _, layout = question
         if workload.world == 1:
             sampled = local = sample_positions(workload, total, self._seed)
@@ -80,6 +80,6 @@ class References:
         self._kept[question] = reference = _Reference(sampled, local, exact, {})
         return reference
 
-    def put_down(self) -> None:
+    def release_inputs(self) -> None:
         """The inputs; what the rows are stays known."""
         self._last = None

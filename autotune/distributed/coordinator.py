@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from autotune.exit_codes import NoDevice, ProbeFailure, UsageFailure
-from autotune.measure.trial import WorkerBug
+from autotune.measure.worker_evaluator import WorkerBug
 from ringattn.errors import DeviceError
 from ringattn.hardware.facts import HardwareFacts
 

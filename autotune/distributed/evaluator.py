@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.exit_codes import ProbeFailure
 from autotune.measure.evaluator import Block, Checked, Ended, Fault, Interference, Proven, Sample, largest_of_each
-from autotune.measure.messages import MESSAGE_MIB, REAL_BENCH, Meeting, Request
+from autotune.measure.messages import MESSAGE_MIB, REAL_BENCH, Rendezvous, Request
 from ringattn.profile.schema import LinkSpeed
 from ringattn.workload import Tunables, Workload
 
@@ -45,7 +45,7 @@ class RanksEvaluator:
         self._calls = 0  # in this generation
         self._used = False  # by a call before the last one
         self._broken = False  # the last call ended with workers out of step
-        self.blind_spots: tuple[str, ...] = ()
+        self.unmonitored: tuple[str, ...] = ()
         self.lost_s = 0.0  # went into calls after which all workers had to be started anew, and into starting them
 
     # --- the protocol -------------------------------------------------------------------------------------------
@@ -127,8 +127,8 @@ class RanksEvaluator:
         """
         answers = self._once(request, timeout_s, profile_text)
         fault = self._fault(answers)
-        struck = any(answer.struck and not answer.aborted for _, answer in answers)
-        if struck or (fault and fault.kind == "oom" and self._used):
+        ended_from_outside = any(answer.ended_from_outside and not answer.aborted for _, answer in answers)
+        if ended_from_outside or (fault and fault.kind == "oom" and self._used):
             self._in_step = False
             answers = self._once(request, timeout_s, profile_text)
         return answers
@@ -139,11 +139,11 @@ class RanksEvaluator:
             self._calls, self._in_step = 0, True
         self._used = self._calls > 0
         self._calls += 1
-        meeting = Meeting(0, self._fleet.world, self._fleet.host, self._fleet.store_port, self._generation)
+        rendezvous = Rendezvous(0, self._fleet.world, self._fleet.host, self._fleet.store_port, self._generation)
         call = Call(
             number=0,
-            generation=meeting.generation,
-            settings=replace(self._settings, meeting=meeting),
+            generation=rendezvous.generation,
+            settings=replace(self._settings, rendezvous=rendezvous),
             bench=self._bench,
             reference_timeout_s=self._reference_timeout_s,
             request=request,
@@ -162,15 +162,15 @@ class RanksEvaluator:
         elif self._broken:
             self.lost_s += max(answer.started_s for _, answer in answers)
         self._broken = not self._in_step
-        self.blind_spots = tuple(
-            dict.fromkeys((*self.blind_spots, *(line for _, answer in answers for line in answer.blind_spots)))
+        self.unmonitored = tuple(
+            dict.fromkeys((*self.unmonitored, *(line for _, answer in answers for line in answer.unmonitored)))
         )
         return answers
 
     def _still_in_step(self, answers: Sequence[tuple[int, Answer]]) -> bool:
         """After good answers, and after a wrong one, about which the ranks have spoken."""
         faults = [answer.fault for _, answer in answers]
-        if any(answer.aborted or answer.struck for _, answer in answers):
+        if any(answer.aborted or answer.ended_from_outside for _, answer in answers):
             return False
         return not any(faults) or all(fault is not None and fault.kind == "wrong" for fault in faults)
 

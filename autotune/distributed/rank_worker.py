@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.measure.evaluator import Block, Fault, Sample
 from autotune.measure.messages import Request
-from autotune.measure.trial import Died, WorkerEvaluator
+from autotune.measure.worker_evaluator import WorkerDied, WorkerEvaluator
 from ringattn.workload import Tunables, Workload
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class RankWorker(WorkerEvaluator):
             return self.block(request.workload, request.plans, timeout_s=timeout_s)
         try:
             return self._exchange(request, timeout_s)
-        except Died as died:
+        except WorkerDied as died:
             return died.fault
 
     def block(self, cell: Workload, order: Any, *, timeout_s: float) -> Block:
@@ -47,7 +47,7 @@ class RankWorker(WorkerEvaluator):
             self._send(Request("block", cell, plans, lockstep=True))
             disturbances = self._collect(results, timeout_s)
             return Block(tuple(results), disturbances)
-        except Died as died:
+        except WorkerDied as died:
             return Block((*results, died.fault))
 
     def stop(self) -> None:

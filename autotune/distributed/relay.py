@@ -22,8 +22,8 @@ from typing import Any
 
 from autotune.exit_codes import ExitCode, ProbeFailure
 from autotune.measure.evaluator import Ended, Fault
-from autotune.measure.trial import WorkerBug
 from autotune.measure.worker import die_with_parent
+from autotune.measure.worker_evaluator import WorkerBug
 from ringattn.errors import DeviceError, RingAttentionError
 
 from .rank_worker import RankWorker, WorkerGone
@@ -122,7 +122,7 @@ class Relay:
         with self._lock:
             aborted = self._aborted >= call.number
         worker = self._worker
-        return replace(answer, aborted=aborted, blind_spots=worker.blind_spots, started_s=worker.started_s)
+        return replace(answer, aborted=aborted, unmonitored=worker.unmonitored, started_s=worker.started_s)
 
     def _ask(self, call: Call, worker: RankWorker) -> Any:
         if call.request.action != "obey":
@@ -134,9 +134,9 @@ class Relay:
 
     def _renew(self, call: Call) -> None:
         self._end_worker()
-        meeting = call.settings.meeting
-        assert meeting is not None
-        settings = replace(call.settings, device=self._device, meeting=replace(meeting, rank=self.rank))
+        rendezvous = call.settings.rendezvous
+        assert rendezvous is not None
+        settings = replace(call.settings, device=self._device, rendezvous=replace(rendezvous, rank=self.rank))
         worker = RankWorker(settings, bench=call.bench, reference_timeout_s=call.reference_timeout_s)
         with self._lock:
             self._worker, self._generation = worker, call.generation

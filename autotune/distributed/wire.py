@@ -85,7 +85,7 @@ class Answer:
     aborted: bool = False
     no_device: str = ""
     bug: str = ""
-    blind_spots: tuple[str, ...] = ()
+    unmonitored: tuple[str, ...] = ()
     started_s: float = 0.0
 
     @property
@@ -97,9 +97,9 @@ class Answer:
         return value if isinstance(value, Fault) else None
 
     @property
-    def struck(self) -> bool:
+    def ended_from_outside(self) -> bool:
         """Whether somebody else ended the worker, in this call or before it, which says nothing of the candidate."""
-        return self.fault is not None and self.fault.struck
+        return self.fault is not None and self.fault.ended_from_outside
 
     @property
     def good(self) -> bool:

@@ -10,7 +10,7 @@ from ringattn.hardware.facts import HardwareFacts
 from ringattn.workload import Tunables, Workload
 
 from .evaluator import Checked, Interference, Proven, Sample
-from .messages import LinkReading, Meeting
+from .messages import LinkReading, Rendezvous
 
 Phase = Callable[[str], None]
 
@@ -42,7 +42,7 @@ class Bench(Protocol):
 
     def end_block(self) -> tuple[Interference, ...]: ...
 
-    def blind_spots(self) -> tuple[str, ...]: ...
+    def unmonitored(self) -> tuple[str, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class BenchSettings:
     """``train_too``: gradients are wanted somewhere in this probe, so reference rows are worked out with them.
 
     ``varied_lengths``: lengths change between calls, so part of the first call counts in every sample.
-    ``meeting``: where the other ranks are, None for one alone.
+    ``rendezvous``: where the other ranks are, None for one alone.
     """
 
     device: str
@@ -60,4 +60,4 @@ class BenchSettings:
     ragged_lengths: int
     train_too: bool = True
     varied_lengths: bool = False
-    meeting: Meeting | None = None
+    rendezvous: Rendezvous | None = None

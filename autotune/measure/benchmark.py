@@ -34,13 +34,13 @@ from ringattn.workload import Tunables, Workload
 
 from .bench import Bench, BenchSettings, PeerWrong, Phase, WrongAnswer
 from .evaluator import Checked, Interference, Proven, Sample
-from .head_start import may_be_launches
-from .interference import Watch
+from .interference import InterferenceMonitor
+from .launch_overhead import may_be_launch_bound
 from .links import measure_links
 from .messages import LinkReading
-from .rank_agreement import Alone, Together
-from .stopwatch import Launches, Stopwatch
-from .timers import FEWEST, CudaTimer, HostTimer, cpu_peak_bytes, wake
+from .rank_agreement import RankGroup, SingleRank
+from .stopwatch import LaunchOverhead, Stopwatch
+from .timers import FEWEST, CudaTimer, HostTimer, cpu_peak_bytes, warm_up_device
 
 WARM_CALLS = 3  # at least, before anything is timed
 WARM_LIMIT_S = 0.5
@@ -62,7 +62,7 @@ class Runner:
     call: Callable[[], None]
     call_ms: float = 0.0
     host_us: float = 0.0
-    launches: Launches = field(default_factory=Launches)
+    launches: LaunchOverhead = field(default_factory=LaunchOverhead)
 
 
 def validation_inputs(workload: Workload, count: int, seed: int) -> tuple[tuple[int, str], ...]:
@@ -87,13 +87,13 @@ class DeviceBench:
         if self._cuda:
             self.device = torch.device("cuda", self.device.index or 0)
             torch.cuda.set_device(self.device)
-        self._peers = Alone() if settings.meeting is None else Together(settings.meeting, self.device)
+        self._peers = SingleRank() if settings.rendezvous is None else RankGroup(settings.rendezvous, self.device)
         uuid = str(torch.cuda.get_device_properties(self.device).uuid) if self._cuda else None
-        self._watch = Watch(uuid, self._peers.siblings)
+        self._monitor = InterferenceMonitor(uuid, self._peers.siblings)
         self._timer = CudaTimer(self.device, settings.facts) if self._cuda else HostTimer()
         self._stopwatch = Stopwatch(self._timer, self._peers)
         if self._cuda:
-            wake(self.device)
+            warm_up_device(self.device)
         else:
             cpu_peak_bytes(lambda: None)  # loading torch's profiler takes seconds on a busy machine
         self._references = References(self.device, settings.seed, train_too=settings.train_too, rank=self._peers.rank)
@@ -109,9 +109,9 @@ class DeviceBench:
         phase("reference")  # our own cost is not the candidate's
         inputs = self._timing_inputs(workload)
         module = self._module(workload, tunables)
-        error, cold_ms = self._hold_against_reference(module, workload, tunables, workload.total, "ordinary", phase)
+        error, cold_ms = self._check_against_reference(module, workload, tunables, workload.total, "ordinary", phase)
         peak_bytes, taken_ms = self._peak_bytes(module, workload, inputs)
-        (waited_ms,) = self._peers.most(taken_ms)
+        (waited_ms,) = self._peers.max_over_ranks(taken_ms)
         if pace_ms is not None and waited_ms > SLOW * pace_ms:
             call_ms, host_us = self._first_look(module, workload, inputs, waited_ms)
             if call_ms > SLOW * pace_ms:
@@ -129,12 +129,12 @@ class DeviceBench:
         # Ranks hold unequal shares, too.
         totals = [(length * workload.world - length % workload.world, kind) for length, kind in ragged]
         for total, kind in [(workload.total, "negative"), *totals][number::parts]:
-            self._hold_against_reference(module, workload, tunables, total, kind, phase)
+            self._check_against_reference(module, workload, tunables, total, kind, phase)
         if parts > 1:
             return Proven(0.0)
         return Proven(self._first_call_ms(module, workload, self._timing_inputs(workload)))
 
-    def _hold_against_reference(
+    def _check_against_reference(
         self, module: RingAttention, workload: Workload, tunables: Tunables, length: int, kind: str, phase: Phase
     ) -> tuple[float, float]:
         """The relative error and the ms of the call, or WrongAnswer with everything needed to reproduce it.
@@ -143,7 +143,7 @@ class DeviceBench:
         """
         phase("reference")
         inputs, sampled, expected = self._references.get(workload, length, kind, tunables)
-        self._peers.meet()  # the candidate's time does not run while another rank still works on its reference
+        self._peers.barrier()  # the candidate's time does not run while another rank still works on its reference
         phase("candidate")
         return self._answer(module, workload, length, inputs, sampled, expected)
 
@@ -156,7 +156,7 @@ class DeviceBench:
         sampled: Sampled,
         expected: Expected,
     ) -> tuple[float, float]:
-        """What ``_hold_against_reference`` gives, once the reference is there."""
+        """What ``_check_against_reference`` gives, once the reference is there."""
         ragged = length != workload.world * inputs.q.shape[1] or length % workload.world
         call: Callable[..., Any] = partial(module, total_length=length) if workload.world > 1 and ragged else module
         self._synchronize()
@@ -167,7 +167,7 @@ class DeviceBench:
         got = pick_rows(workload, sampled, out, lse, grads)
         whole = [("out", out), ("lse", lse), *zip(("dq", "dk", "dv"), grads, strict=False)]
         verdict = judge(expected, got, whole)
-        found = self._peers.first_fault(verdict.fault)
+        found = self._peers.first_rank_at_fault(verdict.fault)
         if found is not None:
             rank, fault = found
             text = f"{fault}; S={length}, {inputs.kind} inputs, seed {self.settings.seed}"
@@ -214,11 +214,11 @@ class DeviceBench:
     def sample(self, workload: Workload, tunables: Tunables) -> Sample:
         """One repetition: the typical call of as many as make the sample long enough against the timer's noise."""
         runner = self._runner(workload, tunables)
-        call_ms, host_us = self._peers.most(runner.call_ms, runner.host_us)  # and all begin together
+        call_ms, host_us = self._peers.max_over_ranks(runner.call_ms, runner.host_us)  # and all begin together
         waits_us = max(host_us, runner.launches.us)  # the same on all ranks
         repeats = self._timer.calls_for(self.settings.sample_target_ms, call_ms, waits_us)
         # Calls of a fifth of a ms take twenty where another process is on a core that their threads wait for.
-        alone = self.settings.meeting is None
+        alone = self.settings.rendezvous is None
         limit_s = OVERLONG * self.settings.sample_target_ms / 1e3 if alone else math.inf
         typical = self._stopwatch.read(runner.call, runner.launches, min(repeats, MOST_REPEATS), limit_s)
         runner.call_ms, runner.host_us = typical.ms, typical.host_us
@@ -230,14 +230,14 @@ class DeviceBench:
         gc.collect()
         gc.freeze()  # what lives on is not looked at again: with torch alone that took 130 ms, beside 70 of samples
         gc.disable()
-        self._watch.begin(pool_processes)
+        self._monitor.begin(pool_processes)
 
     def end_block(self) -> tuple[Interference, ...]:
         gc.enable()
-        return self._watch.end()
+        return self._monitor.end()
 
-    def blind_spots(self) -> tuple[str, ...]:
-        return tuple(self._watch.blind_spots)
+    def unmonitored(self) -> tuple[str, ...]:
+        return tuple(self._monitor.unmonitored)
 
     # --- parts --------------------------------------------------------------------------------------------------
 
@@ -301,11 +301,11 @@ class DeviceBench:
         What is mostly the host's launching counts as it does in a sample: at 1024 positions flash-attn-4 keeps an H100
         busy for 0.03 ms, and a slow host for 0.36.
         """
-        if not (self._cuda and may_be_launches(waited_ms)):
+        if not (self._cuda and may_be_launch_bound(waited_ms)):
             return waited_ms, waited_ms * 1e3
         call = _caller(module, inputs, workload.train)
-        typical = self._stopwatch.read(call, Launches(waited_ms * 1e3), FEWEST + 1)
-        call_ms, host_us = self._peers.most(typical.ms, typical.host_us)
+        typical = self._stopwatch.read(call, LaunchOverhead(waited_ms * 1e3), FEWEST + 1)
+        call_ms, host_us = self._peers.max_over_ranks(typical.ms, typical.host_us)
         return call_ms, host_us
 
     def _warm(self, runner: Runner, waited_ms: float | None = None) -> None:
@@ -316,7 +316,7 @@ class DeviceBench:
             last, runner.launches.us = waited_ms, waited_ms * 1e3
         for number in range(1 if waited_ms is None else WARM_CALLS, 50):
             reading = self._stopwatch.read(runner.call, runner.launches, 1)
-            runner.call_ms, runner.host_us, taken_s = self._peers.most(
+            runner.call_ms, runner.host_us, taken_s = self._peers.max_over_ranks(
                 reading.ms, reading.host_us, time.perf_counter() - begin
             )
             steady = abs(runner.call_ms - last) <= STEADY * runner.call_ms
@@ -361,14 +361,14 @@ class DeviceBench:
         if self._cuda:
             torch.cuda.empty_cache()
 
-    def forget(self) -> None:
+    def release_all(self) -> None:
         """Drop every candidate and buffer: an out-of-memory may have been the fault of the others."""
         self._runners.clear()
-        self._put_down()
+        self._release_inputs()
 
-    def _put_down(self) -> None:
+    def _release_inputs(self) -> None:
         """The inputs; the rows of references stay: they are small and took long."""
-        self._references.put_down()
+        self._references.release_inputs()
         self._inputs = None
         self._release()
 
@@ -380,13 +380,13 @@ class PoolBench(DeviceBench):
         try:
             return super().validate(workload, tunables, phase, part)
         finally:
-            self._put_down()
+            self._release_inputs()
 
     def first_call(self, workload: Workload, tunables: Tunables) -> Proven:
         try:
             return super().first_call(workload, tunables)
         finally:
-            self._put_down()
+            self._release_inputs()
 
 
 def _build(

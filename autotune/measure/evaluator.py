@@ -42,7 +42,7 @@ class Killed:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Stopped:
     """A signal such as SIGSTOP held the worker, which no candidate does to itself, until it was given up."""
 
 
@@ -64,12 +64,12 @@ class PeerFailed:
     """A rank failed only because another did, whose own fault is the one to record."""
 
 
-Cause = Killed | Held | Ended | KernelUnavailable | PeerFailed
+Cause = Killed | Stopped | Ended | KernelUnavailable | PeerFailed
 
 # Names in the journal, which outlive those of the classes.
 _CAUSES: Mapping[str, type[Cause]] = {
     "killed": Killed,
-    "held": Held,
+    "held": Stopped,
     "ended": Ended,
     "kernel-unavailable": KernelUnavailable,
     "peer-failed": PeerFailed,
@@ -88,14 +88,14 @@ class Fault:
     cause: Cause | None = None
 
     @property
-    def struck(self) -> bool:
+    def ended_from_outside(self) -> bool:
         """Whether somebody else ended or held the worker, it seems: another try may go well."""
-        return isinstance(self.cause, Held | Ended) or self.cause == Killed(SIGKILL)
+        return isinstance(self.cause, Stopped | Ended) or self.cause == Killed(SIGKILL)
 
     @property
     def from_outside(self) -> bool:
         """Whether the machine may be to blame: it was too slow to answer, or somebody ended the worker."""
-        return self.kind == "timeout" or self.struck
+        return self.kind == "timeout" or self.ended_from_outside
 
     def plain(self) -> dict[str, Any]:
         """As JSON data, for a journal or a table; ``Fault.of`` reads it."""

@@ -1,8 +1,8 @@
 """Whether the machine was ours while something was timed: foreign load, stolen time, throttling.
 
-A ``Watch`` is opened before a block and closed after it; what it says makes the block worthless, so the caller
+A ``InterferenceMonitor`` is opened before a block and closed after it; what it says makes the block worthless, so the caller
 repeats or refuses it. Readings come from /proc, the cgroup and NVML; what cannot be read is not guessed at, and
-``blind_spots`` names it once.
+``unmonitored`` names it once.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def throttle_reasons(bits: int) -> tuple[Interference, ...]:
 
 
 class Nvml:
-    """What a watch asks the NVIDIA driver of one card."""
+    """What a monitor asks the NVIDIA driver of one card."""
 
     def __init__(self, uuid: str) -> None:
         """Raises NVMLError where there is no driver, or it does not know the card."""
@@ -115,7 +115,7 @@ class Nvml:
         return len(pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle))
 
 
-class Watch:
+class InterferenceMonitor:
     """Looks at the host, and at one GPU where there is one, before and after a block.
 
     ``siblings`` are the processes of the other ranks on this host, whose load is not foreign.
@@ -123,19 +123,19 @@ class Watch:
 
     def __init__(self, gpu_uuid: str | None = None, siblings: Sequence[int] = ()) -> None:
         self._siblings = tuple(siblings)
-        self.blind_spots: list[str] = []
+        self.unmonitored: list[str] = []
         self._cpus = frozenset(os.sched_getaffinity(0))
         self._ticks = os.sysconf("SC_CLK_TCK")
         self._nvml: Nvml | None = None
         self._pool_processes = 0
         self._foreign: int | None = None  # processes of others on the GPU, once blocks have begun
         if not _PROC_STAT.exists():
-            self.blind_spots.append("foreign load on the host cannot be seen: no /proc/stat")
+            self.unmonitored.append("foreign load on the host cannot be seen: no /proc/stat")
         if gpu_uuid is not None:
             try:
                 self._nvml = Nvml(gpu_uuid)
             except pynvml.NVMLError as error:
-                self.blind_spots.append(f"throttling of the GPU cannot be seen: {error}")
+                self.unmonitored.append(f"throttling of the GPU cannot be seen: {error}")
         self._before: HostReading | None = None
 
     def _read(self) -> HostReading:

@@ -44,7 +44,7 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class Rendezvous:
     """Where the workers of all ranks find each other: a store, and in it a name for each generation of workers."""
 
     rank: int

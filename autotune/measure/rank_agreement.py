@@ -17,54 +17,54 @@ import torch.distributed as dist
 
 from ringattn.errors import DeviceError
 
-from .messages import Meeting
+from .messages import Rendezvous
 
 JOIN_TIMEOUT_S = 100.0  # below what the parent gives a worker to start
 GROUP_TIMEOUT_S = 900.0  # a candidate that hangs is ended long before, by the parent of its worker
 
 
-class Alone:
+class SingleRank:
     """A bench that has its device for itself and agrees with nobody."""
 
     rank, size = 0, 1
     group: Any = None
     siblings: tuple[int, ...] = ()
 
-    def most(self, *values: float) -> tuple[float, ...]:
+    def max_over_ranks(self, *values: float) -> tuple[float, ...]:
         return values
 
-    def meet(self) -> None: ...
+    def barrier(self) -> None: ...
 
-    def first_fault(self, fault: str) -> tuple[int, str] | None:
+    def first_rank_at_fault(self, fault: str) -> tuple[int, str] | None:
         return (0, fault) if fault else None
 
 
-class Together(Alone):
+class RankGroup(SingleRank):
     """One rank among several, in a process group made for this generation of workers.
 
     Raises DeviceError where the others cannot be met.
     """
 
-    def __init__(self, meeting: Meeting, device: torch.device) -> None:
-        self.rank, self.size = meeting.rank, meeting.world
+    def __init__(self, rendezvous: Rendezvous, device: torch.device) -> None:
+        self.rank, self.size = rendezvous.rank, rendezvous.world
         try:
             store = dist.TCPStore(  # type: ignore[attr-defined]
-                meeting.host, meeting.port, is_master=False, timeout=timedelta(seconds=JOIN_TIMEOUT_S)
+                rendezvous.host, rendezvous.port, is_master=False, timeout=timedelta(seconds=JOIN_TIMEOUT_S)
             )
-            own = dist.PrefixStore(f"workers/{meeting.generation}", store)  # type: ignore[attr-defined]
+            own = dist.PrefixStore(f"workers/{rendezvous.generation}", store)  # type: ignore[attr-defined]
             on_gpu = device.type == "cuda"
             dist.init_process_group(
                 "nccl" if on_gpu else "gloo",
                 store=own,
-                rank=meeting.rank,
-                world_size=meeting.world,
+                rank=rendezvous.rank,
+                world_size=rendezvous.world,
                 timeout=timedelta(seconds=GROUP_TIMEOUT_S),
                 device_id=device if on_gpu else None,
             )
             self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=GROUP_TIMEOUT_S))
         except RuntimeError as error:  # torch's DistError and its kin
             text = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise DeviceError(f"rank {meeting.rank} cannot meet the others: {text}") from error
+            raise DeviceError(f"rank {rendezvous.rank} cannot meet the others: {text}") from error
         self.group = dist.group.WORLD
         everyone: list[Any] = [None] * self.size
         dist.all_gather_object(everyone, (_place(), os.getpid()), group=self._control)
@@ -72,19 +72,19 @@ class Together(Alone):
             pid for rank, (place, pid) in enumerate(everyone) if rank != self.rank and place == _place()
         )
 
-    def most(self, *values: float) -> tuple[float, ...]:
+    def max_over_ranks(self, *values: float) -> tuple[float, ...]:
         """The largest of each number over the ranks, which also waits for all of them."""
         largest = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._control)
         return tuple(largest.tolist())
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Waits until every rank is here."""
         dist.barrier(group=self._control)
 
-    def first_fault(self, fault: str) -> tuple[int, str] | None:
+    def first_rank_at_fault(self, fault: str) -> tuple[int, str] | None:
         """The lowest rank that finds fault, and its words; the same on all ranks."""
-        if not self.most(float(bool(fault)))[0]:
+        if not self.max_over_ranks(float(bool(fault)))[0]:
             return None
         said: list[Any] = [None] * self.size
         dist.all_gather_object(said, fault, group=self._control)
@@ -96,12 +96,12 @@ def _place() -> tuple[str, str]:
     return socket.gethostname(), str(Path("/proc/self/ns/pid").readlink())
 
 
-def ring_neighbours(peers: Alone) -> tuple[int, int]:
+def ring_neighbours(peers: SingleRank) -> tuple[int, int]:
     """The ranks before and after this one."""
     return (peers.rank - 1) % peers.size, (peers.rank + 1) % peers.size
 
 
-def exchange(send: torch.Tensor, receive: torch.Tensor, peers: Alone) -> None:
+def exchange(send: torch.Tensor, receive: torch.Tensor, peers: SingleRank) -> None:
     """One message to the next rank and one from the one before, complete when it returns."""
     before, after = ring_neighbours(peers)
     operations: Sequence[Any] = [

@@ -13,8 +13,8 @@ from typing import Protocol, TypeVar
 
 from autotune.statistics import median
 
-from .head_start import CALMING, LONGEST_LAUNCH_US
-from .rank_agreement import Alone
+from .launch_overhead import LEAD_DECAY, LONGEST_LAUNCH_US
+from .rank_agreement import SingleRank
 from .timers import Reading
 
 Item = TypeVar("Item")
@@ -34,7 +34,7 @@ class Timer(Protocol):
 
 
 @dataclass(slots=True)
-class Launches:
+class LaunchOverhead:
     """What the head start of a call must cover, in us of its host, as the latest readings tell.
 
     ``always_late``: the call waits for the device itself, so that no head start is long enough.
@@ -47,17 +47,19 @@ class Launches:
 class Stopwatch:
     """One device's timer among the ranks that make the same calls."""
 
-    def __init__(self, timer: Timer, peers: Alone) -> None:
+    def __init__(self, timer: Timer, peers: SingleRank) -> None:
         self._timer, self._peers = timer, peers
 
-    def read(self, call: Callable[[], None], launches: Launches, repeats: int, limit_s: float = math.inf) -> Reading:
+    def read(
+        self, call: Callable[[], None], launches: LaunchOverhead, repeats: int, limit_s: float = math.inf
+    ) -> Reading:
         """The typical reading of those that were not late on any rank, or of all where every one was.
 
         ``launches`` learns from it; ranks with unlike head starts would time how long they wait for each other. Over
         ranks ``limit_s`` is infinite, so that all take as many readings.
         """
         if launches.always_late:
-            (late,) = self._peers.most(float(self._timer.time(call, 1, host_us=launches.us)[0].late))
+            (late,) = self._peers.max_over_ranks(float(self._timer.time(call, 1, host_us=launches.us)[0].late))
             if late:  # no head start is long enough, and what it adds would count as the host's time
                 return self._timer.of(_warmed(self._timer.time(call, repeats, limit_s)))
             launches.always_late = False
@@ -65,18 +67,18 @@ class Stopwatch:
         clean: list[Reading] = []
         for number in range(ROUNDS):
             readings = self._timer.time(call, repeats, limit_s, launches.us)
-            flags = self._peers.most(*(float(reading.late) for reading in readings))
+            flags = self._peers.max_over_ranks(*(float(reading.late) for reading in readings))
             counted = list(zip(readings, flags, strict=True))
             counted = _warmed(counted) if number == 0 else counted
             everything += [reading for reading, _ in counted]
             clean += [reading for reading, late in counted if not late]
             if len(clean) >= ENOUGH * len(counted) or launches.us >= LONGEST_LAUNCH_US:
                 break
-            (slowest_us,) = self._peers.most(max(reading.host_us for reading in readings))
+            (slowest_us,) = self._peers.max_over_ranks(max(reading.host_us for reading in readings))
             launches.us = min(max(2 * launches.us, slowest_us), LONGEST_LAUNCH_US)
         launches.always_late = not clean and repeats > 1
-        (typical_us,) = self._peers.most(median([reading.host_us for reading in everything]))
-        launches.us = min(max(typical_us, CALMING * launches.us), LONGEST_LAUNCH_US)
+        (typical_us,) = self._peers.max_over_ranks(median([reading.host_us for reading in everything]))
+        launches.us = min(max(typical_us, LEAD_DECAY * launches.us), LONGEST_LAUNCH_US)
         return self._timer.of(clean or everything)
 
 

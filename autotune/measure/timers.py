@@ -12,7 +12,7 @@ import torch
 
 from ringattn.hardware.facts import HardwareFacts
 
-from .head_start import FEWEST_LAUNCHES, flushes_for, host_is_slower
+from .launch_overhead import FEWEST_LAUNCHES, flushes_for, is_launch_bound
 
 FEWEST = 3  # readings that are taken however long they last
 IN_FLIGHT = 4  # calls that the host may be ahead: with a thousand launches waiting, the next would wait as well
@@ -79,7 +79,7 @@ class CudaTimer:
     def calls_for(self, sample_ms: float, call_ms: float, host_us: float) -> int:
         """How many calls make a sample of about this length, their head starts included."""
         taken_ms = call_ms + flushes_for(host_us, self._flush_ms) * self._flush_ms
-        fewest = FEWEST_LAUNCHES if host_is_slower(call_ms, host_us) else 1
+        fewest = FEWEST_LAUNCHES if is_launch_bound(call_ms, host_us) else 1
         return max(fewest, math.ceil(sample_ms / taken_ms))
 
     def _flush_once(self) -> None:
@@ -128,7 +128,7 @@ def _quantile(values: Sequence[float], share: float) -> float:
     return float(np.quantile(values, share))
 
 
-def wake(device: torch.device) -> None:
+def warm_up_device(device: torch.device) -> None:
     """Make the context and load the libraries of matrix products: no candidate's first call pays for them."""
     for dtype in (torch.float64, torch.float32, torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16):
         square = torch.ones(64, 64, dtype=dtype, device=device)

@@ -139,10 +139,10 @@ def _guarded(
         if not usable:
             connection.send(Message("done", 0, fault))
             os._exit(1)
-        forget = getattr(bench, "forget", None)
-        if fault.kind != "oom" or attempt or forget is None or not alone:
+        release_all = getattr(bench, "release_all", None)
+        if fault.kind != "oom" or attempt or release_all is None or not alone:
             return fault
-        forget()
+        release_all()
         phase("candidate")
     raise AssertionError("unreachable")
 
@@ -182,9 +182,9 @@ def main(arguments: Sequence[str]) -> None:
     settings: BenchSettings = connection.recv()
     try:
         if settings.device == "cpu":
-            _limit_memory(settings.meeting.world if settings.meeting is not None else 1)
+            _limit_memory(settings.rendezvous.world if settings.rendezvous is not None else 1)
         bench = _load_bench(bench_name, settings)
-        connection.send(Message("ready", 0, bench.blind_spots()))
+        connection.send(Message("ready", 0, bench.unmonitored()))
         run_worker(connection, bench)
         os._exit(0)  # taking torch apart takes a second that the probe would wait for
     except BrokenPipeError:

@@ -21,7 +21,7 @@ from ringattn.workload import Tunables, Workload
 from .bench import BenchSettings
 from .evaluator import Checked, Fault, Proven
 from .messages import POOL_BENCH, REAL_BENCH
-from .trial import WorkerEvaluator
+from .worker_evaluator import WorkerEvaluator
 
 CALL_TIMEOUT_S = 60.0
 LAST_CALL_S = 10.0  # for calls that were begun when time was over: flash-attn-4's take 5 s

@@ -16,7 +16,7 @@ from autotune.exit_codes import NoDevice
 from autotune.measure.bench import BenchSettings
 from autotune.measure.evaluator import Clock, Evaluator, MonotonicClock
 from autotune.measure.interference import available_kib
-from autotune.measure.trial import WorkerEvaluator
+from autotune.measure.worker_evaluator import WorkerEvaluator
 from autotune.measure.worker_pool import PooledEvaluator, pool_size
 from autotune.search.budget import EffortPreset
 from autotune.space.space import Machine, machine_of

@@ -95,7 +95,7 @@ class ProbeRun:
         if len(inconclusive) == len(rows.reports):
             store.remember("finished", True)  # the next run must measure anew, not read the same numbers again
             raise Inconclusive(f"no cell could be measured; {inconclusive[0]}")
-        rows.notes.extend(getattr(evaluator, "blind_spots", ()))
+        rows.notes.extend(getattr(evaluator, "unmonitored", ()))
         pending = sum(report.validation_pending for report in rows.reports.values())
         if pending:
             rows.notes.append(f"{plural(pending, 'cell')}: {VALIDATION_PENDING}")

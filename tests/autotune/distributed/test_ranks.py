@@ -25,7 +25,7 @@ from autotune.exit_codes import NoDevice, ProbeFailure, UsageFailure
 from autotune.measure.bench import BenchSettings
 from autotune.measure.evaluator import Checked, Fault, Interference, InterferenceKind, Proven, Sample
 from autotune.measure.messages import REAL_BENCH
-from autotune.measure.trial import WorkerBug
+from autotune.measure.worker_evaluator import WorkerBug
 from ringattn.workload import BranchTunables, Pattern, Tunables, Workload
 
 CELL = workload(512, mode="infer")
@@ -60,7 +60,7 @@ def test_the_slowest_rank_counts(evaluator: RanksEvaluator) -> None:
     assert block.results == (Sample(SLOW_MS, 10.0), Sample(2.0, 10.0))
     heat = {Interference(kind) for kind in (InterferenceKind.THERMAL, InterferenceKind.POWER_BRAKE)}
     assert set(block.disturbances) == {Interference(InterferenceKind.STEAL, 11.0), *heat}
-    assert evaluator.blind_spots == ("nothing is watched here",)
+    assert evaluator.unmonitored == ("nothing is watched here",)
     speed = evaluator.links()
     assert (speed.world, speed.hosts, speed.ring_gb_s, speed.latency_us) == (2, 1, 3.36, 10.0)
 

@@ -21,7 +21,7 @@ from autotune.exit_codes import DeviceBusy, ExitCode, ProbeFailure
 from autotune.journal.file import JournalFile, journal_path
 from autotune.journal.stage_record import StageRecord
 from autotune.journal.store import Store
-from autotune.measure.evaluator import Cause, Checked, Ended, Fault, Held, KernelUnavailable, Killed, PeerFailed
+from autotune.measure.evaluator import Cause, Checked, Ended, Fault, KernelUnavailable, Killed, PeerFailed, Stopped
 from autotune.probe.device_lock import device_lock
 from autotune.probe.request import ProbeRequest
 from autotune.space.space import build_space, candidate_key
@@ -83,7 +83,7 @@ def test_everything_told_is_found_again(tmp_path: Path) -> None:
 
 CAUSES: dict[str, Cause] = {
     "killed": Killed(9),
-    "held": Held(),
+    "held": Stopped(),
     "ended": Ended(),
     "kernel-unavailable": KernelUnavailable("lost", "import lost: no"),
     "peer-failed": PeerFailed(),

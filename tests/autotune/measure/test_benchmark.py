@@ -22,7 +22,6 @@ from autotune.measure import benchmark
 from autotune.measure import interference as health
 from autotune.measure.benchmark import BenchSettings, DeviceBench, Runner, WrongAnswer, validation_inputs
 from autotune.measure.evaluator import Interference, InterferenceKind
-from autotune.measure.head_start import flushes_for, sample_ms
 from autotune.measure.interference import (
     HostReading,
     cpu_seconds,
@@ -30,10 +29,11 @@ from autotune.measure.interference import (
     throttle_reasons,
     throttled_seconds,
 )
-from autotune.measure.rank_agreement import Alone
+from autotune.measure.launch_overhead import flushes_for, sample_ms
+from autotune.measure.rank_agreement import SingleRank
 from autotune.measure.stopwatch import Stopwatch
 from autotune.measure.timers import FEWEST, CudaTimer, HostTimer, Reading, cpu_peak_bytes
-from autotune.measure.trial import WorkerEvaluator
+from autotune.measure.worker_evaluator import WorkerEvaluator
 from ringattn import detect
 from ringattn.planning import self_check
 from ringattn.workload import BranchTunables, Pattern, Tunables, Workload
@@ -144,14 +144,14 @@ def test_a_wrong_plan_is_caught_with_the_input_that_broke_it(
 
 def test_a_slow_candidate_is_let_go_after_a_first_look(bench: DeviceBench, monkeypatch: pytest.MonkeyPatch) -> None:
     kinds: list[str] = []
-    real = DeviceBench._hold_against_reference
+    real = DeviceBench._check_against_reference
 
     def counting(self, module, workload, tunables, length, kind, phase):  # type: ignore[no-untyped-def]
         kinds.append(kind)
         return real(self, module, workload, tunables, length, kind, phase)
 
-    monkeypatch.setattr(DeviceBench, "_hold_against_reference", counting)
-    bench.forget()
+    monkeypatch.setattr(DeviceBench, "_check_against_reference", counting)
+    bench.release_all()
     bench.check(CELL, plan("math"), no_phase, pace_ms=1e-6)
     assert not bench._runners  # not warmed up
     bench.check(CELL, plan("math"), no_phase, pace_ms=1e6)
@@ -168,7 +168,7 @@ def test_a_proof_is_at_the_cell_s_own_length_too_with_adversarial_inputs(
         looked_at.append((length, kind))
         return 0.0, 0.0
 
-    monkeypatch.setattr(DeviceBench, "_hold_against_reference", looking)
+    monkeypatch.setattr(DeviceBench, "_check_against_reference", looking)
     bench.validate(CELL, plan(), no_phase)
     lengths = bench.settings.ragged_lengths
     assert looked_at == [(CELL.seq_len, "negative"), *validation_inputs(CELL, lengths, bench.settings.seed)]
@@ -215,12 +215,12 @@ def test_samples_repeat_short_calls_until_they_are_long_enough(bench: DeviceBenc
     counted, runner.call_ms = 0, 50.0
     bench.sample(CELL, plan())
     assert counted == 1
-    bench.forget()  # the others have a runner of their own
+    bench.release_all()  # the others have a runner of their own
 
 
 def test_candidates_used_longest_ago_make_room(bench: DeviceBench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(benchmark, "RUNNERS_KEPT", 2)
-    bench.forget()
+    bench.release_all()
     plans = [plan(), plan("math"), plan(pattern_cache=False)]
     for tunables in plans:
         bench.sample(CELL, tunables)
@@ -305,15 +305,15 @@ def test_only_throttling_from_outside_the_workload_spoils_a_timing() -> None:
 
 
 def test_a_watch_sees_this_machine_and_names_what_it_cannot_see(monkeypatch: pytest.MonkeyPatch) -> None:
-    watch = health.Watch()
-    watch.begin()
+    monitor = health.InterferenceMonitor()
+    monitor.begin()
     end = time.perf_counter() + 0.2
     while time.perf_counter() < end:
         math.sqrt(2.0)
-    assert isinstance(watch.end(), tuple)
+    assert isinstance(monitor.end(), tuple)
     monkeypatch.setattr(health, "_PROC_STAT", Path("/nowhere/stat"))
-    assert any("cannot be seen" in spot for spot in health.Watch().blind_spots)
-    assert any("throttling" in spot for spot in health.Watch("GPU-no-such-card").blind_spots)
+    assert any("cannot be seen" in spot for spot in health.InterferenceMonitor().unmonitored)
+    assert any("throttling" in spot for spot in health.InterferenceMonitor("GPU-no-such-card").unmonitored)
 
 
 @pytest.mark.alone
@@ -334,7 +334,7 @@ def test_a_sample_ends_when_its_calls_have_become_a_hundred_times_slower(
     sample = bench.sample(CELL, plan())
     assert len(calls) == FEWEST
     assert sample.ms == pytest.approx(20, rel=0.5)
-    bench.forget()  # the others have a runner of their own
+    bench.release_all()  # the others have a runner of their own
 
 
 @pytest.mark.parametrize(
@@ -370,8 +370,8 @@ def test_ranks_warm_up_with_one_head_start(bench: DeviceBench, monkeypatch: pyte
     """That of the slowest host, or the others would wait for its device and time that."""
     head_starts_us: list[float] = []
 
-    class Peers(Alone):
-        def most(self, *values: float) -> tuple[float, ...]:
+    class Peers(SingleRank):
+        def max_over_ranks(self, *values: float) -> tuple[float, ...]:
             return tuple(max(value, 70.0) if value > 1 else value for value in values)  # but what is late
 
     class Timer(HostTimer):
@@ -399,14 +399,14 @@ def test_another_process_on_the_gpu_is_foreign_unless_it_is_of_the_pool_or_was_t
             return self.count
 
     def disturbed(before: int, beside: int, after: int, later_beside: int) -> bool:
-        watch, driver = health.Watch(), Driver()
-        watch._nvml = driver  # type: ignore[assignment]
+        monitor, driver = health.InterferenceMonitor(), Driver()
+        monitor._nvml = driver  # type: ignore[assignment]
         driver.count = before
-        watch.begin(beside)
-        watch.end()
+        monitor.begin(beside)
+        monitor.end()
         driver.count = after
-        watch.begin(later_beside)
-        return Interference(InterferenceKind.FOREIGN_PROCESS) in watch.end()
+        monitor.begin(later_beside)
+        return Interference(InterferenceKind.FOREIGN_PROCESS) in monitor.end()
 
     assert disturbed(1, 0, 2, 0)
     assert not disturbed(3, 0, 3, 0)  # two others were there from the start
@@ -422,14 +422,14 @@ def test_another_process_on_the_gpu_is_foreign_unless_it_is_of_the_pool_or_was_t
 def test_the_load_of_the_other_ranks_is_not_foreign() -> None:
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
         try:
-            watches = (health.Watch(siblings=(other.pid,)), health.Watch())
-            before = [watch._read().own_s for watch in watches]
+            watches = (health.InterferenceMonitor(siblings=(other.pid,)), health.InterferenceMonitor())
+            before = [monitor._read().own_s for monitor in watches]
             time.sleep(0.8)
-            ours, alone = (watch._read().own_s - begin for watch, begin in zip(watches, before, strict=True))
+            ours, alone = (monitor._read().own_s - begin for monitor, begin in zip(watches, before, strict=True))
         finally:
             other.kill()
     assert ours > alone + 0.1
-    assert health.Watch(siblings=(other.pid,))._read().own_s < 1e6  # one that is gone counts nothing
+    assert health.InterferenceMonitor(siblings=(other.pid,))._read().own_s < 1e6  # one that is gone counts nothing
 
 
 def test_what_blocks_no_longer_look_at_is_collected_when_a_cell_ends(bench: DeviceBench) -> None:

@@ -15,7 +15,7 @@ from machines import FACTS, plan, workload
 
 from autotune.measure.bench import BenchSettings
 from autotune.measure.evaluator import Checked, Fault, Proven, Sample
-from autotune.measure.trial import WorkerBug, WorkerEvaluator
+from autotune.measure.worker_evaluator import WorkerBug, WorkerEvaluator
 from autotune.measure.worker_pool import PooledEvaluator, pool_size
 from autotune.space.first_calls import Call
 from ringattn.workload import Workload

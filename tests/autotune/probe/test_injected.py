@@ -16,7 +16,7 @@ from optuna.trial import FrozenTrial, TrialState
 from autotune.measure.benchmark import BenchSettings
 from autotune.measure.evaluator import Checked, Evaluator, Fault
 from autotune.measure.simulated import SimulatedClock
-from autotune.measure.trial import WorkerEvaluator
+from autotune.measure.worker_evaluator import WorkerEvaluator
 from autotune.probe.cells.runs import HANG_S
 from autotune.probe.environment import real_edge
 from autotune.probe.grid import cells_for

@@ -52,10 +52,10 @@ class FaultyBench:
     def end_block(self) -> tuple[Interference, ...]:
         return ()
 
-    def blind_spots(self) -> tuple[str, ...]:
+    def unmonitored(self) -> tuple[str, ...]:
         return ("nothing is watched here",)
 
-    def forget(self) -> None:
+    def release_all(self) -> None:
         self.forgotten += 1
 
     def _obey(self, kernel: str) -> float:

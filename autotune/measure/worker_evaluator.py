@@ -24,7 +24,7 @@ from autotune.accuracy.reference_timeout import reference_limit_s
 from ringattn.errors import DeviceError
 from ringattn.workload import Tunables, Workload
 
-from .evaluator import Block, Checked, Ended, Fault, Held, Interference, Killed, Proven, Sample
+from .evaluator import Block, Checked, Ended, Fault, Interference, Killed, Proven, Sample, Stopped
 from .messages import REAL_BENCH, Message, Request
 
 if TYPE_CHECKING:
@@ -39,23 +39,23 @@ _QUIET_AND_CACHED = {"KINETO_LOG_LEVEL": "99", "FLASH_ATTENTION_CUTE_DSL_CACHE_E
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerTimes:
+class WorkerTimeouts:
     """How long a worker is waited for beside its requests."""
 
     start_s: float = 120.0  # importing torch from a cold disk, making a CUDA context
     stop_s: float = 5.0
-    held_s: float = 3.0  # one that a signal has stopped for so long is given up, however long its work may take
+    stopped_s: float = 3.0  # one that a signal has stopped for so long is given up, however long its work may take
     look_s: float = 0.5  # how often it is looked whether one has
 
 
-DEFAULT_TIMES = WorkerTimes()
+DEFAULT_TIMES = WorkerTimeouts()
 
 
 class WorkerBug(AssertionError):
     """The worker's own code failed; the text is its traceback."""
 
 
-class Died(Exception):
+class WorkerDied(Exception):
     """The worker ended by itself, or had to be killed."""
 
     def __init__(self, fault: Fault) -> None:
@@ -72,7 +72,7 @@ class WorkerEvaluator:
         *,
         bench: str = REAL_BENCH,
         reference_timeout_s: float = 300.0,
-        times: WorkerTimes = DEFAULT_TIMES,
+        times: WorkerTimeouts = DEFAULT_TIMES,
     ) -> None:
         """``bench`` is ``module:class`` of what the worker runs; tests put faulty ones there.
 
@@ -87,7 +87,7 @@ class WorkerEvaluator:
         self._errors: IO[bytes] | None = None
         self._is_new = True  # the worker has answered nothing yet
         self._interrupted = False
-        self.blind_spots: tuple[str, ...] = ()
+        self.unmonitored: tuple[str, ...] = ()
         self.starts = 0
         self.lost_s = 0.0  # went into attempts that ended without an answer, and into new workers after them
 
@@ -146,8 +146,8 @@ class WorkerEvaluator:
                 with self._counting_losses():
                     disturbances += self._collect(results, timeout_s)
                 assert len(results) == len(order)
-            except Died as died:
-                if died.fault.struck and len(results) not in struck_at:
+            except WorkerDied as died:
+                if died.fault.ended_from_outside and len(results) not in struck_at:
                     struck_at.add(len(results))
                 else:
                     results.append(died.fault)
@@ -158,7 +158,7 @@ class WorkerEvaluator:
         return 0
 
     def _collect(self, results: list[Sample | Fault], timeout_s: float) -> tuple[Interference, ...]:
-        """Adds what the worker says of a block to ``results``, and returns what disturbed it; raises Died."""
+        """Adds what the worker says of a block to ``results``, and returns what disturbed it; raises WorkerDied."""
         while True:
             message = self._receive(timeout_s)
             if message.kind == "result":
@@ -166,7 +166,7 @@ class WorkerEvaluator:
             elif message.kind == "done":
                 if isinstance(message.value, Fault):  # it gave up after a sticky error
                     self._kill()
-                    raise Died(message.value)
+                    raise WorkerDied(message.value)
                 disturbances: tuple[Interference, ...] = message.value
                 return disturbances
 
@@ -186,8 +186,8 @@ class WorkerEvaluator:
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 return self._exchange(request, timeout_s)
-            except Died as died:
-                if not died.fault.struck or attempt == ATTEMPTS:
+            except WorkerDied as died:
+                if not died.fault.ended_from_outside or attempt == ATTEMPTS:
                     return died.fault
         raise AssertionError("unreachable")
 
@@ -201,7 +201,7 @@ class WorkerEvaluator:
         began = time.monotonic()
         try:
             yield
-        except Died:
+        except WorkerDied:
             self.lost_s += time.monotonic() - began
             raise
 
@@ -228,7 +228,7 @@ class WorkerEvaluator:
 
     def _send(self, request: Request) -> None:
         if self._interrupted:
-            raise Died(_ENDED_EARLY)
+            raise WorkerDied(_ENDED_EARLY)
         if self._process is None or self._process.poll() is not None:
             self._renew()
         assert self._connection is not None
@@ -250,16 +250,18 @@ class WorkerEvaluator:
         assert self._connection is not None
         began = time.monotonic()
         try:
-            if not self._has_spoken(timeout_s):
+            if not self._has_message(timeout_s):
                 stopped = self._is_stopped()
                 waited_s = min(timeout_s, time.monotonic() - began)
                 self._kill()
                 why = ", at work on the reference" if phase == "reference" else ""
                 why += ": the worker was stopped by a signal" if stopped else ""
-                raise Died(Fault("timeout", f"no answer within {waited_s:.1f} s{why}", Held() if stopped else None))
+                raise WorkerDied(
+                    Fault("timeout", f"no answer within {waited_s:.1f} s{why}", Stopped() if stopped else None)
+                )
             message: Message = self._connection.recv()
         except (EOFError, ConnectionResetError):
-            raise self._obituary() from None
+            raise self._exit_fault() from None
         if message.kind == "bug":
             self._kill()
             raise WorkerBug(message.value)
@@ -268,12 +270,12 @@ class WorkerEvaluator:
             raise DeviceError(message.value)
         return message
 
-    def _has_spoken(self, timeout_s: float) -> bool:
+    def _has_message(self, timeout_s: float) -> bool:
         """Waits for the worker's next word, but not for one that a signal holds."""
         assert self._connection is not None
         now = time.monotonic()
         end, at_work = now + timeout_s, now
-        while now < end and now - at_work < self._times.held_s:
+        while now < end and now - at_work < self._times.stopped_s:
             if self._connection.poll(min(self._times.look_s, end - now)):
                 return True
             now = time.monotonic()
@@ -287,7 +289,7 @@ class WorkerEvaluator:
         status = Path(f"/proc/{self._process.pid}/stat").read_text()
         return status.rpartition(")")[2].split()[0] in "Tt"
 
-    def _obituary(self) -> Died:
+    def _exit_fault(self) -> WorkerDied:
         """How the worker ended, with the last line it wrote to stderr."""
         assert self._process is not None
         try:
@@ -298,8 +300,8 @@ class WorkerEvaluator:
         self._kill()
         if code is not None and code < 0:
             name = signal.Signals(-code).name
-            return Died(Fault("crash", f"the worker was killed by {name}{last}", Killed(-code)))
-        return Died(Fault("crash", f"the worker ended with exit code {code}{last}"))
+            return WorkerDied(Fault("crash", f"the worker was killed by {name}{last}", Killed(-code)))
+        return WorkerDied(Fault("crash", f"the worker ended with exit code {code}{last}"))
 
     def _last_error_line(self) -> str:
         assert self._errors is not None
@@ -318,14 +320,14 @@ class WorkerEvaluator:
                 self._connection.send(self._settings)
                 message = self._receive(self._times.start_s)
                 break
-            except (Died, BrokenPipeError) as error:
+            except (WorkerDied, BrokenPipeError) as error:
                 if self._interrupted:  # it was not the machine that ended it, and no second one is started
-                    raise Died(_ENDED_EARLY) from None
-                if not isinstance(error, Died) or not error.fault.struck or attempt == ATTEMPTS:
+                    raise WorkerDied(_ENDED_EARLY) from None
+                if not isinstance(error, WorkerDied) or not error.fault.ended_from_outside or attempt == ATTEMPTS:
                     text = f"the measuring process for {self._settings.device} did not start: {error}"
                     raise DeviceError(text) from None
         assert message.kind == "ready"
-        self.blind_spots = message.value
+        self.unmonitored = message.value
 
     def _launch(self) -> None:
         ours, theirs = socket.socketpair()

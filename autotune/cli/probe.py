@@ -137,7 +137,7 @@ def probe(as_json: bool, **options: Any) -> None:
     if options["output"] is not None and not options["dry_run"]:
         check_writable(options["output"])
 
-    from autotune.distributed.place import started_by_torchrun
+    from autotune.distributed.launcher import started_by_torchrun
     from autotune.probe.ranks_environment import follow_rank_0, is_follower, ranks_of
     from autotune.probe.request import ProbeRequest
     from autotune.probe.tuning import run_probe

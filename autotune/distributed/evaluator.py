@@ -14,29 +14,34 @@ from autotune.measure.messages import MESSAGE_MIB, REAL_BENCH, Rendezvous, Reque
 from ringattn.profile.schema import LinkSpeed
 from ringattn.workload import Tunables, Workload
 
-from .merging import first_cause, largest, one_plan, samples_of
-from .wire import Answer, Call
+from .merging import agreed_plan, first_cause, largest, samples_of
+from .protocol import RankAnswer, RankRequest
 
 if TYPE_CHECKING:
     from autotune.measure.bench import BenchSettings
 
-    from .coordinator import Fleet
+    from .coordinator import Coordinator
 
 LINKS_TIMEOUT_S = 60.0
 
 
 class RanksEvaluator:
-    """Answers the Evaluator protocol from all ranks of a fleet, which stays when this is closed.
+    """Answers the Evaluator protocol from all ranks of a coordinator, which stays when this is closed.
 
     Workers of one generation share a process group. After a fault that may leave them out of step with each other all
     are ended, and the next call starts a new generation.
     """
 
     def __init__(
-        self, fleet: Fleet, settings: BenchSettings, *, bench: str = REAL_BENCH, reference_timeout_s: float = 300.0
+        self,
+        coordinator: Coordinator,
+        settings: BenchSettings,
+        *,
+        bench: str = REAL_BENCH,
+        reference_timeout_s: float = 300.0,
     ) -> None:
         """``bench`` and ``reference_timeout_s`` as for ``WorkerEvaluator``."""
-        self._fleet = fleet
+        self._coordinator = coordinator
         self._settings = settings
         self._bench = bench
         self._reference_timeout_s = reference_timeout_s
@@ -66,7 +71,7 @@ class RanksEvaluator:
         path = Path(profile_path)
         request = Request("obey", cell, profile_path=path.name, lockstep=True)
         values = self._values(request, timeout_s, path.read_text(encoding="utf-8"))
-        return values if isinstance(values, Fault) else one_plan(dict(enumerate(values)))
+        return values if isinstance(values, Fault) else agreed_plan(dict(enumerate(values)))
 
     def block(self, cell: Workload, order: Sequence[Tunables], *, timeout_s: float) -> Block:
         """One pass; after a candidate that fails on any rank the rest goes on with new workers."""
@@ -92,7 +97,7 @@ class RanksEvaluator:
     def close(self) -> None:
         """End the workers."""
         self._in_step = False
-        self._fleet.rest()
+        self._coordinator.rest()
 
     # --- links --------------------------------------------------------------------------------------------------
 
@@ -102,8 +107,8 @@ class RanksEvaluator:
         if isinstance(values, Fault):
             raise ProbeFailure(f"the ranks cannot exchange messages: {values.message}")
         return LinkSpeed(
-            world=self._fleet.world,
-            hosts=self._fleet.hosts,
+            world=self._coordinator.world,
+            hosts=self._coordinator.hosts,
             ring_gb_s=float(f"{MESSAGE_MIB * 2**20 / max(reading.large_s for reading in values) / 1e9:.3g}"),
             latency_us=float(f"{max(reading.small_s for reading in values) * 1e6:.3g}"),
         )
@@ -120,7 +125,7 @@ class RanksEvaluator:
         fault = self._fault(answers)
         return fault or [answer.value for _, answer in sorted(answers, key=lambda pair: pair[0])]
 
-    def _ask(self, request: Request, timeout_s: float, profile_text: str = "") -> list[tuple[int, Answer]]:
+    def _ask(self, request: Request, timeout_s: float, profile_text: str = "") -> list[tuple[int, RankAnswer]]:
         """One call, made again with new workers where only the old ones were to blame.
 
         Those are workers that somebody else ended, and an out-of-memory among what earlier calls left behind.
@@ -133,14 +138,16 @@ class RanksEvaluator:
             answers = self._once(request, timeout_s, profile_text)
         return answers
 
-    def _once(self, request: Request, timeout_s: float, profile_text: str) -> list[tuple[int, Answer]]:
+    def _once(self, request: Request, timeout_s: float, profile_text: str) -> list[tuple[int, RankAnswer]]:
         if not self._in_step:
-            self._generation = self._fleet.new_generation()
+            self._generation = self._coordinator.new_generation()
             self._calls, self._in_step = 0, True
         self._used = self._calls > 0
         self._calls += 1
-        rendezvous = Rendezvous(0, self._fleet.world, self._fleet.host, self._fleet.store_port, self._generation)
-        call = Call(
+        rendezvous = Rendezvous(
+            0, self._coordinator.world, self._coordinator.host, self._coordinator.store_port, self._generation
+        )
+        rank_request = RankRequest(
             number=0,
             generation=rendezvous.generation,
             settings=replace(self._settings, rendezvous=rendezvous),
@@ -152,7 +159,7 @@ class RanksEvaluator:
         )
         began = time.monotonic()
         try:
-            answers = self._fleet.call(call)
+            answers = self._coordinator.ask(rank_request)
         except BaseException:
             self._in_step = False
             raise
@@ -167,21 +174,21 @@ class RanksEvaluator:
         )
         return answers
 
-    def _still_in_step(self, answers: Sequence[tuple[int, Answer]]) -> bool:
+    def _still_in_step(self, answers: Sequence[tuple[int, RankAnswer]]) -> bool:
         """After good answers, and after a wrong one, about which the ranks have spoken."""
         faults = [answer.fault for _, answer in answers]
         if any(answer.aborted or answer.ended_from_outside for _, answer in answers):
             return False
         return not any(faults) or all(fault is not None and fault.kind == "wrong" for fault in faults)
 
-    def _fault(self, answers: Sequence[tuple[int, Answer]]) -> Fault | None:
+    def _fault(self, answers: Sequence[tuple[int, RankAnswer]]) -> Fault | None:
         faults = [(rank, fault) for rank, answer in answers if not answer.aborted and (fault := answer.fault)]
         if faults:
             return first_cause(faults)
         stopped = [rank for rank, answer in answers if answer.aborted]
         return Fault("crash", f"rank {stopped[0]}: its worker was ended", Ended()) if stopped else None
 
-    def _failed_at(self, answers: Sequence[tuple[int, Answer]], plans: int) -> int:
+    def _failed_at(self, answers: Sequence[tuple[int, RankAnswer]], plans: int) -> int:
         """Which plan of a block the fault belongs to: that of the rank whose own failure came first."""
         places = [
             len(answer.value.results) - 1

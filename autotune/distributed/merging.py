@@ -41,7 +41,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
-def one_plan(plans: Mapping[int, Tunables]) -> Tunables | Fault:
+def agreed_plan(plans: Mapping[int, Tunables]) -> Tunables | Fault:
     """The plan that all ranks took; a fault where they differ."""
     first = plans[0]
     for rank, plan in sorted(plans.items()):

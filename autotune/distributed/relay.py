@@ -26,8 +26,8 @@ from autotune.measure.worker import die_with_parent
 from autotune.measure.worker_evaluator import WorkerBug
 from ringattn.errors import DeviceError, RingAttentionError
 
+from .protocol import Abort, EndWorker, Hello, Quit, RankAnswer, RankRequest, Welcome, connect
 from .rank_worker import RankWorker, WorkerGone
-from .wire import Abort, Answer, Call, Hello, Quit, Rest, Welcome, connect
 
 CONNECT_TIMEOUT_S = 60.0
 
@@ -39,7 +39,7 @@ class Relay:
         self._connection = connection
         self.rank = rank
         self._local_rank = local_rank
-        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[RankRequest | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._worker: RankWorker | None = None
         self._generation = 0
@@ -77,11 +77,11 @@ class Relay:
         try:
             while True:
                 message = self._connection.recv()
-                if isinstance(message, Call):
+                if isinstance(message, RankRequest):
                     self._calls.put(message)
                 elif isinstance(message, Abort):
                     self._abort(message.number)
-                elif isinstance(message, Rest):
+                elif isinstance(message, EndWorker):
                     self._abort(None)
                 elif isinstance(message, Quit):
                     self.told_to_quit = True
@@ -103,28 +103,28 @@ class Relay:
 
     # --- the main thread ----------------------------------------------------------------------------------------
 
-    def _serve(self, call: Call) -> Answer:
+    def _serve(self, call: RankRequest) -> RankAnswer:
         with self._lock:
             self._current = call.number
             if self._aborted >= call.number:
-                return Answer(call.number, aborted=True)
+                return RankAnswer(call.number, aborted=True)
         if self._worker is None or self._generation != call.generation:
             self._renew(call)
         assert self._worker is not None
         try:
-            answer = Answer(call.number, self._ask(call, self._worker))
+            answer = RankAnswer(call.number, self._ask(call, self._worker))
         except WorkerGone:
-            answer = Answer(call.number, Fault("crash", "its worker was ended", Ended()))
+            answer = RankAnswer(call.number, Fault("crash", "its worker was ended", Ended()))
         except DeviceError as error:
-            answer = Answer(call.number, no_device=str(error))
+            answer = RankAnswer(call.number, no_device=str(error))
         except WorkerBug as bug:
-            answer = Answer(call.number, bug=str(bug))
+            answer = RankAnswer(call.number, bug=str(bug))
         with self._lock:
             aborted = self._aborted >= call.number
         worker = self._worker
         return replace(answer, aborted=aborted, unmonitored=worker.unmonitored, started_s=worker.started_s)
 
-    def _ask(self, call: Call, worker: RankWorker) -> Any:
+    def _ask(self, call: RankRequest, worker: RankWorker) -> Any:
         if call.request.action != "obey":
             return worker.serve(call.request, call.timeout_s)
         with tempfile.TemporaryDirectory(prefix="ringtune-") as folder:
@@ -132,7 +132,7 @@ class Relay:
             path.write_text(call.profile_text, encoding="utf-8")
             return worker.serve(replace(call.request, profile_path=str(path)), call.timeout_s)
 
-    def _renew(self, call: Call) -> None:
+    def _renew(self, call: RankRequest) -> None:
         self._end_worker()
         rendezvous = call.settings.rendezvous
         assert rendezvous is not None

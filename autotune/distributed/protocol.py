@@ -42,7 +42,7 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class RankRequest:
     """One question to the worker of every rank. Workers of one ``generation`` share a process group."""
 
     number: int
@@ -63,7 +63,7 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
-class Rest:
+class EndWorker:
     """End the worker, if there is one; more calls may follow."""
 
 
@@ -73,7 +73,7 @@ class Quit:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RankAnswer:
     """What became of a call on one rank.
 
     ``value`` is what the worker answered. ``aborted``: it was told to stop, so a failure in ``value`` is not its own.
@@ -137,7 +137,7 @@ def _authenticated(link: socket.socket, key: bytes, *, first: bool) -> Connectio
     for option, value in (("TCP_KEEPIDLE", _IDLE_S), ("TCP_KEEPINTVL", _PROBE_EVERY_S), ("TCP_KEEPCNT", _PROBES)):
         link.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", HANDSHAKE_S, 0))
-    waiting = link.dup()  # Connection hides the socket, whose patience ends with the handshake
+    waiting = link.dup()  # Connection hides the socket, whose timeout ends with the handshake
     connection = Connection(link.detach())
     try:
         for step in (deliver_challenge, answer_challenge) if first else (answer_challenge, deliver_challenge):

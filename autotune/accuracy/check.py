@@ -23,29 +23,29 @@ UNITS = 3.0  # and by so many units of its dtype beside: some accumulate a sum o
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class CheckResult:
     """``error`` is the largest relative 2-norm over out and the gradients; ``fault`` is one line, or empty."""
 
     error: float
     fault: str = ""
 
 
-def judge(expected: Expected, got: Rows, whole: Sequence[tuple[str, Tensor]]) -> Verdict:
+def check_rows(expected: Expected, got: Rows, whole: Sequence[tuple[str, Tensor]]) -> CheckResult:
     """Hold the rows against the expected ones; ``whole`` are complete results, which must be finite everywhere."""
     for name, tensor in whole:
         finite = torch.isfinite(tensor) if name != "lse" else ~torch.isnan(tensor) & (tensor != math.inf)
         if not bool(finite.all()):
             bad = int((~finite).sum())
-            return Verdict(math.inf, f"{name} holds {plural(bad, 'value')} not finite, of {tensor.numel()}")
+            return CheckResult(math.inf, f"{name} holds {plural(bad, 'value')} not finite, of {tensor.numel()}")
     errors = []
     exact_rows, rounded_rows = dict(expected.exact.tensors), dict(expected.rounded.tensors)
     for name, tensor in got.tensors:
         error, fault = _compare(name, tensor.double(), exact_rows[name], rounded_rows[name].double(), expected)
         if fault:
-            return Verdict(error, fault)
+            return CheckResult(error, fault)
         errors.append(error)
     fault = _compare_lse(got.lse.double(), expected)
-    return Verdict(max(errors), fault)
+    return CheckResult(max(errors), fault)
 
 
 def _compare(name: str, got: Tensor, exact: Tensor, rounded: Tensor, expected: Expected) -> tuple[float, str]:

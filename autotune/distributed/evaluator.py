@@ -66,10 +66,10 @@ class RanksEvaluator:
         result: Proven | Fault = self._largest(Request("validate", cell, (candidate,), lockstep=True), timeout_s)
         return result
 
-    def obey(self, cell: Workload, profile_path: str, *, timeout_s: float) -> Tunables | Fault:
+    def run_profile(self, cell: Workload, profile_path: str, *, timeout_s: float) -> Tunables | Fault:
         """Every rank reads a copy of the file, as it may lie on rank 0's host alone."""
         path = Path(profile_path)
-        request = Request("obey", cell, profile_path=path.name, lockstep=True)
+        request = Request("run-profile", cell, profile_path=path.name, lockstep=True)
         values = self._values(request, timeout_s, path.read_text(encoding="utf-8"))
         return values if isinstance(values, Fault) else agreed_plan(dict(enumerate(values)))
 

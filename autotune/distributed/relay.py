@@ -125,7 +125,7 @@ class Relay:
         return replace(answer, aborted=aborted, unmonitored=worker.unmonitored, started_s=worker.started_s)
 
     def _ask(self, call: RankRequest, worker: RankWorker) -> Any:
-        if call.request.action != "obey":
+        if call.request.action != "run-profile":
             return worker.serve(call.request, call.timeout_s)
         with tempfile.TemporaryDirectory(prefix="ringtune-") as folder:
             path = Path(folder) / call.request.profile_path

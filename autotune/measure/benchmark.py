@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from autotune.accuracy.check import judge
+from autotune.accuracy.check import check_rows
 from autotune.accuracy.inputs import KINDS, Inputs, make_inputs
 from autotune.accuracy.references import References
 from autotune.accuracy.sampled_rows import Expected, Sampled, pick_rows
@@ -122,7 +122,10 @@ class DeviceBench:
         return Checked(runner.call_ms, error, peak_bytes, cold_ms, runner.host_us)
 
     def validate(self, workload: Workload, tunables: Tunables, phase: Phase, part: tuple[int, int] = (0, 1)) -> Proven:
-        """Its own length with adversarial inputs, and random ragged ones of the bucket; a part of them in a worker of the pool."""
+        """Check it at its own length with adversarial inputs, and at random ragged ones of the bucket.
+
+        ``part`` (i, n) is every n-th of these from the i-th on: workers of a pool share them.
+        """
         module = self._module(workload, tunables)
         number, parts = part
         ragged = validation_inputs(workload, self.settings.ragged_lengths, self.settings.seed)
@@ -166,13 +169,13 @@ class DeviceBench:
         taken_ms = (time.perf_counter() - begin) * 1e3
         got = pick_rows(workload, sampled, out, lse, grads)
         whole = [("out", out), ("lse", lse), *zip(("dq", "dk", "dv"), grads, strict=False)]
-        verdict = judge(expected, got, whole)
-        found = self._peers.first_rank_at_fault(verdict.fault)
+        checked = check_rows(expected, got, whole)
+        found = self._peers.first_rank_at_fault(checked.fault)
         if found is not None:
             rank, fault = found
             text = f"{fault}; S={length}, {inputs.kind} inputs, seed {self.settings.seed}"
-            raise WrongAnswer(text) if verdict.fault else PeerWrong(f"rank {rank}: {text}")
-        return verdict.error, taken_ms
+            raise WrongAnswer(text) if checked.fault else PeerWrong(f"rank {rank}: {text}")
+        return checked.error, taken_ms
 
     def _first_call_ms(self, module: RingAttention, workload: Workload, inputs: Inputs) -> float:
         """A call at a length this process has not run: some kernels build a plan for every new shape."""
@@ -198,7 +201,7 @@ class DeviceBench:
         _caller(module, inputs, workload.train)()
         return Proven(self._first_call_ms(module, workload, inputs))
 
-    def obey(self, workload: Workload, profile_path: str) -> Tunables:
+    def run_profile(self, workload: Workload, profile_path: str) -> Tunables:
         """What the runtime plans when it reads the file itself, after running it once."""
         module = _build(workload, profile=profile_path, device=self.device, group=self._peers.group)
         _caller(module, self._timing_inputs(workload), workload.train)()

@@ -228,7 +228,7 @@ class Evaluator(Protocol):
         """Time each of ``order`` once; one plan may occur twice. ``timeout_s`` is per candidate."""
         ...
 
-    def obey(self, cell: Workload, profile_path: str, *, timeout_s: float) -> Tunables | Fault:
+    def run_profile(self, cell: Workload, profile_path: str, *, timeout_s: float) -> Tunables | Fault:
         """The plan the runtime takes for the cell when it reads the profile at ``profile_path``, after running it."""
         ...
 

@@ -11,7 +11,7 @@ REAL_BENCH = "autotune.measure.benchmark:DeviceBench"
 POOL_BENCH = "autotune.measure.benchmark:PoolBench"
 MESSAGE_MIB = 64  # size of the message that links are measured with
 
-Action = Literal["check", "validate", "first-call", "obey", "block", "links", "stop"]
+Action = Literal["check", "validate", "first-call", "run-profile", "block", "links", "stop"]
 MessageKind = Literal["ready", "phase", "result", "done", "no-device", "bug"]
 
 
@@ -19,9 +19,9 @@ MessageKind = Literal["ready", "phase", "result", "done", "no-device", "bug"]
 class Request:
     """What is wanted of the worker; a block times all of ``plans`` in order.
 
-    ``part`` (i, n) of a proof is every n-th of its lengths from the i-th on. ``pool_processes`` workers of the pool wait while a block is
-    timed. ``lockstep``: other ranks do the same, so a block ends at the first plan that fails, and nothing is tried
-    again.
+    ``part`` (i, n) of a validation is every n-th of its lengths from the i-th on. ``pool_processes`` wait on the same
+    device while a block is timed. ``lockstep``: other ranks do the same, so a block ends at the first plan that fails,
+    and nothing is tried again.
     """
 
     action: Action

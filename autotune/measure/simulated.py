@@ -313,7 +313,7 @@ class ReplayEvaluator:
         self.clock.advance(self.prove_s + 8 * first_s)
         return self.unproven.get(candidate) or Proven(1e3 * first_s)
 
-    def obey(self, cell: Workload, profile_path: str, *, timeout_s: float) -> Tunables | Fault:
+    def run_profile(self, cell: Workload, profile_path: str, *, timeout_s: float) -> Tunables | Fault:
         entry = next(entry for entry in load_profile(profile_path).plans if entry.workload == cell)
         assert entry.choice is not None
         return entry.choice.tunables

@@ -96,7 +96,7 @@ def _serve_one(connection: Connection, bench: Bench, request: Request) -> None:
             return bench.validate(workload, request.plans[0], phase, request.part)
         if request.action == "first-call":
             return bench.first_call(workload, request.plans[0])
-        return bench.obey(workload, request.profile_path)
+        return bench.run_profile(workload, request.profile_path)
 
     connection.send(Message("done", 0, _guarded(connection, bench, run, phase, alone=not request.lockstep)))
 

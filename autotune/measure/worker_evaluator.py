@@ -126,8 +126,8 @@ class WorkerEvaluator:
         if process is not None and process.poll() is None:
             process.kill()
 
-    def obey(self, cell: Workload, profile_path: str, *, timeout_s: float) -> Tunables | Fault:
-        result = self._ask(Request("obey", cell, profile_path=profile_path), timeout_s)
+    def run_profile(self, cell: Workload, profile_path: str, *, timeout_s: float) -> Tunables | Fault:
+        result = self._ask(Request("run-profile", cell, profile_path=profile_path), timeout_s)
         assert isinstance(result, (Tunables, Fault))
         return result
 

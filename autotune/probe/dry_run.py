@@ -30,7 +30,9 @@ def dry_run(task: Task, path: Path, cells: Sequence[Cell]) -> ProbeResult:
     new = {cell.workload for cell in cells}
     rows, knobs = [], dict[str, dict[str, None]]()
     layouts = [joined_layout(cell.workload, task.request.layout, old, new, path) for cell in cells]
-    spaces = [(cell, space_or_refusal(cell, task.edge, layout)) for cell, layout in zip(cells, layouts, strict=True)]
+    spaces = [
+        (cell, space_or_refusal(cell, task.environment, layout)) for cell, layout in zip(cells, layouts, strict=True)
+    ]
     sizes = [space.size() if isinstance(space, Space) else 0 for _, space in spaces]
     share = max(0.0, budget_s - RESERVE_S) / max(1, sum(size > 0 for size in sizes))
     for (cell, space), size in zip(spaces, sizes, strict=True):

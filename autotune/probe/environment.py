@@ -32,7 +32,7 @@ EvaluatorFactory = Callable[[HardwareFacts, ProbeRequest, EffortPreset], Evaluat
 
 
 @dataclass(frozen=True, slots=True)
-class Edge:
+class Environment:
     """Everything a probe takes from the world outside."""
 
     facts: HardwareFacts
@@ -44,7 +44,7 @@ class Edge:
     home: Path
     today: datetime.date
 
-    def at_effort(self, preset: EffortPreset) -> Edge:
+    def at_effort(self, preset: EffortPreset) -> Environment:
         """As an effort looks at it: each tile shape costs 1 to 3 s of compilation and buys a few percent, so that only
         the full one tries them; trying flash-attn-4's took 30 of a standard probe's 170 s on an H100."""
         if preset.name == "full":
@@ -53,20 +53,20 @@ class Edge:
         return dataclasses.replace(self, machine=plain)
 
 
-def real_edge(request: ProbeRequest) -> Edge:
+def this_machine(request: ProbeRequest) -> Environment:
     """This machine; raises NoDevice for one that is absent or that nobody has measured."""
     try:
-        return edge_of(detect(request.device), _worker_evaluator)
+        return environment_of(detect(request.device), _worker_evaluator)
     except DeviceError as error:
         raise NoDevice(str(error)) from None
 
 
-def edge_of(facts: HardwareFacts, evaluator: EvaluatorFactory) -> Edge:
+def environment_of(facts: HardwareFacts, evaluator: EvaluatorFactory) -> Environment:
     """This user's surroundings of a machine with these facts."""
     located, _ = collect(heuristics_only=True)
     policy = resolve(located, facts).heuristic.policy
     assert policy is not None
-    return Edge(
+    return Environment(
         facts=facts,
         machine=machine_of(facts),
         policy=policy,
@@ -106,7 +106,7 @@ def device_name(request: ProbeRequest, facts: HardwareFacts) -> str:
     return "cpu" if facts.vendor == "cpu" else "cuda"
 
 
-def default_profile_path(edge: Edge, ranks: int = 1) -> Path:
+def default_profile_path(environment: Environment, ranks: int = 1) -> Path:
     """Where the runtime of this user looks first, under a name that tells machines and numbers of ranks apart."""
     over = f"-x{ranks}" if ranks > 1 else ""
-    return user_folder(edge.environ, edge.home) / f"{fingerprint_name(edge.facts)}{over}.yaml"
+    return user_folder(environment.environ, environment.home) / f"{fingerprint_name(environment.facts)}{over}.yaml"

@@ -10,7 +10,7 @@ from ringattn.workload import Tunables, Workload, describe
 from .request import ProbeObserver
 
 
-class Telling:
+class SearchObserver:
     """The listener of every search. Before ``expect`` the time left is unknown and not told."""
 
     def __init__(self, observer: ProbeObserver, clock: Clock) -> None:

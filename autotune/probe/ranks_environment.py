@@ -16,7 +16,7 @@ from ringattn.hardware.facts import HardwareFacts
 from .request import ProbeRequest
 
 if TYPE_CHECKING:
-    from .environment import Edge
+    from .environment import Environment
 
 
 def ranks_of(nproc: str | None, device: str | None) -> int:
@@ -51,7 +51,7 @@ def facts_of_ranks(facts: HardwareFacts, ranks: int, environ: Mapping[str, str])
 
 
 @contextlib.contextmanager
-def edge_of_ranks(request: ProbeRequest) -> Iterator[Edge]:
+def environment_of_ranks(request: ProbeRequest) -> Iterator[Environment]:
     """The surroundings of ``request.ranks`` ranks, whose processes run until the block is left.
 
     Raises ProbeFailure (NoDevice, UsageFailure) where they cannot be gathered or are not alike.
@@ -61,7 +61,7 @@ def edge_of_ranks(request: ProbeRequest) -> Iterator[Edge]:
     from autotune.distributed.coordinator import Coordinator
     from autotune.distributed.evaluator import RanksEvaluator
 
-    from .environment import bench_settings, edge_of
+    from .environment import bench_settings, environment_of
 
     kind = request.device or ("cuda" if torch.cuda.is_available() else "cpu")
     with Coordinator(request.ranks, kind, torchrun_rank(os.environ), os.environ) as coordinator:
@@ -70,4 +70,4 @@ def edge_of_ranks(request: ProbeRequest) -> Iterator[Edge]:
             settings = bench_settings(facts, request, preset)
             return RanksEvaluator(coordinator, settings, reference_timeout_s=preset.budget_s)
 
-        yield edge_of(coordinator.facts, evaluator)
+        yield environment_of(coordinator.facts, evaluator)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from autotune.search.budget import EFFORTS, EffortPreset
 
-from .environment import Edge
+from .environment import Environment
 from .request import ProbeObserver, ProbeRequest
 
 
@@ -16,11 +16,11 @@ class Task:
 
     request: ProbeRequest
     preset: EffortPreset
-    edge: Edge
+    environment: Environment
     observer: ProbeObserver
 
     @classmethod
-    def of(cls, request: ProbeRequest, observer: ProbeObserver, edge: Edge) -> Task:
-        """``edge`` is looked at as the request's effort does."""
+    def of(cls, request: ProbeRequest, observer: ProbeObserver, environment: Environment) -> Task:
+        """``environment`` is looked at as the request's effort does."""
         preset = EFFORTS[request.effort].with_budget(request.budget_s)
-        return cls(request, preset, edge.at_effort(preset), observer)
+        return cls(request, preset, environment.at_effort(preset), observer)

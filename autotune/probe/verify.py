@@ -26,7 +26,7 @@ from ringattn.profile.schema import Choice, Fingerprint, PlanEntry, Profile
 from ringattn.wording import plural
 from ringattn.workload import Tunables, describe
 
-from .environment import Edge
+from .environment import Environment
 from .request import ProbeObserver, ProbeRequest, VerifiedCell, VerifyResult
 
 STAGE = "verify"
@@ -74,24 +74,24 @@ def verify_cells(
     request: ProbeRequest,
     preset: EffortPreset,
     observer: ProbeObserver,
-    edge: Edge,
+    environment: Environment,
     *,
     tell_end: bool = True,
 ) -> VerifyResult:
     """Re-time ``entries``; refusals and rows that were never measured are left out. Never changes a file."""
     timed = [entry for entry in entries if entry.evidence is not None]
     left_out = sum(entry.choice is not None for entry in entries) - len(timed)
-    budget = Budget(preset.budget_s, edge.clock)
+    budget = Budget(preset.budget_s, environment.clock)
     observer.plan([entry.workload for entry in timed], preset.budget_s)
     cells: list[VerifiedCell] = []
     inconclusive: list[str] = []
-    evaluator = edge.evaluator(edge.facts, request, preset)
+    evaluator = environment.evaluator(environment.facts, request, preset)
     try:
         with Store(None) as store:
             for number, entry in enumerate(timed):
                 observer.stage(entry.workload, STAGE)
                 deadline = budget.deadline(budget.available_s() / (len(timed) - number))
-                outcome = _Verification(entry, request, preset, observer, edge, evaluator, store).run(deadline)
+                outcome = _Verification(entry, request, preset, observer, environment, evaluator, store).run(deadline)
                 if isinstance(outcome, str):
                     inconclusive.append(f"{entry.workload}: {outcome}")
                 else:
@@ -121,7 +121,7 @@ class _Verification:
         request: ProbeRequest,
         preset: EffortPreset,
         observer: ProbeObserver,
-        edge: Edge,
+        environment: Environment,
         evaluator: Evaluator,
         store: Store,
     ) -> None:
@@ -130,8 +130,8 @@ class _Verification:
         self.winner = entry.choice.tunables
         self.preset = preset
         self.observer = observer
-        self.edge = edge
-        self.ledger = Ledger(asynchronous=edge.facts.vendor != "cpu")
+        self.environment = environment
+        self.ledger = Ledger(asynchronous=environment.facts.vendor != "cpu")
         self.arena = Arena(
             cell=entry.workload,
             stage=STAGE,
@@ -143,7 +143,7 @@ class _Verification:
             seed=request.seed,
             timeout_s=min(HANG_S, HANG_SHARE * preset.budget_s) + CALLS_BEFORE_HANG * _call_s(entry.choice),
             sample_s=preset.sample_target_ms / 1e3,
-            clock=edge.clock,
+            clock=environment.clock,
             listener=self._told,
         )
 
@@ -154,7 +154,7 @@ class _Verification:
         """The verdict, or why there is none."""
         self.ledger.be_patient(deadline.remaining_s())
         try:
-            build_plan(self.entry.workload, self.winner, self.edge.facts)
+            build_plan(self.entry.workload, self.winner, self.environment.facts)
         except PlanError as error:
             return self._stale(f"the recorded plan cannot run here any more: {error}")
         entries = self.arena.admit([self.winner, *self._rivals()], deadline)

@@ -175,8 +175,8 @@ class Pupil:
     def block(self, cell: Workload, order: Sequence[Tunables], *, timeout_s: float) -> Block:
         return self.evaluator.block(cell, order, timeout_s=timeout_s)
 
-    def obey(self, cell: Workload, profile_path: str, *, timeout_s: float) -> Tunables | Fault:
-        return self.evaluator.obey(cell, profile_path, timeout_s=timeout_s)
+    def run_profile(self, cell: Workload, profile_path: str, *, timeout_s: float) -> Tunables | Fault:
+        return self.evaluator.run_profile(cell, profile_path, timeout_s=timeout_s)
 
     def close(self) -> None:
         self.evaluator.close()

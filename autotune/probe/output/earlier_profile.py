@@ -30,7 +30,7 @@ def earlier_profile(task: Task, path: Path) -> Profile | None:
             raise
         task.observer.note(f"{error}; it will be replaced")
         return None
-    if profile.source != "measured" or not same_machine(profile, task.edge.facts):
+    if profile.source != "measured" or not same_machine(profile, task.environment.facts):
         task.observer.note(f"{path.name}: of another machine or other software; it will be replaced")
         return None
     return profile
@@ -49,7 +49,7 @@ def verified_instead(old: Profile, task: Task, path: Path, cells: Sequence[Cell]
     if not recorded:
         return tuple(cells)
     task.observer.note(f"{path.name}: of this machine already; verifying instead of searching")
-    outcome = verify_cells(old, recorded, task.request, task.preset, task.observer, task.edge, tell_end=False)
+    outcome = verify_cells(old, recorded, task.request, task.preset, task.observer, task.environment, tell_end=False)
     stale = {cell.workload for cell in outcome.cells if cell.stale}
     if stale:
         for line in outcome.stale:

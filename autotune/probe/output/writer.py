@@ -148,18 +148,18 @@ def merged_speeds(old: Profile | None, new: LinkSpeed | None) -> tuple[LinkSpeed
     return tuple(kept[world] for world in sorted(kept))
 
 
-def save_obeyed(profile: Profile, path: Path, new: Iterable[PlanEntry], evaluator: Evaluator) -> None:
+def save_loaded(profile: Profile, path: Path, new: Iterable[PlanEntry], evaluator: Evaluator) -> None:
     """Let the runtime read the profile, run every new row once and compare; only then does it replace the old."""
     with tempfile.TemporaryDirectory(prefix="ringtune-") as folder:
         rehearsal = Path(folder) / path.name
         save_profile(profile, rehearsal)
         for entry in new:
             if entry.choice is not None:
-                check_obeyed(entry, evaluator.obey(entry.workload, str(rehearsal), timeout_s=60.0))
+                check_loaded(entry, evaluator.run_profile(entry.workload, str(rehearsal), timeout_s=60.0))
     save_profile(profile, path)
 
 
-def check_obeyed(entry: PlanEntry, planned: Tunables | Fault) -> None:
+def check_loaded(entry: PlanEntry, planned: Tunables | Fault) -> None:
     """The runtime, reading the file, must plan what the search chose; anything else is a failure."""
     assert entry.choice is not None
     if isinstance(planned, Fault):

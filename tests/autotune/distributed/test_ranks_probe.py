@@ -25,7 +25,7 @@ from autotune.measure.evaluator import Evaluator
 from autotune.measure.simulated import SimulatedClock
 from autotune.probe.cells.runs import HANG_S
 from autotune.probe.cells.space import space_for
-from autotune.probe.environment import Edge, bench_settings, default_profile_path, edge_of
+from autotune.probe.environment import Environment, bench_settings, default_profile_path, environment_of
 from autotune.probe.grid import cells_for
 from autotune.probe.output.writer import merged, merged_speeds, same_machine
 from autotune.probe.request import ProbeRequest, SilentObserver
@@ -58,13 +58,13 @@ REQUEST = ProbeRequest(
 # --- invented times, real everything else ------------------------------------------------------------------------
 
 
-def edge(coordinator: Coordinator, tmp_path: Path) -> Edge:
+def environment(coordinator: Coordinator, tmp_path: Path) -> Environment:
     def evaluator(facts: HardwareFacts, request: ProbeRequest, preset: EffortPreset) -> Evaluator:
         return RanksEvaluator(coordinator, bench_settings(facts, request, preset), bench="still_bench:StillBench")
 
     environ = {"XDG_STATE_HOME": str(tmp_path / "state"), "XDG_CONFIG_HOME": str(tmp_path / "config")}
     # Times are invented and the clock stands still, so that what is found does not depend on what else runs here.
-    made = edge_of(coordinator.facts, evaluator)
+    made = environment_of(coordinator.facts, evaluator)
     return replace(made, environ=environ, home=tmp_path, clock=SimulatedClock(), today=datetime.date(2026, 1, 2))
 
 
@@ -79,7 +79,7 @@ def test_two_ranks_are_tuned_as_one_and_the_runtime_obeys(
 ) -> None:
     """In a layout that is not the module's own, which then takes it from the profile."""
     monkeypatch.setitem(HANG_S, "cpu", 100.0)  # nothing hangs, but the machine may be busy
-    here = edge(coordinator, tmp_path)
+    here = environment(coordinator, tmp_path)
     path = tmp_path / "dense.yaml"
     request = replace(REQUEST, output=path, layout="contiguous")
     dense = [cell for cell in cells_for(request, here.facts) if cell.workload.pattern.dense]
@@ -131,14 +131,14 @@ def test_rows_of_other_numbers_of_ranks_stay(coordinator: Coordinator) -> None:
 
 
 def test_a_journal_belongs_to_a_number_of_ranks_and_a_layout(coordinator: Coordinator, tmp_path: Path) -> None:
-    here = edge(coordinator, tmp_path)
+    here = environment(coordinator, tmp_path)
     requests = (REQUEST, replace(REQUEST, ranks=4), replace(REQUEST, layout="zigzag"), replace(REQUEST, ranks=1))
     names = {journal_identity(request, here.facts) for request in requests}
     assert len(names) == len(requests)
 
 
 def test_profiles_of_several_ranks_have_a_name_of_their_own(coordinator: Coordinator, tmp_path: Path) -> None:
-    here = edge(coordinator, tmp_path)
+    here = environment(coordinator, tmp_path)
     alone, two = default_profile_path(here), default_profile_path(here, 2)
     assert two.name == alone.name.replace(".yaml", "-x2.yaml")
     assert re.fullmatch(r"cpu-.*-1t-x2\.yaml", two.name) or here.facts.sm_count == 1
@@ -146,7 +146,7 @@ def test_profiles_of_several_ranks_have_a_name_of_their_own(coordinator: Coordin
 
 def test_every_schedule_is_one_turn_of_a_knob_away(coordinator: Coordinator, tmp_path: Path) -> None:
     request = replace(REQUEST, ranks=4, heads=8, seq_lens=(256,))
-    here = edge(coordinator, tmp_path)
+    here = environment(coordinator, tmp_path)
     dense, dilated = (space_for(cell, here, request.layout) for cell in cells_for(request, here.facts))
     raced = {(plan.schedule, plan.ulysses, plan.head_groups) for plan in dense.kernel_plans}
     assert raced >= {("ring", 0, 0), ("all-gather", 0, 4), ("ulysses", 0, 0), ("ulysses-ring", 2, 0)}
@@ -158,7 +158,7 @@ def test_every_schedule_is_one_turn_of_a_knob_away(coordinator: Coordinator, tmp
 
 
 def test_what_would_run_out_of_memory_is_not_raced_over_ranks(coordinator: Coordinator, tmp_path: Path) -> None:
-    here = edge(coordinator, tmp_path)
+    here = environment(coordinator, tmp_path)
     for length, raced in ((4096, True), (8192, False)):
         request = replace(REQUEST, seq_lens=(length,))
         dense = next(space_for(cell, here) for cell in cells_for(request, here.facts) if cell.workload.pattern.dense)

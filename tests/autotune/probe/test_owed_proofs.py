@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-from machines import MIB, Setting, edge_of, invented, plan, row_of, workload
+from machines import MIB, Setting, environment_of, invented, plan, row_of, workload
 
 from autotune.exit_codes import Inconclusive
 from autotune.journal.store import Store
@@ -129,8 +129,8 @@ class House:
             output=self.path, effort="quick", budget_s=budget_s, seq_lens=(2048, 4096), modes=("train",),
             precision="fp32", segment_lengths=(256, 512, 1024), dilation_rates=(1, 2, 4),
         )  # fmt: skip
-        edge = edge_of(self.tmp_path, self._evaluator, self.clock, self.machine or invented(self.names))
-        return run_probe(replace(request, **changes), SilentObserver(), edge)  # type: ignore[arg-type]
+        environment = environment_of(self.tmp_path, self._evaluator, self.clock, self.machine or invented(self.names))
+        return run_probe(replace(request, **changes), SilentObserver(), environment)  # type: ignore[arg-type]
 
     def proven(self) -> set[tuple[Workload, Tunables]]:
         return {(proof.cell, proof.plan) for proof in self.proofs if proof.passed}

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from machines import edge_of, invented, plan, row_of, workload
+from machines import environment_of, invented, plan, row_of, workload
 
 from autotune.journal.store import Store
 from autotune.measure.evaluator import Checked, Fault, KernelUnavailable, Proven
@@ -66,9 +66,9 @@ def probed(
         made.seen = seen
         return made
 
-    edge = edge_of(tmp_path, evaluator, clock, invented(names))
+    environment = environment_of(tmp_path, evaluator, clock, invented(names))
     request = ProbeRequest(output=tmp_path / "m.yaml", effort="quick", seq_lens=seq_lens, budget_s=budget_s)
-    return run_probe(request, SilentObserver(), edge), seen
+    return run_probe(request, SilentObserver(), environment), seen
 
 
 def by_kernel(**logs: float) -> Callable[[Workload, Tunables], float]:

@@ -38,7 +38,7 @@ class FaultyBench:
     def first_call(self, workload: Workload, tunables: Tunables) -> Proven:
         return Proven(self._obey(tunables.branches[0].forward))
 
-    def obey(self, workload: Workload, profile_path: str) -> Tunables:
+    def run_profile(self, workload: Workload, profile_path: str) -> Tunables:
         raise NotImplementedError
 
     def sample(self, workload: Workload, tunables: Tunables) -> Sample:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from machines import edge_of, row_of
+from machines import environment_of, row_of
 
 from autotune.measure.evaluator import Block, Checked, Evaluator, Fault
 from autotune.measure.simulated import QUIET, ReplayEvaluator, SimulatedClock
@@ -48,7 +48,7 @@ def _run(path: Path, parent: Connection) -> None:
         parent.send(event)
         parent.recv()
 
-    class Telling(ReplayEvaluator):
+    class SearchObserver(ReplayEvaluator):
         def check(
             self, cell: Workload, candidate: Tunables, *, timeout_s: float, pace_ms: float | None = None
         ) -> Checked | Fault:
@@ -78,10 +78,12 @@ def _run(path: Path, parent: Connection) -> None:
     clock = SimulatedClock()
 
     def evaluator(*_: object) -> Evaluator:
-        return Telling(row_of(truth), clock, 0, QUIET)
+        return SearchObserver(row_of(truth), clock, 0, QUIET)
 
-    edge = edge_of(path.parent, lambda: evaluator(), clock)
-    tuning.run_probe(ProbeRequest(output=path, effort="quick", seq_lens=(4096,), modes=("train",)), Observer(), edge)
+    environment = environment_of(path.parent, lambda: evaluator(), clock)
+    tuning.run_probe(
+        ProbeRequest(output=path, effort="quick", seq_lens=(4096,), modes=("train",)), Observer(), environment
+    )
     say("finished")
 
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from machines import edge_of, row_of
+from machines import environment_of, row_of
 
 from autotune.measure.evaluator import Block
 from autotune.measure.simulated import QUIET, ReplayEvaluator, SimulatedClock, Trouble
 from autotune.outcome import TrialOutcome
-from autotune.probe.environment import Edge
+from autotune.probe.environment import Environment
 from autotune.probe.request import ProbeRequest, SilentObserver
 from ringattn.profile.schema import Profile
 from ringattn.workload import Tunables, Workload
@@ -37,7 +37,7 @@ class Machine:
         self.trouble = trouble
         self.made: list[ReplayEvaluator] = []
         self.interrupt_after: int | None = None
-        self.edge: Edge = edge_of(tmp_path, self._evaluator, self.clock)
+        self.environment: Environment = environment_of(tmp_path, self._evaluator, self.clock)
 
     def _evaluator(self) -> ReplayEvaluator:
         def log_ratio(cell: Workload, tunables: Tunables) -> float:

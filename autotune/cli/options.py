@@ -1,4 +1,7 @@
-"""The options that several commands share, and the types of their values."""
+"""Options that several commands share, and the types of their values.
+
+An option is named after the field of ProbeRequest that it fills: the request is built from the options by name.
+"""
 
 from __future__ import annotations
 
@@ -81,12 +84,25 @@ def seconds(value: str | float) -> float:
 
 budget_option = click.option(
     "--budget",
+    "budget_s",
     type=seconds,
     metavar="SECONDS",
     help="Seconds to spend once torch is loaded; 90s and 3m work, too.  [default: what --effort says]",
 )
 
 POSITIVE = click.IntRange(min=1)
+
+
+def effort_option(default: str, text: str) -> Callable[[Command], Command]:
+    """Return the option --effort of a command with its own default and help text."""
+    efforts = click.Choice(["quick", "standard", "full"])
+    return click.option("--effort", type=efforts, default=default, show_default=True, help=text)
+
+
+def seed_option(text: str) -> Callable[[Command], Command]:
+    """Return the option --seed of a command with its own help text."""
+    return click.option("--seed", type=click.IntRange(min=0), metavar="N", default=0, show_default=True, help=text)
+
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 

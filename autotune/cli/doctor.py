@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -72,13 +73,15 @@ def doctor(
     for name, value in given.items():
         if value:
             raise click.UsageError(f"{name} goes with --numerics")
-    from autotune.report.doctor import diagnose, run_trials, torch_device
+    from autotune.report.doctor import diagnose
+    from autotune.report.numerics_sweep import sweep, torch_device
     from ringattn.hardware.facts import detect
 
     from .console import console, emit_json
 
     facts = detect(device)
-    diagnoses = diagnose(facts, lambda trials: run_trials(trials, torch_device(facts.vendor, device)))
+    target = torch_device(facts.vendor, device)
+    diagnoses = diagnose(facts, lambda attempts: sweep(attempts, target, processes=1, budget_s=math.inf))
     places = search_path_contents()
     ranks = ranks_here(facts, device)
     if as_json:

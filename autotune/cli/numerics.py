@@ -47,9 +47,8 @@ def numerics_of(
     as_json: bool,
 ) -> None:
     """Runs the sweep and prints its map, or JSON; exit code 1 where an allowed kernel is not right."""
-    from autotune.report.doctor import torch_device
     from autotune.report.numerics_map import HEAD_DIMS, attempts, findings, lines
-    from autotune.report.numerics_sweep import sweep
+    from autotune.report.numerics_sweep import sweep, torch_device
     from ringattn.hardware.facts import detect
     from ringattn.kernels.registry import KERNELS
 

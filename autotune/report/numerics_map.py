@@ -87,7 +87,7 @@ def attempts(
     ]
     has = {(name, dtype) for name in kernels for dtype in DTYPES if _has(facts, name, dtype)}
     return [
-        _attempt(facts, name, shape, backward=backward, try_refused=try_refused)
+        attempt_of(facts, name, shape, backward=backward, try_refused=try_refused)
         for shape in shapes
         for name in kernels
         for backward in (False, True)
@@ -103,7 +103,8 @@ def _has(facts: HardwareFacts, name: str, dtype: str) -> bool:
     )
 
 
-def _attempt(facts: HardwareFacts, name: str, shape: Shape, *, backward: bool, try_refused: bool) -> Attempt:
+def attempt_of(facts: HardwareFacts, name: str, shape: Shape, *, backward: bool, try_refused: bool = False) -> Attempt:
+    """Return the attempt at one kernel, direction and shape, which runs where no rule refuses it."""
     kernel, need = KERNELS[name], need_of(facts, shape, backward=backward)
     rule = "; ".join(kernel.unsupported_reasons(need, facts))
     return Attempt(name, backward, shape, rule, runs=not rule or (try_refused and not kernel.strays(need)))

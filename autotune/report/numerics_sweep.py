@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import tempfile
@@ -13,11 +14,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import IO, Any
 
 from ringattn.hardware.kernel_faults import Figure, Verdict
 
-from .doctor import child_environment, death
 from .numerics_map import Attempt, Shape
 
 WORKER_COMMAND = (sys.executable, "-m", "autotune.report.numerics_worker")
@@ -105,7 +106,7 @@ class _Child:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
-            env=child_environment(),
+            env=_environment(),
             start_new_session=True,  # Ctrl-C reaches the parent only, which ends its children in its own time
         )
         threading.Thread(target=_read, args=(self._process, self._lines), daemon=True).start()
@@ -122,7 +123,7 @@ class _Child:
         self._process.wait()
         self._errors.seek(0)
         said = self._errors.read().strip().splitlines()
-        fate = self._late or death(self._process.returncode)
+        fate = self._late or _exit_text(self._process.returncode)
         self._errors.close()
         self._process = None
         return ": ".join(filter(None, (fate, said[-1].strip() if said else "")))
@@ -186,3 +187,20 @@ def sweep(
                 child.stop()
             raise
     return found
+
+
+def torch_device(vendor: str, device: str | None) -> str:
+    """Return the device string for a child process: what was asked for, or what detection settled on."""
+    return device or ("cpu" if vendor == "cpu" else "cuda")
+
+
+def _environment() -> dict[str, str]:
+    """Return this process's environment, with the package where the child finds it."""
+    path = os.pathsep.join(filter(None, (str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path}
+
+
+def _exit_text(returncode: int) -> str:
+    if returncode < 0:
+        return f"its process died of {signal.Signals(-returncode).name}"
+    return f"its process ended with exit code {returncode}"

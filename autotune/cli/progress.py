@@ -71,7 +71,7 @@ def _insistent_interrupt() -> Iterator[Interrupt]:
         signal.signal(signal.SIGINT, before)
 
 
-class InterruptibleObserver:
+class InterruptibleObserver(ProbeObserver):
     """Passes everything on, but not past a Ctrl-C: the next step of the probe raises KeyboardInterrupt again."""
 
     def __init__(self, observer: ProbeObserver, interrupt: Interrupt) -> None:
@@ -126,7 +126,7 @@ class _Tally:
         return plural(self.trials, "trial") + failed
 
 
-class LogObserver:
+class LogObserver(ProbeObserver):
     """One line per event worth keeping, each with the seconds since the start: for logs, CI and pipes."""
 
     def __init__(
@@ -168,7 +168,7 @@ class LogObserver:
         self._write(f"[{self._clock() - self._start_s:5.0f} s] {plain(text)}")
 
 
-class LiveObserver:
+class LiveObserver(ProbeObserver):
     """A bar with percent, elapsed and remaining time, and beneath it the cell and the candidate being timed."""
 
     def __init__(self, target: Console) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from autotune.outcome import TrialOutcome
 from ringattn.planning.preference import Preference
@@ -143,24 +143,11 @@ class VerifyResult:
     other_ranks: int = 0  # rows for other numbers of ranks than it ran on
 
 
-class ProbeObserver(Protocol):
-    """What the engine tells while it runs. Calls come from one thread, in order; none may block for long."""
+class ProbeObserver:
+    """Ignores what the engine reports; an observer overrides what it cares about.
 
-    def plan(self, cells: Sequence[Workload], estimate_s: float) -> None: ...
-
-    def stage(self, cell: Workload, name: str) -> None: ...
-
-    def trial(self, cell: Workload, candidate: str, outcome: TrialOutcome) -> None: ...
-
-    def eta(self, fraction: float, remaining_s: float) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-    def finished(self, result: ProbeResult | VerifyResult) -> None: ...
-
-
-class SilentObserver:
-    """Hears everything and says nothing; the base for observers that care about one event."""
+    Calls come from one thread, in order; none may block for long.
+    """
 
     def plan(self, cells: Sequence[Workload], estimate_s: float) -> None: ...
 

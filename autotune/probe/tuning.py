@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autotune.exit_codes import ProbeFailure
-from autotune.search.budget import EFFORTS
 from ringattn.profile.yaml_io import load_profile
 from ringattn.wording import plural
 
 from .ranks_environment import environment_of_ranks, facts_of_ranks
-from .request import ProbeObserver, ProbeRequest, ProbeResult, SilentObserver, VerifyResult
+from .request import ProbeObserver, ProbeRequest, ProbeResult, VerifyResult
 
 if TYPE_CHECKING:
     from .environment import Environment
@@ -37,7 +36,7 @@ def run_probe(
     from .run import ProbeRun
     from .task import Task
 
-    observer = observer or SilentObserver()
+    observer = observer or ProbeObserver()
     check_lengths(request)
     if request.dry_run:
         environment = environment or this_machine(request)
@@ -72,9 +71,10 @@ def verify_profile(
     machine. Raises ProfileError for a broken file and ProbeFailure when the profile is of another machine or has no such rows.
     """
     from .device_lock import device_lock
+    from .task import Task
     from .verify import check_same_silicon, entries_over, how_to_verify, verify_cells
 
-    observer = observer or SilentObserver()
+    observer = observer or ProbeObserver()
     profile = load_profile(path)
     if profile.source != "measured" or not profile.plans:
         raise ProbeFailure(f"{path}: holds no measured plans, so there is nothing to verify; run: ringtune probe")
@@ -91,11 +91,10 @@ def verify_profile(
         )
     if unmeasured := sum(entry.choice is not None and entry.evidence is None for entry in entries):
         observer.note(f"{path.name}: {plural(unmeasured, 'row')} that could not be measured left out; probe again")
-    preset = EFFORTS[request.effort].with_budget(request.budget_s)
     with _surroundings(request, environment) as environment:
         check_same_silicon(profile, environment.facts, path)
         with device_lock(request, environment):
-            result = verify_cells(profile, entries, request, preset, observer, environment)
+            result = verify_cells(Task.of(request, observer, environment), profile, entries)
     return replace(result, other_ranks=len(others))
 
 

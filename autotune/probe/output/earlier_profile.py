@@ -49,19 +49,14 @@ def verified_instead(old: Profile, task: Task, path: Path, cells: Sequence[Cell]
     if not recorded:
         return tuple(cells)
     task.observer.note(f"{path.name}: of this machine already; verifying instead of searching")
-    outcome = verify_cells(old, recorded, task.request, task.preset, task.observer, task.environment, tell_end=False)
+    outcome = verify_cells(task, old, recorded, tell_end=False)
     stale = {cell.workload for cell in outcome.cells if cell.stale}
     if stale:
         for line in outcome.stale:
             task.observer.note(f"stale, searching again: {line}")
         return tuple(cell for cell in cells if cell.workload in stale)
     reports = tuple(
-        CellReport(
-            workload=cell.workload,
-            status="resumed",
-            chosen=cell.recorded,
-            note=cell.note or "still the winner",
-        )
+        CellReport(cell.workload, "resumed", cell.recorded, note=cell.note or "still the winner")
         for cell in outcome.cells
     )
     return ProbeResult(path, old, reports, outcome.elapsed_s, outcome.inconclusive, verified=True)

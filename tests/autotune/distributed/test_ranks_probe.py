@@ -28,7 +28,7 @@ from autotune.probe.cells.space import space_for
 from autotune.probe.environment import Environment, bench_settings, default_profile_path, environment_of
 from autotune.probe.grid import cells_for
 from autotune.probe.output.writer import merged, merged_speeds, same_machine
-from autotune.probe.request import ProbeRequest, SilentObserver
+from autotune.probe.request import ProbeObserver, ProbeRequest
 from autotune.probe.run import ProbeRun, journal_identity
 from autotune.probe.task import Task
 from autotune.probe.tuning import verify_profile
@@ -83,7 +83,7 @@ def test_two_ranks_are_tuned_as_one_and_the_runtime_obeys(
     path = tmp_path / "dense.yaml"
     request = replace(REQUEST, output=path, layout="contiguous")
     dense = [cell for cell in cells_for(request, here.facts) if cell.workload.pattern.dense]
-    result = ProbeRun(Task.of(request, SilentObserver(), here), path, dense).run()
+    result = ProbeRun(Task.of(request, ProbeObserver(), here), path, dense).run()
     (cell,) = result.cells
     assert cell.workload.world == 2
     assert cell.chosen is not None
@@ -102,9 +102,9 @@ def test_two_ranks_are_tuned_as_one_and_the_runtime_obeys(
     failures = {failure.candidate.split(" ")[0]: (failure.kind, failure.message) for failure in entry.failures}
     assert failures["flash-cpu/math"] == ("error", "rank 1: RuntimeError: not on this rank")
 
-    assert verify_profile(path, request, SilentObserver(), here).stale == ()
+    assert verify_profile(path, request, ProbeObserver(), here).stale == ()
     with pytest.raises(ProbeFailure, match=r"its plans are for 2 ranks, not 1; run: ringtune verify with --nproc 2"):
-        verify_profile(path, replace(request, ranks=1), SilentObserver(), here)
+        verify_profile(path, replace(request, ranks=1), ProbeObserver(), here)
 
     pool = Pool(2)
     try:

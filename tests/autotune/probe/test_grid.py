@@ -12,7 +12,7 @@ from probed_machine import Machine
 
 from autotune.exit_codes import UsageFailure
 from autotune.probe.grid import LONGNET_CPU, cells_for
-from autotune.probe.request import ProbeRequest, SilentObserver
+from autotune.probe.request import ProbeObserver, ProbeRequest
 from autotune.probe.tuning import run_probe
 
 
@@ -82,7 +82,7 @@ def test_workloads_too_large_for_the_device_are_left_out_and_said_so(tmp_path: P
     environment = replace(probed.environment, facts=replace(FACTS, memory_mib=6000))
     notes: list[str] = []
 
-    class Heard(SilentObserver):
+    class Heard(ProbeObserver):
         def note(self, text: str) -> None:
             notes.append(text)
 

@@ -20,7 +20,7 @@ from autotune.measure.worker_evaluator import WorkerEvaluator
 from autotune.probe.cells.runs import HANG_S
 from autotune.probe.environment import this_machine
 from autotune.probe.grid import cells_for
-from autotune.probe.request import ProbeRequest, SilentObserver
+from autotune.probe.request import ProbeObserver, ProbeRequest
 from autotune.probe.tuning import run_probe
 from autotune.search.budget import EFFORTS, EffortPreset
 from autotune.space.space import candidate_key
@@ -93,7 +93,7 @@ def test_a_real_probe_survives_everything_and_says_what_happened(
     environment = replace(this_machine(request), evaluator=evaluator, environ=environ, clock=SimulatedClock())
     dense = [cell for cell in cells_for(request, environment.facts) if cell.workload.pattern.dense]
     monkeypatch.setattr("autotune.probe.grid.cells_for", lambda request, facts: dense)
-    result = run_probe(request, SilentObserver(), environment)
+    result = run_probe(request, ProbeObserver(), environment)
     assert (tmp_path / "killed-once").exists()
     assert (tmp_path / "stopped-once").exists()
     (cell,) = result.cells

@@ -13,7 +13,7 @@ from autotune.exit_codes import Inconclusive
 from autotune.journal.store import Store
 from autotune.measure.evaluator import Checked, Fault, Proven
 from autotune.measure.simulated import FirstCalls, ReplayEvaluator, SimulatedClock
-from autotune.probe.request import VALIDATION_PENDING, ProbeRequest, ProbeResult, SilentObserver
+from autotune.probe.request import VALIDATION_PENDING, ProbeObserver, ProbeRequest, ProbeResult
 from autotune.probe.tuning import run_probe
 from autotune.search.budget import EFFORTS, Budget
 from autotune.search.cell import CellContext, NoListener, SearchSettings
@@ -130,7 +130,7 @@ class House:
             precision="fp32", segment_lengths=(256, 512, 1024), dilation_rates=(1, 2, 4),
         )  # fmt: skip
         environment = environment_of(self.tmp_path, self._evaluator, self.clock, self.machine or invented(self.names))
-        return run_probe(replace(request, **changes), SilentObserver(), environment)  # type: ignore[arg-type]
+        return run_probe(replace(request, **changes), ProbeObserver(), environment)  # type: ignore[arg-type]
 
     def proven(self) -> set[tuple[Workload, Tunables]]:
         return {(proof.cell, proof.plan) for proof in self.proofs if proof.passed}

@@ -12,7 +12,7 @@ from machines import environment_of, invented, plan, row_of, workload
 from autotune.journal.store import Store
 from autotune.measure.evaluator import Checked, Fault, KernelUnavailable, Proven
 from autotune.measure.simulated import FirstCalls, ReplayEvaluator, SimulatedClock
-from autotune.probe.request import ProbeRequest, ProbeResult, SilentObserver
+from autotune.probe.request import ProbeObserver, ProbeRequest, ProbeResult
 from autotune.probe.tuning import run_probe
 from autotune.search.budget import EFFORTS, allot, spare_s
 from autotune.search.cell import CellContext, NoListener, SearchSettings
@@ -68,7 +68,7 @@ def probed(
 
     environment = environment_of(tmp_path, evaluator, clock, invented(names))
     request = ProbeRequest(output=tmp_path / "m.yaml", effort="quick", seq_lens=seq_lens, budget_s=budget_s)
-    return run_probe(request, SilentObserver(), environment), seen
+    return run_probe(request, ProbeObserver(), environment), seen
 
 
 def by_kernel(**logs: float) -> Callable[[Workload, Tunables], float]:

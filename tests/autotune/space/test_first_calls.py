@@ -15,7 +15,7 @@ from autotune.measure.simulated import ReplayEvaluator, SimulatedClock
 from autotune.probe.cells.space import space_or_refusal
 from autotune.probe.environment import environment_of
 from autotune.probe.grid import cells_for
-from autotune.probe.request import ProbeRequest, SilentObserver
+from autotune.probe.request import ProbeObserver, ProbeRequest
 from autotune.probe.tuning import run_probe
 from autotune.space.first_calls import Call, calls_worth_making
 from autotune.space.space import Space, machine_of
@@ -142,7 +142,7 @@ def test_they_are_made_beside_the_defaults_and_over_before_anything_is_timed(tmp
     environment = replace(environment, machine=replace(environment.machine, just_in_time=frozenset({"math"})))
     notes: list[str] = []
 
-    class Heard(SilentObserver):
+    class Heard(ProbeObserver):
         def note(self, text: str) -> None:
             notes.append(text)
 

@@ -19,7 +19,7 @@ from autotune.measure.simulated import QUIET, ReplayEvaluator, SimulatedClock
 from autotune.outcome import TrialOutcome
 from autotune.probe import tuning
 from autotune.probe.output import writer as emit
-from autotune.probe.request import ProbeRequest, SilentObserver
+from autotune.probe.request import ProbeObserver, ProbeRequest
 from autotune.space.space import candidate_key
 from ringattn.profile.schema import Profile
 from ringattn.profile.yaml_io import save_profile
@@ -63,7 +63,7 @@ def _run(path: Path, parent: Connection) -> None:
             time.sleep(CALL_S)
             return super().block(cell, order, timeout_s=timeout_s)
 
-    class Observer(SilentObserver):
+    class Observer(ProbeObserver):
         def trial(self, cell: Workload, candidate: str, outcome: TrialOutcome) -> None:
             say("told", str(cell), outcome.stage, candidate)
 

@@ -12,7 +12,7 @@ from autotune.measure.evaluator import Block
 from autotune.measure.simulated import QUIET, ReplayEvaluator, SimulatedClock, Trouble
 from autotune.outcome import TrialOutcome
 from autotune.probe.environment import Environment
-from autotune.probe.request import ProbeRequest, SilentObserver
+from autotune.probe.request import ProbeObserver, ProbeRequest
 from ringattn.profile.schema import Profile
 from ringattn.workload import Tunables, Workload
 
@@ -62,7 +62,7 @@ class Interrupting(ReplayEvaluator):
         return super().block(cell, order, timeout_s=timeout_s)
 
 
-class Watching(SilentObserver):
+class Watching(ProbeObserver):
     def __init__(self) -> None:
         self.cells: list[Workload] = []
         self.trials: list[tuple[Workload, str, TrialOutcome]] = []
@@ -96,6 +96,6 @@ def winners(profile: Profile) -> dict[str, str]:
     return {str(e.workload): e.choice.tunables.branches[0].forward for e in profile.plans if e.choice is not None}
 
 
-class Unfinished(SilentObserver):
+class Unfinished(ProbeObserver):
     def finished(self, result: object) -> None:
         raise AssertionError("nothing was measured")

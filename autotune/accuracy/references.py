@@ -1,4 +1,4 @@
-"""Inputs and the rows that a right answer has for them, worked out when first needed, for every candidate and mode.
+"""References: inputs and the rows that a right answer has for them, computed when first needed.
 
 Over several ranks each makes the whole sequence from the seed, looks at rows of its own share, and keeps that share.
 """
@@ -21,7 +21,7 @@ ReferenceKey = tuple[Workload, int, str, str]
 
 @dataclass(slots=True)
 class _Reference:
-    """Exact rows of one (pattern, shape, length, kind), and per compute dtype what a right kernel gives."""
+    """Exact rows of one (pattern, shape, length, kind), and per compute dtype those of a right kernel."""
 
     sampled: Sampled  # in positions of the whole sequence
     local: Sampled  # the same in rows of this rank
@@ -30,7 +30,7 @@ class _Reference:
 
 
 class References:
-    """Inputs are made again from their seed rather than kept: the rows are small, the inputs are not."""
+    """Keeps the rows and makes inputs again from their seed: the rows are small, the inputs are not."""
 
     def __init__(self, device: torch.device, seed: int, *, train_too: bool, rank: int = 0) -> None:
         self._device, self._seed = device, seed
@@ -39,7 +39,7 @@ class References:
         self._last: tuple[ReferenceKey, Inputs] | None = None
 
     def get(self, workload: Workload, total: int, kind: str, tunables: Tunables) -> tuple[Inputs, Sampled, Expected]:
-        """What this rank holds of a sequence of ``total`` positions, the rows to look at, and what they must be."""
+        """Return the inputs of this rank for ``total`` positions, the sampled rows, and their expected values."""
         widest = replace(workload, mode="train") if self._train_too else workload
         question = (widest, total, kind, tunables.layout)
         whole: Inputs | None = None
@@ -81,5 +81,5 @@ class References:
         return reference
 
     def release_inputs(self) -> None:
-        """The inputs; what the rows are stays known."""
+        """Release the inputs; the rows stay."""
         self._last = None

@@ -1,4 +1,4 @@
-"""``ringtune doctor``: what this machine can run, and what would make it run more."""
+"""``ringtune doctor``: show what this machine can run, and what would make it run more."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def doctor(
 
 
 def search_path_contents() -> list[dict[str, object]]:
-    """Every place that profiles are looked for, in order, with the files there and whether each can be read."""
+    """List every place that profiles are looked for, in order, with its files and whether each can be read."""
     from ringattn.errors import ProfileError
     from ringattn.profile.locations import home_folder, search_paths
     from ringattn.profile.yaml_io import load_profile
@@ -126,7 +126,7 @@ def search_path_contents() -> list[dict[str, object]]:
 
 
 def _resolution(device: str | None) -> dict[str, object]:
-    """What resolves here; a file that was named and cannot be used is an answer too, not the end of the diagnosis."""
+    """Return what resolves here; a named file that cannot be used is an answer, too, and no end of the diagnosis."""
     from ringattn.errors import ProfileError
 
     from .locate import resolve_here
@@ -139,7 +139,7 @@ def _resolution(device: str | None) -> dict[str, object]:
 
 
 def ranks_here(facts: HardwareFacts, device: str | None) -> dict[str, object]:
-    """How many ranks fit on this host, what links them, and how fast that was when plans for them were measured.
+    """Return how many ranks fit on this host, what links them, and their measured speeds.
 
     On a CPU any number of processes can be ranks, so that 1 says nothing.
     """
@@ -159,7 +159,7 @@ def ranks_here(facts: HardwareFacts, device: str | None) -> dict[str, object]:
 
 
 def ranks_text(facts: HardwareFacts, ranks: dict[str, Any]) -> str:
-    """The same as one line."""
+    """Return the ranks as one line."""
     if facts.vendor == "cpu":
         return "processes over gloo, as many as you like: ringtune probe --nproc N tunes them as one"
     if ranks["count"] == 1:
@@ -179,7 +179,7 @@ def ranks_text(facts: HardwareFacts, ranks: dict[str, Any]) -> str:
 def doctor_summary(
     facts: Any, ranks: dict[str, Any], places: list[dict[str, Any]], resolution: dict[str, Any], kernels: Any
 ) -> Any:
-    """The diagnosis as tables for the terminal."""
+    """Return the diagnosis as tables for the terminal."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Group
     from rich.table import Table

@@ -22,14 +22,14 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 class DtypeChoice(click.Choice):  # type: ignore[type-arg]  # generic since click 8.2 alone
-    """A dtype by any of the names that ``ringattn`` takes, or another of the values listed."""
+    """Parses a dtype by any of the names that ``ringattn`` takes, or another of the values listed."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return super().convert(dtype_name(value) or value, param, ctx)
 
 
 def integer_list(value: str | tuple[int, ...]) -> tuple[int, ...]:
-    """Positive integers with commas between them: ``2048,4096,8192``."""
+    """Parse positive integers with commas between them: ``2048,4096,8192``."""
     if isinstance(value, tuple):
         return value
     try:
@@ -42,7 +42,7 @@ def integer_list(value: str | tuple[int, ...]) -> tuple[int, ...]:
 
 
 def mebibytes(value: str | int) -> int:
-    """A memory size in MiB; a unit may be given: ``512``, ``512MiB``, ``24GiB``."""
+    """Parse a memory size in MiB; a unit may be given: ``512``, ``512MiB``, ``24GiB``."""
     match = re.fullmatch(r"(\d+)\s*(mib|gib)?", str(value).strip(), re.IGNORECASE)
     if match is None or int(match[1]) == 0:
         raise click.BadParameter(f"{value!r} is not a memory size such as 512 (MiB), 512MiB or 24GiB")
@@ -50,7 +50,7 @@ def mebibytes(value: str | int) -> int:
 
 
 def device_name(value: str) -> str:
-    """A torch device. Only its spelling is checked here; whether it exists is asked of the machine later."""
+    """Parse a torch device. Only its spelling is checked here; the machine is asked later whether it exists."""
     text = value.strip().lower()
     if text.isdecimal():
         return f"cuda:{int(text)}"
@@ -60,7 +60,7 @@ def device_name(value: str) -> str:
 
 
 def positive_number(value: str | float) -> float:
-    """A finite number above zero."""
+    """Parse a finite number above zero."""
     try:
         number = float(value)
     except ValueError:
@@ -71,7 +71,7 @@ def positive_number(value: str | float) -> float:
 
 
 def seconds(value: str | float) -> float:
-    """A time in seconds; a unit may be given: ``90``, ``90s``, ``3m``."""
+    """Parse a time in seconds; a unit may be given: ``90``, ``90s``, ``3m``."""
     text = str(value).strip().lower()
     try:
         number = 60 * float(text[:-1]) if text.endswith("m") else float(text.removesuffix("s"))
@@ -115,7 +115,7 @@ device_option = click.option(
 
 
 def process_count(value: str) -> str:
-    """A number of processes, or ``gpu`` for one on each GPU of this host."""
+    """Parse a number of processes, or ``gpu`` for one on each GPU of this host."""
     text = value.strip().lower()
     if text != "gpu" and not (text.isdecimal() and int(text) >= 1):
         raise click.BadParameter(f"{value!r} is no number of processes; use an integer >= 1, or gpu for all GPUs")
@@ -139,7 +139,7 @@ world_option = click.option(
 
 
 def ranks_asked(nproc: str | None, facts: HardwareFacts) -> int:
-    """The number of ranks that ``world_option`` asks about, on a machine with these facts; nothing is started."""
+    """Return the number of ranks that ``world_option`` asks about, on a machine with these facts."""
     if nproc != "gpu":
         return int(nproc or 1)
     if facts.vendor == "cpu":
@@ -151,7 +151,7 @@ profile_argument = click.argument("profile", required=False, type=click.Path(pat
 
 
 def shape_options(heads: int | None = None, head_dim: int | None = None) -> Callable[[Command], Command]:
-    """Batch, heads and head dimension, as ``probe`` (whose grid knows better defaults) and ``explain`` take them."""
+    """Add batch, heads and head dimension, whose defaults for ``probe`` are the grid's."""
 
     shown = True if heads is not None else "the grid's"
 
@@ -175,7 +175,7 @@ def shape_options(heads: int | None = None, head_dim: int | None = None) -> Call
 
 
 def pattern_options(command: Command) -> Command:
-    """A dilated pattern as two lists of one length; neither means dense."""
+    """Add a dilated pattern as two lists of one length; neither means dense."""
     for option in (
         click.option(
             "--dilation-rates", type=integer_list, metavar="N,N,...", help="Dilation rate of every branch: 1,2,4."

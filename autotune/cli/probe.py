@@ -196,7 +196,7 @@ def _print_result(result: ProbeResult, as_json: bool) -> None:
 
 
 def _how_to_use(path: Path) -> str:
-    """Whether the runtime finds the file by itself."""
+    """Return how the runtime finds the file: by itself, or named."""
     from ringattn.profile.locations import home_folder, search_paths
 
     found = {place.resolve() for _, place in search_paths(os.environ, home_folder())}
@@ -206,7 +206,7 @@ def _how_to_use(path: Path) -> str:
 
 
 def probe_document(result: ProbeResult) -> dict[str, object]:
-    """What ``probe --json`` prints: where the profile is and how every cell ended; the file holds the rest."""
+    """Return what ``probe --json`` prints: where the profile is and how every cell ended."""
     return {
         "profile_path": result.profile_path,
         "verified": result.verified,
@@ -218,7 +218,7 @@ def probe_document(result: ProbeResult) -> dict[str, object]:
 
 
 def dry_run_summary(dry_run: DryRun) -> Any:
-    """The cells, the space and the estimate as tables."""
+    """Return the cells, the space and the estimate as tables."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Group
     from rich.table import Table
@@ -255,7 +255,7 @@ def dry_run_summary(dry_run: DryRun) -> Any:
 
 
 def rejected_kernels(dry_run: DryRun) -> dict[str, tuple[str, ...]]:
-    """Why each kernel that no cell races is ruled out, each reason once; --json has the reasons of every pair."""
+    """Return why each kernel that no cell races is ruled out, each reason once."""
     from autotune.report.summary import ruled_out
     from ringattn.workload import kernels_described
 

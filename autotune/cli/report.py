@@ -1,4 +1,4 @@
-"""``ringtune report``: a profile as one web page."""
+"""``ringtune report``: write a profile as one web page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ringtune validate``: is a file a profile, and can it run here?"""
+"""``ringtune validate``: check that files are profiles, and that they can run here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FileReport:
-    """One file: what is wrong with its form (one line), and with ``--here`` what cannot run on this machine.
+    """Report on one file: a fault of its form (one line), and with ``--here`` what cannot run on this machine.
 
     Of its ``plans`` so many are ``unmeasured``: no fault, but nobody knows what is fast there.
     """
@@ -78,7 +78,7 @@ def validate(profiles: tuple[Path, ...], here: bool, device: str | None, as_json
 
 
 def validate_file(path: Path, facts: HardwareFacts | None) -> FileReport:
-    """The report on one file; ``facts`` None checks the form alone."""
+    """Return the report on one file; ``facts`` None checks the form alone."""
     from ringattn.errors import ProfileError
     from ringattn.profile.yaml_io import load_profile
 
@@ -94,7 +94,7 @@ def validate_file(path: Path, facts: HardwareFacts | None) -> FileReport:
 
 
 def problems_here(profile: Profile, path: str, facts: HardwareFacts) -> tuple[str, tuple[str, ...]]:
-    """The tier of a profile on a machine, and why it or which of its plans cannot run there."""
+    """Return the tier of a profile on a machine, and why it or which of its plans cannot run there."""
     from ringattn.errors import ProfileError
     from ringattn.planning.plan import rejection_reasons
     from ringattn.profile.resolve import Located, resolve

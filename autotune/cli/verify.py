@@ -1,4 +1,4 @@
-"""``ringtune verify``: are the recorded winners still winners on this machine?"""
+"""``ringtune verify``: re-time the recorded winners on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The coordinator's side: the relays of all ranks, gathered once a probe, asked together, and ended together."""
+"""Coordinator of all ranks: gathers their relays, asks them together, and ends them together."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ QUIT_TIMEOUT_S = 5.0
 
 
 class Coordinator:
-    """The ranks of a probe. A context manager: when it is left every process that it started has ended."""
+    """Coordinates the ranks of a probe; a context manager that ends every process it started."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Coordinator:
         *,
         grace_s: float = GRACE_S,
     ) -> None:
-        """Gathers ``world`` ranks: those that torchrun started (``launched``), or new ones on this host.
+        """Gather ``world`` ranks: those that torchrun started (``launched``), or new ones on this host.
 
         ``grace_s``: for the other ranks to answer by themselves once one has failed.
 
@@ -68,7 +68,7 @@ class Coordinator:
 
     @property
     def store_port(self) -> int:
-        """Of the store at which workers meet."""
+        """Return the port of the store at which workers meet."""
         return int(self._store.port)
 
     # --- the beginning ------------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ class Coordinator:
         return child
 
     def _accept_ranks(self, server: socket.socket, key: bytes, device_kind: str) -> dict[int, Hello]:
-        """Every rank's first words."""
+        """Return the first message of every rank."""
         deadline = time.monotonic() + GATHER_TIMEOUT_S
         hellos: dict[int, Hello] = {}
         unnamed: list[Connection] = []
@@ -145,14 +145,14 @@ class Coordinator:
         return hellos
 
     def new_generation(self) -> int:
-        """A number that no process group of this coordinator has had."""
+        """Return a number that no process group of this coordinator has had."""
         self._generation += 1
         return self._generation
 
     # --- calls --------------------------------------------------------------------------------------------------
 
     def ask(self, request: RankRequest) -> list[tuple[int, RankAnswer]]:
-        """The answers of all ranks, in the order in which they came.
+        """Return the answers of all ranks, in the order in which they came.
 
         As soon as one is bad the others have ``grace_s`` to end by themselves; then their workers are ended for them.
         Raises ProbeFailure when a rank itself is lost, and what relays raised.
@@ -195,7 +195,7 @@ class Coordinator:
                 raise DeviceError(f"rank {rank}: {answer.no_device}")
 
     def rest(self) -> None:
-        """End the workers; the relays stay. One that is lost is said when it is asked something."""
+        """End the workers; the relays stay. A lost relay is reported with the next request."""
         self._tell_those_left(EndWorker())
 
     def _tell(self, message: Any, links: Sequence[Connection] | None = None) -> None:
@@ -214,7 +214,7 @@ class Coordinator:
     # --- the end ------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Every rank is told to end; those of this host have ended on return."""
+        """Tell every rank to end; the processes of this host have ended on return."""
         self._tell_those_left(Quit())
         deadline = time.monotonic() + QUIT_TIMEOUT_S
         for child in self._children:
@@ -248,7 +248,7 @@ def _lost(who: str) -> ProbeFailure:
 
 
 def _store(host: str) -> Any:
-    """A store on a free port of this host, for the workers of all ranks."""
+    """Return a store on a free port of this host, for the workers of all ranks."""
     import torch.distributed as dist
 
     return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
@@ -258,7 +258,7 @@ def _store(host: str) -> Any:
 
 
 def _torchrun_store(launched: TorchrunRank) -> Any:
-    """The part of torchrun's own store that is ours."""
+    """Return our part of torchrun's own store."""
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
 
@@ -266,7 +266,8 @@ def _torchrun_store(launched: TorchrunRank) -> Any:
         store, _, _ = next(iter(rendezvous("env://", launched.rank, launched.world)))
     except (RuntimeError, ValueError) as error:
         raise ProbeFailure(
-            f"rank {launched.rank} cannot reach torchrun's store at {launched.master_host}:{launched.master_port}: {error}"
+            f"rank {launched.rank} cannot reach torchrun's store at "
+            f"{launched.master_host}:{launched.master_port}: {error}"
         ) from None
     return dist.PrefixStore(f"ringtune/{launched.attempt}", store)  # type: ignore[attr-defined]
 
@@ -282,7 +283,7 @@ def publish(launched: TorchrunRank, port: int, key: bytes) -> None:
 
 
 def follow(launched: TorchrunRank) -> None:
-    """Be one of the ranks that torchrun started beside rank 0, until the probe is over."""
+    """Serve as one of the ranks that torchrun started beside rank 0, until the probe is over."""
     from datetime import timedelta
 
     store = _torchrun_store(launched)

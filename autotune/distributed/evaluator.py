@@ -1,4 +1,4 @@
-"""The evaluator of several ranks: every question goes to all of them, every answer is that of the slowest."""
+"""Evaluates candidates on several ranks: every request goes to all, the slowest rank's answer counts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LINKS_TIMEOUT_S = 60.0
 
 
 class RanksEvaluator:
-    """Answers the Evaluator protocol from all ranks of a coordinator, which stays when this is closed.
+    """Implements Evaluator on all ranks of a coordinator, which stays when this is closed.
 
     Workers of one generation share a process group. After a fault that may leave them out of step with each other all
     are ended, and the next call starts a new generation.
@@ -67,14 +67,14 @@ class RanksEvaluator:
         return result
 
     def run_profile(self, cell: Workload, profile_path: str, *, timeout_s: float) -> Tunables | Fault:
-        """Every rank reads a copy of the file, as it may lie on rank 0's host alone."""
+        """Run a copy of the profile on every rank, as the file may lie on rank 0's host alone."""
         path = Path(profile_path)
         request = Request("run-profile", cell, profile_path=path.name, lockstep=True)
         values = self._values(request, timeout_s, path.read_text(encoding="utf-8"))
         return values if isinstance(values, Fault) else agreed_plan(dict(enumerate(values)))
 
     def block(self, cell: Workload, order: Sequence[Tunables], *, timeout_s: float) -> Block:
-        """One pass; after a candidate that fails on any rank the rest goes on with new workers."""
+        """Time a block; after a candidate that fails on any rank the rest goes on with new workers."""
         results: dict[int, Sample | Fault] = {}
         disturbances: list[Interference] = []
         pending = list(range(len(order)))
@@ -102,7 +102,7 @@ class RanksEvaluator:
     # --- links --------------------------------------------------------------------------------------------------
 
     def links(self) -> LinkSpeed:
-        """How fast messages go round the ranks; raises ProbeFailure where none arrive."""
+        """Measure how fast messages go round the ranks; raises ProbeFailure where none arrive."""
         values = self._values(Request("links", lockstep=True), LINKS_TIMEOUT_S)
         if isinstance(values, Fault):
             raise ProbeFailure(f"the ranks cannot exchange messages: {values.message}")
@@ -120,13 +120,13 @@ class RanksEvaluator:
         return values if isinstance(values, Fault) else largest(values)
 
     def _values(self, request: Request, timeout_s: float, profile_text: str = "") -> list[Any] | Fault:
-        """What every rank answered, by rank; the fault of the first that failed."""
+        """Return what every rank answered, by rank, or the fault of the first that failed."""
         answers = self._ask(request, timeout_s, profile_text)
         fault = self._fault(answers)
         return fault or [answer.value for _, answer in sorted(answers, key=lambda pair: pair[0])]
 
     def _ask(self, request: Request, timeout_s: float, profile_text: str = "") -> list[tuple[int, RankAnswer]]:
-        """One call, made again with new workers where only the old ones were to blame.
+        """Ask all ranks, and again with new workers where only the old ones were to blame.
 
         Those are workers that somebody else ended, and an out-of-memory among what earlier calls left behind.
         """
@@ -175,7 +175,7 @@ class RanksEvaluator:
         return answers
 
     def _still_in_step(self, answers: Sequence[tuple[int, RankAnswer]]) -> bool:
-        """After good answers, and after a wrong one, about which the ranks have spoken."""
+        """Return whether workers are in step: after good answers, and a wrong one, which all ranks agree on."""
         faults = [answer.fault for _, answer in answers]
         if any(answer.aborted or answer.ended_from_outside for _, answer in answers):
             return False
@@ -189,7 +189,7 @@ class RanksEvaluator:
         return Fault("crash", f"rank {stopped[0]}: its worker was ended", Ended()) if stopped else None
 
     def _failed_at(self, answers: Sequence[tuple[int, RankAnswer]], plans: int) -> int:
-        """Which plan of a block the fault belongs to: that of the rank whose own failure came first."""
+        """Return which plan of a block the fault belongs to: that of the rank whose own failure came first."""
         places = [
             len(answer.value.results) - 1
             for _, answer in answers

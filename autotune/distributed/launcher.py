@@ -1,4 +1,4 @@
-"""Where a process stands among the ranks: what torchrun tells it, and what ``--nproc`` asks for."""
+"""Launchers of ranks: what torchrun tells a process, and what ``--nproc`` asks for."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TorchrunRank:
 
 
 def torchrun_rank(environ: Mapping[str, str]) -> TorchrunRank | None:
-    """What torchrun says of this process; None where nothing did, or it is the only rank.
+    """Return what torchrun says of this process; None without torchrun, or for its only rank.
 
     Raises UsageFailure for variables that make no sense together.
     """
@@ -48,12 +48,12 @@ def torchrun_rank(environ: Mapping[str, str]) -> TorchrunRank | None:
 
 
 def started_by_torchrun(environ: Mapping[str, str]) -> bool:
-    """Whether torchrun waits for this process, also as the only rank; other launchers set the variables of a rank."""
+    """Return whether torchrun waits for this process, also as the only rank."""
     return "TORCHELASTIC_RUN_ID" in environ
 
 
 def ranks_wanted(nproc: str | None, launched: TorchrunRank | None, gpus: int, device: str | None) -> int:
-    """How many ranks to tune as one. ``gpus`` are those torch sees here, of which a rank takes one.
+    """Return how many ranks to tune as one. ``gpus`` are those torch sees here, of which a rank takes one.
 
     Raises UsageFailure for what cannot be: two launchers, too few GPUs, a single GPU named for all.
     """

@@ -1,4 +1,4 @@
-"""The worker of one rank among several: it never comes back by itself, because the others would not wait for it."""
+"""Worker of one rank among several: it never restarts by itself, as the others would not wait for it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RankWorker(WorkerEvaluator):
         self.started_s = 0.0  # that starting it took in the last call
 
     def serve(self, request: Request, timeout_s: float) -> Any:
-        """What the worker answers; for a block the samples up to a failure, which ends it."""
+        """Return the worker's answer; for a block the samples up to a failure, which ends it."""
         self.started_s = 0.0
         if request.action == "block":
             assert request.workload is not None
@@ -40,7 +40,7 @@ class RankWorker(WorkerEvaluator):
             return died.fault
 
     def block(self, cell: Workload, order: Any, *, timeout_s: float) -> Block:
-        """Samples in order; a Fault is the last one, whatever should have followed."""
+        """Time a block; a Fault is the last result, whatever should have followed."""
         plans: tuple[Tunables, ...] = tuple(order)
         results: list[Sample | Fault] = []
         try:

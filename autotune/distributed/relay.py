@@ -1,4 +1,4 @@
-"""What runs on every rank: it passes the coordinator's calls to a worker of its own, and their answers back.
+"""Relay on every rank: passes the coordinator's requests to a worker of its own, and the answers back.
 
 ``python -m autotune.distributed.relay HOST PORT RANK LOCAL_RANK PARENT`` with the key on stdin is how the coordinator
 starts one on its host; on a rank that torchrun started the command itself becomes one. A relay ends with its
@@ -33,7 +33,7 @@ CONNECT_TIMEOUT_S = 60.0
 
 
 class Relay:
-    """One rank's part. The main thread serves calls; another listens, so that a call can be ended from outside."""
+    """Serves one rank in the main thread; another listens, so that a request can be aborted."""
 
     def __init__(self, connection: Connection, rank: int, local_rank: int) -> None:
         self._connection = connection
@@ -48,7 +48,7 @@ class Relay:
         self.told_to_quit = False
 
     def run(self) -> None:
-        """Until the coordinator says so, or is gone."""
+        """Serve until the coordinator says so, or is gone."""
         welcome = self._connection.recv()
         assert isinstance(welcome, Welcome)
         self._device = f"cuda:{self._local_rank}" if welcome.device_kind == "cuda" else "cpu"
@@ -92,7 +92,7 @@ class Relay:
         self._abort(None)
 
     def _abort(self, number: int | None) -> None:
-        """End the worker, also in the middle of a call; with a number, only of that call."""
+        """End the worker, also in the middle of a request; with a number, only of that request."""
         with self._lock:
             if number is not None and number < self._current:
                 return
@@ -152,7 +152,7 @@ class Relay:
 
 
 def serve(host: str, port: int, key: bytes, rank: int, local_rank: int) -> None:
-    """Be the relay of one rank until the probe is over. Raises ProbeFailure where the coordinator goes before that."""
+    """Run the relay of one rank until the probe is over; raises ProbeFailure where the coordinator is lost."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's to handle
     try:
         connection = connect(host, port, key, CONNECT_TIMEOUT_S)
@@ -166,7 +166,7 @@ def serve(host: str, port: int, key: bytes, rank: int, local_rank: int) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """A relay on the coordinator's own host, which it does not outlive."""
+    """Run a relay on the coordinator's own host, which it does not outlive."""
     host, port, rank, local_rank, parent = arguments
     die_with_parent(int(parent))
     key = bytes.fromhex(sys.stdin.readline().strip())

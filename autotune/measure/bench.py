@@ -1,4 +1,4 @@
-"""What a worker asks of whatever measures in it, and what it tells that at the start; no torch, no measuring."""
+"""The interface between a worker and what measures in it, and its settings. No torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PeerWrong(WrongAnswer):
 
 
 class Bench(Protocol):
-    """What a worker can do with a candidate. Anything a candidate does wrong is raised."""
+    """Measures candidates inside a worker. Anything a candidate does wrong is raised."""
 
     def check(self, workload: Workload, tunables: Tunables, phase: Phase, pace_ms: float | None) -> Checked: ...
 
@@ -47,8 +47,9 @@ class Bench(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BenchSettings:
-    """``train_too``: gradients are wanted somewhere in this probe, so reference rows are worked out with them.
+    """Settings of a bench, sent to a worker at its start.
 
+    ``train_too``: gradients are wanted somewhere in this probe, so reference rows are computed with them.
     ``varied_lengths``: lengths change between calls, so part of the first call counts in every sample.
     ``rendezvous``: where the other ranks are, None for one alone.
     """

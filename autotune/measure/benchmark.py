@@ -16,11 +16,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from autotune.accuracy.check import check_rows
 from autotune.accuracy.inputs import KINDS, Inputs, make_inputs
@@ -32,13 +31,13 @@ from ringattn.profile.schema import Profile
 from ringattn.runtime.workspace import POOL
 from ringattn.workload import Tunables, Workload
 
-from .bench import Bench, BenchSettings, PeerWrong, Phase, WrongAnswer
+from .bench import BenchSettings, PeerWrong, Phase, WrongAnswer
 from .evaluator import Checked, Interference, Proven, Sample
 from .interference import InterferenceMonitor
 from .launch_overhead import may_be_launch_bound
-from .links import measure_links
 from .messages import LinkReading
-from .rank_agreement import RankGroup, SingleRank
+from .module_calls import build_module, caller, results_of
+from .rank_agreement import RankGroup, SingleRank, measure_links
 from .stopwatch import LaunchOverhead, Stopwatch
 from .timers import FEWEST, CudaTimer, HostTimer, cpu_peak_bytes, warm_up_device
 
@@ -52,12 +51,12 @@ RUNNERS_KEPT = 24
 VARIED_CALLS = 32  # with varied lengths, how often a length is met: its first call is spread over so many
 RAGGED_SPREAD = math.sqrt(2)  # a bucket reaches this factor to both sides
 
-__all__ = ["Bench", "BenchSettings", "DeviceBench", "PeerWrong", "Phase", "WrongAnswer"]
+Result = TypeVar("Result")
 
 
 @dataclass(slots=True)
 class Runner:
-    """A candidate ready to be called, with how long a call takes."""
+    """Candidate ready to be called, with how long a call takes."""
 
     call: Callable[[], None]
     call_ms: float = 0.0
@@ -66,7 +65,7 @@ class Runner:
 
 
 def validation_inputs(workload: Workload, count: int, seed: int) -> tuple[tuple[int, str], ...]:
-    """Random lengths of the workload's bucket, evenly in log2, each with a kind of inputs.
+    """Return random lengths of the workload's bucket, evenly in log2, each with a kind of inputs.
 
     Over seeds every residue of every tile occurs. Training and inference share them, and so the reference rows.
     """
@@ -78,7 +77,7 @@ def validation_inputs(workload: Workload, count: int, seed: int) -> tuple[tuple[
 
 
 class DeviceBench:
-    """The real one: RingAttention on a CUDA device or the CPU."""
+    """Measures RingAttention on a CUDA device or the CPU."""
 
     def __init__(self, settings: BenchSettings) -> None:
         self.settings = settings
@@ -102,10 +101,10 @@ class DeviceBench:
         self._new_length = 0
         self._first_calls: dict[tuple[Workload, Tunables], float] = {}
 
-    # --- the gate -----------------------------------------------------------------------------------------------
+    # --- accuracy -----------------------------------------------------------------------------------------------
 
     def check(self, workload: Workload, tunables: Tunables, phase: Phase, pace_ms: float | None) -> Checked:
-        """Answer, memory and a warm call at the workload's own length."""
+        """Check the answer at the workload's own length, and measure its memory and a warm call."""
         phase("reference")  # our own cost is not the candidate's
         inputs = self._timing_inputs(workload)
         module = self._module(workload, tunables)
@@ -140,7 +139,7 @@ class DeviceBench:
     def _check_against_reference(
         self, module: RingAttention, workload: Workload, tunables: Tunables, length: int, kind: str, phase: Phase
     ) -> tuple[float, float]:
-        """The relative error and the ms of the call, or WrongAnswer with everything needed to reproduce it.
+        """Return the relative error and the ms of the call; raise WrongAnswer with what is needed to reproduce it.
 
         ``length`` is the whole sequence's. A wrong row on one rank is a wrong answer on all.
         """
@@ -159,14 +158,10 @@ class DeviceBench:
         sampled: Sampled,
         expected: Expected,
     ) -> tuple[float, float]:
-        """What ``_check_against_reference`` gives, once the reference is there."""
+        """Compare one call with the reference that is there."""
         ragged = length != workload.world * inputs.q.shape[1] or length % workload.world
         call: Callable[..., Any] = partial(module, total_length=length) if workload.world > 1 and ragged else module
-        self._synchronize()
-        begin = time.perf_counter()
-        out, lse, grads = _results(call, inputs, workload.train)
-        self._synchronize()
-        taken_ms = (time.perf_counter() - begin) * 1e3
+        (out, lse, grads), taken_ms = self._timed(partial(results_of, call, inputs, workload.train))
         got = pick_rows(workload, sampled, out, lse, grads)
         whole = [("out", out), ("lse", lse), *zip(("dq", "dk", "dv"), grads, strict=False)]
         checked = check_rows(expected, got, whole)
@@ -178,44 +173,33 @@ class DeviceBench:
         return checked.error, taken_ms
 
     def _first_call_ms(self, module: RingAttention, workload: Workload, inputs: Inputs) -> float:
-        """A call at a length this process has not run: some kernels build a plan for every new shape."""
+        """Time a call at a length this process has not run: some kernels build a plan for every new shape."""
         self._new_length += 1
         length = max(1, workload.seq_len - self._new_length % 61)
-        shorter = replace(
-            inputs,
-            q=inputs.q[:, :length],
-            k=inputs.k[:, :length],
-            v=inputs.v[:, :length],
-            dout=inputs.dout[:, :length],
-        )
-        call = _caller(module, shorter, workload.train)
-        self._synchronize()
-        begin = time.perf_counter()
-        call()
-        self._synchronize()
-        return (time.perf_counter() - begin) * 1e3
+        shorter = replace(inputs, **{name: getattr(inputs, name)[:, :length] for name in ("q", "k", "v", "dout")})
+        return self._timed(caller(module, shorter, workload.train))[1]
 
     def first_call(self, workload: Workload, tunables: Tunables) -> Proven:
-        """A call at the workload's length and one at a ragged length, which compile what there is to compile."""
+        """Call at the workload's length and at a ragged one, which compiles what there is to compile."""
         module, inputs = self._module(workload, tunables), self._timing_inputs(workload)
-        _caller(module, inputs, workload.train)()
+        caller(module, inputs, workload.train)()
         return Proven(self._first_call_ms(module, workload, inputs))
 
     def run_profile(self, workload: Workload, profile_path: str) -> Tunables:
-        """What the runtime plans when it reads the file itself, after running it once."""
-        module = _build(workload, profile=profile_path, device=self.device, group=self._peers.group)
-        _caller(module, self._timing_inputs(workload), workload.train)()
+        """Return the plan that the runtime takes when it reads the file itself, after running it once."""
+        module = build_module(workload, profile=profile_path, device=self.device, group=self._peers.group)
+        caller(module, self._timing_inputs(workload), workload.train)()
         self._synchronize()
         return module.plan_for(workload.seq_len, workload.dtype, workload.train, workload.batch).tunables
 
     def links(self) -> LinkReading:
-        """How long a round of messages among the ranks takes."""
+        """Measure how long a round of messages among the ranks takes."""
         return measure_links(self._peers, self.device)
 
     # --- timing -------------------------------------------------------------------------------------------------
 
     def sample(self, workload: Workload, tunables: Tunables) -> Sample:
-        """One repetition: the typical call of as many as make the sample long enough against the timer's noise."""
+        """Time one repetition: the typical of as many calls as make it long enough against the timer's noise."""
         runner = self._runner(workload, tunables)
         call_ms, host_us = self._peers.max_over_ranks(runner.call_ms, runner.host_us)  # and all begin together
         waits_us = max(host_us, runner.launches.us)  # the same on all ranks
@@ -229,7 +213,7 @@ class DeviceBench:
         return Sample(typical.ms + first_ms / VARIED_CALLS, typical.host_us)
 
     def begin_block(self, pool_processes: int = 0) -> None:
-        """``pool_processes`` workers of the pool wait on the same device."""
+        """Begin a block; ``pool_processes`` of the pool wait on the same device."""
         gc.collect()
         gc.freeze()  # what lives on is not looked at again: with torch alone that took 130 ms, beside 70 of samples
         gc.disable()
@@ -245,12 +229,12 @@ class DeviceBench:
     # --- parts --------------------------------------------------------------------------------------------------
 
     def _module(self, workload: Workload, tunables: Tunables) -> RingAttention:
-        """The runtime's module, obeying exactly this plan."""
+        """Return the runtime's module with exactly this plan."""
         dtype: str | torch.dtype | None = None
         if tunables.dtype != workload.dtype:
             dtype = "tf32" if tunables.dtype == "tf32" else TORCH_DTYPES[tunables.dtype]
         profile = Profile.single(self.settings.facts, workload, tunables)
-        module = _build(
+        module = build_module(
             workload,
             profile=profile,
             dtype=dtype,
@@ -280,9 +264,9 @@ class DeviceBench:
         module: RingAttention | None = None,
         waited_ms: float | None = None,
     ) -> Runner:
-        """A warm candidate; those used longest ago make room.
+        """Return a warm candidate; those used longest ago make room.
 
-        ``module`` is it, if it has been built, and has been called: the last time for ``waited_ms``.
+        ``module`` is it, if it has been built and called: the last call took ``waited_ms``.
         """
         inputs = self._timing_inputs(workload)
         key = (workload, tunables)
@@ -290,7 +274,7 @@ class DeviceBench:
             while len(self._runners) >= RUNNERS_KEPT:
                 self._runners.popitem(last=False)
             module = module or self._module(workload, tunables)
-            runner = Runner(_caller(module, inputs, workload.train))
+            runner = Runner(caller(module, inputs, workload.train))
             self._warm(runner, waited_ms)
             self._runners[key] = runner
         self._runners.move_to_end(key)
@@ -299,20 +283,20 @@ class DeviceBench:
     def _first_look(
         self, module: RingAttention, workload: Workload, inputs: Inputs, waited_ms: float
     ) -> tuple[float, float]:
-        """The ms of a call, and the us of its host, where someone who waited for the whole of one took ``waited_ms``.
+        """Return the ms of a call and the us of its host, after a call that took ``waited_ms`` to the end.
 
         What is mostly the host's launching counts as it does in a sample: at 1024 positions flash-attn-4 keeps an H100
         busy for 0.03 ms, and a slow host for 0.36.
         """
         if not (self._cuda and may_be_launch_bound(waited_ms)):
             return waited_ms, waited_ms * 1e3
-        call = _caller(module, inputs, workload.train)
+        call = caller(module, inputs, workload.train)
         typical = self._stopwatch.read(call, LaunchOverhead(waited_ms * 1e3), FEWEST + 1)
         call_ms, host_us = self._peers.max_over_ranks(typical.ms, typical.host_us)
         return call_ms, host_us
 
     def _warm(self, runner: Runner, waited_ms: float | None = None) -> None:
-        """Calls until two in a row take the same time, or long enough; ``waited_ms`` of the last that was made."""
+        """Call until two in a row take the same time, or for long enough; the last call took ``waited_ms``."""
         begin = time.perf_counter()
         last = math.inf
         if waited_ms is not None:  # with the head start it needs from the first reading on, which may be the only one
@@ -328,21 +312,17 @@ class DeviceBench:
             last = runner.call_ms
 
     def _peak_bytes(self, module: RingAttention, workload: Workload, inputs: Inputs) -> tuple[int, float]:
-        """What two calls in a row hold at most beyond the inputs, and the ms of the second.
+        """Return the most that two calls in a row hold beyond the inputs, and the ms of the second.
 
         The buffers of the pool count, as they stay, and so does what peers write into.
         """
-        call = _caller(module, inputs, workload.train)
+        call = caller(module, inputs, workload.train)
         taken_ms = 0.0
 
         def twice() -> None:
             nonlocal taken_ms
             call()
-            self._synchronize()
-            begin = time.perf_counter()
-            call()
-            self._synchronize()
-            taken_ms = (time.perf_counter() - begin) * 1e3
+            taken_ms = self._timed(call)[1]
 
         POOL.clear()
         if not self._cuda:
@@ -352,6 +332,14 @@ class DeviceBench:
         twice()
         peak_bytes = torch.cuda.max_memory_allocated(self.device) - before + module.peer_workspace_bytes()
         return max(0, peak_bytes), taken_ms
+
+    def _timed(self, call: Callable[[], Result]) -> tuple[Result, float]:
+        """Call and wait for the device; return the result and the ms that took."""
+        self._synchronize()
+        begin = time.perf_counter()
+        result = call()
+        self._synchronize()
+        return result, (time.perf_counter() - begin) * 1e3
 
     def _synchronize(self) -> None:
         if self._cuda:
@@ -365,19 +353,19 @@ class DeviceBench:
             torch.cuda.empty_cache()
 
     def release_all(self) -> None:
-        """Drop every candidate and buffer: an out-of-memory may have been the fault of the others."""
+        """Release every candidate and buffer: an out-of-memory may have been the fault of the others."""
         self._runners.clear()
         self._release_inputs()
 
     def _release_inputs(self) -> None:
-        """The inputs; the rows of references stay: they are small and took long."""
+        """Release the inputs; the rows of references stay: they are small and took long."""
         self._references.release_inputs()
         self._inputs = None
         self._release()
 
 
 class PoolBench(DeviceBench):
-    """In a process beside the one that measures, which gets back the device's memory after each request."""
+    """Runs in a process of the pool: the device's memory is released after each request."""
 
     def validate(self, workload: Workload, tunables: Tunables, phase: Phase, part: tuple[int, int] = (0, 1)) -> Proven:
         try:
@@ -390,65 +378,3 @@ class PoolBench(DeviceBench):
             return super().first_call(workload, tunables)
         finally:
             self._release_inputs()
-
-
-def _build(
-    workload: Workload,
-    *,
-    profile: Profile | str,
-    device: torch.device,
-    dtype: str | torch.dtype | None = None,
-    group: Any = None,
-    layout: str = "auto",
-) -> RingAttention:
-    branches = workload.pattern.branches
-    return RingAttention(
-        workload.heads,
-        workload.head_dim,
-        num_kv_heads=workload.kv_heads,
-        segment_lengths=[b.segment for b in branches] or None,
-        dilation_rates=[b.rate for b in branches] or None,
-        causal=workload.causal,
-        head_offset=workload.pattern.head_offset,
-        profile=profile,
-        dtype=dtype,
-        device=device,
-        process_group=group,
-        layout=layout,
-    )
-
-
-# --- calls -----------------------------------------------------------------------------------------------------------
-
-
-def _caller(module: RingAttention, inputs: Inputs, train: bool) -> Callable[[], None]:
-    """What is timed: one forward, and in training the backward to q, k and v."""
-    if not train:
-
-        def infer() -> None:
-            with torch.no_grad():
-                module(inputs.q, inputs.k, inputs.v)
-
-        return infer
-    q, k, v = (x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
-
-    def step() -> None:
-        torch.autograd.grad(module(q, k, v), (q, k, v), inputs.dout)
-
-    return step
-
-
-def _results(module: Callable[..., Any], inputs: Inputs, train: bool) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """out, lse and the gradients (none for inference), those of training on the path that is timed.
-
-    A call that returns the lse is another one to autograd, which differentiates it, too.
-    """
-    if not train:
-        with torch.no_grad():
-            out, lse = module(inputs.q, inputs.k, inputs.v, return_lse=True)
-        return out, lse, ()
-    q, k, v = (x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
-    out = module(q, k, v)
-    grads = torch.autograd.grad(out, (q, k, v), inputs.dout)
-    _, lse = module(q, k, v, return_lse=True)
-    return out.detach(), lse.detach(), grads

@@ -19,7 +19,7 @@ FEWEST_LAUNCHES = 5  # calls in a sample where the host is the slower one: its q
 
 
 def judged_ms(ms: float, host_us: float, default_ms: float, default_host_us: float) -> float:
-    """What a call counts as beside a default's: the device's time, or more where its launches make up for the gain."""
+    """Return the ms that a call counts: the device's time, or more where launches make up for the gain."""
     waited = max(ms, host_us / 1e3) / max(default_ms, default_host_us / 1e3)
     return max(ms, default_ms * waited / LAUNCH_LEEWAY)
 
@@ -29,17 +29,17 @@ def is_launch_bound(call_ms: float, host_us: float) -> bool:
 
 
 def may_be_launch_bound(waited_ms: float) -> bool:
-    """Whether a call that was waited for may have been more its host's than the device's: no plan launches longer."""
+    """Return whether a call that was waited for may have been mostly launches: no plan launches longer."""
     return waited_ms <= LONGEST_LEAD_MS
 
 
 def flushes_for(host_us: float, flush_ms: float) -> int:
-    """How many flushes of the cache keep the device busy while the host launches a call; at least one."""
+    """Return how many cache flushes keep the device busy while the host launches a call; at least one."""
     return max(1, math.ceil(min(LEAD * host_us / 1e3, LONGEST_LEAD_MS) / flush_ms))
 
 
 def sample_ms(call_ms: float, host_us: float) -> float:
-    """About what the shortest sample of such a plan takes on a device that gets a head start."""
+    """Estimate the shortest sample of such a plan on a device that is given a lead."""
     if not is_launch_bound(call_ms, host_us):
         return call_ms
     return FEWEST_LAUNCHES * (call_ms + LEAD * host_us / 1e3)

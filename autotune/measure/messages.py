@@ -1,4 +1,4 @@
-"""What the tuner and its worker process say to each other; both import it, so that what is pickled has one home."""
+"""Messages between the tuner and its worker process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MessageKind = Literal["ready", "phase", "result", "done", "no-device", "bug"]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is wanted of the worker; a block times all of ``plans`` in order.
+    """Request to a worker; a block times all of ``plans`` in order.
 
     ``part`` (i, n) of a validation is every n-th of its lengths from the i-th on. ``pool_processes`` wait on the same
     device while a block is timed. ``lockstep``: other ranks do the same, so a block ends at the first plan that fails,
@@ -36,7 +36,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A phase is of a candidate, by name; a result of candidate ``index``."""
+    """Message of a worker: a phase of a candidate, by name, or the result of candidate ``index``."""
 
     kind: MessageKind
     index: int = 0
@@ -45,7 +45,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where the workers of all ranks find each other: a store, and in it a name for each generation of workers."""
+    """Address at which the workers of all ranks meet: a store, and in it a prefix for each generation of workers."""
 
     rank: int
     world: int
@@ -56,7 +56,7 @@ class Rendezvous:
 
 @dataclass(frozen=True, slots=True)
 class LinkReading:
-    """One rank's: seconds of a round in which every rank sends a message to the next, large and small."""
+    """Seconds of a round in which every rank sends a message to the next, large and small, on one rank."""
 
     large_s: float
     small_s: float

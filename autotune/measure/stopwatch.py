@@ -1,4 +1,4 @@
-"""Readings of a device that did not wait for its host: those that may have are taken again, with a longer head start.
+"""Readings of a device that did not wait for its host: those that may have are repeated with a longer lead.
 
 On one H100's host a launch takes twice as long now as a moment ago, for calls of 0.03 ms that it launches in 0.3: with
 late readings counted, a plan of 0.023 ms was timed as 0.050, and two probes agreed in 15 of 20 cells.
@@ -24,7 +24,7 @@ ENOUGH = 0.5  # of the readings of a round, when that many are not late
 
 
 class Timer(Protocol):
-    """Reads off the time of calls, and says what is typical of readings."""
+    """Times calls, and takes the typical one of several readings."""
 
     def time(
         self, call: Callable[[], None], repeats: int, limit_s: float = math.inf, host_us: float = 0.0
@@ -35,7 +35,7 @@ class Timer(Protocol):
 
 @dataclass(slots=True)
 class LaunchOverhead:
-    """What the head start of a call must cover, in us of its host, as the latest readings tell.
+    """Host time of a call in us that its lead must cover, as the latest readings tell.
 
     ``always_late``: the call waits for the device itself, so that no head start is long enough.
     """
@@ -45,7 +45,7 @@ class LaunchOverhead:
 
 
 class Stopwatch:
-    """One device's timer among the ranks that make the same calls."""
+    """Times calls on one device, in step with the ranks that make the same calls."""
 
     def __init__(self, timer: Timer, peers: SingleRank) -> None:
         self._timer, self._peers = timer, peers
@@ -53,7 +53,7 @@ class Stopwatch:
     def read(
         self, call: Callable[[], None], launches: LaunchOverhead, repeats: int, limit_s: float = math.inf
     ) -> Reading:
-        """The typical reading of those that were not late on any rank, or of all where every one was.
+        """Return the typical reading of those that were late on no rank, or of all where every one was late.
 
         ``launches`` learns from it; ranks with unlike head starts would time how long they wait for each other. Over
         ranks ``limit_s`` is infinite, so that all take as many readings.
@@ -83,5 +83,5 @@ class Stopwatch:
 
 
 def _warmed(readings: list[Item]) -> list[Item]:
-    """Without the first of several: it paid for whatever the candidate before it left in the caches of the host."""
+    """Drop the first of several: it paid for what the candidate before it left in the caches of the host."""
     return readings[1:] if len(readings) > 2 else readings

@@ -38,13 +38,13 @@ _COMPILE_MODULES = ("triton.compiler", "triton.runtime", "torch._dynamo", "torch
 
 
 def one_line(error: BaseException) -> str:
-    """The first line that says something, bounded."""
+    """Return the first line that is not empty, bounded."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {text}"[:MESSAGE_LIMIT] if text else type(error).__name__
 
 
 def classify(error: BaseException) -> tuple[FailureKind, bool]:
-    """The kind of a candidate's exception, and whether this process can still be used after it."""
+    """Return the kind of a candidate's exception, and whether this process can still be used after it."""
     names = {cls.__name__ for cls in type(error).__mro__}
     module = type(error).__module__
     if is_out_of_memory(error):
@@ -59,14 +59,14 @@ def classify(error: BaseException) -> tuple[FailureKind, bool]:
 
 
 def cause_of(error: BaseException) -> Cause | None:
-    """What of a candidate's exception decides something beside its kind."""
+    """Return the cause of a candidate's exception, where something is decided by it."""
     if isinstance(error, KernelLoadError):
         return KernelUnavailable(error.kernel, str(error)[:MESSAGE_LIMIT])
     return PeerFailed() if isinstance(error, PeerError | PeerWrong) else None
 
 
 def run_worker(connection: Connection, bench: Bench) -> None:
-    """Serve requests until told to stop or alone."""
+    """Serve requests until told to stop, or until the other side is gone."""
     while True:
         try:
             request: Request = connection.recv()
@@ -123,7 +123,7 @@ def _serve_block(connection: Connection, bench: Bench, request: Request) -> None
 def _guarded(
     connection: Connection, bench: Bench, run: Callable[[], Any], phase: Callable[[str], None], *, alone: bool
 ) -> Any:
-    """The result, or a Fault. One out of memory is tried again alone: the others' buffers may have been in the way.
+    """Return the result or a Fault. An out-of-memory is tried once more, with all other buffers released.
 
     Not where other ranks take part (not ``alone``): they are not trying again.
     """
@@ -148,7 +148,7 @@ def _guarded(
 
 
 def die_with_parent(parent: int) -> None:
-    """The kernel kills this process when its parent ends, also when the parent is killed."""
+    """Let the kernel kill this process when its parent ends, also when the parent is killed."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
@@ -156,7 +156,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def _limit_memory(ranks: int) -> None:
-    """A CPU candidate that wants more than there is gets an error, and not the whole machine killed.
+    """Limit memory, so that a CPU candidate that wants too much gets an error and the machine lives.
 
     ``ranks`` share what there is.
     """
@@ -174,7 +174,7 @@ def _load_bench(name: str, settings: BenchSettings) -> Bench:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Arguments: the inherited socket, the parent's process id, the bench to load."""
+    """Run a worker; arguments: the inherited socket, the parent's process id, the bench to load."""
     descriptor, parent, bench_name = int(arguments[0]), int(arguments[1]), arguments[2]
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it ends this process

@@ -1,4 +1,4 @@
-"""The evaluator of a real machine: candidates run in a worker process, and every way to fail costs one trial.
+"""Evaluates candidates in a worker process, so that every failure costs one candidate.
 
 The worker is a fresh interpreter (CUDA does not survive a fork), talks over a socket pair, is killed when it stops
 answering and started again when it is needed. It dies with this process.
@@ -40,7 +40,7 @@ _QUIET_AND_CACHED = {"KINETO_LOG_LEVEL": "99", "FLASH_ATTENTION_CUTE_DSL_CACHE_E
 
 @dataclass(frozen=True, slots=True)
 class WorkerTimeouts:
-    """How long a worker is waited for beside its requests."""
+    """Timeouts of a worker beside those of its requests."""
 
     start_s: float = 120.0  # importing torch from a cold disk, making a CUDA context
     stop_s: float = 5.0
@@ -64,7 +64,7 @@ class WorkerDied(Exception):
 
 
 class WorkerEvaluator:
-    """Answers the Evaluator protocol from one device."""
+    """Implements Evaluator on one device, in one worker process."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class WorkerEvaluator:
         reference_timeout_s: float = 300.0,
         times: WorkerTimeouts = DEFAULT_TIMES,
     ) -> None:
-        """``bench`` is ``module:class`` of what the worker runs; tests put faulty ones there.
+        """``bench`` is the ``module:class`` that the worker runs; tests put faulty ones there.
 
         ``reference_timeout_s`` is the most that the float64 rows of a cell may take, during which no candidate runs.
         """
@@ -93,7 +93,7 @@ class WorkerEvaluator:
 
     @property
     def is_running(self) -> bool:
-        """Whether there is a worker process; asked while it has nothing to do."""
+        """Return whether there is a worker process; asked while it has nothing to do."""
         return self._process is not None and self._process.poll() is None
 
     # --- the protocol -------------------------------------------------------------------------------------------
@@ -108,19 +108,19 @@ class WorkerEvaluator:
     def validate(
         self, cell: Workload, candidate: Tunables, *, timeout_s: float, part: tuple[int, int] = (0, 1)
     ) -> Proven | Fault:
-        """``part`` (i, n) is every n-th length from the i-th on; the first call is timed with all of them only."""
+        """Validate at every n-th length from the i-th on for ``part`` (i, n); a first call is timed with all only."""
         result = self._ask(Request("validate", cell, (candidate,), part=part), timeout_s)
         assert isinstance(result, (Proven, Fault))
         return result
 
     def first_call(self, cell: Workload, candidate: Tunables, *, timeout_s: float) -> Proven | Fault:
-        """The candidate called at the cell's length and at another, for what that leaves in the caches of compilers."""
+        """Call the candidate at the cell's length and at another, which fills the caches of compilers."""
         result = self._ask(Request("first-call", cell, (candidate,)), timeout_s)
         assert isinstance(result, (Proven, Fault))
         return result
 
     def interrupt(self) -> None:
-        """End the worker for good, from another thread than the one that waits for its answer: that gets a Fault."""
+        """End the worker for good, from another thread than the one that waits: that gets a Fault."""
         self._interrupted = True
         process = self._process
         if process is not None and process.poll() is None:
@@ -132,7 +132,7 @@ class WorkerEvaluator:
         return result
 
     def block(self, cell: Workload, order: Sequence[Tunables], *, timeout_s: float) -> Block:
-        """One pass; after a candidate that kills the worker the rest goes on in a new one.
+        """Time a block; after a candidate that kills the worker the rest goes on in a new one.
 
         What was timed before and after such a restart is still one block: seconds lie between, not hours.
         """
@@ -154,11 +154,11 @@ class WorkerEvaluator:
         return Block(tuple(results), disturbances)
 
     def _pool_processes(self) -> int:
-        """Other processes of this probe that are on the device."""
+        """Return how many other processes of this probe are on the device."""
         return 0
 
     def _collect(self, results: list[Sample | Fault], timeout_s: float) -> tuple[Interference, ...]:
-        """Adds what the worker says of a block to ``results``, and returns what disturbed it; raises WorkerDied."""
+        """Add the worker's results of a block to ``results``, and return its interference; raises WorkerDied."""
         while True:
             message = self._receive(timeout_s)
             if message.kind == "result":
@@ -171,7 +171,7 @@ class WorkerEvaluator:
                 return disturbances
 
     def close(self) -> None:
-        """End the worker, politely first."""
+        """End the worker: ask, wait, then kill."""
         if self._connection is not None and self._process is not None and self._process.poll() is None:
             try:
                 self._connection.send(Request("stop"))
@@ -219,7 +219,7 @@ class WorkerEvaluator:
                 return message.value
 
     def _reference_s(self, request: Request) -> float:
-        """What a reference may take beside the time of a candidate."""
+        """Return the time that a reference may take beside the candidate's."""
         cell, settings = request.workload, self._settings
         assert cell is not None
         gradients = cell.train or settings.train_too
@@ -240,7 +240,7 @@ class WorkerEvaluator:
             self._connection.send(request)
 
     def _renew(self) -> None:
-        """A worker in the place of one that ended between two requests, or that never was."""
+        """Start a worker in the place of one that ended between two requests, or that never was."""
         self._kill()
         began, replaces = time.monotonic(), self.starts > 0
         self._start()
@@ -271,7 +271,7 @@ class WorkerEvaluator:
         return message
 
     def _has_message(self, timeout_s: float) -> bool:
-        """Waits for the worker's next word, but not for one that a signal holds."""
+        """Wait for the worker's next message, but not for a worker that a signal has stopped."""
         assert self._connection is not None
         now = time.monotonic()
         end, at_work = now + timeout_s, now
@@ -284,13 +284,13 @@ class WorkerEvaluator:
         return self._connection.poll(0)
 
     def _is_stopped(self) -> bool:
-        """Whether the worker is held by SIGSTOP or its like, which no candidate does to itself."""
+        """Return whether SIGSTOP or its like stopped the worker, which no candidate does to itself."""
         assert self._process is not None
         status = Path(f"/proc/{self._process.pid}/stat").read_text()
         return status.rpartition(")")[2].split()[0] in "Tt"
 
     def _exit_fault(self) -> WorkerDied:
-        """How the worker ended, with the last line it wrote to stderr."""
+        """Return how the worker ended, with the last line it wrote to stderr."""
         assert self._process is not None
         try:
             code = self._process.wait(self._times.stop_s)

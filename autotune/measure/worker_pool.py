@@ -1,4 +1,4 @@
-"""Worker processes pool_processes the one that measures: they compile ahead and take their share of proofs, on the same device.
+"""A pool of worker processes beside the one that measures: they compile ahead and share validations.
 
 They never work while something is timed. A standard probe of an H200 spent 35 of its 170 s on proofs, one length after
 the other, nearly all of it in cuDNN's making of plans on one core: 6 to 9 s for a LongNet plan.
@@ -33,7 +33,7 @@ Result = TypeVar("Result")
 
 
 def pool_size(cores: int, memory_mib: int, host_memory_mib: int) -> int:
-    """How many help at once; half of the cores are left to the probe and to compilers' own threads."""
+    """Return how many workers to start; half of the cores are left to the probe and to compilers' own threads."""
     by_memory = min(memory_mib // MEMORY_PER_WORKER_MIB, host_memory_mib // HOST_MEMORY_PER_WORKER_MIB)
     return max(0, min(MAX_WORKERS, cores // 2, by_memory))
 
@@ -49,7 +49,7 @@ class _PoolWorker:
         return self._thread.submit(job, self.evaluator)
 
     def interrupt(self) -> None:
-        """Whatever it is at; its answer is a Fault then."""
+        """End whatever it does; its answer is a Fault then."""
         self.evaluator.interrupt()
 
     def end(self) -> None:
@@ -59,7 +59,7 @@ class _PoolWorker:
 
 
 class PooledEvaluator(WorkerEvaluator):
-    """Measures in one worker process as WorkerEvaluator does, with a pool of others for what need not run alone."""
+    """Measures in one worker process, with a pool of others for what need not run alone."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class PooledEvaluator(WorkerEvaluator):
         reference_timeout_s: float = 300.0,
         last_call_s: float = LAST_CALL_S,
     ) -> None:
-        """``last_call_s`` is what a first call that was begun may still take when the time for them is over."""
+        """``last_call_s``: a first call that was begun may take so long when the time for them is over."""
         super().__init__(settings, bench=bench, reference_timeout_s=reference_timeout_s)
         self._make: Callable[[], _PoolWorker] = lambda: _PoolWorker(settings, pool_bench)
         self._workers = [self._make() for _ in range(workers)]
@@ -82,7 +82,7 @@ class PooledEvaluator(WorkerEvaluator):
 
     @property
     def validation_workers(self) -> int:
-        """How many processes share a proof. Starting one would take longer, so only those that did something count."""
+        """Return how many processes share a validation: only those that are started, as starting takes longer."""
         return 1 + len(self._started())
 
     def _started(self) -> list[_PoolWorker]:
@@ -94,7 +94,7 @@ class PooledEvaluator(WorkerEvaluator):
         return self._with_memory(partial(super().check, cell, candidate, timeout_s=timeout_s, pace_ms=pace_ms))
 
     def _with_memory(self, ask: Callable[[], Result]) -> Result:
-        """The answer; where the device has no memory for it and for first calls at once, these are given up.
+        """Return the answer; where memory lacks for it and for first calls at once, give the first calls up.
 
         Or a default would be refused for them: q, k, v, out and their gradients of one training step over 524288
         positions are 32 GiB (32 heads of 128 in bf16), in every worker of the pool.
@@ -109,7 +109,7 @@ class PooledEvaluator(WorkerEvaluator):
     # --- first calls ----------------------------------------------------------------------------------------------
 
     def begin_first_calls(self, calls: Sequence[Call]) -> None:
-        """Makes each call in some worker of the pool, for what that leaves in the caches of compilers."""
+        """Make each call in some worker of the pool, which fills the caches of compilers."""
         for call in calls:
             self._calls.put(call)
         for worker in self._workers[: len(calls)]:
@@ -127,7 +127,7 @@ class PooledEvaluator(WorkerEvaluator):
                 faults.append(result)
 
     def end_first_calls(self, timeout_s: float) -> str:
-        """Until all are made, or ``timeout_s`` is over and those begun are. Says what failed, if anything.
+        """Wait until all are made, or ``timeout_s`` is over and those begun are made. Return what failed, if anything.
 
         A call that does not end soon is ended. A failure here is no verdict: the probe checks every plan that it
         considers.
@@ -180,7 +180,7 @@ class PooledEvaluator(WorkerEvaluator):
     def validate(
         self, cell: Workload, candidate: Tunables, *, timeout_s: float, part: tuple[int, int] = (0, 1)
     ) -> Proven | Fault:
-        """The lengths are dealt out; what the pool cannot say is asked again here, where there is all the memory."""
+        """Share the lengths with the pool; what it cannot answer is asked again here, with all the memory."""
         workers = self._started()[: self._lengths]  # and the cell's own length
         if not workers or part != (0, 1):
             return super().validate(cell, candidate, timeout_s=timeout_s, part=part)

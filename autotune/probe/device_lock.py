@@ -1,4 +1,4 @@
-"""One probe per device and user: two would spoil each other's numbers."""
+"""Lock of a device: two probes of one user would spoil each other's numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .request import ProbeRequest
 
 @contextlib.contextmanager
 def device_lock(request: ProbeRequest, environment: Environment) -> Iterator[None]:
-    """Holds the device until the block is left or the process dies; raises DeviceBusy while another holds it."""
+    """Hold the device until the block is left or the process dies; raises DeviceBusy while another holds it."""
     base = environment.environ.get("XDG_STATE_HOME") or str(environment.home / ".local" / "state")
     folder = Path(base) / "ringtune"
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What a probe would do, without a single measurement."""
+"""Dry run: what a probe would do, without a single measurement."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .task import Task
 
 
 def dry_run(task: Task, path: Path, cells: Sequence[Cell]) -> ProbeResult:
-    """The time of a call is unknown without measuring, so the estimate is the budget's split. ``path``: only read.
+    """Estimate a probe by splitting its budget, as no call is timed; ``path`` is only read.
 
     Where a profile is there that the rows would join, cells lie over several ranks as its rows do, and those that it
     has already are verified. Raises what the probe would raise of it: ProfileError for a broken file, ProbeFailure for

@@ -1,4 +1,4 @@
-"""A probe's surroundings: the machine and its measurements, the clock, the day, the user's folders and variables.
+"""Environment of a probe: the machine and its evaluator, the clock, the day, the user's folders and variables.
 
 Facts are read here and nowhere else; tests put a recorded machine in their place.
 """
@@ -33,7 +33,7 @@ EvaluatorFactory = Callable[[HardwareFacts, ProbeRequest, EffortPreset], Evaluat
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Everything a probe takes from the world outside."""
+    """Everything that a probe reads from outside itself."""
 
     facts: HardwareFacts
     machine: Machine
@@ -45,8 +45,11 @@ class Environment:
     today: datetime.date
 
     def at_effort(self, preset: EffortPreset) -> Environment:
-        """As an effort looks at it: each tile shape costs 1 to 3 s of compilation and buys a few percent, so that only
-        the full one tries them; trying flash-attn-4's took 30 of a standard probe's 170 s on an H100."""
+        """Return the environment of an effort; only the full one tries tile shapes and fusion.
+
+        Each shape costs 1 to 3 s of compilation and buys a few percent: flash-attn-4's took 30 of a standard probe's
+        170 s on an H100.
+        """
         if preset.name == "full":
             return self
         plain = dataclasses.replace(self.machine, params=lambda workload, kernel, dtype: {}, fuses=lambda dtype: False)
@@ -54,7 +57,7 @@ class Environment:
 
 
 def this_machine(request: ProbeRequest) -> Environment:
-    """This machine; raises NoDevice for one that is absent or that nobody has measured."""
+    """Return this machine's environment; raises NoDevice for one that is absent or that nobody has measured."""
     try:
         return environment_of(detect(request.device), _worker_evaluator)
     except DeviceError as error:
@@ -62,7 +65,7 @@ def this_machine(request: ProbeRequest) -> Environment:
 
 
 def environment_of(facts: HardwareFacts, evaluator: EvaluatorFactory) -> Environment:
-    """This user's surroundings of a machine with these facts."""
+    """Return this user's environment around a machine with these facts."""
     located, _ = collect(heuristics_only=True)
     policy = resolve(located, facts).heuristic.policy
     assert policy is not None
@@ -87,7 +90,7 @@ def _worker_evaluator(facts: HardwareFacts, request: ProbeRequest, preset: Effor
 
 
 def bench_settings(facts: HardwareFacts, request: ProbeRequest, preset: EffortPreset) -> BenchSettings:
-    """What the bench of a worker has to know of a probe."""
+    """Return the settings of a probe's benches."""
     return BenchSettings(
         device=device_name(request, facts),
         facts=facts,
@@ -100,13 +103,13 @@ def bench_settings(facts: HardwareFacts, request: ProbeRequest, preset: EffortPr
 
 
 def device_name(request: ProbeRequest, facts: HardwareFacts) -> str:
-    """As torch spells it."""
+    """Return the device as torch spells it."""
     if request.device is not None:
         return request.device
     return "cpu" if facts.vendor == "cpu" else "cuda"
 
 
 def default_profile_path(environment: Environment, ranks: int = 1) -> Path:
-    """Where the runtime of this user looks first, under a name that tells machines and numbers of ranks apart."""
+    """Return where the runtime looks first, under a name of the machine and the number of ranks."""
     over = f"-x{ranks}" if ranks > 1 else ""
     return user_folder(environment.environ, environment.home) / f"{fingerprint_name(environment.facts)}{over}.yaml"

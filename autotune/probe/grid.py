@@ -1,4 +1,4 @@
-"""Which workloads a probe measures: what the user named, and a sensible grid for everything left open."""
+"""Grid of workloads that a probe measures: those of the request, and defaults for what it leaves open."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _Shape:
 
 
 def check_lengths(request: ProbeRequest) -> None:
-    """UsageFailure where a rank would hold too little of a sequence to have both of its chunks."""
+    """Raise UsageFailure where a rank would hold too little of a sequence to have both of its chunks."""
     if request.ranks > 1 and request.layout != "contiguous" and 1 in request.seq_lens:
         raise UsageFailure(
             f"--seq-len 1: in zigzag layout each of {request.ranks} ranks holds 2 positions at least; "
@@ -57,7 +57,7 @@ def check_lengths(request: ProbeRequest) -> None:
 
 
 def cells_for(request: ProbeRequest, facts: HardwareFacts) -> tuple[Cell, ...]:
-    """Every cell of the request, cheapest first, training beside inference; raises UsageFailure when none is left."""
+    """Return every cell of the request, cheapest first; raises UsageFailure when none is left."""
     workloads = _workloads(request, facts)
     found = [workload for workload in workloads if _fits(workload, facts)]
     if not found:
@@ -66,7 +66,7 @@ def cells_for(request: ProbeRequest, facts: HardwareFacts) -> tuple[Cell, ...]:
 
 
 def left_out(request: ProbeRequest, facts: HardwareFacts) -> str:
-    """What the request names and a probe does not measure, and why; empty where it measures everything."""
+    """Return what the request names and a probe does not measure, and why; empty where it measures everything."""
     large = [workload for workload in _workloads(request, facts) if not _fits(workload, facts)]
     if not large:
         return ""
@@ -147,7 +147,7 @@ def _cell(workload: Workload, request: ProbeRequest) -> Cell:
 
 
 def tensor_bytes(workload: Workload) -> int:
-    """What q, k, v, out and, in training, their gradients and dout take, of the whole sequence."""
+    """Return the bytes of q, k, v, out and, in training, their gradients and dout, of the whole sequence."""
     rows = workload.batch * workload.total * workload.head_dim * _BYTES[workload.dtype]
     inputs = rows * (2 * workload.heads + 2 * workload.kv_heads)
     return 2 * inputs if workload.train else inputs
@@ -158,7 +158,7 @@ def _fits(workload: Workload, facts: HardwareFacts) -> bool:
 
 
 def between(shorter: Cell, longer: Cell) -> Cell | None:
-    """The cell half way between two neighbours in log2, a multiple of 64; None when they are too close to matter."""
+    """Return the cell half way between two in log2, a multiple of 64; None when they are too close to matter."""
     middle = round((shorter.workload.seq_len * longer.workload.seq_len) ** 0.5 / 64) * 64
     if not shorter.workload.seq_len * 1.2 < middle < longer.workload.seq_len / 1.2:
         return None

@@ -1,4 +1,4 @@
-"""What a probe's observer hears while cells are searched, with the time left after every word."""
+"""Reports a search to the probe's observer, with the time left after every event."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .request import ProbeObserver
 
 
 class SearchObserver:
-    """The listener of every search. Before ``expect`` the time left is unknown and not told."""
+    """Listens to every search. Before ``expect`` the time left is unknown and not reported."""
 
     def __init__(self, observer: ProbeObserver, clock: Clock) -> None:
         self._observer = observer
@@ -34,7 +34,7 @@ class SearchObserver:
         self.time_left()
 
     def add(self, cell: Workload, need: CellNeed) -> None:
-        """One more cell than was expected."""
+        """Expect one more cell."""
         assert self._progress is not None
         self._progress.add(cell, need)
 

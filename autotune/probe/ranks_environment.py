@@ -1,4 +1,4 @@
-"""A probe's surroundings where several ranks are tuned as one, and what every other rank's command does."""
+"""Environment of several ranks that are tuned as one, and the command on ranks other than 0."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def ranks_of(nproc: str | None, device: str | None) -> int:
-    """The number of ranks that the command line and torchrun ask for; see ``launcher.ranks_wanted``."""
+    """Return the number of ranks that the command line and torchrun ask for; see ``launcher.ranks_wanted``."""
     launched = torchrun_rank(os.environ)
     if launched is None and nproc is None:
         return 1  # without importing torch
@@ -30,13 +30,13 @@ def ranks_of(nproc: str | None, device: str | None) -> int:
 
 
 def is_follower() -> bool:
-    """Whether torchrun started this process as another rank than 0."""
+    """Return whether torchrun started this process as another rank than 0."""
     launched = torchrun_rank(os.environ)
     return launched is not None and launched.rank > 0
 
 
 def follow_rank_0() -> None:
-    """What the command does on another rank than 0: measure what rank 0 asks, say nothing but errors."""
+    """Run the command on another rank than 0: measure what rank 0 asks, print nothing but errors."""
     from autotune.distributed.coordinator import follow
 
     launched = torchrun_rank(os.environ)
@@ -45,14 +45,14 @@ def follow_rank_0() -> None:
 
 
 def facts_of_ranks(facts: HardwareFacts, ranks: int, environ: Mapping[str, str]) -> HardwareFacts:
-    """What ranks would find that a probe starts here: on CPUs they have one thread each unless told otherwise."""
+    """Return the facts that ranks started here would find: on CPUs one thread each unless told otherwise."""
     starts = ranks > 1 and torchrun_rank(environ) is None
     return replace(facts, threads=1) if starts and facts.vendor == "cpu" and THREADS not in environ else facts
 
 
 @contextlib.contextmanager
 def environment_of_ranks(request: ProbeRequest) -> Iterator[Environment]:
-    """The surroundings of ``request.ranks`` ranks, whose processes run until the block is left.
+    """Yield the environment of ``request.ranks`` ranks, whose processes run until the block is left.
 
     Raises ProbeFailure (NoDevice, UsageFailure) where they cannot be gathered or are not alike.
     """

@@ -1,4 +1,4 @@
-"""What a probe or a verification is asked, what it tells while it runs, and what comes back.
+"""Requests and results of a probe and of a verification, and the observer that follows them.
 
 Everything here is plain data and imports neither torch nor optuna; ``autotune.probe.tuning`` answers.
 """
@@ -28,7 +28,7 @@ VALIDATION_PENDING = "default kept, right at the length measured, but no time wa
 
 @dataclass(frozen=True, slots=True)
 class ProbeRequest:
-    """What a probe is asked for. ``None`` and empty tuples mean: what the default grid of the device says."""
+    """Request of a probe. ``None`` and empty tuples: as the default grid of the device has it."""
 
     output: Path | None = None  # None: the user's profile folder, under a name made from the fingerprint
     effort: Effort = "standard"
@@ -58,7 +58,7 @@ class ProbeRequest:
 
 @dataclass(frozen=True, slots=True)
 class CellReport:
-    """The end of one cell: the chosen plan and how sure the tuner is of it."""
+    """Result of one cell: the chosen plan and how sure the tuner is of it."""
 
     workload: Workload
     status: CellStatus
@@ -75,7 +75,7 @@ class CellReport:
 
     @property
     def text(self) -> str:
-        """All that is to be said of it, in words."""
+        """Return the note, and whether validation is pending, in words."""
         return "; ".join(filter(None, (self.note, VALIDATION_PENDING if self.validation_pending else "")))
 
 
@@ -93,7 +93,7 @@ class DryCell:
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """What a probe would do, without a single measurement."""
+    """Result of a dry run: what a probe would do, without a single measurement."""
 
     cells: tuple[DryCell, ...]
     estimate_s: float
@@ -103,7 +103,7 @@ class DryRun:
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """``inconclusive`` holds one line per cell whose numbers could not be believed.
+    """Result of a probe; ``inconclusive`` holds one line per cell whose numbers could not be believed.
 
     ``profile_path`` is where the profile is, or where a dry run would have written it.
     """
@@ -133,7 +133,7 @@ class VerifiedCell:
 
 @dataclass(frozen=True, slots=True)
 class VerifyResult:
-    """``stale`` holds one line per recorded winner that no longer wins, ``inconclusive`` one per unbelievable cell."""
+    """Result of a verification, one line each per stale winner and per inconclusive cell."""
 
     stale: tuple[str, ...]
     cells: tuple[VerifiedCell, ...] = ()

@@ -68,7 +68,7 @@ def verify_profile(
     """Re-time the recorded winners of ``path`` on this machine; of ``request`` device, seed, effort and budget count.
 
     Rows for other numbers of ranks than the request's are left out, and counted. ``environment`` stands in for this
-    machine. Raises ProfileError for a broken file and ProbeFailure when the profile is of another machine or has no such rows.
+    machine. Raises ProfileError for a broken file, ProbeFailure for one of another machine or without such rows.
     """
     from .device_lock import device_lock
     from .task import Task

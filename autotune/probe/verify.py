@@ -1,4 +1,4 @@
-"""Are recorded winners still winners? Each is re-timed against its default and its runners-up, nothing is searched."""
+"""Verification of recorded winners: each is re-timed against its default and runners-up, nothing is searched."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HANG_S, HANG_SHARE = 30.0, 0.4  # a plan that ran here before may take so long, 
 
 
 def check_same_silicon(profile: Profile, facts: HardwareFacts, path: Path) -> None:
-    """Raises ProbeFailure for a profile of another machine: its winners say nothing here."""
+    """Raise ProbeFailure for a profile of another machine: its winners say nothing here."""
     here = Fingerprint.of(facts)
     if profile.fingerprint != here:
         made = profile.fingerprint
@@ -51,7 +51,7 @@ def _size(made: Fingerprint) -> str:
 
 
 def entries_over(profile: Profile, ranks: int, path: Path) -> tuple[PlanEntry, ...]:
-    """The rows for so many ranks; ProbeFailure (no matching profile) where there are none, naming those there are."""
+    """Return the rows for so many ranks; raises ProbeFailure (no matching profile) where there are none."""
     found = tuple(entry for entry in profile.plans if entry.workload.world == ranks)
     if not found:
         worlds = {entry.workload.world for entry in profile.plans}
@@ -64,7 +64,7 @@ def entries_over(profile: Profile, ranks: int, path: Path) -> tuple[PlanEntry, .
 
 
 def how_to_verify(worlds: Collection[int]) -> str:
-    """The options of ``ringtune verify`` for rows over one of these numbers of ranks."""
+    """Return the options of ``ringtune verify`` for rows over one of these numbers of ranks."""
     return " or ".join(f"with --nproc {world}" if world > 1 else "without --nproc" for world in sorted(worlds))
 
 
@@ -105,7 +105,7 @@ def _call_s(choice: Choice) -> float:
 
 
 class _Verification:
-    """One recorded cell. Everything is paired against the recorded winner itself."""
+    """Verification of one recorded cell, paired against the recorded winner itself."""
 
     def __init__(self, task: Task, entry: PlanEntry, evaluator: Evaluator, store: Store) -> None:
         assert entry.choice is not None
@@ -132,7 +132,7 @@ class _Verification:
         self.task.observer.trial(self.entry.workload, describe(plan), outcome)
 
     def run(self, deadline: Deadline) -> VerifiedCell | str:
-        """The verdict, or why there is none."""
+        """Return the verdict, or why there is none."""
         self.ledger.be_patient(deadline.remaining_s())
         try:
             build_plan(self.entry.workload, self.winner, self.task.environment.facts)
@@ -165,7 +165,7 @@ class _Verification:
         return [plan for plan in dict.fromkeys(plans) if plan != self.winner]
 
     def _verdict(self, standing: Sequence[Entry], sigma: float) -> VerifiedCell:
-        """Stale when something recorded beside the winner is surely faster by more than the margin."""
+        """Call the winner stale when something recorded beside it is surely faster by more than the margin."""
         noisy = sigma > NOISY_SIGMA or self.ledger.loaded
         margin = math.log1p(-(NOISY_GAIN_MARGIN if noisy else GAIN_MARGIN))
         rivals = [entry for entry in standing if entry.tunables != self.winner and len(entry.log_ratios) >= 2]

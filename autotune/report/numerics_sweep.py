@@ -29,7 +29,7 @@ Progress = Callable[[int], None]  # told how many attempts are settled
 
 
 class _Child:
-    """One worker process and what it says; started when it is needed."""
+    """Worker process with its messages; started when it is needed."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -40,7 +40,7 @@ class _Child:
         self._stopped = False
 
     def run(self, shape: Shape, asked: Sequence[Attempt]) -> Iterator[tuple[Attempt, Verdict]]:
-        """The verdicts on ``asked``, all of one shape, as they come; of one that ends the process, how that ended."""
+        """Yield the verdicts on ``asked``, all of one shape, as they come; the attempt that ends the process fails."""
         rest = list(asked)
         while rest and not self._stopped:
             running: Attempt | None = None
@@ -83,7 +83,7 @@ class _Child:
             self._process.stdin.flush()
 
     def _receive(self, timeout_s: float) -> dict[str, Any] | None:
-        """The next message; None at the end of the process, or when nothing came in time."""
+        """Return the next message; None at the end of the process, or when nothing came in time."""
         while True:
             try:
                 line = self._lines.get(timeout=timeout_s)
@@ -112,7 +112,7 @@ class _Child:
         threading.Thread(target=_read, args=(self._process, self._lines), daemon=True).start()
 
     def _end(self) -> str:
-        """How the process ended, by itself or by this, with the last line of its complaints."""
+        """End the process, and return how it ended, with the last line of its stderr."""
         assert self._process is not None
         assert self._errors is not None
         if self._late:
@@ -139,7 +139,7 @@ def _read(process: subprocess.Popen[str], lines: queue.SimpleQueue[str | None]) 
 def sweep(
     attempts: Sequence[Attempt], device: str, *, processes: int, budget_s: float, progress: Progress = lambda done: None
 ) -> Mapping[Attempt, Verdict]:
-    """The verdict on every attempt that runs, as far as ``budget_s`` goes: nothing is begun after it.
+    """Return the verdict on every attempt that runs, as far as ``budget_s`` goes: nothing is begun after it.
 
     Shapes of one head dimension, dtype, mask and grouping stay in one process, which compiles for them once.
     """

@@ -1,4 +1,4 @@
-"""The process in which kernels are held against float64, and may die.
+"""Worker process that compares kernels with float64, and may die.
 
 ``python -m autotune.report.numerics_worker DEVICE PARENT`` reads one shape and its kernels a line from stdin, as
 JSON. It prints ``{"begin": N}`` before number N of them,
@@ -41,7 +41,7 @@ def make(shape: Shape, device: torch.device) -> Case:
 
 
 def serve(job: dict[str, Any], device: torch.device) -> None:
-    """One shape: every kernel and direction that is asked for."""
+    """Check every kernel and direction that is asked for at one shape."""
     from ringattn.device_errors import is_sticky
     from ringattn.hardware.kernel_faults import Combination, Verdict
     from ringattn.kernels.registry import KERNELS

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from autotune.accuracy import references
-from autotune.measure import benchmark
+from autotune.measure import benchmark, module_calls
 from autotune.measure import interference as health
 from autotune.measure.benchmark import BenchSettings, DeviceBench, Runner, WrongAnswer, validation_inputs
 from autotune.measure.evaluator import Interference, InterferenceKind
@@ -121,7 +121,7 @@ def test_a_wrong_plan_is_caught_with_the_input_that_broke_it(
     bench: DeviceBench, monkeypatch: pytest.MonkeyPatch, length_is_ragged: bool
 ) -> None:
     """Wrong at the cell's own length, or only at another: as public kernels are."""
-    real = benchmark._results
+    real = benchmark.results_of
 
     def wrong(module, inputs, train):  # type: ignore[no-untyped-def]
         out, lse, grads = real(module, inputs, train)
@@ -132,7 +132,7 @@ def test_a_wrong_plan_is_caught_with_the_input_that_broke_it(
             out[:, 5:] *= 1.1
         return out, lse, grads
 
-    monkeypatch.setattr(benchmark, "_results", wrong)
+    monkeypatch.setattr(benchmark, "results_of", wrong)
     if length_is_ragged:
         bench.check(CELL, plan(), no_phase, None)
         with pytest.raises(WrongAnswer, match=r"out (errs|has a row).*S=\d+, \w+ inputs, seed 0"):
@@ -459,7 +459,7 @@ def test_the_gradients_that_are_checked_are_those_of_the_calls_that_are_timed() 
 
     q, k, v = (torch.ones(1, 4, 2, 8) for _ in range(3))
     inputs = SimpleNamespace(q=q, k=k, v=v, dout=torch.ones_like(q))
-    out, lse, grads = benchmark._results(module, inputs, train=True)  # type: ignore[arg-type]
+    out, lse, grads = module_calls.results_of(module, inputs, train=True)  # type: ignore[arg-type]
     assert differentiated == [False]
     assert [x.requires_grad for x in (out, lse)] == [False, False]
     assert len(grads) == 3

@@ -1,4 +1,4 @@
-"""Machines that exist only in tests: what they refuse, how fast their plans are, and a probe's environment around them."""
+"""Machines that exist only in tests: what they refuse, how fast plans are, and a probe's environment around them."""
 
 from __future__ import annotations
 

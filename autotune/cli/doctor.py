@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -74,14 +73,13 @@ def doctor(
         if value:
             raise click.UsageError(f"{name} goes with --numerics")
     from autotune.report.doctor import diagnose
-    from autotune.report.numerics_sweep import sweep, torch_device
+    from autotune.report.numerics_sweep import sweep
     from ringattn.hardware.facts import detect
 
     from .console import console, emit_json
 
     facts = detect(device)
-    target = torch_device(facts.vendor, device)
-    diagnoses = diagnose(facts, lambda attempts: sweep(attempts, target, processes=1, budget_s=math.inf))
+    diagnoses = diagnose(facts, lambda attempts: sweep(attempts, facts, device))
     places = search_path_contents()
     ranks = ranks_here(facts, device)
     if as_json:

@@ -48,7 +48,7 @@ def numerics_of(
 ) -> None:
     """Run the sweep and print its map, or JSON; exit code 1 where an allowed kernel is not right."""
     from autotune.report.numerics_map import HEAD_DIMS, attempts, findings, lines
-    from autotune.report.numerics_sweep import sweep, torch_device
+    from autotune.report.numerics_sweep import sweep
     from ringattn.hardware.facts import detect
     from ringattn.kernels.registry import KERNELS
 
@@ -62,7 +62,8 @@ def numerics_of(
     progress = _Progress(total)
     verdicts = sweep(
         asked,
-        torch_device(facts.vendor, device),
+        facts,
+        device,
         processes=processes_for(facts),
         budget_s=budget_s or BUDGET_S,
         progress=progress,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ringattn.hardware.facts import HardwareFacts
+from ringattn.hardware.kernel_faults import Combination, Verdict
 from ringattn.workload import Tunables, Workload
 
 from .evaluator import Checked, Interference, Proven, Sample
@@ -43,6 +44,13 @@ class Bench(Protocol):
     def end_block(self) -> tuple[Interference, ...]: ...
 
     def unmonitored(self) -> tuple[str, ...]: ...
+
+
+@runtime_checkable
+class ChecksKernels(Protocol):
+    """A bench that compares single kernels with float64."""
+
+    def check_kernel(self, asked: Combination, rows: int) -> Verdict: ...
 
 
 @dataclass(frozen=True, slots=True)

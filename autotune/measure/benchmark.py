@@ -299,7 +299,7 @@ class DeviceBench:
         """Call until two in a row take the same time, or for long enough; the last call took ``waited_ms``."""
         begin = time.perf_counter()
         last = math.inf
-        if waited_ms is not None:  # with the head start it needs from the first reading on, which may be the only one
+        if waited_ms is not None:  # with the lead it needs from the first reading on, which may be the only one
             last, runner.launches.us = waited_ms, waited_ms * 1e3
         for number in range(1 if waited_ms is None else WARM_CALLS, 50):
             reading = self._stopwatch.read(runner.call, runner.launches, 1)

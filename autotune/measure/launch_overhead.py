@@ -13,8 +13,8 @@ import math
 LAUNCH_LEEWAY = 8.0
 LEAD = 1.5  # times the host's time: with less the device waits where the host is slower than it was
 LONGEST_LEAD_MS = 10.0  # a first call that compiles takes the host seconds
-LONGEST_LAUNCH_US = 1e3 * LONGEST_LEAD_MS / LEAD  # that a head start can cover
-LEAD_DECAY = 0.7  # of the last head start, at least, is the next: a host that was slow a moment ago may still be
+LONGEST_LAUNCH_US = 1e3 * LONGEST_LEAD_MS / LEAD  # that a lead can cover
+LEAD_DECAY = 0.7  # of the last lead, at least, is the next: a host that was slow a moment ago may still be
 FEWEST_LAUNCHES = 5  # calls in a sample where the host is the slower one: its quiet ones want several
 
 

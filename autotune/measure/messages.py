@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ringattn.hardware.kernel_faults import Combination
 from ringattn.workload import Tunables, Workload
 
 REAL_BENCH = "autotune.measure.benchmark:DeviceBench"
 POOL_BENCH = "autotune.measure.benchmark:PoolBench"
 MESSAGE_MIB = 64  # size of the message that links are measured with
 
-Action = Literal["check", "validate", "first-call", "run-profile", "block", "links", "stop"]
+Action = Literal["check", "validate", "first-call", "run-profile", "block", "links", "kernel", "stop"]
 MessageKind = Literal["ready", "phase", "result", "done", "no-device", "bug"]
 
 
@@ -21,7 +22,7 @@ class Request:
 
     ``part`` (i, n) of a validation is every n-th of its lengths from the i-th on. ``pool_processes`` wait on the same
     device while a block is timed. ``lockstep``: other ranks do the same, so a block ends at the first plan that fails,
-    and nothing is tried again.
+    and nothing is tried again. A kernel alone is checked as ``combination`` at ``rows``.
     """
 
     action: Action
@@ -32,6 +33,8 @@ class Request:
     lockstep: bool = False
     part: tuple[int, int] = (0, 1)
     pool_processes: int = 0
+    combination: Combination | None = None
+    rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from .timers import Reading
 
 Item = TypeVar("Item")
 
-ROUNDS = 3  # of readings in a sample, each with twice the head start of the one before
+ROUNDS = 3  # of readings in a sample, each with twice the lead of the one before
 ENOUGH = 0.5  # of the readings of a round, when that many are not late
 
 
@@ -37,7 +37,7 @@ class Timer(Protocol):
 class LaunchOverhead:
     """Host time of a call in us that its lead must cover, as the latest readings tell.
 
-    ``always_late``: the call waits for the device itself, so that no head start is long enough.
+    ``always_late``: the call waits for the device itself, so that no lead is long enough.
     """
 
     us: float = 0.0
@@ -55,12 +55,12 @@ class Stopwatch:
     ) -> Reading:
         """Return the typical reading of those that were late on no rank, or of all where every one was late.
 
-        ``launches`` learns from it; ranks with unlike head starts would time how long they wait for each other. Over
+        ``launches`` learns from it; ranks with unequal leads would time how long they wait for each other. Over
         ranks ``limit_s`` is infinite, so that all take as many readings.
         """
         if launches.always_late:
             (late,) = self._peers.max_over_ranks(float(self._timer.time(call, 1, host_us=launches.us)[0].late))
-            if late:  # no head start is long enough, and what it adds would count as the host's time
+            if late:  # no lead is long enough, and what it adds would count as the host's time
                 return self._timer.of(_warmed(self._timer.time(call, repeats, limit_s)))
             launches.always_late = False
         everything: list[Reading] = []

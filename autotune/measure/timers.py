@@ -44,7 +44,7 @@ class HostTimer:
     ) -> list[Reading]:
         """Time as many calls as asked for, but none after ``limit_s`` once there are FEWEST.
 
-        ``host_us`` is for devices that get a head start; here all of the time is the host's.
+        ``host_us`` is for devices that get a lead; here all of the time is the host's.
         """
         readings: list[Reading] = []
         first = time.perf_counter()

@@ -21,7 +21,7 @@ from ringattn.device_errors import is_out_of_memory, is_sticky
 from ringattn.distributed.peer_errors import PeerError
 from ringattn.errors import DeviceError, KernelLoadError
 
-from .bench import PeerWrong, WrongAnswer
+from .bench import ChecksKernels, PeerWrong, WrongAnswer
 from .evaluator import Cause, FailureKind, Fault, KernelUnavailable, PeerFailed
 from .interference import available_kib
 from .messages import Message, Request
@@ -88,6 +88,9 @@ def _serve_one(connection: Connection, bench: Bench, request: Request) -> None:
     def run() -> Any:
         if request.action == "links":
             return bench.links()
+        if request.combination is not None:
+            assert isinstance(bench, ChecksKernels)
+            return bench.check_kernel(request.combination, request.rows)
         workload = request.workload
         assert workload is not None
         if request.action == "check":

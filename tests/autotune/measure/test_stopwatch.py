@@ -1,4 +1,4 @@
-"""A device that waited for its host is read again; ranks take the same readings of the same head start."""
+"""A device that waited for its host is read again; ranks take the same readings of the same lead."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autotune.measure.timers import Reading
 
 
 class SlowHost:
-    """A device of 0.02 ms a call; where the host launches longer than its head start, the rest is waited for."""
+    """A device of 0.02 ms a call; where the host launches longer than its lead, the rest is waited for."""
 
     def __init__(self, launches_us: Iterable[float], *, waits: bool = False) -> None:
         self._launches_us = iter(launches_us)
@@ -41,7 +41,7 @@ def nothing() -> None: ...
 
 
 def test_what_the_device_waited_for_does_not_count() -> None:
-    """Three of five launches took three times the head start: their median is the host's, not the device's."""
+    """Three of five launches took three times the lead: their median is the host's, not the device's."""
     timer = SlowHost([100, 450, 100, 450, 450] + [450] * 5)
     launches = LaunchOverhead(100.0)
     assert Stopwatch(timer, SingleRank()).read(nothing, launches, 5).ms == 0.02
@@ -67,7 +67,7 @@ def test_a_call_that_waits_for_the_device_itself_is_taken_as_it_comes_and_soon_w
     for _ in range(8):
         assert stopwatch.read(nothing, launches, 5).host_us == 200
     assert len(timer.head_starts_us) == ROUNDS + 2 * 8
-    assert set(timer.head_starts_us[ROUNDS + 1 :: 2]) == {0.0}  # else the head start would count as the host's time
+    assert set(timer.head_starts_us[ROUNDS + 1 :: 2]) == {0.0}  # else the lead would count as the host's time
 
 
 def test_a_call_that_no_longer_waits_is_read_like_any_other_again() -> None:
@@ -78,7 +78,7 @@ def test_a_call_that_no_longer_waits_is_read_like_any_other_again() -> None:
 
 
 def test_one_launch_of_half_a_second_is_forgotten_soon() -> None:
-    """It gave each of the next ten samples a head start of 10 ms before every call of 0.05 ms."""
+    """It gave each of the next ten samples a lead of 10 ms before every call of 0.05 ms."""
     timer = SlowHost([5e5] + [100] * 100)
     launches = LaunchOverhead(100.0)
     stopwatch = Stopwatch(timer, SingleRank())

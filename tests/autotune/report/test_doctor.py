@@ -91,7 +91,7 @@ def test_xformers_is_said_to_be_torchs_own_kernels() -> None:
 def test_kernels_of_a_cpu_really_run() -> None:
     asked = [attempt for name in ("flash-cpu", "math") for attempt in attempts_for(KERNELS[name], CPU)]
     assert [(a.kernel, a.backward) for a in asked] == [(k, b) for k in ("flash-cpu", "math") for b in (False, True)]
-    found = sweep(asked, "cpu", processes=1, budget_s=60)
+    found = sweep(asked, CPU)
     assert set(found) == set(asked)
     assert all(v.passes and v.figures for v in found.values())
 

@@ -17,7 +17,7 @@ import pytest
 from faulty_rank_bench import SLOW_MS
 from machines import FACTS, plan, workload
 
-from autotune.distributed import coordinator as fleets
+from autotune.distributed import coordinator as coordinating
 from autotune.distributed.coordinator import Coordinator
 from autotune.distributed.evaluator import RanksEvaluator
 from autotune.distributed.protocol import Hello, accept, connect, listen
@@ -224,7 +224,7 @@ def test_nobody_outlives_a_coordinator_that_is_killed() -> None:
 
 def test_ranks_that_differ_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a host with other versions would say it."""
-    real = fleets._received
+    real = coordinating._received
 
     def other_torch(link, who):  # type: ignore[no-untyped-def]
         message = real(link, who)
@@ -233,7 +233,7 @@ def test_ranks_that_differ_are_refused_in_one_line(monkeypatch: pytest.MonkeyPat
             message = replace(message, facts=replace(message.facts, software=software))
         return message
 
-    monkeypatch.setattr(fleets, "_received", other_torch)
+    monkeypatch.setattr(coordinating, "_received", other_torch)
     with pytest.raises(UsageFailure, match=r"torch is .* on rank 0 and 1\.0 on rank 1; .*same versions"):
         Coordinator(2, "cpu", None, os.environ)
 

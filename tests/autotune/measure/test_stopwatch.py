@@ -19,12 +19,12 @@ class SlowHost:
     def __init__(self, launches_us: Iterable[float], *, waits: bool = False) -> None:
         self._launches_us = iter(launches_us)
         self._waits = waits
-        self.head_starts_us: list[float] = []
+        self.leads_us: list[float] = []
 
     def time(
         self, call: Callable[[], None], repeats: int, limit_s: float = math.inf, host_us: float = 0.0
     ) -> list[Reading]:
-        self.head_starts_us.append(host_us)
+        self.leads_us.append(host_us)
         readings = []
         for _ in range(repeats):
             us = next(self._launches_us)
@@ -45,7 +45,7 @@ def test_what_the_device_waited_for_does_not_count() -> None:
     timer = SlowHost([100, 450, 100, 450, 450] + [450] * 5)
     launches = LaunchOverhead(100.0)
     assert Stopwatch(timer, SingleRank()).read(nothing, launches, 5).ms == 0.02
-    assert timer.head_starts_us == [100.0, 450.0]
+    assert timer.leads_us == [100.0, 450.0]
     assert launches.us >= 0.7 * 450
 
 
@@ -53,7 +53,7 @@ def test_readings_that_are_clean_are_not_repeated() -> None:
     timer = SlowHost([100] * 5)
     launches = LaunchOverhead(100.0)
     assert Stopwatch(timer, SingleRank()).read(nothing, launches, 5).ms == 0.02
-    assert timer.head_starts_us == [100.0]
+    assert timer.leads_us == [100.0]
     assert not launches.always_late
 
 
@@ -62,12 +62,12 @@ def test_a_call_that_waits_for_the_device_itself_is_taken_as_it_comes_and_soon_w
     launches = LaunchOverhead(200.0)
     stopwatch = Stopwatch(timer, SingleRank())
     assert stopwatch.read(nothing, launches, 5).ms == pytest.approx(0.22)
-    assert len(timer.head_starts_us) == ROUNDS
+    assert len(timer.leads_us) == ROUNDS
     assert launches.always_late
     for _ in range(8):
         assert stopwatch.read(nothing, launches, 5).host_us == 200
-    assert len(timer.head_starts_us) == ROUNDS + 2 * 8
-    assert set(timer.head_starts_us[ROUNDS + 1 :: 2]) == {0.0}  # else the lead would count as the host's time
+    assert len(timer.leads_us) == ROUNDS + 2 * 8
+    assert set(timer.leads_us[ROUNDS + 1 :: 2]) == {0.0}  # else the lead would count as the host's time
 
 
 def test_a_call_that_no_longer_waits_is_read_like_any_other_again() -> None:
@@ -93,7 +93,7 @@ def test_no_head_start_is_longer_than_the_longest() -> None:
     timer = SlowHost([9e6] * 100)
     launches = LaunchOverhead(LONGEST_LAUNCH_US)
     Stopwatch(timer, SingleRank()).read(nothing, launches, 3)
-    assert len(timer.head_starts_us) == 1
+    assert len(timer.leads_us) == 1
 
 
 def test_a_host_that_calms_down_gets_shorter_head_starts_again() -> None:
@@ -119,4 +119,4 @@ def test_a_reading_that_was_late_on_another_rank_counts_on_none() -> None:
 
     timer = SlowHost([100] * 6)
     Stopwatch(timer, OtherIsLate()).read(nothing, LaunchOverhead(100.0), 3)
-    assert len(timer.head_starts_us) == 2
+    assert len(timer.leads_us) == 2

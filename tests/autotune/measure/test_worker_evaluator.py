@@ -204,7 +204,7 @@ def _alive(pid: int) -> bool:
 PARENT = """
     import sys
     sys.path[:0] = [{here!r}, {tests!r}, {repo!r}]
-    from test_trial import BENCH, CELL, settings
+    from test_worker_evaluator import BENCH, CELL, settings
     from machines import plan
     from autotune.measure.worker_evaluator import WorkerEvaluator
     WorkerEvaluator(settings(), bench=BENCH).check(CELL, plan(CELL, "late-orphan"), timeout_s=100)

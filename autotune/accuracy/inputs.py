@@ -20,7 +20,7 @@ from ringattn.workload import Workload
 KINDS = ("ordinary", "negative", "positive", "packed", "transposed")
 
 # One query in so many has a gradient, more at lengths where it can be had: every tile of 64 has some, and the reference
-# costs that much less. With one in 8 everywhere, the references of one proof around 65536 took 11 s of an H100.
+# costs that much less. With one in 8 everywhere, the references of one validation around 65536 took 11 s of an H100.
 LEAST_ACTIVE_SHARE, MOST_ACTIVE_SHARE = 8, 64
 ACTIVE_QUERIES = 2048  # so many, or up to twice, at lengths between
 ALWAYS_ACTIVE = 1024  # lengths up to this have gradients everywhere

@@ -28,9 +28,6 @@ KEYS_PER_HEAD = 8
 _CHUNK_ELEMENTS = 2**25  # of a float64 logits block: 256 MiB
 
 
-# --- positions -------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """Positions at which results are compared: of query rows per key/value head, and of keys of a few heads."""
@@ -83,9 +80,6 @@ def sample_positions(workload: Workload, seq_len: int, seed: int, held: NDArray[
     )
 
 
-# --- which key is seen, how often -------------------------------------------------------------------------------------
-
-
 def head_offset(kv_head: int, kv_heads: int, rate: int, rule: str) -> int:
     """Return the first selected position of a key/value head within a segment."""
     return kv_head % rate if rule == "interleaved" else kv_head // -(-kv_heads // rate)
@@ -114,9 +108,6 @@ def _key_range(branches: Sequence[Branch], rows_R: Tensor, length: int, causal: 
     begin = min(low - low % branch.segment for branch in branches)
     end = max(high - high % branch.segment + branch.segment for branch in branches)
     return begin, min(length, high + 1 if causal else end)
-
-
-# --- rows -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,9 +293,6 @@ def pick_rows(workload: Workload, sampled: Sampled, out: Tensor, lse: Tensor, gr
         dks.append(grads[1][batch, keys_J, kv_head])
         dvs.append(grads[2][batch, keys_J, kv_head])
     return Rows.of(lses, outs, dqs, dks, dvs)
-
-
-# --- what is expected -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,8 +79,6 @@ class InterruptibleObserver(ProbeObserver):
     def __init__(self, observer: ProbeObserver, interrupt: Interrupt) -> None:
         self.observer = observer
         self._interrupt = interrupt
-        self.note = observer.note  # these two may be told while the probe is already on its way out
-        self.finished = observer.finished
 
     def plan(self, cells: Sequence[Workload], estimate_s: float) -> None:
         self._check()
@@ -97,6 +95,12 @@ class InterruptibleObserver(ProbeObserver):
     def eta(self, fraction: float, remaining_s: float) -> None:
         self._check()
         self.observer.eta(fraction, remaining_s)
+
+    def note(self, text: str) -> None:  # may come while the probe is already ending, as may the next
+        self.observer.note(text)
+
+    def finished(self, result: ProbeResult | VerifyResult) -> None:
+        self.observer.finished(result)
 
     def _check(self) -> None:
         if self._interrupt.requested:

@@ -23,7 +23,7 @@ from ringattn.hardware.facts import HardwareFacts
 
 from .launcher import THREADS, TorchrunRank
 from .merging import disagreement, ranks_text
-from .protocol import Abort, EndWorker, Hello, Quit, RankAnswer, RankRequest, Welcome, accept, listen
+from .protocol import Abort, Hello, Quit, RankAnswer, RankRequest, Welcome, accept, listen
 from .relay import serve
 
 GATHER_TIMEOUT_S = 120.0  # for every rank to come, and to say what it runs on
@@ -70,8 +70,6 @@ class Coordinator:
     def store_port(self) -> int:
         """Return the port of the store at which workers meet."""
         return int(self._store.port)
-
-    # --- the beginning ------------------------------------------------------------------------------------------
 
     def _gather(self, device_kind: str, launched: TorchrunRank | None, environ: Mapping[str, str]) -> None:
         key = secrets.token_bytes(32)
@@ -149,8 +147,6 @@ class Coordinator:
         self._generation += 1
         return self._generation
 
-    # --- calls --------------------------------------------------------------------------------------------------
-
     def ask(self, request: RankRequest) -> list[tuple[int, RankAnswer]]:
         """Return the answers of all ranks, in the order in which they came.
 
@@ -196,7 +192,7 @@ class Coordinator:
 
     def rest(self) -> None:
         """End the workers; the relays stay. A lost relay is reported with the next request."""
-        self._tell_those_left(EndWorker())
+        self._tell_those_left(Abort())
 
     def _tell(self, message: Any, links: Sequence[Connection] | None = None) -> None:
         for rank, link in self._links.items():
@@ -210,8 +206,6 @@ class Coordinator:
         for link in self._links.values():
             with contextlib.suppress(OSError):  # it ended before
                 link.send(message)
-
-    # --- the end ------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Tell every rank to end; the processes of this host have ended on return."""
@@ -252,9 +246,6 @@ def _store(host: str) -> Any:
     import torch.distributed as dist
 
     return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-
-
-# --- torchrun --------------------------------------------------------------------------------------------------------
 
 
 def _torchrun_store(launched: TorchrunRank) -> Any:

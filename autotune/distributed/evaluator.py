@@ -53,8 +53,6 @@ class RanksEvaluator:
         self.unmonitored: tuple[str, ...] = ()
         self.lost_s = 0.0  # went into calls after which all workers had to be started anew, and into starting them
 
-    # --- the protocol -------------------------------------------------------------------------------------------
-
     def check(
         self, cell: Workload, candidate: Tunables, *, timeout_s: float, pace_ms: float | None = None
     ) -> Checked | Fault:
@@ -99,8 +97,6 @@ class RanksEvaluator:
         self._in_step = False
         self._coordinator.rest()
 
-    # --- links --------------------------------------------------------------------------------------------------
-
     def links(self) -> LinkSpeed:
         """Measure how fast messages go round the ranks; raises ProbeFailure where none arrive."""
         values = self._values(Request("links", lockstep=True), LINKS_TIMEOUT_S)
@@ -112,8 +108,6 @@ class RanksEvaluator:
             ring_gb_s=float(f"{MESSAGE_MIB * 2**20 / max(reading.large_s for reading in values) / 1e9:.3g}"),
             latency_us=float(f"{max(reading.small_s for reading in values) * 1e6:.3g}"),
         )
-
-    # --- calls --------------------------------------------------------------------------------------------------
 
     def _largest(self, request: Request, timeout_s: float) -> Any:
         values = self._values(request, timeout_s)
@@ -128,7 +122,7 @@ class RanksEvaluator:
     def _ask(self, request: Request, timeout_s: float, profile_text: str = "") -> list[tuple[int, RankAnswer]]:
         """Ask all ranks, and again with new workers where only the old ones were to blame.
 
-        Those are workers that somebody else ended, and an out-of-memory among what earlier calls left behind.
+        Those are workers that another process ended, and an out-of-memory among what earlier calls left behind.
         """
         answers = self._once(request, timeout_s, profile_text)
         fault = self._fault(answers)

@@ -26,7 +26,7 @@ def largest(parts: Sequence[Numbers]) -> Numbers:
 
 def first_cause(faults: Sequence[tuple[int, Fault]]) -> Fault:
     """Return the fault to record, with the ranks that met it, out of (rank, fault) in the order they came."""
-    _, cause = min(faults, key=lambda heard: _remoteness(heard[1]))  # the first of the nearest
+    _, cause = min(faults, key=lambda pair: _remoteness(pair[1]))  # the first of the nearest
     ranks = sorted({rank for rank, fault in faults if fault == cause})
     return replace(cause, message=f"{ranks_text(ranks)}: {cause.message}")
 

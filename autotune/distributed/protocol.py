@@ -57,14 +57,9 @@ class RankRequest:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """End the worker: another rank failed in request ``number``, so this one may wait for it for ever."""
+    """End the worker in request ``number``, where another rank failed, or with None whatever it does."""
 
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class EndWorker:
-    """End the worker, if there is one; more requests may follow."""
+    number: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +107,7 @@ def listen(host: str) -> socket.socket:
 
 
 def accept(server: socket.socket, key: bytes, timeout_s: float) -> Connection | None:
-    """Return the next relay that knows the key; None when nobody came in time, or somebody who does not."""
+    """Return the next relay that knows the key; None when none came in time, or one without the key."""
     server.settimeout(timeout_s)
     try:
         link, _ = server.accept()

@@ -26,7 +26,7 @@ from autotune.measure.worker import die_with_parent
 from autotune.measure.worker_evaluator import WorkerBug
 from ringattn.errors import DeviceError, RingAttentionError
 
-from .protocol import Abort, EndWorker, Hello, Quit, RankAnswer, RankRequest, Welcome, connect
+from .protocol import Abort, Hello, Quit, RankAnswer, RankRequest, Welcome, connect
 from .rank_worker import RankWorker, WorkerGone
 
 CONNECT_TIMEOUT_S = 60.0
@@ -71,8 +71,6 @@ class Relay:
         except DeviceError as error:
             return Hello(self.rank, None, host, str(error))
 
-    # --- the listening thread -----------------------------------------------------------------------------------
-
     def _listen(self) -> None:
         try:
             while True:
@@ -81,8 +79,6 @@ class Relay:
                     self._calls.put(message)
                 elif isinstance(message, Abort):
                     self._abort(message.number)
-                elif isinstance(message, EndWorker):
-                    self._abort(None)
                 elif isinstance(message, Quit):
                     self.told_to_quit = True
                     break
@@ -100,8 +96,6 @@ class Relay:
             worker = self._worker
         if worker is not None:
             worker.stop()
-
-    # --- the main thread ----------------------------------------------------------------------------------------
 
     def _serve(self, call: RankRequest) -> RankAnswer:
         with self._lock:

@@ -101,8 +101,6 @@ class DeviceBench:
         self._new_length = 0
         self._first_calls: dict[tuple[Workload, Tunables], float] = {}
 
-    # --- accuracy -----------------------------------------------------------------------------------------------
-
     def check(self, workload: Workload, tunables: Tunables, phase: Phase, pace_ms: float | None) -> Checked:
         """Check the answer at the workload's own length, and measure its memory and a warm call."""
         phase("reference")  # our own cost is not the candidate's
@@ -196,8 +194,6 @@ class DeviceBench:
         """Measure how long a round of messages among the ranks takes."""
         return measure_links(self._peers, self.device)
 
-    # --- timing -------------------------------------------------------------------------------------------------
-
     def sample(self, workload: Workload, tunables: Tunables) -> Sample:
         """Time one repetition: the typical of as many calls as make it long enough against the timer's noise."""
         runner = self._runner(workload, tunables)
@@ -226,8 +222,6 @@ class DeviceBench:
     def unmonitored(self) -> tuple[str, ...]:
         return tuple(self._monitor.unmonitored)
 
-    # --- parts --------------------------------------------------------------------------------------------------
-
     def _module(self, workload: Workload, tunables: Tunables) -> RingAttention:
         """Return the runtime's module with exactly this plan."""
         dtype: str | torch.dtype | None = None
@@ -242,7 +236,7 @@ class DeviceBench:
             group=self._peers.group,
             layout=tunables.layout or "auto",
         )
-        module.validates = False  # its answers are held against float64 here, before any is timed
+        module.validates = False  # its answers are compared with float64 here, before any is timed
         planned = module.plan_for(workload.seq_len, workload.dtype, workload.train, workload.batch).tunables
         assert planned == tunables, f"the runtime plans {planned} where {tunables} was asked for"
         return module

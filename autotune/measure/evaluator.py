@@ -31,12 +31,9 @@ class MonotonicClock:
         return time.monotonic()
 
 
-# --- why a candidate gave no number, where something is decided by it -------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Killed:
-    """A signal ended the worker. No candidate sends SIGKILL to itself: that one is somebody else's."""
+    """A signal ended the worker. No candidate sends SIGKILL to itself: that is another process's."""
 
     signal: int
 

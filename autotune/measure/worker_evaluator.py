@@ -30,7 +30,7 @@ from .messages import REAL_BENCH, Message, Request
 if TYPE_CHECKING:
     from .bench import BenchSettings
 
-ATTEMPTS = 2  # a worker that somebody else killed or stopped says nothing of its candidate, at first
+ATTEMPTS = 2  # a worker that another process killed or stopped says nothing of its candidate, at first
 _TAIL_BYTES = 2000
 _ENDED_EARLY = Fault("crash", "the worker was ended before its work began", Ended())
 # Torch's profiler would log every use, and so have the last word of a worker that was killed. What flash-attn-4
@@ -95,8 +95,6 @@ class WorkerEvaluator:
     def is_running(self) -> bool:
         """Return whether there is a worker process; asked while it has nothing to do."""
         return self._process is not None and self._process.poll() is None
-
-    # --- the protocol -------------------------------------------------------------------------------------------
 
     def check(
         self, cell: Workload, candidate: Tunables, *, timeout_s: float, pace_ms: float | None = None
@@ -179,8 +177,6 @@ class WorkerEvaluator:
             except (OSError, subprocess.TimeoutExpired):
                 pass  # it is killed next
         self._kill()
-
-    # --- messages -----------------------------------------------------------------------------------------------
 
     def _ask(self, request: Request, timeout_s: float) -> Any:
         for attempt in range(1, ATTEMPTS + 1):
@@ -309,8 +305,6 @@ class WorkerEvaluator:
         self._errors.seek(max(0, self._errors.tell() - _TAIL_BYTES))
         lines = [line.strip() for line in self._errors.read().decode("utf-8", "replace").splitlines() if line.strip()]
         return f" ({lines[-1][:200]})" if lines else ""
-
-    # --- the process --------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
         for attempt in range(1, ATTEMPTS + 1):

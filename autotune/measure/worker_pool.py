@@ -1,7 +1,7 @@
 """A pool of worker processes beside the one that measures: they compile ahead and share validations.
 
-They never work while something is timed. A standard probe of an H200 spent 35 of its 170 s on proofs, one length after
-the other, nearly all of it in cuDNN's making of plans on one core: 6 to 9 s for a LongNet plan.
+They never work while something is timed. A standard probe of an H200 spent 35 of its 170 s on validations, one length
+after the other, nearly all of it in cuDNN's making of plans on one core: 6 to 9 s for a LongNet plan.
 """
 
 from __future__ import annotations
@@ -106,8 +106,6 @@ class PooledEvaluator(WorkerEvaluator):
         self._give_up_first_calls()
         return ask()
 
-    # --- first calls ----------------------------------------------------------------------------------------------
-
     def begin_first_calls(self, calls: Sequence[Call]) -> None:
         """Make each call in some worker of the pool, which fills the caches of compilers."""
         for call in calls:
@@ -175,8 +173,6 @@ class PooledEvaluator(WorkerEvaluator):
     def _pool_processes(self) -> int:
         return sum(worker.evaluator.is_running for worker in self._workers)
 
-    # --- proofs ---------------------------------------------------------------------------------------------------
-
     def validate(
         self, cell: Workload, candidate: Tunables, *, timeout_s: float, part: tuple[int, int] = (0, 1)
     ) -> Proven | Fault:
@@ -208,7 +204,9 @@ class PooledEvaluator(WorkerEvaluator):
     def _answer_of(self, worker: _PoolWorker, future: Future[Proven | Fault]) -> Proven | Fault:
         try:
             return future.result()
-        except DeviceError as error:  # it was lost, and the device takes no new one: nor would it for the next proof
+        except (
+            DeviceError
+        ) as error:  # it was lost, and the device takes no new one: nor would it for the next validation
             self._dismiss(worker)
             return Fault("error", str(error))
 

@@ -28,7 +28,7 @@ def dry_run(task: Task, path: Path, cells: Sequence[Cell]) -> ProbeResult:
     budget_s = task.preset.budget_s
     old = earlier_profile(task, path)
     new = {cell.workload for cell in cells}
-    rows, knobs = [], dict[str, dict[str, None]]()
+    rows, searched = [], dict[str, dict[str, None]]()
     layouts = [joined_layout(cell.workload, task.request.layout, old, new, path) for cell in cells]
     spaces = [
         (cell, space_or_refusal(cell, task.environment, layout)) for cell, layout in zip(cells, layouts, strict=True)
@@ -42,8 +42,8 @@ def dry_run(task: Task, path: Path, cells: Sequence[Cell]) -> ProbeResult:
         names = tuple(dict.fromkeys(_kernel_names(plan) for plan in space.kernel_plans))
         rows.append(DryCell(cell.workload, names, size, share, space.rejected, space.default.layout))
         for name, values in space.searched():
-            knobs.setdefault(name, {}).update(dict.fromkeys(values))
-    tunables = tuple((name, tuple(values)) for name, values in knobs.items())
+            searched.setdefault(name, {}).update(dict.fromkeys(values))
+    tunables = tuple((name, tuple(values)) for name, values in searched.items())
     verifies = old is not None and task.request.resume and bool(recorded_rows(old, cells))
     task.observer.plan([cell.workload for cell in cells], budget_s)
     return ProbeResult(path, None, (), 0.0, dry_run=DryRun(tuple(rows), budget_s, tunables, verifies))

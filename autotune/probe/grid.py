@@ -40,13 +40,6 @@ class Cell:
     narrow_dtypes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    heads: int
-    kv_heads: int
-    head_dim: int
-
-
 def check_lengths(request: ProbeRequest) -> None:
     """Raise UsageFailure where a rank would hold too little of a sequence to have both of its chunks."""
     if request.ranks > 1 and request.layout != "contiguous" and 1 in request.seq_lens:
@@ -83,7 +76,7 @@ def _too_large(workload: Workload, facts: HardwareFacts) -> str:
 
 def _workloads(request: ProbeRequest, facts: HardwareFacts) -> list[Workload]:
     on_cpu = facts.vendor == "cpu"
-    shape = _shape(request, on_cpu)
+    heads = request.heads or request.kv_heads or (4 if on_cpu else 16)
     lengths = tuple(sorted(set(request.seq_lens))) or (_CPU_LENGTHS if on_cpu else _GPU_LENGTHS)[request.effort]
     modes: Sequence[Mode] = request.modes or ("train", "infer")
     workloads = []
@@ -96,10 +89,10 @@ def _workloads(request: ProbeRequest, facts: HardwareFacts) -> list[Workload]:
                             mode=mode,
                             causal=True if request.causal is None else request.causal,
                             seq_len=seq_len,
-                            heads=shape.heads,
-                            head_dim=shape.head_dim,
+                            heads=heads,
+                            head_dim=request.head_dim or (64 if on_cpu else 128),
                             dtype=dtype,
-                            kv_heads=shape.kv_heads,
+                            kv_heads=request.kv_heads or heads,
                             batch=request.batch_size,
                             pattern=pattern,
                             world=request.ranks,
@@ -108,11 +101,6 @@ def _workloads(request: ProbeRequest, facts: HardwareFacts) -> list[Workload]:
                         raise UsageFailure(str(error)) from None
                     workloads.append(workload)
     return workloads
-
-
-def _shape(request: ProbeRequest, on_cpu: bool) -> _Shape:
-    heads = request.heads or request.kv_heads or (4 if on_cpu else 16)
-    return _Shape(heads, request.kv_heads or heads, request.head_dim or (64 if on_cpu else 128))
 
 
 def _patterns(request: ProbeRequest, on_cpu: bool) -> tuple[Pattern, ...]:

@@ -27,8 +27,6 @@ class SearchObserver:
         self._observer.trial(cell, describe(tunables), outcome)
         self.time_left()
 
-    # --- time -----------------------------------------------------------------------------------------------------
-
     def expect(self, progress: Progress) -> None:
         self._progress = progress
         self.time_left()

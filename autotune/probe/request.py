@@ -23,7 +23,7 @@ Layout = Literal["auto", "contiguous", "zigzag"]
 CellStatus = Literal["tuned", "default", "refused", "inconclusive", "resumed"]
 
 # Said of one cell or of several.
-VALIDATION_PENDING = "default kept, right at the length measured, but no time was left to prove it at others"
+VALIDATION_PENDING = "default kept, right at the length measured, but no time was left to validate it at others"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class ProbeRequest:
     dilation_rates: tuple[int, ...] | None = None
     dense: bool = False  # without the grid's dilated pattern
     precision: Precision = "auto"
-    max_error: float | None = None  # relative 2-norm against float64; None: the numerical gate alone decides
+    max_error: float | None = None  # relative 2-norm against float64; None: the accuracy check alone decides
     varied_lengths: bool = False  # lengths vary between calls: first-call cost counts in the score
     memory_limit_mib: int | None = None  # workspace beyond the inputs
     prefer: Preference = "time"

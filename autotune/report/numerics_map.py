@@ -164,9 +164,6 @@ def _joined(group: Sequence[Verdict]) -> Verdict:
     return Verdict((), message) if message else Verdict(tuple(worst.values()))
 
 
-# --- the map -----------------------------------------------------------------------------------------------------
-
-
 class Line(NamedTuple):
     """Part of the map: head dimensions of one state, and the variants of a kernel and direction it is true of."""
 

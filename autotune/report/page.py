@@ -133,9 +133,6 @@ def _tiles(profile: Profile) -> list[tuple[str, str, str]]:
     return [*tiles, ("Failed candidates", str(failed), kinds)]
 
 
-# --- kernels ---------------------------------------------------------------------------------------------------------
-
-
 def _kernel(entry: PlanEntry, direction: Literal["forward", "backward"]) -> str:
     """Return the kernel of one direction of the plan, ``mixed`` when branches differ, "" where there is none."""
     if entry.choice is None:
@@ -152,9 +149,6 @@ def _kernels(entry: PlanEntry) -> tuple[str, ...]:
     """Return the kernel of the forward, and of the backward where it is another one."""
     forward, backward = _kernel(entry, "forward"), _kernel(entry, "backward")
     return (forward,) if backward in ("", forward) else (forward, backward)
-
-
-# --- the choice over length ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,9 +219,6 @@ def _strips(entries: Sequence[PlanEntry]) -> list[tuple[str, list[tuple[int, str
     return strips
 
 
-# --- plans and their evidence ----------------------------------------------------------------------------------------
-
-
 def _domain(entries: Sequence[PlanEntry]) -> tuple[float, float]:
     """Return the lowest and highest speed-up of a whole page."""
     speedups = [Speedup.of(entry.evidence) for entry in entries if entry.evidence is not None]
@@ -276,9 +267,6 @@ def _fronts(entries: Sequence[PlanEntry]) -> list[tuple[str, Markup, list[FrontP
         chart = Markup(front_chart(f"front{number}", f"{title}: time against peak memory", points))
         fronts.append((title, chart, points))
     return fronts
-
-
-# --- facts -----------------------------------------------------------------------------------------------------------
 
 
 def _spent(profile: Profile) -> list[tuple[str, str]]:

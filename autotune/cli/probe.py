@@ -10,13 +10,13 @@ import click
 
 from autotune.exit_codes import ExitCode
 
-from .files import check_writable
 from .options import (
     POSITIVE,
     DtypeChoice,
     budget_option,
     check_pattern,
     check_shape,
+    check_writable,
     device_option,
     effort_option,
     json_option,

@@ -8,8 +8,7 @@ import click
 
 from autotune.exit_codes import ProbeFailure
 
-from .files import check_writable
-from .options import device_option, json_option, profile_argument
+from .options import check_writable, device_option, json_option, profile_argument
 
 
 @click.command(short_help="Make a web page of a profile.")

@@ -83,14 +83,9 @@ def doctor(
     places = search_path_contents()
     ranks = ranks_here(facts, device)
     if as_json:
+        resolution = _resolution(device)
         emit_json(
-            {
-                "facts": facts,
-                "ranks": ranks,
-                "search_path": places,
-                "resolution": _resolution(device),
-                "kernels": diagnoses,
-            }
+            {"facts": facts, "ranks": ranks, "search_path": places, "resolution": resolution, "kernels": diagnoses}
         )
     else:
         console().print(doctor_summary(facts, ranks, places, _resolution(device), diagnoses))
@@ -162,8 +157,7 @@ def ranks_text(facts: HardwareFacts, ranks: dict[str, Any]) -> str:
         return "processes over gloo, as many as you like: ringtune probe --nproc N tunes them as one"
     if ranks["count"] == 1:
         return "one GPU"
-    kinds = {"": "by links that NVML does not tell", "pcie": "over PCIe"}
-    kinds["nv1"] = "by 1 NVLink each"
+    kinds = {"": "by links that NVML does not tell", "pcie": "over PCIe", "nv1": "by 1 NVLink each"}
     link = kinds.get(ranks["link"], f"by {ranks['link'].removeprefix('nv')} NVLinks each")
     speeds = [
         f"{speed.world} ranks on {plural(speed.hosts, 'host')}: {speed.ring_gb_s:g} GB/s each way, "
@@ -192,10 +186,7 @@ def doctor_summary(
     cores = "cores" if facts.vendor == "cpu" else "SMs"
     for label, value in (
         ("device", f"{facts.device_name} ({facts.sku}, {facts.arch})"),
-        (
-            "size",
-            f"{facts.sm_count} {cores}, {memory}, L2 {format_bytes(facts.l2_mib * 2**20)}",
-        ),
+        ("size", f"{facts.sm_count} {cores}, {memory}, L2 {format_bytes(facts.l2_mib * 2**20)}"),
         ("ranks", ranks_text(facts, ranks)),
         ("software", ", ".join(f"{name} {version}" for name, version in facts.software)),
         ("optional packages", ", ".join(facts.packages) or "none found"),
@@ -206,35 +197,19 @@ def doctor_summary(
     table.add_column("State", no_wrap=True)
     table.add_column("What happened, and what would help", overflow="fold")
     for kernel in kernels:
-        told = [
-            kernel.detail,
-            *([f"-> {kernel.remedy}"] if kernel.remedy else []),
-            *([f"({kernel.note})"] if kernel.note else []),
-        ]
-        table.add_row(
-            kernel.kernel, Text(kernel.state, style=STATE_STYLES[kernel.state]), Text("\n".join(map(plain, told)))
-        )
+        remedy = [f"-> {kernel.remedy}"] if kernel.remedy else []
+        lines = [kernel.detail, *remedy, *([f"({kernel.note})"] if kernel.note else [])]
+        state = Text(kernel.state, style=STATE_STYLES[kernel.state])
+        table.add_row(kernel.kernel, state, Text("\n".join(map(plain, lines))))
     parts: list[Any] = [Text("Machine", style="bold"), machine, Text(""), Text("Kernels", style="bold"), table]
     parts.append(Text("Profiles, in search order", style="bold"))
     for place in places:
-        state = (
-            ""
-            if place["files"]
-            else ": cannot be read"
-            if place["error"]
-            else ": empty"
-            if place["exists"]
-            else ": not there"
-        )
+        state = "cannot be read" if place["error"] else "empty" if place["exists"] else "not there"
+        state = "" if place["files"] else f": {state}"
         parts.append(Text(f"  {place['origin']:<9} {plain(place['path'])}{state}"))
         for file in place["files"]:
-            fault = file["error"]
-            parts.append(
-                Text(
-                    f"            - {plain(file['file'])}: {plain(fault or file['source'])}",
-                    style="red" if fault else "dim",
-                )
-            )
+            line = f"            - {plain(file['file'])}: {plain(file['error'] or file['source'])}"
+            parts.append(Text(line, style="red" if file["error"] else "dim"))
     tier = resolution["tier"]
     verdict = f"{resolution['path']}: tier {tier} ({TIER_MEANINGS[tier]})" if tier else resolution["error"]
     parts += [Text(""), Text("In use", style="bold"), Text(f"  {plain(verdict)}")]

@@ -47,6 +47,7 @@ def numerics_of(
     as_json: bool,
 ) -> None:
     """Run the sweep and print its map, or JSON; exit code 1 where an allowed kernel is not right."""
+    from autotune.measure.worker_pool import pool_size_here
     from autotune.report.numerics_map import HEAD_DIMS, attempts, findings, lines
     from autotune.report.numerics_sweep import sweep
     from ringattn.hardware.facts import detect
@@ -64,7 +65,7 @@ def numerics_of(
         asked,
         facts,
         device,
-        processes=processes_for(facts),
+        processes=1 if facts.vendor == "cpu" else max(1, pool_size_here(facts)),  # most of the time goes into compiling
         budget_s=budget_s or BUDGET_S,
         progress=progress,
     )
@@ -76,18 +77,6 @@ def numerics_of(
         console().print(numerics_summary(facts, kernels or tuple(KERNELS), lines(found), total, len(verdicts), note))
     if any(finding.state in ("wrong", "fails") for finding in found):
         raise click.exceptions.Exit(ExitCode.ERROR)
-
-
-def processes_for(facts: HardwareFacts) -> int:
-    """Return how many processes share the device: a GPU's sweep is mostly compilation, each on one core."""
-    import os
-
-    from autotune.measure.interference import available_kib
-    from autotune.measure.worker_pool import pool_size
-
-    if facts.vendor == "cpu":
-        return 1
-    return max(1, pool_size(len(os.sched_getaffinity(0)), facts.memory_mib, available_kib() // 1024))
 
 
 def remember(facts: HardwareFacts, asked: Any, verdicts: Any) -> str:

@@ -7,6 +7,7 @@ after the other, nearly all of it in cuDNN's making of plans on one core: 6 to 9
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
@@ -15,11 +16,13 @@ from typing import TypeVar
 
 from autotune.space.first_calls import Call
 from ringattn.errors import DeviceError
+from ringattn.hardware.facts import HardwareFacts
 from ringattn.wording import plural
 from ringattn.workload import Tunables, Workload
 
 from .bench import BenchSettings
 from .evaluator import Checked, Fault, Proven
+from .interference import available_kib
 from .messages import POOL_BENCH, REAL_BENCH
 from .worker_evaluator import WorkerEvaluator
 
@@ -36,6 +39,11 @@ def pool_size(cores: int, memory_mib: int, host_memory_mib: int) -> int:
     """Return how many workers to start; half of the cores are left to the probe and to compilers' own threads."""
     by_memory = min(memory_mib // MEMORY_PER_WORKER_MIB, host_memory_mib // HOST_MEMORY_PER_WORKER_MIB)
     return max(0, min(MAX_WORKERS, cores // 2, by_memory))
+
+
+def pool_size_here(facts: HardwareFacts) -> int:
+    """Return how many workers to start beside a probe of this machine's GPU."""
+    return pool_size(len(os.sched_getaffinity(0)), facts.memory_mib, available_kib() // 1024)
 
 
 class _PoolWorker:

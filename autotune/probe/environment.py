@@ -15,9 +15,8 @@ from pathlib import Path
 from autotune.exit_codes import NoDevice
 from autotune.measure.bench import BenchSettings
 from autotune.measure.evaluator import Clock, Evaluator, MonotonicClock
-from autotune.measure.interference import available_kib
 from autotune.measure.worker_evaluator import WorkerEvaluator
-from autotune.measure.worker_pool import PooledEvaluator, pool_size
+from autotune.measure.worker_pool import PooledEvaluator, pool_size_here
 from autotune.search.budget import EffortPreset
 from autotune.space.space import Machine, machine_of
 from ringattn.errors import DeviceError
@@ -85,8 +84,7 @@ def _worker_evaluator(facts: HardwareFacts, request: ProbeRequest, preset: Effor
     settings = bench_settings(facts, request, preset)
     if facts.vendor == "cpu":  # which the worker has to itself
         return WorkerEvaluator(settings, reference_timeout_s=preset.budget_s)
-    workers = pool_size(len(os.sched_getaffinity(0)), facts.memory_mib, available_kib() // 1024)
-    return PooledEvaluator(settings, workers=workers, reference_timeout_s=preset.budget_s)
+    return PooledEvaluator(settings, workers=pool_size_here(facts), reference_timeout_s=preset.budget_s)
 
 
 def bench_settings(facts: HardwareFacts, request: ProbeRequest, preset: EffortPreset) -> BenchSettings:

@@ -204,9 +204,9 @@ def doctor_summary(
     parts: list[Any] = [Text("Machine", style="bold"), machine, Text(""), Text("Kernels", style="bold"), table]
     parts.append(Text("Profiles, in search order", style="bold"))
     for place in places:
-        state = "cannot be read" if place["error"] else "empty" if place["exists"] else "not there"
-        state = "" if place["files"] else f": {state}"
-        parts.append(Text(f"  {place['origin']:<9} {plain(place['path'])}{state}"))
+        empty = "cannot be read" if place["error"] else "empty" if place["exists"] else "not there"
+        note = "" if place["files"] else f": {empty}"
+        parts.append(Text(f"  {place['origin']:<9} {plain(place['path'])}{note}"))
         for file in place["files"]:
             line = f"            - {plain(file['file'])}: {plain(file['error'] or file['source'])}"
             parts.append(Text(line, style="red" if file["error"] else "dim"))

@@ -306,14 +306,14 @@ class ReplayEvaluator:
         costs = self.first_calls.new_length_s
         return row.checked.call_ms / 1e3 + sum(costs.get(part, 0.0) for part in parts_of(row.tunables))
 
-    def prove(self, cell: Workload, candidate: Tunables, *, timeout_s: float) -> Proven | Fault:
+    def validate(self, cell: Workload, candidate: Tunables, *, timeout_s: float) -> Proven | Fault:
         row = self.truth(cell, candidate)
         assert row.checked is not None
         first_s = self._new_length_s(row)
         self.clock.advance(self.prove_s + 8 * first_s)
         return self.unproven.get(candidate) or Proven(1e3 * first_s)
 
-    def obey(self, cell: Workload, profile_path: str, *, timeout_s: float) -> Tunables | Fault:
+    def run_profile(self, cell: Workload, profile_path: str, *, timeout_s: float) -> Tunables | Fault:
         entry = next(entry for entry in load_profile(profile_path).plans if entry.workload == cell)
         assert entry.choice is not None
         return entry.choice.tunables

@@ -1,4 +1,4 @@
-"""Are recorded winners still winners? Each is re-timed against its default and its runners-up, nothing is searched."""
+"""Verification of recorded winners: each is re-timed against its default and runners-up, nothing is searched."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autotune.journal.store import Store
 from autotune.measure.evaluator import Checked, Evaluator, Fault
 from autotune.outcome import TrialOutcome
 from autotune.search.arena import Arena, DefaultBroken
-from autotune.search.budget import Budget, Deadline, EffortPreset
+from autotune.search.budget import Budget, Deadline
 from autotune.search.cell import CALLS_BEFORE_HANG
 from autotune.search.choose import GAIN_MARGIN, NOISY_GAIN_MARGIN, NOISY_SIGMA
 from autotune.search.final import REFUSED_SIGMA
@@ -26,15 +26,15 @@ from ringattn.profile.schema import Choice, Fingerprint, PlanEntry, Profile
 from ringattn.wording import plural
 from ringattn.workload import Tunables, describe
 
-from .environment import Edge
-from .request import ProbeObserver, ProbeRequest, VerifiedCell, VerifyResult
+from .request import VerifiedCell, VerifyResult
+from .task import Task
 
 STAGE = "verify"
 HANG_S, HANG_SHARE = 30.0, 0.4  # a plan that ran here before may take so long, or so much of the budget, to answer
 
 
 def check_same_silicon(profile: Profile, facts: HardwareFacts, path: Path) -> None:
-    """Raises ProbeFailure for a profile of another machine: its winners say nothing here."""
+    """Raise ProbeFailure for a profile of another machine: its winners say nothing here."""
     here = Fingerprint.of(facts)
     if profile.fingerprint != here:
         made = profile.fingerprint
@@ -51,7 +51,7 @@ def _size(made: Fingerprint) -> str:
 
 
 def entries_over(profile: Profile, ranks: int, path: Path) -> tuple[PlanEntry, ...]:
-    """The rows for so many ranks; ProbeFailure (no matching profile) where there are none, naming those there are."""
+    """Return the rows for so many ranks; raises ProbeFailure (no matching profile) where there are none."""
     found = tuple(entry for entry in profile.plans if entry.workload.world == ranks)
     if not found:
         worlds = {entry.workload.world for entry in profile.plans}
@@ -64,34 +64,26 @@ def entries_over(profile: Profile, ranks: int, path: Path) -> tuple[PlanEntry, .
 
 
 def how_to_verify(worlds: Collection[int]) -> str:
-    """The options of ``ringtune verify`` for rows over one of these numbers of ranks."""
+    """Return the options of ``ringtune verify`` for rows over one of these numbers of ranks."""
     return " or ".join(f"with --nproc {world}" if world > 1 else "without --nproc" for world in sorted(worlds))
 
 
-def verify_cells(
-    profile: Profile,
-    entries: Sequence[PlanEntry],
-    request: ProbeRequest,
-    preset: EffortPreset,
-    observer: ProbeObserver,
-    edge: Edge,
-    *,
-    tell_end: bool = True,
-) -> VerifyResult:
+def verify_cells(task: Task, profile: Profile, entries: Sequence[PlanEntry], *, tell_end: bool = True) -> VerifyResult:
     """Re-time ``entries``; refusals and rows that were never measured are left out. Never changes a file."""
     timed = [entry for entry in entries if entry.evidence is not None]
     left_out = sum(entry.choice is not None for entry in entries) - len(timed)
-    budget = Budget(preset.budget_s, edge.clock)
+    preset, environment, observer = task.preset, task.environment, task.observer
+    budget = Budget(preset.budget_s, environment.clock)
     observer.plan([entry.workload for entry in timed], preset.budget_s)
     cells: list[VerifiedCell] = []
     inconclusive: list[str] = []
-    evaluator = edge.evaluator(edge.facts, request, preset)
+    evaluator = environment.evaluator(environment.facts, task.request, preset)
     try:
         with Store(None) as store:
             for number, entry in enumerate(timed):
                 observer.stage(entry.workload, STAGE)
                 deadline = budget.deadline(budget.available_s() / (len(timed) - number))
-                outcome = _Verification(entry, request, preset, observer, edge, evaluator, store).run(deadline)
+                outcome = _Verification(task, entry, evaluator, store).run(deadline)
                 if isinstance(outcome, str):
                     inconclusive.append(f"{entry.workload}: {outcome}")
                 else:
@@ -113,25 +105,14 @@ def _call_s(choice: Choice) -> float:
 
 
 class _Verification:
-    """One recorded cell. Everything is paired against the recorded winner itself."""
+    """Verification of one recorded cell, paired against the recorded winner itself."""
 
-    def __init__(
-        self,
-        entry: PlanEntry,
-        request: ProbeRequest,
-        preset: EffortPreset,
-        observer: ProbeObserver,
-        edge: Edge,
-        evaluator: Evaluator,
-        store: Store,
-    ) -> None:
+    def __init__(self, task: Task, entry: PlanEntry, evaluator: Evaluator, store: Store) -> None:
         assert entry.choice is not None
         self.entry = entry
         self.winner = entry.choice.tunables
-        self.preset = preset
-        self.observer = observer
-        self.edge = edge
-        self.ledger = Ledger(asynchronous=edge.facts.vendor != "cpu")
+        self.task = task
+        self.ledger = Ledger(asynchronous=task.environment.facts.vendor != "cpu")
         self.arena = Arena(
             cell=entry.workload,
             stage=STAGE,
@@ -140,21 +121,21 @@ class _Verification:
             ledger=self.ledger,
             default=self.winner,
             limits=Limits(),
-            seed=request.seed,
-            timeout_s=min(HANG_S, HANG_SHARE * preset.budget_s) + CALLS_BEFORE_HANG * _call_s(entry.choice),
-            sample_s=preset.sample_target_ms / 1e3,
-            clock=edge.clock,
+            seed=task.request.seed,
+            timeout_s=min(HANG_S, HANG_SHARE * task.preset.budget_s) + CALLS_BEFORE_HANG * _call_s(entry.choice),
+            sample_s=task.preset.sample_target_ms / 1e3,
+            clock=task.environment.clock,
             listener=self._told,
         )
 
     def _told(self, plan: Tunables, outcome: TrialOutcome) -> None:
-        self.observer.trial(self.entry.workload, describe(plan), outcome)
+        self.task.observer.trial(self.entry.workload, describe(plan), outcome)
 
     def run(self, deadline: Deadline) -> VerifiedCell | str:
-        """The verdict, or why there is none."""
+        """Return the verdict, or why there is none."""
         self.ledger.be_patient(deadline.remaining_s())
         try:
-            build_plan(self.entry.workload, self.winner, self.edge.facts)
+            build_plan(self.entry.workload, self.winner, self.task.environment.facts)
         except PlanError as error:
             return self._stale(f"the recorded plan cannot run here any more: {error}")
         entries = self.arena.admit([self.winner, *self._rivals()], deadline)
@@ -166,7 +147,7 @@ class _Verification:
         if not isinstance(known, Checked):
             return "no time was left for it; give a larger --budget"
         try:
-            standing = final_race(self.arena, entries, self.preset, deadline)
+            standing = final_race(self.arena, entries, self.task.preset, deadline)
         except DefaultBroken as broken:
             if broken.fault.from_outside:
                 return broken.fault.message
@@ -184,7 +165,7 @@ class _Verification:
         return [plan for plan in dict.fromkeys(plans) if plan != self.winner]
 
     def _verdict(self, standing: Sequence[Entry], sigma: float) -> VerifiedCell:
-        """Stale when something recorded beside the winner is surely faster by more than the margin."""
+        """Call the winner stale when something recorded beside it is surely faster by more than the margin."""
         noisy = sigma > NOISY_SIGMA or self.ledger.loaded
         margin = math.log1p(-(NOISY_GAIN_MARGIN if noisy else GAIN_MARGIN))
         rivals = [entry for entry in standing if entry.tunables != self.winner and len(entry.log_ratios) >= 2]

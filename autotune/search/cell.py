@@ -214,7 +214,7 @@ class CellContext:
 
     def prove_s(self, plan: Tunables | None = None) -> float:
         """About what proving a plan takes, or ``plan`` if its kernels were proven here already."""
-        lengths = math.ceil((1 + self.preset.ragged_lengths) / self.evaluator.provers)
+        lengths = math.ceil((1 + self.preset.ragged_lengths) / self.evaluator.validation_workers)
         if plan is not None and self.lessons.has_proven(self.cell, plan):
             return self.lessons.proof_s(self.cell, plan, self.call_s(), lengths, compiled=True)
         return self.lessons.proof_s(self.cell, self.default, self.call_s(), lengths)
@@ -313,7 +313,7 @@ class CellContext:
             name = f"proven | {self.cell} | {candidate_key(plan)}"
             recalled = self.store.recall(name)
             if recalled is None:
-                outcome = self.evaluator.prove(self.cell, plan, timeout_s=self.timeout_s())
+                outcome = self.evaluator.validate(self.cell, plan, timeout_s=self.timeout_s())
                 recalled = outcome.plain() if isinstance(outcome, Fault) else {"first_call_ms": outcome.first_call_ms}
                 self.store.remember(name, recalled)
             self.ledger.proven[plan] = Fault.of(recalled) if "kind" in recalled else Proven(**recalled)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from autotune import statistics
 from autotune.measure.evaluator import Checked, Fault, Interference, Proven
-from autotune.measure.head_start import judged_ms, sample_ms
+from autotune.measure.launch_overhead import judged_ms, sample_ms
 from ringattn.workload import Tunables
 
 PATIENCE = 0.15  # of a cell's time may go into blocks thrown away for foreign load; then the machine counts as loaded

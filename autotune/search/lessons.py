@@ -149,10 +149,10 @@ class Pupil:
         return lost + self.lessons.one_off_s
 
     @property
-    def provers(self) -> int:
+    def validation_workers(self) -> int:
         """How many processes share a proof."""
-        provers: int = getattr(self.evaluator, "provers", 1)
-        return provers
+        validation_workers: int = getattr(self.evaluator, "validation_workers", 1)
+        return validation_workers
 
     def check(
         self, cell: Workload, candidate: Tunables, *, timeout_s: float, pace_ms: float | None = None
@@ -165,9 +165,9 @@ class Pupil:
             self.lessons.first_call(cell, candidate, result)
         return result
 
-    def prove(self, cell: Workload, candidate: Tunables, *, timeout_s: float) -> Proven | Fault:
+    def validate(self, cell: Workload, candidate: Tunables, *, timeout_s: float) -> Proven | Fault:
         began = self.clock.now()
-        result = self.evaluator.prove(cell, candidate, timeout_s=timeout_s)
+        result = self.evaluator.validate(cell, candidate, timeout_s=timeout_s)
         if isinstance(result, Proven):
             self.lessons.proved(cell, candidate, self._calls_s.get((cell, candidate), 0.0), self.clock.now() - began)
         return result
@@ -175,8 +175,8 @@ class Pupil:
     def block(self, cell: Workload, order: Sequence[Tunables], *, timeout_s: float) -> Block:
         return self.evaluator.block(cell, order, timeout_s=timeout_s)
 
-    def obey(self, cell: Workload, profile_path: str, *, timeout_s: float) -> Tunables | Fault:
-        return self.evaluator.obey(cell, profile_path, timeout_s=timeout_s)
+    def run_profile(self, cell: Workload, profile_path: str, *, timeout_s: float) -> Tunables | Fault:
+        return self.evaluator.run_profile(cell, profile_path, timeout_s=timeout_s)
 
     def close(self) -> None:
         self.evaluator.close()

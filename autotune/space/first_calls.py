@@ -18,7 +18,7 @@ from .space import Space
 
 Call = tuple[Workload, Tunables]
 
-MOST_CALLS = 48  # six for each of a full house of helpers
+MOST_CALLS = 48  # six for each of a full pool of workers
 
 
 def calls_worth_making(spaces: Iterable[Space]) -> tuple[Call, ...]:

@@ -56,7 +56,7 @@ class Program:
     """Plan with its kernels loaded; stateless between calls, so one serves any number of threads."""
 
     def __init__(self, plan: Plan, scale: float, travelling: frozenset[int] = frozenset()) -> None:
-        """Load the kernels of ``plan``; callers give ``forward`` and ``backward`` a callable for ``travelling`` branches."""
+        """Load the kernels of ``plan``; ``travelling`` branches are computed by callables that each call is given."""
         assert scale > 0, "kernels mask before they scale"
         tunables = plan.tunables
         self.plan = plan

@@ -23,7 +23,7 @@ def pay_owed_proofs(runs: CellRuns) -> None:
         fault = search.pay()
         if fault is None:
             rows.validated(search.context.cell)
-            runs.telling.time_left()
+            runs.observer.time_left()
         else:
             broken.append((search, fault))
     for index, (search, fault) in enumerate(broken):

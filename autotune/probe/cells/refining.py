@@ -24,7 +24,7 @@ def refine(runs: CellRuns) -> None:
         if search is None or search.settle(budget.deadline(budget.available_s())) is not None:
             continue
         need = search.need()
-        runs.telling.add(middle.workload, need)
+        runs.observer.add(middle.workload, need)
         share_s = min(need.total_s, budget.available_s())
         runs.search(search, share_s, budget.available_s() - share_s)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from autotune.journal.store import Store
 from autotune.measure.evaluator import CallsAhead, Evaluator
 from autotune.probe.grid import Cell
-from autotune.probe.observer import Telling
+from autotune.probe.observer import SearchObserver
 from autotune.probe.task import Task
 from autotune.search.budget import Budget, Progress, allot, spare_s
 from autotune.search.cell import CellContext, CellResult, SearchSettings
@@ -59,7 +59,7 @@ class CellRuns:
         self.rows = rows
         self.budget = budget
         self.lessons = Lessons(store)
-        self.telling = Telling(task.observer, task.edge.clock)
+        self.observer = SearchObserver(task.observer, task.environment.clock)
         self.searched: list[CellSearch] = []
         self._store = store
         self._evaluator = evaluator
@@ -72,10 +72,10 @@ class CellRuns:
         self.task.observer.plan([cell.workload for cell in self.cells], self.task.preset.budget_s)
         todo = [cell for cell in self.cells if not self.rows.recall(cell.workload)]
         new = [(cell, search) for cell in todo if (search := self.new_search(cell)) is not None]
-        # Patterns last: what they compile, 11 s of a first probe of an H100, helpers have compiled until then.
+        # Patterns last: what they compile, 11 s of a first probe of an H100, the pool has compiled until then.
         new.sort(key=lambda pair: not pair[0].workload.pattern.dense)
         searches = self._settle_beside_first_calls(new)
-        self.telling.expect(Progress(self.budget, {workload: search.need() for workload, search in searches.items()}))
+        self.observer.expect(Progress(self.budget, {workload: search.need() for workload, search in searches.items()}))
         order = sorted(searches, key=lambda w: (w.seq_len, w.mode, not w.pattern.dense, str(w.pattern)))
         for index, workload in enumerate(order):
             if workload in self._looked_too_early:
@@ -120,7 +120,7 @@ class CellRuns:
 
     def new_search(self, cell: Cell) -> CellSearch | None:
         """None where nothing can run the cell; its row says so then."""
-        space = space_or_refusal(cell, self.task.edge, self._layout_of(cell.workload))
+        space = space_or_refusal(cell, self.task.environment, self._layout_of(cell.workload))
         if isinstance(space, PlanError):
             self.rows.refuse(cell.workload, space)
             return None
@@ -129,8 +129,8 @@ class CellRuns:
             self._evaluator,
             self._store,
             self._settings(),
-            self.telling,
-            self.task.edge.clock,
+            self.observer,
+            self.task.environment.clock,
             main_dtypes=cell.main_dtypes,
             lessons=self.lessons,
             end=self.budget.deadline(math.inf),
@@ -145,16 +145,16 @@ class CellRuns:
             seed=request.seed,
             limits=Limits(None if limit is None else limit * 2**20, request.max_error),
             prefer=request.prefer,
-            asynchronous=self.task.edge.facts.vendor != "cpu",
-            hang_s=hang_s(self.task.edge.facts.vendor, preset.budget_s, request.ranks),
+            asynchronous=self.task.environment.facts.vendor != "cpu",
+            hang_s=hang_s(self.task.environment.facts.vendor, preset.budget_s, request.ranks),
         )
 
     def search(self, search: CellSearch, share_s: float, spare_s: float) -> None:
         """``spare_s`` makes up for what this cell should not pay for alone: crashes, hangs, compilation."""
         context = search.context
-        cell, clock = context.cell, self.task.edge.clock
+        cell, clock = context.cell, self.task.environment.clock
         began, lost_before_s = clock.now(), context.evaluator.lost_s
-        self.telling.begin(cell)
+        self.observer.begin(cell)
         if share_s < search.least_s():
             self._finish(context.inconclusive("no time was left for it; give a larger --budget"), 0.0)
             return
@@ -164,7 +164,7 @@ class CellRuns:
             nearby=Nearby(other.timed() for other in self._alike(cell)),
         )
         taken_s = clock.now() - began
-        self.telling.end(cell, max(0.0, taken_s - (context.evaluator.lost_s - lost_before_s)))
+        self.observer.end(cell, max(0.0, taken_s - (context.evaluator.lost_s - lost_before_s)))
         self._finished[cell] = context
         if math.isfinite(sigma := context.ledger.noise_sigma()):
             self.lessons.sigmas.append(sigma)
@@ -185,4 +185,4 @@ class CellRuns:
 
     def _finish(self, result: CellResult, taken_s: float) -> None:
         self.rows.finish(result, taken_s)
-        self.telling.time_left()
+        self.observer.time_left()

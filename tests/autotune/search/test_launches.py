@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from machines import Setting, by_kernels, plan, workload
 
 from autotune.measure.evaluator import Checked
-from autotune.measure.head_start import judged_ms
+from autotune.measure.launch_overhead import judged_ms
 from autotune.search.nearby import Nearby, Timed
 from autotune.statistics import Interval
 from ringattn.workload import Pattern

@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from machines import edge_of, invented, plan, row_of, workload
+from machines import environment_of, invented, plan, row_of, workload
 
 from autotune.journal.store import Store
 from autotune.measure.evaluator import Checked, Fault, KernelUnavailable, Proven
 from autotune.measure.simulated import FirstCalls, ReplayEvaluator, SimulatedClock
-from autotune.probe.request import ProbeRequest, ProbeResult, SilentObserver
+from autotune.probe.request import ProbeObserver, ProbeRequest, ProbeResult
 from autotune.probe.tuning import run_probe
 from autotune.search.budget import EFFORTS, allot, spare_s
 from autotune.search.cell import CellContext, NoListener, SearchSettings
@@ -66,9 +66,9 @@ def probed(
         made.seen = seen
         return made
 
-    edge = edge_of(tmp_path, evaluator, clock, invented(names))
+    environment = environment_of(tmp_path, evaluator, clock, invented(names))
     request = ProbeRequest(output=tmp_path / "m.yaml", effort="quick", seq_lens=seq_lens, budget_s=budget_s)
-    return run_probe(request, SilentObserver(), edge), seen
+    return run_probe(request, ProbeObserver(), environment), seen
 
 
 def by_kernel(**logs: float) -> Callable[[Workload, Tunables], float]:
@@ -178,7 +178,7 @@ def test_a_proof_is_expected_to_take_what_it_took_at_another_length() -> None:
     truth = row_of(lambda cell, tunables: 0.0)
     pupil = Pupil(ReplayEvaluator(truth, clock, prove_s=3.0), lessons, clock)
     assert isinstance(pupil.check(CELL, plan(CELL), timeout_s=9), Checked)
-    assert isinstance(pupil.prove(CELL, plan(CELL), timeout_s=9), Proven)
+    assert isinstance(pupil.validate(CELL, plan(CELL), timeout_s=9), Proven)
     assert lessons.proof_s(CELL.at(8192), plan(CELL), 0.015, 8) == pytest.approx(3.0 + 8 * 0.005 + 8 * 2 * 0.01)
 
 
@@ -186,7 +186,7 @@ def test_what_a_proof_compiled_is_no_price_of_the_next_with_its_kernels() -> Non
     clock, lessons = SimulatedClock(), Lessons()
     quick, leaner = plan(CELL), replace(plan(CELL), window_tokens=CELL.seq_len // 2)
     pupil = Pupil(ReplayEvaluator(row_of(lambda cell, tunables: 0.0), clock, prove_s=9.0), lessons, clock)
-    assert isinstance(pupil.prove(CELL, quick, timeout_s=9), Proven)
+    assert isinstance(pupil.validate(CELL, quick, timeout_s=9), Proven)
     assert lessons.has_proven(CELL, leaner)
     assert not lessons.has_proven(CELL, plan(CELL, "slow"))
     assert not lessons.has_proven(CELL.at(8192), leaner)  # where odd lengths may be compiled for again

@@ -4,7 +4,8 @@ A call costs the host one launch a step and the Python between them: 2 to 3 ms f
 branches on an H200's host, where the device needs 0.25 ms at 1024 positions. A graph of them is one launch. Inputs are
 copied into tensors of the graph and results out of them, so that any number of calls may be in flight, in any order.
 
-A shape is captured when it comes for the second time; the first call runs as without graphs. While another capture is
+A shape is captured when it comes for the second time; the first call runs as without graphs. The backward of the
+latest forward finds everything but dout where that left it, and copies no more. While another capture is
 under way, as inside ``torch.cuda.graph``, every call runs so.
 """
 
@@ -66,25 +67,29 @@ def _shared(device: torch.device) -> _Device:
 
 
 class _Graph:
-    """One direction of one shape, captured. ``held_bytes`` is what it keeps allocated, temporary memory included."""
+    """One direction of one shape, captured. ``held_bytes`` is what it keeps allocated, temporary memory included.
 
-    def __init__(self, step: Step, inputs: Sequence[Tensor], shared: _Device) -> None:
-        self._inputs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
-        torch._foreach_copy_(self._inputs, list(inputs))
-        step(*self._inputs)  # kernels are compiled for these strides outside of the capture
+    ``inputs`` are copied at every replay; ``placed`` are tensors of another graph, read where they are.
+    """
+
+    def __init__(self, step: Step, inputs: Sequence[Tensor], placed: Sequence[Tensor], shared: _Device) -> None:
+        self.inputs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
+        self._placed = placed  # alive as long as what reads them
+        _copy(inputs, self.inputs)
+        step(*self.inputs, *placed)  # kernels are compiled for these strides outside of the capture
         before = torch.cuda.memory_reserved(shared.device)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, pool=shared.pool, capture_error_mode="thread_local"):
-            self._results = list(step(*self._inputs))
+            self.results = list(step(*self.inputs, *placed))
         grown = max(0, torch.cuda.memory_reserved(shared.device) - before)
-        held = sum(x.untyped_storage().nbytes() for x in self._inputs)
-        self.held_bytes = held + max(grown, sum(x.untyped_storage().nbytes() for x in self._results))
+        held = sum(x.untyped_storage().nbytes() for x in self.inputs)
+        self.held_bytes = held + max(grown, sum(x.untyped_storage().nbytes() for x in self.results))
 
     def replay(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        torch._foreach_copy_(self._inputs, list(inputs))
+        _copy(inputs, self.inputs)
         self._graph.replay()
-        results = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in self._results]
-        torch._foreach_copy_(results, self._results)
+        results = [torch.empty_like(x) for x in self.results]
+        _copy(self.results, results)
         return results
 
 
@@ -96,6 +101,8 @@ class GraphedProgram(Program):
         assert self.checkpoint == "selective"
         self.differentiable = not_differentiable
         self._graphs: OrderedDict[Key, _Graph | None] = OrderedDict()  # None: met once
+        # The graph that ran the latest forward, and the address of the out that was copied from it
+        self._latest: tuple[_Graph, int] | None = None
 
     def without_graphs(self) -> Program:
         """Return the program that launches the same steps one by one."""
@@ -103,7 +110,17 @@ class GraphedProgram(Program):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kept: Kept | None = None) -> tuple[Tensor, Tensor]:
         assert kept is None
-        out, lse = self._replayed("forward", super().attend, (q, k, v))
+        run, inputs = super().attend, (q, k, v)
+        self._latest = None
+        if torch.cuda.is_current_stream_capturing():
+            return run(*inputs)
+        shared = _shared(q.device)
+        with shared.lock, torch.cuda.device(q.device):
+            graph = self._graph(_key("forward", inputs), run, inputs, (), shared)
+            if graph is None:
+                return run(*inputs)
+            out, lse = graph.replay(inputs)
+            self._latest = graph, out.data_ptr()
         return out, lse
 
     def gradients(
@@ -118,14 +135,25 @@ class GraphedProgram(Program):
         wanted: Wanted = ALL,
         dlse: Tensor | None = None,
     ) -> Grads:
-        if dout is None or dlse is not None:  # a loss of lse is rare, and its scaling is a matter of the call
-            return super().gradients(dout, q, k, v, out, lse, kept, wanted, dlse)
         run = super().gradients
+        # A loss of lse is rare, and its scaling is a matter of the call.
+        if dout is None or dlse is not None or torch.cuda.is_current_stream_capturing():
+            return run(dout, q, k, v, out, lse, kept, wanted, dlse)
 
         def step(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> list[Tensor]:
             return [grad for grad in run(dout, q, k, v, out, lse, (), wanted) if grad is not None]
 
-        found = iter(self._replayed(wanted, step, (dout, q, k, v, out, lse)))
+        shared = _shared(q.device)
+        with shared.lock, torch.cuda.device(q.device):
+            inputs: tuple[Tensor, ...] = (dout, q, k, v, out, lse)
+            placed: Sequence[Tensor] = ()
+            key = _key(wanted, inputs)
+            if self._latest is not None and self._latest[1] == out.data_ptr() and out.numel():
+                # Of the latest forward, as in a training loop of one call, its graph still holds all but dout.
+                forward = self._latest[0]
+                inputs, placed, key = (dout,), (*forward.inputs, *forward.results), (forward, *key)
+            graph = self._graph(key, step, inputs, placed, shared)
+            found = iter(step(dout, q, k, v, out, lse) if graph is None else graph.replay(inputs))
         dq, dk, dv = (next(found) if each else None for each in wanted)
         return dq, dk, dv
 
@@ -133,25 +161,32 @@ class GraphedProgram(Program):
         """Return the bytes that captured graphs keep allocated between calls."""
         return sum(graph.held_bytes for graph in self._graphs.values() if graph is not None)
 
-    def _replayed(self, what: object, step: Step, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        device = inputs[0].device
-        if torch.cuda.is_current_stream_capturing():
-            return step(*inputs)
-        key: Key = (what, device, *((x.shape, x.dtype) for x in inputs))
-        shared = _shared(device)
-        with shared.lock, torch.cuda.device(device):
-            if key not in self._graphs:
-                self._graphs[key] = None
-                self._forget_oldest(shared)
-                return step(*inputs)
-            shared.take_turn()
-            graph = self._graphs[key]
-            if graph is None:
-                graph = self._graphs[key] = _Graph(step, inputs, shared)
-            self._graphs.move_to_end(key)
-            return graph.replay(inputs)
+    def _graph(
+        self, key: Key, step: Step, inputs: Sequence[Tensor], placed: Sequence[Tensor], shared: _Device
+    ) -> _Graph | None:
+        """Return the graph of a key, captured when it is asked for the second time; None the first time."""
+        shared.take_turn()
+        if key not in self._graphs:
+            self._graphs[key] = None
+            if len(self._graphs) > MOST_GRAPHS:
+                shared.finish()
+                self._graphs.popitem(last=False)
+            return None
+        graph = self._graphs[key]
+        if graph is None:
+            graph = self._graphs[key] = _Graph(step, inputs, placed, shared)
+        self._graphs.move_to_end(key)
+        return graph
 
-    def _forget_oldest(self, shared: _Device) -> None:
-        if len(self._graphs) > MOST_GRAPHS:
-            shared.finish()
-            self._graphs.popitem(last=False)
+
+def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    """Copy in one launch where the dtypes are one; torch takes a slower way for lists of several."""
+    if len({x.dtype for x in sources}) == 1:
+        torch._foreach_copy_(list(targets), list(sources))
+        return
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)
+
+
+def _key(what: object, inputs: Sequence[Tensor]) -> Key:
+    return (what, inputs[0].device, *((x.shape, x.dtype) for x in inputs))

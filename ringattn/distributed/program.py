@@ -289,7 +289,7 @@ class _InFlight:
 def _merge_of(plan: Plan) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
     """Return the function that merges the blocks of a chunk, one after the other."""
     if plan.fused and plan.tunables.dtype != "fp64":
-        from .merge_triton import merge_block as fused  # triton: only where there is a GPU for it
+        from ringattn.runtime.merge_step_triton import merge_block as fused  # triton: only where there is a GPU for it
 
         return fused
     return merge_block

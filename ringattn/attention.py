@@ -36,7 +36,7 @@ from ringattn.planning.setup import (
 from ringattn.planning.table import ModuleShape, PlanTable, Row, build_table
 from ringattn.planning.validation_memory import user_memory
 from ringattn.profile.schema import Profile
-from ringattn.runtime.graphed import GraphedProgram
+from ringattn.runtime.graphed import load_program
 from ringattn.runtime.inputs import check_dtypes, check_inputs, check_length, check_types
 from ringattn.runtime.program import Program
 
@@ -305,11 +305,7 @@ class RingAttention(nn.Module):
         key = (plan.tunables, plan.workload.mode if ring is None else plan.workload)
         program = self._programs.get(key)
         if program is None:
-            if ring is None:
-                kind = GraphedProgram if plan.tunables.launch == "graph" else Program
-                program = kind(plan, self.scale)
-            else:
-                program = ring.program(plan, self.scale)
+            program = load_program(plan, self.scale) if ring is None else ring.program(plan, self.scale)
             self._programs[key] = program
         return program
 

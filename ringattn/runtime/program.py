@@ -14,16 +14,17 @@ from torch import Tensor
 
 from ringattn.dtypes import TORCH_DTYPES
 from ringattn.geometry.calls import Geometry, LayoutKey, PlacedCall, Window, build_geometry, cached_geometry
-from ringattn.kernels.contract import BoundKernel, Differentiable, KernelConfig, not_differentiable
+from ringattn.kernels.contract import Differentiable, not_differentiable
 from ringattn.kernels.registry import KERNELS
 from ringattn.kernels.torch_entry import Attend, torch_entry
 from ringattn.planning.plan import Plan
 
-from .merge import GradJob, GradPartial, Partial, TorchOps, accumulator_dtype, as_view
+from .loading import bind, is_one_op, load_ops, may_be_torchs, writing_branch
+from .merge import GradJob, GradPartial, Partial, accumulator_dtype, as_view
 from .workspace import Lease
 
 if TYPE_CHECKING:
-    from .merge_triton import TritonOps
+    pass
 
 # Gathered q, k, v of the copied calls, in call order: what checkpoint "none" keeps for the backward.
 Kept = list[Tensor]
@@ -68,17 +69,17 @@ class Program:
         self._window = tunables.window_tokens
         self._geometry_of = cached_geometry if tunables.pattern_cache else build_geometry
         self._pool = (tunables.pool_threshold_mib, tunables.pool_strategy)
-        self._ops = _ops(plan)
-        forward = [_bind(plan, branch.forward, scale) for branch in tunables.branches]
-        backward = [_bind(plan, branch.backward, scale) for branch in tunables.branches if branch.backward]
+        self._ops = load_ops(plan)
+        forward = [bind(plan, branch.forward, scale) for branch in tunables.branches]
+        backward = [bind(plan, branch.backward, scale) for branch in tunables.branches if branch.backward]
         self._forward = [kernel.forward for kernel in forward]
         self._backward = [kernel.backward for kernel in backward]
         self._strided = [KERNELS[b.backward].strided_backward for b in tunables.branches if b.backward]
-        self._writer = _writer(plan, travelling) if backward else None
+        self._writer = writing_branch(plan, travelling) if backward else None
         # The forward, for inputs in the compute dtype, of a plan that autograd needs no help with
-        self.differentiable: Differentiable = backward[0].differentiable if _is_one_op(plan) else not_differentiable
+        self.differentiable: Differentiable = backward[0].differentiable if is_one_op(plan) else not_differentiable
         self._scale = scale
-        self._of_torch = tunables.branches[0].forward if _may_be_torchs(plan) else ""
+        self._of_torch = tunables.branches[0].forward if may_be_torchs(plan) else ""
 
     def torch_entry(self, q: Tensor, k: Tensor, v: Tensor) -> Attend | None:
         """Return torch's own function for calls like this one that ask for no lse; None where it does something else.
@@ -362,52 +363,3 @@ def _in_place(geometry: Geometry, placed: PlacedCall, inputs: Triple) -> Triple:
 def _unpooled(device: torch.device) -> Lease:
     """Return a lease of memory that may outlive the call: gathered rows that are kept."""
     return Lease(device, None, "shape")
-
-
-def _writer(plan: Plan, travelling: frozenset[int]) -> int | None:
-    """Return the branch whose backward writes straight into the final gradients, to which the others are added.
-
-    It must show every position (rate 1) and only one may; the fused sum reads each element before it writes it, the
-    one in torch operations starts from zeros instead.
-    """
-    branches = plan.workload.pattern.branches
-    for number, (branch, chosen) in enumerate(zip(branches, plan.tunables.branches, strict=False)):
-        here = number not in travelling
-        if here and plan.fused and branch.rate == 1 and KERNELS[chosen.backward].writes_grads:
-            return number
-    return None
-
-
-def _is_one_op(plan: Plan) -> bool:
-    """Tell whether training runs one kernel both ways on the tensors themselves, keeping what autograd would."""
-    tunables, workload = plan.tunables, plan.workload
-    one_kernel = all(branch.forward == branch.backward for branch in tunables.branches)
-    return workload.pattern.dense and workload.world == 1 and one_kernel and tunables.checkpoint == "selective"
-
-
-def _may_be_torchs(plan: Plan) -> bool:
-    """Tell whether the plan is one call of one kernel, with nothing that torch's own function cannot be told."""
-    tunables, workload = plan.tunables, plan.workload
-    if not workload.pattern.dense or workload.world > 1 or tunables.params or tunables.launch == "graph":
-        return False
-    return not workload.train or (_is_one_op(plan) and not plan.conditions.deterministic)
-
-
-def _bind(plan: Plan, name: str, scale: float) -> BoundKernel:
-    causal, deterministic = plan.workload.causal, plan.conditions.deterministic
-    return KERNELS[name].load(
-        KernelConfig(causal, scale, deterministic, plan.tunables.params_of(name), plan.tunables.dtype)
-    )
-
-
-def _ops(plan: Plan) -> TorchOps | TritonOps:
-    if not plan.fused:
-        return TorchOps(compiled=plan.tunables.compile)
-    from .merge_triton import TritonOps  # needs triton, which a machine without a GPU need not have
-
-    def block(step: str) -> int | None:
-        value = plan.tunables.params_of(step).get("block")
-        assert value is None or isinstance(value, int)
-        return value
-
-    return TritonOps(merge_block=block("merge"), sum_block=block("sum"), gather_block=block("gather"))

@@ -116,9 +116,8 @@ class Tunable:
     def checked(self, value: Any) -> Value:
         """Return a value as a plan holds it; FieldError for one that no plan may hold."""
         if self.allowed and value not in self.allowed:
-            raise FieldError(
-                f"is {value!r}; use one of {', '.join(str(v) or repr(v) for v in self.allowed)}", field=self.name
-            )
+            allowed = ", ".join(str(v) or repr(v) for v in self.allowed)
+            raise FieldError(f"is {value!r}; use one of {allowed}", field=self.name)
         if self.least is None or (value is None and self.plain is None):
             checked: Value = value
             return checked
@@ -188,12 +187,6 @@ def _between_kernels(what: str, dense: str) -> Callable[[Case], str]:
     return void
 
 
-def _strategy_void(case: Case) -> str:
-    return (
-        "" if case.tunables.pool_threshold_mib is not None else "pool_strategy matters only with a pool_threshold_mib"
-    )
-
-
 def _launch_void(case: Case) -> str:
     checkpoint, schedule = case.tunables.checkpoint, case.tunables.schedule
     if schedule != "local":
@@ -201,10 +194,6 @@ def _launch_void(case: Case) -> str:
     if case.train and checkpoint != "selective":
         return f"launch graph: calls in flight keep q, k, v, out and lse of their own, not what {checkpoint} keeps"
     return ""
-
-
-def _schedule_text(tunables: Tunables) -> str:
-    return f"{tunables.schedule}/{tunables.layout}" if tunables.layout else tunables.schedule
 
 
 def degrees(world: int) -> tuple[int, ...]:
@@ -297,9 +286,8 @@ class Tunables:
     Over several ranks ``schedule`` says how rows travel and ``layout`` how the sequence is cut (empty at one rank).
     ``ulysses`` is the number of consecutive ranks that exchange heads under "ulysses-ring", 0 elsewhere;
     ``head_groups`` cuts the heads of an all-gather or Ulysses in groups that travel one after the other (0: one).
-    Gradients of keys travel in the input dtype, or where ``grad_wire`` is "compute" in the wider compute dtype.
-    Heads are exchanged by the group's all-to-all, or where ``exchange`` is "symmetric" by copies into the memory of
-    the peers.
+    Gradients of keys travel in the input dtype, or where ``grad_wire`` is "compute" in the wider compute dtype. Heads
+    are exchanged by the group's all-to-all, or where ``exchange`` is "symmetric" by copies into the peers' memory.
     """
 
     dtype: str = field(metadata=_metadata(Tunable(COMPUTE_DTYPES)))
@@ -340,7 +328,7 @@ class Tunables:
     pool_strategy: str = tunable(
         "shape",
         POOL_STRATEGIES,
-        void=_strategy_void,
+        void=lambda case: "" if case.tunables.pool_threshold_mib is not None else "pool_strategy is of a pool alone",
         text=lambda tunables: "",  # it stands beside the threshold
         stage="housekeeping",
         always_written=True,
@@ -354,7 +342,13 @@ class Tunables:
         always_written=True,
     )
     launch: str = tunable("eager", LAUNCHES, void=_launch_void, stage="finalists")  # a capture takes 50 ms a shape
-    schedule: str = tunable("local", SCHEDULES, text=_schedule_text, stage="ranks", always_written=True)
+    schedule: str = tunable(
+        "local",
+        SCHEDULES,
+        text=lambda tunables: "/".join(filter(None, (tunables.schedule, tunables.layout))),
+        stage="ranks",
+        always_written=True,
+    )
     layout: str = tunable(
         "",
         ("", *LAYOUTS),

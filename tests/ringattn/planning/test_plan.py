@@ -109,7 +109,7 @@ REJECTED = [
     (asked(TWO), chosen("cudnn", "cudnn", window_tokens=8192), H100, "window_tokens 8192 is no shorter than the seq"),
     (asked(TWO), chosen("cudnn", "cudnn", window_tokens=2048), H100, "window_tokens 2048 is not a multiple of every"),
     (asked(), chosen("cudnn", window_tokens=2048), H100, "window_tokens 2048 is not a multiple of every segment"),
-    (asked(TWO), chosen("cudnn", "cudnn", pool_strategy="bucket"), H100, "pool_strategy matters only with a pool_th"),
+    (asked(TWO), chosen("cudnn", "cudnn", pool_strategy="bucket"), H100, "pool_strategy is of a pool alone"),
     (asked(), chosen("cudnn", pool_threshold_mib=1), H100, "pool_threshold_mib: a dense plan has no workspace"),
     (asked(), chosen("cudnn", pattern_cache=False), H100, "pattern_cache off: a dense plan has no pattern"),
     (asked(dtype="fp32"), chosen("math", dtype="fp32", compile=True), EPYC, "compile: a dense plan has no steps"),

@@ -55,7 +55,7 @@ class Program:
     """Plan with its kernels loaded; stateless between calls, so one serves any number of threads."""
 
     def __init__(self, plan: Plan, scale: float, travelling: frozenset[int] = frozenset()) -> None:
-        """Load the kernels of ``plan``; ``forward`` and ``backward`` are given a callable for ``travelling`` branches."""
+        """Load the kernels of ``plan``; ``forward`` and ``backward`` are handed a runner of ``travelling`` branches."""
         assert scale > 0, "kernels mask before they scale"
         tunables = plan.tunables
         self.plan = plan

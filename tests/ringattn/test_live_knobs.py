@@ -55,7 +55,8 @@ def test_every_field_of_a_plan_has_a_test_here() -> None:
     tested = {"dtype", "branches", "checkpoint", "window_tokens", "pattern_cache", "pool_threshold_mib"}
     tested |= {"pool_strategy", "compile", "params"}
     of_several_ranks = {"schedule", "layout", "ulysses", "head_groups", "grad_wire", "exchange"}  # tests/ring
-    assert {field.name for field in fields(Tunables)} == tested | of_several_ranks
+    of_gpus = {"launch"}  # runtime/test_graphed_gpu.py
+    assert {field.name for field in fields(Tunables)} == tested | of_several_ranks | of_gpus
     assert {field.name for field in fields(BranchTunables)} == {"forward", "backward", "gather"}
 
 

@@ -15,7 +15,7 @@ INTERRUPTED = 130  # of exit_codes, which is not imported yet
 
 
 def answer_interrupts() -> None:
-    """From now on Ctrl-C before torch is there ends the process with one line; later it is a KeyboardInterrupt.
+    """Let Ctrl-C end the process with one line before torch is imported, and raise KeyboardInterrupt later.
 
     One that is raised while torch is imported comes out of the middle of C++, as a crash or a traceback. Nothing has
     begun by then that needs an ending.
@@ -39,13 +39,13 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 
 def _has_torch() -> bool:
-    """Whether all of it has been imported."""
+    """Return whether all of it has been imported."""
     spec = getattr(sys.modules.get("torch"), "__spec__", None)
     return spec is not None and not getattr(spec, "_initializing", False)
 
 
 def _say_and_leave() -> NoReturn:
-    """As ``cli`` does it, but past everything that may be half imported."""
+    """Report the interrupt as ``cli`` does, and end past everything that may be half imported."""
     sys.stderr.write("Error: interrupted\n")
     if "--json" in sys.argv:
         sys.stdout.write(f'{{"error": "interrupted", "exit_code": {INTERRUPTED}}}\n')
@@ -55,7 +55,7 @@ def _say_and_leave() -> NoReturn:
 
 
 def main() -> NoReturn:
-    """The console script."""
+    """Run the command, as the console script."""
     answer_interrupts()
     from autotune.cli.main import main as run
 

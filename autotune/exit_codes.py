@@ -1,4 +1,4 @@
-"""What the ``ringtune`` command returns to the shell, and the errors that carry it."""
+"""Exit codes of the ``ringtune`` command, and the errors that carry them."""
 
 from __future__ import annotations
 
@@ -22,34 +22,32 @@ class ExitCode(IntEnum):
 class ProbeFailure(RingAttentionError):
     """A probe or a verification that could not end well: one line for the user, and the exit code."""
 
-    def __init__(self, message: str, exit_code: ExitCode = ExitCode.ERROR) -> None:
+    exit_code = ExitCode.ERROR
+
+    def __init__(self, message: str, exit_code: ExitCode | None = None) -> None:
         super().__init__(message)
-        self.exit_code = exit_code
+        self.exit_code = exit_code or self.exit_code
 
 
 class UsageFailure(ProbeFailure):
     """Options that contradict each other or leave nothing to measure."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message, ExitCode.USAGE)
+    exit_code = ExitCode.USAGE
 
 
 class NoDevice(ProbeFailure):
     """The device asked for is absent or of a kind nobody has measured."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message, ExitCode.NO_DEVICE)
+    exit_code = ExitCode.NO_DEVICE
 
 
 class Inconclusive(ProbeFailure):
     """The machine was too noisy, throttled or shared for any number to be believed."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message, ExitCode.INCONCLUSIVE)
+    exit_code = ExitCode.INCONCLUSIVE
 
 
 class DeviceBusy(ProbeFailure):
     """Another probe holds this profile or this device."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message, ExitCode.BUSY)
+    exit_code = ExitCode.BUSY

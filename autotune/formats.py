@@ -9,7 +9,7 @@ _KIB = 1024
 
 
 def plain(text: object) -> str:
-    r"""``text`` on one line, with everything that could steer a terminal written out (``\x1b``).
+    r"""Return ``text`` on one line, with everything that could steer a terminal written out (``\x1b``).
 
     Profiles are shared between machines, so their strings are other people's.
     """
@@ -19,12 +19,12 @@ def plain(text: object) -> str:
 
 
 def escape(text: object) -> str:
-    """``plain`` text for HTML and SVG, in content and in quoted attributes alike."""
+    """Escape ``plain`` text for HTML and SVG, in content and in quoted attributes alike."""
     return html.escape(plain(text), quote=True)
 
 
 def format_ms(ms: float) -> str:
-    """Three significant digits with the unit that keeps them short: ``24.1 us``, ``1.52 ms``, ``2.10 s``."""
+    """Format with three significant digits and a unit that keeps them short: ``24.1 us``, ``1.52 ms``, ``2.10 s``."""
     if ms < 0.1:
         return f"{_three_digits(ms * 1e3)} us"
     if ms < 1e3:
@@ -33,7 +33,7 @@ def format_ms(ms: float) -> str:
 
 
 def format_bytes(count: int) -> str:
-    """``512 B``, ``3.00 KiB``, ``1.50 GiB``."""
+    """Format bytes as ``512 B``, ``3.00 KiB``, ``1.50 GiB``."""
     value, unit = float(count), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if value < _KIB:
@@ -43,7 +43,7 @@ def format_bytes(count: int) -> str:
 
 
 def format_length(tokens: int) -> str:
-    """A sequence length as people say it: ``8K`` for 8192, ``1M``, otherwise digits in groups."""
+    """Format a sequence length: ``8K`` for 8192, ``1M``, otherwise digits in groups."""
     if tokens >= _KIB**2 and tokens % _KIB**2 == 0:
         return f"{tokens // _KIB**2}M"
     if tokens >= _KIB and tokens % _KIB == 0:
@@ -52,7 +52,7 @@ def format_length(tokens: int) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """``8 s``, ``2 min 05 s``, ``1 h 12 min``."""
+    """Format seconds as ``8 s``, ``2 min 05 s``, ``1 h 12 min``."""
     whole = max(0, math.ceil(seconds - 0.5))
     if whole < 60:
         return f"{whole} s"
@@ -62,7 +62,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_factor(factor: float) -> str:
-    """How many times: ``1.18x``; what is beyond all sense stays short."""
+    """Format a factor as ``1.18x``; huge ones stay short."""
     return f"{factor:.2f}x" if factor < 1000 else f"{factor:.3g}x"
 
 

@@ -1,4 +1,4 @@
-"""The outcome of one candidate of one cell, as observers of a search are told it."""
+"""The outcome of one candidate of one cell, as it is reported to observers of a search."""
 
 from __future__ import annotations
 

@@ -56,14 +56,14 @@ def _resampling(count: int, resamples: int, seed: int) -> NDArray[np.intp]:
 
 
 def bootstrap_medians(log_ratios: Sequence[float], *, seed: int, resamples: int = RESAMPLES) -> Samples:
-    """The medians of ``resamples`` resamplings, sorted; the same for the same seed and samples."""
+    """Return the medians of ``resamples`` resamplings, sorted; the same for the same seed and samples."""
     values = np.asarray(log_ratios, dtype=np.float64)
     assert values.size > 0, "a median of nothing was asked for"
     return np.sort(np.median(values[_resampling(values.size, resamples, seed)], axis=1))
 
 
 def settled(logs: Sequence[float], sigma: float, first_look: float | None = None) -> float:
-    """What a plan's few readings say of it: their median, from TRUSTED readings on.
+    """Return the estimate from a plan's few readings: their median, from TRUSTED readings on.
 
     Before that one disturbed reading would decide, and what disturbs a reading makes it slower: of two that are too
     far apart for noise of ``sigma`` the lower one counts. Beside a single reading stands the ``first_look``, the ratio
@@ -83,7 +83,7 @@ def interval_of(
     sigma: float = math.inf,
     first_look: float | None = None,
 ) -> Interval:
-    """Median, as ``settled`` has it, and percentile-bootstrap interval.
+    """Return the estimate of ``settled`` with a percentile-bootstrap interval.
 
     One sample has no width that can be known: it is infinite. ``sigma`` is the noise of one log-ratio, where known.
     """
@@ -98,7 +98,7 @@ def interval_of(
 
 
 def probability_below(log_ratios: Sequence[float], threshold: float = 0.0, *, seed: int) -> float:
-    """The share of bootstrap medians under ``threshold``: how likely the candidate is faster than that."""
+    """Return the share of bootstrap medians under ``threshold``."""
     medians = bootstrap_medians(log_ratios, seed=seed)
     below = np.searchsorted(medians, threshold, side="left")
     up_to = np.searchsorted(medians, threshold, side="right")
@@ -106,12 +106,12 @@ def probability_below(log_ratios: Sequence[float], threshold: float = 0.0, *, se
 
 
 def paired_differences(candidate: Mapping[int, float], other: Mapping[int, float]) -> list[float]:
-    """candidate minus other in the blocks that hold both, in block order; values are log-ratios to one default."""
+    """Subtract other from candidate in the blocks that hold both, in block order."""
     return [candidate[block] - other[block] for block in sorted(candidate.keys() & other.keys())]
 
 
 def noise_floor(repeated_log_ratios: Sequence[float]) -> float:
-    """The standard deviation of one paired log-ratio when a plan is timed against itself.
+    """Estimate the standard deviation of one paired log-ratio from a plan timed against itself.
 
     The true ratio is known to be 0 there, so the deviations are taken from 0. A quarter of the values may be
     outliers.
@@ -122,7 +122,7 @@ def noise_floor(repeated_log_ratios: Sequence[float]) -> float:
 
 
 def blocks_needed(sigma: float, half_width: float) -> int:
-    """How many paired blocks a 95 % interval of the median needs to be as narrow as ``half_width`` either way."""
+    """Return how many blocks make a 95 % interval of the median as narrow as ``half_width`` either way."""
     if not math.isfinite(sigma):
         return 2
     median_efficiency = 2 / math.pi

@@ -15,14 +15,15 @@ from ringattn.kernels.registry import KERNELS
 class BareKernel:
     """One kernel bound to compact q, k, v (N, M, H, D); ``forward`` and ``backward`` are the two launches.
 
-    The rows are the first N * M of ``tensors`` (q, k, v, dout; each (1, S, H, D), contiguous), so that the kernels of
+    The rows are the first N * M of ``tensors`` (q, k, v, dout; each (B, S, H, D), contiguous), so that the kernels of
     many branches need no memory of their own for inputs.
     """
 
     def __init__(self, name: str, tensors: Sequence[Tensor], blocks: int, rows: int, causal: bool):
-        heads, head_dim = tensors[0].shape[2:]
+        head_dim = tensors[0].shape[-1]
         self.q, self.k, self.v, self.dout = (
-            x.detach().view(-1)[: blocks * rows * heads * head_dim].view(blocks, rows, heads, head_dim) for x in tensors
+            x.detach().view(-1)[: blocks * rows * x.shape[2] * head_dim].view(blocks, rows, x.shape[2], head_dim)
+            for x in tensors
         )
         config = KernelConfig(causal=causal, scale=head_dim**-0.5, dtype=DTYPE_NAMES[tensors[0].dtype])
         self._bound = KERNELS[name].load(config)
@@ -35,10 +36,14 @@ class BareKernel:
         return self._bound.backward(self.dout, self.q, self.k, self.v, self.out, self.lse)
 
 
-def runnable(dtype: str, head_dim: int, heads: int, rows: int, blocks: int, causal: bool) -> list[str]:
-    """The kernels that can run this shape here, forward and backward."""
+def runnable(
+    dtype: str, head_dim: int, heads: int, rows: int, blocks: int, causal: bool, kv_heads: int = 0
+) -> list[str]:
+    """The kernels that can run this shape here, forward and backward; no ``kv_heads`` means as many as ``heads``."""
     facts = detect()
-    need = KernelNeed(facts.vendor, facts.arch, dtype, head_dim, heads, heads, rows, blocks, causal, backward=True)
+    need = KernelNeed(
+        facts.vendor, facts.arch, dtype, head_dim, heads, kv_heads or heads, rows, blocks, causal, backward=True
+    )
     return [
         name
         for name, kernel in KERNELS.items()

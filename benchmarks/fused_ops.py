@@ -20,7 +20,7 @@ import torch
 from common import Clock, Record, median, need_gpus
 
 from ringattn.geometry.calls import Geometry, LayoutKey, PlacedCall, Window, build_geometry
-from ringattn.runtime.merge import GradJob, GradPartial, Partial, Source
+from ringattn.runtime.merge import GradJob, GradPartial, Partial
 from ringattn.runtime.merge_triton import TritonOps
 from ringattn.runtime.workspace import Lease
 from ringattn.workload import Pattern
@@ -48,7 +48,7 @@ class Work:
         # One window's partial results serve all windows: they are too large for the L2 all the same.
         self.partials = [Partial(placed, *self._rows(placed.call)) for placed in self.geometry.windows[0].calls]
         grads = [[GradPartial(p, self._rows(p.call)[0]) for p, *_ in self.partials] for _ in range(3)]
-        self.jobs = [GradJob(parts, target, 1) for parts, target in zip(grads, (self.q, self.k, self.v), strict=True)]
+        self.jobs = [GradJob(parts, target) for parts, target in zip(grads, (self.q, self.k, self.v), strict=True)]
         self.partial_rows = _rows_of([placed for window in self.geometry.windows for placed in window.calls])
 
     def _random(self, *shape: int) -> torch.Tensor:
@@ -64,8 +64,8 @@ class Work:
         calls = [placed for window in geometry.windows for placed in window.calls]
         copied = [placed for placed in calls if placed.call.copied]
         dilated = [placed for placed in calls if placed.call.rate > 1]
-        inputs = (Source(self.q, 1), Source(self.k, 1), Source(self.v, 1))
-        results = (Source(self.dout, 1), Source(self.q, 1))
+        inputs = (self.q, self.k, self.v)
+        results = (self.dout, self.q)
 
         def gather() -> None:
             for placed in copied:
@@ -73,11 +73,11 @@ class Work:
 
         def gather_backward() -> None:
             for placed in dilated:
-                ops.gather_backward(geometry, placed, results, self.lse, 1, lease)
+                ops.gather_backward(geometry, placed, results, self.lse, lease)
 
         def merge() -> None:
             for window in geometry.windows:
-                ops.merge(geometry, window, _placed(self.partials, window), self.q, self.lse, 1, lease)
+                ops.merge(geometry, window, _placed(self.partials, window), self.q, self.lse, lease)
 
         def add() -> None:
             for window in geometry.windows:

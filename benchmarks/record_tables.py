@@ -22,9 +22,9 @@ sys.path.insert(0, str(ROOT))
 from autotune.measure.benchmark import RUNNERS_KEPT, BenchSettings  # noqa: E402
 from autotune.measure.evaluator import Checked, Fault, Sample  # noqa: E402
 from autotune.measure.simulated import Row, Table, save_tables  # noqa: E402
-from autotune.measure.trial import WorkerEvaluator  # noqa: E402
+from autotune.measure.worker_evaluator import WorkerEvaluator  # noqa: E402
 from autotune.probe.cells.space import space_for  # noqa: E402
-from autotune.probe.environment import real_edge  # noqa: E402
+from autotune.probe.environment import this_machine  # noqa: E402
 from autotune.probe.grid import Cell  # noqa: E402
 from autotune.probe.request import ProbeRequest  # noqa: E402
 from autotune.space.space import Space, Value  # noqa: E402
@@ -125,23 +125,25 @@ def main() -> None:
     parser.add_argument("--cells", type=int, nargs="+", help="positions of the cells to record; all unless given")
     options = parser.parse_args()
     request = ProbeRequest(device=options.device, seed=options.seed)
-    edge = real_edge(request)
+    environment = this_machine(request)
     settings = BenchSettings(
-        device=options.device or ("cpu" if edge.facts.vendor == "cpu" else "cuda"),
-        facts=edge.facts,
+        device=options.device or ("cpu" if environment.facts.vendor == "cpu" else "cuda"),
+        facts=environment.facts,
         seed=options.seed,
         sample_target_ms=10.0,
         ragged_lengths=1,
     )
-    cells = cells_of(edge.facts)
+    cells = cells_of(environment.facts)
     chosen = [cells[n] for n in options.cells] if options.cells else list(cells)
     evaluator = WorkerEvaluator(settings)
     tables = []
     try:
         for cell in chosen:
-            space = restricted(space_for(cell, edge))
+            space = restricted(space_for(cell, environment))
             tables.append(record(space, evaluator, options.seed))
-            save_tables(tables, options.output, machine=edge.facts.device_name, software=dict(edge.facts.software))
+            save_tables(
+                tables, options.output, machine=environment.facts.device_name, software=dict(environment.facts.software)
+            )
     finally:
         evaluator.close()
 

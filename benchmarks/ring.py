@@ -332,6 +332,8 @@ def longnet_rows(arguments: argparse.Namespace, name: str, flush: Tensor) -> lis
         "one GPU": contender(module(16, 16, pattern, None, process_group=None), leaves, dout),
         "heuristic": contender(module(16, 16, pattern, None), leaves, dout),
     }
+    if arguments.profile:
+        contenders["profile"] = contender(module(16, 16, pattern, arguments.profile), leaves, dout)
     say(f"{name}, {length} positions a GPU, 16 heads x {HEAD_DIM}, bf16, {dist.get_world_size()} GPUs")
     work = {
         "pattern": str(pattern),

@@ -1,4 +1,4 @@
-"""How users spell integers and dtypes: one rule each, for every argument. No torch, so that the command line has it."""
+"""Parses integers and dtypes of arguments, one rule each. No torch, so that the command line can use it."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ _SHORT_NAMES = {spelling: short for short, long in _LONG_NAMES.items() for spell
 
 
 def is_integer(value: object) -> bool:
-    """Whether it is an integer, numpy's too; True and False are none."""
+    """Tell whether it is an integer, numpy's too; True and False are none."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def integer(name: str, value: Any, least: int = 1, instead: str = "") -> int:
-    """``value`` as an int; InputError unless it is one >= ``least``. ``instead`` names what else may be given."""
+    """Return ``value`` as an int; InputError unless it is one >= ``least``. ``instead`` names alternatives."""
     if not is_integer(value) or value < least:
         raise FieldError(f"is {value!r}; it must be {instead}an integer >= {least}", field=name)
     return int(value)
 
 
 def is_list(value: object) -> bool:
-    """Whether it is a sequence of items or an array of one dimension: no text, and no tensor, which may be far away."""
+    """Tell whether it is a sequence or a one-dimensional array: no text, and no tensor, which may be on a device."""
     return (isinstance(value, Sequence) and not isinstance(value, str | bytes)) or (
         type(value).__module__ == "numpy" and getattr(value, "ndim", 0) == 1
     )
 
 
 def dtype_name(value: object) -> str | None:
-    """The short name of a dtype of inputs, given as a torch.dtype or by a short or long name; None for another."""
+    """Return the short name of a dtype of inputs, given as torch.dtype or by short or long name; None for another."""
     if not isinstance(value, str) and (type(value).__module__, type(value).__name__) != ("torch", "dtype"):
         return None
     return _SHORT_NAMES.get(str(value))
 
 
 def input_dtype(value: object, *, also: str = "") -> str:
-    """The same; InputError for another. ``also`` are the other values that the argument takes."""
+    """Return the short name of a dtype of inputs; InputError for another. ``also`` lists other values allowed."""
     name = dtype_name(value)
     if name is None:
         names = ", ".join(_LONG_NAMES)

@@ -1,4 +1,4 @@
-"""Which errors of a device are the end of its process, and which are for want of memory. Plain text; no torch."""
+"""Classifies errors of a device: out of memory, or the end of its process. Plain text; no torch."""
 
 from __future__ import annotations
 
@@ -35,6 +35,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_sticky(error: BaseException) -> bool:
-    """Whether the process cannot use its device any more."""
+    """Tell whether the process cannot use its device any more."""
     text = str(error)
     return any(mark in text for mark in _STICKY) and not any(mark in text for mark in _OF_ONE_LAUNCH)

@@ -1,4 +1,4 @@
-"""Names of dtypes as profiles and plans spell them."""
+"""Maps names of dtypes in profiles and plans to torch's dtypes."""
 
 from __future__ import annotations
 

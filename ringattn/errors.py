@@ -1,4 +1,4 @@
-"""Everything a user can read when something is wrong, in one place.
+"""Defines the errors that users can cause.
 
 Each message is one line that names the thing, the value it had and the remedy. Anything else that goes wrong
 is a bug of this package and is an ``assert``.
@@ -12,12 +12,12 @@ from typing import Any
 
 
 def one_line(text: str) -> str:
-    r"""``text`` with all that steers a terminal written out, line ends too (``\n``): a profile's words are others'."""
+    r"""Escape everything in ``text`` that steers a terminal, line ends too (``\n``): a profile's words are others'."""
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 class KernelReason(str):
-    """A reason that is one kernel's. As text it names the kernel's place in the plan."""
+    """Reason that is one kernel's. As text it names the kernel's place in the plan."""
 
     branch: int
     direction: str
@@ -38,11 +38,11 @@ class RingAttentionError(Exception):
 
 
 class InputError(RingAttentionError, ValueError):
-    """A tensor or an argument does not fit: its name, its value, and what would fit."""
+    """Tensor or argument that does not fit: its name, its value, and what would fit."""
 
 
 class FieldError(InputError):
-    """A dataclass refuses one of its fields: ``field`` is its name and ``problem`` says the rest.
+    """Field that a dataclass refuses: ``field`` is its name and ``problem`` says the rest.
 
     The text is both, "world is 1; it must be an integer >= 2". A class of its own, because torch.compile cannot trace
     an exception with an ``__init__``, and InputErrors are raised where it traces.
@@ -57,11 +57,11 @@ class FieldError(InputError):
 
 
 class DeviceError(RingAttentionError, RuntimeError):
-    """The device asked for is absent, or of a kind nobody has measured yet."""
+    """Device that is absent, or of a kind nobody has measured yet."""
 
 
 class ProfileError(RingAttentionError, ValueError):
-    """A hardware profile that cannot be read: the file, the key path inside it, and the fault."""
+    """Hardware profile that cannot be read: the file, the key path inside it, and the fault."""
 
     def __init__(self, source: str, message: str, key: str = "") -> None:
         self.source = source
@@ -76,7 +76,7 @@ class ProfileError(RingAttentionError, ValueError):
 
 
 class PlanError(RingAttentionError, RuntimeError):
-    """Nothing that was allowed can run this workload; holds every candidate with its reasons."""
+    """Workload that no candidate can run; holds every candidate with its reasons."""
 
     def __init__(self, subject: str, rejected: Mapping[str, Iterable[str]], remedy: str = "") -> None:
         self.rejected = {name: tuple(reasons) for name, reasons in rejected.items()}
@@ -88,14 +88,14 @@ class PlanError(RingAttentionError, RuntimeError):
         return type(self), (self._subject, self.rejected, self._remedy)
 
     def again(self) -> PlanError:
-        """The same refusal to raise anew: an exception that was raised holds on to the tensors of that call."""
+        """Copy the error to raise it anew: one that was raised holds on to the tensors of that call."""
         kind, arguments = self.__reduce__()
         again: PlanError = kind(*arguments)
         return again
 
 
 class KernelLoadError(PlanError):
-    """A kernel that cannot be loaded in this environment: its name, why, and what to install."""
+    """Kernel that cannot be loaded in this environment: its name, why, and what to install."""
 
     def __init__(self, kernel: str, reason: str, remedy: str) -> None:
         super().__init__(f"kernel {kernel} cannot be loaded", {kernel: (reason,)}, remedy)

@@ -1,4 +1,4 @@
-"""The exact attention every optimised path is held against, written straight from the definition.
+"""Computes exact attention straight from the definition: the oracle of every optimised path.
 
 Slow on purpose: it builds the boolean selection of every branch. Nothing that is optimised may import it.
 
@@ -25,7 +25,7 @@ def _head_offsets(kv_heads: int, rate: int, rule: str) -> list[int]:
 def dilated_attention_reference(
     q_BSHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, pattern: Pattern, causal: bool, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the multiset union of the keys that the branches of ``pattern`` select for each query.
+    """Attend over the multiset union of the keys that the branches of ``pattern`` select for each query.
 
     A position p is selected for key/value head h by a branch (w, r) when ``(p mod w) mod r`` is the head's
     offset; a selected query sees the selected keys of its segment, the causal one only those at or before it.
@@ -73,7 +73,7 @@ def dilated_attention_reference(
 
 
 def _logits(q_BSHD: Tensor, k_BSHD: Tensor, scale: float) -> Tensor:
-    """(B, H, S, S); only finite ones have a gradient, so that none is 0 times an infinite key, which is NaN."""
+    """Return logits (B, H, S, S); only finite ones have a gradient, so that none is 0 times an infinite key."""
     finite_q, finite_k = (x.masked_fill(x.isinf(), 0.0) for x in (q_BSHD, k_BSHD))
     finite = torch.einsum("bqhd,bkhd->bhqk", finite_q, finite_k) * scale
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""This package's version, and versions of software as values that compare: rules about kernels hold for releases, not for ever. Pure."""
+"""Holds this package's version and parses versions of software, since rules about kernels hold for some releases."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _RELEASE = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?(?:[._-]?(a|b|rc)[._-]?(\d+))?")
 
 
 def release(text: str) -> Release | None:
-    """(major, minor, micro, stage, its number) of "9.19.0" or "4.0.0b36", a final release last; None for no version."""
+    """Parse "9.19.0" or "4.0.0b36" as (major, minor, micro, stage, its number), which compare; None for no version."""
     match = _RELEASE.match(text)
     if match is None:
         return None

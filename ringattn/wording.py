@@ -1,10 +1,10 @@
-"""Counts in sentences. Plain text; imports nothing."""
+"""Writes counts in sentences. Plain text; imports nothing."""
 
 from __future__ import annotations
 
 
 def plural(count: int, noun: str) -> str:
-    """``1 cell``, ``3 cells``; ``2 entries``, ``2 branches``."""
+    """Return ``1 cell``, ``3 cells``, ``2 entries`` or ``2 branches``."""
     if count == 1:
         return f"1 {noun}"
     if noun.endswith("y"):

@@ -1,4 +1,6 @@
-"""What is asked (``Workload``) and what may be chosen for it (``Tunables``): plain frozen data, no torch.
+"""Workloads: what is asked of attention, as plain frozen data without torch.
+
+The two halves of a plan, ``Workload`` and ``Tunables`` (whose table is ``tunables``), are both imported from here.
 
 Legend: B batch, S local sequence length, H query heads, Hkv key/value heads, D head dimension.
 """
@@ -12,21 +14,16 @@ from typing import Literal
 
 from .arguments import integer, is_integer, is_list
 from .errors import FieldError, InputError
+from .tunables import TABLE
+from .tunables import BranchTunables as BranchTunables
+from .tunables import ParamValue as ParamValue
+from .tunables import Tunables as Tunables
 from .wording import plural
 
 Mode = Literal["train", "infer"]
 HeadOffset = Literal["interleaved", "blocked"]
 
 INPUT_DTYPES = ("bf16", "fp16", "fp32", "fp64")
-COMPUTE_DTYPES = ("bf16", "fp16", "tf32", "fp32", "fp64")  # from the least to the most precise
-GATHERS = ("view", "copy")
-CHECKPOINTS = ("none", "selective", "full", "offload")
-POOL_STRATEGIES = ("shape", "bucket")
-SCHEDULES = ("local", "ring", "all-gather", "ulysses", "ulysses-ring")
-LAYOUTS = ("contiguous", "zigzag")
-GRAD_WIRES = ("", "compute")
-EXCHANGES = ("", "symmetric")
-
 LONGEST = 2**40  # no sequence is, and strides (rate times a position's elements) fit 64 bits
 
 # bf16 holds more range than fp16 and fp16 more digits than bf16: neither is the wider one.
@@ -39,7 +36,7 @@ _NOT_NARROWER = {
 
 
 def not_narrower(input_dtype: str) -> tuple[str, ...]:
-    """The compute dtypes that hold at least what ``input_dtype`` holds; TF32 holds less than fp32."""
+    """Return the compute dtypes that hold at least what ``input_dtype`` holds; TF32 holds less than fp32."""
     return _NOT_NARROWER[input_dtype]
 
 
@@ -53,7 +50,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Which positions each head attends over. No branches means dense: one segment, every position.
+    """Positions that each head attends over. No branches means dense: one segment, every position.
 
     ``head_offset`` is the rule that gives a key/value head its first position in a segment: ``interleaved``
     is ``kv_head % rate`` (LongNet, arXiv:2307.02486, section 3.2), ``blocked`` is
@@ -80,7 +77,7 @@ class Pattern:
         dilation_rates: Sequence[int] | None,
         head_offset: HeadOffset = "interleaved",
     ) -> Pattern:
-        """The pattern of two equally long lists, or dense for two ``None``; raises InputError otherwise."""
+        """Return the pattern of two equally long lists, or dense for two ``None``; raises InputError otherwise."""
         if segment_lengths is None and dilation_rates is None:
             return cls((), head_offset)
         if segment_lengths is None or dilation_rates is None:
@@ -102,7 +99,7 @@ class Pattern:
         return not self.branches
 
     def resolved(self, seq_len: int) -> tuple[Branch, ...]:
-        """The branches for ``seq_len`` positions; dense is the one branch (seq_len, 1)."""
+        """Return the branches for ``seq_len`` positions; dense is the one branch (seq_len, 1)."""
         return self.branches or (Branch(max(seq_len, 1), 1),)
 
     def __str__(self) -> str:
@@ -167,131 +164,27 @@ class Workload:
         return f"{self.mode} {self.pattern} {causal} {shape}{world}"
 
 
-@dataclass(frozen=True, slots=True)
-class BranchTunables:
-    """How one branch runs: the kernels of its two directions and how dilated rows reach them.
-
-    ``backward`` is ignored by nothing: a plan for inference holds the empty string there.
-    """
-
-    forward: str
-    backward: str = ""
-    gather: str = "view"
-
-    def __post_init__(self) -> None:
-        if self.gather not in GATHERS:
-            raise FieldError(f"is {self.gather!r}; use one of {', '.join(GATHERS)}", field="gather")
-
-
-ParamValue = int | bool | str
-
-
-@dataclass(frozen=True, slots=True)
-class Tunables:
-    """One complete choice for a workload, as the search proposes it and a profile stores it.
-
-    ``branches`` has one entry per branch of the pattern (one for dense). ``window_tokens`` bounds the positions
-    whose workspace is alive at a time (None: all). ``pool_threshold_mib`` None turns the workspace pool off.
-    ``params`` are sorted ``("kernel.name", value)`` pairs handed to the kernel called ``kernel``.
-
-    Over several ranks ``schedule`` says how rows travel and ``layout`` how the sequence is cut (empty at one rank).
-    ``ulysses`` is the number of consecutive ranks that exchange heads under "ulysses-ring", 0 elsewhere;
-    ``head_groups`` cuts the heads of an all-gather or Ulysses in groups that travel one after the other (0: one).
-    Gradients of keys travel in the input dtype, or where ``grad_wire`` is "compute" in the wider compute dtype.
-    Heads are exchanged by the group's all-to-all, or where ``exchange`` is "symmetric" by copies into the memory of
-    the peers.
-    """
-
-    dtype: str
-    branches: tuple[BranchTunables, ...]
-    checkpoint: str = "selective"
-    window_tokens: int | None = None
-    pattern_cache: bool = True
-    pool_threshold_mib: int | None = None
-    pool_strategy: str = "shape"
-    compile: bool = False
-    schedule: str = "local"
-    layout: str = ""
-    ulysses: int = 0
-    head_groups: int = 0
-    grad_wire: str = ""
-    exchange: str = ""
-    params: tuple[tuple[str, ParamValue], ...] = ()
-
-    def __post_init__(self) -> None:
-        allowed = (
-            ("dtype", self.dtype, COMPUTE_DTYPES),
-            ("checkpoint", self.checkpoint, CHECKPOINTS),
-            ("pool_strategy", self.pool_strategy, POOL_STRATEGIES),
-            ("schedule", self.schedule, SCHEDULES),
-            ("layout", self.layout, ("", *LAYOUTS)),
-            ("grad_wire", self.grad_wire, GRAD_WIRES),
-            ("exchange", self.exchange, EXCHANGES),
-        )
-        for name, value, values in allowed:
-            if value not in values:
-                raise FieldError(f"is {value!r}; use one of {', '.join(v or repr(v) for v in values)}", field=name)
-        if not self.branches:
-            raise FieldError("is empty; a plan has one entry per branch, and one for dense", field="branches")
-        for name in ("window_tokens", "pool_threshold_mib", "ulysses", "head_groups"):
-            value = getattr(self, name)
-            if value is not None:
-                object.__setattr__(self, name, integer(name, value, least=0, instead="null or "))
-        if self.window_tokens == 0:
-            raise FieldError("is 0; it must be null or an integer >= 1", field="window_tokens")
-        if tuple(sorted(self.params)) != self.params:
-            raise FieldError("must be sorted by name", field="params")
-
-    @property
-    def kernels(self) -> frozenset[str]:
-        """The names of all kernels of the plan, of either direction."""
-        return frozenset(name for b in self.branches for name in (b.forward, b.backward) if name)
-
-    def params_of(self, kernel: str) -> dict[str, ParamValue]:
-        """The parameters meant for ``kernel``, without its prefix."""
-        prefix = kernel + "."
-        return {name.removeprefix(prefix): value for name, value in self.params if name.startswith(prefix)}
-
-
 def describe(tunables: Tunables) -> str:
-    """One choice as a short line: what differs from branch to branch, then what is not the plainest value.
+    """Return one choice as a short line: what differs from branch to branch, then what is not the plainest value.
 
     >>> describe(Tunables("bf16", (BranchTunables("cudnn", "flash"),)))
     'cudnn/flash bf16'
     """
     names = [f"{b.forward}/{b.backward}" if b.backward else b.forward for b in tunables.branches]
-    gathers = [b.gather for b in tunables.branches]
     parts = [names[0] if len(set(names)) == 1 else ",".join(names), tunables.dtype]
-    if set(gathers) != {"view"}:
-        parts.append("copy" if set(gathers) == {"copy"} else "gather=" + ",".join(g[0] for g in gathers))
-    if tunables.checkpoint != "selective":
-        parts.append(f"checkpoint={tunables.checkpoint}")
-    if tunables.window_tokens is not None:
-        parts.append(f"window={tunables.window_tokens}")
-    if not tunables.pattern_cache:
-        parts.append("no-pattern-cache")
-    if tunables.pool_threshold_mib is not None:
-        parts.append(f"pool>={tunables.pool_threshold_mib}MiB/{tunables.pool_strategy}")
-    if tunables.compile:
-        parts.append("compile")
-    if tunables.schedule != "local":
-        parts.append(f"{tunables.schedule}/{tunables.layout}" if tunables.layout else tunables.schedule)
-    parts += [f"{name}={getattr(tunables, name)}" for name in _RING_FIELDS if getattr(tunables, name)]
+    parts += [entry.described(tunables) for entry in TABLE.values()]
     parts += [f"{name}={value}" for name, value in tunables.params]
-    return " ".join(parts)
+    return " ".join(part for part in parts if part)
 
 
 def kernels_described(description: str) -> frozenset[str]:
-    """The kernels of the choice that ``describe`` wrote: how a profile names the candidates that failed."""
+    """Return the kernels of the choice that ``describe`` wrote: how a profile names the candidates that failed."""
     pairs = description.partition(" ")[0].split(",")
     return frozenset(name for pair in pairs for name in pair.split("/") if name)
 
 
-_RING_FIELDS = ("ulysses", "head_groups", "grad_wire", "exchange")
-
-
 def nearest_bucket(seq_len: int, measured: Sequence[int]) -> int | None:
-    """The measured length nearest to ``seq_len`` in log2, or None beyond [shortest/sqrt 2, longest*sqrt 2].
+    """Return the measured length nearest to ``seq_len`` in log2, or None beyond [shortest/sqrt 2, longest*sqrt 2].
 
     Tuner and runtime both use this function. Ties go to the shorter length.
     """

@@ -22,7 +22,7 @@ SHIPPED = {path.name for path in (ROOT / "profiles").glob("*.yaml")}
 
 LOAD_EVERY_SHIPPED_PROFILE = """
 import json, os, pathlib, ringattn
-from ringattn.profile.resolve import search_paths
+from ringattn.profile.locations import search_paths
 
 folders = [path for origin, path in search_paths(os.environ, pathlib.Path.home()) if origin == "shipped"]
 sources = {path.name: ringattn.load_profile(path).source for folder in folders for path in folder.glob("*.yaml")}

@@ -1,4 +1,4 @@
-"""How numbers are kept: exactly, or with the roundings that a right kernel of a compute dtype makes."""
+"""Arithmetic of a reference: exact, or with the roundings of a right kernel of a compute dtype."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Rounding = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """How numbers are kept: ``dtype`` accumulates, ``operand`` rounds what enters a product, ``result`` what leaves.
+    """Roundings: ``dtype`` accumulates, ``operand`` rounds what enters a product, ``result`` what leaves.
 
     ``recomputed`` is the relative error between a logit of the forward and the same logit worked out again in the
     backward, by other instructions in another order, and of an out merged from several: it is what keeps the sums
@@ -51,7 +51,7 @@ EXACT = Arithmetic(torch.float64, _same, _same)
 
 
 def modelled(compute_dtype: str, input_dtype: str) -> Arithmetic:
-    """The roundings of a right kernel that computes in this dtype and returns its results in the input dtype."""
+    """Return the roundings of a right kernel that computes in this dtype and returns in the input dtype."""
     if compute_dtype == "fp64":
         return EXACT
     returned = _through(TORCH_DTYPES[input_dtype])

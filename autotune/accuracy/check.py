@@ -1,4 +1,4 @@
-"""The numerical gate: a kernel's rows against float64, on inputs that break kernels.
+"""The accuracy check: a kernel's rows against float64, on inputs that break kernels.
 
 A candidate may err a few times as much as the modelled roundings of a right kernel do, never by a fixed and therefore
 generous tolerance.
@@ -23,33 +23,33 @@ UNITS = 3.0  # and by so many units of its dtype beside: some accumulate a sum o
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """``error`` is the largest relative 2-norm over out and the gradients; ``fault`` is one line, or empty."""
+class CheckResult:
+    """Largest relative 2-norm over out and the gradients; ``fault`` is one line, or empty."""
 
     error: float
     fault: str = ""
 
 
-def judge(expected: Expected, got: Rows, whole: Sequence[tuple[str, Tensor]]) -> Verdict:
-    """Hold the rows against the expected ones; ``whole`` are complete results, which must be finite everywhere."""
+def check_rows(expected: Expected, got: Rows, whole: Sequence[tuple[str, Tensor]]) -> CheckResult:
+    """Compare rows with the expected ones; ``whole`` are complete results, which must be finite everywhere."""
     for name, tensor in whole:
         finite = torch.isfinite(tensor) if name != "lse" else ~torch.isnan(tensor) & (tensor != math.inf)
         if not bool(finite.all()):
             bad = int((~finite).sum())
-            return Verdict(math.inf, f"{name} holds {plural(bad, 'value')} not finite, of {tensor.numel()}")
+            return CheckResult(math.inf, f"{name} holds {plural(bad, 'value')} not finite, of {tensor.numel()}")
     errors = []
     exact_rows, rounded_rows = dict(expected.exact.tensors), dict(expected.rounded.tensors)
     for name, tensor in got.tensors:
         error, fault = _compare(name, tensor.double(), exact_rows[name], rounded_rows[name].double(), expected)
         if fault:
-            return Verdict(error, fault)
+            return CheckResult(error, fault)
         errors.append(error)
     fault = _compare_lse(got.lse.double(), expected)
-    return Verdict(max(errors), fault)
+    return CheckResult(max(errors), fault)
 
 
 def _compare(name: str, got: Tensor, exact: Tensor, rounded: Tensor, expected: Expected) -> tuple[float, str]:
-    """The relative 2-norm of all rows, and of each row alone: a single wrong row must not drown in the sum."""
+    """Compare the 2-norm of all rows, and of each row alone: a single wrong row must not drown in the sum."""
     unit = _unit(expected)
     norm = float(exact.norm())
     error, modelled_error = float((got - exact).norm()), float((rounded - exact).norm())
@@ -72,7 +72,7 @@ def _compare(name: str, got: Tensor, exact: Tensor, rounded: Tensor, expected: E
 
 
 def _unit(expected: Expected) -> float:
-    """The relative error of one weight that no kernel can be blamed for: exp(logit - lse) is only as exact as those."""
+    """Return the relative error of one weight that no kernel can avoid: exp(logit - lse) is as exact as those."""
     finite = expected.exact.lse[torch.isfinite(expected.exact.lse)]
     largest = float(finite.abs().max()) if len(finite) else 0.0
     accumulator = UNIT_ROUNDOFF["fp64" if expected.compute_dtype == "fp64" else "fp32"]

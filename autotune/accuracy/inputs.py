@@ -1,4 +1,4 @@
-"""q, k, v and a gradient as models hand them to kernels, ordinary or of a kind that breaks them, from a seed.
+"""Inputs of attention from a seed: q, k, v and a gradient, ordinary or of a kind that breaks kernels.
 
 Legend: B batch, S length, H query heads, G key/value heads, D head dimension.
 """
@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ringattn.dtypes import TORCH_DTYPES
-from ringattn.geometry.layout import Share, shard
+from ringattn.geometry.layout import Shard, shard
 from ringattn.workload import Workload
 
 KINDS = ("ordinary", "negative", "positive", "packed", "transposed")
 
 # One query in so many has a gradient, more at lengths where it can be had: every tile of 64 has some, and the reference
-# costs that much less. With one in 8 everywhere, the references of one proof around 65536 took 11 s of an H100.
+# costs that much less. With one in 8 everywhere, the references of one validation around 65536 took 11 s of an H100.
 LEAST_ACTIVE_SHARE, MOST_ACTIVE_SHARE = 8, 64
 ACTIVE_QUERIES = 2048  # so many, or up to twice, at lengths between
 ALWAYS_ACTIVE = 1024  # lengths up to this have gradients everywhere
@@ -46,7 +46,7 @@ class Inputs:
 def make_inputs(
     workload: Workload, seq_len: int, kind: str, seed: int, device: torch.device, *, for_timing: bool = False
 ) -> Inputs:
-    """Inputs of one kind, the same for the same seed; with gradients everywhere ``for_timing``.
+    """Make inputs of one kind, the same for the same seed; with gradients everywhere ``for_timing``.
 
     ``negative`` and ``positive`` move every logit by OFFSET_LOGIT; ``packed`` slices q, k and v out of one
     projection and expands one number as the gradient, which is what ``out.sum().backward()`` gives; ``transposed``
@@ -87,26 +87,26 @@ def make_inputs(
     return Inputs(kind, q, k, v, dout, active_S)
 
 
-def shard_inputs(inputs: Inputs, share: Share) -> Inputs:
-    """What a rank holds of them, laid out in memory as their ``kind`` implies."""
-    active = shard(inputs.active, share, 0)
+def shard_inputs(inputs: Inputs, spans: Shard) -> Inputs:
+    """Return the shard of a rank, laid out in memory as the ``kind`` implies."""
+    active = shard(inputs.active, spans, 0)
     if inputs.kind == "packed":
         heads = [x.shape[2] for x in (inputs.q, inputs.k, inputs.v)]
-        packed = shard(torch.cat((inputs.q, inputs.k, inputs.v), 2), share)
+        packed = shard(torch.cat((inputs.q, inputs.k, inputs.v), 2), spans)
         q, k, v = torch.split(packed, heads, 2)
-        dout = shard(inputs.dout[:, :, :1, :1], share).expand(-1, -1, *inputs.dout.shape[2:])
+        dout = shard(inputs.dout[:, :, :1, :1], spans).expand(-1, -1, *inputs.dout.shape[2:])
         return Inputs(inputs.kind, q, k, v, dout, active)
     q, k, v, dout = (
-        shard(x.transpose(1, 2), share, 2).contiguous().transpose(1, 2)
+        shard(x.transpose(1, 2), spans, 2).contiguous().transpose(1, 2)
         if inputs.kind == "transposed"
-        else shard(x, share).contiguous()
+        else shard(x, spans).contiguous()
         for x in (inputs.q, inputs.k, inputs.v, inputs.dout)
     )
     return Inputs(inputs.kind, q, k, v, dout, active)
 
 
 def active_positions(seq_len: int, seed: int) -> NDArray[np.bool_]:
-    """The queries (S) that have a gradient: all of them where that is cheap, else a random one of each few."""
+    """Return the queries (S) that have a gradient: all where that is cheap, else a random one of each few."""
     share = active_share(seq_len)
     active = np.zeros(seq_len, dtype=bool)
     first_of_each = np.arange(0, seq_len, share)
@@ -117,7 +117,7 @@ def active_positions(seq_len: int, seed: int) -> NDArray[np.bool_]:
 
 
 def active_share(seq_len: int) -> int:
-    """One query in so many has a gradient: a power of two, or one tile in eight had none with one query in 58."""
+    """Return n where one query in n has a gradient: a power of two, as with 58 one tile in eight had none."""
     if seq_len <= ALWAYS_ACTIVE:
         return 1
     share = 1 << max(0, (seq_len // ACTIVE_QUERIES).bit_length() - 1)

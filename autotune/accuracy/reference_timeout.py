@@ -1,4 +1,4 @@
-"""How long the reference of a cell may take: a worker that works on it much longer was stopped, or lost its machine."""
+"""Timeout of a cell's reference: a worker that takes longer was stopped, or lost its machine."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _FIRST_S = 5.0  # the first reference of a worker loads what float64 needs
 
 
 def reference_limit_s(workload: Workload, device: str, *, gradients: bool, first: bool) -> float:
-    """Seconds of the longest reference of one request, beyond which nobody is at work on it.
+    """Return the seconds that the longest reference of one request may take.
 
     ``gradients``: its rows are worked out, too. ``first``: of a worker.
     """
-    length = math.sqrt(2) * workload.total  # proofs are at lengths up to that
+    length = math.sqrt(2) * workload.total  # validations are at lengths up to that
     pairs = ROWS_PER_HEAD * workload.heads * length
     if gradients:
         queries = length / active_share(round(length))

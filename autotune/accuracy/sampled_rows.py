@@ -1,4 +1,4 @@
-"""Sampled rows of out, lse and every gradient, by the definition of dilated attention or out of a kernel's results.
+"""Sampled rows of out, lse and every gradient: by definition, or picked out of a kernel's results.
 
 Rows are computed apart from both the runtime and its oracle: in float64, and once more with the roundings that a right
 kernel of a compute dtype makes.
@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ringattn.workload import Branch, Pattern, Workload
+from ringattn.workload import Branch, Workload
 
 from .arithmetic import Arithmetic, modelled
 from .inputs import Inputs, active_positions
@@ -28,12 +28,9 @@ KEYS_PER_HEAD = 8
 _CHUNK_ELEMENTS = 2**25  # of a float64 logits block: 256 MiB
 
 
-# --- where results are looked at --------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Where results are looked at: per key/value head positions of query rows, and keys of a few heads."""
+    """Positions at which results are compared: of query rows per key/value head, and of keys of a few heads."""
 
     batch_of_head: tuple[int, ...]  # one batch element per key/value head
     rows_of_head: tuple[tuple[int, ...], ...]
@@ -41,7 +38,7 @@ class Sampled:
     keys_of_head: tuple[tuple[int, ...], ...]
 
     def rows_among(self, held: NDArray[np.int64]) -> Sampled:
-        """The same, each position as its row among the (ascending) positions that a rank holds."""
+        """Return each position as its row among the (ascending) positions that a rank holds."""
 
         def rows(found: tuple[int, ...]) -> tuple[int, ...]:
             return tuple(int(row) for row in np.searchsorted(held, found))
@@ -54,9 +51,9 @@ class Sampled:
 
 
 def sample_positions(workload: Workload, seq_len: int, seed: int, held: NDArray[np.int64] | None = None) -> Sampled:
-    """Random positions, and with them both ends, tile edges and segment edges, where kernels go wrong first.
+    """Sample random positions, both ends, tile edges and segment edges, where kernels go wrong first.
 
-    ``held``: only of these, which a rank holds.
+    ``held``: the positions that a rank holds; only these are sampled.
     """
     rng = np.random.default_rng((seed, seq_len))
     edges = {0, seq_len - 1, seq_len - seq_len % 64, seq_len - seq_len % 128 - 1, 63, 64, 127, 128}
@@ -83,18 +80,15 @@ def sample_positions(workload: Workload, seq_len: int, seed: int, held: NDArray[
     )
 
 
-# --- which key is seen, how often -------------------------------------------------------------------------------------
-
-
 def head_offset(kv_head: int, kv_heads: int, rate: int, rule: str) -> int:
-    """The first selected position of a key/value head within a segment."""
+    """Return the first selected position of a key/value head within a segment."""
     return kv_head % rate if rule == "interleaved" else kv_head // -(-kv_heads // rate)
 
 
 def times_seen(
     branches: Sequence[Branch], offsets: Sequence[int], queries_R: Tensor, keys_K: Tensor, causal: bool
 ) -> Tensor:
-    """(R, K): through how many branches each query position sees each key position."""
+    """Count through how many branches each query position sees each key position, (R, K)."""
     seen_RK = torch.zeros(len(queries_R), len(keys_K), dtype=torch.uint8, device=queries_R.device)
     for branch, offset in zip(branches, offsets, strict=True):
         # Positions that no branch selects get segments that nothing shares, -1 and -2.
@@ -109,19 +103,16 @@ def times_seen(
 
 
 def _key_range(branches: Sequence[Branch], rows_R: Tensor, length: int, causal: bool) -> tuple[int, int]:
-    """The positions [begin, end) that contain every key any of these rows can see."""
+    """Return the positions [begin, end) that contain every key any of these rows can see."""
     low, high = int(rows_R.min()), int(rows_R.max())
     begin = min(low - low % branch.segment for branch in branches)
     end = max(high - high % branch.segment + branch.segment for branch in branches)
     return begin, min(length, high + 1 if causal else end)
 
 
-# --- rows -------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
-class Attended:
-    """Of R rows of one head: out (R, D), lse (R); with a gradient weights and dlogits (R, K), and dq (R, D)."""
+class AttendedRows:
+    """Results of R rows of one head: out (R, D), lse (R); with a gradient weights and dlogits (R, K), and dq (R, D)."""
 
     out: Tensor
     lse: Tensor
@@ -140,8 +131,8 @@ def attend_rows(
     arithmetic: Arithmetic,
     *,
     want_dq: bool,
-) -> Attended:
-    """Rows of attention and their flash backward, each key weighted by how often it is seen."""
+) -> AttendedRows:
+    """Compute rows of attention and their flash backward, each key weighted by how often it is seen."""
     q, k, v = (arithmetic.operand(x.to(arithmetic.dtype)) for x in (q_RD, k_KD, v_KD))
     logits = (q @ k.T) * scale
     most = int(seen_RK.max()) if seen_RK.numel() else 0
@@ -156,7 +147,7 @@ def attend_rows(
     exact_out = (arithmetic.operand(shifted) @ v) / divisor
     out = arithmetic.result(exact_out)
     if dout_RD is None:
-        return Attended(out, lse[:, 0])
+        return AttendedRows(out, lse[:, 0])
     dout = arithmetic.operand(dout_RD.to(arithmetic.dtype))
     saved, rounded_by = exact_out, torch.zeros_like(lse)
     if arithmetic.recomputed:
@@ -165,19 +156,19 @@ def attend_rows(
         def signs(x: Tensor) -> Tensor:
             return 2.0 * torch.randint(0, 2, x.shape, generator=generator, device=x.device).to(x.dtype) - 1.0
 
-        def wobbled(x: Tensor) -> Tensor:
+        def perturbed(x: Tensor) -> Tensor:
             return torch.where(x == -math.inf, x, x * (1 + arithmetic.recomputed * signs(x)))
 
         # Merging weighs partial results by exp(L_b - L), which is as inexact as L is large: one factor per row.
         of_row = torch.where(empty, 0.0, lse).abs() * arithmetic.recomputed / 4
-        logits, saved = wobbled(logits), wobbled(saved) * (1 + of_row * signs(of_row))
+        logits, saved = perturbed(logits), perturbed(saved) * (1 + of_row * signs(of_row))
         # One row may be all of a dk: over 12031 positions it erred by 0.19 in every kernel, and here by 0.008 for luck.
         rounded_by = signs(of_row) * arithmetic.kept * (saved * dout).norm(dim=-1, keepdim=True)
     weights = torch.exp(logits - torch.where(empty, 0.0, lse))
     delta = (saved * dout).sum(-1, keepdim=True) + rounded_by
     dlogits = arithmetic.operand(weights * (dout @ v.T - delta))
     dq = arithmetic.result((dlogits @ k) * scale) if want_dq else None
-    return Attended(out, lse[:, 0], dq, weights, dlogits)
+    return AttendedRows(out, lse[:, 0], dq, weights, dlogits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,112 +187,98 @@ class Rows:
         dks: list[Tensor],
         dvs: list[Tensor],
     ) -> Rows:
-        """Of the rows of each head; without the gradients that there are none of."""
+        """Join the rows of each head, without gradients where there are none."""
         named = {"out": outs, "dq": dqs, "dk": dks, "dv": dvs}
         return cls(torch.cat(lses), tuple((name, torch.cat(parts)) for name, parts in named.items() if parts))
 
 
 def compute_rows(workload: Workload, inputs: Inputs, sampled: Sampled, arithmetic: Arithmetic) -> Rows:
-    """The sampled rows of ``inputs`` by definition, in float64 with EXACT or as a right kernel would round them."""
-    length = inputs.q.shape[1]
-    scale = 1.0 / math.sqrt(workload.head_dim)
-    branches = workload.pattern.resolved(length)
-    outs, lses, dqs, dks, dvs = [], [], [], [], []
-    for kv_head in range(workload.kv_heads):
-        offsets = _offsets(workload.pattern, branches, kv_head, workload.kv_heads)
-        rows_R = torch.tensor(sampled.rows_of_head[kv_head], device=inputs.q.device)
-        for attended in _attend_group(workload, inputs, sampled, kv_head, rows_R, branches, offsets, scale, arithmetic):
-            outs.append(attended.out)
-            lses.append(attended.lse)
-            if attended.dq is not None:
-                dqs.append(attended.dq)
-    for kv_head, keys in zip(sampled.key_heads, sampled.keys_of_head, strict=True):
-        offsets = _offsets(workload.pattern, branches, kv_head, workload.kv_heads)
-        dk, dv = _key_gradients(workload, inputs, sampled, kv_head, keys, branches, offsets, scale, arithmetic)
-        dks.append(dk)
-        dvs.append(dv)
-    return Rows.of(lses, outs, dqs, dks, dvs)
-
-
-def _offsets(pattern: Pattern, branches: Sequence[Branch], kv_head: int, kv_heads: int) -> list[int]:
-    return [head_offset(kv_head, kv_heads, branch.rate, pattern.head_offset) for branch in branches]
-
-
-def _attend_group(
-    workload: Workload,
-    inputs: Inputs,
-    sampled: Sampled,
-    kv_head: int,
-    rows_R: Tensor,
-    branches: Sequence[Branch],
-    offsets: Sequence[int],
-    scale: float,
-    arithmetic: Arithmetic,
-    *,
-    want_dq: bool = True,
-) -> list[Attended]:
-    """The same rows of every query head that shares a key/value head."""
-    batch, group = sampled.batch_of_head[kv_head], workload.heads // workload.kv_heads
-    begin, end = _key_range(branches, rows_R, inputs.q.shape[1], workload.causal)
-    keys_K = torch.arange(begin, end, device=rows_R.device)
-    seen_RK = times_seen(branches, offsets, rows_R, keys_K, workload.causal)
-    k_KD, v_KD = (x[batch, begin:end, kv_head] for x in (inputs.k, inputs.v))
-    return [
-        attend_rows(
-            inputs.q[batch, rows_R, head],
-            k_KD,
-            v_KD,
-            inputs.dout[batch, rows_R, head] if workload.train else None,
-            seen_RK,
-            scale,
-            arithmetic,
-            want_dq=want_dq,
-        )
-        for head in range(kv_head * group, (kv_head + 1) * group)
+    """Compute the sampled rows by definition, in float64 with EXACT or as a right kernel would round them."""
+    computation = _Computation(workload, inputs, sampled, arithmetic)
+    attended = [
+        rows
+        for kv_head, held in enumerate(sampled.rows_of_head)
+        for rows in computation.group(kv_head, torch.tensor(held, device=inputs.q.device))
     ]
+    of_keys = [
+        computation.key_gradients(kv_head, keys)
+        for kv_head, keys in zip(sampled.key_heads, sampled.keys_of_head, strict=True)
+    ]
+    return Rows.of(
+        [rows.lse for rows in attended],
+        [rows.out for rows in attended],
+        [rows.dq for rows in attended if rows.dq is not None],
+        [dk for dk, _ in of_keys],
+        [dv for _, dv in of_keys],
+    )
 
 
-def _key_gradients(
-    workload: Workload,
-    inputs: Inputs,
-    sampled: Sampled,
-    kv_head: int,
-    keys: Sequence[int],
-    branches: Sequence[Branch],
-    offsets: Sequence[int],
-    scale: float,
-    arithmetic: Arithmetic,
-) -> tuple[Tensor, Tensor]:
-    """dk and dv (keys, D): every query with a gradient that sees one of the keys is attended whole, in chunks."""
-    length, device = inputs.q.shape[1], inputs.q.device
-    keys_J = torch.tensor(keys, device=device)
-    everyone = torch.arange(length, device=device)
-    sees_S = (times_seen(branches, offsets, everyone, keys_J, workload.causal) > 0).any(-1)
-    rows = everyone[sees_S & inputs.active]
-    shape = (len(keys), workload.head_dim)
-    dk = torch.zeros(shape, dtype=arithmetic.dtype, device=device)
-    dv = torch.zeros(shape, dtype=arithmetic.dtype, device=device)
-    batch, group = sampled.batch_of_head[kv_head], workload.heads // workload.kv_heads
-    chunk = max(1, _CHUNK_ELEMENTS // length)
-    for first in range(0, len(rows), chunk):
-        rows_R = rows[first : first + chunk]
-        begin, end = _key_range(branches, rows_R, length, workload.causal)
-        here = (keys_J >= begin) & (keys_J < end)
-        columns = keys_J[here] - begin
-        attended = _attend_group(
-            workload, inputs, sampled, kv_head, rows_R, branches, offsets, scale, arithmetic, want_dq=False
-        )
-        for head, part in zip(range(kv_head * group, (kv_head + 1) * group), attended, strict=True):
-            assert part.dlogits is not None
-            assert part.weights is not None
-            q, dout = (arithmetic.operand(x[batch, rows_R, head].to(arithmetic.dtype)) for x in (inputs.q, inputs.dout))
-            dk[here] += part.dlogits[:, columns].T @ q * scale
-            dv[here] += arithmetic.operand(part.weights[:, columns]).T @ dout
-    return arithmetic.result(dk), arithmetic.result(dv)
+class _Computation:
+    """Rows of one workload on given inputs, in one arithmetic."""
+
+    def __init__(self, workload: Workload, inputs: Inputs, sampled: Sampled, arithmetic: Arithmetic) -> None:
+        self._workload, self._inputs, self._sampled, self._arithmetic = workload, inputs, sampled, arithmetic
+        self._length = inputs.q.shape[1]
+        self._scale = 1.0 / math.sqrt(workload.head_dim)
+        self._branches = workload.pattern.resolved(self._length)
+        self._group = workload.heads // workload.kv_heads
+
+    def _times_seen(self, kv_head: int, queries_R: Tensor, keys_K: Tensor) -> Tensor:
+        workload, rule = self._workload, self._workload.pattern.head_offset
+        offsets = [head_offset(kv_head, workload.kv_heads, branch.rate, rule) for branch in self._branches]
+        return times_seen(self._branches, offsets, queries_R, keys_K, workload.causal)
+
+    def _heads(self, kv_head: int) -> range:
+        return range(kv_head * self._group, (kv_head + 1) * self._group)
+
+    def group(self, kv_head: int, rows_R: Tensor, *, want_dq: bool = True) -> list[AttendedRows]:
+        """Attend the same rows of every query head that shares a key/value head."""
+        inputs, batch = self._inputs, self._sampled.batch_of_head[kv_head]
+        begin, end = _key_range(self._branches, rows_R, self._length, self._workload.causal)
+        seen_RK = self._times_seen(kv_head, rows_R, torch.arange(begin, end, device=rows_R.device))
+        k_KD, v_KD = (x[batch, begin:end, kv_head] for x in (inputs.k, inputs.v))
+        return [
+            attend_rows(
+                inputs.q[batch, rows_R, head],
+                k_KD,
+                v_KD,
+                inputs.dout[batch, rows_R, head] if self._workload.train else None,
+                seen_RK,
+                self._scale,
+                self._arithmetic,
+                want_dq=want_dq,
+            )
+            for head in self._heads(kv_head)
+        ]
+
+    def key_gradients(self, kv_head: int, keys: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Compute dk and dv (keys, D) from every query with a gradient that sees one of the keys, in chunks."""
+        inputs, arithmetic, device = self._inputs, self._arithmetic, self._inputs.q.device
+        keys_J = torch.tensor(keys, device=device)
+        everyone = torch.arange(self._length, device=device)
+        sees_S = (self._times_seen(kv_head, everyone, keys_J) > 0).any(-1)
+        rows = everyone[sees_S & inputs.active]
+        dk, dv = torch.zeros(2, len(keys), self._workload.head_dim, dtype=arithmetic.dtype, device=device)
+        batch = self._sampled.batch_of_head[kv_head]
+        chunk = max(1, _CHUNK_ELEMENTS // self._length)
+        for first in range(0, len(rows), chunk):
+            rows_R = rows[first : first + chunk]
+            begin, end = _key_range(self._branches, rows_R, self._length, self._workload.causal)
+            here = (keys_J >= begin) & (keys_J < end)
+            columns = keys_J[here] - begin
+            for head, part in zip(self._heads(kv_head), self.group(kv_head, rows_R, want_dq=False), strict=True):
+                assert part.dlogits is not None
+                assert part.weights is not None
+                q, dout = (
+                    arithmetic.operand(x[batch, rows_R, head].to(arithmetic.dtype)) for x in (inputs.q, inputs.dout)
+                )
+                dk[here] += part.dlogits[:, columns].T @ q * self._scale
+                dv[here] += arithmetic.operand(part.weights[:, columns]).T @ dout
+        return arithmetic.result(dk), arithmetic.result(dv)
 
 
 def pick_rows(workload: Workload, sampled: Sampled, out: Tensor, lse: Tensor, grads: Sequence[Tensor]) -> Rows:
-    """The same rows out of a candidate's whole results: out (B, S, H, D), lse (B, H, S), grads dq, dk, dv or none."""
+    """Pick the sampled rows out of whole results: out (B, S, H, D), lse (B, H, S), grads dq, dk, dv or none."""
     group = workload.heads // workload.kv_heads
     outs, lses, dqs, dks, dvs = [], [], [], [], []
     for kv_head, rows in enumerate(sampled.rows_of_head):
@@ -318,12 +295,9 @@ def pick_rows(workload: Workload, sampled: Sampled, out: Tensor, lse: Tensor, gr
     return Rows.of(lses, outs, dqs, dks, dvs)
 
 
-# --- what is expected -------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a right kernel of one compute dtype gives: exact rows, and the same with its roundings."""
+    """Rows that a right kernel of one compute dtype gives: exact ones, and the same with its roundings."""
 
     exact: Rows
     rounded: Rows
@@ -332,5 +306,6 @@ class Expected:
 
 
 def expect(workload: Workload, inputs: Inputs, sampled: Sampled, exact: Rows, compute_dtype: str) -> Expected:
+    """Compute the rows as a right kernel of ``compute_dtype`` rounds them, beside the exact ones."""
     rounded = compute_rows(workload, inputs, sampled, modelled(compute_dtype, workload.dtype))
     return Expected(exact, rounded, compute_dtype, workload.dtype)

@@ -1,1 +1,1 @@
-"""The ringtune command: one file per command, each parses, asks a function, prints."""
+"""The ringtune command: one file per command, which parses, calls a function and prints."""

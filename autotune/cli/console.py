@@ -1,4 +1,4 @@
-"""What every command shares at the terminal: consoles and one JSON document.
+"""Consoles and the JSON document that all commands share.
 
 stdout carries the answer (a table, or with ``--json`` exactly one document); stderr carries logs, progress and
 errors. Rich is imported late so that ``ringtune --help`` stays quick.
@@ -24,7 +24,7 @@ PIPED_WIDTH = 110  # columns when stdout is no terminal: tables stay whole in a 
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console on the current stdout or stderr. Rich itself honours NO_COLOR, FORCE_COLOR, TERM and COLUMNS."""
+    """Return a console on the current stdout or stderr. Rich itself honours NO_COLOR, FORCE_COLOR, TERM and COLUMNS."""
     import os
 
     from rich.console import Console
@@ -36,7 +36,7 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def emit_json(document: object) -> None:
-    """The one JSON document of a command, on stdout: dataclasses as objects, inf and NaN as null."""
+    """Print the one JSON document of a command on stdout: dataclasses as objects, inf and NaN as null."""
     click.echo(json.dumps(_plain_data(document), indent=2, allow_nan=False))
 
 
@@ -55,5 +55,5 @@ def _plain_data(value: object) -> object:
 
 
 def warn(text: str) -> None:
-    """One line on stderr that is not an error."""
+    """Print one line on stderr that is not an error."""
     click.echo(plain(text), err=True)

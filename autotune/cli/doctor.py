@@ -1,4 +1,4 @@
-"""``ringtune doctor``: what this machine can run, and what would make it run more."""
+"""``ringtune doctor``: show what this machine can run, and what would make it run more."""
 
 from __future__ import annotations
 
@@ -72,24 +72,20 @@ def doctor(
     for name, value in given.items():
         if value:
             raise click.UsageError(f"{name} goes with --numerics")
-    from autotune.report.doctor import diagnose, run_trials, torch_device
+    from autotune.report.doctor import diagnose
+    from autotune.report.numerics_sweep import sweep
     from ringattn.hardware.facts import detect
 
     from .console import console, emit_json
 
     facts = detect(device)
-    diagnoses = diagnose(facts, lambda trials: run_trials(trials, torch_device(facts.vendor, device)))
+    diagnoses = diagnose(facts, lambda attempts: sweep(attempts, facts, device))
     places = search_path_contents()
     ranks = ranks_here(facts, device)
     if as_json:
+        resolution = _resolution(device)
         emit_json(
-            {
-                "facts": facts,
-                "ranks": ranks,
-                "search_path": places,
-                "resolution": _resolution(device),
-                "kernels": diagnoses,
-            }
+            {"facts": facts, "ranks": ranks, "search_path": places, "resolution": resolution, "kernels": diagnoses}
         )
     else:
         console().print(doctor_summary(facts, ranks, places, _resolution(device), diagnoses))
@@ -98,7 +94,7 @@ def doctor(
 
 
 def search_path_contents() -> list[dict[str, object]]:
-    """Every place that profiles are looked for, in order, with the files there and whether each can be read."""
+    """List every place that profiles are looked for, in order, with its files and whether each can be read."""
     from ringattn.errors import ProfileError
     from ringattn.profile.locations import home_folder, search_paths
     from ringattn.profile.yaml_io import load_profile
@@ -123,7 +119,7 @@ def search_path_contents() -> list[dict[str, object]]:
 
 
 def _resolution(device: str | None) -> dict[str, object]:
-    """What resolves here; a file that was named and cannot be used is an answer too, not the end of the diagnosis."""
+    """Return what resolves here; a named file that cannot be used is an answer, too, and no end of the diagnosis."""
     from ringattn.errors import ProfileError
 
     from .locate import resolve_here
@@ -136,7 +132,7 @@ def _resolution(device: str | None) -> dict[str, object]:
 
 
 def ranks_here(facts: HardwareFacts, device: str | None) -> dict[str, object]:
-    """How many ranks fit on this host, what links them, and how fast that was when plans for them were measured.
+    """Return how many ranks fit on this host, what links them, and their measured speeds.
 
     On a CPU any number of processes can be ranks, so that 1 says nothing.
     """
@@ -156,13 +152,12 @@ def ranks_here(facts: HardwareFacts, device: str | None) -> dict[str, object]:
 
 
 def ranks_text(facts: HardwareFacts, ranks: dict[str, Any]) -> str:
-    """The same as one line."""
+    """Return the ranks as one line."""
     if facts.vendor == "cpu":
         return "processes over gloo, as many as you like: ringtune probe --nproc N tunes them as one"
     if ranks["count"] == 1:
         return "one GPU"
-    kinds = {"": "by links that NVML does not tell", "pcie": "over PCIe"}
-    kinds["nv1"] = "by 1 NVLink each"
+    kinds = {"": "by links that NVML does not tell", "pcie": "over PCIe", "nv1": "by 1 NVLink each"}
     link = kinds.get(ranks["link"], f"by {ranks['link'].removeprefix('nv')} NVLinks each")
     speeds = [
         f"{speed.world} ranks on {plural(speed.hosts, 'host')}: {speed.ring_gb_s:g} GB/s each way, "
@@ -176,7 +171,7 @@ def ranks_text(facts: HardwareFacts, ranks: dict[str, Any]) -> str:
 def doctor_summary(
     facts: Any, ranks: dict[str, Any], places: list[dict[str, Any]], resolution: dict[str, Any], kernels: Any
 ) -> Any:
-    """The diagnosis as tables for the terminal."""
+    """Return the diagnosis as tables for the terminal."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Group
     from rich.table import Table
@@ -191,10 +186,7 @@ def doctor_summary(
     cores = "cores" if facts.vendor == "cpu" else "SMs"
     for label, value in (
         ("device", f"{facts.device_name} ({facts.sku}, {facts.arch})"),
-        (
-            "size",
-            f"{facts.sm_count} {cores}, {memory}, L2 {format_bytes(facts.l2_mib * 2**20)}",
-        ),
+        ("size", f"{facts.sm_count} {cores}, {memory}, L2 {format_bytes(facts.l2_mib * 2**20)}"),
         ("ranks", ranks_text(facts, ranks)),
         ("software", ", ".join(f"{name} {version}" for name, version in facts.software)),
         ("optional packages", ", ".join(facts.packages) or "none found"),
@@ -205,35 +197,19 @@ def doctor_summary(
     table.add_column("State", no_wrap=True)
     table.add_column("What happened, and what would help", overflow="fold")
     for kernel in kernels:
-        told = [
-            kernel.detail,
-            *([f"-> {kernel.remedy}"] if kernel.remedy else []),
-            *([f"({kernel.note})"] if kernel.note else []),
-        ]
-        table.add_row(
-            kernel.kernel, Text(kernel.state, style=STATE_STYLES[kernel.state]), Text("\n".join(map(plain, told)))
-        )
+        remedy = [f"-> {kernel.remedy}"] if kernel.remedy else []
+        lines = [kernel.detail, *remedy, *([f"({kernel.note})"] if kernel.note else [])]
+        state = Text(kernel.state, style=STATE_STYLES[kernel.state])
+        table.add_row(kernel.kernel, state, Text("\n".join(map(plain, lines))))
     parts: list[Any] = [Text("Machine", style="bold"), machine, Text(""), Text("Kernels", style="bold"), table]
     parts.append(Text("Profiles, in search order", style="bold"))
     for place in places:
-        state = (
-            ""
-            if place["files"]
-            else ": cannot be read"
-            if place["error"]
-            else ": empty"
-            if place["exists"]
-            else ": not there"
-        )
-        parts.append(Text(f"  {place['origin']:<9} {plain(place['path'])}{state}"))
+        empty = "cannot be read" if place["error"] else "empty" if place["exists"] else "not there"
+        note = "" if place["files"] else f": {empty}"
+        parts.append(Text(f"  {place['origin']:<9} {plain(place['path'])}{note}"))
         for file in place["files"]:
-            fault = file["error"]
-            parts.append(
-                Text(
-                    f"            - {plain(file['file'])}: {plain(fault or file['source'])}",
-                    style="red" if fault else "dim",
-                )
-            )
+            line = f"            - {plain(file['file'])}: {plain(file['error'] or file['source'])}"
+            parts.append(Text(line, style="red" if file["error"] else "dim"))
     tier = resolution["tier"]
     verdict = f"{resolution['path']}: tier {tier} ({TIER_MEANINGS[tier]})" if tier else resolution["error"]
     parts += [Text(""), Text("In use", style="bold"), Text(f"  {plain(verdict)}")]

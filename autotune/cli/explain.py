@@ -1,4 +1,4 @@
-"""``ringtune explain``: why this plan, for this workload, on this machine."""
+"""``ringtune explain``: explain the plan for one workload on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which profile a command speaks of: the one named, or the one this machine resolves."""
+"""The profile that a command is about: the one named, or the one this machine resolves."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ TIER_MEANINGS = {
 def resolve_here(
     device: str | None, ranks: int | Callable[[HardwareFacts], int] = 1
 ) -> tuple[Resolution, tuple[str, ...]]:
-    """What this machine resolves, and notes on files that were skipped. Imports torch, for the machine's facts.
+    """Return what this machine resolves, and notes on files that were skipped. Imports torch, for the facts.
 
     ``ranks`` may be made of them.
     """
     from autotune.probe.ranks_environment import facts_of_ranks
     from ringattn.hardware.facts import detect
-    from ringattn.profile.resolve import collect, resolve
+    from ringattn.profile.locations import collect
+    from ringattn.profile.resolve import resolve
 
     located, notes = collect()
     facts = detect(device)
@@ -42,7 +43,7 @@ def resolve_here(
 
 
 def chosen_profile_path(named: Path | None, device: str | None, ranks: int = 1) -> Path:
-    """``named``, or the file this machine resolves.
+    """Return ``named``, or the file this machine resolves.
 
     Raises ProbeFailure with the exit code for "no matching profile" when nothing measured serves this machine.
     """
@@ -57,7 +58,7 @@ def chosen_profile_path(named: Path | None, device: str | None, ranks: int = 1) 
 
 
 def profile_document(profile: Profile) -> Any:
-    """A profile as the data that its file holds, for --json."""
+    """Return a profile as the data that its file holds, for --json."""
     import yaml
 
     from ringattn.profile.yaml_io import dump_profile

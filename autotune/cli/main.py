@@ -33,7 +33,7 @@ _WANTS_JSON = "ringtune.wants_json"
 
 
 def _fail(message: str, code: ExitCode, as_json: bool) -> click.exceptions.Exit:
-    """Says what went wrong in one line on stderr; with --json also as a document, so that stdout is always JSON."""
+    """Report an error in one line on stderr, and with --json as a document, so that stdout is always JSON."""
     message = plain(message)
     click.echo(f"Error: {message}", err=True)
     if as_json:
@@ -70,7 +70,7 @@ class RingtuneGroup(click.Group):
 
 
 def exit_code_of(error: Exception) -> ExitCode | None:
-    """The exit code of an error that a user can cause, None for a bug of ours."""
+    """Return the exit code of an error that a user can cause, None for a bug of ours."""
     from ringattn.errors import DeviceError, RingAttentionError
 
     if isinstance(error, ProbeFailure):
@@ -93,7 +93,7 @@ def _interrupted(ctx: click.Context) -> str:
 
 
 class _StderrHandler(logging.Handler):
-    """Log records as plain lines on whatever stderr is now, so that a live progress bar is not torn."""
+    """Prints log records as plain lines on the current stderr, so that a live progress bar is not torn."""
 
     def emit(self, record: logging.LogRecord) -> None:
         click.echo(plain(f"{record.name}: {record.levelname.lower()}: {record.getMessage()}"), err=True)
@@ -136,7 +136,7 @@ for _command in (probe, show, report, explain, which, validate, verify, doctor):
 
 
 def main() -> NoReturn:
-    """What ``__main__`` calls. Ends the process with one of the exit codes above."""
+    """Run the command, and end the process with one of the exit codes above."""
     try:
         cli.main(prog_name="ringtune")
     except KeyboardInterrupt:  # before a command had begun
@@ -150,7 +150,7 @@ def main() -> NoReturn:
 
 
 def _leave_now(code: ExitCode) -> NoReturn:
-    """Ends the process past Python's own ending.
+    """End the process past Python's own ending.
 
     There a second Ctrl-C prints a traceback, and one that struck inside an extension module makes Python kill itself
     by the signal after all. Everything that must be closed is closed by then.

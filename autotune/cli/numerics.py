@@ -1,4 +1,4 @@
-"""``ringtune doctor --numerics``: the map of where kernels are right, and what of it programs remember."""
+"""``ringtune doctor --numerics``: map where kernels are right, and record it for programs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STYLES = {"ok": "green", "wrong": "red", "fails": "red", "refused, but right": "
 
 
 def head_dim_list(value: str | tuple[int, ...]) -> tuple[int, ...]:
-    """Multiples of 8 up to 256, and ranges of them: ``64,128`` or ``8-96,256``."""
+    """Parse multiples of 8 up to 256, and ranges of them: ``64,128`` or ``8-96,256``."""
     if isinstance(value, tuple):
         return value
     found: set[int] = set()
@@ -46,8 +46,8 @@ def numerics_of(
     try_refused: bool,
     as_json: bool,
 ) -> None:
-    """Runs the sweep and prints its map, or JSON; exit code 1 where an allowed kernel is not right."""
-    from autotune.report.doctor import torch_device
+    """Run the sweep and print its map, or JSON; exit code 1 where an allowed kernel is not right."""
+    from autotune.measure.worker_pool import pool_size_here
     from autotune.report.numerics_map import HEAD_DIMS, attempts, findings, lines
     from autotune.report.numerics_sweep import sweep
     from ringattn.hardware.facts import detect
@@ -63,8 +63,9 @@ def numerics_of(
     progress = _Progress(total)
     verdicts = sweep(
         asked,
-        torch_device(facts.vendor, device),
-        processes=processes_for(facts),
+        facts,
+        device,
+        processes=1 if facts.vendor == "cpu" else max(1, pool_size_here(facts)),  # most of the time goes into compiling
         budget_s=budget_s or BUDGET_S,
         progress=progress,
     )
@@ -78,20 +79,8 @@ def numerics_of(
         raise click.exceptions.Exit(ExitCode.ERROR)
 
 
-def processes_for(facts: HardwareFacts) -> int:
-    """How many children share the device: compilation is most of the time of a GPU's sweep, and runs on one core."""
-    import os
-
-    from autotune.measure.interference import available_kib
-    from autotune.measure.worker_pool import helpers_for
-
-    if facts.vendor == "cpu":
-        return 1
-    return max(1, helpers_for(len(os.sched_getaffinity(0)), facts.memory_mib, available_kib() // 1024))
-
-
 def remember(facts: HardwareFacts, asked: Any, verdicts: Any) -> str:
-    """Puts what was found where programs look for it; says what is wrong with that place, if anything."""
+    """Record the verdicts where programs look for them; return what is wrong with that place, if anything."""
     from autotune.report.numerics_map import verdicts_to_remember
     from ringattn.planning.validation_memory import key_of, user_memory
 
@@ -107,7 +96,7 @@ def remember(facts: HardwareFacts, asked: Any, verdicts: Any) -> str:
 
 
 class _Progress:
-    """A line on stderr every few seconds."""
+    """Prints a line on stderr every few seconds."""
 
     def __init__(self, total: int) -> None:
         self._total, self._began, self._said = total, time.monotonic(), 0.0
@@ -122,7 +111,7 @@ class _Progress:
 def numerics_summary(
     facts: HardwareFacts, kernels: Sequence[str], made: Sequence[Line], total: int, done: int, note: str
 ) -> Any:
-    """The map as a table for the terminal."""
+    """Return the map as a table for the terminal."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Group
     from rich.table import Table

@@ -1,14 +1,19 @@
-"""The options that several commands share, and the types of their values."""
+"""Options that several commands share, and the types of their values.
+
+An option is named after the field of ProbeRequest that it fills: the request is built from the options by name.
+"""
 
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from autotune.exit_codes import ProbeFailure
 from ringattn.arguments import dtype_name
 from ringattn.wording import plural
 
@@ -19,14 +24,14 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 class DtypeChoice(click.Choice):  # type: ignore[type-arg]  # generic since click 8.2 alone
-    """A dtype by any of the names that ``ringattn`` takes, or another of the values listed."""
+    """Parses a dtype by any of the names that ``ringattn`` takes, or another of the values listed."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return super().convert(dtype_name(value) or value, param, ctx)
 
 
 def integer_list(value: str | tuple[int, ...]) -> tuple[int, ...]:
-    """Positive integers with commas between them: ``2048,4096,8192``."""
+    """Parse positive integers with commas between them: ``2048,4096,8192``."""
     if isinstance(value, tuple):
         return value
     try:
@@ -39,7 +44,7 @@ def integer_list(value: str | tuple[int, ...]) -> tuple[int, ...]:
 
 
 def mebibytes(value: str | int) -> int:
-    """A memory size in MiB; a unit may be given: ``512``, ``512MiB``, ``24GiB``."""
+    """Parse a memory size in MiB; a unit may be given: ``512``, ``512MiB``, ``24GiB``."""
     match = re.fullmatch(r"(\d+)\s*(mib|gib)?", str(value).strip(), re.IGNORECASE)
     if match is None or int(match[1]) == 0:
         raise click.BadParameter(f"{value!r} is not a memory size such as 512 (MiB), 512MiB or 24GiB")
@@ -47,7 +52,7 @@ def mebibytes(value: str | int) -> int:
 
 
 def device_name(value: str) -> str:
-    """A torch device. Only its spelling is checked here; whether it exists is asked of the machine later."""
+    """Parse a torch device. Only its spelling is checked here; the machine is asked later whether it exists."""
     text = value.strip().lower()
     if text.isdecimal():
         return f"cuda:{int(text)}"
@@ -57,7 +62,7 @@ def device_name(value: str) -> str:
 
 
 def positive_number(value: str | float) -> float:
-    """A finite number above zero."""
+    """Parse a finite number above zero."""
     try:
         number = float(value)
     except ValueError:
@@ -68,7 +73,7 @@ def positive_number(value: str | float) -> float:
 
 
 def seconds(value: str | float) -> float:
-    """A time in seconds; a unit may be given: ``90``, ``90s``, ``3m``."""
+    """Parse a time in seconds; a unit may be given: ``90``, ``90s``, ``3m``."""
     text = str(value).strip().lower()
     try:
         number = 60 * float(text[:-1]) if text.endswith("m") else float(text.removesuffix("s"))
@@ -81,12 +86,25 @@ def seconds(value: str | float) -> float:
 
 budget_option = click.option(
     "--budget",
+    "budget_s",
     type=seconds,
     metavar="SECONDS",
     help="Seconds to spend once torch is loaded; 90s and 3m work, too.  [default: what --effort says]",
 )
 
 POSITIVE = click.IntRange(min=1)
+
+
+def effort_option(default: str, text: str) -> Callable[[Command], Command]:
+    """Return the option --effort of a command with its own default and help text."""
+    efforts = click.Choice(["quick", "standard", "full"])
+    return click.option("--effort", type=efforts, default=default, show_default=True, help=text)
+
+
+def seed_option(text: str) -> Callable[[Command], Command]:
+    """Return the option --seed of a command with its own help text."""
+    return click.option("--seed", type=click.IntRange(min=0), metavar="N", default=0, show_default=True, help=text)
+
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 
@@ -99,7 +117,7 @@ device_option = click.option(
 
 
 def process_count(value: str) -> str:
-    """A number of processes, or ``gpu`` for one on each GPU of this host."""
+    """Parse a number of processes, or ``gpu`` for one on each GPU of this host."""
     text = value.strip().lower()
     if text != "gpu" and not (text.isdecimal() and int(text) >= 1):
         raise click.BadParameter(f"{value!r} is no number of processes; use an integer >= 1, or gpu for all GPUs")
@@ -123,7 +141,7 @@ world_option = click.option(
 
 
 def ranks_asked(nproc: str | None, facts: HardwareFacts) -> int:
-    """The number of ranks that ``world_option`` asks about, on a machine with these facts; nothing is started."""
+    """Return the number of ranks that ``world_option`` asks about, on a machine with these facts."""
     if nproc != "gpu":
         return int(nproc or 1)
     if facts.vendor == "cpu":
@@ -135,7 +153,7 @@ profile_argument = click.argument("profile", required=False, type=click.Path(pat
 
 
 def shape_options(heads: int | None = None, head_dim: int | None = None) -> Callable[[Command], Command]:
-    """Batch, heads and head dimension, as ``probe`` (whose grid knows better defaults) and ``explain`` take them."""
+    """Add batch, heads and head dimension, whose defaults for ``probe`` are the grid's."""
 
     shown = True if heads is not None else "the grid's"
 
@@ -159,7 +177,7 @@ def shape_options(heads: int | None = None, head_dim: int | None = None) -> Call
 
 
 def pattern_options(command: Command) -> Command:
-    """A dilated pattern as two lists of one length; neither means dense."""
+    """Add a dilated pattern as two lists of one length; neither means dense."""
     for option in (
         click.option(
             "--dilation-rates", type=integer_list, metavar="N,N,...", help="Dilation rate of every branch: 1,2,4."
@@ -195,3 +213,21 @@ def check_pattern(segment_lengths: tuple[int, ...] | None, dilation_rates: tuple
             f"{len(dilation_rates)}; "
             "give two lists of one length"
         )
+
+
+def check_writable(output: Path) -> None:
+    """Raise ProbeFailure now rather than after minutes of measuring, when ``output`` cannot be written later."""
+    folder = output.parent
+    if output.is_dir():
+        raise ProbeFailure(f"{output}: is a folder; --output names a file")
+    if not folder.is_dir():
+        raise ProbeFailure(
+            f"{output}: the folder {folder} does not exist; make it (mkdir -p) or choose another --output"
+        )
+    if output.exists() and not output.is_file():  # a device or pipe, which a file would replace
+        raise ProbeFailure(f"{output}: is not a regular file; choose another --output")
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".ringtune-"):
+            pass
+    except OSError as error:
+        raise ProbeFailure(f"{output}: cannot write in {folder} ({error.strerror}); choose another --output") from error

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from autotune.exit_codes import ExitCode, ProbeFailure
+from autotune.exit_codes import ExitCode
 
 from .options import (
     POSITIVE,
@@ -17,12 +16,15 @@ from .options import (
     budget_option,
     check_pattern,
     check_shape,
+    check_writable,
     device_option,
+    effort_option,
     json_option,
     mebibytes,
     nproc_option,
     pattern_options,
     positive_number,
+    seed_option,
     shape_options,
 )
 
@@ -39,24 +41,27 @@ MODES: dict[str, tuple[Mode, ...]] = {"train": ("train",), "infer": ("infer",), 
     type=click.Path(path_type=Path, dir_okay=False),
     help="File to write.  [default: the user's profile folder, named after the machine]",
 )
-@click.option(
-    "--effort",
-    type=click.Choice(["quick", "standard", "full"]),
-    default="standard",
-    show_default=True,
-    help="How long to search: quick 50 s, standard 170 s, full 1800 s; only full tries the kernels' tile shapes.",
+@effort_option(
+    "standard", "How long to search: quick 50 s, standard 170 s, full 1800 s; only full tries the kernels' tile shapes."
 )
 @budget_option
 @click.option(
     "--mode",
+    "modes",
     type=click.Choice(list(MODES)),
     default="both",
     show_default=True,
+    callback=lambda ctx, param, value: MODES[value],
     help="With gradients, without, or both.",
 )
 @click.option("--causal/--no-causal", default=None, help="Causal attention or full.  [default: what the grid says]")
 @click.option(
-    "--seq-len", type=POSITIVE, metavar="N", multiple=True, help="A length to measure; repeatable.  [default: the grid]"
+    "--seq-len",
+    "seq_lens",
+    type=POSITIVE,
+    metavar="N",
+    multiple=True,
+    help="A length to measure; repeatable.  [default: the grid]",
 )
 @shape_options()
 @pattern_options
@@ -73,7 +78,11 @@ MODES: dict[str, tuple[Mode, ...]] = {"train": ("train",), "infer": ("infer",), 
 )
 @click.option("--varied-lengths", is_flag=True, help="Lengths vary from call to call: let first-call cost count.")
 @click.option(
-    "--memory-limit", type=mebibytes, metavar="MIB", help="Workspace a plan may use, in MiB; 24GiB works too."
+    "--memory-limit",
+    "memory_limit_mib",
+    type=mebibytes,
+    metavar="MIB",
+    help="Workspace a plan may use, in MiB; 24GiB works too.",
 )
 @click.option(
     "--prefer",
@@ -82,14 +91,7 @@ MODES: dict[str, tuple[Mode, ...]] = {"train": ("train",), "infer": ("infer",), 
     show_default=True,
     help="Which end of the time/memory front to choose.",
 )
-@click.option(
-    "--seed",
-    type=click.IntRange(min=0),
-    metavar="N",
-    default=0,
-    show_default=True,
-    help="Fixes order, inputs, sampling.",
-)
+@seed_option("Fixes order, inputs, sampling.")
 @click.option(
     "--sampler",
     metavar="NAME",
@@ -112,7 +114,7 @@ MODES: dict[str, tuple[Mode, ...]] = {"train": ("train",), "infer": ("infer",), 
 )
 @click.option("--dry-run", is_flag=True, help="Print the cells, the space and the estimate; measure nothing.")
 @json_option
-def probe(as_json: bool, **options: Any) -> None:
+def probe(as_json: bool, nproc: str | None, **options: Any) -> None:
     """Measure attention on this machine and write its hardware profile.
 
     With no options it covers a sensible grid: several lengths, training and
@@ -145,48 +147,21 @@ def probe(as_json: bool, **options: Any) -> None:
     if options["output"] is not None and not options["dry_run"]:
         check_writable(options["output"])
 
-    from autotune.distributed.place import started_by_torchrun
+    from autotune.distributed.launcher import started_by_torchrun
     from autotune.probe.ranks_environment import follow_rank_0, is_follower, ranks_of
     from autotune.probe.request import ProbeRequest
     from autotune.probe.tuning import run_probe
 
     from .progress import probe_observer
 
-    ranks = ranks_of(options["nproc"], options["device"])
+    ranks = ranks_of(nproc, options["device"])
     if ranks == 1 and options["layout"] != "auto":
         raise click.UsageError("--layout is for a sequence over several ranks; give --nproc, too, or use torchrun")
     if is_follower():
         if not options["dry_run"]:
             follow_rank_0()
         return
-    request = ProbeRequest(
-        output=options["output"],
-        effort=options["effort"],
-        budget_s=options["budget"],
-        modes=MODES[options["mode"]],
-        causal=options["causal"],
-        seq_lens=options["seq_len"],
-        batch_size=options["batch_size"],
-        heads=options["heads"],
-        kv_heads=options["kv_heads"],
-        head_dim=options["head_dim"],
-        segment_lengths=options["segment_lengths"],
-        dilation_rates=options["dilation_rates"],
-        dense=options["dense"],
-        precision=options["precision"],
-        max_error=options["max_error"],
-        varied_lengths=options["varied_lengths"],
-        memory_limit_mib=options["memory_limit"],
-        prefer=options["prefer"],
-        seed=options["seed"],
-        sampler=options["sampler"],
-        storage=options["storage"],
-        device=options["device"],
-        ranks=ranks,
-        layout=options["layout"],
-        resume=options["resume"],
-        dry_run=options["dry_run"],
-    )
+    request = ProbeRequest(ranks=ranks, **options)
     with probe_observer() as observer:
         if ranks > 1 and not request.dry_run:
             observer.note(f"starting {ranks} ranks and measuring the links between them")
@@ -194,24 +169,6 @@ def probe(as_json: bool, **options: Any) -> None:
     _print_result(result, as_json)
     if result.inconclusive and not started_by_torchrun(os.environ):
         raise click.exceptions.Exit(ExitCode.INCONCLUSIVE)
-
-
-def check_writable(output: Path) -> None:
-    """Raise ProbeFailure now rather than after minutes of measuring, when ``output`` cannot be written later."""
-    folder = output.parent
-    if not folder.is_dir():
-        raise ProbeFailure(
-            f"{output}: the folder {folder} does not exist; make it (mkdir -p) or choose another --output"
-        )
-    if output.is_dir():
-        raise ProbeFailure(f"{output}: is a folder; --output names a file")
-    if output.exists() and not output.is_file():
-        raise ProbeFailure(f"{output}: is not a regular file; choose another --output")
-    try:
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".ringtune-"):
-            pass
-    except OSError as error:
-        raise ProbeFailure(f"{output}: cannot write in {folder} ({error.strerror}); choose another --output") from error
 
 
 def _print_result(result: ProbeResult, as_json: bool) -> None:
@@ -247,7 +204,7 @@ def _print_result(result: ProbeResult, as_json: bool) -> None:
 
 
 def _how_to_use(path: Path) -> str:
-    """Whether the runtime finds the file by itself."""
+    """Return how the runtime finds the file: by itself, or named."""
     from ringattn.profile.locations import home_folder, search_paths
 
     found = {place.resolve() for _, place in search_paths(os.environ, home_folder())}
@@ -257,7 +214,7 @@ def _how_to_use(path: Path) -> str:
 
 
 def probe_document(result: ProbeResult) -> dict[str, object]:
-    """What ``probe --json`` prints: where the profile is and how every cell ended; the file holds the rest."""
+    """Return what ``probe --json`` prints: where the profile is and how every cell ended."""
     return {
         "profile_path": result.profile_path,
         "verified": result.verified,
@@ -269,7 +226,7 @@ def probe_document(result: ProbeResult) -> dict[str, object]:
 
 
 def dry_run_summary(dry_run: DryRun) -> Any:
-    """The cells, the space and the estimate as tables."""
+    """Return the cells, the space and the estimate as tables."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Group
     from rich.table import Table
@@ -306,7 +263,7 @@ def dry_run_summary(dry_run: DryRun) -> Any:
 
 
 def rejected_kernels(dry_run: DryRun) -> dict[str, tuple[str, ...]]:
-    """Why each kernel that no cell races is ruled out, each reason once; --json has the reasons of every pair."""
+    """Return why each kernel that no cell races is ruled out, each reason once."""
     from autotune.report.summary import ruled_out
     from ringattn.workload import kernels_described
 

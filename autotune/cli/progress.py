@@ -1,4 +1,4 @@
-"""What a person sees while a probe runs: a live bar with an ETA on a terminal, plain lines everywhere else.
+"""Progress of a probe: a live bar with an ETA on a terminal, plain lines everywhere else.
 
 Both are ProbeObservers and write to stderr only.
 """
@@ -32,11 +32,11 @@ ETA_LINE_EVERY_S = 15.0
 
 @contextmanager
 def probe_observer() -> Iterator[ProbeObserver]:
-    """The observer that fits stderr, and Ctrl-C that is never lost.
+    """Yield the observer that fits stderr, with a Ctrl-C that is never lost.
 
     The bar is taken down whatever ends the probe.
     """
-    with _insistent_interrupt() as interrupt:
+    with _recorded_interrupt() as interrupt:
         target = console(stderr=True)
         if not target.is_terminal or target.is_dumb_terminal:
             yield InterruptibleObserver(LogObserver(), interrupt)
@@ -46,7 +46,7 @@ def probe_observer() -> Iterator[ProbeObserver]:
 
 
 class Interrupt:
-    """Whether Ctrl-C was pressed. Called as a signal handler, it remembers that and raises KeyboardInterrupt."""
+    """Records Ctrl-C as a signal handler, and raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -57,9 +57,11 @@ class Interrupt:
 
 
 @contextmanager
-def _insistent_interrupt() -> Iterator[Interrupt]:
-    """Remembers Ctrl-C while it lasts: extension modules lose a KeyboardInterrupt that strikes while they are imported
-    (seen in numpy.random, which Optuna loads in the middle of a probe)."""
+def _recorded_interrupt() -> Iterator[Interrupt]:
+    """Record Ctrl-C: extension modules lose a KeyboardInterrupt that is raised while they are imported.
+
+    That happened in numpy.random, which Optuna loads in the middle of a probe.
+    """
     interrupt = Interrupt()
     if threading.current_thread() is not threading.main_thread():  # where Python allows no handlers
         yield interrupt
@@ -71,14 +73,12 @@ def _insistent_interrupt() -> Iterator[Interrupt]:
         signal.signal(signal.SIGINT, before)
 
 
-class InterruptibleObserver:
-    """Passes everything on, but not past a Ctrl-C: the next step of the probe raises KeyboardInterrupt again."""
+class InterruptibleObserver(ProbeObserver):
+    """Passes everything on, and raises KeyboardInterrupt at the next event after a Ctrl-C."""
 
     def __init__(self, observer: ProbeObserver, interrupt: Interrupt) -> None:
         self.observer = observer
         self._interrupt = interrupt
-        self.note = observer.note  # these two may be told while the probe is already on its way out
-        self.finished = observer.finished
 
     def plan(self, cells: Sequence[Workload], estimate_s: float) -> None:
         self._check()
@@ -96,13 +96,19 @@ class InterruptibleObserver:
         self._check()
         self.observer.eta(fraction, remaining_s)
 
+    def note(self, text: str) -> None:  # may come while the probe is already ending, as may the next
+        self.observer.note(text)
+
+    def finished(self, result: ProbeResult | VerifyResult) -> None:
+        self.observer.finished(result)
+
     def _check(self) -> None:
         if self._interrupt.requested:
             raise KeyboardInterrupt
 
 
 class _Tally:
-    """Where the probe stands: which cell of how many, and how many trials went well."""
+    """Counts cells and candidates."""
 
     def __init__(self) -> None:
         self._order: dict[Workload, int] = {}
@@ -117,7 +123,7 @@ class _Tally:
         self.failures += outcome.kind != "ok"
 
     def position(self, cell: Workload) -> str:
-        """``cell 3/20``; a cell that was refined in later counts on."""
+        """Return ``cell 3/20``; a cell that was refined in later counts on."""
         number = self._order.setdefault(cell, len(self._order) + 1)
         return f"cell {number}/{len(self._order)}"
 
@@ -126,8 +132,8 @@ class _Tally:
         return plural(self.trials, "trial") + failed
 
 
-class LogObserver:
-    """One line per event worth keeping, each with the seconds since the start: for logs, CI and pipes."""
+class LogObserver(ProbeObserver):
+    """Prints one line per event worth keeping, with the seconds since the start: for logs, CI and pipes."""
 
     def __init__(
         self,
@@ -168,8 +174,8 @@ class LogObserver:
         self._write(f"[{self._clock() - self._start_s:5.0f} s] {plain(text)}")
 
 
-class LiveObserver:
-    """A bar with percent, elapsed and remaining time, and beneath it the cell and the candidate being timed."""
+class LiveObserver(ProbeObserver):
+    """Draws a bar with percent, elapsed and remaining time, and the cell and candidate at work."""
 
     def __init__(self, target: Console) -> None:
         from rich.live import Live

@@ -1,16 +1,14 @@
-"""``ringtune report``: a profile as one web page."""
+"""``ringtune report``: write a profile as one web page."""
 
 from __future__ import annotations
 
-import os
-import secrets
 from pathlib import Path
 
 import click
 
 from autotune.exit_codes import ProbeFailure
 
-from .options import device_option, json_option, profile_argument
+from .options import check_writable, device_option, json_option, profile_argument
 
 
 @click.command(short_help="Make a web page of a profile.")
@@ -56,22 +54,13 @@ def report(profile: Path | None, output: Path | None, device: str | None, as_jso
 
 
 def write_page(page: str, target: Path, source: Path) -> None:
-    """Put the page in place in one step; ProbeFailure (one line) when it cannot be, with nothing changed."""
+    """Put the page in place in one step; raise ProbeFailure (one line) when it cannot be, with nothing changed."""
+    from ringattn.profile.whole_file import replace_file
+
     if target.exists() and target.samefile(source):
         raise ProbeFailure(f"{target}: is the profile itself; choose another --output")
-    if target.is_dir():
-        raise ProbeFailure(f"{target}: is a folder; --output names a file")
-    if not target.parent.is_dir():
-        raise ProbeFailure(f"{target}: the folder {target.parent} does not exist; make it or choose another --output")
-    if target.exists() and not target.is_file():  # a device or pipe, which the page would replace
-        raise ProbeFailure(f"{target}: is not a regular file; name another one, or use --output - for stdout")
-    target = target.resolve()  # through a symbolic link, which stays one
-    temporary = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.tmp")
+    check_writable(target)
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(page)
-        temporary.replace(target)
+        replace_file(target.resolve(), page.encode(), lasting=False)  # through a symbolic link, which stays one
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise ProbeFailure(f"{target}: cannot be written ({error.strerror}); choose another --output") from error

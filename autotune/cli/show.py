@@ -1,4 +1,4 @@
-"""``ringtune show``: a profile as a table."""
+"""``ringtune show``: print a profile as a table."""
 
 from __future__ import annotations
 

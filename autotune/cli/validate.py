@@ -1,4 +1,4 @@
-"""``ringtune validate``: is a file a profile, and can it run here?"""
+"""``ringtune validate``: check that files are profiles, and that they can run here."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """One file: what is wrong with its form (one line), and with ``--here`` what cannot run on this machine.
+class FileReport:
+    """Report on one file: a fault of its form (one line), and with ``--here`` what cannot run on this machine.
 
     Of its ``plans`` so many are ``unmeasured``: no fault, but nobody knows what is fast there.
     """
@@ -61,43 +61,44 @@ def validate(profiles: tuple[Path, ...], here: bool, device: str | None, as_json
         from ringattn.hardware.facts import detect
 
         facts = detect(device)
-    verdicts = [judge(path, facts) for path in profiles]
+    reports = [validate_file(path, facts) for path in profiles]
     if as_json:
-        emit_json(verdicts)
-    for verdict in verdicts if not as_json else ():
-        if verdict.error:
-            warn(f"Error: {verdict.error}")
-        for problem in verdict.problems:
-            warn(f"Error: {verdict.file}: {problem}")
-        if verdict.ok:
-            where = f", runs here (tier {verdict.tier})" if here else ""
-            kept = f", {verdict.unmeasured} of them a default that was not measured" if verdict.unmeasured else ""
-            click.echo(f"ok  {plain(verdict.file)}: {plural(verdict.plans, 'plan')}{kept}{where}")
-    if not all(verdict.ok for verdict in verdicts):
+        emit_json(reports)
+    for report in reports if not as_json else ():
+        if report.error:
+            warn(f"Error: {report.error}")
+        for problem in report.problems:
+            warn(f"Error: {report.file}: {problem}")
+        if report.ok:
+            where = f", runs here (tier {report.tier})" if here else ""
+            kept = f", {report.unmeasured} of them a default that was not measured" if report.unmeasured else ""
+            click.echo(f"ok  {plain(report.file)}: {plural(report.plans, 'plan')}{kept}{where}")
+    if not all(report.ok for report in reports):
         raise click.exceptions.Exit(ExitCode.ERROR)
 
 
-def judge(path: Path, facts: HardwareFacts | None) -> Verdict:
-    """The verdict on one file; ``facts`` None checks the form alone."""
+def validate_file(path: Path, facts: HardwareFacts | None) -> FileReport:
+    """Return the report on one file; ``facts`` None checks the form alone."""
     from ringattn.errors import ProfileError
     from ringattn.profile.yaml_io import load_profile
 
     try:
         profile = load_profile(path)
     except ProfileError as error:
-        return Verdict(str(path), ok=False, error=str(error))
+        return FileReport(str(path), ok=False, error=str(error))
     unmeasured = sum(entry.choice is not None and entry.evidence is None for entry in profile.plans)
     if facts is None:
-        return Verdict(str(path), ok=True, plans=len(profile.plans), unmeasured=unmeasured)
+        return FileReport(str(path), ok=True, plans=len(profile.plans), unmeasured=unmeasured)
     tier, problems = problems_here(profile, str(path), facts)
-    return Verdict(str(path), not problems, "", len(profile.plans), unmeasured, tier, problems)
+    return FileReport(str(path), not problems, "", len(profile.plans), unmeasured, tier, problems)
 
 
 def problems_here(profile: Profile, path: str, facts: HardwareFacts) -> tuple[str, tuple[str, ...]]:
-    """The tier of a profile on a machine, and why it or which of its plans cannot run there."""
+    """Return the tier of a profile on a machine, and why it or which of its plans cannot run there."""
     from ringattn.errors import ProfileError
     from ringattn.planning.plan import rejection_reasons
-    from ringattn.profile.resolve import Located, resolve
+    from ringattn.profile.locations import Located
+    from ringattn.profile.resolve import resolve
 
     try:
         tier = resolve((Located(path, profile, "argument"),), facts).tier

@@ -1,4 +1,4 @@
-"""``ringtune verify``: are the recorded winners still winners on this machine?"""
+"""``ringtune verify``: re-time the recorded winners on this machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ import click
 
 from autotune.exit_codes import ExitCode
 
-from .options import budget_option, device_option, json_option, nproc_option, profile_argument
+from .options import (
+    budget_option,
+    device_option,
+    effort_option,
+    json_option,
+    nproc_option,
+    profile_argument,
+    seed_option,
+)
 
 if TYPE_CHECKING:
     from autotune.probe.request import VerifyResult
@@ -19,29 +27,13 @@ FIELDS = ("stale", "cells", "elapsed_s", "inconclusive", "left_out", "other_rank
 
 @click.command(short_help="Check that recorded winners still win.")
 @profile_argument
-@click.option(
-    "--effort",
-    type=click.Choice(["quick", "standard", "full"]),
-    default="quick",
-    show_default=True,
-    help="How long to re-time.",
-)
+@effort_option("quick", "How long to re-time.")
 @budget_option
-@click.option(
-    "--seed", type=click.IntRange(min=0), metavar="N", default=0, show_default=True, help="Fixes order and inputs."
-)
+@seed_option("Fixes order and inputs.")
 @device_option
 @nproc_option
 @json_option
-def verify(
-    profile: Path | None,
-    effort: Any,
-    budget: float | None,
-    seed: int,
-    device: str | None,
-    nproc: str | None,
-    as_json: bool,
-) -> None:
+def verify(profile: Path | None, nproc: str | None, as_json: bool, **options: Any) -> None:
     """Re-time the recorded winners of PROFILE, without searching again.
 
     PROFILE is the one this machine resolves unless given. Exit code 5 says
@@ -61,21 +53,16 @@ def verify(
     from .locate import chosen_profile_path
     from .progress import probe_observer
 
-    ranks = ranks_of(nproc, device)
+    ranks = ranks_of(nproc, options["device"])
     if is_follower():
         follow_rank_0()
         return
-    path = chosen_profile_path(profile, device, ranks)
-    request = ProbeRequest(output=path, effort=effort, budget_s=budget, seed=seed, device=device, ranks=ranks)
+    path = chosen_profile_path(profile, options["device"], ranks)
+    request = ProbeRequest(output=path, ranks=ranks, **options)
     with probe_observer() as observer:
         result = verify_profile(path, request, observer)
     if as_json:
-        emit_json(
-            {
-                "profile_path": path,
-                **{name: getattr(result, name) for name in FIELDS},
-            }
-        )
+        emit_json({"profile_path": path, **{name: getattr(result, name) for name in FIELDS}})
     else:
         for cell in result.cells:
             state = "stale" if cell.stale else "holds"

@@ -1,4 +1,4 @@
-"""``ringtune which``: the profile this machine uses."""
+"""``ringtune which``: print the profile this machine uses."""
 
 from __future__ import annotations
 

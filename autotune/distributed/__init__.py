@@ -1,1 +1,1 @@
-"""Several ranks measured as one: a relay on each, one coordinator."""
+"""Measures several ranks as one: a relay on each, one coordinator."""

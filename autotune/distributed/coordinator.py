@@ -1,4 +1,4 @@
-"""The coordinator's side: the relays of all ranks, gathered once a probe, asked together, and ended together."""
+"""Coordinator of all ranks: gathers their relays, asks them together, and ends them together."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from types import TracebackType
 from typing import Any
 
 from autotune.exit_codes import NoDevice, ProbeFailure, UsageFailure
-from autotune.measure.trial import WorkerBug
+from autotune.measure.worker_evaluator import WorkerBug
 from ringattn.errors import DeviceError
 from ringattn.hardware.facts import HardwareFacts
 
+from .launcher import THREADS, TorchrunRank
 from .merging import disagreement, ranks_text
-from .place import THREADS, Place
+from .protocol import Abort, Hello, Quit, RankAnswer, RankRequest, Welcome, accept, listen
 from .relay import serve
-from .wire import Abort, Answer, Call, Hello, Quit, Rest, Welcome, accept, listen
 
 GATHER_TIMEOUT_S = 120.0  # for every rank to come, and to say what it runs on
 GRACE_S = 2.0
@@ -32,26 +32,26 @@ ABORT_TIMEOUT_S = 30.0
 QUIT_TIMEOUT_S = 5.0
 
 
-class Fleet:
-    """The ranks of a probe. A context manager: when it is left every process that it started has ended."""
+class Coordinator:
+    """Coordinates the ranks of a probe; a context manager that ends every process it started."""
 
     def __init__(
         self,
         world: int,
         device_kind: str,
-        place: Place | None,
+        launched: TorchrunRank | None,
         environ: Mapping[str, str],
         *,
         grace_s: float = GRACE_S,
     ) -> None:
-        """Gathers ``world`` ranks: those that torchrun started (``place``), or new ones on this host.
+        """Gather ``world`` ranks: those that torchrun started (``launched``), or new ones on this host.
 
         ``grace_s``: for the other ranks to answer by themselves once one has failed.
 
         Raises ProbeFailure where one does not come, NoDevice where one has no device, UsageFailure where they differ.
         """
         self.world = world
-        self.host = "127.0.0.1" if place is None else place.master_host
+        self.host = "127.0.0.1" if launched is None else launched.master_host
         self.facts: HardwareFacts
         self.hosts = 1
         self._grace_s = grace_s
@@ -60,7 +60,7 @@ class Fleet:
         self._children: list[subprocess.Popen[bytes]] = []
         self._links: dict[int, Connection] = {}
         try:
-            self._gather(device_kind, place, environ)
+            self._gather(device_kind, launched, environ)
             self._store = _store(self.host)
         except BaseException:
             self.close()
@@ -68,22 +68,20 @@ class Fleet:
 
     @property
     def store_port(self) -> int:
-        """Of the store at which workers meet."""
+        """Return the port of the store at which workers meet."""
         return int(self._store.port)
 
-    # --- the beginning ------------------------------------------------------------------------------------------
-
-    def _gather(self, device_kind: str, place: Place | None, environ: Mapping[str, str]) -> None:
+    def _gather(self, device_kind: str, launched: TorchrunRank | None, environ: Mapping[str, str]) -> None:
         key = secrets.token_bytes(32)
-        with listen("" if place is not None else self.host) as server:
+        with listen("" if launched is not None else self.host) as server:
             port = server.getsockname()[1]
-            if place is not None:
-                publish(place, port, key)
-            own = range(self.world) if place is None else (0,)
+            if launched is not None:
+                publish(launched, port, key)
+            own = range(self.world) if launched is None else (0,)
             for rank in own:
-                local_rank = rank if place is None else place.local_rank
-                self._children.append(self._start(port, key, rank, local_rank, environ, torchrun=place is not None))
-            hellos = self._hear(server, key, device_kind)
+                local_rank = rank if launched is None else launched.local_rank
+                self._children.append(self._start(port, key, rank, local_rank, environ, torchrun=launched is not None))
+            hellos = self._accept_ranks(server, key, device_kind)
         facts = [hellos[rank].facts for rank in range(self.world)]
         found = [each for each in facts if each is not None]
         if len(found) < self.world:
@@ -116,11 +114,11 @@ class Fleet:
         child.stdin.close()
         return child
 
-    def _hear(self, server: socket.socket, key: bytes, device_kind: str) -> dict[int, Hello]:
-        """Every rank's first words."""
+    def _accept_ranks(self, server: socket.socket, key: bytes, device_kind: str) -> dict[int, Hello]:
+        """Return the first message of every rank."""
         deadline = time.monotonic() + GATHER_TIMEOUT_S
         hellos: dict[int, Hello] = {}
-        strangers: list[Connection] = []
+        unnamed: list[Connection] = []
         while len(hellos) < self.world:
             if time.monotonic() > deadline:
                 missing = [rank for rank in range(self.world) if rank not in hellos]
@@ -130,13 +128,13 @@ class Fleet:
                 )
             if any(child.poll() is not None for child in self._children):
                 raise ProbeFailure("a process of this host's ranks ended before it began; what it printed says why")
-            connection = accept(server, key, 0.2) if len(hellos) + len(strangers) < self.world else None
+            connection = accept(server, key, 0.2) if len(hellos) + len(unnamed) < self.world else None
             if connection is not None:
                 connection.send(Welcome(device_kind))
-                strangers.append(connection)
-            for ready in wait(strangers, 0.05):
+                unnamed.append(connection)
+            for ready in wait(unnamed, 0.05):
                 assert isinstance(ready, Connection)
-                strangers.remove(ready)
+                unnamed.remove(ready)
                 hello = _received(ready, "a rank")
                 assert isinstance(hello, Hello)
                 if hello.rank in self._links:
@@ -145,32 +143,30 @@ class Fleet:
         return hellos
 
     def new_generation(self) -> int:
-        """A number that no process group of this fleet has had."""
+        """Return a number that no process group of this coordinator has had."""
         self._generation += 1
         return self._generation
 
-    # --- calls --------------------------------------------------------------------------------------------------
-
-    def call(self, call: Call) -> list[tuple[int, Answer]]:
-        """The answers of all ranks, in the order in which they came.
+    def ask(self, request: RankRequest) -> list[tuple[int, RankAnswer]]:
+        """Return the answers of all ranks, in the order in which they came.
 
         As soon as one is bad the others have ``grace_s`` to end by themselves; then their workers are ended for them.
         Raises ProbeFailure when a rank itself is lost, and what relays raised.
         """
         self._number += 1
-        call = replace(call, number=self._number)
-        self._tell(call)
+        request = replace(request, number=self._number)
+        self._tell(request)
         waiting = {link: rank for rank, link in self._links.items()}
-        answers: list[tuple[int, Answer]] = []
+        answers: list[tuple[int, RankAnswer]] = []
         limit: float | None = None
         aborted = False
         while waiting:
-            patience = None if limit is None else max(0.0, limit - time.monotonic())
-            ready = wait(list(waiting), patience)
+            timeout_s = None if limit is None else max(0.0, limit - time.monotonic())
+            ready = wait(list(waiting), timeout_s)
             for link in ready:
                 assert isinstance(link, Connection)
                 answer = _received(link, f"rank {waiting[link]}")
-                assert isinstance(answer, Answer)
+                assert isinstance(answer, RankAnswer)
                 if answer.number != self._number:
                     continue  # of a call that was given up
                 answers.append((waiting.pop(link), answer))
@@ -185,7 +181,7 @@ class Fleet:
         self._raise_errors(answers)
         return answers
 
-    def _raise_errors(self, answers: Sequence[tuple[int, Answer]]) -> None:
+    def _raise_errors(self, answers: Sequence[tuple[int, RankAnswer]]) -> None:
         own = [(rank, answer) for rank, answer in answers if not answer.aborted]
         for rank, answer in own:
             if answer.bug:
@@ -195,8 +191,8 @@ class Fleet:
                 raise DeviceError(f"rank {rank}: {answer.no_device}")
 
     def rest(self) -> None:
-        """End the workers; the relays stay. One that is lost is said when it is asked something."""
-        self._tell_those_left(Rest())
+        """End the workers; the relays stay. A lost relay is reported with the next request."""
+        self._tell_those_left(Abort())
 
     def _tell(self, message: Any, links: Sequence[Connection] | None = None) -> None:
         for rank, link in self._links.items():
@@ -211,10 +207,8 @@ class Fleet:
             with contextlib.suppress(OSError):  # it ended before
                 link.send(message)
 
-    # --- the end ------------------------------------------------------------------------------------------------
-
     def close(self) -> None:
-        """Every rank is told to end; those of this host have ended on return."""
+        """Tell every rank to end; the processes of this host have ended on return."""
         self._tell_those_left(Quit())
         deadline = time.monotonic() + QUIT_TIMEOUT_S
         for child in self._children:
@@ -227,7 +221,7 @@ class Fleet:
             link.close()
         self._links.clear()
 
-    def __enter__(self) -> Fleet:
+    def __enter__(self) -> Coordinator:
         return self
 
     def __exit__(
@@ -248,47 +242,45 @@ def _lost(who: str) -> ProbeFailure:
 
 
 def _store(host: str) -> Any:
-    """A store on a free port of this host, for the workers of all ranks."""
+    """Return a store on a free port of this host, for the workers of all ranks."""
     import torch.distributed as dist
 
     return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
 
 
-# --- torchrun --------------------------------------------------------------------------------------------------------
-
-
-def _rendezvous(place: Place) -> Any:
-    """The part of torchrun's own store that is ours."""
+def _torchrun_store(launched: TorchrunRank) -> Any:
+    """Return our part of torchrun's own store."""
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
 
     try:
-        store, _, _ = next(iter(rendezvous("env://", place.rank, place.world)))
+        store, _, _ = next(iter(rendezvous("env://", launched.rank, launched.world)))
     except (RuntimeError, ValueError) as error:
         raise ProbeFailure(
-            f"rank {place.rank} cannot reach torchrun's store at {place.master_host}:{place.master_port}: {error}"
+            f"rank {launched.rank} cannot reach torchrun's store at "
+            f"{launched.master_host}:{launched.master_port}: {error}"
         ) from None
-    return dist.PrefixStore(f"ringtune/{place.attempt}", store)  # type: ignore[attr-defined]
+    return dist.PrefixStore(f"ringtune/{launched.attempt}", store)  # type: ignore[attr-defined]
 
 
 _stores: list[Any] = []  # rank 0 may hold torchrun's store itself, which must live as long as the process
 
 
-def publish(place: Place, port: int, key: bytes) -> None:
+def publish(launched: TorchrunRank, port: int, key: bytes) -> None:
     """Tell the ranks that torchrun started where the coordinator is."""
-    store = _rendezvous(place)
+    store = _torchrun_store(launched)
     _stores.append(store)
     store.set("coordinator", f"{port} {key.hex()}")
 
 
-def follow(place: Place) -> None:
-    """Be one of the ranks that torchrun started beside rank 0, until the probe is over."""
+def follow(launched: TorchrunRank) -> None:
+    """Serve as one of the ranks that torchrun started beside rank 0, until the probe is over."""
     from datetime import timedelta
 
-    store = _rendezvous(place)
+    store = _torchrun_store(launched)
     try:
         store.wait(["coordinator"], timedelta(seconds=GATHER_TIMEOUT_S))
         port, key = store.get("coordinator").decode().split()
     except RuntimeError:
-        raise ProbeFailure(f"rank {place.rank}: rank 0 did not begin within {GATHER_TIMEOUT_S:.0f} s") from None
-    serve(place.master_host, int(port), bytes.fromhex(key), place.rank, place.local_rank)
+        raise ProbeFailure(f"rank {launched.rank}: rank 0 did not begin within {GATHER_TIMEOUT_S:.0f} s") from None
+    serve(launched.master_host, int(port), bytes.fromhex(key), launched.rank, launched.local_rank)

@@ -1,4 +1,4 @@
-"""The evaluator of several ranks: every question goes to all of them, every answer is that of the slowest."""
+"""Evaluates candidates on several ranks: every request goes to all, the slowest rank's answer counts."""
 
 from __future__ import annotations
 
@@ -10,33 +10,38 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.exit_codes import ProbeFailure
 from autotune.measure.evaluator import Block, Checked, Ended, Fault, Interference, Proven, Sample, largest_of_each
-from autotune.measure.messages import MESSAGE_MIB, REAL_BENCH, Meeting, Request
+from autotune.measure.messages import MESSAGE_MIB, REAL_BENCH, Rendezvous, Request
 from ringattn.profile.schema import LinkSpeed
 from ringattn.workload import Tunables, Workload
 
-from .merging import first_cause, largest, one_plan, samples_of
-from .wire import Answer, Call
+from .merging import agreed_plan, first_cause, largest, samples_of
+from .protocol import RankAnswer, RankRequest
 
 if TYPE_CHECKING:
     from autotune.measure.bench import BenchSettings
 
-    from .coordinator import Fleet
+    from .coordinator import Coordinator
 
 LINKS_TIMEOUT_S = 60.0
 
 
 class RanksEvaluator:
-    """Answers the Evaluator protocol from all ranks of a fleet, which stays when this is closed.
+    """Implements Evaluator on all ranks of a coordinator, which stays when this is closed.
 
     Workers of one generation share a process group. After a fault that may leave them out of step with each other all
     are ended, and the next call starts a new generation.
     """
 
     def __init__(
-        self, fleet: Fleet, settings: BenchSettings, *, bench: str = REAL_BENCH, reference_timeout_s: float = 300.0
+        self,
+        coordinator: Coordinator,
+        settings: BenchSettings,
+        *,
+        bench: str = REAL_BENCH,
+        reference_timeout_s: float = 300.0,
     ) -> None:
         """``bench`` and ``reference_timeout_s`` as for ``WorkerEvaluator``."""
-        self._fleet = fleet
+        self._coordinator = coordinator
         self._settings = settings
         self._bench = bench
         self._reference_timeout_s = reference_timeout_s
@@ -45,10 +50,8 @@ class RanksEvaluator:
         self._calls = 0  # in this generation
         self._used = False  # by a call before the last one
         self._broken = False  # the last call ended with workers out of step
-        self.blind_spots: tuple[str, ...] = ()
+        self.unmonitored: tuple[str, ...] = ()
         self.lost_s = 0.0  # went into calls after which all workers had to be started anew, and into starting them
-
-    # --- the protocol -------------------------------------------------------------------------------------------
 
     def check(
         self, cell: Workload, candidate: Tunables, *, timeout_s: float, pace_ms: float | None = None
@@ -57,19 +60,19 @@ class RanksEvaluator:
         result: Checked | Fault = self._largest(request, timeout_s)
         return result
 
-    def prove(self, cell: Workload, candidate: Tunables, *, timeout_s: float) -> Proven | Fault:
-        result: Proven | Fault = self._largest(Request("prove", cell, (candidate,), lockstep=True), timeout_s)
+    def validate(self, cell: Workload, candidate: Tunables, *, timeout_s: float) -> Proven | Fault:
+        result: Proven | Fault = self._largest(Request("validate", cell, (candidate,), lockstep=True), timeout_s)
         return result
 
-    def obey(self, cell: Workload, profile_path: str, *, timeout_s: float) -> Tunables | Fault:
-        """Every rank reads a copy of the file, as it may lie on rank 0's host alone."""
+    def run_profile(self, cell: Workload, profile_path: str, *, timeout_s: float) -> Tunables | Fault:
+        """Run a copy of the profile on every rank, as the file may lie on rank 0's host alone."""
         path = Path(profile_path)
-        request = Request("obey", cell, profile_path=path.name, lockstep=True)
+        request = Request("run-profile", cell, profile_path=path.name, lockstep=True)
         values = self._values(request, timeout_s, path.read_text(encoding="utf-8"))
-        return values if isinstance(values, Fault) else one_plan(dict(enumerate(values)))
+        return values if isinstance(values, Fault) else agreed_plan(dict(enumerate(values)))
 
     def block(self, cell: Workload, order: Sequence[Tunables], *, timeout_s: float) -> Block:
-        """One pass; after a candidate that fails on any rank the rest goes on with new workers."""
+        """Time a block; after a candidate that fails on any rank the rest goes on with new workers."""
         results: dict[int, Sample | Fault] = {}
         disturbances: list[Interference] = []
         pending = list(range(len(order)))
@@ -92,58 +95,56 @@ class RanksEvaluator:
     def close(self) -> None:
         """End the workers."""
         self._in_step = False
-        self._fleet.rest()
-
-    # --- links --------------------------------------------------------------------------------------------------
+        self._coordinator.rest()
 
     def links(self) -> LinkSpeed:
-        """How fast messages go round the ranks; raises ProbeFailure where none arrive."""
+        """Measure how fast messages go round the ranks; raises ProbeFailure where none arrive."""
         values = self._values(Request("links", lockstep=True), LINKS_TIMEOUT_S)
         if isinstance(values, Fault):
             raise ProbeFailure(f"the ranks cannot exchange messages: {values.message}")
         return LinkSpeed(
-            world=self._fleet.world,
-            hosts=self._fleet.hosts,
+            world=self._coordinator.world,
+            hosts=self._coordinator.hosts,
             ring_gb_s=float(f"{MESSAGE_MIB * 2**20 / max(reading.large_s for reading in values) / 1e9:.3g}"),
             latency_us=float(f"{max(reading.small_s for reading in values) * 1e6:.3g}"),
         )
-
-    # --- calls --------------------------------------------------------------------------------------------------
 
     def _largest(self, request: Request, timeout_s: float) -> Any:
         values = self._values(request, timeout_s)
         return values if isinstance(values, Fault) else largest(values)
 
     def _values(self, request: Request, timeout_s: float, profile_text: str = "") -> list[Any] | Fault:
-        """What every rank answered, by rank; the fault of the first that failed."""
+        """Return what every rank answered, by rank, or the fault of the first that failed."""
         answers = self._ask(request, timeout_s, profile_text)
         fault = self._fault(answers)
         return fault or [answer.value for _, answer in sorted(answers, key=lambda pair: pair[0])]
 
-    def _ask(self, request: Request, timeout_s: float, profile_text: str = "") -> list[tuple[int, Answer]]:
-        """One call, made again with new workers where only the old ones were to blame.
+    def _ask(self, request: Request, timeout_s: float, profile_text: str = "") -> list[tuple[int, RankAnswer]]:
+        """Ask all ranks, and again with new workers where only the old ones were to blame.
 
-        Those are workers that somebody else ended, and an out-of-memory among what earlier calls left behind.
+        Those are workers that another process ended, and an out-of-memory among what earlier calls left behind.
         """
         answers = self._once(request, timeout_s, profile_text)
         fault = self._fault(answers)
-        struck = any(answer.struck and not answer.aborted for _, answer in answers)
-        if struck or (fault and fault.kind == "oom" and self._used):
+        ended_from_outside = any(answer.ended_from_outside and not answer.aborted for _, answer in answers)
+        if ended_from_outside or (fault and fault.kind == "oom" and self._used):
             self._in_step = False
             answers = self._once(request, timeout_s, profile_text)
         return answers
 
-    def _once(self, request: Request, timeout_s: float, profile_text: str) -> list[tuple[int, Answer]]:
+    def _once(self, request: Request, timeout_s: float, profile_text: str) -> list[tuple[int, RankAnswer]]:
         if not self._in_step:
-            self._generation = self._fleet.new_generation()
+            self._generation = self._coordinator.new_generation()
             self._calls, self._in_step = 0, True
         self._used = self._calls > 0
         self._calls += 1
-        meeting = Meeting(0, self._fleet.world, self._fleet.host, self._fleet.store_port, self._generation)
-        call = Call(
+        rendezvous = Rendezvous(
+            0, self._coordinator.world, self._coordinator.host, self._coordinator.store_port, self._generation
+        )
+        rank_request = RankRequest(
             number=0,
-            generation=meeting.generation,
-            settings=replace(self._settings, meeting=meeting),
+            generation=rendezvous.generation,
+            settings=replace(self._settings, rendezvous=rendezvous),
             bench=self._bench,
             reference_timeout_s=self._reference_timeout_s,
             request=request,
@@ -152,7 +153,7 @@ class RanksEvaluator:
         )
         began = time.monotonic()
         try:
-            answers = self._fleet.call(call)
+            answers = self._coordinator.ask(rank_request)
         except BaseException:
             self._in_step = False
             raise
@@ -162,27 +163,27 @@ class RanksEvaluator:
         elif self._broken:
             self.lost_s += max(answer.started_s for _, answer in answers)
         self._broken = not self._in_step
-        self.blind_spots = tuple(
-            dict.fromkeys((*self.blind_spots, *(line for _, answer in answers for line in answer.blind_spots)))
+        self.unmonitored = tuple(
+            dict.fromkeys((*self.unmonitored, *(line for _, answer in answers for line in answer.unmonitored)))
         )
         return answers
 
-    def _still_in_step(self, answers: Sequence[tuple[int, Answer]]) -> bool:
-        """After good answers, and after a wrong one, about which the ranks have spoken."""
+    def _still_in_step(self, answers: Sequence[tuple[int, RankAnswer]]) -> bool:
+        """Return whether workers are in step: after good answers, and a wrong one, which all ranks agree on."""
         faults = [answer.fault for _, answer in answers]
-        if any(answer.aborted or answer.struck for _, answer in answers):
+        if any(answer.aborted or answer.ended_from_outside for _, answer in answers):
             return False
         return not any(faults) or all(fault is not None and fault.kind == "wrong" for fault in faults)
 
-    def _fault(self, answers: Sequence[tuple[int, Answer]]) -> Fault | None:
+    def _fault(self, answers: Sequence[tuple[int, RankAnswer]]) -> Fault | None:
         faults = [(rank, fault) for rank, answer in answers if not answer.aborted and (fault := answer.fault)]
         if faults:
             return first_cause(faults)
         stopped = [rank for rank, answer in answers if answer.aborted]
         return Fault("crash", f"rank {stopped[0]}: its worker was ended", Ended()) if stopped else None
 
-    def _failed_at(self, answers: Sequence[tuple[int, Answer]], plans: int) -> int:
-        """Which plan of a block the fault belongs to: that of the rank whose own failure came first."""
+    def _failed_at(self, answers: Sequence[tuple[int, RankAnswer]], plans: int) -> int:
+        """Return which plan of a block the fault belongs to: that of the rank whose own failure came first."""
         places = [
             len(answer.value.results) - 1
             for _, answer in answers

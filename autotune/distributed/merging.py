@@ -1,4 +1,4 @@
-"""One answer out of those of all ranks: the slowest rank's time counts, and a failure anywhere is a failure everywhere.
+"""Merges the answers of all ranks: the slowest rank's time counts, and a failure anywhere fails all.
 
 Pure; ``Answers`` are by rank.
 """
@@ -19,30 +19,30 @@ _MEMORY_TOLERANCE = 0.02  # of one kind of card, drivers reserve more or less
 
 
 def largest(parts: Sequence[Numbers]) -> Numbers:
-    """The answer of the whole: in every number that of the rank that needs most."""
+    """Return the answer of the whole: every number is that of the rank that needs most."""
     kind = type(parts[0])
     return kind(**{f.name: max(getattr(part, f.name) for part in parts) for f in fields(kind)})
 
 
 def first_cause(faults: Sequence[tuple[int, Fault]]) -> Fault:
-    """The fault to record, with the ranks that met it, out of (rank, fault) in the order in which they were heard."""
-    _, cause = min(faults, key=lambda heard: _remoteness(heard[1]))  # the first of the nearest
+    """Return the fault to record, with the ranks that met it, out of (rank, fault) in the order they came."""
+    _, cause = min(faults, key=lambda pair: _remoteness(pair[1]))  # the first of the nearest
     ranks = sorted({rank for rank, fault in faults if fault == cause})
     return replace(cause, message=f"{ranks_text(ranks)}: {cause.message}")
 
 
 def _remoteness(fault: Fault) -> int:
-    """0 for a rank's own failure, 1 where its worker was gone, 2 where it failed because another rank did."""
+    """Return 0 for a rank's own failure, 1 where its worker was gone, 2 where another rank failed first."""
     return 2 if isinstance(fault.cause, PeerFailed) else int(isinstance(fault.cause, Ended))
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 0, 2``."""
+    """Return ``rank 3`` or ``ranks 0, 2``."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
-def one_plan(plans: Mapping[int, Tunables]) -> Tunables | Fault:
-    """The plan that all ranks took; a fault where they differ."""
+def agreed_plan(plans: Mapping[int, Tunables]) -> Tunables | Fault:
+    """Return the plan that all ranks took, or a fault where they differ."""
     first = plans[0]
     for rank, plan in sorted(plans.items()):
         if plan != first:
@@ -51,7 +51,7 @@ def one_plan(plans: Mapping[int, Tunables]) -> Tunables | Fault:
 
 
 def samples_of(parts: Sequence[Sequence[Sample | Fault]]) -> list[Sample]:
-    """The samples that every rank has, from the first plan of a block on; a rank's list ends where it failed."""
+    """Return the samples that every rank has, from a block's first plan on; a rank's list ends where it failed."""
     samples = []
     for timed in zip(*parts, strict=False):
         good = [sample for sample in timed if isinstance(sample, Sample)]
@@ -62,7 +62,7 @@ def samples_of(parts: Sequence[Sequence[Sample | Fault]]) -> list[Sample]:
 
 
 def disagreement(facts: Sequence[HardwareFacts]) -> str:
-    """The first thing in which the ranks differ and must not, in one line; empty where they are alike."""
+    """Return the first fact in which the ranks differ and must not, in one line; empty where they agree."""
     names = ("vendor", "arch", "sku", "sm_count", "l2_mib", "mig", "isa", "threads")
     for rank, there in enumerate(facts):
         here = facts[0]

@@ -1,4 +1,4 @@
-"""The worker of one rank among several: it never comes back by itself, because the others would not wait for it."""
+"""Worker of one rank among several: it never restarts by itself, as the others would not wait for it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.measure.evaluator import Block, Fault, Sample
 from autotune.measure.messages import Request
-from autotune.measure.trial import Died, WorkerEvaluator
+from autotune.measure.worker_evaluator import WorkerDied, WorkerEvaluator
 from ringattn.workload import Tunables, Workload
 
 if TYPE_CHECKING:
@@ -29,25 +29,25 @@ class RankWorker(WorkerEvaluator):
         self.started_s = 0.0  # that starting it took in the last call
 
     def serve(self, request: Request, timeout_s: float) -> Any:
-        """What the worker answers; for a block the samples up to a failure, which ends it."""
+        """Return the worker's answer; for a block the samples up to a failure, which ends it."""
         self.started_s = 0.0
         if request.action == "block":
             assert request.workload is not None
             return self.block(request.workload, request.plans, timeout_s=timeout_s)
         try:
             return self._exchange(request, timeout_s)
-        except Died as died:
+        except WorkerDied as died:
             return died.fault
 
     def block(self, cell: Workload, order: Any, *, timeout_s: float) -> Block:
-        """Samples in order; a Fault is the last one, whatever should have followed."""
+        """Time a block; a Fault is the last result, whatever should have followed."""
         plans: tuple[Tunables, ...] = tuple(order)
         results: list[Sample | Fault] = []
         try:
             self._send(Request("block", cell, plans, lockstep=True))
             disturbances = self._collect(results, timeout_s)
             return Block(tuple(results), disturbances)
-        except Died as died:
+        except WorkerDied as died:
             return Block((*results, died.fault))
 
     def stop(self) -> None:

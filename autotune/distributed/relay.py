@@ -1,4 +1,4 @@
-"""What runs on every rank: it passes the coordinator's calls to a worker of its own, and their answers back.
+"""Relay on every rank: passes the coordinator's requests to a worker of its own, and the answers back.
 
 ``python -m autotune.distributed.relay HOST PORT RANK LOCAL_RANK PARENT`` with the key on stdin is how the coordinator
 starts one on its host; on a rank that torchrun started the command itself becomes one. A relay ends with its
@@ -22,24 +22,24 @@ from typing import Any
 
 from autotune.exit_codes import ExitCode, ProbeFailure
 from autotune.measure.evaluator import Ended, Fault
-from autotune.measure.trial import WorkerBug
 from autotune.measure.worker import die_with_parent
+from autotune.measure.worker_evaluator import WorkerBug
 from ringattn.errors import DeviceError, RingAttentionError
 
+from .protocol import Abort, Hello, Quit, RankAnswer, RankRequest, Welcome, connect
 from .rank_worker import RankWorker, WorkerGone
-from .wire import Abort, Answer, Call, Hello, Quit, Rest, Welcome, connect
 
 CONNECT_TIMEOUT_S = 60.0
 
 
 class Relay:
-    """One rank's part. The main thread serves calls; another listens, so that a call can be ended from outside."""
+    """Serves one rank in the main thread; another listens, so that a request can be aborted."""
 
     def __init__(self, connection: Connection, rank: int, local_rank: int) -> None:
         self._connection = connection
         self.rank = rank
         self._local_rank = local_rank
-        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[RankRequest | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._worker: RankWorker | None = None
         self._generation = 0
@@ -48,7 +48,7 @@ class Relay:
         self.told_to_quit = False
 
     def run(self) -> None:
-        """Until the coordinator says so, or is gone."""
+        """Serve until the coordinator says so, or is gone."""
         welcome = self._connection.recv()
         assert isinstance(welcome, Welcome)
         self._device = f"cuda:{self._local_rank}" if welcome.device_kind == "cuda" else "cpu"
@@ -71,18 +71,14 @@ class Relay:
         except DeviceError as error:
             return Hello(self.rank, None, host, str(error))
 
-    # --- the listening thread -----------------------------------------------------------------------------------
-
     def _listen(self) -> None:
         try:
             while True:
                 message = self._connection.recv()
-                if isinstance(message, Call):
+                if isinstance(message, RankRequest):
                     self._calls.put(message)
                 elif isinstance(message, Abort):
                     self._abort(message.number)
-                elif isinstance(message, Rest):
-                    self._abort(None)
                 elif isinstance(message, Quit):
                     self.told_to_quit = True
                     break
@@ -92,7 +88,7 @@ class Relay:
         self._abort(None)
 
     def _abort(self, number: int | None) -> None:
-        """End the worker, also in the middle of a call; with a number, only of that call."""
+        """End the worker, also in the middle of a request; with a number, only of that request."""
         with self._lock:
             if number is not None and number < self._current:
                 return
@@ -101,42 +97,40 @@ class Relay:
         if worker is not None:
             worker.stop()
 
-    # --- the main thread ----------------------------------------------------------------------------------------
-
-    def _serve(self, call: Call) -> Answer:
+    def _serve(self, call: RankRequest) -> RankAnswer:
         with self._lock:
             self._current = call.number
             if self._aborted >= call.number:
-                return Answer(call.number, aborted=True)
+                return RankAnswer(call.number, aborted=True)
         if self._worker is None or self._generation != call.generation:
             self._renew(call)
         assert self._worker is not None
         try:
-            answer = Answer(call.number, self._ask(call, self._worker))
+            answer = RankAnswer(call.number, self._ask(call, self._worker))
         except WorkerGone:
-            answer = Answer(call.number, Fault("crash", "its worker was ended", Ended()))
+            answer = RankAnswer(call.number, Fault("crash", "its worker was ended", Ended()))
         except DeviceError as error:
-            answer = Answer(call.number, no_device=str(error))
+            answer = RankAnswer(call.number, no_device=str(error))
         except WorkerBug as bug:
-            answer = Answer(call.number, bug=str(bug))
+            answer = RankAnswer(call.number, bug=str(bug))
         with self._lock:
             aborted = self._aborted >= call.number
         worker = self._worker
-        return replace(answer, aborted=aborted, blind_spots=worker.blind_spots, started_s=worker.started_s)
+        return replace(answer, aborted=aborted, unmonitored=worker.unmonitored, started_s=worker.started_s)
 
-    def _ask(self, call: Call, worker: RankWorker) -> Any:
-        if call.request.action != "obey":
+    def _ask(self, call: RankRequest, worker: RankWorker) -> Any:
+        if call.request.action != "run-profile":
             return worker.serve(call.request, call.timeout_s)
         with tempfile.TemporaryDirectory(prefix="ringtune-") as folder:
             path = Path(folder) / call.request.profile_path
             path.write_text(call.profile_text, encoding="utf-8")
             return worker.serve(replace(call.request, profile_path=str(path)), call.timeout_s)
 
-    def _renew(self, call: Call) -> None:
+    def _renew(self, call: RankRequest) -> None:
         self._end_worker()
-        meeting = call.settings.meeting
-        assert meeting is not None
-        settings = replace(call.settings, device=self._device, meeting=replace(meeting, rank=self.rank))
+        rendezvous = call.settings.rendezvous
+        assert rendezvous is not None
+        settings = replace(call.settings, device=self._device, rendezvous=replace(rendezvous, rank=self.rank))
         worker = RankWorker(settings, bench=call.bench, reference_timeout_s=call.reference_timeout_s)
         with self._lock:
             self._worker, self._generation = worker, call.generation
@@ -152,7 +146,7 @@ class Relay:
 
 
 def serve(host: str, port: int, key: bytes, rank: int, local_rank: int) -> None:
-    """Be the relay of one rank until the probe is over. Raises ProbeFailure where the coordinator goes before that."""
+    """Run the relay of one rank until the probe is over; raises ProbeFailure where the coordinator is lost."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's to handle
     try:
         connection = connect(host, port, key, CONNECT_TIMEOUT_S)
@@ -166,7 +160,7 @@ def serve(host: str, port: int, key: bytes, rank: int, local_rank: int) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """A relay on the coordinator's own host, which it does not outlive."""
+    """Run a relay on the coordinator's own host, which it does not outlive."""
     host, port, rank, local_rank, parent = arguments
     die_with_parent(int(parent))
     key = bytes.fromhex(sys.stdin.readline().strip())

@@ -1,16 +1,17 @@
-"""What a worker asks of whatever measures in it, and what it tells that at the start; no torch, no measuring."""
+"""The interface between a worker and what measures in it, and its settings. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ringattn.hardware.facts import HardwareFacts
+from ringattn.hardware.kernel_faults import Combination, Verdict
 from ringattn.workload import Tunables, Workload
 
 from .evaluator import Checked, Interference, Proven, Sample
-from .messages import LinkReading, Meeting
+from .messages import LinkReading, Rendezvous
 
 Phase = Callable[[str], None]
 
@@ -24,33 +25,41 @@ class PeerWrong(WrongAnswer):
 
 
 class Bench(Protocol):
-    """What a worker can do with a candidate. Anything a candidate does wrong is raised."""
+    """Measures candidates inside a worker. Anything a candidate does wrong is raised."""
 
     def check(self, workload: Workload, tunables: Tunables, phase: Phase, pace_ms: float | None) -> Checked: ...
 
-    def prove(self, workload: Workload, tunables: Tunables, phase: Phase, part: tuple[int, int]) -> Proven: ...
+    def validate(self, workload: Workload, tunables: Tunables, phase: Phase, part: tuple[int, int]) -> Proven: ...
 
     def first_call(self, workload: Workload, tunables: Tunables) -> Proven: ...
 
-    def obey(self, workload: Workload, profile_path: str) -> Tunables: ...
+    def run_profile(self, workload: Workload, profile_path: str) -> Tunables: ...
 
     def links(self) -> LinkReading: ...
 
     def sample(self, workload: Workload, tunables: Tunables) -> Sample: ...
 
-    def begin_block(self, beside: int = 0) -> None: ...
+    def begin_block(self, pool_processes: int = 0) -> None: ...
 
     def end_block(self) -> tuple[Interference, ...]: ...
 
-    def blind_spots(self) -> tuple[str, ...]: ...
+    def unmonitored(self) -> tuple[str, ...]: ...
+
+
+@runtime_checkable
+class ChecksKernels(Protocol):
+    """A bench that compares single kernels with float64."""
+
+    def check_kernel(self, asked: Combination, rows: int) -> Verdict: ...
 
 
 @dataclass(frozen=True, slots=True)
 class BenchSettings:
-    """``train_too``: gradients are wanted somewhere in this probe, so reference rows are worked out with them.
+    """Settings of a bench, sent to a worker at its start.
 
+    ``train_too``: gradients are wanted somewhere in this probe, so reference rows are computed with them.
     ``varied_lengths``: lengths change between calls, so part of the first call counts in every sample.
-    ``meeting``: where the other ranks are, None for one alone.
+    ``rendezvous``: where the other ranks are, None for one alone.
     """
 
     device: str
@@ -60,4 +69,4 @@ class BenchSettings:
     ragged_lengths: int
     train_too: bool = True
     varied_lengths: bool = False
-    meeting: Meeting | None = None
+    rendezvous: Rendezvous | None = None

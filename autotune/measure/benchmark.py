@@ -16,13 +16,12 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from autotune.accuracy.check import judge
+from autotune.accuracy.check import check_rows
 from autotune.accuracy.inputs import KINDS, Inputs, make_inputs
 from autotune.accuracy.references import References
 from autotune.accuracy.sampled_rows import Expected, Sampled, pick_rows
@@ -32,15 +31,15 @@ from ringattn.profile.schema import Profile
 from ringattn.runtime.workspace import POOL
 from ringattn.workload import Tunables, Workload
 
-from .bench import Bench, BenchSettings, PeerWrong, Phase, WrongAnswer
+from .bench import BenchSettings, PeerWrong, Phase, WrongAnswer
 from .evaluator import Checked, Interference, Proven, Sample
-from .head_start import may_be_launches
-from .interference import Watch
-from .links import measure_links
+from .interference import InterferenceMonitor
+from .launch_overhead import may_be_launch_bound
 from .messages import LinkReading
-from .rank_agreement import Alone, Together
-from .stopwatch import Launches, Stopwatch
-from .timers import FEWEST, CudaTimer, HostTimer, cpu_peak_bytes, wake
+from .module_calls import build_module, caller, results_of
+from .rank_agreement import RankGroup, SingleRank, measure_links
+from .stopwatch import LaunchOverhead, Stopwatch
+from .timers import FEWEST, CudaTimer, HostTimer, cpu_peak_bytes, warm_up_device
 
 WARM_CALLS = 3  # at least, before anything is timed
 WARM_LIMIT_S = 0.5
@@ -52,21 +51,21 @@ RUNNERS_KEPT = 24
 VARIED_CALLS = 32  # with varied lengths, how often a length is met: its first call is spread over so many
 RAGGED_SPREAD = math.sqrt(2)  # a bucket reaches this factor to both sides
 
-__all__ = ["Bench", "BenchSettings", "DeviceBench", "PeerWrong", "Phase", "WrongAnswer"]
+Result = TypeVar("Result")
 
 
 @dataclass(slots=True)
 class Runner:
-    """A candidate ready to be called, with how long a call takes."""
+    """Candidate ready to be called, with how long a call takes."""
 
     call: Callable[[], None]
     call_ms: float = 0.0
     host_us: float = 0.0
-    launches: Launches = field(default_factory=Launches)
+    launches: LaunchOverhead = field(default_factory=LaunchOverhead)
 
 
-def proving_inputs(workload: Workload, count: int, seed: int) -> tuple[tuple[int, str], ...]:
-    """Random lengths of the workload's bucket, evenly in log2, each with a kind of inputs.
+def validation_inputs(workload: Workload, count: int, seed: int) -> tuple[tuple[int, str], ...]:
+    """Return random lengths of the workload's bucket, evenly in log2, each with a kind of inputs.
 
     Over seeds every residue of every tile occurs. Training and inference share them, and so the reference rows.
     """
@@ -78,7 +77,7 @@ def proving_inputs(workload: Workload, count: int, seed: int) -> tuple[tuple[int
 
 
 class DeviceBench:
-    """The real one: RingAttention on a CUDA device or the CPU."""
+    """Measures RingAttention on a CUDA device or the CPU."""
 
     def __init__(self, settings: BenchSettings) -> None:
         self.settings = settings
@@ -87,13 +86,13 @@ class DeviceBench:
         if self._cuda:
             self.device = torch.device("cuda", self.device.index or 0)
             torch.cuda.set_device(self.device)
-        self._peers = Alone() if settings.meeting is None else Together(settings.meeting, self.device)
+        self._peers = SingleRank() if settings.rendezvous is None else RankGroup(settings.rendezvous, self.device)
         uuid = str(torch.cuda.get_device_properties(self.device).uuid) if self._cuda else None
-        self._watch = Watch(uuid, self._peers.siblings)
+        self._monitor = InterferenceMonitor(uuid, self._peers.siblings)
         self._timer = CudaTimer(self.device, settings.facts) if self._cuda else HostTimer()
         self._stopwatch = Stopwatch(self._timer, self._peers)
         if self._cuda:
-            wake(self.device)
+            warm_up_device(self.device)
         else:
             cpu_peak_bytes(lambda: None)  # loading torch's profiler takes seconds on a busy machine
         self._references = References(self.device, settings.seed, train_too=settings.train_too, rank=self._peers.rank)
@@ -102,16 +101,14 @@ class DeviceBench:
         self._new_length = 0
         self._first_calls: dict[tuple[Workload, Tunables], float] = {}
 
-    # --- the gate -----------------------------------------------------------------------------------------------
-
     def check(self, workload: Workload, tunables: Tunables, phase: Phase, pace_ms: float | None) -> Checked:
-        """Answer, memory and a warm call at the workload's own length."""
+        """Check the answer at the workload's own length, and measure its memory and a warm call."""
         phase("reference")  # our own cost is not the candidate's
         inputs = self._timing_inputs(workload)
         module = self._module(workload, tunables)
-        error, cold_ms = self._hold_against_reference(module, workload, tunables, workload.total, "ordinary", phase)
+        error, cold_ms = self._check_against_reference(module, workload, tunables, workload.total, "ordinary", phase)
         peak_bytes, taken_ms = self._peak_bytes(module, workload, inputs)
-        (waited_ms,) = self._peers.most(taken_ms)
+        (waited_ms,) = self._peers.max_over_ranks(taken_ms)
         if pace_ms is not None and waited_ms > SLOW * pace_ms:
             call_ms, host_us = self._first_look(module, workload, inputs, waited_ms)
             if call_ms > SLOW * pace_ms:
@@ -121,29 +118,32 @@ class DeviceBench:
         runner = self._runner(workload, tunables, module, waited_ms)
         return Checked(runner.call_ms, error, peak_bytes, cold_ms, runner.host_us)
 
-    def prove(self, workload: Workload, tunables: Tunables, phase: Phase, part: tuple[int, int] = (0, 1)) -> Proven:
-        """Its own length with adversarial inputs, and random ragged ones of the bucket; a part of them in a helper."""
+    def validate(self, workload: Workload, tunables: Tunables, phase: Phase, part: tuple[int, int] = (0, 1)) -> Proven:
+        """Check it at its own length with adversarial inputs, and at random ragged ones of the bucket.
+
+        ``part`` (i, n) is every n-th of these from the i-th on: workers of a pool share them.
+        """
         module = self._module(workload, tunables)
         number, parts = part
-        ragged = proving_inputs(workload, self.settings.ragged_lengths, self.settings.seed)
+        ragged = validation_inputs(workload, self.settings.ragged_lengths, self.settings.seed)
         # Ranks hold unequal shares, too.
         totals = [(length * workload.world - length % workload.world, kind) for length, kind in ragged]
         for total, kind in [(workload.total, "negative"), *totals][number::parts]:
-            self._hold_against_reference(module, workload, tunables, total, kind, phase)
+            self._check_against_reference(module, workload, tunables, total, kind, phase)
         if parts > 1:
             return Proven(0.0)
         return Proven(self._first_call_ms(module, workload, self._timing_inputs(workload)))
 
-    def _hold_against_reference(
+    def _check_against_reference(
         self, module: RingAttention, workload: Workload, tunables: Tunables, length: int, kind: str, phase: Phase
     ) -> tuple[float, float]:
-        """The relative error and the ms of the call, or WrongAnswer with everything needed to reproduce it.
+        """Return the relative error and the ms of the call; raise WrongAnswer with what is needed to reproduce it.
 
         ``length`` is the whole sequence's. A wrong row on one rank is a wrong answer on all.
         """
         phase("reference")
         inputs, sampled, expected = self._references.get(workload, length, kind, tunables)
-        self._peers.meet()  # the candidate's time does not run while another rank still works on its reference
+        self._peers.barrier()  # the candidate's time does not run while another rank still works on its reference
         phase("candidate")
         return self._answer(module, workload, length, inputs, sampled, expected)
 
@@ -156,98 +156,79 @@ class DeviceBench:
         sampled: Sampled,
         expected: Expected,
     ) -> tuple[float, float]:
-        """What ``_hold_against_reference`` gives, once the reference is there."""
+        """Compare one call with the reference that is there."""
         ragged = length != workload.world * inputs.q.shape[1] or length % workload.world
         call: Callable[..., Any] = partial(module, total_length=length) if workload.world > 1 and ragged else module
-        self._synchronize()
-        begin = time.perf_counter()
-        out, lse, grads = _results(call, inputs, workload.train)
-        self._synchronize()
-        taken_ms = (time.perf_counter() - begin) * 1e3
+        (out, lse, grads), taken_ms = self._timed(partial(results_of, call, inputs, workload.train))
         got = pick_rows(workload, sampled, out, lse, grads)
         whole = [("out", out), ("lse", lse), *zip(("dq", "dk", "dv"), grads, strict=False)]
-        verdict = judge(expected, got, whole)
-        found = self._peers.first_fault(verdict.fault)
+        checked = check_rows(expected, got, whole)
+        found = self._peers.first_rank_at_fault(checked.fault)
         if found is not None:
             rank, fault = found
             text = f"{fault}; S={length}, {inputs.kind} inputs, seed {self.settings.seed}"
-            raise WrongAnswer(text) if verdict.fault else PeerWrong(f"rank {rank}: {text}")
-        return verdict.error, taken_ms
+            raise WrongAnswer(text) if checked.fault else PeerWrong(f"rank {rank}: {text}")
+        return checked.error, taken_ms
 
     def _first_call_ms(self, module: RingAttention, workload: Workload, inputs: Inputs) -> float:
-        """A call at a length this process has not run: some kernels build a plan for every new shape."""
+        """Time a call at a length this process has not run: some kernels build a plan for every new shape."""
         self._new_length += 1
         length = max(1, workload.seq_len - self._new_length % 61)
-        shorter = replace(
-            inputs,
-            q=inputs.q[:, :length],
-            k=inputs.k[:, :length],
-            v=inputs.v[:, :length],
-            dout=inputs.dout[:, :length],
-        )
-        call = _caller(module, shorter, workload.train)
-        self._synchronize()
-        begin = time.perf_counter()
-        call()
-        self._synchronize()
-        return (time.perf_counter() - begin) * 1e3
+        shorter = replace(inputs, **{name: getattr(inputs, name)[:, :length] for name in ("q", "k", "v", "dout")})
+        return self._timed(caller(module, shorter, workload.train))[1]
 
     def first_call(self, workload: Workload, tunables: Tunables) -> Proven:
-        """A call at the workload's length and one at a ragged length, which compile what there is to compile."""
+        """Call at the workload's length and at a ragged one, which compiles what there is to compile."""
         module, inputs = self._module(workload, tunables), self._timing_inputs(workload)
-        _caller(module, inputs, workload.train)()
+        caller(module, inputs, workload.train)()
         return Proven(self._first_call_ms(module, workload, inputs))
 
-    def obey(self, workload: Workload, profile_path: str) -> Tunables:
-        """What the runtime plans when it reads the file itself, after running it once."""
-        module = _build(workload, profile=profile_path, device=self.device, group=self._peers.group)
-        _caller(module, self._timing_inputs(workload), workload.train)()
+    def run_profile(self, workload: Workload, profile_path: str) -> Tunables:
+        """Return the plan that the runtime takes when it reads the file itself, after running it once."""
+        module = build_module(workload, profile=profile_path, device=self.device, group=self._peers.group)
+        caller(module, self._timing_inputs(workload), workload.train)()
         self._synchronize()
         return module.plan_for(workload.seq_len, workload.dtype, workload.train, workload.batch).tunables
 
     def links(self) -> LinkReading:
-        """How long a round of messages among the ranks takes."""
+        """Measure how long a round of messages among the ranks takes."""
         return measure_links(self._peers, self.device)
 
-    # --- timing -------------------------------------------------------------------------------------------------
-
     def sample(self, workload: Workload, tunables: Tunables) -> Sample:
-        """One repetition: the typical call of as many as make the sample long enough against the timer's noise."""
+        """Time one repetition: the typical of as many calls as make it long enough against the timer's noise."""
         runner = self._runner(workload, tunables)
-        call_ms, host_us = self._peers.most(runner.call_ms, runner.host_us)  # and all begin together
+        call_ms, host_us = self._peers.max_over_ranks(runner.call_ms, runner.host_us)  # and all begin together
         waits_us = max(host_us, runner.launches.us)  # the same on all ranks
         repeats = self._timer.calls_for(self.settings.sample_target_ms, call_ms, waits_us)
         # Calls of a fifth of a ms take twenty where another process is on a core that their threads wait for.
-        alone = self.settings.meeting is None
+        alone = self.settings.rendezvous is None
         limit_s = OVERLONG * self.settings.sample_target_ms / 1e3 if alone else math.inf
         typical = self._stopwatch.read(runner.call, runner.launches, min(repeats, MOST_REPEATS), limit_s)
         runner.call_ms, runner.host_us = typical.ms, typical.host_us
         first_ms = self._first_calls.get((workload, tunables), 0.0) if self.settings.varied_lengths else 0.0
         return Sample(typical.ms + first_ms / VARIED_CALLS, typical.host_us)
 
-    def begin_block(self, beside: int = 0) -> None:
-        """``beside`` helpers wait on the same device."""
+    def begin_block(self, pool_processes: int = 0) -> None:
+        """Begin a block; ``pool_processes`` of the pool wait on the same device."""
         gc.collect()
         gc.freeze()  # what lives on is not looked at again: with torch alone that took 130 ms, beside 70 of samples
         gc.disable()
-        self._watch.begin(beside)
+        self._monitor.begin(pool_processes)
 
     def end_block(self) -> tuple[Interference, ...]:
         gc.enable()
-        return self._watch.end()
+        return self._monitor.end()
 
-    def blind_spots(self) -> tuple[str, ...]:
-        return tuple(self._watch.blind_spots)
-
-    # --- parts --------------------------------------------------------------------------------------------------
+    def unmonitored(self) -> tuple[str, ...]:
+        return tuple(self._monitor.unmonitored)
 
     def _module(self, workload: Workload, tunables: Tunables) -> RingAttention:
-        """The runtime's module, obeying exactly this plan."""
+        """Return the runtime's module with exactly this plan."""
         dtype: str | torch.dtype | None = None
         if tunables.dtype != workload.dtype:
             dtype = "tf32" if tunables.dtype == "tf32" else TORCH_DTYPES[tunables.dtype]
         profile = Profile.single(self.settings.facts, workload, tunables)
-        module = _build(
+        module = build_module(
             workload,
             profile=profile,
             dtype=dtype,
@@ -255,7 +236,7 @@ class DeviceBench:
             group=self._peers.group,
             layout=tunables.layout or "auto",
         )
-        module.validates = False  # its answers are held against float64 here, before any is timed
+        module.validates = False  # its answers are compared with float64 here, before any is timed
         planned = module.plan_for(workload.seq_len, workload.dtype, workload.train, workload.batch).tunables
         assert planned == tunables, f"the runtime plans {planned} where {tunables} was asked for"
         return module
@@ -277,9 +258,9 @@ class DeviceBench:
         module: RingAttention | None = None,
         waited_ms: float | None = None,
     ) -> Runner:
-        """A warm candidate; those used longest ago make room.
+        """Return a warm candidate; those used longest ago make room.
 
-        ``module`` is it, if it has been built, and has been called: the last time for ``waited_ms``.
+        ``module`` is it, if it has been built and called: the last call took ``waited_ms``.
         """
         inputs = self._timing_inputs(workload)
         key = (workload, tunables)
@@ -287,7 +268,7 @@ class DeviceBench:
             while len(self._runners) >= RUNNERS_KEPT:
                 self._runners.popitem(last=False)
             module = module or self._module(workload, tunables)
-            runner = Runner(_caller(module, inputs, workload.train))
+            runner = Runner(caller(module, inputs, workload.train))
             self._warm(runner, waited_ms)
             self._runners[key] = runner
         self._runners.move_to_end(key)
@@ -296,27 +277,27 @@ class DeviceBench:
     def _first_look(
         self, module: RingAttention, workload: Workload, inputs: Inputs, waited_ms: float
     ) -> tuple[float, float]:
-        """The ms of a call, and the us of its host, where someone who waited for the whole of one took ``waited_ms``.
+        """Return the ms of a call and the us of its host, after a call that took ``waited_ms`` to the end.
 
         What is mostly the host's launching counts as it does in a sample: at 1024 positions flash-attn-4 keeps an H100
         busy for 0.03 ms, and a slow host for 0.36.
         """
-        if not (self._cuda and may_be_launches(waited_ms)):
+        if not (self._cuda and may_be_launch_bound(waited_ms)):
             return waited_ms, waited_ms * 1e3
-        call = _caller(module, inputs, workload.train)
-        typical = self._stopwatch.read(call, Launches(waited_ms * 1e3), FEWEST + 1)
-        call_ms, host_us = self._peers.most(typical.ms, typical.host_us)
+        call = caller(module, inputs, workload.train)
+        typical = self._stopwatch.read(call, LaunchOverhead(waited_ms * 1e3), FEWEST + 1)
+        call_ms, host_us = self._peers.max_over_ranks(typical.ms, typical.host_us)
         return call_ms, host_us
 
     def _warm(self, runner: Runner, waited_ms: float | None = None) -> None:
-        """Calls until two in a row take the same time, or long enough; ``waited_ms`` of the last that was made."""
+        """Call until two in a row take the same time, or for long enough; the last call took ``waited_ms``."""
         begin = time.perf_counter()
         last = math.inf
-        if waited_ms is not None:  # with the head start it needs from the first reading on, which may be the only one
+        if waited_ms is not None:  # with the lead it needs from the first reading on, which may be the only one
             last, runner.launches.us = waited_ms, waited_ms * 1e3
         for number in range(1 if waited_ms is None else WARM_CALLS, 50):
             reading = self._stopwatch.read(runner.call, runner.launches, 1)
-            runner.call_ms, runner.host_us, taken_s = self._peers.most(
+            runner.call_ms, runner.host_us, taken_s = self._peers.max_over_ranks(
                 reading.ms, reading.host_us, time.perf_counter() - begin
             )
             steady = abs(runner.call_ms - last) <= STEADY * runner.call_ms
@@ -325,21 +306,17 @@ class DeviceBench:
             last = runner.call_ms
 
     def _peak_bytes(self, module: RingAttention, workload: Workload, inputs: Inputs) -> tuple[int, float]:
-        """What two calls in a row hold at most beyond the inputs, and the ms of the second.
+        """Return the most that two calls in a row hold beyond the inputs, and the ms of the second.
 
         The buffers of the pool count, as they stay, and so does what peers write into.
         """
-        call = _caller(module, inputs, workload.train)
+        call = caller(module, inputs, workload.train)
         taken_ms = 0.0
 
         def twice() -> None:
             nonlocal taken_ms
             call()
-            self._synchronize()
-            begin = time.perf_counter()
-            call()
-            self._synchronize()
-            taken_ms = (time.perf_counter() - begin) * 1e3
+            taken_ms = self._timed(call)[1]
 
         POOL.clear()
         if not self._cuda:
@@ -349,6 +326,14 @@ class DeviceBench:
         twice()
         peak_bytes = torch.cuda.max_memory_allocated(self.device) - before + module.peer_workspace_bytes()
         return max(0, peak_bytes), taken_ms
+
+    def _timed(self, call: Callable[[], Result]) -> tuple[Result, float]:
+        """Call and wait for the device; return the result and the ms that took."""
+        self._synchronize()
+        begin = time.perf_counter()
+        result = call()
+        self._synchronize()
+        return result, (time.perf_counter() - begin) * 1e3
 
     def _synchronize(self) -> None:
         if self._cuda:
@@ -361,91 +346,29 @@ class DeviceBench:
         if self._cuda:
             torch.cuda.empty_cache()
 
-    def forget(self) -> None:
-        """Drop every candidate and buffer: an out-of-memory may have been the fault of the others."""
+    def release_all(self) -> None:
+        """Release every candidate and buffer: an out-of-memory may have been the fault of the others."""
         self._runners.clear()
-        self._put_down()
+        self._release_inputs()
 
-    def _put_down(self) -> None:
-        """The inputs; the rows of references stay: they are small and took long."""
-        self._references.put_down()
+    def _release_inputs(self) -> None:
+        """Release the inputs; the rows of references stay: they are small and took long."""
+        self._references.release_inputs()
         self._inputs = None
         self._release()
 
 
-class HelpingBench(DeviceBench):
-    """In a process beside the one that measures, which gets back the device's memory after each request."""
+class PoolBench(DeviceBench):
+    """Runs in a process of the pool: the device's memory is released after each request."""
 
-    def prove(self, workload: Workload, tunables: Tunables, phase: Phase, part: tuple[int, int] = (0, 1)) -> Proven:
+    def validate(self, workload: Workload, tunables: Tunables, phase: Phase, part: tuple[int, int] = (0, 1)) -> Proven:
         try:
-            return super().prove(workload, tunables, phase, part)
+            return super().validate(workload, tunables, phase, part)
         finally:
-            self._put_down()
+            self._release_inputs()
 
     def first_call(self, workload: Workload, tunables: Tunables) -> Proven:
         try:
             return super().first_call(workload, tunables)
         finally:
-            self._put_down()
-
-
-def _build(
-    workload: Workload,
-    *,
-    profile: Profile | str,
-    device: torch.device,
-    dtype: str | torch.dtype | None = None,
-    group: Any = None,
-    layout: str = "auto",
-) -> RingAttention:
-    branches = workload.pattern.branches
-    return RingAttention(
-        workload.heads,
-        workload.head_dim,
-        num_kv_heads=workload.kv_heads,
-        segment_lengths=[b.segment for b in branches] or None,
-        dilation_rates=[b.rate for b in branches] or None,
-        causal=workload.causal,
-        head_offset=workload.pattern.head_offset,
-        profile=profile,
-        dtype=dtype,
-        device=device,
-        process_group=group,
-        layout=layout,
-    )
-
-
-# --- calls -----------------------------------------------------------------------------------------------------------
-
-
-def _caller(module: RingAttention, inputs: Inputs, train: bool) -> Callable[[], None]:
-    """What is timed: one forward, and in training the backward to q, k and v."""
-    if not train:
-
-        def infer() -> None:
-            with torch.no_grad():
-                module(inputs.q, inputs.k, inputs.v)
-
-        return infer
-    q, k, v = (x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
-
-    def step() -> None:
-        torch.autograd.grad(module(q, k, v), (q, k, v), inputs.dout)
-
-    return step
-
-
-def _results(module: Callable[..., Any], inputs: Inputs, train: bool) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """out, lse and the gradients (none for inference), those of training on the path that is timed.
-
-    A call that returns the lse is another one to autograd, which differentiates it, too.
-    """
-    if not train:
-        with torch.no_grad():
-            out, lse = module(inputs.q, inputs.k, inputs.v, return_lse=True)
-        return out, lse, ()
-    q, k, v = (x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
-    out = module(q, k, v)
-    grads = torch.autograd.grad(out, (q, k, v), inputs.dout)
-    _, lse = module(q, k, v, return_lse=True)
-    return out.detach(), lse.detach(), grads
+            self._release_inputs()

@@ -1,4 +1,4 @@
-"""The one seam between search and measurement: what can be asked of a machine, real or replayed.
+"""The interface between search and measurement: what can be asked of a machine, real or simulated.
 
 The search knows this protocol, a clock, and nothing of processes, tensors or tables.
 """
@@ -19,30 +19,27 @@ FailureKind = Literal["oom", "crash", "timeout", "wrong", "compile", "error"]
 
 
 class Clock(Protocol):
-    """Seconds that only grow. Replay supplies simulated ones."""
+    """Monotonic seconds, real or simulated."""
 
     def now(self) -> float: ...
 
 
 class MonotonicClock:
-    """The machine's own."""
+    """The clock of this machine."""
 
     def now(self) -> float:
         return time.monotonic()
 
 
-# --- why a candidate gave no number, where something is decided by it -------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Killed:
-    """A signal ended the worker. No candidate sends SIGKILL to itself: that one is somebody else's."""
+    """A signal ended the worker. No candidate sends SIGKILL to itself: that is another process's."""
 
     signal: int
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Stopped:
     """A signal such as SIGSTOP held the worker, which no candidate does to itself, until it was given up."""
 
 
@@ -64,12 +61,12 @@ class PeerFailed:
     """A rank failed only because another did, whose own fault is the one to record."""
 
 
-Cause = Killed | Held | Ended | KernelUnavailable | PeerFailed
+Cause = Killed | Stopped | Ended | KernelUnavailable | PeerFailed
 
 # Names in the journal, which outlive those of the classes.
 _CAUSES: Mapping[str, type[Cause]] = {
     "killed": Killed,
-    "held": Held,
+    "held": Stopped,
     "ended": Ended,
     "kernel-unavailable": KernelUnavailable,
     "peer-failed": PeerFailed,
@@ -78,7 +75,7 @@ _CAUSES: Mapping[str, type[Cause]] = {
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """How a candidate ended that gave no number.
+    """Failure of a candidate, in place of its numbers.
 
     ``message`` is one line for people, with the input that broke it; ``cause`` is what decisions are made by.
     """
@@ -88,17 +85,17 @@ class Fault:
     cause: Cause | None = None
 
     @property
-    def struck(self) -> bool:
-        """Whether somebody else ended or held the worker, it seems: another try may go well."""
-        return isinstance(self.cause, Held | Ended) or self.cause == Killed(SIGKILL)
+    def ended_from_outside(self) -> bool:
+        """Return whether another process seems to have ended or stopped the worker: another try may go well."""
+        return isinstance(self.cause, Stopped | Ended) or self.cause == Killed(SIGKILL)
 
     @property
     def from_outside(self) -> bool:
-        """Whether the machine may be to blame: it was too slow to answer, or somebody ended the worker."""
-        return self.kind == "timeout" or self.struck
+        """Return whether the machine may be to blame: it was too slow, or another process ended the worker."""
+        return self.kind == "timeout" or self.ended_from_outside
 
     def plain(self) -> dict[str, Any]:
-        """As JSON data, for a journal or a table; ``Fault.of`` reads it."""
+        """Return JSON data, for a journal or a table; ``Fault.of`` reads it."""
         document: dict[str, Any] = {"kind": self.kind, "message": self.message}
         if self.cause is not None:
             name = next(name for name, cause in _CAUSES.items() if type(self.cause) is cause)
@@ -107,7 +104,7 @@ class Fault:
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> Fault:
-        """The fault of a document that ``plain`` made, or an earlier version that knew no causes."""
+        """Return the fault of a document that ``plain`` made, also in a version that knew no causes."""
         cause = dict(document.get("cause") or {})
         made = _CAUSES[cause.pop("is")](**cause) if cause else None
         return cls(document["kind"], document["message"], made)
@@ -115,7 +112,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A candidate that agreed with float64: what one look at it showed.
+    """Result of one check of a candidate that agrees with float64.
 
     ``call_ms`` is a warm call, good to plan with but not to compare; ``error`` the relative 2-norm against float64
     on ordinary inputs, the worst of out and the gradients; ``peak_bytes`` what one call holds beyond the inputs;
@@ -131,21 +128,21 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class Proven:
-    """A candidate that is right at ragged lengths too; ``first_call_ms`` is a call at a length never met before."""
+    """Result of a validation at ragged lengths; ``first_call_ms`` is a call at a length never met before."""
 
     first_call_ms: float
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One repetition of one candidate in one block; ``ms`` is the time of a call that the search minimises."""
+    """One repetition of a candidate in a block; ``ms`` is the time of a call that the search minimises."""
 
     ms: float
     host_us: float = 0.0
 
 
 class InterferenceKind(Enum):
-    """What spoils a timing, with the words for it."""
+    """Kind of interference with a timing, and its text."""
 
     FOREIGN_LOAD = "other processes used {:.0f} % of the CPUs"
     STEAL = "the hypervisor took {:.0f} % of the CPUs"
@@ -159,7 +156,7 @@ class InterferenceKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Interference:
-    """``percent`` is 0 where the kind has no size."""
+    """Interference with a timing; ``percent`` is 0 where the kind has no size."""
 
     kind: InterferenceKind
     percent: float = 0.0
@@ -169,7 +166,7 @@ class Interference:
 
 
 def largest_of_each(found: Iterable[Interference]) -> tuple[Interference, ...]:
-    """One of each kind, the largest, in the order in which the kinds were met."""
+    """Return the largest interference of each kind, in the order in which the kinds were met."""
     largest: dict[InterferenceKind, Interference] = {}
     for each in found:
         known = largest.get(each.kind)
@@ -192,19 +189,19 @@ class Block:
 
 @runtime_checkable
 class KnowsLinks(Protocol):
-    """An evaluator of several ranks, which can say how fast messages go between them."""
+    """An evaluator of several ranks, which measures the links between them."""
 
     def links(self) -> LinkSpeed: ...
 
 
 @runtime_checkable
 class CallsAhead(Protocol):
-    """An evaluator that can make first calls while it does other things."""
+    """An evaluator that makes first calls, which compile, while it does other things."""
 
     def begin_first_calls(self, calls: Sequence[tuple[Workload, Tunables]]) -> None: ...
 
     def end_first_calls(self, timeout_s: float) -> str:
-        """Waits for them, at most so long; says what failed."""
+        """Wait for them, at most so long; return what failed."""
         ...
 
 
@@ -214,24 +211,24 @@ class Evaluator(Protocol):
     def check(
         self, cell: Workload, candidate: Tunables, *, timeout_s: float, pace_ms: float | None = None
     ) -> Checked | Fault:
-        """Run the candidate at the cell's own length and hold it against float64.
+        """Run the candidate at the cell's own length and compare it with float64.
 
-        One that turns out much slower than ``pace_ms`` a call is let go with fewer calls.
+        A candidate much slower than ``pace_ms`` a call is dropped after fewer calls.
         """
         ...
 
-    def prove(self, cell: Workload, candidate: Tunables, *, timeout_s: float) -> Proven | Fault:
-        """Hold the candidate against float64 at random ragged lengths of the cell's bucket."""
+    def validate(self, cell: Workload, candidate: Tunables, *, timeout_s: float) -> Proven | Fault:
+        """Compare the candidate with float64 at random ragged lengths of the cell's bucket."""
         ...
 
     def block(self, cell: Workload, order: Sequence[Tunables], *, timeout_s: float) -> Block:
         """Time each of ``order`` once; one plan may occur twice. ``timeout_s`` is per candidate."""
         ...
 
-    def obey(self, cell: Workload, profile_path: str, *, timeout_s: float) -> Tunables | Fault:
-        """The plan the runtime takes for the cell when it reads the profile at ``profile_path``, after running it."""
+    def run_profile(self, cell: Workload, profile_path: str, *, timeout_s: float) -> Tunables | Fault:
+        """Return the plan that the runtime takes for the cell from the profile, after running it."""
         ...
 
     def close(self) -> None:
-        """Give the machine back."""
+        """Release the machine."""
         ...

@@ -1,8 +1,7 @@
-"""Whether the machine was ours while something was timed: foreign load, stolen time, throttling.
+"""Interference with a timing: foreign load, steal time, throttling.
 
-A ``Watch`` is opened before a block and closed after it; what it says makes the block worthless, so the caller
-repeats or refuses it. Readings come from /proc, the cgroup and NVML; what cannot be read is not guessed at, and
-``blind_spots`` names it once.
+What a monitor finds makes a block worthless, so the caller repeats or refuses it. Readings come from /proc, the cgroup
+and NVML; what cannot be read is not guessed at, and ``unmonitored`` names it once.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _THROTTLE_BITS = {
 
 @dataclass(frozen=True, slots=True)
 class HostReading:
-    """Seconds so far: of all usable CPUs busy, stolen; of this process; of waiting for the cgroup's quota."""
+    """Seconds so far: of all usable CPUs busy and stolen, of this process, and throttled by the cgroup's quota."""
 
     at_s: float
     busy_s: float
@@ -48,7 +47,7 @@ class HostReading:
 
 
 def cpu_seconds(stat: str, cpus: frozenset[int], ticks_per_s: int) -> tuple[float, float]:
-    """Busy and stolen seconds of these CPUs, out of the text of /proc/stat."""
+    """Return busy and stolen seconds of these CPUs, out of the text of /proc/stat."""
     busy = steal = 0
     for line in stat.splitlines():
         name, *fields = line.split()
@@ -60,13 +59,13 @@ def cpu_seconds(stat: str, cpus: frozenset[int], ticks_per_s: int) -> tuple[floa
 
 
 def process_seconds(stat: str, ticks_per_s: int) -> float:
-    """Seconds of all threads of a process, out of the text of /proc/PID/stat, whose second field may hold spaces."""
-    fields = stat.rpartition(")")[2].split()
+    """Return seconds of all threads of a process, out of the text of /proc/PID/stat."""
+    fields = stat.rpartition(")")[2].split()  # the second field, a name in brackets, may hold spaces
     return (int(fields[11]) + int(fields[12])) / ticks_per_s
 
 
 def throttled_seconds(cpu_stat: str) -> float:
-    """Seconds held back by the quota, out of the text of the cgroup's cpu.stat; 0 where there is no quota."""
+    """Return seconds throttled by the quota, out of the text of the cgroup's cpu.stat; 0 without a quota."""
     for line in cpu_stat.splitlines():
         name, _, value = line.partition(" ")
         if name == "throttled_usec":
@@ -75,7 +74,7 @@ def throttled_seconds(cpu_stat: str) -> float:
 
 
 def host_disturbances(before: HostReading, after: HostReading, cpu_count: int) -> tuple[Interference, ...]:
-    """What happened between two readings that spoils a timing; empty too when they are too close to say."""
+    """Return the interference between two readings; empty where they are too close to say."""
     seconds = after.at_s - before.at_s
     if seconds < SHORTEST_S:
         return ()
@@ -94,48 +93,48 @@ def host_disturbances(before: HostReading, after: HostReading, cpu_count: int) -
 
 
 def throttle_reasons(bits: int) -> tuple[Interference, ...]:
-    """Those clock event reasons that spoil a timing."""
+    """Return the clock event reasons that spoil a timing."""
     return tuple(Interference(kind) for bit, kind in _THROTTLE_BITS.items() if bits & bit)
 
 
 class Nvml:
-    """What a watch asks the NVIDIA driver of one card."""
+    """The NVIDIA driver's readings of one card."""
 
     def __init__(self, uuid: str) -> None:
-        """Raises NVMLError where there is no driver, or it does not know the card."""
+        """Open the driver; raises NVMLError where there is none, or it does not know the card."""
         pynvml.nvmlInit()
         self._handle: Any = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.removeprefix('GPU-')}")
 
     def reasons(self) -> int:
-        """The bits of the reasons for which clocks are what they are."""
+        """Return the bits of the current clock event reasons."""
         return int(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle))
 
     def processes(self) -> int:
-        """How many processes compute on the card, ours among them."""
+        """Return how many processes compute on the card, ours among them."""
         return len(pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle))
 
 
-class Watch:
-    """Looks at the host, and at one GPU where there is one, before and after a block.
+class InterferenceMonitor:
+    """Reads the host, and one GPU where there is one, before and after a block.
 
     ``siblings`` are the processes of the other ranks on this host, whose load is not foreign.
     """
 
     def __init__(self, gpu_uuid: str | None = None, siblings: Sequence[int] = ()) -> None:
         self._siblings = tuple(siblings)
-        self.blind_spots: list[str] = []
+        self.unmonitored: list[str] = []
         self._cpus = frozenset(os.sched_getaffinity(0))
         self._ticks = os.sysconf("SC_CLK_TCK")
         self._nvml: Nvml | None = None
-        self._beside = 0
+        self._pool_processes = 0
         self._foreign: int | None = None  # processes of others on the GPU, once blocks have begun
         if not _PROC_STAT.exists():
-            self.blind_spots.append("foreign load on the host cannot be seen: no /proc/stat")
+            self.unmonitored.append("foreign load on the host cannot be seen: no /proc/stat")
         if gpu_uuid is not None:
             try:
                 self._nvml = Nvml(gpu_uuid)
             except pynvml.NVMLError as error:
-                self.blind_spots.append(f"throttling of the GPU cannot be seen: {error}")
+                self.unmonitored.append(f"throttling of the GPU cannot be seen: {error}")
         self._before: HostReading | None = None
 
     def _read(self) -> HostReading:
@@ -146,26 +145,25 @@ class Watch:
         return HostReading(time.perf_counter(), busy, steal, own, quota)
 
     def _sibling_seconds(self, pid: int) -> float:
-        """Seconds that a process has used so far; 0 for one that is gone, which ends the block by itself."""
+        """Return seconds that a process has used; 0 for one that is gone, which ends the block by itself."""
         try:
             return process_seconds(Path(f"/proc/{pid}/stat").read_text(), self._ticks)
         except OSError:
             return 0.0
 
-    def begin(self, beside: int = 0) -> None:
-        """``beside`` processes of this probe wait on the same GPU."""
-        self._beside = beside
+    def begin(self, pool_processes: int = 0) -> None:
+        """Begin a block while ``pool_processes`` of this probe wait on the same GPU."""
+        self._pool_processes = pool_processes
         if self._nvml is not None and self._foreign is None:
             self._foreign = max(0, self._nvml.processes() - self._ours())
         self._before = self._read()
 
     def _ours(self) -> int:
-        """How many processes the driver may count as computing: it may count other ranks here, too, once messages went
-        straight from card to card."""
-        return 1 + len(self._siblings) + self._beside
+        """Return how many processes the driver may count: other ranks here, too, once messages went card to card."""
+        return 1 + len(self._siblings) + self._pool_processes
 
     def end(self) -> tuple[Interference, ...]:
-        """What disturbed the block since ``begin``."""
+        """Return the interference since ``begin``."""
         assert self._before is not None
         # A GPU is fed by one host thread: only what the quota or a full machine does to it matters there.
         found = list(host_disturbances(self._before, self._read(), len(self._cpus)))
@@ -178,6 +176,6 @@ class Watch:
 
 
 def available_kib() -> int:
-    """Memory of the host that may be had without swapping."""
+    """Return the memory of the host that is available without swapping."""
     meminfo = _MEMINFO.read_text()
     return next(int(line.split()[1]) for line in meminfo.splitlines() if line.startswith("MemAvailable:"))

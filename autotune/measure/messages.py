@@ -1,27 +1,28 @@
-"""What the tuner and its worker process say to each other; both import it, so that what is pickled has one home."""
+"""Messages between the tuner and its worker process."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ringattn.hardware.kernel_faults import Combination
 from ringattn.workload import Tunables, Workload
 
 REAL_BENCH = "autotune.measure.benchmark:DeviceBench"
-HELPING_BENCH = "autotune.measure.benchmark:HelpingBench"
+POOL_BENCH = "autotune.measure.benchmark:PoolBench"
 MESSAGE_MIB = 64  # size of the message that links are measured with
 
-Action = Literal["check", "prove", "first-call", "obey", "block", "links", "stop"]
+Action = Literal["check", "validate", "first-call", "run-profile", "block", "links", "kernel", "stop"]
 MessageKind = Literal["ready", "phase", "result", "done", "no-device", "bug"]
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is wanted of the worker; a block times all of ``plans`` in order.
+    """Request to a worker; a block times all of ``plans`` in order.
 
-    ``part`` (i, n) of a proof is every n-th of its lengths from the i-th on. ``beside`` helpers wait while a block is
-    timed. ``lockstep``: other ranks do the same, so a block ends at the first plan that fails, and nothing is tried
-    again.
+    ``part`` (i, n) of a validation is every n-th of its lengths from the i-th on. ``pool_processes`` wait on the same
+    device while a block is timed. ``lockstep``: other ranks do the same, so a block ends at the first plan that fails,
+    and nothing is tried again. A kernel alone is checked as ``combination`` at ``rows``.
     """
 
     action: Action
@@ -31,12 +32,14 @@ class Request:
     pace_ms: float | None = None
     lockstep: bool = False
     part: tuple[int, int] = (0, 1)
-    beside: int = 0
+    pool_processes: int = 0
+    combination: Combination | None = None
+    rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A phase is of a candidate, by name; a result of candidate ``index``."""
+    """Message of a worker: a phase of a candidate, by name, or the result of candidate ``index``."""
 
     kind: MessageKind
     index: int = 0
@@ -44,8 +47,8 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
-    """Where the workers of all ranks find each other: a store, and in it a name for each generation of workers."""
+class Rendezvous:
+    """Address at which the workers of all ranks meet: a store, and in it a prefix for each generation of workers."""
 
     rank: int
     world: int
@@ -56,7 +59,7 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True)
 class LinkReading:
-    """One rank's: seconds of a round in which every rank sends a message to the next, large and small."""
+    """Seconds of a round in which every rank sends a message to the next, large and small, on one rank."""
 
     large_s: float
     small_s: float

@@ -1,4 +1,4 @@
-"""What a bench asks of the other ranks so that all do the same calls: numbers agreed on, verdicts shared.
+"""Agreement among the benches of all ranks, so that all make the same calls: numbers, faults, barriers.
 
 Runs inside the worker processes. Everything here goes over a gloo group of its own, beside the messages measured.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import socket
+import statistics
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -17,54 +19,56 @@ import torch.distributed as dist
 
 from ringattn.errors import DeviceError
 
-from .messages import Meeting
+from .messages import MESSAGE_MIB, LinkReading, Rendezvous
 
 JOIN_TIMEOUT_S = 100.0  # below what the parent gives a worker to start
 GROUP_TIMEOUT_S = 900.0  # a candidate that hangs is ended long before, by the parent of its worker
+SMALL_BYTES = 8  # of a message whose time is all latency
+ROUNDS, SMALL_ROUNDS = 7, 50
 
 
-class Alone:
-    """A bench that has its device for itself and agrees with nobody."""
+class SingleRank:
+    """The ranks of a bench that has its device for itself."""
 
     rank, size = 0, 1
     group: Any = None
     siblings: tuple[int, ...] = ()
 
-    def most(self, *values: float) -> tuple[float, ...]:
+    def max_over_ranks(self, *values: float) -> tuple[float, ...]:
         return values
 
-    def meet(self) -> None: ...
+    def barrier(self) -> None: ...
 
-    def first_fault(self, fault: str) -> tuple[int, str] | None:
+    def first_rank_at_fault(self, fault: str) -> tuple[int, str] | None:
         return (0, fault) if fault else None
 
 
-class Together(Alone):
+class RankGroup(SingleRank):
     """One rank among several, in a process group made for this generation of workers.
 
     Raises DeviceError where the others cannot be met.
     """
 
-    def __init__(self, meeting: Meeting, device: torch.device) -> None:
-        self.rank, self.size = meeting.rank, meeting.world
+    def __init__(self, rendezvous: Rendezvous, device: torch.device) -> None:
+        self.rank, self.size = rendezvous.rank, rendezvous.world
         try:
             store = dist.TCPStore(  # type: ignore[attr-defined]
-                meeting.host, meeting.port, is_master=False, timeout=timedelta(seconds=JOIN_TIMEOUT_S)
+                rendezvous.host, rendezvous.port, is_master=False, timeout=timedelta(seconds=JOIN_TIMEOUT_S)
             )
-            own = dist.PrefixStore(f"workers/{meeting.generation}", store)  # type: ignore[attr-defined]
+            own = dist.PrefixStore(f"workers/{rendezvous.generation}", store)  # type: ignore[attr-defined]
             on_gpu = device.type == "cuda"
             dist.init_process_group(
                 "nccl" if on_gpu else "gloo",
                 store=own,
-                rank=meeting.rank,
-                world_size=meeting.world,
+                rank=rendezvous.rank,
+                world_size=rendezvous.world,
                 timeout=timedelta(seconds=GROUP_TIMEOUT_S),
                 device_id=device if on_gpu else None,
             )
             self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=GROUP_TIMEOUT_S))
         except RuntimeError as error:  # torch's DistError and its kin
             text = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise DeviceError(f"rank {meeting.rank} cannot meet the others: {text}") from error
+            raise DeviceError(f"rank {rendezvous.rank} cannot meet the others: {text}") from error
         self.group = dist.group.WORLD
         everyone: list[Any] = [None] * self.size
         dist.all_gather_object(everyone, (_place(), os.getpid()), group=self._control)
@@ -72,19 +76,19 @@ class Together(Alone):
             pid for rank, (place, pid) in enumerate(everyone) if rank != self.rank and place == _place()
         )
 
-    def most(self, *values: float) -> tuple[float, ...]:
-        """The largest of each number over the ranks, which also waits for all of them."""
+    def max_over_ranks(self, *values: float) -> tuple[float, ...]:
+        """Return the largest of each number over the ranks, once all have come."""
         largest = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._control)
         return tuple(largest.tolist())
 
-    def meet(self) -> None:
-        """Waits until every rank is here."""
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
         dist.barrier(group=self._control)
 
-    def first_fault(self, fault: str) -> tuple[int, str] | None:
-        """The lowest rank that finds fault, and its words; the same on all ranks."""
-        if not self.most(float(bool(fault)))[0]:
+    def first_rank_at_fault(self, fault: str) -> tuple[int, str] | None:
+        """Return the lowest rank with a fault, and the fault; the same on all ranks."""
+        if not self.max_over_ranks(float(bool(fault)))[0]:
             return None
         said: list[Any] = [None] * self.size
         dist.all_gather_object(said, fault, group=self._control)
@@ -92,17 +96,17 @@ class Together(Alone):
 
 
 def _place() -> tuple[str, str]:
-    """Where a process id means something: the host, and its space of process ids."""
+    """Return where a process id is valid: the host, and its namespace of process ids."""
     return socket.gethostname(), str(Path("/proc/self/ns/pid").readlink())
 
 
-def ring_neighbours(peers: Alone) -> tuple[int, int]:
-    """The ranks before and after this one."""
+def ring_neighbours(peers: SingleRank) -> tuple[int, int]:
+    """Return the ranks before and after this one."""
     return (peers.rank - 1) % peers.size, (peers.rank + 1) % peers.size
 
 
-def exchange(send: torch.Tensor, receive: torch.Tensor, peers: Alone) -> None:
-    """One message to the next rank and one from the one before, complete when it returns."""
+def exchange(send: torch.Tensor, receive: torch.Tensor, peers: SingleRank) -> None:
+    """Send a message to the next rank and receive one from the one before; both are complete on return."""
     before, after = ring_neighbours(peers)
     operations: Sequence[Any] = [
         dist.P2POp(dist.isend, send, after, peers.group),
@@ -112,3 +116,23 @@ def exchange(send: torch.Tensor, receive: torch.Tensor, peers: Alone) -> None:
         work.wait()
     if send.is_cuda:
         torch.cuda.synchronize(send.device)
+
+
+def measure_links(peers: SingleRank, device: torch.device) -> LinkReading:
+    """Measure medians of full rounds of messages, begun together; every rank calls it."""
+    large_s = _round_s(peers, device, MESSAGE_MIB * 2**20, ROUNDS)
+    return LinkReading(large_s, _round_s(peers, device, SMALL_BYTES, SMALL_ROUNDS))
+
+
+def _round_s(peers: SingleRank, device: torch.device, size_bytes: int, rounds: int) -> float:
+    send = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
+    receive = torch.empty_like(send)
+    for _ in range(2):  # connections are made by the first
+        exchange(send, receive, peers)
+    taken_s = []
+    for _ in range(rounds):
+        peers.barrier()
+        begin = time.perf_counter()
+        exchange(send, receive, peers)
+        taken_s.append(time.perf_counter() - begin)
+    return statistics.median(taken_s)

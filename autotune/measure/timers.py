@@ -1,4 +1,4 @@
-"""How long a call takes and how much memory it holds, on one device."""
+"""Timers of calls on a host and on a CUDA device, and the memory that calls hold."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from ringattn.hardware.facts import HardwareFacts
 
-from .head_start import FEWEST_LAUNCHES, flushes_for, host_is_slower
+from .launch_overhead import FEWEST_LAUNCHES, flushes_for, is_launch_bound
 
 FEWEST = 3  # readings that are taken however long they last
 IN_FLIGHT = 4  # calls that the host may be ahead: with a thousand launches waiting, the next would wait as well
@@ -21,7 +21,7 @@ QUIET = 0.25  # what disturbs a host only adds to its time, so this quantile of 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One call: how long the device took, and how long the host did to launch it.
+    """One call: the time of the device, and that of the host to launch it.
 
     Where they are one, the device's time is the call's and ``host_us`` the same in us. ``late``: the device had begun
     before all of it was launched, so it may have waited for the host.
@@ -33,18 +33,18 @@ class Reading:
 
 
 class HostTimer:
-    """Wall-clock of a call that is over when it returns."""
+    """Times calls that are over when they return."""
 
     def calls_for(self, sample_ms: float, call_ms: float, host_us: float) -> int:
-        """How many calls make a sample of about this length; a microsecond is the timer's own."""
+        """Return how many calls make a sample of this length; a microsecond is the timer's own."""
         return math.ceil(sample_ms / (call_ms + 1e-3))
 
     def time(
         self, call: Callable[[], None], repeats: int, limit_s: float = math.inf, host_us: float = 0.0
     ) -> list[Reading]:
-        """As many calls as asked for, but none after ``limit_s`` once there are FEWEST.
+        """Time as many calls as asked for, but none after ``limit_s`` once there are FEWEST.
 
-        ``host_us`` is for devices that get a head start; here all of the time is the host's.
+        ``host_us`` is for devices that get a lead; here all of the time is the host's.
         """
         readings: list[Reading] = []
         first = time.perf_counter()
@@ -58,12 +58,12 @@ class HostTimer:
         return readings
 
     def of(self, readings: Sequence[Reading]) -> Reading:
-        """The typical one."""
+        """Return the typical reading."""
         return Reading(_quantile([r.ms for r in readings], 0.5), _quantile([r.host_us for r in readings], 0.5))
 
 
 class CudaTimer:
-    """Device events around each call, the L2 cache flushed before it.
+    """Times calls between device events, with the L2 cache flushed before each.
 
     A flush takes long enough that the host has launched the call before it begins, or there are several: the device is
     timed without its host, whose own time is read off beside it. Where the host was slower than that, the reading says
@@ -77,9 +77,9 @@ class CudaTimer:
         self._flush_ms = min(reading.ms for reading in self.time(self._flush_once, FEWEST + 2))
 
     def calls_for(self, sample_ms: float, call_ms: float, host_us: float) -> int:
-        """How many calls make a sample of about this length, their head starts included."""
+        """Return how many calls make a sample of this length, their leads included."""
         taken_ms = call_ms + flushes_for(host_us, self._flush_ms) * self._flush_ms
-        fewest = FEWEST_LAUNCHES if host_is_slower(call_ms, host_us) else 1
+        fewest = FEWEST_LAUNCHES if is_launch_bound(call_ms, host_us) else 1
         return max(fewest, math.ceil(sample_ms / taken_ms))
 
     def _flush_once(self) -> None:
@@ -88,7 +88,7 @@ class CudaTimer:
     def time(
         self, call: Callable[[], None], repeats: int, limit_s: float = math.inf, host_us: float = 0.0
     ) -> list[Reading]:
-        """As many calls as asked for, but none launched after ``limit_s`` once there are FEWEST.
+        """Time as many calls as asked for, but launch none after ``limit_s`` once there are FEWEST.
 
         ``host_us`` is what the host takes for a call, as far as known; ranks that begin together give the same.
         """
@@ -120,7 +120,7 @@ class CudaTimer:
         ]
 
     def of(self, readings: Sequence[Reading]) -> Reading:
-        """The device's typical time, and the host's when nothing disturbed it."""
+        """Return the device's typical time, and the host's where nothing disturbed it."""
         return Reading(_quantile([r.ms for r in readings], 0.5), _quantile([r.host_us for r in readings], QUIET))
 
 
@@ -128,7 +128,7 @@ def _quantile(values: Sequence[float], share: float) -> float:
     return float(np.quantile(values, share))
 
 
-def wake(device: torch.device) -> None:
+def warm_up_device(device: torch.device) -> None:
     """Make the context and load the libraries of matrix products: no candidate's first call pays for them."""
     for dtype in (torch.float64, torch.float32, torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16):
         square = torch.ones(64, 64, dtype=dtype, device=device)
@@ -137,7 +137,7 @@ def wake(device: torch.device) -> None:
 
 
 def cpu_peak_bytes(calls: Callable[[], object]) -> int:
-    """The largest sum of live allocations during ``calls``, from the profiler's record of every one of them."""
+    """Return the largest sum of live allocations during ``calls``, from the profiler's record."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False) as recorded:

@@ -21,7 +21,7 @@ from ringattn.device_errors import is_out_of_memory, is_sticky
 from ringattn.distributed.peer_errors import PeerError
 from ringattn.errors import DeviceError, KernelLoadError
 
-from .bench import PeerWrong, WrongAnswer
+from .bench import ChecksKernels, PeerWrong, WrongAnswer
 from .evaluator import Cause, FailureKind, Fault, KernelUnavailable, PeerFailed
 from .interference import available_kib
 from .messages import Message, Request
@@ -38,13 +38,13 @@ _COMPILE_MODULES = ("triton.compiler", "triton.runtime", "torch._dynamo", "torch
 
 
 def one_line(error: BaseException) -> str:
-    """The first line that says something, bounded."""
+    """Return the first line that is not empty, bounded."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {text}"[:MESSAGE_LIMIT] if text else type(error).__name__
 
 
 def classify(error: BaseException) -> tuple[FailureKind, bool]:
-    """The kind of a candidate's exception, and whether this process can still be used after it."""
+    """Return the kind of a candidate's exception, and whether this process can still be used after it."""
     names = {cls.__name__ for cls in type(error).__mro__}
     module = type(error).__module__
     if is_out_of_memory(error):
@@ -59,14 +59,14 @@ def classify(error: BaseException) -> tuple[FailureKind, bool]:
 
 
 def cause_of(error: BaseException) -> Cause | None:
-    """What of a candidate's exception decides something beside its kind."""
+    """Return the cause of a candidate's exception, where something is decided by it."""
     if isinstance(error, KernelLoadError):
         return KernelUnavailable(error.kernel, str(error)[:MESSAGE_LIMIT])
     return PeerFailed() if isinstance(error, PeerError | PeerWrong) else None
 
 
 def run_worker(connection: Connection, bench: Bench) -> None:
-    """Serve requests until told to stop or alone."""
+    """Serve requests until told to stop, or until the other side is gone."""
     while True:
         try:
             request: Request = connection.recv()
@@ -88,15 +88,18 @@ def _serve_one(connection: Connection, bench: Bench, request: Request) -> None:
     def run() -> Any:
         if request.action == "links":
             return bench.links()
+        if request.combination is not None:
+            assert isinstance(bench, ChecksKernels)
+            return bench.check_kernel(request.combination, request.rows)
         workload = request.workload
         assert workload is not None
         if request.action == "check":
             return bench.check(workload, request.plans[0], phase, request.pace_ms)
-        if request.action == "prove":
-            return bench.prove(workload, request.plans[0], phase, request.part)
+        if request.action == "validate":
+            return bench.validate(workload, request.plans[0], phase, request.part)
         if request.action == "first-call":
             return bench.first_call(workload, request.plans[0])
-        return bench.obey(workload, request.profile_path)
+        return bench.run_profile(workload, request.profile_path)
 
     connection.send(Message("done", 0, _guarded(connection, bench, run, phase, alone=not request.lockstep)))
 
@@ -104,7 +107,7 @@ def _serve_one(connection: Connection, bench: Bench, request: Request) -> None:
 def _serve_block(connection: Connection, bench: Bench, request: Request) -> None:
     workload = request.workload
     assert workload is not None
-    bench.begin_block(request.beside)
+    bench.begin_block(request.pool_processes)
     for index, plan in enumerate(request.plans):
         connection.send(Message("phase", index, "candidate"))
         result = _guarded(
@@ -123,7 +126,7 @@ def _serve_block(connection: Connection, bench: Bench, request: Request) -> None
 def _guarded(
     connection: Connection, bench: Bench, run: Callable[[], Any], phase: Callable[[str], None], *, alone: bool
 ) -> Any:
-    """The result, or a Fault. One out of memory is tried again alone: the others' buffers may have been in the way.
+    """Return the result or a Fault. An out-of-memory is tried once more, with all other buffers released.
 
     Not where other ranks take part (not ``alone``): they are not trying again.
     """
@@ -139,16 +142,16 @@ def _guarded(
         if not usable:
             connection.send(Message("done", 0, fault))
             os._exit(1)
-        forget = getattr(bench, "forget", None)
-        if fault.kind != "oom" or attempt or forget is None or not alone:
+        release_all = getattr(bench, "release_all", None)
+        if fault.kind != "oom" or attempt or release_all is None or not alone:
             return fault
-        forget()
+        release_all()
         phase("candidate")
     raise AssertionError("unreachable")
 
 
 def die_with_parent(parent: int) -> None:
-    """The kernel kills this process when its parent ends, also when the parent is killed."""
+    """Let the kernel kill this process when its parent ends, also when the parent is killed."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
@@ -156,7 +159,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def _limit_memory(ranks: int) -> None:
-    """A CPU candidate that wants more than there is gets an error, and not the whole machine killed.
+    """Limit memory, so that a CPU candidate that wants too much gets an error and the machine lives.
 
     ``ranks`` share what there is.
     """
@@ -174,7 +177,7 @@ def _load_bench(name: str, settings: BenchSettings) -> Bench:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Arguments: the inherited socket, the parent's process id, the bench to load."""
+    """Run a worker; arguments: the inherited socket, the parent's process id, the bench to load."""
     descriptor, parent, bench_name = int(arguments[0]), int(arguments[1]), arguments[2]
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it ends this process
@@ -182,9 +185,9 @@ def main(arguments: Sequence[str]) -> None:
     settings: BenchSettings = connection.recv()
     try:
         if settings.device == "cpu":
-            _limit_memory(settings.meeting.world if settings.meeting is not None else 1)
+            _limit_memory(settings.rendezvous.world if settings.rendezvous is not None else 1)
         bench = _load_bench(bench_name, settings)
-        connection.send(Message("ready", 0, bench.blind_spots()))
+        connection.send(Message("ready", 0, bench.unmonitored()))
         run_worker(connection, bench)
         os._exit(0)  # taking torch apart takes a second that the probe would wait for
     except BrokenPipeError:

@@ -1,12 +1,13 @@
-"""Worker processes beside the one that measures: they compile ahead and take their share of proofs, on the same device.
+"""A pool of worker processes beside the one that measures: they compile ahead and share validations.
 
-They never work while something is timed. A standard probe of an H200 spent 35 of its 170 s on proofs, one length after
-the other, nearly all of it in cuDNN's making of plans on one core: 6 to 9 s for a LongNet plan.
+They never work while something is timed. A standard probe of an H200 spent 35 of its 170 s on validations, one length
+after the other, nearly all of it in cuDNN's making of plans on one core: 6 to 9 s for a LongNet plan.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
@@ -15,78 +16,85 @@ from typing import TypeVar
 
 from autotune.space.first_calls import Call
 from ringattn.errors import DeviceError
+from ringattn.hardware.facts import HardwareFacts
 from ringattn.wording import plural
 from ringattn.workload import Tunables, Workload
 
 from .bench import BenchSettings
 from .evaluator import Checked, Fault, Proven
-from .messages import HELPING_BENCH, REAL_BENCH
-from .trial import WorkerEvaluator
+from .interference import available_kib
+from .messages import POOL_BENCH, REAL_BENCH
+from .worker_evaluator import WorkerEvaluator
 
 CALL_TIMEOUT_S = 60.0
 LAST_CALL_S = 10.0  # for calls that were begun when time was over: flash-attn-4's take 5 s
-MOST_HELPERS = 8
-MEMORY_PER_HELPER_MIB = 8192  # of the device: its context, and one workload
-HOST_MEMORY_PER_HELPER_MIB = 4096  # torch with its libraries, and what is compiled
+MAX_WORKERS = 8
+MEMORY_PER_WORKER_MIB = 8192  # of the device: its context, and one workload
+HOST_MEMORY_PER_WORKER_MIB = 4096  # torch with its libraries, and what is compiled
 
 Result = TypeVar("Result")
 
 
-def helpers_for(cores: int, memory_mib: int, host_memory_mib: int) -> int:
-    """How many help at once; half of the cores are left to the probe and to compilers' own threads."""
-    by_memory = min(memory_mib // MEMORY_PER_HELPER_MIB, host_memory_mib // HOST_MEMORY_PER_HELPER_MIB)
-    return max(0, min(MOST_HELPERS, cores // 2, by_memory))
+def pool_size(cores: int, memory_mib: int, host_memory_mib: int) -> int:
+    """Return how many workers to start; half of the cores are left to the probe and to compilers' own threads."""
+    by_memory = min(memory_mib // MEMORY_PER_WORKER_MIB, host_memory_mib // HOST_MEMORY_PER_WORKER_MIB)
+    return max(0, min(MAX_WORKERS, cores // 2, by_memory))
 
 
-class _Helper:
+def pool_size_here(facts: HardwareFacts) -> int:
+    """Return how many workers to start beside a probe of this machine's GPU."""
+    return pool_size(len(os.sched_getaffinity(0)), facts.memory_mib, available_kib() // 1024)
+
+
+class _PoolWorker:
     """A worker process, and the thread that starts it and asks it: the kernel ends a process with that thread."""
 
     def __init__(self, settings: BenchSettings, bench: str) -> None:
-        self.worker = WorkerEvaluator(settings, bench=bench)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ringtune-helper")
+        self.evaluator = WorkerEvaluator(settings, bench=bench)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ringtune-pool")
 
     def do(self, job: Callable[[WorkerEvaluator], Result]) -> Future[Result]:
-        return self._thread.submit(job, self.worker)
+        return self._thread.submit(job, self.evaluator)
 
     def interrupt(self) -> None:
-        """Whatever it is at; its answer is a Fault then."""
-        self.worker.interrupt()
+        """End whatever it does; its answer is a Fault then."""
+        self.evaluator.interrupt()
 
     def end(self) -> None:
         self.interrupt()
-        self._thread.submit(self.worker.close)
+        self._thread.submit(self.evaluator.close)
         self._thread.shutdown()
 
 
-class HelpedEvaluator(WorkerEvaluator):
-    """Measures in one worker process as WorkerEvaluator does, with helpers for what need not be alone."""
+class PooledEvaluator(WorkerEvaluator):
+    """Measures in one worker process, with a pool of others for what need not run alone."""
 
     def __init__(
         self,
         settings: BenchSettings,
         *,
-        helpers: int,
+        workers: int,
         bench: str = REAL_BENCH,
-        helping_bench: str = HELPING_BENCH,
+        pool_bench: str = POOL_BENCH,
         reference_timeout_s: float = 300.0,
         last_call_s: float = LAST_CALL_S,
     ) -> None:
-        """``last_call_s`` is what a first call that was begun may still take when the time for them is over."""
+        """``last_call_s``: a first call that was begun may take so long when the time for them is over."""
         super().__init__(settings, bench=bench, reference_timeout_s=reference_timeout_s)
-        self._make: Callable[[], _Helper] = lambda: _Helper(settings, helping_bench)
-        self._helpers = [self._make() for _ in range(helpers)]
+        self._make: Callable[[], _PoolWorker] = lambda: _PoolWorker(settings, pool_bench)
+        self._workers = [self._make() for _ in range(workers)]
         self._last_call_s = last_call_s
         self._lengths = settings.ragged_lengths
         self._calls: SimpleQueue[Call] = SimpleQueue()
-        self._calling: dict[Future[list[Fault]], _Helper] = {}
+        self._calling: dict[Future[list[Fault]], _PoolWorker] = {}
 
     @property
-    def provers(self) -> int:
-        """How many processes share a proof. Starting one would take longer, so only those that did something count."""
+    def validation_workers(self) -> int:
+        """Return how many processes share a validation: only those that are started, as starting takes longer."""
         return 1 + len(self._started())
 
-    def _started(self) -> list[_Helper]:
-        return [helper for helper in self._helpers if helper.worker.starts]
+    def _started(self) -> list[_PoolWorker]:
+        return [worker for worker in self._workers if worker.evaluator.starts]
 
     def check(
         self, cell: Workload, candidate: Tunables, *, timeout_s: float, pace_ms: float | None = None
@@ -94,10 +102,10 @@ class HelpedEvaluator(WorkerEvaluator):
         return self._with_memory(partial(super().check, cell, candidate, timeout_s=timeout_s, pace_ms=pace_ms))
 
     def _with_memory(self, ask: Callable[[], Result]) -> Result:
-        """The answer; where the device has no memory for it and for first calls at once, these are given up.
+        """Return the answer; where memory lacks for it and for first calls at once, give the first calls up.
 
         Or a default would be refused for them: q, k, v, out and their gradients of one training step over 524288
-        positions are 32 GiB (32 heads of 128 in bf16), in every helper.
+        positions are 32 GiB (32 heads of 128 in bf16), in every worker of the pool.
         """
         were_calling = bool(self._calling)
         result = ask()
@@ -106,14 +114,12 @@ class HelpedEvaluator(WorkerEvaluator):
         self._give_up_first_calls()
         return ask()
 
-    # --- first calls ----------------------------------------------------------------------------------------------
-
     def begin_first_calls(self, calls: Sequence[Call]) -> None:
-        """Makes each call in one helper or other, for what that leaves in the caches of compilers."""
+        """Make each call in some worker of the pool, which fills the caches of compilers."""
         for call in calls:
             self._calls.put(call)
-        for helper in self._helpers[: len(calls)]:
-            self._calling[helper.do(self._make_calls)] = helper
+        for worker in self._workers[: len(calls)]:
+            self._calling[worker.do(self._make_calls)] = worker
 
     def _make_calls(self, worker: WorkerEvaluator) -> list[Fault]:
         faults: list[Fault] = []
@@ -127,14 +133,14 @@ class HelpedEvaluator(WorkerEvaluator):
                 faults.append(result)
 
     def end_first_calls(self, timeout_s: float) -> str:
-        """Until all are made, or ``timeout_s`` is over and those begun are. Says what failed, if anything.
+        """Wait until all are made, or ``timeout_s`` is over and those begun are made. Return what failed, if anything.
 
         A call that does not end soon is ended. A failure here is no verdict: the probe checks every plan that it
         considers.
         """
         wait(self._calling, timeout_s)
         self._begin_no_more()
-        done, late = wait(self._calling, self._last_call_s)  # a helper that is ended proves nothing later
+        done, late = wait(self._calling, self._last_call_s)  # one that is ended validates nothing later
         self._replace([self._calling[future] for future in late])
         faults: list[Fault] = []
         for future in done:
@@ -161,39 +167,37 @@ class HelpedEvaluator(WorkerEvaluator):
                 future.result()
         self._calling.clear()
 
-    def _replace(self, helpers: Sequence[_Helper]) -> None:
-        for helper in helpers:
-            helper.interrupt()  # all of them, before one is waited for
-        for helper in helpers:
-            self._helpers[self._helpers.index(helper)] = self._make()
-            helper.end()
+    def _replace(self, workers: Sequence[_PoolWorker]) -> None:
+        for worker in workers:
+            worker.interrupt()  # all of them, before one is waited for
+        for worker in workers:
+            self._workers[self._workers.index(worker)] = self._make()
+            worker.end()
 
-    def _dismiss(self, helper: _Helper) -> None:
-        self._helpers.remove(helper)
-        helper.end()
+    def _dismiss(self, worker: _PoolWorker) -> None:
+        self._workers.remove(worker)
+        worker.end()
 
-    def _beside(self) -> int:
-        return sum(helper.worker.is_running for helper in self._helpers)
+    def _pool_processes(self) -> int:
+        return sum(worker.evaluator.is_running for worker in self._workers)
 
-    # --- proofs ---------------------------------------------------------------------------------------------------
-
-    def prove(
+    def validate(
         self, cell: Workload, candidate: Tunables, *, timeout_s: float, part: tuple[int, int] = (0, 1)
     ) -> Proven | Fault:
-        """The lengths are dealt out; what a helper cannot say is asked again here, where there is all the memory."""
-        helpers = self._started()[: self._lengths]  # and the cell's own length
-        if not helpers or part != (0, 1):
-            return super().prove(cell, candidate, timeout_s=timeout_s, part=part)
-        parts = len(helpers) + 1
+        """Share the lengths with the pool; what it cannot answer is asked again here, with all the memory."""
+        workers = self._started()[: self._lengths]  # and the cell's own length
+        if not workers or part != (0, 1):
+            return super().validate(cell, candidate, timeout_s=timeout_s, part=part)
+        parts = len(workers) + 1
 
-        def prove_part(number: int) -> Callable[[WorkerEvaluator], Proven | Fault]:
-            return lambda worker: worker.prove(cell, candidate, timeout_s=timeout_s, part=(number, parts))
+        def validate_part(number: int) -> Callable[[WorkerEvaluator], Proven | Fault]:
+            return lambda worker: worker.validate(cell, candidate, timeout_s=timeout_s, part=(number, parts))
 
-        asked = [(helper, helper.do(prove_part(number))) for number, helper in enumerate(helpers, 1)]
-        own = partial(super().prove, cell, candidate, timeout_s=timeout_s)
+        asked = [(worker, worker.do(validate_part(number))) for number, worker in enumerate(workers, 1)]
+        own = partial(super().validate, cell, candidate, timeout_s=timeout_s)
         first = own(part=(0, parts))
         others = [self._answer_of(*pair) for pair in asked]
-        if _lacks_memory(first):  # beside helpers, which are done now
+        if _lacks_memory(first):  # beside the pool, which is done now
             first = self._with_memory(partial(own, part=(0, parts)))
         found = [first]
         for number, result in enumerate(others, 1):
@@ -205,18 +209,20 @@ class HelpedEvaluator(WorkerEvaluator):
             return next((fault for fault in faults if fault.kind == "wrong"), faults[0])
         return super().first_call(cell, candidate, timeout_s=timeout_s)
 
-    def _answer_of(self, helper: _Helper, future: Future[Proven | Fault]) -> Proven | Fault:
+    def _answer_of(self, worker: _PoolWorker, future: Future[Proven | Fault]) -> Proven | Fault:
         try:
             return future.result()
-        except DeviceError as error:  # it was lost, and the device takes no new one: nor would it for the next proof
-            self._dismiss(helper)
+        except (
+            DeviceError
+        ) as error:  # it was lost, and the device takes no new one: nor would it for the next validation
+            self._dismiss(worker)
             return Fault("error", str(error))
 
     def close(self) -> None:
-        for helper in self._helpers:
-            helper.interrupt()  # all of them, before one is waited for
-        while self._helpers:
-            self._helpers.pop().end()
+        for worker in self._workers:
+            worker.interrupt()  # all of them, before one is waited for
+        while self._workers:
+            self._workers.pop().end()
         super().close()
 
 

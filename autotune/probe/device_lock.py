@@ -1,4 +1,4 @@
-"""One probe per device and user: two would spoil each other's numbers."""
+"""Lock of a device: two probes of one user would spoil each other's numbers."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from filelock import FileLock, Timeout
 
 from autotune.exit_codes import DeviceBusy
 
-from .environment import Edge, device_name
+from .environment import Environment, device_name
 from .request import ProbeRequest
 
 
 @contextlib.contextmanager
-def device_lock(request: ProbeRequest, edge: Edge) -> Iterator[None]:
-    """Holds the device until the block is left or the process dies; raises DeviceBusy while another holds it."""
-    base = edge.environ.get("XDG_STATE_HOME") or str(edge.home / ".local" / "state")
+def device_lock(request: ProbeRequest, environment: Environment) -> Iterator[None]:
+    """Hold the device until the block is left or the process dies; raises DeviceBusy while another holds it."""
+    base = environment.environ.get("XDG_STATE_HOME") or str(environment.home / ".local" / "state")
     folder = Path(base) / "ringtune"
     folder.mkdir(parents=True, exist_ok=True)
-    name = device_name(request, edge.facts).replace(":", "-")
+    name = device_name(request, environment.facts).replace(":", "-")
     try:
         held = FileLock(folder / f"{name}.lock").acquire(timeout=0)
     except Timeout:

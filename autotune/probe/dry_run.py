@@ -1,4 +1,4 @@
-"""What a probe would do, without a single measurement."""
+"""Dry run: what a probe would do, without a single measurement."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .task import Task
 
 
 def dry_run(task: Task, path: Path, cells: Sequence[Cell]) -> ProbeResult:
-    """The time of a call is unknown without measuring, so the estimate is the budget's split. ``path``: only read.
+    """Estimate a probe by splitting its budget, as no call is timed; ``path`` is only read.
 
     Where a profile is there that the rows would join, cells lie over several ranks as its rows do, and those that it
     has already are verified. Raises what the probe would raise of it: ProfileError for a broken file, ProbeFailure for
@@ -28,9 +28,11 @@ def dry_run(task: Task, path: Path, cells: Sequence[Cell]) -> ProbeResult:
     budget_s = task.preset.budget_s
     old = earlier_profile(task, path)
     new = {cell.workload for cell in cells}
-    rows, knobs = [], dict[str, dict[str, None]]()
+    rows, searched = [], dict[str, dict[str, None]]()
     layouts = [joined_layout(cell.workload, task.request.layout, old, new, path) for cell in cells]
-    spaces = [(cell, space_or_refusal(cell, task.edge, layout)) for cell, layout in zip(cells, layouts, strict=True)]
+    spaces = [
+        (cell, space_or_refusal(cell, task.environment, layout)) for cell, layout in zip(cells, layouts, strict=True)
+    ]
     sizes = [space.size() if isinstance(space, Space) else 0 for _, space in spaces]
     share = max(0.0, budget_s - RESERVE_S) / max(1, sum(size > 0 for size in sizes))
     for (cell, space), size in zip(spaces, sizes, strict=True):
@@ -40,8 +42,8 @@ def dry_run(task: Task, path: Path, cells: Sequence[Cell]) -> ProbeResult:
         names = tuple(dict.fromkeys(_kernel_names(plan) for plan in space.kernel_plans))
         rows.append(DryCell(cell.workload, names, size, share, space.rejected, space.default.layout))
         for name, values in space.searched():
-            knobs.setdefault(name, {}).update(dict.fromkeys(values))
-    tunables = tuple((name, tuple(values)) for name, values in knobs.items())
+            searched.setdefault(name, {}).update(dict.fromkeys(values))
+    tunables = tuple((name, tuple(values)) for name, values in searched.items())
     verifies = old is not None and task.request.resume and bool(recorded_rows(old, cells))
     task.observer.plan([cell.workload for cell in cells], budget_s)
     return ProbeResult(path, None, (), 0.0, dry_run=DryRun(tuple(rows), budget_s, tunables, verifies))

@@ -1,4 +1,4 @@
-"""A probe's surroundings: the machine and its measurements, the clock, the day, the user's folders and variables.
+"""Environment of a probe: the machine and its evaluator, the clock, the day, the user's folders and variables.
 
 Facts are read here and nowhere else; tests put a recorded machine in their place.
 """
@@ -15,9 +15,8 @@ from pathlib import Path
 from autotune.exit_codes import NoDevice
 from autotune.measure.bench import BenchSettings
 from autotune.measure.evaluator import Clock, Evaluator, MonotonicClock
-from autotune.measure.interference import available_kib
-from autotune.measure.trial import WorkerEvaluator
-from autotune.measure.worker_pool import HelpedEvaluator, helpers_for
+from autotune.measure.worker_evaluator import WorkerEvaluator
+from autotune.measure.worker_pool import PooledEvaluator, pool_size_here
 from autotune.search.budget import EffortPreset
 from autotune.space.space import Machine, machine_of
 from ringattn.errors import DeviceError
@@ -32,8 +31,8 @@ EvaluatorFactory = Callable[[HardwareFacts, ProbeRequest, EffortPreset], Evaluat
 
 
 @dataclass(frozen=True, slots=True)
-class Edge:
-    """Everything a probe takes from the world outside."""
+class Environment:
+    """Everything that a probe reads from outside itself."""
 
     facts: HardwareFacts
     machine: Machine
@@ -44,29 +43,32 @@ class Edge:
     home: Path
     today: datetime.date
 
-    def at_effort(self, preset: EffortPreset) -> Edge:
-        """As an effort looks at it: each tile shape costs 1 to 3 s of compilation and buys a few percent, so that only
-        the full one tries them; trying flash-attn-4's took 30 of a standard probe's 170 s on an H100."""
+    def at_effort(self, preset: EffortPreset) -> Environment:
+        """Return the environment of an effort; only the full one tries tile shapes and fusion.
+
+        Each shape costs 1 to 3 s of compilation and buys a few percent: flash-attn-4's took 30 of a standard probe's
+        170 s on an H100.
+        """
         if preset.name == "full":
             return self
         plain = dataclasses.replace(self.machine, params=lambda workload, kernel, dtype: {}, fuses=lambda dtype: False)
         return dataclasses.replace(self, machine=plain)
 
 
-def real_edge(request: ProbeRequest) -> Edge:
-    """This machine; raises NoDevice for one that is absent or that nobody has measured."""
+def this_machine(request: ProbeRequest) -> Environment:
+    """Return this machine's environment; raises NoDevice for one that is absent or that nobody has measured."""
     try:
-        return edge_of(detect(request.device), _worker_evaluator)
+        return environment_of(detect(request.device), _worker_evaluator)
     except DeviceError as error:
         raise NoDevice(str(error)) from None
 
 
-def edge_of(facts: HardwareFacts, evaluator: EvaluatorFactory) -> Edge:
-    """This user's surroundings of a machine with these facts."""
+def environment_of(facts: HardwareFacts, evaluator: EvaluatorFactory) -> Environment:
+    """Return this user's environment around a machine with these facts."""
     located, _ = collect(heuristics_only=True)
     policy = resolve(located, facts).heuristic.policy
     assert policy is not None
-    return Edge(
+    return Environment(
         facts=facts,
         machine=machine_of(facts),
         policy=policy,
@@ -82,12 +84,11 @@ def _worker_evaluator(facts: HardwareFacts, request: ProbeRequest, preset: Effor
     settings = bench_settings(facts, request, preset)
     if facts.vendor == "cpu":  # which the worker has to itself
         return WorkerEvaluator(settings, reference_timeout_s=preset.budget_s)
-    helpers = helpers_for(len(os.sched_getaffinity(0)), facts.memory_mib, available_kib() // 1024)
-    return HelpedEvaluator(settings, helpers=helpers, reference_timeout_s=preset.budget_s)
+    return PooledEvaluator(settings, workers=pool_size_here(facts), reference_timeout_s=preset.budget_s)
 
 
 def bench_settings(facts: HardwareFacts, request: ProbeRequest, preset: EffortPreset) -> BenchSettings:
-    """What the bench of a worker has to know of a probe."""
+    """Return the settings of a probe's benches."""
     return BenchSettings(
         device=device_name(request, facts),
         facts=facts,
@@ -100,13 +101,13 @@ def bench_settings(facts: HardwareFacts, request: ProbeRequest, preset: EffortPr
 
 
 def device_name(request: ProbeRequest, facts: HardwareFacts) -> str:
-    """As torch spells it."""
+    """Return the device as torch spells it."""
     if request.device is not None:
         return request.device
     return "cpu" if facts.vendor == "cpu" else "cuda"
 
 
-def default_profile_path(edge: Edge, ranks: int = 1) -> Path:
-    """Where the runtime of this user looks first, under a name that tells machines and numbers of ranks apart."""
+def default_profile_path(environment: Environment, ranks: int = 1) -> Path:
+    """Return where the runtime looks first, under a name of the machine and the number of ranks."""
     over = f"-x{ranks}" if ranks > 1 else ""
-    return user_folder(edge.environ, edge.home) / f"{fingerprint_name(edge.facts)}{over}.yaml"
+    return user_folder(environment.environ, environment.home) / f"{fingerprint_name(environment.facts)}{over}.yaml"

@@ -1,4 +1,4 @@
-"""Which workloads a probe measures: what the user named, and a sensible grid for everything left open."""
+"""Grid of workloads that a probe measures: those of the request, and defaults for what it leaves open."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autotune.exit_codes import UsageFailure
-from autotune.space.space import NARROWER, WIDER
+from autotune.space.space import NARROWER
 from ringattn.errors import InputError
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.wording import plural
-from ringattn.workload import Branch, Mode, Pattern, Workload
+from ringattn.workload import Branch, Mode, Pattern, Workload, not_narrower
 
 from .request import Effort, ProbeRequest
 
@@ -40,15 +40,8 @@ class Cell:
     narrow_dtypes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    heads: int
-    kv_heads: int
-    head_dim: int
-
-
 def check_lengths(request: ProbeRequest) -> None:
-    """UsageFailure where a rank would hold too little of a sequence to have both of its chunks."""
+    """Raise UsageFailure where a rank would hold too little of a sequence to have both of its chunks."""
     if request.ranks > 1 and request.layout != "contiguous" and 1 in request.seq_lens:
         raise UsageFailure(
             f"--seq-len 1: in zigzag layout each of {request.ranks} ranks holds 2 positions at least; "
@@ -57,7 +50,7 @@ def check_lengths(request: ProbeRequest) -> None:
 
 
 def cells_for(request: ProbeRequest, facts: HardwareFacts) -> tuple[Cell, ...]:
-    """Every cell of the request, cheapest first, training beside inference; raises UsageFailure when none is left."""
+    """Return every cell of the request, cheapest first; raises UsageFailure when none is left."""
     workloads = _workloads(request, facts)
     found = [workload for workload in workloads if _fits(workload, facts)]
     if not found:
@@ -66,7 +59,7 @@ def cells_for(request: ProbeRequest, facts: HardwareFacts) -> tuple[Cell, ...]:
 
 
 def left_out(request: ProbeRequest, facts: HardwareFacts) -> str:
-    """What the request names and a probe does not measure, and why; empty where it measures everything."""
+    """Return what the request names and a probe does not measure, and why; empty where it measures everything."""
     large = [workload for workload in _workloads(request, facts) if not _fits(workload, facts)]
     if not large:
         return ""
@@ -83,7 +76,7 @@ def _too_large(workload: Workload, facts: HardwareFacts) -> str:
 
 def _workloads(request: ProbeRequest, facts: HardwareFacts) -> list[Workload]:
     on_cpu = facts.vendor == "cpu"
-    shape = _shape(request, on_cpu)
+    heads = request.heads or request.kv_heads or (4 if on_cpu else 16)
     lengths = tuple(sorted(set(request.seq_lens))) or (_CPU_LENGTHS if on_cpu else _GPU_LENGTHS)[request.effort]
     modes: Sequence[Mode] = request.modes or ("train", "infer")
     workloads = []
@@ -96,10 +89,10 @@ def _workloads(request: ProbeRequest, facts: HardwareFacts) -> list[Workload]:
                             mode=mode,
                             causal=True if request.causal is None else request.causal,
                             seq_len=seq_len,
-                            heads=shape.heads,
-                            head_dim=shape.head_dim,
+                            heads=heads,
+                            head_dim=request.head_dim or (64 if on_cpu else 128),
                             dtype=dtype,
-                            kv_heads=shape.kv_heads,
+                            kv_heads=request.kv_heads or heads,
                             batch=request.batch_size,
                             pattern=pattern,
                             world=request.ranks,
@@ -108,11 +101,6 @@ def _workloads(request: ProbeRequest, facts: HardwareFacts) -> list[Workload]:
                         raise UsageFailure(str(error)) from None
                     workloads.append(workload)
     return workloads
-
-
-def _shape(request: ProbeRequest, on_cpu: bool) -> _Shape:
-    heads = request.heads or request.kv_heads or (4 if on_cpu else 16)
-    return _Shape(heads, request.kv_heads or heads, request.head_dim or (64 if on_cpu else 128))
 
 
 def _patterns(request: ProbeRequest, on_cpu: bool) -> tuple[Pattern, ...]:
@@ -140,14 +128,14 @@ def _input_dtypes(request: ProbeRequest, facts: HardwareFacts) -> tuple[str, ...
 
 def _cell(workload: Workload, request: ProbeRequest) -> Cell:
     if request.precision == "auto":
-        return Cell(workload, WIDER[workload.dtype], NARROWER[workload.dtype])
+        return Cell(workload, not_narrower(workload.dtype), NARROWER[workload.dtype])
     if request.precision == "tf32":
         return Cell(workload, ("fp32",), ("tf32",))
     return Cell(workload, (workload.dtype,))
 
 
 def tensor_bytes(workload: Workload) -> int:
-    """What q, k, v, out and, in training, their gradients and dout take, of the whole sequence."""
+    """Return the bytes of q, k, v, out and, in training, their gradients and dout, of the whole sequence."""
     rows = workload.batch * workload.total * workload.head_dim * _BYTES[workload.dtype]
     inputs = rows * (2 * workload.heads + 2 * workload.kv_heads)
     return 2 * inputs if workload.train else inputs
@@ -158,7 +146,7 @@ def _fits(workload: Workload, facts: HardwareFacts) -> bool:
 
 
 def between(shorter: Cell, longer: Cell) -> Cell | None:
-    """The cell half way between two neighbours in log2, a multiple of 64; None when they are too close to matter."""
+    """Return the cell half way between two in log2, a multiple of 64; None when they are too close to matter."""
     middle = round((shorter.workload.seq_len * longer.workload.seq_len) ** 0.5 / 64) * 64
     if not shorter.workload.seq_len * 1.2 < middle < longer.workload.seq_len / 1.2:
         return None

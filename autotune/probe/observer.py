@@ -1,4 +1,4 @@
-"""What a probe's observer hears while cells are searched, with the time left after every word."""
+"""Reports a search to the probe's observer, with the time left after every event."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ringattn.workload import Tunables, Workload, describe
 from .request import ProbeObserver
 
 
-class Telling:
-    """The listener of every search. Before ``expect`` the time left is unknown and not told."""
+class SearchObserver:
+    """Listens to every search. Before ``expect`` the time left is unknown and not reported."""
 
     def __init__(self, observer: ProbeObserver, clock: Clock) -> None:
         self._observer = observer
@@ -27,14 +27,12 @@ class Telling:
         self._observer.trial(cell, describe(tunables), outcome)
         self.time_left()
 
-    # --- time -----------------------------------------------------------------------------------------------------
-
     def expect(self, progress: Progress) -> None:
         self._progress = progress
         self.time_left()
 
     def add(self, cell: Workload, need: CellNeed) -> None:
-        """One more cell than was expected."""
+        """Expect one more cell."""
         assert self._progress is not None
         self._progress.add(cell, need)
 

@@ -1,4 +1,4 @@
-"""A probe's surroundings where several ranks are tuned as one, and what every other rank's command does."""
+"""Environment of several ranks that are tuned as one, and the command on ranks other than 0."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from autotune.distributed.place import THREADS, place_of, ranks_wanted
+from autotune.distributed.launcher import THREADS, ranks_wanted, torchrun_rank
 from autotune.measure.evaluator import Evaluator
 from autotune.search.budget import EffortPreset
 from ringattn.hardware.facts import HardwareFacts
@@ -16,58 +16,58 @@ from ringattn.hardware.facts import HardwareFacts
 from .request import ProbeRequest
 
 if TYPE_CHECKING:
-    from .environment import Edge
+    from .environment import Environment
 
 
 def ranks_of(nproc: str | None, device: str | None) -> int:
-    """The number of ranks that the command line and torchrun ask for; see ``place.ranks_wanted``."""
-    place = place_of(os.environ)
-    if place is None and nproc is None:
+    """Return the number of ranks that the command line and torchrun ask for; see ``launcher.ranks_wanted``."""
+    launched = torchrun_rank(os.environ)
+    if launched is None and nproc is None:
         return 1  # without importing torch
     import torch
 
-    return ranks_wanted(nproc, place, torch.cuda.device_count(), device)
+    return ranks_wanted(nproc, launched, torch.cuda.device_count(), device)
 
 
 def is_follower() -> bool:
-    """Whether torchrun started this process as another rank than 0."""
-    place = place_of(os.environ)
-    return place is not None and place.rank > 0
+    """Return whether torchrun started this process as another rank than 0."""
+    launched = torchrun_rank(os.environ)
+    return launched is not None and launched.rank > 0
 
 
 def follow_rank_0() -> None:
-    """What the command does on another rank than 0: measure what rank 0 asks, say nothing but errors."""
+    """Run the command on another rank than 0: measure what rank 0 asks, print nothing but errors."""
     from autotune.distributed.coordinator import follow
 
-    place = place_of(os.environ)
-    assert place is not None
-    follow(place)
+    launched = torchrun_rank(os.environ)
+    assert launched is not None
+    follow(launched)
 
 
 def facts_of_ranks(facts: HardwareFacts, ranks: int, environ: Mapping[str, str]) -> HardwareFacts:
-    """What ranks would find that a probe starts here: on CPUs they have one thread each unless told otherwise."""
-    starts = ranks > 1 and place_of(environ) is None
+    """Return the facts that ranks started here would find: on CPUs one thread each unless told otherwise."""
+    starts = ranks > 1 and torchrun_rank(environ) is None
     return replace(facts, threads=1) if starts and facts.vendor == "cpu" and THREADS not in environ else facts
 
 
 @contextlib.contextmanager
-def edge_of_ranks(request: ProbeRequest) -> Iterator[Edge]:
-    """The surroundings of ``request.ranks`` ranks, whose processes run until the block is left.
+def environment_of_ranks(request: ProbeRequest) -> Iterator[Environment]:
+    """Yield the environment of ``request.ranks`` ranks, whose processes run until the block is left.
 
     Raises ProbeFailure (NoDevice, UsageFailure) where they cannot be gathered or are not alike.
     """
     import torch
 
-    from autotune.distributed.coordinator import Fleet
+    from autotune.distributed.coordinator import Coordinator
     from autotune.distributed.evaluator import RanksEvaluator
 
-    from .environment import bench_settings, edge_of
+    from .environment import bench_settings, environment_of
 
     kind = request.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    with Fleet(request.ranks, kind, place_of(os.environ), os.environ) as fleet:
+    with Coordinator(request.ranks, kind, torchrun_rank(os.environ), os.environ) as coordinator:
 
         def evaluator(facts: HardwareFacts, request: ProbeRequest, preset: EffortPreset) -> Evaluator:
             settings = bench_settings(facts, request, preset)
-            return RanksEvaluator(fleet, settings, reference_timeout_s=preset.budget_s)
+            return RanksEvaluator(coordinator, settings, reference_timeout_s=preset.budget_s)
 
-        yield edge_of(fleet.facts, evaluator)
+        yield environment_of(coordinator.facts, evaluator)

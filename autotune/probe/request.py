@@ -1,4 +1,4 @@
-"""What a probe or a verification is asked, what it tells while it runs, and what comes back.
+"""Requests and results of a probe and of a verification, and the observer that follows them.
 
 Everything here is plain data and imports neither torch nor optuna; ``autotune.probe.tuning`` answers.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from autotune.outcome import TrialOutcome
 from ringattn.planning.preference import Preference
@@ -23,12 +23,12 @@ Layout = Literal["auto", "contiguous", "zigzag"]
 CellStatus = Literal["tuned", "default", "refused", "inconclusive", "resumed"]
 
 # Said of one cell or of several.
-VALIDATION_PENDING = "default kept, right at the length measured, but no time was left to prove it at others"
+VALIDATION_PENDING = "default kept, right at the length measured, but no time was left to validate it at others"
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeRequest:
-    """What a probe is asked for. ``None`` and empty tuples mean: what the default grid of the device says."""
+    """Request of a probe. ``None`` and empty tuples: as the default grid of the device has it."""
 
     output: Path | None = None  # None: the user's profile folder, under a name made from the fingerprint
     effort: Effort = "standard"
@@ -44,7 +44,7 @@ class ProbeRequest:
     dilation_rates: tuple[int, ...] | None = None
     dense: bool = False  # without the grid's dilated pattern
     precision: Precision = "auto"
-    max_error: float | None = None  # relative 2-norm against float64; None: the numerical gate alone decides
+    max_error: float | None = None  # relative 2-norm against float64; None: the accuracy check alone decides
     varied_lengths: bool = False  # lengths vary between calls: first-call cost counts in the score
     memory_limit_mib: int | None = None  # workspace beyond the inputs
     prefer: Preference = "time"
@@ -60,7 +60,7 @@ class ProbeRequest:
 
 @dataclass(frozen=True, slots=True)
 class CellReport:
-    """The end of one cell: the chosen plan and how sure the tuner is of it."""
+    """Result of one cell: the chosen plan and how sure the tuner is of it."""
 
     workload: Workload
     status: CellStatus
@@ -77,7 +77,7 @@ class CellReport:
 
     @property
     def text(self) -> str:
-        """All that is to be said of it, in words."""
+        """Return the note, and whether validation is pending, in words."""
         return "; ".join(filter(None, (self.note, VALIDATION_PENDING if self.validation_pending else "")))
 
 
@@ -95,7 +95,7 @@ class DryCell:
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """What a probe would do, without a single measurement."""
+    """Result of a dry run: what a probe would do, without a single measurement."""
 
     cells: tuple[DryCell, ...]
     estimate_s: float
@@ -105,7 +105,7 @@ class DryRun:
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """``inconclusive`` holds one line per cell whose numbers could not be believed.
+    """Result of a probe; ``inconclusive`` holds one line per cell whose numbers could not be believed.
 
     ``profile_path`` is where the profile is, or where a dry run would have written it.
     """
@@ -135,7 +135,7 @@ class VerifiedCell:
 
 @dataclass(frozen=True, slots=True)
 class VerifyResult:
-    """``stale`` holds one line per recorded winner that no longer wins, ``inconclusive`` one per unbelievable cell."""
+    """Result of a verification, one line each per stale winner and per inconclusive cell."""
 
     stale: tuple[str, ...]
     cells: tuple[VerifiedCell, ...] = ()
@@ -145,24 +145,11 @@ class VerifyResult:
     other_ranks: int = 0  # rows for other numbers of ranks than it ran on
 
 
-class ProbeObserver(Protocol):
-    """What the engine tells while it runs. Calls come from one thread, in order; none may block for long."""
+class ProbeObserver:
+    """Ignores what the engine reports; an observer overrides what it cares about.
 
-    def plan(self, cells: Sequence[Workload], estimate_s: float) -> None: ...
-
-    def stage(self, cell: Workload, name: str) -> None: ...
-
-    def trial(self, cell: Workload, candidate: str, outcome: TrialOutcome) -> None: ...
-
-    def eta(self, fraction: float, remaining_s: float) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-    def finished(self, result: ProbeResult | VerifyResult) -> None: ...
-
-
-class SilentObserver:
-    """Hears everything and says nothing; the base for observers that care about one event."""
+    Calls come from one thread, in order; none may block for long.
+    """
 
     def plan(self, cells: Sequence[Workload], estimate_s: float) -> None: ...
 

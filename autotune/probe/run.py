@@ -21,7 +21,7 @@ from autotune.probe.cells.rows import Rows
 from autotune.probe.cells.runs import CellRuns
 from autotune.probe.output.earlier_profile import earlier_profile, verified_instead
 from autotune.probe.output.joined_layout import joined_layout
-from autotune.probe.output.writer import merged, merged_speeds, save_obeyed
+from autotune.probe.output.writer import merged, merged_speeds, save_loaded
 from autotune.search.budget import RESERVE_S, Budget
 from ringattn import __version__
 from ringattn.hardware.facts import HardwareFacts
@@ -44,8 +44,8 @@ class ProbeRun:
 
     def run(self) -> ProbeResult:
         """Search, or verify where this machine's profile has every cell already."""
-        task, edge = self._task, self._task.edge
-        began = edge.clock.now()
+        task, environment = self._task, self._task.environment
+        began = environment.clock.now()
         cells = self._cells
         old = earlier_profile(task, self._path)
         new = {cell.workload for cell in cells}
@@ -61,18 +61,18 @@ class ProbeRun:
                 task.observer.finished(outcome)
                 return outcome
             cells = outcome
-        journal = journal_path(self._path, edge.environ, edge.home)
-        identity = journal_identity(task.request, edge.facts)
+        journal = journal_path(self._path, environment.environ, environment.home)
+        identity = journal_identity(task.request, environment.facts)
         with Store(journal, identity=identity, fresh=not task.request.resume, url=task.request.storage) as store:
             if store.recall("finished"):  # of an earlier probe that came to its end: nothing to go on with
                 store.start_over()
             for note in store.notes:
                 task.observer.note(note)
-            evaluator = edge.evaluator(edge.facts, task.request, task.preset)
+            evaluator = environment.evaluator(environment.facts, task.request, task.preset)
             try:
-                spent_s = edge.clock.now() - began
+                spent_s = environment.clock.now() - began
                 speed = _link_speed(store, evaluator)  # starts the ranks' workers, which the budget does not pay for
-                budget = Budget(task.preset.budget_s, edge.clock, reserve_s=RESERVE_S, spent_s=spent_s)
+                budget = Budget(task.preset.budget_s, environment.clock, reserve_s=RESERVE_S, spent_s=spent_s)
                 rows = Rows(task, merged_speeds(old, speed))
                 runs = CellRuns(task, cells, rows, store, evaluator, budget, layout_of)
                 runs.run()
@@ -95,7 +95,7 @@ class ProbeRun:
         if len(inconclusive) == len(rows.reports):
             store.remember("finished", True)  # the next run must measure anew, not read the same numbers again
             raise Inconclusive(f"no cell could be measured; {inconclusive[0]}")
-        rows.notes.extend(getattr(evaluator, "blind_spots", ()))
+        rows.notes.extend(getattr(evaluator, "unmonitored", ()))
         pending = sum(report.validation_pending for report in rows.reports.values())
         if pending:
             rows.notes.append(f"{plural(pending, 'cell')}: {VALIDATION_PENDING}")
@@ -107,7 +107,7 @@ class ProbeRun:
             if entry.choice is not None or rows.reports[workload].status == "refused"
         }
         profile = rows.profile(merged(old, entries), budget.elapsed_s())
-        save_obeyed(profile, self._path, entries.values(), evaluator)
+        save_loaded(profile, self._path, entries.values(), evaluator)
         store.remember("finished", True)
         return ProbeResult(self._path, profile, tuple(rows.reports.values()), budget.elapsed_s(), inconclusive)
 

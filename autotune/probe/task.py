@@ -1,4 +1,4 @@
-"""One probe as it was asked for."""
+"""One probe: request, effort, environment and observer."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from dataclasses import dataclass
 
 from autotune.search.budget import EFFORTS, EffortPreset
 
-from .environment import Edge
+from .environment import Environment
 from .request import ProbeObserver, ProbeRequest
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is asked, how hard to look, at which machine, and who listens."""
+    """Request, effort, environment and observer of one probe."""
 
     request: ProbeRequest
     preset: EffortPreset
-    edge: Edge
+    environment: Environment
     observer: ProbeObserver
 
     @classmethod
-    def of(cls, request: ProbeRequest, observer: ProbeObserver, edge: Edge) -> Task:
-        """``edge`` is looked at as the request's effort does."""
+    def of(cls, request: ProbeRequest, observer: ProbeObserver, environment: Environment) -> Task:
+        """Make the task of a request, with its environment at the request's effort."""
         preset = EFFORTS[request.effort].with_budget(request.budget_s)
-        return cls(request, preset, edge.at_effort(preset), observer)
+        return cls(request, preset, environment.at_effort(preset), observer)

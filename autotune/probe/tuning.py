@@ -9,70 +9,72 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autotune.exit_codes import ProbeFailure
-from autotune.search.budget import EFFORTS
 from ringattn.profile.yaml_io import load_profile
 from ringattn.wording import plural
 
-from .ranks_environment import edge_of_ranks, facts_of_ranks
-from .request import ProbeObserver, ProbeRequest, ProbeResult, SilentObserver, VerifyResult
+from .ranks_environment import environment_of_ranks, facts_of_ranks
+from .request import ProbeObserver, ProbeRequest, ProbeResult, VerifyResult
 
 if TYPE_CHECKING:
-    from .environment import Edge
+    from .environment import Environment
     from .grid import Cell
 
 
-def run_probe(request: ProbeRequest, observer: ProbeObserver | None = None, edge: Edge | None = None) -> ProbeResult:
+def run_probe(
+    request: ProbeRequest, observer: ProbeObserver | None = None, environment: Environment | None = None
+) -> ProbeResult:
     """Measure this machine for ``request`` and write its profile; an unchanged machine is verified instead.
 
-    ``edge`` stands in for this machine. Raises ProbeFailure (with its exit code) when nothing can be measured, when
-    every cell is inconclusive, when another probe holds the profile; KeyboardInterrupt passes through after the
+    ``environment`` stands in for this machine. Raises ProbeFailure (with its exit code) when nothing can be measured,
+    when every cell is inconclusive, when another probe holds the profile; KeyboardInterrupt passes through after the
     journal is safe.
     """
     from .device_lock import device_lock
     from .dry_run import dry_run
-    from .environment import real_edge
+    from .environment import this_machine
     from .grid import check_lengths
     from .run import ProbeRun
     from .task import Task
 
-    observer = observer or SilentObserver()
+    observer = observer or ProbeObserver()
     check_lengths(request)
     if request.dry_run:
-        edge = edge or real_edge(request)
-        edge = replace(edge, facts=facts_of_ranks(edge.facts, request.ranks, edge.environ))
-        path, cells = _asked(request, observer, edge)
-        return dry_run(Task.of(request, observer, edge), path, cells)
+        environment = environment or this_machine(request)
+        environment = replace(environment, facts=facts_of_ranks(environment.facts, request.ranks, environment.environ))
+        path, cells = _asked(request, observer, environment)
+        return dry_run(Task.of(request, observer, environment), path, cells)
     if request.ranks > 1 and request.resume and request.output is not None and request.output.exists():
         load_profile(request.output)  # a broken file is told of before ranks start, which takes 16 s on two cores
-    with _surroundings(request, edge) as edge:
-        path, cells = _asked(request, observer, edge)
-        with device_lock(request, edge):
-            return ProbeRun(Task.of(request, observer, edge), path, cells).run()
+    with _surroundings(request, environment) as environment:
+        path, cells = _asked(request, observer, environment)
+        with device_lock(request, environment):
+            return ProbeRun(Task.of(request, observer, environment), path, cells).run()
 
 
-def _asked(request: ProbeRequest, observer: ProbeObserver, edge: Edge) -> tuple[Path, tuple[Cell, ...]]:
+def _asked(request: ProbeRequest, observer: ProbeObserver, environment: Environment) -> tuple[Path, tuple[Cell, ...]]:
     """Where the profile goes, and what is measured for it; what is not is said."""
     from .environment import default_profile_path
     from .grid import cells_for, left_out
 
-    cells = cells_for(request, edge.facts)
-    if large := left_out(request, edge.facts):
+    cells = cells_for(request, environment.facts)
+    if large := left_out(request, environment.facts):
         observer.note(large)
-    return request.output or default_profile_path(edge, request.ranks), cells
+    return request.output or default_profile_path(environment, request.ranks), cells
 
 
 def verify_profile(
-    path: Path, request: ProbeRequest, observer: ProbeObserver | None = None, edge: Edge | None = None
+    path: Path, request: ProbeRequest, observer: ProbeObserver | None = None, environment: Environment | None = None
 ) -> VerifyResult:
     """Re-time the recorded winners of ``path`` on this machine; of ``request`` device, seed, effort and budget count.
 
-    Rows for other numbers of ranks than the request's are left out, and counted. ``edge`` stands in for this machine.
-    Raises ProfileError for a broken file and ProbeFailure when the profile is of another machine or has no such rows.
+    Rows for other numbers of ranks than the request's are left out, and counted. ``environment`` stands in for this
+    machine. Raises ProfileError for a broken file, ProbeFailure for one of another machine or without such rows.
     """
     from .device_lock import device_lock
+    from .task import Task
     from .verify import check_same_silicon, entries_over, how_to_verify, verify_cells
 
-    observer = observer or SilentObserver()
+    observer = observer or ProbeObserver()
     profile = load_profile(path)
     if profile.source != "measured" or not profile.plans:
         raise ProbeFailure(f"{path}: holds no measured plans, so there is nothing to verify; run: ringtune probe")
@@ -89,23 +91,22 @@ def verify_profile(
         )
     if unmeasured := sum(entry.choice is not None and entry.evidence is None for entry in entries):
         observer.note(f"{path.name}: {plural(unmeasured, 'row')} that could not be measured left out; probe again")
-    preset = EFFORTS[request.effort].with_budget(request.budget_s)
-    with _surroundings(request, edge) as edge:
-        check_same_silicon(profile, edge.facts, path)
-        with device_lock(request, edge):
-            result = verify_cells(profile, entries, request, preset, observer, edge)
+    with _surroundings(request, environment) as environment:
+        check_same_silicon(profile, environment.facts, path)
+        with device_lock(request, environment):
+            result = verify_cells(Task.of(request, observer, environment), profile, entries)
     return replace(result, other_ranks=len(others))
 
 
 @contextlib.contextmanager
-def _surroundings(request: ProbeRequest, edge: Edge | None) -> Iterator[Edge]:
-    """``edge`` if given, else this machine, or all ranks of the request: they are there until the block is left."""
-    from .environment import real_edge
+def _surroundings(request: ProbeRequest, environment: Environment | None) -> Iterator[Environment]:
+    """Yield ``environment`` if given, else this machine or all ranks of the request, which run until the block ends."""
+    from .environment import this_machine
 
-    if edge is not None:
-        yield edge
+    if environment is not None:
+        yield environment
     elif request.ranks == 1:
-        yield real_edge(request)
+        yield this_machine(request)
     else:
-        with edge_of_ranks(request) as found:
+        with environment_of_ranks(request) as found:
             yield found

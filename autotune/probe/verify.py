@@ -1,4 +1,4 @@
-"""Are recorded winners still winners? Each is re-timed against its default and its runners-up, nothing is searched."""
+"""Verification of recorded winners: each is re-timed against its default and runners-up, nothing is searched."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autotune.exit_codes import ExitCode, ProbeFailure
 from autotune.journal.entry import Entry
 from autotune.measure.evaluator import Evaluator
 from autotune.outcome import TrialOutcome
-from autotune.search.budget import Budget, Deadline, EffortPreset
+from autotune.search.budget import Budget, Deadline
 from autotune.search.cell import CALLS_BEFORE_HANG, CellState, DefaultBroken
 from autotune.search.choose import NOISY_SIGMA, gain_margin
 from autotune.search.final import REFUSED_SIGMA, retime
@@ -22,15 +22,15 @@ from ringattn.profile.schema import Choice, Fingerprint, PlanEntry, Profile
 from ringattn.wording import plural
 from ringattn.workload import Tunables, describe
 
-from .environment import Edge
-from .request import ProbeObserver, ProbeRequest, VerifiedCell, VerifyResult
+from .request import VerifiedCell, VerifyResult
+from .task import Task
 
 STAGE = "verify"
 HANG_S, HANG_SHARE = 30.0, 0.4  # a plan that ran here before may take so long, or so much of the budget, to answer
 
 
 def check_same_silicon(profile: Profile, facts: HardwareFacts, path: Path) -> None:
-    """Raises ProbeFailure for a profile of another machine: its winners say nothing here."""
+    """Raise ProbeFailure for a profile of another machine: its winners say nothing here."""
     here = Fingerprint.of(facts)
     if profile.fingerprint != here:
         made = profile.fingerprint
@@ -47,7 +47,7 @@ def _size(made: Fingerprint) -> str:
 
 
 def entries_over(profile: Profile, ranks: int, path: Path) -> tuple[PlanEntry, ...]:
-    """The rows for so many ranks; ProbeFailure (no matching profile) where there are none, naming those there are."""
+    """Return the rows for so many ranks; raises ProbeFailure (no matching profile) where there are none."""
     found = tuple(entry for entry in profile.plans if entry.workload.world == ranks)
     if not found:
         worlds = {entry.workload.world for entry in profile.plans}
@@ -60,33 +60,25 @@ def entries_over(profile: Profile, ranks: int, path: Path) -> tuple[PlanEntry, .
 
 
 def how_to_verify(worlds: Collection[int]) -> str:
-    """The options of ``ringtune verify`` for rows over one of these numbers of ranks."""
+    """Return the options of ``ringtune verify`` for rows over one of these numbers of ranks."""
     return " or ".join(f"with --nproc {world}" if world > 1 else "without --nproc" for world in sorted(worlds))
 
 
-def verify_cells(
-    profile: Profile,
-    entries: Sequence[PlanEntry],
-    request: ProbeRequest,
-    preset: EffortPreset,
-    observer: ProbeObserver,
-    edge: Edge,
-    *,
-    tell_end: bool = True,
-) -> VerifyResult:
+def verify_cells(task: Task, profile: Profile, entries: Sequence[PlanEntry], *, tell_end: bool = True) -> VerifyResult:
     """Re-time ``entries``; refusals and rows that were never measured are left out. Never changes a file."""
     timed = [entry for entry in entries if entry.evidence is not None]
     left_out = sum(entry.choice is not None for entry in entries) - len(timed)
-    budget = Budget(preset.budget_s, edge.clock)
+    preset, environment, observer = task.preset, task.environment, task.observer
+    budget = Budget(preset.budget_s, environment.clock)
     observer.plan([entry.workload for entry in timed], preset.budget_s)
     cells: list[VerifiedCell] = []
     inconclusive: list[str] = []
-    evaluator = edge.evaluator(edge.facts, request, preset)
+    evaluator = environment.evaluator(environment.facts, task.request, preset)
     try:
         for number, entry in enumerate(timed):
             observer.stage(entry.workload, STAGE)
             deadline = budget.deadline(budget.available_s() / (len(timed) - number))
-            outcome = _Verification(entry, request, preset, observer, edge, evaluator).run(deadline)
+            outcome = _Verification(task, entry, evaluator).run(deadline)
             if isinstance(outcome, str):
                 inconclusive.append(f"{entry.workload}: {outcome}")
             else:
@@ -108,36 +100,30 @@ def _call_s(choice: Choice) -> float:
 
 
 class _Verification:
-    """One recorded cell. Everything is paired against the recorded winner itself."""
+    """Verification of one recorded cell, paired against the recorded winner itself."""
 
-    def __init__(
-        self,
-        entry: PlanEntry,
-        request: ProbeRequest,
-        preset: EffortPreset,
-        observer: ProbeObserver,
-        edge: Edge,
-        evaluator: Evaluator,
-    ) -> None:
+    def __init__(self, task: Task, entry: PlanEntry, evaluator: Evaluator) -> None:
         assert entry.choice is not None
         self.entry = entry
         self.winner = entry.choice.tunables
-        self.preset = preset
-        self.edge = edge
+        self.task = task
+        environment, preset = task.environment, task.preset
         self._timeout_s = min(HANG_S, HANG_SHARE * preset.budget_s) + CALLS_BEFORE_HANG * _call_s(entry.choice)
-        settings = SearchSettings(preset, request.seed, hang_s=self._timeout_s, asynchronous=edge.facts.vendor != "cpu")
+        settings = SearchSettings(
+            preset, task.request.seed, hang_s=self._timeout_s, asynchronous=environment.facts.vendor != "cpu"
+        )
 
         def told(plan: Tunables, outcome: TrialOutcome) -> None:
-            observer.trial(entry.workload, describe(plan), outcome)
+            task.observer.trial(entry.workload, describe(plan), outcome)
 
-        never = Deadline(edge.clock, math.inf)
+        never = Deadline(environment.clock, math.inf)
         self.state = CellState(entry.workload, self.winner, evaluator, settings, told, never)
 
     def run(self, deadline: Deadline) -> VerifiedCell | str:
         """The verdict, or why there is none."""
         state = self.state
         try:
-            build_plan(self.entry.workload, self.winner, self.edge.facts)
+            build_plan(self.entry.workload, self.winner, self.task.environment.facts)
         except PlanError as error:
             return self._stale(f"the recorded plan cannot run here any more: {error}")
         entries = []

@@ -1,1 +1,1 @@
-"""What a profile or a machine says to people: summary, page, explanation, diagnosis."""
+"""Reports on a profile or a machine: summary, page, explanation, diagnosis."""

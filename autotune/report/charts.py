@@ -1,4 +1,4 @@
-"""The charts of the report as inline SVG text: no scripts, colours by CSS class, a title and a description in each.
+"""Charts of the report as inline SVG text: no scripts, colours by CSS class, a title and a description in each.
 
 Pure: numbers and names in, escaped markup out. Coordinates are in user units; a chart is 360 wide so that its text
 stays readable on a phone and it is scaled up no further than 460 px by the style sheet.
@@ -37,7 +37,7 @@ KERNEL_CLASSES = {
 
 
 def kernel_class(name: str) -> str:
-    """The CSS class of a kernel; names the style sheet does not know share one."""
+    """Return the CSS class of a kernel; names the style sheet does not know share one."""
     return KERNEL_CLASSES.get(name, "k-other")
 
 
@@ -68,7 +68,7 @@ class FrontPoint:
 
 
 class _Log:
-    """A logarithmic axis from ``low`` to ``high`` onto pixels; one value alone sits in the middle."""
+    """Maps values from ``low`` to ``high`` onto pixels on a log scale; one value alone sits in the middle."""
 
     def __init__(self, low: float, high: float, start: float, end: float) -> None:
         self._low, self._span = math.log(low), math.log(high) - math.log(low)
@@ -82,7 +82,7 @@ class _Log:
 def relative_chart(
     chart_id: str, title: str, series: Sequence[Series], strips: Sequence[tuple[str, Sequence[tuple[int, str]]]]
 ) -> str:
-    """Time relative to the tuned plan over length, and below it which kernel the tuned plan uses at each length.
+    """Draw time relative to the tuned plan over length, and below it the tuned plan's kernel at each length.
 
     ``strips`` are (label, ((length, kernel name), ...)). Everything is finite and above zero.
     """
@@ -105,7 +105,7 @@ def relative_chart(
 
 
 def front_chart(chart_id: str, title: str, points: Sequence[FrontPoint]) -> str:
-    """Time against peak memory of every plan on the front; the chosen one is ringed."""
+    """Draw time against peak memory of every plan on the front; the chosen one is ringed."""
     ordered = sorted(points, key=lambda p: (p.peak_bytes, p.median_ms))
     lows, highs = (pick(p.peak_bytes for p in ordered) for pick in (min, max))
     x = _Log(max(lows, 1) / 1.1, max(highs, 1) * 1.1, LEFT + 18, WIDTH - 24)
@@ -142,7 +142,7 @@ def front_chart(chart_id: str, title: str, points: Sequence[FrontPoint]) -> str:
 
 
 def interval_bar(middle: float, low: float, high: float, domain: tuple[float, float]) -> str:
-    """A speed-up and its interval against the line of 1, on the domain shared by a whole report. Decorative."""
+    """Draw a speed-up and its interval against the line of 1, on the domain of a whole report. Decorative."""
     x = _Log(min(domain[0], 1.0) / 1.02, max(domain[1], 1.0) * 1.02, 4, 116)
     start, end, at, one = x(low), x(high), x(middle), x(1.0)
     kind = "faster" if low > 1 else "slower" if high < 1 else "same"
@@ -211,7 +211,7 @@ def _line(series: Series, x: _Log, y: _Log) -> str:
 
 
 def _end_labels(ends: Sequence[tuple[str, float]], gap: float = 13) -> str:
-    """Names at the ends of their lines, pushed apart where they would overlap."""
+    """Draw names at the ends of their lines, pushed apart where they would overlap."""
     placed: list[tuple[str, float]] = []
     for name, wanted in sorted(ends, key=lambda end: end[1]):
         floor = placed[-1][1] + gap if placed else TOP + 4
@@ -230,13 +230,13 @@ def _end_labels(ends: Sequence[tuple[str, float]], gap: float = 13) -> str:
 
 
 def _clipped(name: str) -> str:
-    """``name`` escaped, and cut to the room right of the plot; the full name is in the tips and the description."""
+    """Escape ``name``, cut to the room right of the plot; the full name is in the tips and the description."""
     room = int((RIGHT - 8) / CHARACTER_WIDTH)
     return escape(name if len(name) <= room else name[: room - 1] + "…")
 
 
 def _strip(label: str, cells: Sequence[tuple[int, str]], lengths: Sequence[int], x: _Log, top: float) -> str:
-    """Which kernel at which length: neighbours with one kernel share a bar, which reaches half-way to the next."""
+    """Draw the kernel at each length: neighbours with one kernel share a bar, half-way to the next."""
     at = [x(seq_len) for seq_len in lengths]
     edges = [LEFT, *((a + b) / 2 for a, b in pairwise(at)), WIDTH - RIGHT + 4]
     names = dict(cells)

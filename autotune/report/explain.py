@@ -1,4 +1,4 @@
-"""Why this plan, for this workload, on this machine: one value that holds the whole answer. Pure, but for imports."""
+"""Explains the plan for a workload on this machine: one value that holds the whole answer."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ class Explanation:
 
 
 def why_foreign(profile: Profile, facts: HardwareFacts) -> str:
-    """Why a measured profile is of another kind of machine than this; empty for one that serves it, or any rule."""
-    from ringattn.profile.resolve import misfit
+    """Return why a measured profile is of another kind of machine than this; empty for one that serves it."""
+    from ringattn.profile.resolve import mismatch
 
-    return misfit(profile, facts) if profile.source == "measured" else ""
+    return mismatch(profile, facts) if profile.source == "measured" else ""
 
 
 def facts_of(profile: Profile) -> HardwareFacts:
-    """The machine on which ``profile`` was measured, with the packages that it names or whose kernels it has timed."""
+    """Return the machine on which ``profile`` was measured, with the packages that it names or has timed."""
     from ringattn.hardware.facts import OPTIONAL_PACKAGES, HardwareFacts
     from ringattn.kernels.registry import KERNELS
 
@@ -74,7 +74,7 @@ def facts_of(profile: Profile) -> HardwareFacts:
 
 
 def explain_workload(workload: Workload, setup: Setup, table: PlanTable, foreign: str = "") -> Explanation:
-    """The runtime's own answer for ``workload`` (its table is asked, nothing is decided here), taken apart.
+    """Ask the runtime's own table for ``workload``, and take the answer apart; nothing is decided here.
 
     ``foreign`` is what ``why_foreign`` says of the profile.
     """
@@ -103,7 +103,7 @@ def explain_workload(workload: Workload, setup: Setup, table: PlanTable, foreign
 
 
 def _other_heads(workload: Workload, row: Row, entry: PlanEntry | None) -> str:
-    """What is to be said of a row that was taken as the nearest in heads; empty for one of as many."""
+    """Return what to say of a row that was taken as the nearest in heads; empty for one of as many."""
     asked = (workload.heads, workload.kv_heads)
     if entry is None or row.origin.source == "heuristic":
         return ""
@@ -115,8 +115,8 @@ def _other_heads(workload: Workload, row: Row, entry: PlanEntry | None) -> str:
 
 
 def _trace(setup: Setup, foreign: str) -> tuple[str, ...]:
-    """What was looked at; a foreign profile's own line says what it is here and not what it would be there."""
-    from ringattn.profile.resolve import Looked
+    """Return the trace; a foreign profile's line says what it is here, not what it would be there."""
+    from ringattn.profile.resolve import TraceLine
 
     if not foreign or setup.resolution is None:
         return setup.trace
@@ -124,7 +124,7 @@ def _trace(setup: Setup, foreign: str) -> tuple[str, ...]:
     own = f"{path}: explained as on its own machine, not used on this one: {foreign}"
 
     def is_own(line: str) -> bool:
-        return isinstance(line, Looked) and (line.path, line.origin) == (path, "argument")
+        return isinstance(line, TraceLine) and (line.path, line.origin) == (path, "argument")
 
     return tuple(own if is_own(line) else line for line in setup.trace)
 
@@ -135,7 +135,7 @@ def _entry_of(entries: tuple[PlanEntry, ...], row: Row) -> PlanEntry | None:
 
 
 def _other_ranks(row: Row, setup: Setup) -> str:
-    """Which numbers of ranks a profile has plans for, where it has none for the number asked for."""
+    """Return the numbers of ranks that a profile has plans for, where it has none for the number asked for."""
     assert setup.resolution is not None
     assert setup.resolution.profile is not None
     worlds = sorted({entry.workload.world for entry in setup.resolution.profile.plans})
@@ -188,7 +188,7 @@ def _why(row: Row, setup: Setup, entry: PlanEntry | None, chosen: Choice | None)
 def _kernel_verdicts(
     workload: Workload, tunables: Tunables | None, setup: Setup, entry: PlanEntry | None
 ) -> tuple[KernelVerdict, ...]:
-    """Every kernel of the table and direction that the plan does not use."""
+    """Return every kernel of the table and direction that the plan does not use."""
     from ringattn.kernels.registry import KERNELS
 
     directions: tuple[Direction, ...] = ("forward", "backward") if workload.train else ("forward",)
@@ -205,7 +205,7 @@ def _kernel_verdicts(
 
 
 def _merged(verdicts: list[KernelVerdict]) -> tuple[KernelVerdict, ...]:
-    """One row for a kernel of which the same is true in both directions."""
+    """Merge the rows of a kernel for which both directions say the same."""
     merged: dict[tuple[str, tuple[str, ...], str], KernelVerdict] = {}
     for verdict in verdicts:
         key = (verdict.kernel, verdict.reasons, verdict.evidence)
@@ -216,7 +216,7 @@ def _merged(verdicts: list[KernelVerdict]) -> tuple[KernelVerdict, ...]:
 def _reasons(
     name: str, direction: Direction, workload: Workload, tunables: Tunables | None, setup: Setup
 ) -> tuple[str, ...]:
-    """Why a kernel cannot serve every branch in this direction, in the plan's dtype; each reason once."""
+    """Return why a kernel cannot serve every branch in this direction, in the plan's dtype; each reason once."""
     from ringattn.planning.plan import ORDINARY, kernel_need, kernel_needs, kernel_reasons
 
     facts, backward = setup.facts, direction == "backward"
@@ -232,7 +232,7 @@ def _reasons(
 
 
 def _known_of(name: str, direction: Direction, entry: PlanEntry | None) -> str:
-    """What the profile recorded of a kernel in one direction: its best plan, a failure, or nothing."""
+    """Return what the profile recorded of a kernel in one direction: its best plan, a failure, or nothing."""
     from autotune.formats import format_factor
     from ringattn.workload import describe, kernels_described
 
@@ -261,7 +261,7 @@ def _known_of(name: str, direction: Direction, entry: PlanEntry | None) -> str:
 
 
 def explanation_summary(explanation: Explanation) -> RenderableType:
-    """The explanation as a person reads it."""
+    """Return the explanation as tables for the terminal."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Group
     from rich.table import Table

@@ -1,4 +1,4 @@
-"""Which kernels are right at which head dimensions: what is to be tried, what came of it, and the map of it. Pure."""
+"""Map of where kernels are right: attempts at head dimensions, verdicts on them, and lines of the map. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEADS, GROUP = 2, 2
 
 
 class Shape(NamedTuple):
-    """What one float64 reference is for; kernels and directions share it."""
+    """Shape of one float64 reference; kernels and directions share it."""
 
     head_dim: int
     dtype: str
@@ -49,7 +49,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What is known of one combination after all its lengths: a state, and in words why."""
+    """State of one combination after all its lengths, and in words why."""
 
     combination: Combination
     state: State
@@ -76,7 +76,7 @@ def need_of(facts: HardwareFacts, shape: Shape, *, backward: bool) -> KernelNeed
 def attempts(
     facts: HardwareFacts, kernels: Sequence[str], head_dims: Sequence[int], *, try_refused: bool = False
 ) -> list[Attempt]:
-    """Every kernel that runs on this machine at all, in every dtype that it has here; what says most comes first."""
+    """List every kernel that runs on this machine in every dtype it has here, the most telling first."""
     shapes = [
         Shape(head_dim, dtype, causal, grouped, rows)
         for dtype in _IN_TURN
@@ -87,7 +87,7 @@ def attempts(
     ]
     has = {(name, dtype) for name in kernels for dtype in DTYPES if _has(facts, name, dtype)}
     return [
-        _attempt(facts, name, shape, backward=backward, try_refused=try_refused)
+        attempt_of(facts, name, shape, backward=backward, try_refused=try_refused)
         for shape in shapes
         for name in kernels
         for backward in (False, True)
@@ -96,21 +96,22 @@ def attempts(
 
 
 def _has(facts: HardwareFacts, name: str, dtype: str) -> bool:
-    """Whether a kernel computes in this dtype here, at any head dimension."""
+    """Return whether a kernel computes in this dtype here, at any head dimension."""
     return any(
         not KERNELS[name].unsupported_reasons(need_of(facts, Shape(d, dtype, True, False, 88), backward=False), facts)
         for d in HEAD_DIMS
     )
 
 
-def _attempt(facts: HardwareFacts, name: str, shape: Shape, *, backward: bool, try_refused: bool) -> Attempt:
+def attempt_of(facts: HardwareFacts, name: str, shape: Shape, *, backward: bool, try_refused: bool = False) -> Attempt:
+    """Return the attempt at one kernel, direction and shape, which runs where no rule refuses it."""
     kernel, need = KERNELS[name], need_of(facts, shape, backward=backward)
     rule = "; ".join(kernel.unsupported_reasons(need, facts))
-    return Attempt(name, backward, shape, rule, runs=not rule or (try_refused and not kernel.strays(need)))
+    return Attempt(name, backward, shape, rule, runs=not rule or (try_refused and not kernel.reads_out_of_bounds(need)))
 
 
 def findings(tried: Iterable[Attempt], verdicts: Mapping[Attempt, Verdict]) -> list[Finding]:
-    """One finding for each combination, in the order of ``tried``."""
+    """Return one finding for each combination, in the order of ``tried``."""
     by_combination: dict[Combination, list[Attempt]] = {}
     for attempt in tried:
         by_combination.setdefault(attempt.combination, []).append(attempt)
@@ -118,7 +119,7 @@ def findings(tried: Iterable[Attempt], verdicts: Mapping[Attempt, Verdict]) -> l
 
 
 def _finding(asked: Combination, group: Sequence[Attempt], verdicts: Mapping[Attempt, Verdict]) -> Finding:
-    """Lengths that a rule refuses say something only where it refuses them all: programs find another way for tails."""
+    """Judge a combination by the lengths that rules allow, or by all where they allow none."""
     allowed = [attempt for attempt in group if not attempt.rule]
     known = [(attempt, verdicts[attempt]) for attempt in allowed or group if attempt in verdicts]
     failed = [(attempt, verdict) for attempt, verdict in known if not verdict.passes]
@@ -142,7 +143,7 @@ def _excess(figure: Figure) -> float:
 
 
 def verdicts_to_remember(tried: Iterable[Attempt], verdicts: Mapping[Attempt, Verdict]) -> dict[Combination, Verdict]:
-    """Of combinations that rules allow and whose lengths were all tried: the worst figure of each result."""
+    """Return the worst figure of each result, of combinations whose allowed lengths were all tried."""
     found: dict[Combination, list[Verdict | None]] = {}
     for attempt in tried:
         if not attempt.rule:
@@ -163,9 +164,6 @@ def _joined(group: Sequence[Verdict]) -> Verdict:
     return Verdict((), message) if message else Verdict(tuple(worst.values()))
 
 
-# --- the map -----------------------------------------------------------------------------------------------------
-
-
 class Line(NamedTuple):
     """Part of the map: head dimensions of one state, and the variants of a kernel and direction it is true of."""
 
@@ -178,7 +176,7 @@ class Line(NamedTuple):
 
 
 def lines(found: Sequence[Finding]) -> list[Line]:
-    """The map kernel by kernel and direction; variants (dtype, causal, grouped) that agree everywhere are one line."""
+    """Return the map by kernel and direction; variants (dtype, causal, grouped) that agree are one line."""
     made: list[Line] = []
     for kernel, backward in dict.fromkeys((f.combination.kernel, f.combination.backward) for f in found):
         own = [f for f in found if (f.combination.kernel, f.combination.backward) == (kernel, backward)]
@@ -200,7 +198,7 @@ def _variant(asked: Combination) -> tuple[str, bool, bool]:
 
 
 def _row(found: Sequence[Finding]) -> tuple[tuple[State, str, str], ...]:
-    """(state, head dimensions, why) of one variant, the first reason standing for all of a state."""
+    """Return (state, head dimensions, why) of one variant; a state's first reason stands for all."""
     row = []
     for state in STATES:
         own = sorted((f for f in found if f.state == state), key=lambda f: f.combination.head_dim)
@@ -217,7 +215,7 @@ def _detail(own: Sequence[Finding]) -> str:
 
 
 def _label(variants: Sequence[tuple[str, bool, bool]], everything: Iterable[tuple[str, bool, bool]]) -> str:
-    """``bf16, fp16`` for all of these dtypes; else with causal or full, grouped or not."""
+    """Return ``bf16, fp16`` for all of these dtypes; else with causal or full, grouped or not."""
     every = set(everything)
     dtypes = [dtype for dtype in DTYPES if any(v[0] == dtype for v in variants)]
     if all(v in variants for v in every if v[0] in dtypes):
@@ -231,7 +229,7 @@ def _label(variants: Sequence[tuple[str, bool, bool]], everything: Iterable[tupl
 
 
 def ranges(head_dims: Sequence[int]) -> str:
-    """``8-64 96`` for 8, 16, ... 64 and 96."""
+    """Format 8, 16, ... 64 and 96 as ``8-64 96``."""
     texts: list[str] = []
     begin = end = head_dims[0]
     for head_dim in (*head_dims[1:], 0):

@@ -70,7 +70,7 @@ def _environment() -> Environment:
 
 
 def html_report(profile: Profile) -> str:
-    """The whole page. ``profile`` may be measured or a heuristic; a heuristic's page shows its policy alone."""
+    """Return the whole page; that of a heuristic shows its policy alone."""
     grouped = families(profile)
     sections = {"machine": "The machine"}
     if grouped:
@@ -114,7 +114,7 @@ def html_report(profile: Profile) -> str:
 
 
 def _tiles(profile: Profile) -> list[tuple[str, str, str]]:
-    """Name, value and small print of the few numbers that come first."""
+    """Return name, value and small print of the few numbers that come first."""
     numbers = headline(profile)
     if not numbers.cells:
         return []
@@ -133,11 +133,8 @@ def _tiles(profile: Profile) -> list[tuple[str, str, str]]:
     return [*tiles, ("Failed candidates", str(failed), kinds)]
 
 
-# --- kernels ---------------------------------------------------------------------------------------------------------
-
-
 def _kernel(entry: PlanEntry, direction: Literal["forward", "backward"]) -> str:
-    """The kernel of one direction of the chosen plan, ``mixed`` when branches differ, "" where there is none."""
+    """Return the kernel of one direction of the plan, ``mixed`` when branches differ, "" where there is none."""
     if entry.choice is None:
         return ""
 
@@ -149,17 +146,14 @@ def _kernel(entry: PlanEntry, direction: Literal["forward", "backward"]) -> str:
 
 
 def _kernels(entry: PlanEntry) -> tuple[str, ...]:
-    """That of the forward, and of the backward where it is another one."""
+    """Return the kernel of the forward, and of the backward where it is another one."""
     forward, backward = _kernel(entry, "forward"), _kernel(entry, "backward")
     return (forward,) if backward in ("", forward) else (forward, backward)
 
 
-# --- the choice over length ------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class _Chart:
-    """A picture, and its numbers: by length the factor of every name, or what there is instead."""
+    """A chart and its numbers: by length the factor of every name, or a text in its place."""
 
     title: str
     picture: Markup
@@ -182,7 +176,7 @@ def _charts(grouped: Sequence[Family]) -> list[_Chart]:
 
 
 def _rivals(entry: PlanEntry) -> dict[str, Choice]:
-    """The default and every kernel that has a recorded plan of its own."""
+    """Return the default and every kernel that has a recorded plan of its own."""
     rivals = {"default": entry.default} if entry.default is not None else {}
     return {**rivals, **single_backends(entry)}
 
@@ -225,11 +219,8 @@ def _strips(entries: Sequence[PlanEntry]) -> list[tuple[str, list[tuple[int, str
     return strips
 
 
-# --- plans and their evidence ----------------------------------------------------------------------------------------
-
-
 def _domain(entries: Sequence[PlanEntry]) -> tuple[float, float]:
-    """Of the speed-ups of a whole page."""
+    """Return the lowest and highest speed-up of a whole page."""
     speedups = [Speedup.of(entry.evidence) for entry in entries if entry.evidence is not None]
     finite = [v for s in speedups for v in (s.low, s.high) if 0 < v < math.inf]
     return max(min(finite, default=1.0), 0.05), min(max(finite, default=1.0), 1000.0)
@@ -243,7 +234,7 @@ def _bar(evidence: Evidence, domain: tuple[float, float]) -> Markup:
 
 
 def _other_plans(family: Family) -> list[tuple[int, str, Choice]]:
-    """Those beside the chosen ones: length, what it is, and how fast."""
+    """List the plans beside the chosen ones: length, kind with speed, and plan."""
     found = []
     for entry in family.entries:
         default = None if kept_default(entry) else entry.default
@@ -276,9 +267,6 @@ def _fronts(entries: Sequence[PlanEntry]) -> list[tuple[str, Markup, list[FrontP
         chart = Markup(front_chart(f"front{number}", f"{title}: time against peak memory", points))
         fronts.append((title, chart, points))
     return fronts
-
-
-# --- facts -----------------------------------------------------------------------------------------------------------
 
 
 def _spent(profile: Profile) -> list[tuple[str, str]]:

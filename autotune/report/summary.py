@@ -1,4 +1,4 @@
-"""What a profile says, digested once for every reader: the terminal summary here, the page in ``report.page``.
+"""Digest of a profile for every reader: the terminal summary here, the page in ``report.page``.
 
 Pure: a Profile in, plain data or a rich renderable out.
 """
@@ -48,7 +48,7 @@ class Family:
 
     @property
     def shape(self) -> tuple[str, ...]:
-        """Batch with heads, dtype, and ranks where there are several."""
+        """Return batch with heads, dtype, and ranks where there are several."""
         w = self.workload
         heads = f"H{w.heads}" + (f"/{w.kv_heads}" if w.kv_heads != w.heads else "")
         ranks = (f"world {w.world}",) if w.world > 1 else ()
@@ -57,7 +57,7 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class Speedup:
-    """How much faster than the default: above 1 is faster. The interval is the 95 % one of the profile."""
+    """Speed-up over the default: above 1 is faster. The interval is the 95 % one of the profile."""
 
     middle: float
     low: float
@@ -69,7 +69,7 @@ class Speedup:
 
     @property
     def bounds(self) -> tuple[str, str]:
-        """The ends of the interval as text."""
+        """Return the ends of the interval as text."""
         return format_factor(self.low).removesuffix("x"), format_factor(self.high).removesuffix("x")
 
     def __str__(self) -> str:
@@ -78,7 +78,7 @@ class Speedup:
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """The few numbers that come first. Speed-ups are over the cells with evidence, the default's own among them."""
+    """Numbers that come first. Speed-ups are over the cells with evidence, the default's own among them."""
 
     cells: int
     measured: int  # cells whose plan has evidence
@@ -100,7 +100,7 @@ class FailureGroup:
 
 
 def families(profile: Profile) -> tuple[Family, ...]:
-    """The entries of a profile grouped by everything but length, in the order of the file."""
+    """Group the entries of a profile by everything but length, in the order of the file."""
     groups: dict[Workload, list[PlanEntry]] = {}
     for entry in profile.plans:
         groups.setdefault(replace(entry.workload, seq_len=1), []).append(entry)
@@ -109,12 +109,12 @@ def families(profile: Profile) -> tuple[Family, ...]:
 
 
 def kept_default(entry: PlanEntry) -> bool:
-    """Whether the plan of this entry is the default itself."""
+    """Return whether the plan of this entry is the default itself."""
     return entry.choice is not None and entry.default is not None and entry.choice.tunables == entry.default.tunables
 
 
 def headline(profile: Profile) -> Headline:
-    """The numbers for the first line of a report."""
+    """Return the numbers for the first line of a report."""
     measured = [(entry.workload, Speedup.of(entry.evidence)) for entry in profile.plans if entry.evidence is not None]
     kept = {entry.workload for entry in profile.plans if kept_default(entry)}
     faster = [pair for pair in measured if pair[1].middle > 1]
@@ -132,13 +132,13 @@ def headline(profile: Profile) -> Headline:
 
 
 def sole_kernel(tunables: Tunables) -> str | None:
-    """The kernel of a plan that uses one kernel in every branch and direction, else None."""
+    """Return the kernel of a plan that uses one in every branch and direction, else None."""
     names = {name for branch in tunables.branches for name in (branch.forward, branch.backward) if name}
     return names.pop() if len(names) == 1 else None
 
 
 def recorded_choices(entry: PlanEntry) -> tuple[Choice, ...]:
-    """Every plan with evidence that an entry records, each once, the chosen one first."""
+    """Return every plan with evidence that an entry records, each once, the chosen one first."""
     kept: dict[Tunables, Choice] = {}
     for choice in (entry.choice, entry.default, *entry.runners_up, *entry.front, *entry.singles):
         if choice is not None and choice.evidence is not None:
@@ -147,7 +147,7 @@ def recorded_choices(entry: PlanEntry) -> tuple[Choice, ...]:
 
 
 def single_backends(entry: PlanEntry) -> dict[str, Choice]:
-    """The fastest recorded plan of every kernel that was used alone."""
+    """Return the fastest recorded plan of every kernel that was used alone."""
     best: dict[str, Choice] = {}
     for choice in recorded_choices(entry):
         name = sole_kernel(choice.tunables)
@@ -160,7 +160,7 @@ def single_backends(entry: PlanEntry) -> dict[str, Choice]:
 
 
 def relative_time(choice: Choice, entry: PlanEntry) -> float | None:
-    """Time of ``choice`` / time of the entry's plan, both paired against the same default; above 1 is slower."""
+    """Return the time of ``choice`` over that of the entry's plan, both paired with one default."""
     if entry.choice is None or entry.choice.evidence is None or choice.evidence is None:
         return None
     relative = _ratio(choice) * _inverse(_ratio(entry.choice))
@@ -168,7 +168,7 @@ def relative_time(choice: Choice, entry: PlanEntry) -> float | None:
 
 
 def ruled_out(rejections: Iterable[tuple[str, str]]) -> dict[str, tuple[str, ...]]:
-    """Why each kernel was refused before it ran, each reason once, from (candidate, reason) pairs.
+    """Return why each kernel was refused before it ran, each reason once, from (candidate, reason) pairs.
 
     A reason that is no kernel's is filed under the candidate.
     """
@@ -180,7 +180,7 @@ def ruled_out(rejections: Iterable[tuple[str, str]]) -> dict[str, tuple[str, ...
 
 
 def failure_groups(profile: Profile) -> dict[str, tuple[FailureGroup, ...]]:
-    """Every recorded failure by kind, the same candidate and message once with all its workloads.
+    """Group recorded failures by kind, the same candidate and message once with all its workloads.
 
     What was refused before it ran is no failure, see ``ruled_out``.
     """
@@ -198,7 +198,7 @@ def failure_groups(profile: Profile) -> dict[str, tuple[FailureGroup, ...]]:
 
 
 def machine_facts(profile: Profile) -> tuple[tuple[str, str], ...]:
-    """The fingerprint as labels and values; what a heuristic leaves open is left out."""
+    """Return the fingerprint as labels and values, without what a heuristic leaves open."""
     f = profile.fingerprint
     cpu = f.vendor == "cpu"
     rows = (
@@ -218,7 +218,7 @@ def machine_facts(profile: Profile) -> tuple[tuple[str, str], ...]:
 
 
 def provenance_line(profile: Profile) -> str:
-    """When, with what and how long, in one line."""
+    """Return date, versions and effort in one line."""
     p = profile.provenance
     parts = [f"{profile.source} {p.date}".strip(), f"ringtune {p.tool_version}" if p.tool_version else ""]
     if profile.source == "measured":
@@ -227,7 +227,7 @@ def provenance_line(profile: Profile) -> str:
 
 
 def verdict(profile: Profile) -> str:
-    """The result in a sentence or two."""
+    """Return the result in a sentence or two."""
     numbers = headline(profile)
     if not numbers.cells:
         return "A heuristic: no plan in it was measured; it says which kernels to prefer on such a machine."
@@ -249,21 +249,21 @@ def verdict(profile: Profile) -> str:
 
 
 def plan_text(entry: PlanEntry) -> str:
-    """The plan of an entry in one line, or why there is none."""
+    """Return the plan of an entry in one line, or why there is none."""
     if entry.choice is None:
         return f"refused: {entry.refusal}"
     return describe(entry.choice.tunables)
 
 
 def speedup_text(entry: PlanEntry) -> str:
-    """``1.18x (1.15-1.21)``, ``default``, or a dash without evidence."""
+    """Return ``1.18x (1.15-1.21)``, ``default``, or a dash without evidence."""
     if entry.evidence is None:
         return "-"
     return "default" if kept_default(entry) else str(Speedup.of(entry.evidence))
 
 
 def terminal_summary(profile: Profile) -> RenderableType:
-    """The profile as a few lines and one table per family, for ``show`` and the end of ``probe``."""
+    """Return the profile as a few lines and one table per family, for ``show`` and the end of ``probe``."""
     from rich.console import Group
     from rich.text import Text
 

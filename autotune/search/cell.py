@@ -16,7 +16,7 @@ import numpy as np
 from autotune import statistics
 from autotune.journal.entry import Entry
 from autotune.measure.evaluator import Block, Checked, Evaluator, Fault, Interference, Proven, Sample
-from autotune.measure.head_start import sample_ms
+from autotune.measure.launch_overhead import sample_ms
 from autotune.outcome import TrialOutcome
 from ringattn.workload import Tunables, Workload
 
@@ -140,8 +140,8 @@ class CellState(Readings):
 
     def validation_s(self, plan: Tunables | None = None) -> float:
         """About what validating the default takes, or ``plan`` if its kernels were validated here already."""
-        provers: int = getattr(self.evaluator, "provers", 1)  # processes that share one
-        lengths = math.ceil((1 + self.settings.preset.ragged_lengths) / provers)
+        validation_workers: int = getattr(self.evaluator, "validation_workers", 1)  # processes that share one
+        lengths = math.ceil((1 + self.settings.preset.ragged_lengths) / validation_workers)
         compiled = plan is not None and self.transfer.has_validated(self.workload, plan)
         known = plan if plan is not None and compiled else self.default
         return self.transfer.validation_s(self.workload, known, self.call_s(), lengths)
@@ -183,7 +183,7 @@ class CellState(Readings):
         self.transfer.learn(entry.tunables, result)
         if isinstance(result, Checked):
             self.checks.clear(entry.tunables)
-        elif not result.struck:
+        elif not result.ended_from_outside:
             self.checks.blame(entry.tunables)
 
     def is_trap(self, plan: Tunables) -> bool:
@@ -201,7 +201,7 @@ class CellState(Readings):
         entry = self.entry(plan)
         if entry.validated is None:
             began = self.deadline.clock.now()
-            entry.validated = self.evaluator.prove(self.workload, plan, timeout_s=self.timeout_s())
+            entry.validated = self.evaluator.validate(self.workload, plan, timeout_s=self.timeout_s())
             self.record.validated(entry)
             self.measured += 1
             self._learn_validation(entry)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from autotune import statistics
 from autotune.journal.entry import Entry
 from autotune.measure.evaluator import Checked, Fault
-from autotune.measure.head_start import judged_ms
+from autotune.measure.launch_overhead import judged_ms
 from autotune.statistics import Interval
 from ringattn.workload import Tunables, Workload
 

@@ -63,7 +63,7 @@ class Traps:
 
 def costs_a_worker(fault: Fault) -> bool:
     """Whether a plan hung or crashed, of itself: each more like it costs as much."""
-    return fault.kind in ("timeout", "crash") and not fault.struck
+    return fault.kind in ("timeout", "crash") and not fault.ended_from_outside
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Which first calls to make ahead, so that what they compile is compiled on many cores before anything is timed.
+"""First calls to make ahead, so that what they compile is compiled on many cores before anything is timed.
 
 Of the 170 s of a standard probe on an H200, 76 went into first calls, one after the other: 24 plans took 0.3 to 12 s
 each, nearly all of it Triton's and flash-attn-4's compilers on one core. A second probe, which found their kernels on
@@ -18,11 +18,11 @@ from .space import Space
 
 Call = tuple[Workload, Tunables]
 
-MOST_CALLS = 48  # six for each of a full house of helpers
+MOST_CALLS = 48  # six for each of a full pool of workers
 
 
 def calls_worth_making(spaces: Iterable[Space]) -> tuple[Call, ...]:
-    """The plans that between them need most of what a probe of these spaces will compile, slowest to compile first.
+    """Return the plans that between them need most of what a probe of these spaces compiles, the slowest first.
 
     What is compiled depends on the kernels and on which branches copy, not on the length, but for whether segments
     end with it: one length is enough that all segments divide. Only flash-attn-4 compiles once more, 5 s at a time,
@@ -45,7 +45,7 @@ def calls_worth_making(spaces: Iterable[Space]) -> tuple[Call, ...]:
 
 
 def _turn(plan: Tunables, defaults: Sequence[Tunables]) -> int:
-    """What the check of the defaults compiles comes first, then flash-attn-4, which takes longest; gathers last."""
+    """Return the turn: what the defaults compile first, then flash-attn-4, which takes longest; gathers last."""
     of_a_default = any(plan.dtype == other.dtype and plan.kernels <= other.kernels for other in defaults)
     if of_a_default:
         return 0 if any(_gathers(plan) == _gathers(other) for other in defaults) else 3
@@ -82,12 +82,12 @@ def _calls_of(space: Space) -> list[Call]:
 
 
 def _is_mixed(plan: Tunables) -> bool:
-    """Whether the backward is another kernel's than the forward."""
+    """Return whether the backward is another kernel's than the forward."""
     return any(branch.backward not in ("", branch.forward) for branch in plan.branches)
 
 
 def _compiled_for(plan: Tunables, compiled: frozenset[str]) -> set[object]:
-    """What this plan of one kernel a direction compiles; nothing is said of plans whose branches differ.
+    """Return what this plan of one kernel a direction compiles; nothing is said of plans whose branches differ.
 
     A backward after another kernel's forward reads what that one wrote: flash-attn-4's took 5 s after flash's, though
     its own had been compiled.
@@ -100,13 +100,13 @@ def _compiled_for(plan: Tunables, compiled: frozenset[str]) -> set[object]:
 
 
 def _gathered(space: Space, plan: Tunables, end: int) -> Tunables | None:
-    """The plan with every branch read in place (0), or copied where it may be (-1); None where that cannot run."""
+    """Return the plan with every branch read in place (0) or copied where it may be (-1); None if that cannot run."""
     knobs = {name: values[end] for name, values in space.knobs.items() if name.startswith("gather.")}
     return space.combine(plan, knobs)
 
 
 def _every_gather(space: Space) -> list[Tunables]:
-    """The default with every choice of branches that copy their rows."""
+    """Return the default with every choice of branches that copy their rows."""
     knobs = {name: values for name, values in space.knobs.items() if name.startswith("gather.")}
     every = (dict(zip(knobs, values, strict=True)) for values in itertools.product(*knobs.values()))
     plans = (space.combine(space.default, choice) for choice in itertools.islice(every, MOST_CALLS))

@@ -1,4 +1,4 @@
-"""Which plans there are for a workload: a table of knobs, and the one constraint function deciding what can run.
+"""The plans that exist for a workload: knobs from the table of tunables, and the one constraint function.
 
 A ``Space`` is pure: it is built from a ``Machine``, which for a real one binds ``ringattn.planning.plan`` to its
 facts and in tests is any pair of functions. Plans that would execute the same steps are one candidate.
@@ -7,48 +7,44 @@ facts and in tests is any pair of functions. Plans that would execute the same s
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from ringattn.planning.equal_plans import case_of, plainest
 from ringattn.planning.fused_steps import FUSED_PARAMS, FUSED_STEPS, steps_not_taken
-from ringattn.workload import EXCHANGES, BranchTunables, ParamValue, Tunables, Workload
+from ringattn.tunables import EXCHANGES, TABLE, Tunable
+from ringattn.tunables import Value as Value
+from ringattn.workload import BranchTunables, ParamValue, Tunables, Workload
 
-from .ring_space import plainest, ring_knobs, schedule_plans, too_heavy
+from .ring_space import ring_knobs, schedule_plans, too_heavy, with_degree
 
 if TYPE_CHECKING:
     from ringattn.hardware.facts import HardwareFacts
 
-Value = str | int | bool | None
 Assignment = dict[str, Value]
+_PARAM = "param:"  # begins the knobs of kernels' parameters
 
-WIDER: Mapping[str, tuple[str, ...]] = {
-    "bf16": ("bf16", "tf32", "fp32"),
-    "fp16": ("fp16", "tf32", "fp32"),
-    "fp32": ("fp32",),
-    "fp64": ("fp64",),
-}
 NARROWER: Mapping[str, tuple[str, ...]] = {"bf16": (), "fp16": (), "fp32": ("tf32", "bf16", "fp16"), "fp64": ()}
-POOL_THRESHOLDS_MIB: tuple[int | None, ...] = (None, 1, 16)
-WINDOW_MULTIPLES = (1, 2, 4)
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a space has to know of a machine: its kernels, what they refuse, and which plans are the same.
+    """Machine as a space sees it: its kernels, what they refuse, and which plans are the same.
 
-    ``reasons`` is the one constraint function; ``identity`` maps a plan that can run to something equal for plans
-    with equal steps; ``params`` gives a kernel's tunable parameters for a workload and compute dtype. ``fuses`` says
-    whether the steps between kernels are GPU kernels with parameters of their own. ``just_in_time`` are the kernels,
-    and the steps between them, that are compiled at their first call. ``exchanges`` are the ways in which so many
-    ranks can exchange heads.
+    ``reasons`` is the one constraint function; of plans with equal steps it refuses all but the plainest.
+    ``identity`` maps a plan that can run to something equal for plans that the machine cannot tell apart; ``params``
+    gives a kernel's tunable parameters for a workload and compute dtype. ``fuses`` says whether the steps between
+    kernels are GPU kernels with parameters of their own. ``just_in_time`` are the kernels, and the steps between them,
+    that are compiled at their first call. ``exchanges`` are the ways in which so many ranks can exchange heads.
     """
 
     kernels: tuple[str, ...]
     reasons: Callable[[Workload, Tunables], tuple[str, ...]]
-    identity: Callable[[Workload, Tunables], Hashable]
+    identity: Callable[[Workload, Tunables], Hashable] = lambda workload, plan: plan
     params: Callable[[Workload, str, str], Mapping[str, tuple[ParamValue, ...]]] = lambda workload, kernel, dtype: {}
     fuses: Callable[[str], bool] = lambda dtype: False
     just_in_time: frozenset[str] = frozenset()
@@ -56,7 +52,7 @@ class Machine:
 
 
 def machine_of(facts: HardwareFacts) -> Machine:
-    """The real machine: ``ringattn.planning.plan`` bound to its facts."""
+    """Return the real machine: ``ringattn.planning.plan`` bound to its facts."""
     from ringattn.kernels.registry import KERNELS
     from ringattn.planning.plan import fuses, kernel_need, rejection_reasons
     from ringattn.planning.ring import exchange_reasons
@@ -72,7 +68,6 @@ def machine_of(facts: HardwareFacts) -> Machine:
     return Machine(
         kernels=tuple(KERNELS),
         reasons=lambda workload, plan: rejection_reasons(workload, plan, facts),
-        identity=_identity,
         params=params,
         fuses=lambda dtype: fuses(facts, dtype),
         just_in_time=frozenset(_compiled_kernels(facts)).union(FUSED_STEPS if fuses(facts, "bf16") else ()),
@@ -87,106 +82,87 @@ def _compiled_kernels(facts: HardwareFacts) -> Iterator[str]:
         yield from (name for name, kernel in KERNELS.items() if kernel.just_in_time)
 
 
-def _identity(workload: Workload, plan: Tunables) -> Tunables:
-    """The plan without what a dense one never looks at: it has no workspace to pool and no pattern to keep."""
-    if not workload.pattern.dense:
-        return plan
-    return replace(plan, pool_threshold_mib=None, pool_strategy="shape", pattern_cache=True)
-
-
 def candidate_key(tunables: Tunables) -> str:
-    """One plan as one line of text, the same in every process: how records find it again."""
+    """Return one plan as one line of text, the same in every process: how records find it again."""
     return json.dumps(dataclasses.asdict(tunables), separators=(",", ":"))
 
 
 def from_key(key: str) -> Tunables:
-    """The inverse of ``candidate_key``."""
+    """Return the inverse of ``candidate_key``."""
     fields = json.loads(key)
     fields["branches"] = tuple(BranchTunables(**branch) for branch in fields["branches"])
     fields["params"] = tuple((name, value) for name, value in fields["params"])
     return Tunables(**fields)
 
 
-# Knobs that hold for the whole plan, beside those of its branches; their plainest values are the fields' defaults.
-_WHOLE = tuple(f.name for f in dataclasses.fields(Tunables) if f.name not in ("branches", "params"))
+def _places(workload: Workload) -> tuple[tuple[str, Tunable, int], ...]:
+    """Return the knob of every entry of the table: its name, the entry, and the branch that it is of."""
+    return _places_of(max(1, len(workload.pattern.branches)), workload.train)
+
+
+@functools.cache  # a search decodes thousands of plans, and their names took a third of the time
+def _places_of(branches: int, train: bool) -> tuple[tuple[str, Tunable, int], ...]:
+    entries = [entry for entry in TABLE.values() if train or entry.name != "backward"]
+    return (
+        *((f"{e.name}.{branch}", e, branch) for branch in range(branches) for e in entries if e.per_branch),
+        *((e.name, e, 0) for e in entries if not e.per_branch),
+    )
 
 
 def encode(workload: Workload, tunables: Tunables) -> Assignment:
-    """A plan as values of knobs; the names are those of ``knobs_of``."""
-    assignment: Assignment = {}
-    for index, branch in enumerate(tunables.branches):
-        assignment[f"forward.{index}"] = branch.forward
-        if workload.train:
-            assignment[f"backward.{index}"] = branch.backward
-        assignment[f"gather.{index}"] = branch.gather
-    assignment |= {name: getattr(tunables, name) for name in _WHOLE}
+    """Return a plan as values of knobs; the names are those of ``knobs_of``."""
+    assignment = {name: entry.value(tunables, branch) for name, entry, branch in _places(workload)}
     return assignment | {f"param:{name}": value for name, value in tunables.params}
 
 
 def decode(workload: Workload, assignment: Mapping[str, Value]) -> Tunables:
-    """The plan of an assignment, in the plainest of the forms that mean the same.
+    """Return the plan of an assignment, in the plainest of the forms that mean the same.
 
-    What has no effect takes its plainest value: a backward or a checkpoint mode without gradients, a gather of rows
-    that lie together, a pool strategy without a pool, a parameter of a kernel that is not used.
+    What has no effect takes its plainest value, by the rules in the table of tunables; a parameter of a kernel or of
+    a step that is not used goes.
     """
-    branches = []
-    for index, branch in enumerate(workload.pattern.resolved(workload.seq_len)):
-        gather = str(assignment.get(f"gather.{index}", "view")) if branch.rate > 1 else "view"
-        backward = str(assignment[f"backward.{index}"]) if workload.train else ""
-        branches.append(BranchTunables(str(assignment[f"forward.{index}"]), backward, gather))
-    used = {b.forward for b in branches} | {b.backward for b in branches}
-    used |= set(FUSED_STEPS) - set(steps_not_taken(workload, branches))
-    params = {
-        name.removeprefix("param:"): value
-        for name, value in assignment.items()
-        if name.startswith("param:") and value is not None and name.removeprefix("param:").rsplit(".", 1)[0] in used
-    }
-    whole: dict[str, Any] = {name: assignment[name] for name in _WHOLE if name in assignment}
-    if not workload.train:
-        whole.pop("checkpoint", None)
-    if whole.get("pool_threshold_mib") is None:
-        whole.pop("pool_strategy", None)
-    if (whole.get("window_tokens") or 0) >= workload.seq_len:
-        whole.pop("window_tokens", None)
-    plan = Tunables(branches=tuple(branches), params=tuple(sorted(params.items())), **whole)
-    return plainest(workload, plan)
+    whole: dict[str, Any] = {}
+    of_branches: list[dict[str, Any]] = [{} for _ in workload.pattern.resolved(workload.seq_len)]
+    for name, entry, branch in _places(workload):
+        if entry.required or name in assignment:
+            (of_branches[branch] if entry.per_branch else whole)[entry.name] = assignment[name]
+    branches = tuple(BranchTunables(**values) for values in of_branches)
+    plan = plainest(workload, with_degree(workload, Tunables(branches=branches, **whole)))
+    named = {name: value for name, value in assignment.items() if name.startswith(_PARAM) and value is not None}
+    if not named:
+        return plan
+    used = plan.kernels.union(FUSED_STEPS).difference(steps_not_taken(workload, plan.branches))
+    params = [(name.removeprefix(_PARAM), value) for name, value in named.items() if _owner(name) in used]
+    return replace(plan, params=tuple(sorted(params)))
 
 
-def _window_values(workload: Workload) -> tuple[Value, ...]:
-    """Whole multiples of the largest segment, where every branch nests in it; otherwise only all at once."""
-    branches = workload.pattern.branches
-    if not branches:
-        return (None,)
-    widest = max(branch.segment for branch in branches)
-    if any(widest % branch.segment for branch in branches):
-        return (None,)
-    return (None, *(widest * n for n in WINDOW_MULTIPLES if widest * n < workload.seq_len))
+def _owner(knob: str) -> str:
+    """Return the kernel or the step that a parameter is of."""
+    return knob.removeprefix(_PARAM).rpartition(".")[0]
 
 
 def knobs_of(workload: Workload, machine: Machine, dtypes: tuple[str, ...]) -> dict[str, tuple[Value, ...]]:
-    """Every knob of a workload with its values, the plainest first; knobs with one value are left out of nothing."""
-    dilated = any(branch.rate > 1 for branch in workload.pattern.branches)
+    """Return every knob of a workload on one rank with its values, the plainest first, also those with one value."""
+    branches = tuple(BranchTunables("") for _ in workload.pattern.resolved(workload.seq_len))
+    case = case_of(workload, Tunables(dtypes[0], branches))
+    of_the_machine = {"dtype": dtypes, "forward": machine.kernels, "backward": machine.kernels}
     knobs: dict[str, tuple[Value, ...]] = {"dtype": dtypes}
-    for index, branch in enumerate(workload.pattern.resolved(workload.seq_len)):
-        knobs[f"forward.{index}"] = machine.kernels
-        if workload.train:
-            knobs[f"backward.{index}"] = machine.kernels
-        knobs[f"gather.{index}"] = ("view", "copy") if branch.rate > 1 else ("view",)
-    knobs["checkpoint"] = ("selective", "none", "full", "offload") if workload.train else ("selective",)
-    knobs["window_tokens"] = _window_values(workload)
-    knobs["pattern_cache"] = (True, False) if dilated else (True,)
-    knobs["pool_threshold_mib"] = POOL_THRESHOLDS_MIB
-    knobs["pool_strategy"] = ("shape", "bucket")
-    knobs["compile"] = (False,)  # tried on finalists only: it costs seconds a plan
+    for name, entry, branch in _places(workload):
+        if entry.name in of_the_machine:
+            knobs[name] = of_the_machine[entry.name]
+        elif entry.stage == "finalists":  # which the search turns itself
+            knobs[name] = (entry.plain,)
+        elif entry.stage != "ranks":
+            knobs[name] = entry.tried(replace(case, branch=branch))
     for kernel in machine.kernels:
         for dtype in dtypes:
             for name, values in machine.params(workload, kernel, dtype).items():
                 # The first value is the kernel's own choice, which a plan says by saying nothing.
-                knobs.setdefault(f"param:{kernel}.{name}", (None, *values[1:]))
-    if dilated and any(map(machine.fuses, dtypes)):
+                knobs.setdefault(f"{_PARAM}{kernel}.{name}", (None, *values[1:]))
+    if max(case.rates) > 1 and any(map(machine.fuses, dtypes)):
         for name, blocks in FUSED_PARAMS.items():
             if name != "sum.block" or workload.train:
-                knobs[f"param:{name}"] = (None, *blocks)
+                knobs[f"{_PARAM}{name}"] = (None, *blocks)
     return knobs
 
 
@@ -215,7 +191,7 @@ class Space:
     _identities: dict[Tunables, Hashable] = field(default_factory=dict, compare=False, repr=False)
 
     def holds(self, tunables: Tunables) -> bool:
-        """Whether every value of the plan is one of its knob here, and it can run."""
+        """Return whether every value of the plan is one of its knob here, and it can run."""
         there = encode(self.workload, tunables)
         known = all(there.get(name, values[0]) in values for name, values in self.knobs.items())
         return known and self.valid(tunables)
@@ -231,7 +207,7 @@ class Space:
         return self._identities[tunables]
 
     def distinct(self, plans: Iterator[Tunables]) -> Iterator[Tunables]:
-        """Those of ``plans`` that can run, each once however it is spelled."""
+        """Yield those of ``plans`` that can run, each once however it is spelled."""
         seen: set[Hashable] = set()
         for plan in plans:
             identity = self.identity(plan)
@@ -240,7 +216,7 @@ class Space:
                 yield plan
 
     def neighbours(self, tunables: Tunables) -> tuple[Move, ...]:
-        """Every distinct plan one knob away."""
+        """Return every distinct plan one knob away."""
         here = encode(self.workload, tunables)
         moves = []
         seen = {self.identity(tunables)}
@@ -259,7 +235,7 @@ class Space:
         return plan if self.valid(plan) else None
 
     def all_plans(self, limit: int | None = None) -> tuple[Tunables, ...] | None:
-        """Every distinct plan; None as soon as there are more than ``limit``, or far too many to look through."""
+        """Return every distinct plan; None as soon as there are more than ``limit``, or too many to look through."""
         spellings = 1
         for values in self.knobs.values():
             spellings *= len(values)
@@ -274,7 +250,7 @@ class Space:
         return None if limit is not None and len(plans) > limit else plans
 
     def size(self, limit: int = 256) -> int:
-        """The number of distinct plans, or the number of spellings where counting would take too long."""
+        """Return the number of distinct plans, or the number of spellings where counting would take too long."""
         plans = self.all_plans(limit)
         if plans is not None:
             return len(plans)
@@ -284,7 +260,7 @@ class Space:
         return spellings
 
     def searched(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        """The knobs with more than one value, as text."""
+        """Return the knobs with more than one value, as text."""
         return tuple((name, tuple(map(_text, values))) for name, values in self.knobs.items() if len(values) > 1)
 
 
@@ -295,7 +271,7 @@ def _text(value: Value) -> str:
 def _uniform_plans(
     workload: Workload, machine: Machine, default: Tunables, dtypes: tuple[str, ...]
 ) -> Iterator[tuple[str, Tunables]]:
-    """Every kernel pair on all branches, by name."""
+    """Yield every kernel pair on all branches, by name."""
     base = encode(workload, default)
     backwards: tuple[str, ...] = machine.kernels if workload.train else ("",)
     for dtype, forward, backward in itertools.product(dtypes, machine.kernels, backwards):
@@ -309,7 +285,7 @@ def _uniform_plans(
 
 
 def build_space(workload: Workload, machine: Machine, default: Tunables, dtypes: tuple[str, ...]) -> Space:
-    """The space of ``workload`` for these compute dtypes, around ``default`` (which must be able to run)."""
+    """Return the space of ``workload`` for these compute dtypes, around ``default`` (which must be able to run)."""
     knobs = knobs_of(workload, machine, dtypes) | ring_knobs(
         workload, default, dtypes, machine.exchanges(workload.world)
     )
@@ -336,7 +312,7 @@ def build_space(workload: Workload, machine: Machine, default: Tunables, dtypes:
 def _within_reach(
     knobs: Mapping[str, tuple[Value, ...]], workload: Workload, plans: Sequence[Tunables]
 ) -> dict[str, tuple[Value, ...]]:
-    """The knobs without values that no plan can use (they would only cost the sampler asks), with all that one has."""
+    """Return the knobs without values that no plan can use, which only cost the sampler asks, with all that one has."""
     taken: dict[str, dict[Value, None]] = {}
     for plan in plans:
         for name, value in encode(workload, plan).items():
@@ -347,6 +323,6 @@ def _within_reach(
     for name, values in knobs.items():
         if name == "dtype" or name.startswith(("forward.", "backward.")):
             reached[name] = tuple(value for value in values if value in taken[name])
-        elif not name.startswith("param:") or name.removeprefix("param:").rsplit(".", 1)[0] in parts:
+        elif not name.startswith(_PARAM) or _owner(name) in parts:
             reached[name] = tuple(dict.fromkeys((*values, *taken.get(name, ()))))
     return reached

@@ -57,7 +57,7 @@ class Rival:
         assert isinstance(default, Checked), default
         self.call_s = default.call_ms / 1e3
         began = self.clock.now()
-        proof = self.evaluator.prove(self._workload, self._default, timeout_s=4 * HANG_S)
+        proof = self.evaluator.validate(self._workload, self._default, timeout_s=4 * HANG_S)
         assert isinstance(proof, Proven), proof
         proof_s = self.clock.now() - began
         final_s = min(FINAL_SHARE * CELL_BUDGET_S, FINAL_BLOCKS * self._block_s(FINALISTS + 1))
@@ -155,7 +155,7 @@ class Rival:
         for number, plan in enumerate(sorted(surely, key=lambda plan: gains[plan].median)):
             if number >= PROOFS_KEPT and self.clock.now() + proof_s > CELL_BUDGET_S:
                 break
-            if isinstance(self.evaluator.prove(self._workload, plan, timeout_s=4 * HANG_S), Proven):
+            if isinstance(self.evaluator.validate(self._workload, plan, timeout_s=4 * HANG_S), Proven):
                 return plan, gains[plan].ratio
         return self._default, 1.0
 

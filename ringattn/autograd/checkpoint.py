@@ -1,4 +1,4 @@
-"""What a training forward leaves for its backward: the four checkpoint modes, each a pair of functions.
+"""Saves for the backward what the plan's checkpoint says, and restores it there.
 
 | mode | kept on the device | paid in the backward |
 |---|---|---|
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ringattn.errors import DeviceError, RingAttentionError, one_line
-from ringattn.runtime.program import Grads, Kept, Program, Wanted
+from ringattn.runtime.program import Kept, Program
 
 if TYPE_CHECKING:
     from ringattn.distributed.program import RingProgram
@@ -27,26 +27,22 @@ if TYPE_CHECKING:
 AnyProgram: TypeAlias = "Program | RingProgram"
 
 
-class Given(NamedTuple):
-    """The gradients of out and lse; None where nothing depends on one."""
-
-    dout: Tensor | None
-    dlse: Tensor | None
-
-
 class Saved(NamedTuple):
-    """What autograd keeps, and what is kept elsewhere (offload)."""
+    """Tensors that autograd keeps, and those kept on the host (offload)."""
 
     tensors: tuple[Tensor, ...]
-    elsewhere: HostCopies | None = None
+    on_host: HostCopies | None = None
 
 
 class Mode(NamedTuple):
-    """``forward`` gives out, lse and what to save; ``backward`` takes their gradients, what was saved, and which
-    gradients to give."""
+    """One checkpoint mode.
+
+    ``forward`` returns out, lse and what to save of a call with q, k and v; ``restore`` returns q, k, v, out, lse and
+    gathered rows from what was saved.
+    """
 
     forward: Callable[[AnyProgram, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Saved]]
-    backward: Callable[[AnyProgram, Given, Sequence[Tensor], HostCopies | None, Wanted], Grads]
+    restore: Callable[[AnyProgram, Sequence[Tensor], HostCopies | None], Sequence[Tensor]]
 
 
 def _keep_all(program: AnyProgram, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Saved]:
@@ -55,7 +51,7 @@ def _keep_all(program: AnyProgram, q: Tensor, k: Tensor, v: Tensor) -> tuple[Ten
     return out, lse, Saved((q, k, v, out, lse, *kept))
 
 
-def _keep_selected(program: AnyProgram, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Saved]:
+def _keep_results(program: AnyProgram, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Saved]:
     out, lse = program.attend(q, k, v)
     return out, lse, Saved((q, k, v, out, lse))
 
@@ -70,32 +66,23 @@ def _keep_on_host(program: AnyProgram, q: Tensor, k: Tensor, v: Tensor) -> tuple
     return out, lse, Saved((), HostCopies.of((q, k, v, out, lse)))
 
 
-def _from_saved(
-    program: AnyProgram, given: Given, saved: Sequence[Tensor], elsewhere: HostCopies | None, wanted: Wanted
-) -> Grads:
-    q, k, v, out, lse, *kept = saved
-    return program.gradients(given.dout, q, k, v, out, lse, kept, wanted, given.dlse)
+def _from_saved(program: AnyProgram, saved: Sequence[Tensor], on_host: HostCopies | None) -> Sequence[Tensor]:
+    return saved
 
 
-def _from_rerun(
-    program: AnyProgram, given: Given, saved: Sequence[Tensor], elsewhere: HostCopies | None, wanted: Wanted
-) -> Grads:
+def _from_rerun(program: AnyProgram, saved: Sequence[Tensor], on_host: HostCopies | None) -> Sequence[Tensor]:
     q, k, v = saved
-    out, lse = program.attend(q, k, v)
-    return program.gradients(given.dout, q, k, v, out, lse, wanted=wanted, dlse=given.dlse)
+    return q, k, v, *program.attend(q, k, v)
 
 
-def _from_host(
-    program: AnyProgram, given: Given, saved: Sequence[Tensor], elsewhere: HostCopies | None, wanted: Wanted
-) -> Grads:
-    assert elsewhere is not None
-    q, k, v, out, lse = elsewhere.fetch()
-    return program.gradients(given.dout, q, k, v, out, lse, wanted=wanted, dlse=given.dlse)
+def _from_host(program: AnyProgram, saved: Sequence[Tensor], on_host: HostCopies | None) -> Sequence[Tensor]:
+    assert on_host is not None
+    return on_host.fetch()
 
 
 MODES = {
     "none": Mode(_keep_all, _from_saved),
-    "selective": Mode(_keep_selected, _from_saved),
+    "selective": Mode(_keep_results, _from_saved),
     "full": Mode(_keep_inputs, _from_rerun),
     "offload": Mode(_keep_on_host, _from_host),
 }
@@ -148,7 +135,7 @@ class HostCopies:
 
 
 def _pinned_like(tensor: Tensor) -> Tensor:
-    """Pinned host memory for a tensor; DeviceError where there is none to be had."""
+    """Allocate pinned host memory for a tensor; DeviceError where there is none to be had."""
     try:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""The configuration of a module inside a program that torch.export saves, and what runs it where it is loaded.
+"""Saves a module's configuration inside a program of torch.export, and runs it where that is loaded.
 
 A saved program knows no module of the process that loads it, so its operators carry all that plans follow from: the
 shape, the rows of the profile, the policy and the facts of the machine that exported. From these the loader derives the
@@ -9,40 +9,32 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
 from ringattn.dtypes import DTYPE_NAMES
 from ringattn.errors import InputError, PlanError, ProfileError
-from ringattn.hardware.facts import HardwareFacts, detect
-from ringattn.planning.plan import Conditions, Wishes, build_plan
-from ringattn.planning.preference import Preference
+from ringattn.hardware.facts import detect
+from ringattn.planning.plan import build_plan
 from ringattn.planning.setup import say_once
-from ringattn.planning.table import ModuleShape, PlanTable, build_table
-from ringattn.profile.schema import Choice, PlanEntry, Policy
+from ringattn.planning.table import PlanTable, Question, table_of
+from ringattn.profile.schema import Choice, PlanEntry
 from ringattn.profile.yaml_io import from_plain, to_plain
+from ringattn.runtime.inputs import check_length
 from ringattn.runtime.program import Program
 
 _FORMAT = 1
 _SOURCE = "exported program"
 
 
-@dataclass(frozen=True, slots=True)
-class Configuration:
-    """All that the plans of a module on one rank follow from; ``facts`` are those of the machine that exported."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration(Question):
+    """Everything that decides the plans of a module on one rank; ``facts`` are those of the machine that exported."""
 
     format: int
     scale: float
-    shape: ModuleShape
-    entries: tuple[PlanEntry, ...]
-    policy: Policy
-    facts: HardwareFacts
-    conditions: Conditions
-    wishes: Wishes
-    auto_dtype: bool
-    prefer: Preference | None = None
 
     def __post_init__(self) -> None:
         if self.format != _FORMAT:
@@ -50,17 +42,15 @@ class Configuration:
 
 
 def configuration_text(table: PlanTable, scale: float) -> str:
-    """The configuration of a module with this table as JSON; equal texts give equal plans."""
-    t = table
-    entries = tuple(_lean(entry, evidence=t.prefer is not None) for entry in t.entries)
-    configuration = Configuration(
-        _FORMAT, scale, t.shape, entries, t.policy, t.facts, t.conditions, t.wishes, t.auto_dtype, t.prefer
-    )
+    """Return the configuration of a module with this table as JSON; equal texts give equal plans."""
+    asked = {field.name: getattr(table, field.name) for field in fields(Question)}
+    entries = tuple(_lean(entry, evidence=table.prefer is not None) for entry in table.entries)
+    configuration = Configuration(**asked | {"entries": entries}, format=_FORMAT, scale=scale)
     return json.dumps(to_plain(configuration), sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def _lean(entry: PlanEntry, *, evidence: bool) -> PlanEntry:
-    """The entry without what no plan follows from: reports, and evidence where no preference weighs it."""
+    """Return the entry without what decides no plan: reports, and evidence where no preference weighs it."""
 
     def one(choice: Choice | None) -> Choice | None:
         return choice if choice is None or evidence else Choice(choice.tunables)
@@ -81,10 +71,10 @@ def _lean(entry: PlanEntry, *, evidence: bool) -> PlanEntry:
 
 
 class ExportedAttention:
-    """What runs the operators of a loaded program on one device: the plans of the module that was exported."""
+    """Plans of an exported module, which run the operators of a loaded program on one device."""
 
     def __init__(self, text: str, device: torch.device) -> None:
-        """Reads a configuration; ProfileError where it is none, DeviceError for a device that cannot run it."""
+        """Read a configuration; ProfileError where it is none, DeviceError for a device that cannot run it."""
         try:
             plain = json.loads(text)
         except ValueError:
@@ -94,24 +84,13 @@ class ExportedAttention:
         self._conditions = replace(c.conditions, deterministic=deterministic)
         self._here = detect(device)
         self._scale = c.scale
-        self._table = build_table(
-            c.shape,
-            c.entries,
-            c.policy,
-            c.facts,
-            conditions=c.conditions,
-            wishes=c.wishes,
-            auto_dtype=c.auto_dtype,
-            prefer=c.prefer,
-        )
+        self._table = table_of(c.question)
         self.traced: dict[object, Program] = {}
 
     def program_for(self, q: Tensor, k: Tensor, v: Tensor, train: bool) -> Program:
-        """The program of the exported plan for these tensors; PlanError where it cannot run on this machine."""
+        """Return the program of the exported plan for these tensors; PlanError where it cannot run on this machine."""
         batch, length = q.shape[:2]
-        limit = self._table.shape.max_seq_len
-        if limit is not None and length > limit:
-            raise InputError(f"the sequence has {length} positions, more than max_seq_len, {limit}")
+        check_length(length, self._table.shape.max_seq_len)
         row = self._table.plan_at(length, DTYPE_NAMES[q.dtype], train, batch)
         plan = row.runnable()
         if note := self._table.fallback_note(row):

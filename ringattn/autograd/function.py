@@ -1,4 +1,4 @@
-"""The autograd Function that runs a plan both ways."""
+"""Runs a plan both ways under autograd, in eager mode."""
 
 from __future__ import annotations
 
@@ -10,21 +10,19 @@ from torch import Tensor
 
 from ringattn.errors import RingAttentionError
 from ringattn.geometry.layout import check_own
-from ringattn.runtime.program import Program
+from ringattn.runtime.program import Grads, Program
 
-from .checkpoint import MODES, Given, Mode
+from .checkpoint import MODES
 
 if TYPE_CHECKING:
     from ringattn.distributed.program import RingProgram
 
-Runner = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+# (q, k, v) -> out and lse; None in its place where a call asked for none and its kernel gives none
+Runner = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Any]]
 
 
 class _Attend(torch.autograd.Function):
-    """Forward by the plan; backward of every partial against the final out and LSE.
-
-    What is saved is the plan's checkpoint: by default q, k, v, out and lse, whatever the number of branches.
-    """
+    """Forward by the plan; backward of every partial against the final out and LSE, saving what its checkpoint says."""
 
     @staticmethod
     def forward(
@@ -37,9 +35,7 @@ class _Attend(torch.autograd.Function):
             ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)  # zeros for a gradient of lse that nobody asked for would cost a backward
         ctx.save_for_backward(*saved.tensors)
-        ctx.program, ctx.elsewhere = program, saved.elsewhere
-        # Over ranks: what a rank that cannot begin its backward needs to exchange the messages of it.
-        ctx.like = [] if isinstance(program, Program) else [_like(x) for x in (out, *saved.tensors)]
+        ctx.program, ctx.on_host = program, saved.on_host
         return out, lse
 
     @staticmethod
@@ -47,58 +43,92 @@ class _Attend(torch.autograd.Function):
         some = dlse if dout is None else dout
         if some is None:
             return None, None, None, None, None
-        given, device = Given(dout, dlse), some.device.type
-        program, mode = ctx.program, MODES[ctx.program.checkpoint]
+        program: Program | RingProgram = ctx.program
         if isinstance(program, Program):
-            saved = _saved_for_once(ctx, given)
+            saved = _saved(ctx, dout)
         else:
-            saved = _saved_over_ranks(ctx, given, program, mode)
-        wanted = ctx.needs_input_grad[:3]
-        if torch.is_autocast_enabled(device):
-            with torch.autocast(device, enabled=False):
-                grads = mode.backward(program, given, saved, ctx.elsewhere, wanted)
+            saved = _saved_over_ranks(ctx, dout, dlse, program)
+        if torch.is_autocast_enabled(some.device.type):
+            with torch.autocast(some.device.type, enabled=False):
+                grads = _gradients(ctx, dout, dlse, saved)
         else:
-            grads = mode.backward(program, given, saved, ctx.elsewhere, wanted)
+            grads = _gradients(ctx, dout, dlse, saved)
         return *grads, None, None
 
 
-def _like(x: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-    return x.shape, x.dtype, x.device
+def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, saved: Sequence[Tensor]) -> Grads:
+    program: Program | RingProgram = ctx.program
+    q, k, v, out, lse, *kept = MODES[program.checkpoint].restore(program, saved, ctx.on_host)
+    return program.gradients(dout, q, k, v, out, lse, kept, ctx.needs_input_grad[:3], dlse)
 
 
-def _saved_for_once(ctx: Any, given: Given) -> Sequence[Tensor]:
+def _saved(ctx: Any, dout: Tensor | None) -> Sequence[Tensor]:
     if torch.is_grad_enabled():  # only under create_graph=True
         raise RingAttentionError(
             "double backward (create_graph=True) is not supported: the kernels have no second derivative"
         )
-    if given.dout is not None and type(given.dout) is not Tensor:
-        check_own("dout", given.dout)
+    if dout is not None and type(dout) is not Tensor:
+        check_own("dout", dout)
     saved: tuple[Tensor, ...] = ctx.saved_tensors
     return saved
 
 
-def _saved_over_ranks(ctx: Any, given: Given, program: RingProgram, mode: Mode) -> Sequence[Tensor]:
-    """The same; a rank that does not get it exchanges the messages of the backward, which the others are in."""
-
-    def messages() -> None:
-        with torch.no_grad(), torch.autocast(ctx.like[0][2].type, enabled=False):
-            dout, *saved = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like]
-            mode.backward(program, Given(dout, None), saved, ctx.elsewhere, ctx.needs_input_grad[:3])
-
+def _saved_over_ranks(ctx: Any, dout: Tensor | None, dlse: Tensor | None, program: RingProgram) -> Sequence[Tensor]:
+    """Return the saved tensors; the other ranks are told of an error, as they wait for this one's messages."""
     try:
-        if given.dlse is not None:
+        if dlse is not None:
             raise RingAttentionError(
                 "lse takes part in the loss, but over several ranks it has no gradient: use lse.detach(), or "
                 "process_group=None on ranks that hold whole sequences"
             )
-        return _saved_for_once(ctx, given)
+        return _saved(ctx, dout)
     except Exception as error:
-        program.sit_out(error, messages)
+        program.refuse(error)
         raise
 
 
+def runner_of(program: Program | RingProgram, q: Tensor, k: Tensor, v: Tensor, train: bool, with_lse: bool) -> Runner:
+    """Return the function that runs ``program`` on tensors of these shapes, strides and dtype.
+
+    With ``train`` autograd can come back, to lse too if ``with_lse``.
+    """
+    run = differentiable(program, q, with_lse) if train else program.attend
+    if all(x.stride(-1) == 1 or x.shape[-1] == 1 for x in (q, k, v)):
+        if isinstance(program, Program) and not with_lse and q.dtype is program.dtype:
+            entry = program.torch_entry(q, k, v)
+            if entry is not None:
+                return lambda q, k, v: (entry(q, k, v), None)
+        return run
+    return lambda q, k, v: run(*unit_stride_rows(q, k, v))
+
+
+def without_autocast(run: Runner, device_type: str, dtype: torch.dtype | None) -> Runner:
+    """Wrap ``run``: autocast is off, so that it narrows no step, and inputs are converted to ``dtype`` (None: kept)."""
+
+    def wrapped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.autocast(device_type, enabled=False):
+            if dtype is None:
+                return run(q, k, v)
+            out, lse = run(q.to(dtype), k.to(dtype), v.to(dtype))
+        return out.to(q.dtype), lse
+
+    return wrapped
+
+
+def unit_stride_rows(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the inputs with a last stride of 1, copied where it is another.
+
+    Kernels take any strides but the last: flash-cpu reads garbage there, the CUDA ones copy one by one.
+    """
+    return _unit_stride(q), _unit_stride(k), _unit_stride(v)
+
+
+def _unit_stride(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def differentiable(program: Program | RingProgram, q: Tensor, with_lse: bool) -> Runner:
-    """How to run ``program`` on tensors like q so that autograd can come back, to lse too if it is asked for."""
+    """Return the function that runs ``program`` on tensors like q so that autograd can come back, to lse if asked."""
     one_op = program.differentiable(q.shape) if q.dtype is program.dtype and not with_lse else None
     if one_op is not None:
         return one_op

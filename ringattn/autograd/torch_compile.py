@@ -1,4 +1,4 @@
-"""The module under torch.compile: two registered operators, so that no graph breaks around it.
+"""Registers the module's two operators for torch.compile and torch.export, so that no graph breaks around it.
 
 Eager calls take the autograd Function or an operator of torch instead: a custom op costs three times as much host time
 as the Function (22 against 7 microseconds a call on a CPU).
@@ -22,12 +22,14 @@ from torch import Tensor
 
 from ringattn.errors import RingAttentionError
 from ringattn.planning.setup import say_once
+from ringattn.runtime.graphed import GraphedProgram
 
 from .exported import ExportedAttention, configuration_text
+from .function import unit_stride_rows
 
 if TYPE_CHECKING:
     from ringattn.distributed.program import RingProgram
-    from ringattn.planning.table import PlanTable
+    from ringattn.planning.table import ModuleShape, PlanTable
     from ringattn.runtime.program import Program
 
 # Shapes whose program or runner is remembered; who meets more forgets them all and looks them up again.
@@ -39,26 +41,29 @@ _modules: dict[str, weakref.WeakSet[Module]] = {}
 _loaded: dict[tuple[str, torch.device], ExportedAttention] = {}
 
 
-class Owner(Protocol):
-    """Who has plans for the operators: a module, or what stands for it in a loaded program."""
+class ProgramSource(Protocol):
+    """Source of the operators' programs: a module, or what stands for it in a loaded program."""
 
     traced: dict[Any, Any]
 
     def program_for(self, q: Tensor, k: Tensor, v: Tensor, train: bool, /) -> Program | RingProgram: ...
 
 
-class Module(Owner, Protocol):
-    """A ``RingAttention``, which imports this file."""
+class Module(ProgramSource, Protocol):
+    """Protocol of ``RingAttention``, which imports this file."""
 
     scale: float
     device: torch.device
+    shape: ModuleShape
+    digest: str
+    configuration: str
 
     @property
     def plan(self) -> PlanTable: ...
 
 
 def register(module: Module) -> tuple[str, str]:
-    """The digest of a module's configuration, known as long as it or an equal one lives, and the configuration."""
+    """Return the digest of a module's configuration, known while it or an equal one lives, and the configuration."""
     question = (module.plan.question, module.scale)
     with _lock:
         text = _texts.get(question)
@@ -69,15 +74,15 @@ def register(module: Module) -> tuple[str, str]:
     return digest, text
 
 
-def _owner(module: str, device: torch.device) -> Owner:
+def _program_source(module: str, device: torch.device) -> ProgramSource:
     if not module.startswith("{"):
-        owner = next(iter(_modules.get(module, ())), None)
-        if owner is None:
+        source = next(iter(_modules.get(module, ())), None)
+        if source is None:
             raise RingAttentionError(
                 "a compiled graph runs a RingAttention that this process does not hold; build the module and keep it, "
                 "or save the model with torch.export"
             )
-        return owner
+        return source
     loaded = _loaded.get((module, device))
     if loaded is None:
         with _lock:
@@ -85,14 +90,17 @@ def _owner(module: str, device: torch.device) -> Owner:
     return loaded
 
 
-def traced_program(owner: Owner, q: Tensor, k: Tensor, v: Tensor, train: bool) -> Program | RingProgram:
-    """``program_for``, remembered, where not the plan's checkpoint decides what is kept for the backward."""
+def traced_program(source: ProgramSource, q: Tensor, k: Tensor, v: Tensor, train: bool) -> Program | RingProgram:
+    """Return ``program_for``, remembered, for a caller that decides itself what is kept for the backward."""
     key = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, train)
-    program: Program | RingProgram | None = owner.traced.get(key)
+    program: Program | RingProgram | None = source.traced.get(key)
     if program is None:
-        if len(owner.traced) >= MOST_SHAPES:
-            owner.traced.clear()
-        program = owner.traced[key] = owner.program_for(q, k, v, train)
+        if len(source.traced) >= MOST_SHAPES:
+            source.traced.clear()
+        program = source.program_for(q, k, v, train)
+        if isinstance(program, GraphedProgram):
+            program = program.without_graphs()  # a compiled graph has its own way to launch
+        source.traced[key] = program
         if train and program.checkpoint != "selective":
             say_once(
                 logging.WARNING,
@@ -102,23 +110,11 @@ def traced_program(owner: Owner, q: Tensor, k: Tensor, v: Tensor, train: bool) -
     return program
 
 
-def rows_of(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The inputs with rows in one piece, copied where they are not.
-
-    Kernels take any strides but the last: flash-cpu reads garbage there, the CUDA ones copy one by one.
-    """
-    return _in_rows(q), _in_rows(k), _in_rows(v)
-
-
-def _in_rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 @torch.library.custom_op("ringattn::attend", mutates_args=())
 def attend(q: Tensor, k: Tensor, v: Tensor, module: str, train: bool) -> tuple[Tensor, Tensor]:
-    """out (B, S, H, D) and lse (B, H, S), both contiguous, for the module of this digest or configuration."""
-    program = traced_program(_owner(module, q.device), q, k, v, train)
-    out, lse = program.attend(*rows_of(q, k, v))
+    """Return out (B, S, H, D) and lse (B, H, S), contiguous, of the module with this digest or configuration."""
+    program = traced_program(_program_source(module, q.device), q, k, v, train)
+    out, lse = program.attend(*unit_stride_rows(q, k, v))
     return out.contiguous(), lse.contiguous()
 
 
@@ -140,9 +136,9 @@ def attend_backward(
     module: str,
     dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv, contiguous."""
-    program = traced_program(_owner(module, q.device), q, k, v, True)
-    dq, dk, dv = program.gradients(dout, *rows_of(q, k, v), out, lse, dlse=dlse)
+    """Return dq, dk, dv, contiguous."""
+    program = traced_program(_program_source(module, q.device), q, k, v, True)
+    dq, dk, dv = program.gradients(dout, *unit_stride_rows(q, k, v), out, lse, dlse=dlse)
     assert dq is not None
     assert dk is not None
     assert dv is not None

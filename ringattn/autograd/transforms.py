@@ -1,7 +1,7 @@
-"""The module under torch.func (grad, vjp, vmap, jacrev and what is made of them): two autograd Functions they can map.
+"""Runs the module under torch.func (grad, vjp, vmap, jacrev and what is made of them) by two Functions they can map.
 
-A transform wants a Function whose ``setup_context`` is apart, which costs eager calls 30 microseconds more than the one
-of ``autograd``; that is why both exist. The mapped dimension is folded into the batch, so a plan sees plain tensors.
+A transform wants a Function whose ``setup_context`` is apart, which costs eager calls 30 us more than the one in
+``function``; that is why both exist. The mapped dimension is folded into the batch, so a plan sees plain tensors.
 
 Legend: V mapped dimension, B batch, S sequence, H query heads, Hkv key/value heads, D head dimension.
 """
@@ -15,37 +15,67 @@ import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active as transforms_active
 
-from ringattn.errors import RingAttentionError
+from ringattn.errors import InputError, RingAttentionError
+from ringattn.runtime.inputs import check_inputs
 
-from .torch_compile import Owner, rows_of, traced_program
+from . import torch_compile
+from .function import unit_stride_rows
+from .torch_compile import Module, ProgramSource, traced_program
 
-__all__ = ["attend", "transforms_active"]
+__all__ = ["attend", "attend_traced", "transforms_active"]
 
 
-def attend(owner: Owner, q: Tensor, k: Tensor, v: Tensor, train: bool) -> tuple[Tensor, Tensor]:
-    """out (B, S, H, D) and lse (B, H, S) of tensors that a transform may have wrapped."""
-    return _Attend.apply(q, k, v, owner, train)  # type: ignore[no-untyped-call, no-any-return]
+def attend_traced(
+    module: Module, q: Tensor, k: Tensor, v: Tensor, train: bool, narrow: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    """Run a call under torch.compile or torch.export as one operator, under torch.func as one Function.
+
+    Inputs are converted to ``narrow``, unless that is None, and out is converted back.
+    """
+    wished = module.plan.wishes.checkpoint
+    if train and wished not in (None, "selective"):
+        raise InputError(
+            f"checkpoint is {wished!r}, but under torch.compile and torch.func q, k, v, out and lse are what is "
+            "kept, or less where the compiler decides; use checkpoint=None there"
+        )
+    dtype = q.dtype
+    if narrow is not None:
+        q, k, v = q.to(narrow), k.to(narrow), v.to(narrow)
+    compiling, exporting = torch.compiler.is_compiling(), torch.compiler.is_exporting()
+    if exporting or not compiling:
+        # A program that nobody can call is not exported. What a Function checks has the samples of a vmap in its batch.
+        check_inputs(q, k, v, module.shape, module.device)
+    if compiling:
+        out, lse = torch_compile.attend(q, k, v, module.configuration if exporting else module.digest, train)
+    else:
+        out, lse = attend(module, q, k, v, train)
+    return out.to(dtype), lse
+
+
+def attend(source: ProgramSource, q: Tensor, k: Tensor, v: Tensor, train: bool) -> tuple[Tensor, Tensor]:
+    """Return out (B, S, H, D) and lse (B, H, S) of tensors that a transform may have wrapped."""
+    return _Attend.apply(q, k, v, source, train)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, owner: Owner, train: bool) -> tuple[Tensor, Tensor]:
-        program = traced_program(owner, q, k, v, train)
+    def forward(q: Tensor, k: Tensor, v: Tensor, source: ProgramSource, train: bool) -> tuple[Tensor, Tensor]:
+        program = traced_program(source, q, k, v, train)
         with torch.autocast(q.device.type, enabled=False):
-            return program.attend(*rows_of(q, k, v))
+            return program.attend(*unit_stride_rows(q, k, v))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        q, k, v, owner, _ = inputs
+        q, k, v, source, _ = inputs
         ctx.save_for_backward(q, k, v, *output)
         ctx.set_materialize_grads(False)  # None, not zeros, of an lse that nothing depends on: it costs a backward
-        ctx.owner = owner
+        ctx.source = source
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout is None and dlse is None:
             return (None,) * 5
-        grads = _Gradients.apply(dout, *ctx.saved_tensors, ctx.owner, dlse)  # type: ignore[no-untyped-call]
+        grads = _Gradients.apply(dout, *ctx.saved_tensors, ctx.source, dlse)  # type: ignore[no-untyped-call]
         return (*grads, None, None)
 
     @staticmethod
@@ -59,19 +89,11 @@ class _Attend(torch.autograd.Function):
 
 class _Gradients(torch.autograd.Function):
     @staticmethod
-    def forward(
-        dout: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        owner: Owner,
-        dlse: Tensor | None,
-    ) -> tuple[Tensor | None, ...]:
-        program = traced_program(owner, q, k, v, True)
+    def forward(*inputs: Any) -> tuple[Tensor | None, ...]:
+        dout, q, k, v, out, lse, source, dlse = inputs
+        program = traced_program(source, q, k, v, True)
         with torch.autocast(q.device.type, enabled=False):
-            return program.gradients(dout, *rows_of(q, k, v), out, lse, dlse=dlse)
+            return program.gradients(dout, *unit_stride_rows(q, k, v), out, lse, dlse=dlse)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -95,14 +117,14 @@ class _Gradients(torch.autograd.Function):
 def _over_batch(
     function: Any, size: int, in_dims: Sequence[int | None], inputs: Sequence[Any]
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """``function`` of tensors (V, B, ...) as of tensors (V * B, ...), and where the V of its results is."""
+    """Apply ``function`` to tensors (V, B, ...) as to (V * B, ...); return its results and where their V is."""
     folded = [_folded(x, dim, size) if isinstance(x, Tensor) else x for x, dim in zip(inputs, in_dims, strict=True)]
     results = tuple(x.unflatten(0, (size, -1)) for x in function.apply(*folded))
     return results, (0,) * len(results)
 
 
 def _folded(x: Tensor, dim: int | None, size: int) -> Tensor:
-    """(V * B, ...) of a tensor that is mapped along ``dim``, or the same for all of V."""
+    """Return (V * B, ...) of a tensor that is mapped along ``dim``, or the same for all of V."""
     return (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
 
 

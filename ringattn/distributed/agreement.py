@@ -1,4 +1,4 @@
-"""All ranks of a module run one plan: they tell each other what they resolved, and settle what differs.
+"""Agreement of ranks on one plan for a module: they exchange what each resolved, and settle what differs.
 
 What must be equal (the module's arguments, versions, architecture) is checked; plans that differ, because ranks found
 different profiles or packages, give way to one that every rank can run.
@@ -22,7 +22,7 @@ from ringattn.planning.table import PlanTable, build_table
 from ringattn.profile.schema import PlanEntry, Policy
 
 from .peer_errors import PeerError, mark_known
-from .watchdog import Watch
+from .watchdog import Watchdog
 
 logger = logging.getLogger("ringattn")
 
@@ -31,7 +31,7 @@ Entries = tuple[PlanEntry, ...]
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """What one rank resolved, or the error it met."""
+    """Plans that one rank resolved, or the error that it met."""
 
     error: str = ""
     arguments: tuple[tuple[str, str], ...] = ()
@@ -43,7 +43,7 @@ class Statement:
 
 
 def plan_together(
-    watch: Watch,
+    watchdog: Watchdog,
     group: dist.ProcessGroup,
     module: int,
     arguments: tuple[tuple[str, str], ...],
@@ -64,7 +64,7 @@ def plan_together(
         raise
     except RingAttentionError as error:
         own, statement = error, Statement(error=f"{type(error).__name__}: {error}")
-    said = _gather(watch, group, module, "resolved", statement)
+    said = _gather(watchdog, group, module, "resolved", statement)
     try:
         if own is not None:
             raise own
@@ -75,10 +75,16 @@ def plan_together(
         _check_equal(said)
         if all(each.table == said[0].table for each in said):
             return built
-        return _common(watch, group, module, built, said, layout_with)
+        return _common(watchdog, group, module, built, said, layout_with)
     except RingAttentionError as error:
         mark_known(error)
         raise
+
+
+def tell_of_error(watchdog: Watchdog, group: dist.ProcessGroup, module: int, error: Exception) -> None:
+    """Take part in ``plan_together`` of the other ranks with an error that this rank met before it."""
+    _gather(watchdog, group, module, "resolved", Statement(error=f"{type(error).__name__}: {error}"))
+    mark_known(error)
 
 
 def _statement(arguments: tuple[tuple[str, str], ...], setup: Setup, table: PlanTable) -> Statement:
@@ -88,23 +94,23 @@ def _statement(arguments: tuple[tuple[str, str], ...], setup: Setup, table: Plan
 
 
 def _plans_of(table: PlanTable) -> str:
-    """What must be equal on all ranks: the plans, and which kernels were found wrong, but not by how much."""
+    """Return what must be equal on all ranks: the plans, and which kernels were found wrong, but not by how much."""
     plans = [(row.bucket, row.dtype, row.mode, row.plan) for row in table.rows]
     return repr((plans, [fault.combination for fault in table.facts.faults]))
 
 
-def _gather(watch: Watch, group: dist.ProcessGroup, module: int, what: str, mine: Any) -> list[Any]:
-    """Every rank's object; PeerError names the ranks that do not come within the group's timeout."""
-    keys = [f"init/{module}/{what}/{rank}" for rank in range(watch.size)]
-    watch._store.set(keys[watch.rank], "here")
-    watch.meet(keys, "did not build the same RingAttention")
-    gathered: list[Any] = [None] * watch.size
+def _gather(watchdog: Watchdog, group: dist.ProcessGroup, module: int, what: str, mine: Any) -> list[Any]:
+    """Return every rank's object; PeerError names the ranks that do not come within the group's timeout."""
+    keys = [f"init/{module}/{what}/{rank}" for rank in range(watchdog.size)]
+    watchdog.announce(keys[watchdog.rank])
+    watchdog.wait_for(keys, "did not build the same RingAttention")
+    gathered: list[Any] = [None] * watchdog.size
     dist.all_gather_object(gathered, mine, group=group)
     return gathered
 
 
 def _check_equal(said: Sequence[Statement]) -> None:
-    """InputError for the first thing that must be equal and is not."""
+    """Raise InputError for the first thing that must be equal and is not."""
     for rank, each in enumerate(said):
         for (name, mine), (_, there) in zip(said[0].arguments, each.arguments, strict=True):
             if mine != there:
@@ -126,14 +132,14 @@ def _check_equal(said: Sequence[Statement]) -> None:
 
 
 def _common(
-    watch: Watch,
+    watchdog: Watchdog,
     group: dist.ProcessGroup,
     module: int,
     built: tuple[Setup, PlanTable],
     said: Sequence[Statement],
     layout_with: Callable[[Entries, HardwareFacts], str],
 ) -> tuple[Setup, PlanTable]:
-    """The first of the ranks' profiles, the most frequent first, whose table is the same on all; else the heuristic."""
+    """Return the first profile, most frequent first, whose table is the same on all ranks; else the heuristic's."""
     setup, table = built
     packages = [set(each.facts.packages) for each in said if each.facts is not None]
     links = {(each.facts.link, each.facts.device_count) for each in said if each.facts is not None}
@@ -151,14 +157,14 @@ def _common(
     candidates: list[Entries] = [*(entries for entries, _ in counts.most_common()), ()]
     tables = [_try_table(entries, policy, facts, table, layout_with(entries, facts)) for entries in candidates]
     mine = [_plans_of(each) if isinstance(each, PlanTable) else "" for each in tables]
-    everyones = _gather(watch, group, module, "common", mine)
+    everyones = _gather(watchdog, group, module, "common", mine)
     for number, entries in enumerate(candidates):
         texts = {each[number] for each in everyones}
         if len(texts) == 1 and "" not in texts:
             chosen = tables[number]
             assert isinstance(chosen, PlanTable)
             text = _common_text(said, entries)
-            if watch.rank == 0:
+            if watchdog.rank == 0:
                 logger.warning(text)
             # What this rank found for itself does not serve, so there is nothing of it left to announce.
             return replace(setup, facts=facts, resolution=None, entries=(), trace=(*setup.trace, text)), chosen

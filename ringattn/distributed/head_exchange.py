@@ -14,43 +14,43 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ringattn.geometry.layout import Share, joined, length_of, rows_within
+from ringattn.geometry.layout import Shard, joined, length_of, rows_within
 
 from .comm import Comm, Pending
 
 
 class HeadExchange:
-    """``members`` are the ranks that exchange, ``parts`` what each of them holds, in ``groups`` of heads."""
+    """``members`` are the ranks that exchange, ``shards`` what each of them holds, in ``groups`` of heads."""
 
     # Head groups under way before they are needed. A message that is sent while a kernel holds every processor of a
     # GPU waits for that kernel: with two under way the next group is there all the same.
-    AHEAD = 2
+    PREFETCHED = 2
     # Results of a single group under way home: each has a buffer that it arrives in, which decides the peak.
-    BEHIND = 1
+    IN_FLIGHT = 1
 
-    def __init__(self, comm: Comm, members: tuple[int, ...], parts: tuple[Share, ...], groups: int) -> None:
+    def __init__(self, comm: Comm, members: tuple[int, ...], shards: tuple[Shard, ...], groups: int) -> None:
         self._comm, self._members, self._groups = comm, members, groups
-        self._lengths = [length_of(part) for part in parts]
-        share = joined([span for part in parts for span in part])
+        self._lengths = [length_of(shard) for shard in shards]
+        whole = joined([span for shard in shards for span in shard])
         # Of every member's spans, in its order: where each begins among the rows of all, and how long it is.
-        self._spans = [[(rows_within(span, share), span.length) for span in part] for part in parts]
+        self._spans = [[(rows_within(span, whole), span.length) for span in shard] for shard in shards]
         # The rows of all members, one member after the other, are the rows of all in ascending position.
-        self._ascending = all(len(part) == 1 for part in parts)
+        self._ascending = all(len(shard) == 1 for shard in shards)
 
     @property
     def workspace_bytes(self) -> int:
-        """Of memory that torch's allocator does not count."""
+        """Bytes of memory that torch's allocator does not count."""
         return 0
 
     def start_call(self) -> None:
-        """Begins a forward or a backward."""
+        """Begin a forward or a backward."""
 
     def keep(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What ``spread`` brought as memory that lasts beyond the call."""
+        """Return what ``scatter_heads`` brought as memory that lasts beyond the call."""
         return list(tensors)
 
-    def spread(self, tensors: Sequence[Tensor], group: int, dtype: torch.dtype) -> tuple[Pending, list[Tensor]]:
-        """Starts to bring a head group of each (B, S, heads, D) tensor here: (B, T, heads / degree / groups, D).
+    def scatter_heads(self, tensors: Sequence[Tensor], group: int, dtype: torch.dtype) -> tuple[Pending, list[Tensor]]:
+        """Start to bring a head group of each (B, S, heads, D) tensor here: (B, T, heads / degree / groups, D).
 
         They travel as one message in ``dtype``, and are views of one buffer, valid after ``wait``.
         """
@@ -72,8 +72,8 @@ class HeadExchange:
         mine = [length] * len(self._members)
         return self._start(sent, arriving, mine, self._lengths, after), list(torch.split(rows, counts, 2))
 
-    def collect(self, result: Tensor, target: Tensor, group: int) -> Pending:
-        """Starts to send the rows of a (B, T, heads, D) result home, into a (B, S, all heads, D) target.
+    def gather_heads(self, result: Tensor, target: Tensor, group: int) -> Pending:
+        """Start to send the rows of a (B, T, heads, D) result home, into a (B, S, all heads, D) target.
 
         The target is written when ``wait`` returns.
         """
@@ -94,16 +94,18 @@ class HeadExchange:
         return torch.unflatten(x, 2, (len(self._members), self._groups, -1))[:, :, :, group]
 
     def _in_order(self, batch: int) -> bool:
-        """Whether what arrives, member after member, is the rows of all as they are wanted."""
+        """Return whether what arrives, member after member, is the rows of all as they are wanted."""
         return batch == 1 and self._ascending
 
     def _pieces(self, rows: Tensor, by_member: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Where each span of each member lies: in (B, T, heads, D) ``rows`` of ascending position, and in memory that
-        holds member after member, each (B, its S, heads, D)."""
+        """Yield where each span of each member lies in ``rows`` and in ``by_member``.
+
+        ``rows`` are (B, T, heads, D) of ascending position, ``by_member`` one (B, its S, heads, D) after the other.
+        """
         batch, _, heads, head_dim = rows.shape
-        chunks = torch.split(by_member.view(-1), [batch * length * heads * head_dim for length in self._lengths])
-        for spans, length, chunk in zip(self._spans, self._lengths, chunks, strict=True):
-            own, row = chunk.view(batch, length, heads, head_dim), 0
+        pieces = torch.split(by_member.view(-1), [batch * length * heads * head_dim for length in self._lengths])
+        for spans, length, piece in zip(self._spans, self._lengths, pieces, strict=True):
+            own, row = piece.view(batch, length, heads, head_dim), 0
             for begin, count in spans:
                 yield rows[:, begin : begin + count], own[:, row : row + count]
                 row += count

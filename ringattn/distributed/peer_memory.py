@@ -5,7 +5,7 @@ all-to-all of packed rows does 276 and waits for an attention kernel beside it t
 operations, as in NCCL's copy-engine collectives: a kernel that signals would wait for a free multiprocessor, 0.75 ms
 beside a forward of 0.94.
 
-Blocks are torch's symmetric memory, mapped on every rank of a group. Multicast is not used.
+Buffers are torch's symmetric memory, mapped on every rank of a group. Multicast is not used.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from torch import Tensor
 from ringattn.errors import RingAttentionError
 
 from .comm import Comm, CommError, first_line
-from .planes import planes
-from .symmetric_exchange import BlockPool
-from .watchdog import Watch
+from .strided_copy import copies_2d
+from .symmetric_exchange import BufferPool
+from .watchdog import Watchdog
 
 _WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32
 _AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ: of the difference modulo 2**32
@@ -50,7 +50,7 @@ class _Operation(ctypes.Structure):
     ]
 
 
-class Block:
+class SymmetricBuffer:
     """``nbytes`` at the same place of every rank's memory; ``of`` gives each rank's as bytes of this device."""
 
     def __init__(self, own: Tensor, of: Sequence[Tensor], handle: Any = None) -> None:
@@ -58,8 +58,8 @@ class Block:
         self.nbytes = own.nbytes
 
 
-class Arrival:
-    """Copies and a meeting under way; what ``comm.Pending`` waits for."""
+class BarrierWork:
+    """Copies and a barrier under way; what ``comm.Pending`` waits for."""
 
     def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
         self._event, self._device = event, device
@@ -71,7 +71,7 @@ class Arrival:
 class PeerMemory:
     """The memory of one group's ranks for each other. Every rank makes the same calls in the same order.
 
-    ``begin`` orders what follows behind the caller's stream; ``copy`` starts copies; ``meet`` starts to tell the
+    ``begin`` orders what follows behind the caller's stream; ``copy`` starts copies; ``barrier`` starts to tell the
     members that they are done, and to wait until theirs are.
     """
 
@@ -80,14 +80,14 @@ class PeerMemory:
         self._rank, self._size = group.rank(), group.size()
         self._far, self._near = torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._runtime, self._driver = _libraries()
-        self._blocks: list[Block] = []
-        self._met = 0
+        self._buffers: list[SymmetricBuffer] = []
+        self._barriers = 0
         self._lock = threading.Lock()
         self._waits: deque[tuple[float, torch.cuda.Event]] = deque()
-        self._numbers = self.allocate(4 * self._size)  # of the last meeting, by the rank that came to it
+        self._numbers = self.allocate(4 * self._size)  # of the last barrier, by the rank that came to it
 
-    def allocate(self, nbytes: int) -> Block:
-        """A new block, zeroed; all ranks of the group allocate it together. RingAttentionError on all where one fails.
+    def allocate(self, nbytes: int) -> SymmetricBuffer:
+        """Return a new zeroed buffer, which all ranks allocate together; RingAttentionError on all where one fails.
 
         Torch does not count it among the memory of its allocator.
         """
@@ -99,8 +99,7 @@ class PeerMemory:
             torch.cuda.synchronize(self._device)
         except RuntimeError as failed:
             error = failed
-        well, _ = Comm(group).vote(error is None, nbytes, self._device)
-        if not well or own is None:
+        if not all(Comm(group).gather_numbers(error is None, self._device)) or own is None:
             reason = f": {first_line(error)}" if error is not None else " on another rank"
             raise RingAttentionError(f"no {nbytes / 2**20:.0f} MiB of symmetric memory{reason}") from error
         try:
@@ -110,16 +109,16 @@ class PeerMemory:
         of = [
             own if rank == self._rank else handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(self._size)
         ]
-        block = Block(own, of, handle)
+        buffer = SymmetricBuffer(own, of, handle)
         with self._lock:
-            self._blocks.append(block)
-        return block
+            self._buffers.append(buffer)
+        return buffer
 
     def begin(self) -> None:
-        """What is started from now on comes after what the current stream has been given so far."""
+        """Order what is started from now on behind what the current stream has been given so far."""
         if torch.cuda.is_current_stream_capturing():
             raise RingAttentionError(
-                "exchange symmetric cannot be captured in a CUDA graph: its ranks count their meetings; use a plan "
+                "exchange symmetric cannot be captured in a CUDA graph: its ranks count their barriers; use a plan "
                 "without it, or call outside of the capture"
             )
         event = torch.cuda.current_stream(self._device).record_event()
@@ -127,26 +126,26 @@ class PeerMemory:
         self._near.wait_event(event)
 
     def copy(self, source: Tensor, target: Tensor, *, far: bool) -> None:
-        """Starts to copy rows: (B, S, heads, D) of equal shape and dtype. ``far`` targets lie on another rank."""
+        """Start to copy rows: (B, S, heads, D) of equal shape and dtype. ``far`` targets lie on another rank."""
         if source.numel() == 0:
             return
         stream, copy = (self._far if far else self._near).cuda_stream, self._runtime.cudaMemcpy2DAsync
         here, there = source.data_ptr(), target.data_ptr()
-        for plane in planes(source.shape, source.stride(), target.stride(), source.itemsize):
+        for rows in copies_2d(source.shape, source.stride(), target.stride(), source.itemsize):
             status = copy(
-                there + plane.target_offset, plane.target_pitch, here + plane.source_offset, plane.source_pitch,
-                plane.width, plane.height, _DEVICE_TO_DEVICE, stream,
+                there + rows.target_offset, rows.target_pitch, here + rows.source_offset, rows.source_pitch,
+                rows.width, rows.height, _DEVICE_TO_DEVICE, stream,
             )  # fmt: skip
             if status:
-                raise RingAttentionError(f"cudaMemcpy2DAsync of {plane} failed: CUDA error {status}")
+                raise RingAttentionError(f"cudaMemcpy2DAsync of {rows} failed: CUDA error {status}")
 
-    def meet(self, members: Sequence[int]) -> Arrival:
-        """Tells ``members`` that what was started here is done; waits for the same from each."""
-        self._met += 1
+    def barrier(self, members: Sequence[int]) -> BarrierWork:
+        """Start to signal ``members`` that what was started here is done, and to wait for the same from each."""
+        self._barriers += 1
         self._far.wait_stream(self._near)
         others = [rank for rank in members if rank != self._rank]
         operations = (_Operation * (2 * len(others)))()
-        number, mine = self._met % 2**32, 4 * self._rank
+        number, mine = self._barriers % 2**32, 4 * self._rank
         for place, rank in enumerate(others):
             there, here = self._numbers.of[rank].data_ptr() + mine, self._numbers.own.data_ptr() + 4 * rank
             operations[place] = _Operation(_WRITE, there, number, _FENCED)
@@ -158,27 +157,27 @@ class PeerMemory:
         with self._lock:
             self._forget_done()
             self._waits.append((time.monotonic(), event))
-        return Arrival(event, self._device)
+        return BarrierWork(event, self._device)
 
     # -- a peer that does not come --
 
     def waits_s(self) -> float:
-        """For how long the oldest meeting has been under way; 0 where none is."""
+        """Return the seconds for which the oldest barrier has been under way; 0 where none is."""
         with self._lock, torch.cuda.device(self._device):
             self._forget_done()
             return time.monotonic() - self._waits[0][0] if self._waits else 0.0
 
     def release(self) -> None:
-        """Ends every wait, after all that could have been received was made NaN: no result looks like a right one."""
+        """End every wait, after all that could have been received was made NaN: no result looks like a right one."""
         with self._lock:
-            blocks = list(self._blocks)
+            buffers = list(self._buffers)
         with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):  # type: ignore[no-untyped-call]
-            for block in blocks:
-                if block is not self._numbers:
-                    block.own.fill_(255)
+            for buffer in buffers:
+                if buffer is not self._numbers:
+                    buffer.own.fill_(255)
             torch.cuda.current_stream().synchronize()
             numbers = self._numbers.own.view(torch.int32)
-            released = (self._met + _RELEASED + 2**31) % 2**32 - 2**31
+            released = (self._barriers + _RELEASED + 2**31) % 2**32 - 2**31
             numbers.fill_(released)
             torch.cuda.current_stream().synchronize()
 
@@ -187,21 +186,21 @@ class PeerMemory:
             self._waits.popleft()
 
 
-_pools: weakref.WeakKeyDictionary[dist.ProcessGroup, BlockPool] = weakref.WeakKeyDictionary()
+_pools: weakref.WeakKeyDictionary[dist.ProcessGroup, BufferPool] = weakref.WeakKeyDictionary()
 
 
-def blocks_of(group: dist.ProcessGroup, device: torch.device, watch: Watch) -> BlockPool:
-    """The blocks of a group, which all modules on it take turns to use; made by all its ranks together."""
+def buffer_pool_of(group: dist.ProcessGroup, device: torch.device, watchdog: Watchdog) -> BufferPool:
+    """Return the buffers of a group, which its modules take turns to use; made by all its ranks together."""
     pool = _pools.get(group)
     if pool is None:
         memory = PeerMemory(group, device)
-        watch.guard(memory)
-        pool = _pools[group] = BlockPool(memory)
+        watchdog.add_device_waits(memory)
+        pool = _pools[group] = BufferPool(memory)
     return pool
 
 
 def _libraries() -> tuple[Any, Any]:
-    """The CUDA runtime that torch has loaded, and the driver."""
+    """Return the CUDA runtime that torch has loaded, and the driver."""
     assert torch.version.cuda is not None
     runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}")
     size, pointer, number = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int

@@ -1,10 +1,10 @@
-"""One lane of a ring during one call: what it computes, and what it sends and receives at each hop.
+"""One chunk of a ring during one call: what it computes, and what it sends and receives at each hop.
 
-Forward: a lane keeps one partial result (out in float32, float64 for float64, and lse) that the blocks of each hop are
+Forward: a chunk keeps one partial result (out in float32, float64 for float64, and lse) that the blocks of each hop are
 merged into. Backward: every block against the *final* out and LSE; keys and values travel again, and the gradients of
 received keys go home while the next block is computed.
 
-Legend: N segments times batch, M rows of a lane, J its key/value heads, G = H / Hkv; D as everywhere. Keys and values
+Legend: N segments times batch, M rows of a chunk, J its key/value heads, G = H / Hkv; D as everywhere. Keys and values
 travel as one (N, rows, 2J, D) message: heads of K, then heads of V.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ringattn.geometry.ring_schedules import Hop, Lane, Rectangle, Transfer
+from ringattn.geometry.ring_schedules import Chunk, Hop, Rectangle, Transfer
 from ringattn.kernels.contract import Backward, Forward
 from ringattn.runtime.merge import accumulator_dtype
 from ringattn.runtime.program import BackwardRows, Program, Triple
@@ -37,12 +37,12 @@ class BranchKernels:
 
 @dataclass(frozen=True, slots=True)
 class RingSetting:
-    """What is the same for every shape: how to reach the others and what to compute with.
+    """Settings that are the same for every shape: how to reach the others and what to compute with.
 
     ``rank_of`` gives the group's rank of a ring member. Keys and values travel in the ``wire`` dtype, their gradients
     in ``grad_wire``; blocks are computed in ``dtype``. ``local`` runs the branches that stay on this rank; where it
-    ``joins``, it also gathers the rows of the lanes and merges what becomes of them, all in one step.
-    ``whole``: every position and head is a row of exactly one lane, so results are written and not merged; false where
+    ``joins``, it also gathers the rows of the chunks and merges what becomes of them, all in one step.
+    ``whole``: every position and head is a row of exactly one chunk, so results are written and not merged; false where
     no row here is one, as where a segment is shorter than its rate.
     ``merge`` is ``chunk_rows.merge_block``, or what does the same on a GPU.
     """
@@ -57,45 +57,44 @@ class RingSetting:
     grad_wire: torch.dtype
     whole: bool
     merge: Callable[[Tensor, Tensor, Tensor, Tensor], None]
-    report: Callable[[BaseException], None]
 
     @property
     def program(self) -> Program:
-        assert self.local is not None, "lanes join a program"
+        assert self.local is not None, "chunks join a program"
         return self.local
 
 
 @dataclass(slots=True)
 class Batch:
-    """The messages of one step of all lanes."""
+    """The messages of one step of all chunks."""
 
     sends: list[Message] = field(default_factory=list)
     receives: list[Message] = field(default_factory=list)
     after: list[Callable[[], object]] = field(default_factory=list)
 
 
-class RunningLane:
-    """One lane during one call: its rows here, and the keys and values that its hops bring."""
+class RunningChunk:
+    """One chunk during one call: its rows here, and the keys and values that its hops bring."""
 
     def __init__(
-        self, setting: RingSetting, lane: Lane, rows: Triple, wired: tuple[Tensor, Tensor] | None = None
+        self, setting: RingSetting, chunk: Chunk, rows: Triple, wired: tuple[Tensor, Tensor] | None = None
     ) -> None:
         """``rows`` of q, k and v in the compute dtype; ``wired`` are this rank's k and v as they came, if given."""
-        self.setting, self.lane = setting, lane
-        self.kernels = setting.kernels[lane.branch]
+        self.setting, self.chunk = setting, chunk
+        self.kernels = setting.kernels[chunk.branch]
         self.q, self.k, self.v = rows
         self.group = self.q.shape[2] // self.k.shape[2]
         self._brought: dict[int, Tensor] = {}  # by step: the keys and values that its hop brings
         self._own: Tensor | None = None  # what goes out from here
-        if lane.hops:
+        if chunk.hops:
             narrow = (self.k, self.v)
             if wired is not None and wired[0].dtype is not self.k.dtype:
-                narrow = gather_rows(wired[0], lane, 1), gather_rows(wired[1], lane, 1)
+                narrow = gather_rows(wired[0], chunk, 1), gather_rows(wired[1], chunk, 1)
             self._own = torch.cat(narrow, 2).to(setting.wire)
 
     def move_keys(self, hop: Hop, batch: Batch) -> None:
         for transfer in hop.sends:
-            rows = self._own if transfer.owner == self.lane.me else self._brought[hop.step - 1]
+            rows = self._own if transfer.owner == self.chunk.me else self._brought[hop.step - 1]
             assert rows is not None
             part = rows[:, transfer.begin : transfer.begin + transfer.rows].contiguous()
             batch.sends.append(Message(part, self.rank(transfer.peer)))
@@ -115,13 +114,13 @@ class RunningLane:
         """Only a backward has gradients to move."""
 
     def arrived(self, step: int) -> tuple[Tensor, Tensor]:
-        """K and V that the hop of this step brought, in the compute dtype."""
+        """Return K and V that the hop of this step brought, in the compute dtype."""
         rows = self._brought[step].to(self.setting.dtype)
-        heads = self.lane.kv_heads
+        heads = self.chunk.kv_heads
         return rows[:, :, :heads], rows[:, :, heads:]
 
     def rank(self, member: int) -> int:
-        return self.setting.rank_of[self.lane.members[member]]
+        return self.setting.rank_of[self.chunk.members[member]]
 
     def _buffer(self, rows: int, dtype: torch.dtype) -> Tensor:
         blocks, _, heads, head_dim = self.k.shape
@@ -137,7 +136,7 @@ class RunningLane:
         batch.after.append(lambda: target.copy_(part))
 
 
-class ForwardLane(RunningLane):
+class ForwardChunk(RunningChunk):
     """``out`` (N, M, J * G, D) and ``lse`` (N, J * G, M): the merge of what was computed so far."""
 
     out: Tensor
@@ -145,13 +144,13 @@ class ForwardLane(RunningLane):
 
     def diagonal(self) -> None:
         out, lse = self.kernels.diagonal_forward(self.q, self.k, self.v)
-        if any(hop.work for hop in self.lane.hops):
+        if any(hop.work for hop in self.chunk.hops):
             wide = accumulator_dtype(out.dtype)
             out, lse = own_copy(out, wide), own_copy(lse, lse.dtype)
         self.out, self.lse = out, lse
 
     def work(self, step: int) -> None:
-        for hop in self.lane.hops:
+        for hop in self.chunk.hops:
             if hop.step != step or not hop.work:
                 continue
             k, v = self.arrived(step)
@@ -162,38 +161,37 @@ class ForwardLane(RunningLane):
                 self.setting.merge(total, total_lse, out, lse.transpose(1, 2))
 
 
-class BackwardLane(RunningLane):
+class BackwardChunk(RunningChunk):
     """``grads``: dq (N, M, J * G, D), dk and dv (N, M, J, D), the sums of what was computed and came home so far."""
 
-    grads: Triple | None = None  # None until the diagonal is done
+    grads: Triple
 
     def __init__(
-        self, setting: RingSetting, lane: Lane, rows: BackwardRows, wired: tuple[Tensor, Tensor] | None = None
+        self, setting: RingSetting, chunk: Chunk, rows: BackwardRows, wired: tuple[Tensor, Tensor] | None = None
     ) -> None:
-        super().__init__(setting, lane, rows.inputs, wired)
+        super().__init__(setting, chunk, rows.inputs, wired)
         self.dout, self.rows_out, self.rows_lse = rows.dout, rows.out, rows.lse
         self._going: dict[int, Tensor] = {}  # by step: gradients of received keys, (N, rows, 2J, D)
 
     def diagonal(self) -> None:
         assert self.kernels.diagonal_backward is not None, "a plan for inference has no backward"
         inputs = self.dout, self.q, self.k, self.v, self.rows_out, self.rows_lse
-        if self.lane.hops:
+        if self.chunk.hops:
             given = list(self.kernels.diagonal_backward(*inputs))
             self.grads = _own_copies(given, accumulator_dtype(self.setting.dtype))
         else:
             self.grads = self.kernels.diagonal_backward(*inputs)
 
     def work(self, step: int) -> None:
-        for hop in self.lane.hops:
+        for hop in self.chunk.hops:
             if hop.step == step and hop.work:
                 k, v = self.arrived(step)
                 parts = [self._block(rectangle, k, v) for rectangle in hop.work]
                 self._going[step] = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def _block(self, rectangle: Rectangle, k: Tensor, v: Tensor) -> Tensor:
-        """One block: adds its dq, returns its dk and dv side by side in the dtype they travel in."""
+        """Add one block's dq; return its dk and dv side by side in the dtype they travel in."""
         assert self.kernels.full_backward is not None
-        assert self.grads is not None
         queries = slice(rectangle.q_begin, rectangle.q_end)
         keys = slice(rectangle.k_begin, rectangle.k_end)
         dq, dk, dv = self.kernels.full_backward(
@@ -209,8 +207,6 @@ class BackwardLane(RunningLane):
 
     def move_grads(self, hop: Hop, batch: Batch) -> None:
         going = self._going.pop(hop.step, None)
-        if going is None and hop.gives:  # the block failed here: what is sent now will not be used
-            going = self._buffer(sum(transfer.rows for transfer in hop.gives), self.setting.grad_wire)
         for transfer in hop.gives:
             assert going is not None
             part = going[:, transfer.at : transfer.at + transfer.rows].contiguous()
@@ -220,14 +216,8 @@ class BackwardLane(RunningLane):
             batch.receives.append(Message(part, self.rank(transfer.peer)))
             batch.after.append(lambda part=part, transfer=transfer: self._add_home(part, transfer))  # type: ignore[misc]
 
-    def summed(self) -> Triple:
-        assert self.grads is not None
-        return self.grads
-
     def _add_home(self, part: Tensor, transfer: Transfer) -> None:
-        if self.grads is None:  # the diagonal failed here
-            return
-        rows, heads = slice(transfer.begin, transfer.begin + transfer.rows), self.lane.kv_heads
+        rows, heads = slice(transfer.begin, transfer.begin + transfer.rows), self.chunk.kv_heads
         self.grads[1][:, rows].add_(part[:, :, :heads])
         self.grads[2][:, rows].add_(part[:, :, heads:])
 

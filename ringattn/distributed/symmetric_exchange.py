@@ -1,9 +1,9 @@
 """The exchange of heads as copies into the peers' memory: what ``HeadExchange`` does, nothing packed or unpacked.
 
-A rank's heads go from where they lie straight to where the receiver's kernel reads them. Results go home into a block
+A rank's heads go from where they lie straight to where the receiver's kernel reads them. Results go home into a buffer
 as well, since what the caller gets must be memory of its own; from there they are copied once.
 
-Blocks are kept for the calls that follow, of any module on the group. Before a block is written to again the ranks
+Buffers are kept for the calls that follow, of any module on the group. Before a buffer is written to again the ranks
 that write to it meet its owner, unless they have met since it was read.
 
 Legend: as in ``head_exchange``: B batch, S rows of this rank, T rows of all M members, D head dim.
@@ -18,16 +18,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ringattn.geometry.layout import Share, length_of
+from ringattn.geometry.layout import Shard, length_of
 
 from .comm import Comm, Pending
 from .head_exchange import HeadExchange
-from .planes import regular
+from .strided_copy import is_copyable
 
-_ROOMIEST = 4  # a block serves what needs at least this part of it
+_MOST_EXCESS = 4  # a buffer serves what needs at least this part of it
 
 
-class PeerBlock(Protocol):
+class PeerBuffer(Protocol):
     """``nbytes`` of every rank: ``of`` are their bytes as this rank reaches them, ``own`` its own."""
 
     nbytes: int
@@ -44,172 +44,177 @@ class Memory(Protocol):
 
     def copy(self, source: Tensor, target: Tensor, *, far: bool) -> None: ...
 
-    def meet(self, members: Sequence[int]) -> Any: ...
+    def barrier(self, members: Sequence[int]) -> Any: ...
 
 
-class BlockPool:
-    """The blocks of a group: every rank takes and gives the same ones in the same order, so that they stay equal."""
+class BufferPool:
+    """The buffers of a group: every rank takes and gives the same ones in the same order, so that they stay equal."""
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
-        self._free: list[PeerBlock] = []
-        self._lent: list[PeerBlock] = []
-        self._read: set[int] = set()  # ids of free blocks that some rank may still read
+        self._free: list[PeerBuffer] = []
+        self._in_use: list[PeerBuffer] = []
+        self._read: set[int] = set()  # ids of free buffers that some rank may still read
 
-    def take(self, nbytes: int) -> tuple[PeerBlock, bool]:
-        """A block of at least so many bytes, and whether it may still be read."""
-        fitting = [block for block in self._free if nbytes <= block.nbytes <= _ROOMIEST * nbytes]
+    def acquire(self, nbytes: int) -> tuple[PeerBuffer, bool]:
+        """Return a buffer of at least so many bytes, and whether it may still be read."""
+        fitting = [buffer for buffer in self._free if nbytes <= buffer.nbytes <= _MOST_EXCESS * nbytes]
         if fitting:
-            block = min(fitting, key=lambda block: (block.nbytes, id(block) in self._read))
-            self._free.remove(block)
+            buffer = min(fitting, key=lambda buffer: (buffer.nbytes, id(buffer) in self._read))
+            self._free.remove(buffer)
         else:
-            block = self.memory.allocate(nbytes)
-        self._lent.append(block)
-        return block, id(block) in self._read
+            buffer = self.memory.allocate(nbytes)
+        self._in_use.append(buffer)
+        return buffer, id(buffer) in self._read
 
-    def give(self, block: PeerBlock) -> None:
-        """What reads it has been given to the current stream."""
-        self._lent.remove(block)
-        self._free.append(block)
-        self._read.add(id(block))
+    def release(self, buffer: PeerBuffer) -> None:
+        """Take a buffer back: everything that reads it has been given to the current stream."""
+        self._in_use.remove(buffer)
+        self._free.append(buffer)
+        self._read.add(id(buffer))
 
-    def give_all(self) -> None:
-        for block in list(self._lent):
-            self.give(block)
+    def release_all(self) -> None:
+        for buffer in list(self._in_use):
+            self.release(buffer)
 
-    def met(self) -> None:
-        """All ranks met after they had begun what follows the last ``give``."""
+    def after_barrier(self) -> None:
+        """Note that all ranks have begun what follows the last ``release``."""
         self._read.clear()
 
     def held_bytes(self) -> int:
-        return sum(block.nbytes for block in (*self._free, *self._lent))
+        return sum(buffer.nbytes for buffer in (*self._free, *self._in_use))
 
 
 class SymmetricExchange(HeadExchange):
-    """``parts`` are what all ranks of the group hold; ``members`` exchange, in ``groups`` of heads."""
+    """``shards`` are what all ranks of the group hold; ``members`` exchange, in ``groups`` of heads."""
 
-    AHEAD = 1  # copy engines work beside any kernel
-    BEHIND = 2  # one result leaves while the one before it is brought where it belongs
+    PREFETCHED = 1  # copy engines work beside any kernel
+    IN_FLIGHT = 2  # one result leaves while the one before it is brought where it belongs
 
     def __init__(
-        self, comm: Comm, members: tuple[int, ...], parts: tuple[Share, ...], groups: int, pool: Callable[[], BlockPool]
+        self,
+        comm: Comm,
+        members: tuple[int, ...],
+        shards: tuple[Shard, ...],
+        groups: int,
+        pool: Callable[[], BufferPool],
     ) -> None:
-        super().__init__(comm, members, parts[members[0] : members[-1] + 1], groups)
+        super().__init__(comm, members, shards[members[0] : members[-1] + 1], groups)
         self._me = members.index(comm.rank)
-        lengths = [length_of(part) for part in parts]
+        lengths = [length_of(shard) for shard in shards]
         degree = len(members)
         # The same on all ranks, whatever they hold themselves.
         self._most_rows = max(lengths)
         self._most_joined = max(sum(lengths[first : first + degree]) for first in range(0, len(lengths), degree))
         self._pool_of = pool
-        self._pool: BlockPool | None = None
-        self._used: dict[int, int] = {}  # bytes of the blocks that calls took, by id
+        self._pool: BufferPool | None = None
+        self._used: dict[int, int] = {}  # bytes of the buffers that calls took, by id
 
     @property
     def workspace_bytes(self) -> int:
-        """Of the blocks that this exchange needs; others may use them, too."""
+        """Bytes of the buffers that this exchange needs; others may use them, too."""
         return sum(self._used.values())
 
     def start_call(self) -> None:
-        """Nothing that an earlier call brought is needed any more."""
-        self._blocks.give_all()
+        """Release what an earlier call brought."""
+        self._buffers.release_all()
 
     @property
-    def _blocks(self) -> BlockPool:
+    def _buffers(self) -> BufferPool:
         if self._pool is None:
             self._pool = self._pool_of()
         return self._pool
 
-    def spread(self, tensors: Sequence[Tensor], group: int, dtype: torch.dtype) -> tuple[Pending, list[Tensor]]:
-        """As ``HeadExchange.spread``; what arrives is valid until the result's ``release``."""
+    def scatter_heads(self, tensors: Sequence[Tensor], group: int, dtype: torch.dtype) -> tuple[Pending, list[Tensor]]:
+        """Do as ``HeadExchange.scatter_heads``; what arrives is valid until the result's ``release``."""
         sources = [self._by_member(_readable(x.to(dtype)), group) for x in tensors]
         batch, length, members, _, head_dim = sources[0].shape
-        memory, blocks = self._blocks.memory, []
+        memory, buffers = self._buffers.memory, []
         memory.begin()
         for x in sources:
-            blocks.append(self._take(batch * self._most_joined * x.shape[3] * head_dim * dtype.itemsize))
-        self._free_to_write(blocks)
+            buffers.append(self._take(batch * self._most_joined * x.shape[3] * head_dim * dtype.itemsize))
+        self._free_to_write(buffers)
         spans, rows = self._spans[self._me], sum(self._lengths)
         arrived = []
-        for x, (block, _) in zip(sources, blocks, strict=True):
+        for x, (buffer, _) in zip(sources, buffers, strict=True):
             shape = batch, rows, x.shape[3], head_dim
             for place in self._around():
-                there = _rows_first(block.of[self._members[place]], dtype, shape)
+                there = _rows_first(buffer.of[self._members[place]], dtype, shape)
                 row = 0
                 for begin, count in spans:
                     self._copy(x[:, row : row + count, place], there[:, begin : begin + count], place)
                     row += count
-            arrived.append(_rows_first(block.own, dtype, shape))
-        given = [block for block, _ in blocks]
+            arrived.append(_rows_first(buffer.own, dtype, shape))
+        given = [buffer for buffer, _ in buffers]
 
         def release() -> None:
-            for block in given:
-                self._blocks.give(block)
+            for buffer in given:
+                self._buffers.release(buffer)
 
-        return Pending((self._meet(),), sources, (), release), arrived
+        return Pending((self._barrier(),), sources, (), release), arrived
 
-    def collect(self, result: Tensor, target: Tensor, group: int) -> Pending:
-        """As ``HeadExchange.collect``."""
+    def gather_heads(self, result: Tensor, target: Tensor, group: int) -> Pending:
+        """Do as ``HeadExchange.gather_heads``."""
         result = _readable(result if result.shape[3] == 1 else result.contiguous())
         batch, length = target.shape[:2]
         heads, head_dim = result.shape[2:]
-        memory, members = self._blocks.memory, len(self._members)
+        memory, members = self._buffers.memory, len(self._members)
         memory.begin()
-        block, read = self._take(batch * self._most_rows * members * heads * head_dim * result.itemsize)
-        self._free_to_write([(block, read)])
+        buffer, read = self._take(batch * self._most_rows * members * heads * head_dim * result.itemsize)
+        self._free_to_write([(buffer, read)])
         home = self._by_member(target, group)
         for place in self._around():
             if place == self._me:
                 there = home[:, :, place]
             else:
                 shape = batch, self._lengths[place], members * heads, head_dim
-                whole = _rows_first(block.of[self._members[place]], result.dtype, shape)
+                whole = _rows_first(buffer.of[self._members[place]], result.dtype, shape)
                 there = whole[:, :, self._me * heads : (self._me + 1) * heads]
             row = 0
             for begin, count in self._spans[place]:
                 self._copy(result[:, begin : begin + count], there[:, row : row + count], place)
                 row += count
-        arrived = _rows_first(block.own, result.dtype, (batch, length, members * heads, head_dim))
+        arrived = _rows_first(buffer.own, result.dtype, (batch, length, members * heads, head_dim))
         arrived = torch.unflatten(arrived, 2, (members, heads))
 
         def bring() -> None:
             for others in (slice(0, self._me), slice(self._me + 1, members)):
                 home[:, :, others].copy_(arrived[:, :, others])
-            self._blocks.give(block)
+            self._buffers.release(buffer)
 
-        return Pending((self._meet(),), (result, target), (bring,))
+        return Pending((self._barrier(),), (result, target), (bring,))
 
     def keep(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copies of what ``spread`` brought, made beside what the current stream does; there after a later wait."""
-        memory = self._blocks.memory
+        """Copy what ``scatter_heads`` brought, beside what the current stream does; complete after a later wait."""
+        memory = self._buffers.memory
         copies = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors]
         memory.begin()
         for x, copy in zip(tensors, copies, strict=True):
             memory.copy(x, copy, far=False)
         return copies
 
-    def _take(self, nbytes: int) -> tuple[PeerBlock, bool]:
-        block, read = self._blocks.take(nbytes)
-        self._used[id(block)] = block.nbytes
-        return block, read
+    def _take(self, nbytes: int) -> tuple[PeerBuffer, bool]:
+        buffer, read = self._buffers.acquire(nbytes)
+        self._used[id(buffer)] = buffer.nbytes
+        return buffer, read
 
-    def _free_to_write(self, blocks: Sequence[tuple[PeerBlock, bool]]) -> None:
-        if any(read for _, read in blocks):
-            self._meet()
+    def _free_to_write(self, buffers: Sequence[tuple[PeerBuffer, bool]]) -> None:
+        if any(read for _, read in buffers):
+            self._barrier()
 
-    def _meet(self) -> Any:
-        arrival = self._blocks.memory.meet(self._members)
-        self._blocks.met()
+    def _barrier(self) -> Any:
+        arrival = self._buffers.memory.barrier(self._members)
+        self._buffers.after_barrier()
         return arrival
 
     def _around(self) -> list[int]:
-        """The members' places from the one after this rank on: no two ranks send to one at the same time."""
+        """Return the members' places from the one after this rank on: no two ranks send to one at the same time."""
         count = len(self._members)
         return [(self._me + step) % count for step in range(1, count + 1)]
 
     def _copy(self, source: Tensor, target: Tensor, place: int) -> None:
         far = place != self._me
-        self._blocks.memory.copy(source, target, far=far)
+        self._buffers.memory.copy(source, target, far=far)
         if far:
             self._comm.sent_bytes += source.nbytes
 
@@ -224,9 +229,9 @@ def _rows_first(memory: Tensor, dtype: torch.dtype, shape: tuple[int, int, int, 
 
 
 def _readable(x: Tensor) -> Tensor:
-    """The tensor where a copy engine can read it."""
+    """Return the tensor where a copy engine can read it."""
     x = x.detach()
-    if regular(x):
+    if is_copyable(x):
         return x
     if x.shape[3] == 1:
         return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)

@@ -1,4 +1,4 @@
-"""The calls of every branch for one exact shape, and the strided views that reach their rows.
+"""Lays out the calls of every branch for one exact shape, and the strided views that reach their rows.
 
 All of it is numbers, computed once per (batch, length) and memory layout and kept in one bounded cache: nothing
 here lives on a device.
@@ -6,8 +6,7 @@ here lives on a device.
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from .pattern import Call, StridedView, branch_calls, run_view, window_bounds
 
 
 class LayoutKey(NamedTuple):
-    """Everything the calls of a shape depend on."""
+    """Key of a geometry: everything that the calls of a shape depend on."""
 
     pattern: Pattern
     gathers: tuple[str, ...]
@@ -32,7 +31,7 @@ class LayoutKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlacedCall:
-    """A call, the branch it belongs to, and its position among all calls of the shape."""
+    """Call with the branch it belongs to and its index among all calls of the shape."""
 
     index: int
     branch: int
@@ -53,7 +52,7 @@ ViewKey = tuple[int, int, tuple[int, ...], int | None, bool]
 
 @dataclass(slots=True)
 class Geometry:
-    """The windows of one shape, and what was worked out for them so far: views, and launches of the fused steps."""
+    """Windows of one shape, with the views and the launches of fused steps worked out for them so far."""
 
     key: LayoutKey
     windows: tuple[Window, ...]
@@ -61,10 +60,14 @@ class Geometry:
     fused: dict[tuple[Any, ...], Any] = field(default_factory=dict)  # merge_triton's own
     _views: dict[ViewKey, tuple[StridedView, ...]] = field(default_factory=dict)
 
+    def group(self, heads: int) -> int:
+        """Return how many of a tensor's ``heads`` belong to a key/value head: G for q, out and lse, 1 for k and v."""
+        return heads // self.key.kv_heads
+
     def views(
         self, placed: PlacedCall, group: int, strides: Sequence[int], head_dim: int | None, *, folded: bool
     ) -> tuple[StridedView, ...]:
-        """One view per run of the call into a tensor with these strides; see ``pattern.run_view``."""
+        """Return one view per run of the call into a tensor with these strides; see ``pattern.run_view``."""
         key = (placed.index, group, tuple(strides), head_dim, folded)
         views = self._views.get(key)
         if views is None:
@@ -75,7 +78,7 @@ class Geometry:
 
 
 def build_geometry(key: LayoutKey) -> Geometry:
-    """Pure: the calls of every branch, window by window."""
+    """Return the calls of every branch, window by window. Pure."""
     windows: list[Window] = []
     index = 0
     for begin, end in window_bounds(key.seq_len, key.window):
@@ -105,39 +108,5 @@ def _is_direct(key: LayoutKey, windows: list[Window]) -> bool:
     return not call.copied and call.rate == 1 and call.segments * call.length == key.seq_len
 
 
-class PatternCache:
-    """The most recently used geometries; shared by every module of the process, safe across threads."""
-
-    def __init__(self, capacity: int = 256) -> None:
-        self.capacity = capacity
-        self.built = 0  # how many geometries were worked out, for whoever wonders whether the cache pays
-        self._lock = threading.Lock()
-        self._kept: OrderedDict[LayoutKey, Geometry] = OrderedDict()
-
-    def get(self, key: LayoutKey) -> Geometry:
-        with self._lock:
-            geometry = self._kept.get(key)
-            if geometry is not None:
-                self._kept.move_to_end(key)
-                return geometry
-        geometry = self.build(key)
-        with self._lock:
-            self._kept[key] = geometry
-            while len(self._kept) > self.capacity:
-                self._kept.popitem(last=False)
-        return geometry
-
-    def build(self, key: LayoutKey) -> Geometry:
-        """A geometry that is not kept: what a plan with its pattern cache off pays at each call."""
-        self.built += 1
-        return build_geometry(key)
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def clear(self) -> None:
-        with self._lock:
-            self._kept.clear()
-
-
-PATTERN_CACHE = PatternCache()
+# The geometries used last, shared by every module of the process.
+cached_geometry = functools.lru_cache(maxsize=256)(build_geometry)

@@ -1,8 +1,8 @@
-"""Which positions of a sequence each rank holds, and the way between a whole sequence and its shards.
+"""Layouts of a sequence over ranks: which positions each holds, and conversion to shards and back.
 
 - *contiguous*: rank i holds the i-th stretch of ``ceil(total / world)`` positions, as ``torch.chunk`` and DTensor cut.
   Segments that divide a stretch stay on one rank.
-- *zigzag*: the sequence is cut in ``2 * world`` chunks that differ by one position at most, and rank i holds chunks i
+- *zigzag*: the sequence is cut in ``2 * world`` pieces that differ by one position at most, and rank i holds pieces i
   and ``2 * world - 1 - i``. Under a causal mask every rank then has the same work.
 
 Everything follows from (layout, total length, world), so no rank needs to ask another.
@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from ringattn.errors import InputError
+from ringattn.tunables import LAYOUTS
 from ringattn.wording import plural
-from ringattn.workload import LAYOUTS, Pattern
+from ringattn.workload import Pattern
 
 
 class Span(NamedTuple):
@@ -35,13 +36,13 @@ class Span(NamedTuple):
 
 
 # What one rank holds: ascending spans that do not touch. They lie one after the other in the rank's tensors.
-Share = tuple[Span, ...]
+Shard = tuple[Span, ...]
 
 
 def resolve_layout(
     asked: str, pattern: Pattern, causal: bool, measured: Sequence[str] = (), *, exchanged: bool = False
 ) -> str:
-    """What ``asked`` stands for; ``measured`` are the layouts of a profile's plans for the module.
+    """Return the layout that ``asked`` stands for; ``measured`` are the layouts of a profile's plans for the module.
 
     ``"auto"`` is the one that most of those plans are for. Without any it is zigzag for causal dense attention, and
     else contiguous, so that segments stay on one rank. Where heads are ``exchanged`` every rank has all positions of
@@ -58,20 +59,20 @@ def resolve_layout(
     return asked
 
 
-def shares(layout: str, total: int, world: int) -> tuple[Share, ...]:
-    """What each rank holds of ``total`` positions; InputError where a rank would hold nothing."""
-    if reason := no_share_reason(layout, total, world):
+def shards_of(layout: str, total: int, world: int) -> tuple[Shard, ...]:
+    """Return what each rank holds of ``total`` positions; InputError where a rank would hold nothing."""
+    if reason := no_shard_reason(layout, total, world):
         raise InputError(f"total_length is {total}: {reason}")
     if layout == "contiguous":
         step = -(-total // world)
         return tuple((Span(i * step, min((i + 1) * step, total)),) for i in range(world))
     edges = [i * total // (2 * world) for i in range(2 * world + 1)]
-    chunks = [Span(*ends) for ends in itertools.pairwise(edges)]
-    return tuple(joined((chunks[i], chunks[2 * world - 1 - i])) for i in range(world))
+    pieces = [Span(*ends) for ends in itertools.pairwise(edges)]
+    return tuple(joined((pieces[i], pieces[2 * world - 1 - i])) for i in range(world))
 
 
-def no_share_reason(layout: str, total: int, world: int) -> str:
-    """Why a rank would hold nothing of ``total`` positions, and what would do instead; empty where each holds some."""
+def no_shard_reason(layout: str, total: int, world: int) -> str:
+    """Return why a rank would hold nothing of ``total`` positions, with the remedy; empty where each holds some."""
     least = _least(layout, total, world)
     if total >= least:
         return ""
@@ -86,12 +87,12 @@ def no_share_reason(layout: str, total: int, world: int) -> str:
 
 
 def _least(layout: str, total: int, world: int) -> int:
-    """The fewest positions, of those cut as ``total`` are, of which every rank holds some."""
+    """Return the fewest positions, of those cut as ``total`` are, of which every rank holds some."""
     return 2 * world if layout == "zigzag" else -(-total // world) * (world - 1) + 1
 
 
-def joined(spans: Sequence[Span]) -> Share:
-    """The spans in ascending order, those that touch made one."""
+def joined(spans: Sequence[Span]) -> Shard:
+    """Return the spans in ascending order, those that touch made one."""
     whole: list[Span] = []
     for span in sorted(spans):
         if whole and whole[-1].end == span.begin:
@@ -101,42 +102,42 @@ def joined(spans: Sequence[Span]) -> Share:
     return tuple(whole)
 
 
-def grouped(parts: Sequence[Share], degree: int) -> tuple[Share, ...]:
-    """What each ``degree`` consecutive ranks hold together."""
+def grouped(shards: Sequence[Shard], degree: int) -> tuple[Shard, ...]:
+    """Return what each ``degree`` consecutive ranks hold together."""
     return tuple(
-        joined([span for share in parts[first : first + degree] for span in share])
-        for first in range(0, len(parts), degree)
+        joined([span for shard in shards[first : first + degree] for span in shard])
+        for first in range(0, len(shards), degree)
     )
 
 
-def length_of(share: Share) -> int:
-    return sum(span.length for span in share)
+def length_of(shard: Shard) -> int:
+    return sum(span.length for span in shard)
 
 
-def rows_within(inner: Span, share: Share) -> int:
-    """Where a span that lies inside ``share`` begins among the rows of whoever holds the share."""
+def rows_within(inner: Span, shard: Shard) -> int:
+    """Return where a span that lies inside ``shard`` begins among the rows of whoever holds the shard."""
     row = 0
-    for span in share:
+    for span in shard:
         if span.begin <= inner.begin and inner.end <= span.end:
             return row + inner.begin - span.begin
         row += span.length
-    raise AssertionError(f"{inner} is not inside {share}")
+    raise AssertionError(f"{inner} is not inside {shard}")
 
 
-def positions(share: Share, device: torch.device | str | None = None) -> Tensor:
-    """Global positions (S,) int64 of a rank's rows, for labels and rotary embeddings."""
-    return torch.cat([torch.arange(span.begin, span.end, device=device) for span in share])
+def positions(shard: Shard, device: torch.device | str | None = None) -> Tensor:
+    """Return the global positions (S,) int64 of a rank's rows, for labels and rotary embeddings."""
+    return torch.cat([torch.arange(span.begin, span.end, device=device) for span in shard])
 
 
 def check_own(name: str, x: object) -> None:
-    """InputError where ``x`` is a DTensor: it stands for the rows of all ranks, whose messages are not ours."""
+    """Raise InputError where ``x`` is a DTensor: it stands for the rows of all ranks, whose messages are not ours."""
     # Asked of the type, as torch.compile does not see it on x; importing the class would take every program 1 s.
     if hasattr(type(x), "to_local"):
         raise InputError(f"{name} is a DTensor; pass the local tensor, {name}.to_local()")
 
 
 def check_dim(x: Tensor, dim: int) -> None:
-    """InputError where ``x`` is no dense tensor of this rank with such a dimension."""
+    """Raise InputError where ``x`` is no dense tensor of this rank with such a dimension."""
     check_own("x", x)
     if not isinstance(x, Tensor) or x.layout is not torch.strided:
         raise InputError(f"x is {f'a {x.layout} tensor' if isinstance(x, Tensor) else repr(x)}; give a dense tensor")
@@ -144,15 +145,15 @@ def check_dim(x: Tensor, dim: int) -> None:
         raise InputError(f"dim is {dim}; the tensor has {plural(x.ndim, 'dimension')}, {tuple(x.shape)}")
 
 
-def shard(x: Tensor, share: Share, dim: int = 1) -> Tensor:
-    """The rows of ``x``, whole along ``dim``, that a share holds; a view where it is one span."""
-    parts = [x.narrow(dim, span.begin, span.length) for span in share]
+def shard(x: Tensor, spans: Shard, dim: int = 1) -> Tensor:
+    """Return the rows of ``x``, whole along ``dim``, that a shard holds; a view where it is one span."""
+    parts = [x.narrow(dim, span.begin, span.length) for span in spans]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def assemble(parts: Sequence[Tensor], layout_shares: Sequence[Share], dim: int = 1) -> Tensor:
-    """The whole of the shards of all ranks, in the order of ranks: the inverse of ``shard``."""
+def assemble(parts: Sequence[Tensor], shards: Sequence[Shard], dim: int = 1) -> Tensor:
+    """Return the whole of the shards of all ranks, given in their order: the inverse of ``shard``."""
     pieces: list[tuple[Span, Tensor]] = []
-    for part, share in zip(parts, layout_shares, strict=True):
-        pieces += zip(share, torch.split(part, [span.length for span in share], dim), strict=True)
+    for part, shard in zip(parts, shards, strict=True):
+        pieces += zip(shard, torch.split(part, [span.length for span in shard], dim), strict=True)
     return torch.cat([piece for _, piece in sorted(pieces, key=lambda item: item[0])], dim)

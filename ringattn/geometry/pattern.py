@@ -1,4 +1,4 @@
-"""Which rows of q, k and v one kernel call reads, as plain numbers: no tensor, no mask, no index list.
+"""Describes the rows of q, k and v that one kernel call reads by plain numbers: no tensor, no mask, no index list.
 
 A branch (w, r) selects, in every segment of w positions, the rows ``offset + i * r`` of a head. The offset
 depends on the key/value head only, so a set of heads whose offsets grow linearly with the head is one affine
@@ -29,13 +29,13 @@ class HeadRun:
     offset_step: int
 
     def folds(self, group: int) -> bool:
-        """Whether (J, G) query heads lie evenly in memory, so that they are one head axis of a view."""
+        """Tell whether (J, G) query heads lie evenly in memory, so that they are one head axis of a view."""
         return self.count == 1 or group == 1 or (self.step == 1 and self.offset_step == 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """``segments`` segments of ``length`` positions from ``start`` on, ``rows`` selected rows in each."""
+    """Kernel call over ``segments`` segments of ``length`` positions from ``start``, ``rows`` selected rows in each."""
 
     batch_start: int
     batch: int
@@ -62,14 +62,14 @@ class StridedView:
 
 
 def head_offset_of(kv_head: int, kv_heads: int, rate: int, rule: HeadOffset) -> int:
-    """First selected position, within a segment, of ``kv_head``."""
+    """Return the first selected position of ``kv_head`` within a segment."""
     if rule == "interleaved":
         return kv_head % rate
     return kv_head // -(-kv_heads // rate)
 
 
 def heads_without_rows(pattern: Pattern, heads: int, kv_heads: int, longest: int | None = None) -> tuple[int, ...]:
-    """The query heads that no branch lets select a position in any sequence of up to ``longest`` positions."""
+    """Return the query heads for which no branch selects a position in a sequence of up to ``longest`` positions."""
     group = heads // kv_heads
 
     def selects(kv_head: int, branch: Branch) -> bool:
@@ -81,12 +81,12 @@ def heads_without_rows(pattern: Pattern, heads: int, kv_heads: int, longest: int
 
 
 def selected_rows(length: int, rate: int, offset: int) -> int:
-    """How many of ``length`` positions a head with ``offset`` selects."""
+    """Return the number of ``length`` positions that a head with ``offset`` selects."""
     return max(0, -(-(length - offset) // rate))
 
 
 def head_runs(kv_heads: int, rate: int, rule: HeadOffset) -> tuple[HeadRun, ...]:
-    """All key/value heads as the fewest affine runs."""
+    """Return all key/value heads as the fewest affine runs."""
     if rate == 1:
         return (HeadRun(0, 1, kv_heads, 0, 0),)
     if rule == "blocked":
@@ -104,7 +104,7 @@ def head_runs(kv_heads: int, rate: int, rule: HeadOffset) -> tuple[HeadRun, ...]
 
 
 def _split_by_rows(run: HeadRun, length: int, rate: int) -> list[tuple[int, HeadRun]]:
-    """The run cut where the number of selected rows changes; heads that select nothing are left out."""
+    """Cut the run where the number of selected rows changes, leaving out heads that select nothing."""
     parts: list[tuple[int, HeadRun]] = []
     for j in range(run.count):
         offset = run.offset + j * run.offset_step
@@ -129,7 +129,7 @@ def branch_calls(
     rule: HeadOffset,
     copy: bool,
 ) -> tuple[Call, ...]:
-    """The calls of one branch over positions [begin, end), ``begin`` at a segment boundary.
+    """Return the calls of one branch over positions [begin, end), ``begin`` at a segment boundary.
 
     ``batch_folds`` says that consecutive batch elements lie as far apart as ``end - begin`` positions do, so that
     whole segments of all of them are one axis. Copied calls need no such luck.
@@ -162,7 +162,7 @@ def _foldable(run: HeadRun, group: int) -> tuple[HeadRun, ...]:
 
 
 def _placed(batch: int, batch_folds: bool, start: int, shape: tuple[int, int, int, int], run: HeadRun) -> list[Call]:
-    """In-place calls of one run: one when (batch, segment) is a single even axis, else one along the shorter."""
+    """Return in-place calls of one run: one if (batch, segment) is one even axis, else one per entry of the shorter."""
     segments, length, rate, rows = shape
     if batch == 1 or segments == 1 or batch_folds:
         return [Call(0, batch, start, segments, length, rate, rows, (run,), False)]
@@ -172,20 +172,20 @@ def _placed(batch: int, batch_folds: bool, start: int, shape: tuple[int, int, in
 
 
 def window_bounds(seq_len: int, window: int | None) -> tuple[tuple[int, int], ...]:
-    """[begin, end) of consecutive windows; None is one window."""
+    """Return [begin, end) of consecutive windows; None is one window."""
     step = seq_len if window is None else min(window, seq_len)
     return tuple((begin, min(begin + step, seq_len)) for begin in range(0, seq_len, step))
 
 
 def nests(pattern: Pattern, window: int) -> bool:
-    """Whether every segment boundary falls so that no segment crosses a multiple of ``window``."""
+    """Tell whether no segment crosses a multiple of ``window``."""
     return all(window % branch.segment == 0 for branch in pattern.branches) and not pattern.dense
 
 
 def run_view(
     call: Call, run: HeadRun, group: int, strides: Sequence[int], head_dim: int | None = None, *, folded: bool
 ) -> StridedView:
-    """The rows of ``run`` in a tensor with axes (B, S, H[, D]) and these element strides (D for ``head_dim``).
+    """View the rows of ``run`` in a tensor with axes (B, S, H[, D]) and these element strides (D for ``head_dim``).
 
     Unfolded: axes (batch, segment, M, J, G[, D]), always possible. Folded: (N, M, J * G[, D]), for a call that
     ``branch_calls`` made for use in place. ``group`` is 1 for k and v.

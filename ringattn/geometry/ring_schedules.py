@@ -1,34 +1,28 @@
-"""Which rows travel between ranks, when, and what is computed on them: plain numbers, the same on every rank.
+"""Schedules of a ring: which rows of a chunk travel between ranks, when, and what is computed on them.
 
-A branch of a pattern that does not stay on single ranks falls into *lanes*: one segment, and the key/value heads that
-select equally many of its rows on every rank. Dense attention is one lane. In *compact* coordinates (the number of
-selected rows of the segment before a position) a lane is dense attention over ranks that hold ascending spans, so one
-description serves every pattern and layout. Offsets being equal inside a lane, what one rank's queries may see of
-another's keys is a prefix of them: rectangles of full blocks, never a mask.
-
-A lane's *hops* say what a member receives and sends. The two transports differ in nothing else:
+Plain numbers, the same on every rank. A chunk's *hops* say what a member receives and sends. The two transports differ
+in nothing else:
 
 - *ring*: hop t brings the rows of the member t places away, handed on by the neighbour; only rows that somebody
   further along still needs travel.
-- *all-gather*: one hop brings everything; the heads are cut in groups, each a lane with its hop one step later.
+- *all-gather*: one hop brings everything; the heads are cut in groups, each a chunk with its hop one step later.
 
 Gradients of received keys go straight back to the member that owns them, which adds them in float32: nothing is
 rounded twice, whatever the number of ranks.
 
-Legend: a member's rows are numbered in the order of its compact spans; J key/value heads of a lane, G = H / Hkv.
+Legend: a member's rows are numbered in the order of its compact spans; J key/value heads of a chunk, G = H / Hkv.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from ringattn.workload import Branch, Pattern, Tunables
+from ringattn.workload import Tunables
 
-from .layout import Share, Span, length_of, rows_within
-from .pattern import Call, HeadRun, head_offset_of, selected_rows
+from .layout import Shard, Span, length_of
+from .pattern import Call
 
 
 class Rectangle(NamedTuple):
@@ -53,7 +47,7 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """One exchange of a lane and the work on what it brings, seen from one member.
+    """One exchange of a chunk and the work on what it brings, seen from one member.
 
     ``receives`` and ``sends`` are keys and values, ``gives`` and ``takes`` their gradients in the backward.
     """
@@ -68,7 +62,7 @@ class Hop:
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class Chunk:
     """Equally selected heads of one segment (or of ``segments`` whole ones, all on this rank).
 
     ``members`` are the ranks of the ring that hold rows of it, ``me`` this rank's place among them, ``spans`` what
@@ -78,7 +72,7 @@ class Lane:
     branch: int
     members: tuple[int, ...]
     me: int
-    spans: tuple[Share, ...]
+    spans: tuple[Shard, ...]
     calls: tuple[Call, ...]
     hops: tuple[Hop, ...] = ()
 
@@ -95,232 +89,21 @@ class Lane:
         return self.calls[0].segments
 
 
-class HeadRange(NamedTuple):
-    """The key/value heads [first, first + size) of ``total``: those that one rank computes on."""
-
-    first: int
-    size: int
-    total: int
-
-
-@dataclass(frozen=True, slots=True)
-class RingGeometry:
-    """All lanes of one rank for one shape. ``local`` are the branches that need none: they stay on single ranks."""
-
-    share: Share
-    local: tuple[int, ...]
-    lanes: tuple[Lane, ...]
-
-    @property
-    def steps(self) -> int:
-        """How many times rows travel."""
-        return max((hop.step for lane in self.lanes for hop in lane.hops), default=0)
-
-
 def ulysses_degree(tunables: Tunables, world: int) -> int:
-    """How many consecutive ranks exchange heads; 1 where none do."""
+    """Return how many consecutive ranks exchange heads; 1 where none do."""
     return {"ulysses": world, "ulysses-ring": tunables.ulysses}.get(tunables.schedule, 1)
 
 
-def stays(branch: Branch, parts: Sequence[Share]) -> bool:
-    """Whether every segment lies on one rank, and at multiples of its length among that rank's rows."""
-    total = max(span.end for share in parts for span in share)
-    for share in parts:
-        row = 0
-        for span in share:
-            cut = span.end % branch.segment and span.end != total
-            if span.begin % branch.segment or row % branch.segment or cut:
-                return False
-            row += span.length
-    return True
-
-
-@functools.lru_cache(maxsize=256)
-def ring_geometry(
-    pattern: Pattern,
-    causal: bool,
-    parts: tuple[Share, ...],
-    me: int,
-    batch: int,
-    heads: HeadRange,
-    transport: str,
-    head_groups: int,
-) -> RingGeometry:
-    """The lanes of ring member ``me`` where ``parts`` says what each member holds.
-
-    ``transport`` is "ring" or "all-gather"; ``head_groups`` cuts the lanes of the latter.
-    """
-    total = max(span.end for share in parts for span in share)
-    branches = pattern.resolved(total)
-    local = (
-        ()
-        if pattern.dense
-        else tuple(
-            n for n, branch in enumerate(branches) if stays(branch, parts) and _offsets_as_alone(branch, pattern, heads)
-        )
-    )
-    lanes = [
-        replace(lane, hops=tuple(_hops(lane, causal, transport, group)))
-        for number, branch in enumerate(branches)
-        if number not in local
-        for group, lane in _lanes_of(number, branch, pattern, parts, me, batch, heads, total, head_groups)
-    ]
-    return RingGeometry(parts[me], local, tuple(lanes))
-
-
-def _offsets(branch: Branch, pattern: Pattern, heads: HeadRange) -> list[int]:
-    return [head_offset_of(heads.first + j, heads.total, branch.rate, pattern.head_offset) for j in range(heads.size)]
-
-
-def _offsets_as_alone(branch: Branch, pattern: Pattern, heads: HeadRange) -> bool:
-    """Whether these heads select what they would if there were no others."""
-    return _offsets(branch, pattern, heads) == _offsets(branch, pattern, HeadRange(0, heads.size, heads.size))
-
-
-# --- lanes -------------------------------------------------------------------------------------------------------
-
-
-def _lanes_of(
-    number: int,
-    branch: Branch,
-    pattern: Pattern,
-    parts: tuple[Share, ...],
-    me: int,
-    batch: int,
-    heads: HeadRange,
-    total: int,
-    head_groups: int,
-) -> Iterator[tuple[int, Lane]]:
-    """(head group, lane), in an order that all members of a lane share."""
-    offsets = _offsets(branch, pattern, heads)
-    for first, segments in _segments_of(branch, parts[me], total):
-        segment = Span(first * branch.segment, min((first + segments) * branch.segment, total))
-        whole = segments > 1 or any(span.begin <= segment.begin and segment.end <= span.end for span in parts[me])
-        held = (
-            {me: (segment,)}
-            if whole
-            else {i: inside for i, share in enumerate(parts) if (inside := _inside(share, segment))}
-        )
-        for compact, members in _alike(branch, held, segment, segments, offsets).items():
-            spans = {i: found for i, each in compact if (found := tuple(span for span in each if span.length))}
-            if me not in spans:
-                continue
-            ranks = tuple(spans)
-            for group, some in enumerate(_cut(_ordered(members, offsets, branch.rate), head_groups)):
-                calls = _calls(held[me], parts[me], segment, segments, branch, batch, [(h, offsets[h]) for h in some])
-                yield group, Lane(number, ranks, ranks.index(me), tuple(spans.values()), calls)
-
-
-_Compact = tuple[tuple[int, tuple[Span, ...]], ...]
-
-
-def _alike(
-    branch: Branch, held: Mapping[int, Share], segment: Span, segments: int, offsets: Sequence[int]
-) -> dict[_Compact, list[int]]:
-    """The heads by what each rank holds of them in compact coordinates, span by span, empty ones too."""
-    alike: dict[_Compact, list[int]] = {}
-    for head, offset in enumerate(offsets):
-        if segments > 1:
-            rows = selected_rows(branch.segment, branch.rate, offset)
-            key: _Compact = tuple((i, (Span(0, rows),)) for i in held)
-        else:
-            key = tuple((i, _compact(inside, segment.begin, offset, branch.rate)) for i, inside in held.items())
-        alike.setdefault(key, []).append(head)
-    return alike
-
-
-def _segments_of(branch: Branch, share: Share, total: int) -> Iterator[tuple[int, int]]:
-    """(first segment, how many): segments cut by the share one by one, full ones inside a span together."""
-    seen: set[int] = set()
-    for span in share:
-        first, last = span.begin // branch.segment, (span.end - 1) // branch.segment
-        full_first, full_end = -(-span.begin // branch.segment), span.end // branch.segment
-        if full_end > full_first:
-            yield full_first, full_end - full_first
-        for number in sorted({first, last} - set(range(full_first, full_end)) - seen):
-            seen.add(number)
-            yield number, 1
-
-
-def _inside(share: Share, segment: Span) -> Share:
-    cut = (Span(max(span.begin, segment.begin), min(span.end, segment.end)) for span in share)
-    return tuple(span for span in cut if span.length > 0)
-
-
-def _compact(spans: Share, origin: int, offset: int, rate: int) -> tuple[Span, ...]:
-    return tuple(Span(*(selected_rows(position - origin, rate, offset) for position in span)) for span in spans)
-
-
-def _ordered(heads: Sequence[int], offsets: Sequence[int], rate: int) -> list[int]:
-    """The heads in the order that makes the fewest affine runs of them; the same on every rank."""
-    if -(-len(heads) // rate) <= min(rate, len(heads)):
-        return list(heads)
-    return sorted(heads, key=lambda head: (offsets[head], head))
-
-
-def _cut(heads: Sequence[int], groups: int) -> Iterator[Sequence[int]]:
-    groups = min(groups, len(heads))
-    for g in range(groups):
-        yield heads[g * len(heads) // groups : (g + 1) * len(heads) // groups]
-
-
-def _calls(
-    inside: Share,
-    share: Share,
-    segment: Span,
-    segments: int,
-    branch: Branch,
-    batch: int,
-    heads: Sequence[tuple[int, int]],
-) -> tuple[Call, ...]:
-    """Where the selected rows of a segment lie among the rows of the rank that holds ``share``."""
-    calls: list[Call] = []
-    for span in inside:
-        length = branch.segment if segments > 1 else span.length
-        firsts = [(head, (offset + segment.begin - span.begin) % branch.rate) for head, offset in heads]
-        rows = selected_rows(length, branch.rate, firsts[0][1])
-        if rows == 0:
-            continue
-        start = rows_within(span, share)
-        last = calls[-1] if calls else None
-        if last and branch.rate == 1 and last.start + last.rows == start:
-            both = last.length + length
-            calls[-1] = Call(0, batch, last.start, 1, both, 1, both, last.runs, False)
-        else:
-            runs = affine_runs(firsts)
-            calls.append(Call(0, batch, start, segments, length, branch.rate, rows, runs, branch.rate > 1))
-    return tuple(calls)
-
-
-def affine_runs(heads: Iterable[tuple[int, int]]) -> tuple[HeadRun, ...]:
-    """(head, offset) pairs in their order, as few runs of evenly growing heads and offsets as one pass finds."""
-    runs: list[HeadRun] = []
-    for head, offset in heads:
-        last = runs[-1] if runs else None
-        if last is not None:
-            step = head - (last.first + (last.count - 1) * last.step)
-            offset_step = offset - (last.offset + (last.count - 1) * last.offset_step)
-            fits = last.count == 1 or (step, offset_step) == (last.step, last.offset_step)
-            if fits and step > 0 and offset_step >= 0:
-                runs[-1] = HeadRun(last.first, step, last.count + 1, last.offset, offset_step)
-                continue
-        runs.append(HeadRun(head, 1, 1, offset, 0))
-    return tuple(runs)
-
-
-# --- hops --------------------------------------------------------------------------------------------------------
-
-
-def needed(lane: Lane, reader: int, owner: int, causal: bool) -> int:
-    """How many of the first rows of member ``owner`` the queries of member ``reader`` see."""
+def needed(chunk: Chunk, reader: int, owner: int, causal: bool) -> int:
+    """Return how many of the first rows of member ``owner`` the queries of member ``reader`` see."""
     if not causal:
-        return length_of(lane.spans[owner])
-    latest = lane.spans[reader][-1].begin
-    return sum(span.length for span in lane.spans[owner] if span.end <= latest)
+        return length_of(chunk.spans[owner])
+    latest = chunk.spans[reader][-1].begin
+    return sum(span.length for span in chunk.spans[owner] if span.end <= latest)
 
 
-def rectangles(queries: Share, keys: Sequence[Span], causal: bool) -> tuple[Rectangle, ...]:
-    """The full blocks of these queries against keys of other members, ascending; every key is in at most one."""
+def rectangles(queries: Shard, keys: Sequence[Span], causal: bool) -> tuple[Rectangle, ...]:
+    """Return the full blocks of these queries against keys of other members, ascending; every key is in at most one."""
     rows = length_of(queries)
     if not causal:
         return (Rectangle(0, rows, 0, length_of(tuple(keys))),)
@@ -335,56 +118,56 @@ def rectangles(queries: Share, keys: Sequence[Span], causal: bool) -> tuple[Rect
     return tuple(found)
 
 
-def _hops(lane: Lane, causal: bool, transport: str, group: int) -> Iterator[Hop]:
-    if len(lane.members) == 1:
+def hops_of(chunk: Chunk, causal: bool, transport: str, group: int) -> Iterator[Hop]:
+    if len(chunk.members) == 1:
         return
     if transport == "all-gather":
-        yield _gather_hop(lane, causal, 1 + group)
+        yield _gather_hop(chunk, causal, 1 + group)
         return
-    direction = min((1, -1), key=lambda d: _travelling(lane, causal, d))
-    for step in range(1, len(lane.members)):
-        yield _ring_hop(lane, causal, direction, step)
+    direction = min((1, -1), key=lambda d: _travelling(chunk, causal, d))
+    for step in range(1, len(chunk.members)):
+        yield _ring_hop(chunk, causal, direction, step)
 
 
-def _carried(lane: Lane, causal: bool, direction: int, owner: int, step: int) -> int:
-    """Rows of ``owner`` that travel at hop ``step``: what the receiver or anyone behind it needs."""
-    n = len(lane.members)
-    return max(needed(lane, (owner + direction * t) % n, owner, causal) for t in range(step, n))
+def _carried(chunk: Chunk, causal: bool, direction: int, owner: int, step: int) -> int:
+    """Return the rows of ``owner`` that travel at hop ``step``: what the receiver or anyone behind it needs."""
+    n = len(chunk.members)
+    return max(needed(chunk, (owner + direction * t) % n, owner, causal) for t in range(step, n))
 
 
-def _travelling(lane: Lane, causal: bool, direction: int) -> int:
-    """What ``_carried`` sums to over all owners and hops, in one pass: 128 ranks took 9 s with it, and take 0.1 s."""
-    n, total = len(lane.members), 0
+def _travelling(chunk: Chunk, causal: bool, direction: int) -> int:
+    """Sum ``_carried`` over all owners and hops, in one pass: 128 ranks took 9 s by calling it, and take 0.1 s."""
+    n, total = len(chunk.members), 0
     for owner in range(n):
         carried = 0
         for step in range(n - 1, 0, -1):
-            carried = max(carried, needed(lane, (owner + direction * step) % n, owner, causal))
+            carried = max(carried, needed(chunk, (owner + direction * step) % n, owner, causal))
             total += carried
     return total
 
 
-def _ring_hop(lane: Lane, causal: bool, direction: int, step: int) -> Hop:
-    n, me = len(lane.members), lane.me
+def _ring_hop(chunk: Chunk, causal: bool, direction: int, step: int) -> Hop:
+    n, me = len(chunk.members), chunk.me
     owner, previous = (me - direction * step) % n, (me - direction * (step - 1)) % n
     reader = (me + direction * step) % n
-    rows = _carried(lane, causal, direction, owner, step)
-    passed = _carried(lane, causal, direction, previous, step)
-    used, asked = needed(lane, me, owner, causal), needed(lane, reader, me, causal)
+    rows = _carried(chunk, causal, direction, owner, step)
+    passed = _carried(chunk, causal, direction, previous, step)
+    used, asked = needed(chunk, me, owner, causal), needed(chunk, reader, me, causal)
     return Hop(
         step=step,
         rows=rows,
         receives=_some(Transfer(owner, (me - direction) % n, 0, rows)),
         sends=_some(Transfer(previous, (me + direction) % n, 0, passed)),
-        work=rectangles(lane.spans[me], lane.spans[owner], causal),
+        work=rectangles(chunk.spans[me], chunk.spans[owner], causal),
         gives=_some(Transfer(owner, owner, 0, used)),
         takes=_some(Transfer(me, reader, 0, asked)),
     )
 
 
-def _gather_hop(lane: Lane, causal: bool, step: int) -> Hop:
-    others = [i for i in range(len(lane.members)) if i != lane.me]
+def _gather_hop(chunk: Chunk, causal: bool, step: int) -> Hop:
+    others = [i for i in range(len(chunk.members)) if i != chunk.me]
     arriving = sorted(
-        (span, i, begin) for i in others for begin, span in _prefix(lane.spans[i], needed(lane, lane.me, i, causal))
+        (span, i, begin) for i in others for begin, span in _prefix(chunk.spans[i], needed(chunk, chunk.me, i, causal))
     )
     receives, at = [], 0
     for span, i, begin in arriving:
@@ -392,23 +175,23 @@ def _gather_hop(lane: Lane, causal: bool, step: int) -> Hop:
         at += span.length
     # Between two members rows travel in ascending order, as the one that receives them lists them.
     sends = [
-        Transfer(lane.me, i, begin, span.length)
+        Transfer(chunk.me, i, begin, span.length)
         for i in others
-        for begin, span in _prefix(lane.spans[lane.me], needed(lane, i, lane.me, causal))
+        for begin, span in _prefix(chunk.spans[chunk.me], needed(chunk, i, chunk.me, causal))
     ]
     return Hop(
         step=step,
         rows=at,
         receives=tuple(receives),
         sends=tuple(sends),
-        work=rectangles(lane.spans[lane.me], [span for span, _, _ in arriving], causal) if at else (),
+        work=rectangles(chunk.spans[chunk.me], [span for span, _, _ in arriving], causal) if at else (),
         gives=tuple(receives),
         takes=tuple(sends),
     )
 
 
-def _prefix(spans: Share, rows: int) -> Iterator[tuple[int, Span]]:
-    """(first row, span) of the spans that the first ``rows`` rows are."""
+def _prefix(spans: Shard, rows: int) -> Iterator[tuple[int, Span]]:
+    """Yield (first row, span) of the spans that the first ``rows`` rows are."""
     begin = 0
     for span in spans:
         if begin >= rows:

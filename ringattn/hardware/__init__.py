@@ -1,1 +1,1 @@
-"""Facts of this machine: the only device queries."""
+"""Reads the facts of this machine: the only device queries."""

@@ -1,4 +1,4 @@
-"""Reads this machine's CPU, and makes facts of the reading: what a container may use of it, not what the host has."""
+"""Reads this machine's CPU: the share that a container may use, not the whole host."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NO_LIMIT_BYTES = 2**60  # cgroup v1 writes a number near 2**63 for "no limit"
 
 @dataclass(frozen=True, slots=True)
 class CpuReading:
-    """What the operating system says, unjudged.
+    """Raw answers of the operating system.
 
     ``cpuinfo`` is the text of /proc/cpuinfo, ``affinity`` the number of CPUs this process may be put on, ``quotas`` the
     CPU time each cgroup around it allows, in cores, and ``memory_limits`` their memory, in bytes.
@@ -51,7 +51,7 @@ class CpuReading:
 
 @dataclass(frozen=True, slots=True)
 class CpuModel:
-    """The first processor of a /proc/cpuinfo."""
+    """First processor of a /proc/cpuinfo."""
 
     name: str
     vendor_id: str
@@ -66,7 +66,7 @@ class CpuModel:
 
 
 def parse_cpuinfo(text: str) -> CpuModel:
-    """The first processor's entries of an x86 or Arm /proc/cpuinfo; what is not there is empty or -1."""
+    """Parse the first processor of an x86 or Arm /proc/cpuinfo; a missing entry is empty or -1."""
     entries: dict[str, str] = {}
     for line in text.splitlines():
         name, separator, value = line.partition(":")
@@ -84,22 +84,22 @@ def parse_cpuinfo(text: str) -> CpuModel:
 
 
 def isa_flags(flags: frozenset[str]) -> tuple[str, ...]:
-    """The flags that matter for attention, sorted."""
+    """Return the flags that matter for attention, sorted."""
     return tuple(sorted({name for flag, name in _ISA_FLAGS.items() if flag in flags}))
 
 
 def cpu_arch(machine: str) -> str:
-    """``x86_64`` or ``aarch64`` for the names systems give them; any other machine by its own name."""
+    """Return ``x86_64`` or ``aarch64`` for the names systems give them; any other machine's own name."""
     return _MACHINES.get(machine.lower(), machine.lower())
 
 
 def usable_cores(affinity: int, quotas: tuple[float, ...]) -> int:
-    """Cores that can be busy all the time; part of a core does not count, but there is always one."""
+    """Return the cores that can be busy all the time: whole ones, and at least one."""
     return max(1, int(min([float(affinity), *quotas])))
 
 
 def usable_memory(memory_bytes: int, limits: tuple[int, ...]) -> int:
-    """Bytes this process may have: the machine's, or the least of its cgroups' limits."""
+    """Return the bytes this process may have: the machine's, or the least of its cgroups' limits."""
     return min([memory_bytes, *limits]) if memory_bytes else min(limits, default=0)
 
 
@@ -113,7 +113,7 @@ def _number(text: str | None) -> int:
 
 
 def read_cpu(threads: int, root: Path = Path("/")) -> CpuReading:
-    """Reads /proc and /sys below ``root``; ``threads`` is torch's number. Missing files give empty or 0 entries."""
+    """Read /proc and /sys below ``root``; ``threads`` is torch's number. Missing files give empty or 0 entries."""
     quotas, limits = _read_cgroups(root)
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         affinity = len(os.sched_getaffinity(0))
@@ -133,7 +133,7 @@ def read_cpu(threads: int, root: Path = Path("/")) -> CpuReading:
 
 
 def _read_cgroups(root: Path) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """(cores, bytes) allowed by each cgroup around this process, v1 and v2; "no limit" is left out."""
+    """Return (cores, bytes) allowed by each cgroup around this process, v1 and v2, without those of no limit."""
     mount = root / "sys/fs/cgroup"
     quotas: list[float] = []
     limits: list[int] = []
@@ -155,7 +155,7 @@ def _read_cgroups(root: Path) -> tuple[tuple[float, ...], tuple[int, ...]]:
 
 
 def _upwards(mount: Path, path: str) -> Iterator[Path]:
-    """The cgroup's folder and those around it; where a container sees only part of the tree the rest is missing."""
+    """Yield the cgroup's folder and those around it; a container may see only part of them."""
     parts = [part for part in path.split("/") if part not in ("", ".", "..")]
     for depth in range(len(parts), -1, -1):
         yield mount.joinpath(*parts[:depth])
@@ -188,7 +188,7 @@ def _last_level_cache_bytes(root: Path) -> int:
 
 
 def _text(path: Path) -> str:
-    """The file's text; empty where this system has no such file or keeps it to itself."""
+    """Return the file's text; empty where this system has no such file or does not let it be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

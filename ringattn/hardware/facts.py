@@ -1,4 +1,4 @@
-"""What this machine is: frozen facts, and ``detect()``, the only device query at run time.
+"""Describes this machine in frozen facts; ``detect()`` is the only device query at run time.
 
 Readings (what drivers and files say) are kept apart from the pure functions that make facts out of them.
 torch is imported only when a device is looked at.
@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ringattn.errors import DeviceError
 
@@ -36,43 +36,14 @@ OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
     "xformers": ("xformers",),
 }
 _BOX_SIZES_GIB = (
-    2,
-    3,
-    4,
-    5,
-    6,
-    8,
-    10,
-    11,
-    12,
-    16,
-    20,
-    24,
-    32,
-    40,
-    48,
-    64,
-    72,
-    80,
-    94,
-    96,
-    128,
-    141,
-    144,
-    180,
-    192,
-    288,
-)
-_UNMEASURED = {
-    "xpu": "Intel GPUs (XPU)",
-    "mps": "Apple GPUs (MPS)",
-    "hip": "AMD GPUs (ROCm)",
-}
+    2, 3, 4, 5, 6, 8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 72, 80, 94, 96, 128, 141, 144, 180, 192, 288,
+)  # fmt: skip
+_UNMEASURED = {"xpu": "Intel GPUs (XPU)", "mps": "Apple GPUs (MPS)", "hip": "AMD GPUs (ROCm)"}
 
 
 @dataclass(frozen=True, slots=True)
 class HardwareFacts:
-    """One device as decisions see it; nothing in it names a host, a user, a path or a serial number.
+    """Facts of one device that decisions depend on, without a host, user, path or serial number.
 
     ``vendor`` is "nvidia" or "cpu". ``device_name`` is what the driver or /proc/cpuinfo says, ``sku`` the class of
     card, one for its many spellings. ``arch`` is "sm_90", "x86_64", "aarch64". ``sm_count`` is the number of streaming
@@ -104,7 +75,7 @@ class HardwareFacts:
 
 @dataclass(frozen=True, slots=True)
 class CudaReading:
-    """What torch, and NVML where it is importable, say of one NVIDIA device, unjudged."""
+    """Raw answers of torch, and of NVML where it is importable, about one NVIDIA device."""
 
     name: str
     capability: tuple[int, int]
@@ -122,7 +93,7 @@ class CudaReading:
 def cuda_facts(
     reading: CudaReading, software: tuple[tuple[str, str], ...] = (), packages: tuple[str, ...] = ()
 ) -> HardwareFacts:
-    """The facts of an NVIDIA device."""
+    """Return the facts of an NVIDIA device."""
     return HardwareFacts(
         vendor="nvidia",
         device_name=" ".join(reading.name.split()),
@@ -143,7 +114,7 @@ def cuda_facts(
 def cpu_facts(
     reading: CpuReading, software: tuple[tuple[str, str], ...] = (), packages: tuple[str, ...] = ()
 ) -> HardwareFacts:
-    """The facts of a CPU."""
+    """Return the facts of a CPU."""
     model = parse_cpuinfo(reading.cpuinfo)
     name = model.name
     if not name and model.implementer >= 0:
@@ -165,7 +136,7 @@ def cpu_facts(
 
 
 def fingerprint_name(facts: HardwareFacts) -> str:
-    """A file name (without suffix) for this kind of device: ``nvidia-h100-sxm-80g``, ``cpu-epyc-9004-2c``."""
+    """Return a file name (without suffix) for this kind of device: ``nvidia-h100-sxm-80g``, ``cpu-epyc-9004-2c``."""
     if facts.vendor == "cpu":
         threads = f"-{facts.threads}t" if facts.threads not in (0, facts.sm_count) else ""
         return slug(f"cpu-{facts.sku}-{facts.sm_count}c{threads}")
@@ -174,7 +145,7 @@ def fingerprint_name(facts: HardwareFacts) -> str:
 
 
 def _nominal_gib(memory_mib: int) -> int:
-    """The size on the box, of which drivers keep up to 4 %."""
+    """Return the advertised size, of which drivers keep up to 4 %."""
     gib = memory_mib / 1024
     return next((size for size in _BOX_SIZES_GIB if 0.96 * size <= gib <= size), round(gib))
 
@@ -183,7 +154,7 @@ def _nominal_gib(memory_mib: int) -> int:
 
 
 def host_identity() -> str:
-    """What tells this host, in its running life, from any other."""
+    """Return text that tells this host, until it reboots, from any other."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:  # not Linux
@@ -192,7 +163,7 @@ def host_identity() -> str:
 
 
 def detect(device: torch.device | str | int | None = None) -> HardwareFacts:
-    """The facts of ``device``: "cuda", "cuda:1", 1, "cpu" or a torch.device.
+    """Return the facts of ``device``: "cuda", "cuda:1", 1, "cpu" or a torch.device.
 
     None is the current CUDA device, else the CPU.
     Raises DeviceError for a device that is absent, and for kinds nobody has measured (ROCm, XPU, MPS).
@@ -214,6 +185,24 @@ def detect(device: torch.device | str | int | None = None) -> HardwareFacts:
     if wanted.type in _UNMEASURED:
         raise _unmeasured(str(wanted), wanted.type)
     raise DeviceError(f"device is {str(wanted)!r}; use 'cuda', 'cuda:N' or 'cpu'")
+
+
+class Gpu(NamedTuple):
+    """Compute capability as one number (90 for sm_90) and bytes of L2 cache."""
+
+    sm: int
+    l2_bytes: int
+
+
+@cache
+def gpu_of(device: torch.device) -> Gpu:
+    """Return the properties that a kernel picks its tiles by; those of sm_80 for a CPU, where Triton interprets."""
+    import torch
+
+    if device.type != "cuda":
+        return Gpu(80, 0)
+    properties = torch.cuda.get_device_properties(device)
+    return Gpu(properties.major * 10 + properties.minor, properties.L2_cache_size)
 
 
 def _requested(device: Any) -> torch.device:
@@ -254,7 +243,7 @@ def _unmeasured(device: str, kind: str) -> DeviceError:
 
 
 def _read_cuda(index: int) -> tuple[CudaReading, str]:
-    """A card, and the version of its driver."""
+    """Read a card, and the version of its driver."""
     import torch
 
     properties: Any = torch.cuda.get_device_properties(index)
@@ -274,7 +263,7 @@ def _read_cuda(index: int) -> tuple[CudaReading, str]:
 
 @dataclass(frozen=True, slots=True)
 class NvmlReading:
-    """What the driver says of itself, and of a card its power limit and active NVLinks; nothing where it does not."""
+    """Driver version, and power limit and active NVLinks of a card; empty or None where the driver gives none."""
 
     driver: str = ""
     power_limit_mw: int | None = None
@@ -283,7 +272,7 @@ class NvmlReading:
 
 @cache  # a call costs tens of milliseconds, and a model has a module a layer
 def _read_nvml(bus: str) -> NvmlReading:
-    """What NVML says of the card on a PCI bus, and of the driver; the order of its devices is not torch's."""
+    """Ask NVML about the driver and the card on a PCI bus; the order of its devices is not torch's."""
     nvml = _nvml()
     if nvml is None:
         return NvmlReading()
@@ -306,7 +295,7 @@ def _read_nvml(bus: str) -> NvmlReading:
 
 
 def _nvml() -> Any:
-    """The pynvml module, or None where it is not installed."""
+    """Return the pynvml module, or None where it is not installed."""
     if importlib.util.find_spec("pynvml") is None:
         return None
     return importlib.import_module("pynvml")
@@ -334,14 +323,14 @@ def _cuda_software(packages: tuple[str, ...], driver: str) -> tuple[tuple[str, s
 
 
 def cudnn_version(number: int) -> str:
-    """cuDNN's version from the number it gives itself: 91002 is 9.10.2, 8902 was 8.9.2."""
+    """Return cuDNN's version from the number it gives itself: 91002 is 9.10.2, 8902 was 8.9.2."""
     major = number // 10000 if number >= 90000 else number // 1000
     rest = number - major * (10000 if number >= 90000 else 1000)
     return f"{major}.{rest // 100}.{rest % 100}"
 
 
 def found_packages() -> tuple[str, ...]:
-    """The optional packages that could be imported here, in the order of OPTIONAL_PACKAGES; imports none of them."""
+    """Return the OPTIONAL_PACKAGES that could be imported here, importing none of them."""
     return tuple(name for name in OPTIONAL_PACKAGES if _is_findable(name))
 
 

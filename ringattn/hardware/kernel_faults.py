@@ -1,4 +1,4 @@
-"""What is known of a kernel's numbers on a machine: plain frozen data, no torch.
+"""Holds the outcome of checking a kernel's numbers on a machine: plain frozen data, no torch.
 
 A kernel runs a ``Combination`` where it was validated: by a probe whose profile matches this machine exactly, or by
 the accuracy check of ``accuracy_check``. A failed check is a ``KernelFault``, one of the facts of a machine, and
@@ -14,7 +14,7 @@ from ringattn.workload import ParamValue
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """What decides which code of a kernel runs, lengths and head counts aside. ``dtype`` is the compute dtype."""
+    """Everything but lengths and head counts that decides which code of a kernel runs; ``dtype`` is the compute one."""
 
     kernel: str
     head_dim: int
@@ -40,7 +40,7 @@ class Combination:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """How far one result is from float64: ``error`` may be up to ``bound``, NaN is beyond any."""
+    """Error of one result against float64, which may be up to ``bound``; NaN is beyond any."""
 
     name: str
     error: float
@@ -56,7 +56,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What came of a check: the figures of every result, or ``message`` where the kernel raised an error instead."""
+    """Outcome of a check: the figures of every result, or ``message`` where the kernel raised an error instead."""
 
     figures: tuple[Figure, ...] = ()
     message: str = ""
@@ -67,7 +67,7 @@ class Verdict:
 
     @property
     def reason(self) -> str:
-        """Why the kernel is refused; "" where it is not."""
+        """Reason for refusing the kernel; "" where it passes."""
         if self.message:
             return f"fails on this machine: {self.message}"
         wrong = ", ".join(map(str, (figure for figure in self.figures if not figure.passes)))
@@ -76,14 +76,14 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class KernelFault:
-    """A combination that does not run on a machine, and why not."""
+    """Combination that does not run on a machine, with the reason."""
 
     combination: Combination
     reason: str
 
 
 def join_faults(*lists: tuple[KernelFault, ...]) -> tuple[KernelFault, ...]:
-    """All of them, one for a combination, in one order whatever was found first."""
+    """Return all of them, one per combination, in an order that does not depend on that of the lists."""
     found: dict[Combination, KernelFault] = {}
     for fault in (fault for faults in lists for fault in faults):
         found.setdefault(fault.combination, fault)

@@ -1,4 +1,4 @@
-"""One name for the many spellings of one card or processor: pure functions on what drivers and /proc/cpuinfo say."""
+"""Maps the many spellings of one card or processor in drivers and /proc/cpuinfo to one name: pure functions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PLAIN_IS_SXM = frozenset({"h100", "h200", "h800", "b200", "b300"})
 
 
 def mig_profile(name: str) -> str:
-    """The MIG slice a CUDA device name ends in, such as ``1g.10gb``; empty for a whole card."""
+    """Return the MIG slice a CUDA device name ends in, such as ``1g.10gb``; empty for a whole card."""
     lowered = name.lower()
     if match := _MIG.search(lowered):
         return match[1]
@@ -29,7 +29,7 @@ def mig_profile(name: str) -> str:
 
 
 def gpu_sku(name: str) -> str:
-    """The class of card behind a CUDA device name: "NVIDIA H100 80GB HBM3" and "H100 SXM5 80GB" are ``h100-sxm``.
+    """Return the class of card: "NVIDIA H100 80GB HBM3" and "H100 SXM5 80GB" are ``h100-sxm``.
 
     Memory size is left out (it is a fact of its own), form factor and laptop versions are not: they are other
     silicon, or other clocks. A name no rule knows becomes a slug of itself.
@@ -49,7 +49,7 @@ def gpu_sku(name: str) -> str:
 
 
 def _whole_card_of_vgpu(text: str) -> str:
-    """A vGPU's name without its share: "grid v100dx-32q" is a V100 SXM2. X is SXM, D and L are larger memories."""
+    """Return a vGPU's card: "grid v100dx-32q" is a V100 SXM2. X is SXM, D and L are larger memories."""
     match = _VGPU.search(text)
     if not match:
         return text
@@ -99,7 +99,7 @@ _CPU_NOISE = re.compile(
 
 
 def cpu_sku(model_name: str, vendor_id: str = "", family: int = -1, model: int = -1) -> str:
-    """The class of a CPU, such as ``epyc-9004``: from family and model for servers, else from its name."""
+    """Return the class of a CPU, such as ``epyc-9004``: from family and model for servers, else from its name."""
     lowered = model_name.lower()
     known = _CPU_FAMILIES.get((vendor_id, family, model))
     if known and any(word in lowered for word in _SERVER_WORDS):
@@ -110,10 +110,10 @@ def cpu_sku(model_name: str, vendor_id: str = "", family: int = -1, model: int =
 
 
 def arm_model_name(implementer: int, part: int) -> str:
-    """A name for an Arm core that /proc/cpuinfo gives only numbers for."""
+    """Return a name for an Arm core that /proc/cpuinfo gives only numbers for."""
     return _ARM_PARTS.get((implementer, part), f"arm-{implementer:02x}-{part:03x}")
 
 
 def slug(text: str) -> str:
-    """``text`` in ``[a-z0-9.+-]``, fit for a file name; never empty, never hidden."""
+    """Return ``text`` in ``[a-z0-9.+-]``, fit for a file name; never empty, never hidden."""
     return re.sub(r"[^a-z0-9.+]+", "-", text.lower()).strip("-.")[:60].strip("-.") or "unknown"

@@ -1,4 +1,4 @@
-"""The kernels that torch ships, called at the aten level because only there do they give and take the LSE.
+"""Wraps the kernels that torch ships, called at the aten level because only there do they give and take the LSE.
 
 The CUDA three (FlashAttention 2, cuDNN, CUTLASS "efficient") return a natural-log float32 LSE and their backwards
 accept a merged out and LSE: relative gradient error about 3e-3 against float64 in bf16 on an H100.
@@ -14,7 +14,6 @@ transposed view, never a copy.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ _aten: Any = torch.ops.aten
 
 
 def _expand_heads(x_NMKD: Tensor, heads: int) -> Tensor:
-    """Each key/value head repeated for its query heads: a copy, for kernels without grouped-query support."""
+    """Copy each key/value head for its query heads, for kernels without grouped-query support."""
     n, m, kv_heads, d = x_NMKD.shape
     if kv_heads == heads:
         return x_NMKD
@@ -55,8 +54,9 @@ def _sum_heads(grad_NMHD: Tensor, kv_heads: int) -> Tensor:
 
 
 def _flash_cpu(config: KernelConfig) -> BoundKernel:
-    """Where every logit of a row is -inf, torch's operator gives out 0 and an LSE of 0, also where one is NaN and the
-    keys are few. Out and LSE of other rows can be 0, too, so math decides about the rows that have both.
+    """Bind torch's kernel for CPUs; math computes again the rows where its out and LSE are both 0.
+
+    It gives these where every logit is -inf, and where one is NaN and the keys are few; other rows can have them, too.
     """
     forward_op = _aten._scaled_dot_product_flash_attention_for_cpu.default
     backward_op = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -84,7 +84,7 @@ def _flash_cpu(config: KernelConfig) -> BoundKernel:
 def _decided_by_math(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """``out`` and ``lse``, with those of math in the rows where both are 0."""
+    """Return ``out`` and ``lse``, with those of math in the rows where both are 0."""
     empty_NHM = (lse == 0) & (out == 0).all(-1).transpose(1, 2)
     if not empty_NHM.any():
         return out, lse
@@ -155,9 +155,11 @@ def _flash(config: KernelConfig) -> BoundKernel:
 
 
 def _cudnn(config: KernelConfig) -> BoundKernel:
-    """cuDNN's, but for two shapes that ragged tails can have: one row, which it lacks, and in the backward full blocks
-    of 64 rows beyond a multiple of 128, where dq can be NaN (see ``_cudnn_reasons``). Math and FlashAttention 2, where
-    it has the head dimension, run those; a plan whose *main* blocks have such a shape is refused.
+    """Bind cuDNN's kernel, and others for two shapes that ragged tails can have.
+
+    It lacks blocks of one row, and in the backward of full blocks of 64 rows beyond a multiple of 128 dq can be NaN
+    (see ``_cudnn_reasons``). Math and FlashAttention 2, where it has the head dimension, run those; a plan whose *main*
+    blocks have such a shape is refused.
     """
     one_row, odd_tail = _math(config), _flash(config)
     forward_op = _aten._scaled_dot_product_cudnn_attention.default
@@ -182,7 +184,7 @@ def _cudnn(config: KernelConfig) -> BoundKernel:
         if rows == 1:
             return one_row.backward(dout, q, k, v, out, lse)
         if not causal and rows % 128 == 64:
-            tail = one_row if _reads_out_of_bounds(q.shape[3]) else odd_tail
+            tail = one_row if _flash_2_head_dim_is_unsafe(q.shape[3]) else odd_tail
             return tail.backward(dout, q, k, v, out, lse)
         state = unused.get(q.device)
         if state is None:
@@ -237,9 +239,10 @@ def _efficient(config: KernelConfig) -> BoundKernel:
     return BoundKernel(forward, backward)
 
 
-def _cuda_reasons(
+def cuda_reasons(
     need: KernelNeed, dtypes: tuple[str, ...], lowest_sm: int, head_dim_multiple: int, head_dim_max: int
 ) -> list[str]:
+    """Return what a CUDA kernel with these limits lacks for ``need``."""
     reasons = []
     if need.vendor != "nvidia":
         return ["runs on NVIDIA GPUs only"]
@@ -250,32 +253,33 @@ def _cuda_reasons(
     if need.head_dim % head_dim_multiple or need.head_dim > head_dim_max:
         reasons.append(f"head_dim {need.head_dim}; it needs a multiple of {head_dim_multiple} up to {head_dim_max}")
     if need.dropout:
-        reasons.append("its dropout mask cannot be split exactly across blocks")
+        reasons.append("dropout is not exact across blocks")
     if need.heads > MAX_GRID:
         reasons.append(f"{need.heads} heads; its launch grid ends at {MAX_GRID} (pytorch/pytorch#142228)")
     return reasons
 
 
 def far_rows_faults(need: KernelNeed) -> list[str]:
-    """Offsets within a tile of 128 rows are 32 bits in FlashAttention 2 and CUTLASS: measured on an H100, where rows
-    2^24 elements apart end in an illegal address. cuDNN, flash-attn-4 and our own kernel read them.
+    """Return why rows lie too far apart for FlashAttention 2 and CUTLASS, whose offsets within 128 rows are 32 bits.
+
+    On an H100 rows 2^24 elements apart end in an illegal address. cuDNN, flash-attn-4 and our own kernel read them.
     """
     if 128 * need.row_elements < 2**31:
         return []
     return [f"rows lie {need.row_elements} elements apart and its 32-bit offsets end within a tile; use gather copy"]
 
 
-def _reads_out_of_bounds(head_dim: int) -> bool:
-    """Whether FlashAttention 2's backward does."""
+def _flash_2_head_dim_is_unsafe(head_dim: int) -> bool:
+    """Tell whether FlashAttention 2's backward reads out of bounds at this head dimension."""
     return 128 < head_dim < 192
 
 
-def flash_2_strays(need: KernelNeed) -> bool:
-    return need.backward and _reads_out_of_bounds(need.head_dim)
+def flash_2_reads_out_of_bounds(need: KernelNeed) -> bool:
+    return need.backward and _flash_2_head_dim_is_unsafe(need.head_dim)
 
 
 def flash_2_backward_faults(need: KernelNeed) -> list[str]:
-    """What is wrong with FlashAttention 2's backward, wherever it was compiled into."""
+    """Return what is wrong with FlashAttention 2's backward, wherever it was compiled into."""
     reasons = []
     accumulated = flash_2_elements(1, need.rows, need.heads, need.head_dim)  # more blocks run in parts
     if accumulated > FLASH_2_MAX_ELEMENTS:
@@ -283,13 +287,13 @@ def flash_2_backward_faults(need: KernelNeed) -> list[str]:
             f"its backward's 32-bit offsets end at 2^31 elements of dq and one block has {accumulated} "
             "(Dao-AILab/flash-attention#2260)"
         )
-    if _reads_out_of_bounds(need.head_dim):
+    if _flash_2_head_dim_is_unsafe(need.head_dim):
         reasons.append(f"its backward reads out of bounds at head_dim {need.head_dim} (pytorch/pytorch#173953)")
     return reasons
 
 
 def _flash_reasons(need: KernelNeed) -> tuple[str, ...]:
-    reasons = _cuda_reasons(need, ("fp16", "bf16"), 80, 8, 256) + far_rows_faults(need)
+    reasons = cuda_reasons(need, ("fp16", "bf16"), 80, 8, 256) + far_rows_faults(need)
     if need.backward:
         reasons += flash_2_backward_faults(need)
         # check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120 of torch's sdp_utils.cpp: 232 to 256 fit
@@ -303,7 +307,7 @@ _CUDNN_WIDE_HEADS = (9, 10, 0, 3, 0)
 
 
 def _cudnn_head_dim_max(need: KernelNeed) -> int:
-    """The largest head dimension of the library, as torch's dispatcher has it (check_cudnn_tensor_shapes).
+    """Return the largest head dimension of cuDNN, as torch's dispatcher has it (check_cudnn_tensor_shapes).
 
     128 everywhere, and from cuDNN 9.10 on 256 on sm_90 in both directions (pytorch/pytorch#161210): with 9.19 the
     results of an H200 at 192 and 256 were right, 2 to 3e-3 off in bf16, grouped heads and ragged lengths too. Newer
@@ -314,7 +318,7 @@ def _cudnn_head_dim_max(need: KernelNeed) -> int:
 
 
 def _cudnn_reasons(need: KernelNeed) -> tuple[str, ...]:
-    reasons = _cuda_reasons(need, ("fp16", "bf16"), 80, 8, _cudnn_head_dim_max(need))
+    reasons = cuda_reasons(need, ("fp16", "bf16"), 80, 8, _cudnn_head_dim_max(need))
     if need.rows == 1:
         reasons.append("one key row is not supported")
     if need.backward and need.deterministic:
@@ -328,22 +332,19 @@ def _cudnn_reasons(need: KernelNeed) -> tuple[str, ...]:
 
 def _efficient_reasons(need: KernelNeed) -> tuple[str, ...]:
     dtypes = ("fp16", "bf16", "fp32") if need.sm >= 80 else ("fp16", "fp32")
-    return tuple(_cuda_reasons(need, dtypes, 50, 4 if need.dtype == "fp32" else 8, 65536) + far_rows_faults(need))
-
-
-def _kernel(
-    name: str,
-    reasons: Callable[[KernelNeed], tuple[str, ...]],
-    load: Callable[[KernelConfig], BoundKernel],
-    strays: Callable[[KernelNeed], bool] = lambda need: False,
-) -> BlockKernel:
-    return BlockKernel(name, "", reasons, load, strays=strays)
+    return tuple(cuda_reasons(need, dtypes, 50, 4 if need.dtype == "fp32" else 8, 65536) + far_rows_faults(need))
 
 
 KERNELS = (
-    _kernel("cudnn", _cudnn_reasons, lambda config: in_parts(_cudnn(config))),
-    _kernel("flash", _flash_reasons, lambda config: in_parts(_flash(config), flash_2_backward=True), flash_2_strays),
-    _kernel("efficient", _efficient_reasons, lambda config: in_parts(_efficient(config))),
-    _kernel("flash-cpu", _flash_cpu_reasons, _flash_cpu),
-    _kernel("math", _math_reasons, _math),
+    BlockKernel("cudnn", "", _cudnn_reasons, lambda config: in_parts(_cudnn(config))),
+    BlockKernel(
+        "flash",
+        "",
+        _flash_reasons,
+        lambda config: in_parts(_flash(config), flash_2_backward=True),
+        reads_out_of_bounds=flash_2_reads_out_of_bounds,
+    ),
+    BlockKernel("efficient", "", _efficient_reasons, lambda config: in_parts(_efficient(config))),
+    BlockKernel("flash-cpu", "", _flash_cpu_reasons, _flash_cpu),
+    BlockKernel("math", "", _math_reasons, _math),
 )

@@ -1,4 +1,4 @@
-"""What a block kernel is: what it is asked for, why it may refuse, and what it gives when loaded.
+"""Defines block kernels: the request, the reasons for refusing it, and the loaded kernel.
 
 A block kernel attends over rectangular blocks that are full or causal-diagonal, returns the true log-sum-exp of
 every row, and has a backward that takes the *merged* out and LSE. The checks are pure; ``load`` is the only part
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KernelNeed:
-    """What one branch of a plan asks of a kernel.
+    """Request of one branch of a plan to a kernel.
 
     ``rows`` and ``blocks`` are those of its largest call, ``row_elements`` the distance between neighbouring rows of q
     where they are read in place, in elements. ``dtype`` is the compute dtype. ``software`` are the machine's (name,
@@ -54,12 +54,12 @@ class KernelNeed:
     software: tuple[tuple[str, str], ...] = ()
 
     def release(self, name: str) -> Release | None:
-        """The version of cudnn, torch or a package by its import name; None where it is not known."""
+        """Return the version of cudnn, torch or a package by its import name; None where it is not known."""
         return release(dict(self.software).get(name, ""))
 
     @property
     def sm(self) -> int:
-        """The compute capability as one number (90 for sm_90), 0 where there is none."""
+        """Compute capability as one number (90 for sm_90), 0 where there is none."""
         return int(self.arch.removeprefix("sm_")) if self.arch.startswith("sm_") else 0
 
 
@@ -67,13 +67,13 @@ Grads = tuple["Tensor", "Tensor", "Tensor"]
 
 
 class Forward(Protocol):
-    """(q (N, M, H, D), k and v (N, M, K, D)) -> out (N, M, H, D), lse (N, H, M) natural log, float32 or float64."""
+    """Maps q (N, M, H, D), k and v (N, M, K, D) to out (N, M, H, D) and lse (N, H, M), natural log, fp32 or fp64."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]: ...
 
 
 class Backward(Protocol):
-    """(dout, q, k, v, out, lse) -> dq, dk, dv of the block, given the merged out and lse.
+    """Maps dout, q, k, v and the merged out and lse to dq, dk, dv of the block.
 
     lse is contiguous; dout and out too, unless the kernel says ``strided_backward``. ``grads`` are tensors, possibly
     strided, to write into and return: given only to a kernel that says ``writes_grads``.
@@ -85,7 +85,7 @@ class Backward(Protocol):
 
 
 class Differentiable(Protocol):
-    """(shape of q (N, M, H, D)) -> the forward whose gradient autograd takes by itself, None where there is none.
+    """Maps the shape of q (N, M, H, D) to a forward that autograd differentiates by itself, or None.
 
     It is called with grad mode on and saves q, k, v, out and lse. Its own gradient is ``backward`` on them, for dout of
     any strides, and lse is not differentiable.
@@ -95,11 +95,11 @@ class Differentiable(Protocol):
 
 
 def not_differentiable(shape: Sequence[int], /) -> None:
-    """Of a kernel whose gradients its ``backward`` alone gives."""
+    """Return None: gradients come from ``backward`` alone."""
 
 
 class BoundKernel(NamedTuple):
-    """A kernel with causality, scale and parameters fixed: nothing is left to decide at a call."""
+    """Kernel with causality, scale and parameters fixed: nothing is left to decide at a call."""
 
     forward: Forward
     backward: Backward
@@ -108,8 +108,10 @@ class BoundKernel(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KernelConfig:
-    """What is fixed when a kernel is bound. ``dtype`` is the compute dtype where it is known: fp32 and tf32 tensors
-    look alike, and a kernel that has both takes fp32 unless told otherwise."""
+    """Everything that is fixed when a kernel is bound.
+
+    ``dtype`` is the compute dtype: fp32 and tf32 tensors look alike, and a kernel that has both takes fp32 if it is "".
+    """
 
     causal: bool
     scale: float
@@ -123,14 +125,14 @@ Params = Mapping[str, tuple[ParamValue, ...]]
 
 @dataclass(frozen=True, slots=True)
 class BlockKernel:
-    """One row of the table.
+    """Entry of the table of kernels.
 
     ``reasons`` is pure and empty when the kernel can run; ``package`` is the import name it needs ("" for torch
     itself). ``params`` lists, per direction and architecture, the values worth searching; the first is the default.
     ``strided_backward``: its backward reads dout and out in any layout whose last stride is 1; ``writes_grads``: it
     can write gradients where it is told; ``just_in_time``: it is compiled at its first call, which takes seconds;
-    ``strays``: of what it refuses, where it is known to read or write memory that is not its own, so that not even a
-    process of its own should try it.
+    ``reads_out_of_bounds``: of what it refuses, where it is known to touch memory that is not its own, so that not even
+    a process of its own should try it.
     """
 
     name: str
@@ -142,10 +144,10 @@ class BlockKernel:
     strided_backward: bool = False
     writes_grads: bool = False
     just_in_time: bool = False
-    strays: Callable[[KernelNeed], bool] = lambda need: False
+    reads_out_of_bounds: Callable[[KernelNeed], bool] = lambda need: False
 
     def unsupported_reasons(self, need: KernelNeed, facts: HardwareFacts) -> tuple[str, ...]:
-        """Why this kernel cannot serve ``need`` on the machine of ``facts``; empty when it can."""
+        """Return why this kernel cannot serve ``need`` on the machine of ``facts``; empty when it can."""
         reasons = self.reasons(replace(need, software=facts.software))
         if self.package and not reasons and self.package not in facts.packages:
             reasons += (f"the package {self.package} is not installed" + (f" ({self.remedy})" if self.remedy else ""),)

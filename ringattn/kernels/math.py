@@ -1,4 +1,4 @@
-"""Attention in plain matrix products: any device, any dtype, any head dimension, bounded memory.
+"""Computes attention in plain matrix products: any device, any dtype, any head dimension, bounded memory.
 
 The last resort of every machine and the only kernel for float64. 16-bit inputs are computed in float32. A logit of -inf
 has no part in any gradient, also where q or k is infinite itself.
@@ -31,7 +31,7 @@ def _grouped(x_NMHD: Tensor, kv_heads: int) -> Tensor:
 
 
 def _without_infinities(x: Tensor) -> Tensor:
-    """What a gradient multiplies by a weight: an infinite element only meets weights of 0, or NaN, which stays."""
+    """Return x with 0 for infinite elements, which only meet weights of 0 in a gradient, or NaN, which stays."""
     return x.masked_fill(x.isinf(), 0.0)
 
 
@@ -42,7 +42,7 @@ def _row_blocks(n: int, rows: int, keys: int, heads: int) -> Iterator[tuple[int,
 
 
 def _scores(q_NKGRD: Tensor, k_NKMD: Tensor, begin: int, end: int, causal: bool, scale: float) -> Tensor:
-    """Logits of query rows [begin, end) against the keys they may see (all, or causal: the first ``end``)."""
+    """Return logits of query rows [begin, end) against the keys they may see (all, or causal: the first ``end``)."""
     scores = torch.matmul(q_NKGRD, k_NKMD[:, :, None].transpose(-1, -2)) * scale
     if causal:
         row = torch.arange(begin, end, device=scores.device)[:, None]
@@ -52,7 +52,7 @@ def _scores(q_NKGRD: Tensor, k_NKMD: Tensor, begin: int, end: int, causal: bool,
 
 
 def forward(q_NMHD: Tensor, k_NMKD: Tensor, v_NMKD: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """out (N, M, H, D) in the input dtype and lse (N, H, M) in float32 (float64 for float64)."""
+    """Return out (N, M, H, D) in the input dtype and lse (N, H, M) in float32 (float64 for float64)."""
     n, rows, heads, _ = q_NMHD.shape
     kv_heads = k_NMKD.shape[2]
     keys = k_NMKD.shape[1]
@@ -86,7 +86,7 @@ def backward(
     scale: float,
     grads: Grads | None = None,
 ) -> Grads:
-    """dq, dk, dv of this block against the *final* out and lse (FlashAttention, arXiv:2205.14135, algorithm 4).
+    """Return dq, dk, dv of this block against the *final* out and lse (FlashAttention, arXiv:2205.14135, alg. 4).
 
     A row whose final lse is -inf has no gradient.
     """

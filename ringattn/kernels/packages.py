@@ -1,4 +1,4 @@
-"""The attention packages that are not part of torch: FlashAttention 2, 3 and 4, and xFormers.
+"""Wraps attention packages that are not part of torch: FlashAttention 2, 3 and 4, and xFormers.
 
 Each row has pure reasons (architecture, dtype, head dimension, published faults with their source) and a ``load_*``
 that imports its package once, when a plan is built, checks that the functions take what is passed to them, and
@@ -24,9 +24,10 @@ from torch import Tensor
 
 from ringattn.errors import KernelLoadError
 
-from .aten import far_rows_faults, flash_2_backward_faults, flash_2_strays
+from .aten import cuda_reasons, far_rows_faults, flash_2_backward_faults, flash_2_reads_out_of_bounds
 from .contract import BlockKernel, BoundKernel, Grads, KernelConfig, KernelNeed, Params
 from .parts import MAX_GRID, cutlass_empty_rows, flash_2_empty_rows, in_parts, without_empty_rows
+from .recorded_launch import RecordedLaunch
 
 # --- loading -----------------------------------------------------------------------------------------------------
 
@@ -43,7 +44,7 @@ def _import(kernel: str, module: str, remedy: str) -> Any:
 
 
 def _function(kernel: str, module: Any, name: str, positional: int, keywords: Iterable[str], remedy: str) -> Any:
-    """``module.name``, once it is known to accept that call: these names are private and have changed before."""
+    """Return ``module.name`` if it accepts that call: these names are private and have changed before."""
     function = getattr(module, name, None)
     if function is None:
         raise _refusal(kernel, f"{module.__name__} has no {name}", remedy)
@@ -61,14 +62,14 @@ def _no_more_params(kernel: str, config: KernelConfig, known: Iterable[str] = ()
         raise _refusal(kernel, f"unknown parameter {', '.join(unknown)}", f"It takes {', '.join(known) or 'none'}")
 
 
-def _rows_of(lse_NHM: Tensor) -> Tensor:
-    """LSE as the C++ kernels need it: they take its address and check neither strides nor dtype."""
+def _contiguous_lse(lse_NHM: Tensor) -> Tensor:
+    """Return the LSE contiguous: the C++ kernels take its address and check neither strides nor dtype."""
     assert lse_NHM.dtype is torch.float32
     return lse_NHM.contiguous()
 
 
 def _unit_last(x: Tensor) -> Tensor:
-    """A gradient may arrive expanded (from ``out.sum()``); everything else has its last stride at 1 already."""
+    """Return dout with a last stride of 1: it may arrive expanded (from ``out.sum()``)."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -82,7 +83,7 @@ _FLASH_2_REMEDY = "Install flash-attn >= 2.8 built for this torch"
 
 
 def load_flash_attn_2(config: KernelConfig) -> BoundKernel:
-    """FlashAttention 2 by its extension module: the package's own functions are custom ops, which cost host time."""
+    """Bind FlashAttention 2's extension module: the package's own functions are custom ops, which cost host time."""
     name = "flash-attn-2"
     _no_more_params(name, config)
     module = _import(name, "flash_attn.flash_attn_interface", _FLASH_2_REMEDY)
@@ -102,7 +103,7 @@ def load_flash_attn_2(config: KernelConfig) -> BoundKernel:
     ) -> Grads:
         dq, dk, dv = grads or _empty_grads(q, k, v)
         bwd(
-            *(_unit_last(dout), q, k, v, out, _rows_of(lse), dq, dk, dv, None),
+            *(_unit_last(dout), q, k, v, out, _contiguous_lse(lse), dq, dk, dv, None),
             *(0.0, scale, causal, -1, -1, 0.0, deterministic, None, None),
         )
         return dq, dk, dv
@@ -111,7 +112,7 @@ def load_flash_attn_2(config: KernelConfig) -> BoundKernel:
 
 
 def flash_attn_2_reasons(need: KernelNeed) -> tuple[str, ...]:
-    reasons = _common_reasons(need, lowest_sm=80, head_dim_max=256) + far_rows_faults(need)
+    reasons = _reasons(need, 80) + far_rows_faults(need)
     if need.backward:
         reasons += flash_2_backward_faults(need)
     return tuple(reasons)
@@ -140,14 +141,14 @@ def load_flash_attn_3(config: KernelConfig) -> BoundKernel:
         dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /, grads: Grads | None = None
     ) -> Grads:
         dq, dk, dv = grads or _empty_grads(q, k, v)  # it returns none of them
-        bwd(dout, q, k, v, out, _rows_of(lse), dq=dq, dk=dk, dv=dv, **backward_keywords)
+        bwd(dout, q, k, v, out, _contiguous_lse(lse), dq=dq, dk=dk, dv=dv, **backward_keywords)
         return dq, dk, dv
 
     return BoundKernel(forward, backward)
 
 
 def flash_attn_3_reasons(need: KernelNeed) -> tuple[str, ...]:
-    reasons = _common_reasons(need, lowest_sm=90, head_dim_max=256)
+    reasons = _reasons(need, 90)
     if need.vendor == "nvidia" and need.sm > 90:
         reasons.append(f"is built for sm_90, this is {need.arch}")
     if need.backward and need.deterministic:
@@ -173,22 +174,18 @@ _SM90_TILES: dict[int, tuple[str, ...]] = {
 
 
 def _tile_keywords(value: object) -> dict[str, object]:
-    """``_flash_attn_fwd``'s arguments for a tile such as "128x176-rs-overlap"; none for the package's choice."""
+    """Return ``_flash_attn_fwd``'s arguments for a tile such as "128x176-rs-overlap"; none for the package's choice."""
     if value == _PACKAGE_CHOICE:
         return {}
     if value not in {tile for tiles in _SM90_TILES.values() for tile in tiles}:
         raise _refusal("flash-attn-4", f"forward_tile is {value!r}", "Use 'package' or a tile of the search space")
     size, *flags = str(value).split("-")
     query_rows, key_rows = map(int, size.split("x"))
-    return {
-        "tile_mn": (query_rows, key_rows),
-        "mma_pv_is_rs": "rs" in flags,
-        "intra_wg_overlap": "overlap" in flags,
-    }
+    return {"tile_mn": (query_rows, key_rows), "mma_pv_is_rs": "rs" in flags, "intra_wg_overlap": "overlap" in flags}
 
 
 def _keep_compiled_kernels() -> None:
-    """Turns the package's disk cache on: it is off by default, in a shared /tmp, and read at its first import."""
+    """Turn the package's disk cache on: it is off by default, in a shared /tmp, and read at its first import."""
     home = os.environ.get("XDG_CACHE_HOME", "")
     folder = (Path(home) if Path(home).is_absolute() else Path.home() / ".cache") / "ringtune" / "flash-attn-4"
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
@@ -196,43 +193,38 @@ def _keep_compiled_kernels() -> None:
 
 
 def load_flash_attn_4(config: KernelConfig) -> BoundKernel:
-    """FlashAttention 4, called below its autograd function. Kernels are compiled at first use, 2 to 3 s each.
+    """Bind FlashAttention 4 below its autograd function. Kernels are compiled at first use, 2 to 3 s each.
 
     They are kept on disk in the user's cache folder, unless the package's own variables say otherwise.
     """
     name = "flash-attn-4"
     _no_more_params(name, config, ("forward_tile", "pack_gqa"))
-    forward_keywords: dict[str, object] = {
-        "softmax_scale": config.scale,
-        "causal": config.causal,
-        "return_lse": True,
-    }
+    forward_keywords: dict[str, object] = {"softmax_scale": config.scale, "causal": config.causal, "return_lse": True}
     forward_keywords |= _tile_keywords(config.params.get("forward_tile", _PACKAGE_CHOICE))
     if "pack_gqa" in config.params:
         forward_keywords["pack_gqa"] = bool(config.params["pack_gqa"])
-    backward_keywords = {
-        "softmax_scale": config.scale,
-        "causal": config.causal,
-        "deterministic": config.deterministic,
-    }
+    backward_keywords = {"softmax_scale": config.scale, "causal": config.causal, "deterministic": config.deterministic}
     into = ("dq", "dk", "dv")
     _keep_compiled_kernels()
     module = _import(name, "flash_attn.cute.interface", _FLASH_4_REMEDY)
     fwd = _function(name, module, "_flash_attn_fwd", 3, forward_keywords, _FLASH_4_REMEDY)
     bwd = _function(name, module, "_flash_attn_bwd", 6, (*into, *backward_keywords), _FLASH_4_REMEDY)
 
+    launch_forward = RecordedLaunch(fwd, module, forward_keywords, results=2)
+    launch_backward = RecordedLaunch(bwd, module, backward_keywords, results=3)
+
     def forward(q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
-        result = fwd(q, k, v, **forward_keywords)
-        return result[0], result[1]
+        out, lse = launch_forward(q, k, v)
+        return out, lse
 
     def backward(
         dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /, grads: Grads | None = None
     ) -> Grads:
-        dq, dk, dv = grads or (None, None, None)
         # It checks neither strides nor alignment of the gradients it is given, and assumes both.
         assert grads is None or all(_aligned_to_16_bytes(x) for x in grads)
-        result = bwd(q, k, v, out, dout, lse, dq=dq, dk=dk, dv=dv, **backward_keywords)
-        return result[0], result[1], result[2]
+        named = None if grads is None else dict(zip(into, grads, strict=True))
+        dq, dk, dv = launch_backward(q, k, v, out, dout, lse, into=named)
+        return dq, dk, dv
 
     return BoundKernel(forward, backward)
 
@@ -247,7 +239,7 @@ _FLASH_4_UNEVEN = (4, 0, 0, 1, 36)  # 4.0.0b36, the newest with the fault
 
 
 def _pads_unevenly(need: KernelNeed) -> bool:
-    """Whether the sm_90 backward pads the head dimension to less than its accumulators have.
+    """Tell whether the sm_90 backward pads the head dimension to less than its accumulators have.
 
     Its kernel rounds up to a multiple of 16 ("hdim_multiple_of = 64 if dKV_swapAB else 16" in flash_bwd_sm90.py);
     interface.py, which allocates the accumulators of dq, and of dk and dv of grouped heads, and has them read back, to
@@ -288,14 +280,14 @@ def _flash_4_arch_reasons(need: KernelNeed) -> list[str]:
 
 
 def flash_attn_4_reasons(need: KernelNeed) -> tuple[str, ...]:
-    reasons = _common_reasons(need, lowest_sm=80, head_dim_max=256)
+    reasons = _reasons(need, 80)
     if need.vendor == "nvidia":
         reasons += _flash_4_arch_reasons(need)
     return tuple(reasons)
 
 
 def flash_attn_4_params(need: KernelNeed) -> Params:
-    """Forward tiles on sm_90 (nothing else there obeys), and packing of grouped heads."""
+    """Return forward tiles on sm_90 (nothing else there obeys), and packing of grouped heads."""
     params: dict[str, tuple[str, ...] | tuple[bool, ...]] = {}
     if need.sm == 90:
         padded = next((d for d in _SM90_TILES if need.head_dim <= d), None)
@@ -313,7 +305,7 @@ _XFORMERS_OPERATORS = ("flash", "cutlass")
 
 
 def load_xformers(config: KernelConfig) -> BoundKernel:
-    """xFormers' operators: torch's own FlashAttention 2 ("flash", or the flash-attn package) and CUTLASS kernels."""
+    """Bind xFormers' operators: torch's FlashAttention 2 ("flash", or the flash-attn package) or CUTLASS kernels."""
     name = "xformers"
     _no_more_params(name, config, ("operator",))
     operator = config.params.get("operator", _XFORMERS_OPERATORS[0])
@@ -339,7 +331,7 @@ def load_xformers(config: KernelConfig) -> BoundKernel:
     ) -> Grads:
         assert grads is None, "this kernel cannot write into given gradients"
         # out is read as if its rows were H * D apart, as in kernels_aten's "efficient".
-        lse = without_empty_rows(_rows_of(lse))
+        lse = without_empty_rows(_contiguous_lse(lse))
         result = bwd(dout, out.contiguous(), lse, q, k, v, attn_bias=bias, scale=scale, op=backward_op)
         return result[0], result[1], result[2]
 
@@ -347,8 +339,8 @@ def load_xformers(config: KernelConfig) -> BoundKernel:
 
 
 def xformers_reasons(need: KernelNeed) -> tuple[str, ...]:
-    """What its first operator, FlashAttention 2, cannot do; older cards and fp32 are served by torch's "efficient"."""
-    reasons = _common_reasons(need, lowest_sm=80, head_dim_max=256) + far_rows_faults(need)
+    """Return what its first operator, FlashAttention 2, lacks; torch's "efficient" serves older cards and fp32."""
+    reasons = _reasons(need, 80) + far_rows_faults(need)
     if need.heads != need.kv_heads:
         reasons.append("its backward operators take no grouped heads")
     if need.backward and need.deterministic:
@@ -366,21 +358,10 @@ def xformers_params(need: KernelNeed) -> Params:
 # --- the rows -----------------------------------------------------------------------------------------------------
 
 
-def _common_reasons(need: KernelNeed, lowest_sm: int, head_dim_max: int) -> list[str]:
-    if need.vendor != "nvidia":
-        return ["runs on NVIDIA GPUs only"]
-    reasons = []
-    if need.sm < lowest_sm:
-        reasons.append(f"needs sm_{lowest_sm} or newer, this is {need.arch}")
-    if need.dtype not in ("fp16", "bf16"):
-        reasons.append(f"no {need.dtype}; it has fp16 and bf16")
-    if need.head_dim % 8 or need.head_dim > head_dim_max:
-        reasons.append(f"head_dim {need.head_dim}; it needs a multiple of 8 up to {head_dim_max}")
-    for what, count in (("heads", need.heads), ("blocks", need.blocks)):
-        if count > MAX_GRID:
-            reasons.append(f"{count} {what}; its launch grid ends at {MAX_GRID}")
-    if need.dropout:
-        reasons.append("dropout is not exact across blocks")
+def _reasons(need: KernelNeed, lowest_sm: int) -> list[str]:
+    reasons = cuda_reasons(need, ("fp16", "bf16"), lowest_sm, 8, 256)
+    if need.vendor == "nvidia" and need.blocks > MAX_GRID:
+        reasons.append(f"{need.blocks} blocks; its launch grid ends at {MAX_GRID}")
     return reasons
 
 
@@ -394,7 +375,7 @@ KERNELS = (
         remedy=_FLASH_2_REMEDY,
         strided_backward=True,
         writes_grads=True,
-        strays=flash_2_strays,
+        reads_out_of_bounds=flash_2_reads_out_of_bounds,
     ),
     BlockKernel(
         "flash-attn-3",
@@ -423,6 +404,6 @@ KERNELS = (
         load_xformers,
         xformers_params,
         _XFORMERS_REMEDY,
-        strays=flash_2_strays,
+        reads_out_of_bounds=flash_2_reads_out_of_bounds,
     ),
 )

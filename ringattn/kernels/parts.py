@@ -1,4 +1,4 @@
-"""Calls too large for a kernel, run in parts along the block axis, so that a fast kernel stays usable.
+"""Splits calls too large for a kernel along the block axis, and marks rows without a finite logit in its LSE.
 
 Parts are slices: inputs are not copied, results are joined once. Everything within the limits goes straight through.
 
@@ -20,18 +20,18 @@ FLASH_2_MAX_ELEMENTS = 2**31  # its backward's offsets into the dq accumulator a
 
 
 def flash_2_elements(blocks: int, rows: int, heads: int, head_dim: int) -> int:
-    """Elements of the padded float32 dq accumulator of FlashAttention 2's backward."""
+    """Return the elements of the padded float32 dq accumulator of FlashAttention 2's backward."""
     padded_head_dim = -(-head_dim // 32) * 32 if head_dim <= 128 else -(-head_dim // 64) * 64
     return blocks * heads * (-(-rows // 128) * 128) * padded_head_dim
 
 
 def without_empty_rows(lse_NHM: Tensor) -> Tensor:
-    """The final LSE with +inf for -inf: what a backward that computes exp(s - lse) takes, so that no row gives NaN."""
+    """Return the final LSE with +inf for -inf, so that no row of a backward that computes exp(s - lse) is NaN."""
     return torch.nan_to_num(lse_NHM, nan=math.nan, posinf=math.inf, neginf=math.inf)
 
 
 def flash_2_empty_rows(lse_NHM: Tensor) -> Tensor:
-    """FlashAttention 2's LSE with -inf for the +inf that it gives a row of which every logit is -inf, beside out 0.
+    """Return FlashAttention 2's LSE with -inf for the +inf, beside out 0, of a row of which every logit is -inf.
 
     It says +inf of a row with NaN, too, and of empty rows of full blocks beside an out of NaN: that stays in whatever
     it is merged with.
@@ -40,7 +40,7 @@ def flash_2_empty_rows(lse_NHM: Tensor) -> Tensor:
 
 
 def cutlass_empty_rows(lse_NHM: Tensor, q_NMHD: Tensor, k_NMHD: Tensor, scale: float) -> Tensor:
-    """The LSE with -inf for the 0 that CUTLASS's kernel gives a row of which every logit is -inf, beside out 0.
+    """Return CUTLASS's LSE with -inf for the 0, beside out 0, of a row of which every logit is -inf.
 
     A true LSE can be 0, too; what tells is the first key, which every row sees: nothing waits for the device.
     """
@@ -49,11 +49,11 @@ def cutlass_empty_rows(lse_NHM: Tensor, q_NMHD: Tensor, k_NMHD: Tensor, scale: f
 
 
 def in_parts(kernel: BoundKernel, *, flash_2_backward: bool = False) -> BoundKernel:
-    """``kernel``, never called with more than 65,535 blocks, nor past FlashAttention 2's limit in its backward."""
+    """Wrap ``kernel`` so that no call has more than 65,535 blocks, nor passes FlashAttention 2's limit."""
     whole_forward, whole_backward, whole_differentiable = kernel
 
     def most_blocks(rows: int, heads: int, head_dim: int) -> int:
-        """The blocks of one call of the backward."""
+        """Return the most blocks of one call of the backward."""
         if not flash_2_backward:
             return MAX_GRID
         return min(MAX_GRID, FLASH_2_MAX_ELEMENTS // flash_2_elements(1, rows, heads, head_dim))

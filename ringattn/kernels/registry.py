@@ -1,4 +1,4 @@
-"""The table of block kernels by name, in the order in which they are described to users."""
+"""Holds the table of block kernels by name, in the order in which they are described to users."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Our own kernel, "triton": FlashAttention-2 for what no library kernel here takes.
+"""Runs our own kernel, "triton": FlashAttention-2 for what no library kernel here takes.
 
 That is float32 by TF32 as an argument instead of torch's global flag, any head dimension up to 256, grouped heads
 without expanding k and v or summing over heads, any strides in and out, and a deterministic backward. ``triton_device``
 holds the device side and is imported when a plan with this kernel is built; ``triton_tiles`` the shapes of its tiles.
 
-Legend: N blocks, M rows, H query heads, K key/value heads, D head dimension; a *lane* is one (block, head) pair.
+Legend: N blocks, M rows, H query heads, K key/value heads, D head dimension; a *pair* is one (block, head) pair.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ringattn.errors import KernelLoadError
+from ringattn.hardware.facts import gpu_of
 
 from .contract import BlockKernel, BoundKernel, Grads, KernelConfig, KernelNeed, Params
 from .triton_tiles import LOWEST_SM, SMALLEST_BLOCK, Step, Tile, parse, tiles
@@ -30,19 +31,6 @@ _MAX_HEAD_DIM = 256
 _MAX_PROGRAMS = 2**31 - 1  # CUDA's limit of the first grid dimension
 _MAX_ROW_STRIDE = 2**24  # 127 rows of it and a head dimension fit in 31 bits
 _STEPS: tuple[Step, ...] = ("forward", "dq", "dkdv")
-
-
-class _Machine(NamedTuple):
-    sm: int
-    l2_bytes: int
-
-
-@functools.cache
-def _machine(device: torch.device) -> _Machine:
-    if device.type != "cuda":
-        return _Machine(80, 0)  # Triton's interpreter
-    properties = torch.cuda.get_device_properties(device)
-    return _Machine(properties.major * 10 + properties.minor, properties.L2_cache_size)
 
 
 class _Layout(NamedTuple):
@@ -62,7 +50,7 @@ class _Layout(NamedTuple):
 
 
 class _Compiled:
-    """One compilation of one step: its tile, its constants, and from the first launch on the compiled kernel."""
+    """Compilation of one step: its tile, its constants, and from the first launch on the compiled kernel."""
 
     def __init__(self, kernel: Any, tile: Tile, constants: dict[str, object]) -> None:
         self.tile = tile
@@ -72,7 +60,7 @@ class _Compiled:
         self._ready: Any = None
 
     def launch(self, programs: int, tensors: Sequence[Tensor], scalars: Sequence[float]) -> None:
-        """On the current device, where the tensors are.
+        """Launch on the current device, where the tensors are.
 
         Triton looks at every argument to find the compiled kernel, which takes longer than the launch. Here that
         depends on nothing but whether all tensors start at a multiple of 16 bytes, so one that does is kept.
@@ -88,7 +76,7 @@ class _Compiled:
 
 
 class _Launcher:
-    """The kernels with causality and scale fixed; tiles that nobody chose follow from dtype, head dimension and GPU."""
+    """Kernels with causality and scale fixed; tiles that nobody chose follow from dtype, head dimension and GPU."""
 
     def __init__(self, device_side: Any, config: KernelConfig, chosen: dict[Step, Tile]) -> None:
         self._device_side = device_side
@@ -101,17 +89,17 @@ class _Launcher:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
         n, rows, heads, head_dim = q.shape
         keys, kv_heads = k.shape[1], k.shape[2]
-        group, lanes = heads // kv_heads, n * heads
+        group, pairs = heads // kv_heads, n * heads
         out = torch.empty((n, rows, heads, head_dim), dtype=q.dtype, device=q.device)
         lse = torch.empty((n, heads, rows), dtype=torch.float32, device=q.device)
         layout = _Layout.of(q, k, v, out)
         step = self._step("forward", q, layout)
         row_tiles = -(-rows // step.tile.block_m)
         magnitude = abs(self._scale) or 2.0**-126  # masked scores times 0 would be no number
-        sizes = (rows, keys, heads, group, row_tiles, lanes, _section(q, keys, lanes, group))
+        sizes = (rows, keys, heads, group, row_tiles, pairs, _section(q, keys, pairs, group))
         scales = (magnitude, magnitude * math.log2(math.e))
         with _current(q.device):
-            step.launch(row_tiles * lanes, (q, k, v, out, lse), (*layout.strides[:9], *sizes, *scales))
+            step.launch(row_tiles * pairs, (q, k, v, out, lse), (*layout.strides[:9], *sizes, *scales))
         return out, lse
 
     def backward(
@@ -120,7 +108,7 @@ class _Launcher:
         assert lse.is_contiguous()
         n, rows, heads, _ = q.shape
         keys, kv_heads = k.shape[1], k.shape[2]
-        group, lanes, kv_lanes = heads // kv_heads, n * heads, n * kv_heads
+        group, pairs, kv_pairs = heads // kv_heads, n * heads, n * kv_heads
         dq, dk, dv = grads or (_empty_like(q), _empty_like(k), _empty_like(v))
         if dout.stride(3) != 1:  # the gradient of out.sum() is one number, expanded
             dout = dout.contiguous()
@@ -129,16 +117,16 @@ class _Launcher:
             layout = _Layout.of(dout, q, k, v, out, dq)
             step = self._step("dq", q, layout)
             row_tiles = -(-rows // step.tile.block_m)
-            sizes = (rows, keys, heads, group, row_tiles, lanes, _section(q, keys, lanes, group))
+            sizes = (rows, keys, heads, group, row_tiles, pairs, _section(q, keys, pairs, group))
             tensors = (dout, q, k, v, out, lse, dq, delta)
-            step.launch(row_tiles * lanes, tensors, (*layout.strides, *sizes, self._scale))
+            step.launch(row_tiles * pairs, tensors, (*layout.strides, *sizes, self._scale))
 
             layout = _Layout.of(dout, q, k, v, dk, dv)
             step = self._step("dkdv", q, layout)
             key_tiles = -(-keys // step.tile.block_n)
-            sizes = (rows, keys, heads, group, key_tiles, kv_lanes, _section(q, rows * group, kv_lanes, 1))
+            sizes = (rows, keys, heads, group, key_tiles, kv_pairs, _section(q, rows * group, kv_pairs, 1))
             tensors = (dout, q, k, v, lse, delta, dk, dv)
-            step.launch(key_tiles * kv_lanes, tensors, (*layout.strides, *sizes, self._scale))
+            step.launch(key_tiles * kv_pairs, tensors, (*layout.strides, *sizes, self._scale))
         return dq, dk, dv
 
     def _step(self, step: Step, q: Tensor, layout: _Layout) -> _Compiled:
@@ -151,7 +139,7 @@ class _Launcher:
     def _prepare(self, step: Step, q: Tensor, layout: _Layout) -> _Compiled:
         head_dim, device = q.shape[3], q.device
         dtype = "tf32" if self._tf32 else "fp32" if q.dtype is torch.float32 else "fp16"
-        tile = self._chosen.get(step) or tiles(step, _machine(device).sm, dtype, head_dim)[0]
+        tile = self._chosen.get(step) or tiles(step, gpu_of(device).sm, dtype, head_dim)[0]
         constants: dict[str, object] = {
             "CAUSAL": self._causal,
             **({"NEGATE": self._scale < 0} if step == "forward" else {}),
@@ -168,29 +156,28 @@ class _Launcher:
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Makes the device current where it is not: Triton launches on the current one."""
+    """Make the device current where it is not: Triton launches on the current one."""
     if device.index is None or device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(device)
 
 
 def _empty_like(x: Tensor) -> Tensor:
-    """Contiguous, whatever the strides of x."""
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _section(q: Tensor, streamed_rows: int, lanes: int, lanes_per_stream: int) -> int:
-    """How many lanes run side by side: those whose two streamed tensors fill half of the L2 cache."""
+def _section(q: Tensor, streamed_rows: int, pairs: int, pairs_per_stream: int) -> int:
+    """Return the number of pairs that run side by side: those whose two streamed tensors fill half of the L2 cache."""
     stream_bytes = 2 * streamed_rows * q.shape[3] * q.element_size()
-    streams = _machine(q.device).l2_bytes // (2 * max(1, stream_bytes))
-    return max(1, min(lanes, max(1, streams) * lanes_per_stream))
+    streams = gpu_of(q.device).l2_bytes // (2 * max(1, stream_bytes))
+    return max(1, min(pairs, max(1, streams) * pairs_per_stream))
 
 
 # --- the row -----------------------------------------------------------------------------------------------------
 
 
 def load(config: KernelConfig) -> BoundKernel:
-    """Binds the kernels; KernelLoadError where triton is missing or broken, or a parameter is unknown or malformed."""
+    """Bind the kernels; KernelLoadError where triton is missing or broken, or a parameter is unknown or malformed."""
     chosen: dict[Step, Tile] = {}
     known = {f"{step}_tile": step for step in _STEPS}
     for name, value in config.params.items():
@@ -231,7 +218,7 @@ def reasons(need: KernelNeed) -> tuple[str, ...]:
 
 
 def params(need: KernelNeed) -> Params:
-    """The tiles of one direction: query rows x keys, warps, stages, and for float32 how its products are made."""
+    """Return tiles of one direction: query rows x keys, warps, stages, and for float32 the kind of its products."""
     if reasons(need):
         return {}
     steps: Sequence[Step] = ("dq", "dkdv") if need.backward else ("forward",)

@@ -1,4 +1,4 @@
-"""The device side of the "triton" kernel: FlashAttention-2 forward and backward over one kind of block.
+"""Runs FlashAttention-2 forward and backward over one kind of block: the device side of the "triton" kernel.
 
 Imported only when that kernel is loaded, since it needs triton. Written from FlashAttention (arXiv:2205.14135) and
 FlashAttention-2 (arXiv:2307.08691).
@@ -15,7 +15,7 @@ What is different from the usual kernel:
 - Lengths and strides are plain arguments: one compilation serves all. Offsets are 64-bit. Strides come in units of
   ALIGN elements, which tells the compiler that rows are aligned without compiling again for other strides.
 
-Legend: a *lane* is one (block, head) pair, a *tile* BLOCK_M query rows or BLOCK_N keys of it.
+Legend: a *pair* is one (block, head) pair, a *tile* BLOCK_M query rows or BLOCK_N keys of it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ import triton.language as tl
 
 # Arguments that differ from call to call and must not start a compilation.
 _STRIDES = tuple(f"{x}_{axis}" for x in ("q", "k", "v", "out", "dout", "dq", "dk", "dv") for axis in "nmh")
-_VARYING = (*_STRIDES, "rows", "keys", "heads", "group", "tiles", "lanes", "section", "scale", "scale_log2")
+_VARYING = (*_STRIDES, "rows", "keys", "heads", "group", "tiles", "pairs", "section", "scale", "scale_log2")
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _INF: tl.constexpr = tl.constexpr(float("inf"))
 
 
 @triton.jit
 def _tf32(x, ROUND: tl.constexpr):
-    """x with TF32's 10 mantissa bits, rounded: tensor cores drop the rest, which shrinks every product."""
+    """Round x to TF32's 10 mantissa bits: tensor cores drop the rest, which shrinks every product."""
     if ROUND:
         bits = tl.inline_asm_elementwise("cvt.rna.tf32.f32 $0, $1;", "=r,f", [x], tl.int32, is_pure=True, pack=1)
         x = bits.to(tl.float32, bitcast=True)
@@ -40,26 +40,26 @@ def _tf32(x, ROUND: tl.constexpr):
 
 
 @triton.jit
-def _place(tiles, lanes, section, HEAVY_LAST: tl.constexpr):
-    """Which (tile, lane) this program works on.
+def _place(tiles, pairs, section, HEAVY_LAST: tl.constexpr):
+    """Return the (tile, pair) of this program.
 
-    Lanes go in sections whose k and v (or q and dout) fit the L2 cache; within a section all lanes work on their
+    Lanes go in sections whose k and v (or q and dout) fit the L2 cache; within a section all pairs work on their
     heaviest tiles first, so that the light ones fill the end.
     """
     program = tl.program_id(0)
     first = program // (section * tiles) * section
-    width = tl.minimum(lanes - first, section)
+    width = tl.minimum(pairs - first, section)
     local = program - first * tiles
     tile = local // width
-    lane = first + local - tile * width
+    pair = first + local - tile * width
     if HEAVY_LAST:
         tile = tiles - 1 - tile
-    return tile, lane
+    return tile, pair
 
 
 @triton.jit
 def _offsets(row_stride, WIDE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Element offsets within a tile; 32 bits take half the registers, so 64 only where the host finds it WIDE."""
+    """Return element offsets within a tile; 32 bits take half the registers, so 64 only if WIDE."""
     if not WIDE:
         row_stride = row_stride.to(tl.int32)
     return tl.arange(0, BLOCK)[:, None] * row_stride + tl.arange(0, BLOCK_D)[None, :]
@@ -67,7 +67,7 @@ def _offsets(row_stride, WIDE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.co
 
 @triton.jit
 def _inside(first, end, CHECK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Which elements of a tile exist: rows below ``end`` (all, unless CHECK) and columns below HEAD_DIM."""
+    """Mask the elements of a tile that exist: rows below ``end`` (all, unless CHECK) and columns below HEAD_DIM."""
     rows = (first + tl.arange(0, BLOCK) < end)[:, None]
     columns = (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
     if BLOCK_D == HEAD_DIM:
@@ -81,7 +81,7 @@ def _inside(first, end, CHECK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def _load(x, row_stride, offsets, first, end, ROUND: tl.constexpr, CHECK: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """The tile whose first row is ``first``; zeros where it does not exist."""
+    """Load the tile whose first row is ``first``; zeros where it does not exist."""
     pointers = x + first * row_stride + offsets
     if CHECK or offsets.shape[1] != HEAD_DIM:
         inside = _inside(first, end, CHECK, HEAD_DIM, offsets.shape[0], offsets.shape[1])
@@ -102,29 +102,11 @@ def _store(x, row_stride, offsets, tile, first, end, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def _forward_keys(
-    sums,
-    total,
-    peak,
-    q,
-    k,
-    v,
-    k_m,
-    v_m,
-    k_offsets,
-    v_offsets,
-    row,
-    begin,
-    end,
-    keys,
-    scale_log2,
-    MASK: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
+    sums, total, peak, q, k, v, k_m, v_m, k_offsets, v_offsets, row, begin, end, keys, scale_log2,
+    MASK: tl.constexpr, CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
     ROUND: tl.constexpr,
-):
-    """Attends over keys [begin, end); MASK where some of them may not exist or, if CAUSAL, not be seen."""
+):  # fmt: skip
+    """Attend over keys [begin, end); MASK where some of them may not exist or, if CAUSAL, not be seen."""
     for first in tl.range(begin, end, BLOCK_N):
         k_tile = _load(k, k_m, k_offsets, first, keys, ROUND, MASK, HEAD_DIM)
         scores = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
@@ -149,47 +131,18 @@ def _forward_keys(
 
 @triton.jit(do_not_specialize=_VARYING)
 def forward_kernel(
-    q,
-    k,
-    v,
-    out,
-    lse,
-    q_n: tl.int64,
-    q_m: tl.int64,
-    q_h: tl.int64,
-    k_n: tl.int64,
-    k_m: tl.int64,
-    k_h: tl.int64,
-    v_n: tl.int64,
-    v_m: tl.int64,
-    v_h: tl.int64,
-    rows,
-    keys,
-    heads,
-    group,
-    tiles,
-    lanes,
-    section,
-    scale,
-    scale_log2,
-    CAUSAL: tl.constexpr,
-    NEGATE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    ALIGN: tl.constexpr,
-    WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ROUND: tl.constexpr,
-):
-    """out (N, M, H, D) and lse (N, H, M), both contiguous, of one tile of query rows.
+    q, k, v, out, lse, q_n: tl.int64, q_m: tl.int64, q_h: tl.int64, k_n: tl.int64, k_m: tl.int64, k_h: tl.int64,
+    v_n: tl.int64, v_m: tl.int64, v_h: tl.int64, rows, keys, heads, group, tiles, pairs, section, scale, scale_log2,
+    CAUSAL: tl.constexpr, NEGATE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, ROUND: tl.constexpr,
+):  # fmt: skip
+    """Write out (N, M, H, D) and lse (N, H, M), both contiguous, of one tile of query rows.
 
     ``scale`` is positive: the largest score must stay the largest when scaled. NEGATE takes its sign.
     """
-    tile, lane = _place(tiles, lanes, section, CAUSAL)
-    n = (lane // heads).to(tl.int64)
-    head = lane % heads
+    tile, pair = _place(tiles, pairs, section, CAUSAL)
+    n = (pair // heads).to(tl.int64)
+    head = pair % heads
     kv_head = head // group
     first_row = tile * BLOCK_M
     row = first_row + tl.arange(0, BLOCK_M)
@@ -223,7 +176,7 @@ def forward_kernel(
     )
 
     total = tl.where(total == 0.0, 1.0, total)  # every score -inf: out 0 and lse -inf
-    tl.store(lse + lane.to(tl.int64) * rows + row, peak * scale + tl.log(total), mask=row < rows)
+    tl.store(lse + pair.to(tl.int64) * rows + row, peak * scale + tl.log(total), mask=row < rows)
     out_m = (heads * HEAD_DIM).to(tl.int64)
     out += (n * rows * heads + head) * HEAD_DIM
     out_offsets = _offsets(out_m, WIDE, BLOCK_M, BLOCK_D)
@@ -235,36 +188,17 @@ def forward_kernel(
 
 @triton.jit
 def _weights(scores, lse, scale):
-    """p of raw scores against the LSE of the whole row."""
+    """Return p of raw scores against the LSE of the whole row."""
     shifted = tl.minimum(scores * scale - lse, 0.0, propagate_nan=tl.PropagateNan.ALL)
     return tl.exp2(shifted * _LOG2_E)
 
 
 @triton.jit
 def _dq_keys(
-    dq,
-    q,
-    dout,
-    lse,
-    delta,
-    k,
-    v,
-    k_m,
-    v_m,
-    k_offsets,
-    v_offsets,
-    row,
-    begin,
-    end,
-    keys,
-    scale,
-    MASK: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ROUND: tl.constexpr,
-):
-    """Adds what keys [begin, end) give; MASK where a row may not see all of them."""
+    dq, q, dout, lse, delta, k, v, k_m, v_m, k_offsets, v_offsets, row, begin, end, keys, scale, MASK: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, ROUND: tl.constexpr,
+):  # fmt: skip
+    """Add what keys [begin, end) give; MASK where a row may not see all of them."""
     for first in tl.range(begin, end, BLOCK_N):
         k_tile = _load(k, k_m, k_offsets, first, keys, ROUND, True, HEAD_DIM)
         v_tile = _load(v, v_m, v_offsets, first, keys, ROUND, True, HEAD_DIM)
@@ -280,54 +214,17 @@ def _dq_keys(
 
 @triton.jit(do_not_specialize=_VARYING)
 def dq_kernel(
-    dout,
-    q,
-    k,
-    v,
-    out,
-    lse,
-    dq,
-    delta,
-    dout_n: tl.int64,
-    dout_m: tl.int64,
-    dout_h: tl.int64,
-    q_n: tl.int64,
-    q_m: tl.int64,
-    q_h: tl.int64,
-    k_n: tl.int64,
-    k_m: tl.int64,
-    k_h: tl.int64,
-    v_n: tl.int64,
-    v_m: tl.int64,
-    v_h: tl.int64,
-    out_n: tl.int64,
-    out_m: tl.int64,
-    out_h: tl.int64,
-    dq_n: tl.int64,
-    dq_m: tl.int64,
-    dq_h: tl.int64,
-    rows,
-    keys,
-    heads,
-    group,
-    tiles,
-    lanes,
-    section,
-    scale,
-    CAUSAL: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    ALIGN: tl.constexpr,
-    WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ROUND: tl.constexpr,
-):
-    """dq (N, M, H, D) and delta (N, H, M), the row sums of dout * out in float32, of one tile of query rows."""
-    tile, lane = _place(tiles, lanes, section, CAUSAL)
-    n = (lane // heads).to(tl.int64)
-    head = lane % heads
+    dout, q, k, v, out, lse, dq, delta, dout_n: tl.int64, dout_m: tl.int64, dout_h: tl.int64, q_n: tl.int64,
+    q_m: tl.int64, q_h: tl.int64, k_n: tl.int64, k_m: tl.int64, k_h: tl.int64, v_n: tl.int64, v_m: tl.int64,
+    v_h: tl.int64, out_n: tl.int64, out_m: tl.int64, out_h: tl.int64, dq_n: tl.int64, dq_m: tl.int64, dq_h: tl.int64,
+    rows, keys, heads, group, tiles, pairs, section, scale, CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr, ROUND: tl.constexpr,
+):  # fmt: skip
+    """Write dq (N, M, H, D) and delta (N, H, M), the fp32 row sums of dout * out, of one tile of query rows."""
+    tile, pair = _place(tiles, pairs, section, CAUSAL)
+    n = (pair // heads).to(tl.int64)
+    head = pair % heads
     kv_head = head // group
     first_row = tile * BLOCK_M
     row = first_row + tl.arange(0, BLOCK_M)
@@ -346,9 +243,9 @@ def dq_kernel(
     dout_offsets = _offsets(dout_m, WIDE, BLOCK_M, BLOCK_D)
     dout_tile = _load(dout, dout_m, dout_offsets, first_row, rows, False, True, HEAD_DIM)
     delta_row = tl.sum(out_tile * dout_tile.to(tl.float32), 1)
-    lane_rows = lane.to(tl.int64) * rows + row
-    tl.store(delta + lane_rows, delta_row, mask=row < rows)
-    lse_row = tl.load(lse + lane_rows, mask=row < rows, other=_INF)
+    pair_rows = pair.to(tl.int64) * rows + row
+    tl.store(delta + pair_rows, delta_row, mask=row < rows)
+    lse_row = tl.load(lse + pair_rows, mask=row < rows, other=_INF)
     lse_row = tl.where(lse_row == -_INF, _INF, lse_row)  # a row that saw nothing has no gradient
     dout_tile = _tf32(dout_tile, ROUND)
     q_offsets = _offsets(q_m, WIDE, BLOCK_M, BLOCK_D)
@@ -375,30 +272,10 @@ def dq_kernel(
 
 @triton.jit
 def _dkdv_rows(
-    dk,
-    dv,
-    k,
-    v,
-    q,
-    dout,
-    lse,
-    delta,
-    q_m,
-    dout_m,
-    q_offsets,
-    dout_offsets,
-    key,
-    begin,
-    end,
-    rows,
-    scale,
-    MASK: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ROUND: tl.constexpr,
-):
-    """Adds what query rows [begin, end) give; MASK where a row may not see all keys. Scores are transposed."""
+    dk, dv, k, v, q, dout, lse, delta, q_m, dout_m, q_offsets, dout_offsets, key, begin, end, rows, scale,
+    MASK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr, ROUND: tl.constexpr,
+):  # fmt: skip
+    """Add what query rows [begin, end) give; MASK where a row may not see all keys. Scores are transposed."""
     for first in tl.range(begin, end, BLOCK_M):
         row = first + tl.arange(0, BLOCK_M)
         q_tile = _load(q, q_m, q_offsets, first, rows, ROUND, True, HEAD_DIM)
@@ -418,55 +295,18 @@ def _dkdv_rows(
 
 @triton.jit(do_not_specialize=_VARYING)
 def dkdv_kernel(
-    dout,
-    q,
-    k,
-    v,
-    lse,
-    delta,
-    dk,
-    dv,
-    dout_n: tl.int64,
-    dout_m: tl.int64,
-    dout_h: tl.int64,
-    q_n: tl.int64,
-    q_m: tl.int64,
-    q_h: tl.int64,
-    k_n: tl.int64,
-    k_m: tl.int64,
-    k_h: tl.int64,
-    v_n: tl.int64,
-    v_m: tl.int64,
-    v_h: tl.int64,
-    dk_n: tl.int64,
-    dk_m: tl.int64,
-    dk_h: tl.int64,
-    dv_n: tl.int64,
-    dv_m: tl.int64,
-    dv_h: tl.int64,
-    rows,
-    keys,
-    heads,
-    group,
-    tiles,
-    lanes,
-    section,
-    scale,
-    CAUSAL: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    ALIGN: tl.constexpr,
-    WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ROUND: tl.constexpr,
-):
-    """dk and dv (N, M, K, D) of one tile of keys: the sum over the query heads of its group."""
-    tile, lane = _place(tiles, lanes, section, False)
+    dout, q, k, v, lse, delta, dk, dv, dout_n: tl.int64, dout_m: tl.int64, dout_h: tl.int64, q_n: tl.int64,
+    q_m: tl.int64, q_h: tl.int64, k_n: tl.int64, k_m: tl.int64, k_h: tl.int64, v_n: tl.int64, v_m: tl.int64,
+    v_h: tl.int64, dk_n: tl.int64, dk_m: tl.int64, dk_h: tl.int64, dv_n: tl.int64, dv_m: tl.int64, dv_h: tl.int64,
+    rows, keys, heads, group, tiles, pairs, section, scale, CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr, ROUND: tl.constexpr,
+):  # fmt: skip
+    """Write dk and dv (N, M, K, D) of one tile of keys: the sum over the query heads of its group."""
+    tile, pair = _place(tiles, pairs, section, False)
     kv_heads = heads // group
-    n = (lane // kv_heads).to(tl.int64)
-    kv_head = lane % kv_heads
+    n = (pair // kv_heads).to(tl.int64)
+    kv_head = pair % kv_heads
     first_key = tile * BLOCK_N
     key = first_key + tl.arange(0, BLOCK_N)
     dout_m, q_m = dout_m * ALIGN, q_m * ALIGN

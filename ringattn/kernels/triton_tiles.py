@@ -1,4 +1,4 @@
-"""Which tile shapes the "triton" kernel may use: a table and pure functions, without torch or triton.
+"""Lists the tile shapes that the "triton" kernel may use: a table and pure functions, without torch or triton.
 
 A tile that does not fit its GPU's shared memory cannot be launched, and one that does not fit the registers is many
 times slower, so the table holds what was found by compiling for sm_80 and sm_90 (Triton 3.6 and 3.9) and looking at
@@ -20,7 +20,7 @@ LOWEST_SM = 80  # below, Triton makes its products without tensor cores, and eve
 
 
 class Tile(NamedTuple):
-    """Query rows and keys of a step's tile, warps, and how many stages ahead tiles are loaded.
+    """Query rows and keys of a step's tile, warps, and the stages that tiles are loaded ahead.
 
     ``precision`` says how products of float32 are made, "ieee" or "tf32x3" (three TF32 products, as torch's own
     "efficient" kernel makes them); it is empty for every other compute dtype.
@@ -41,7 +41,7 @@ _TILE = re.compile(r"(\d+)x(\d+)-w(\d+)-s(\d+)(?:-(ieee|tf32x3))?")
 
 
 def parse(text: str) -> Tile | None:
-    """The tile that prints as ``text``, or None."""
+    """Return the tile that prints as ``text``, or None."""
     match = _TILE.fullmatch(text)
     if match is None:
         return None
@@ -51,7 +51,7 @@ def parse(text: str) -> Tile | None:
 
 @functools.cache
 def tiles(step: Step, sm: int, dtype: str, head_dim: int) -> tuple[Tile, ...]:
-    """The tiles worth trying on a GPU, the default first; ``dtype`` is the compute dtype."""
+    """Return the tiles worth trying on a GPU, the default first; ``dtype`` is the compute dtype."""
     table = _SM_90 if sm in (90, 100, 103, 110) else _SM_80
     width = next(width for width in (64, 128, 256) if head_dim <= width)
     precisions = {"fp32": ("tf32x3", "ieee"), "tf32": ("tf32",)}.get(dtype, ("half",))
@@ -67,7 +67,7 @@ def tiles(step: Step, sm: int, dtype: str, head_dim: int) -> tuple[Tile, ...]:
 
 
 def _shared_memory_kib(sm: int) -> int:
-    """Of one thread block (CUDA C++ Programming Guide, technical specifications per compute capability)."""
+    """Return the KiB of one thread block (CUDA C++ Programming Guide, specifications per compute capability)."""
     if sm in (86, 89, 120, 121):
         return 99
     if sm < 90:

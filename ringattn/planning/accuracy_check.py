@@ -70,12 +70,12 @@ def make_case(
     exact_on: torch.device = _HOST,
     seed: int = 0,
 ) -> Case:
-    """The case of these shapes, the same for the same seed. Float64 runs ``exact_on`` one device or the other."""
+    """Return the case of these shapes, the same for a seed. Float64 runs ``exact_on`` one device or the other."""
     generator = torch.Generator().manual_seed(seed)
     heads, scale = KV_HEADS * (GROUP if grouped else 1), head_dim**-0.5
 
     def normal(count: int) -> Tensor:
-        """Of the compute dtype's values, in float64."""
+        """Return values of the compute dtype, in float64."""
         shape = (1, rows, count, head_dim)
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(exact_on, TORCH_DTYPES[dtype]).double()
 
@@ -96,7 +96,7 @@ def make_case(
 def _cancelling(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> float:
-    """The norm of P (|dP| + |delta|) over that of P |dP - delta|."""
+    """Return the norm of P (|dP| + |delta|) over that of P |dP - delta|."""
     group = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
     p = torch.exp(torch.einsum("nqhd,nkhd->nhqk", q, k) * scale - lse[..., None])
@@ -107,7 +107,7 @@ def _cancelling(
 
 
 def hold(kernel: BoundKernel, case: Case, dtype: str, *, backward: bool) -> Verdict:
-    """The kernel's results on a case; whatever it raises is raised."""
+    """Return the kernel's results on a case; whatever it raises is raised."""
     if backward:
         results = kernel.backward(case.dout, *case.inputs, case.out, case.lse)
         named = dict(zip(("dq", "dk", "dv"), results, strict=True))
@@ -138,12 +138,12 @@ def config_of(combination: Combination) -> KernelConfig:
 
 
 def check(combination: Combination, case: Case) -> Verdict:
-    """The verdict on one combination. An error of the kernel is one; of the device, or of its loading, is raised."""
+    """Return the verdict on a combination. A kernel's error is one; that of the device or of its loading is raised."""
     return verdict_on(KERNELS[combination.kernel].load(config_of(combination)), combination, case)
 
 
 def verdict_on(kernel: BoundKernel, combination: Combination, case: Case) -> Verdict:
-    """The same for a kernel that is loaded."""
+    """Return the same for a kernel that is loaded."""
     try:
         return hold(kernel, case, combination.dtype, backward=combination.backward)
     except Exception as error:
@@ -153,7 +153,7 @@ def verdict_on(kernel: BoundKernel, combination: Combination, case: Case) -> Ver
 
 
 def check_all(combinations: Sequence[Combination], device: torch.device) -> dict[Combination, Verdict]:
-    """The verdict on each, in a thread of its own: a program is made in the middle of whatever its caller does."""
+    """Return the verdict on each, in a thread of its own: a program is made amid whatever its caller does."""
     return _apart(lambda: _check_here(combinations, device), device)
 
 

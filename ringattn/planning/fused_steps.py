@@ -16,7 +16,7 @@ FUSED_STEPS = tuple(name.partition(".")[0] for name in FUSED_PARAMS)
 
 
 def steps_not_taken(workload: Workload, branches: Sequence[BranchTunables]) -> dict[str, str]:
-    """Each step that a plan with these branches does not take, and why; the others of ``FUSED_STEPS`` it takes.
+    """Return each step that a plan with these branches does not take, and why; the others of ``FUSED_STEPS`` it takes.
 
     Rows are gathered for a branch that copies them; in training dout, out and lse are for every rate above 1.
     """

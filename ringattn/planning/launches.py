@@ -1,4 +1,4 @@
-"""How much arithmetic the kernel launches of a workload do: whether the device or its launches are waited for."""
+"""The arithmetic in the kernel launches of a workload, which says whether the device or its launches are waited for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ringattn.workload import Workload
 
 
 def forward_gflop(workload: Workload, branch: int) -> float:
-    """Of one branch: two products of 2 D operations for every query and key that meet, half of them under a mask."""
+    """Return the GFLOP of a branch: two products of 2 D operations for each query and key that meet, half if causal."""
     one = workload.pattern.resolved(workload.seq_len)[branch]
     segment = min(one.segment, workload.seq_len)
     rows = segment / one.rate
@@ -19,7 +19,7 @@ def forward_gflop(workload: Workload, branch: int) -> float:
 
 @functools.lru_cache(maxsize=1024)  # asked four times for every row: 8 of the 14 ms in which a LongNet module is made
 def launches(workload: Workload, branch: int, gather: str) -> int:
-    """Of one branch over whole segments: copied rows are one, rows in place one for every affine set of heads."""
+    """Return a branch's launches over whole segments: one for copied rows, else one per affine set of heads."""
     one = workload.pattern.resolved(workload.seq_len)[branch]
     calls = branch_calls(
         one,

@@ -1,4 +1,4 @@
-"""Which rows of a profile answer a module, and how near they are to it. Pure: everything it reads is handed to it."""
+"""The rows of a profile that answer a module, nearest first. Pure: everything it reads is handed to it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .table import ModuleShape
 
 
 def entries_for(profile: Profile, shape: ModuleShape) -> tuple[tuple[PlanEntry, ...], str]:
-    """The rows of ``profile`` that answer the module, and a note on how they were chosen.
+    """Return the rows of ``profile`` that answer the module, and a note on how they were chosen.
 
     Pattern, causal, head_dim and world match exactly or not at all; of the head counts measured for a mode and dtype
     the nearest in log2 is taken. One row at most for each (mode, dtype, length): the smallest batch.
@@ -52,6 +52,6 @@ def entries_for(profile: Profile, shape: ModuleShape) -> tuple[tuple[PlanEntry, 
 
 
 def _same_pattern(one: Pattern, other: Pattern) -> bool:
-    """Whether two patterns select the same positions: the offset rule matters only where a rate is above 1."""
+    """Return whether two patterns select the same positions: the offset rule matters only where a rate is above 1."""
     dilated = any(branch.rate > 1 for branch in one.branches)
     return one.branches == other.branches and (one.head_offset == other.head_offset or not dilated)

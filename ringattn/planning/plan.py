@@ -1,4 +1,4 @@
-"""Every choice and every check ends here: from a workload and tunables to a plan, or to the reasons against it.
+"""The one constraint function: from a workload and tunables to a plan, or to the reasons against it.
 
 Pure: decisions depend on the workload, the tunables and the facts alone. The search space, the writer of profiles
 and the loader all ask the same ``rejection_reasons``.
@@ -17,13 +17,12 @@ from ringattn.hardware.facts import HardwareFacts
 from ringattn.hardware.kernel_faults import Combination
 from ringattn.kernels.contract import KernelNeed
 from ringattn.kernels.registry import KERNELS
-from ringattn.profile.schema import Policy
 from ringattn.wording import plural
 from ringattn.workload import BranchTunables, ParamValue, Tunables, Workload, describe
 
+from .equal_plans import void_reasons
 from .fused_steps import FUSED_PARAMS, FUSED_STEPS, steps_not_taken
-from .launches import forward_gflop, launches
-from .ring import blocks_of, exchange_reasons, one_rank_reasons, ring_heuristic, ring_reasons
+from .ring import blocks_of, exchange_reasons, ring_reasons
 
 Direction = Literal["forward", "backward"]
 Params = Mapping[str, ParamValue]
@@ -32,7 +31,7 @@ NO_PARAMS: Params = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What holds for all plans of a module: a deterministic torch refuses kernels whose backward is not.
+    """Conditions of all plans of a module: a deterministic torch refuses kernels whose backward is not.
 
     ``layout`` is how the user's sequences lie over several ranks, empty where a plan may choose. ``apart`` is why ranks
     cannot reach each other's memory, empty where they can or where nobody has asked.
@@ -48,7 +47,7 @@ ORDINARY = Conditions()
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a plan is from. ``user``: in part from what was asked for explicitly. ``measured``: by a profile."""
+    """Source of a plan. ``user``: in part from what was asked for explicitly. ``measured``: by a profile."""
 
     source: Literal["profile", "heuristic"]
     user: bool = False
@@ -77,7 +76,7 @@ class Plan:
 
 
 def fuses(facts: HardwareFacts, dtype: str) -> bool:
-    """Whether the steps between kernels run as our Triton kernels: those need sm_70, triton and no float64."""
+    """Return whether the steps between kernels run as our Triton kernels: those need sm_70, triton and no float64."""
     if facts.vendor != "nvidia" or "triton" not in facts.packages or dtype == "fp64":
         return False
     return int(facts.arch.removeprefix("sm_")) >= 70
@@ -96,7 +95,7 @@ def kernel_need(
     conditions: Conditions = ORDINARY,
     dropout: bool = False,
 ) -> KernelNeed:
-    """What branch number ``branch`` asks of its kernel: the largest of its calls."""
+    """Return what branch number ``branch`` asks of its kernel: the largest of its calls."""
     segment_and_rate = workload.pattern.resolved(workload.seq_len)[branch]
     tokens = min(workload.seq_len, window_tokens or workload.seq_len)
     length = min(segment_and_rate.segment, tokens)
@@ -129,7 +128,7 @@ def kernel_needs(
     backward: bool,
     conditions: Conditions,
 ) -> tuple[KernelNeed, ...]:
-    """All that a branch asks of a kernel: one block on one rank, blocks of several kinds where rows travel."""
+    """Return all that a branch asks of a kernel: one block on one rank, blocks of several kinds where rows travel."""
     one = kernel_need(
         workload,
         branch,
@@ -159,12 +158,15 @@ def kernel_needs(
     return tuple(needs) or (one,)
 
 
-def _rejections(name: str, needs: tuple[KernelNeed, ...], facts: HardwareFacts, params: Params) -> tuple[str, ...]:
+def kernel_rejections(
+    name: str, needs: tuple[KernelNeed, ...], facts: HardwareFacts, params: Params = NO_PARAMS
+) -> tuple[str, ...]:
+    """Return why a kernel with these parameters cannot serve all of ``needs``."""
     return tuple(dict.fromkeys(why for need in needs for why in kernel_reasons(name, need, facts, params)))
 
 
 def kernel_reasons(name: str, need: KernelNeed, facts: HardwareFacts, params: Params = NO_PARAMS) -> tuple[str, ...]:
-    """Why a kernel with these parameters cannot serve ``need``: its own rules, then what failed on this machine."""
+    """Return why a kernel with these parameters cannot serve ``need``: its own rules, then what failed here."""
     if name not in KERNELS:
         return (f"unknown kernel; use one of {', '.join(KERNELS)}",)
     reasons = KERNELS[name].unsupported_reasons(need, facts)
@@ -175,7 +177,7 @@ def kernel_reasons(name: str, need: KernelNeed, facts: HardwareFacts, params: Pa
 
 
 def combination_of(name: str, need: KernelNeed, params: Params = NO_PARAMS) -> Combination:
-    """What must be validated for a kernel to serve ``need``; of ``params`` those count that it has there."""
+    """Return what must be validated for a kernel to serve ``need``; of ``params`` those count that it has there."""
     offered = KERNELS[name].params(need)
     return Combination(
         kernel=name,
@@ -192,7 +194,7 @@ def combination_of(name: str, need: KernelNeed, params: Params = NO_PARAMS) -> C
 def combinations(
     workload: Workload, tunables: Tunables, facts: HardwareFacts, *, conditions: Conditions = ORDINARY
 ) -> tuple[Combination, ...]:
-    """All that must be validated for a plan of these tunables to run; math is the formula itself."""
+    """Return all that must be validated for a plan of these tunables to run; math is the formula itself."""
     found: dict[Combination, None] = {}
     for number, choice in enumerate(tunables.branches):
         for direction, name in _kernels_of(choice, workload.train):
@@ -206,41 +208,34 @@ def combinations(
 def rejection_reasons(
     workload: Workload, tunables: Tunables, facts: HardwareFacts, *, conditions: Conditions = ORDINARY
 ) -> tuple[str, ...]:
-    """Why these tunables cannot run this workload on this machine, or would be ignored; empty when all is well.
+    """Return why these tunables cannot run this workload on this machine; empty when all is well.
 
     This is the one constraint function. It also refuses a value that changes nothing (a window as long as the
-    sequence, a copy at rate 1), so that plans whose steps are equal are one candidate.
+    sequence, a copy at rate 1), by the rules in the table of tunables: plans with equal steps are one candidate.
     """
     pattern = workload.pattern
     branches = pattern.resolved(workload.seq_len)
     if len(tunables.branches) != len(branches):
         return (f"has {plural(len(tunables.branches), 'branch')}, the pattern {pattern} has {len(branches)}",)
-    reasons = [
-        *_dtype_reasons(workload, tunables),
-        *_memory_reasons(workload, tunables, facts),
-        *_compile_reasons(workload, tunables, facts),
-    ]
-    spread = one_rank_reasons(tunables)
+    void = void_reasons(workload, tunables)
+    reasons = [*_dtype_reasons(workload, tunables), *void, *_memory_reasons(workload, tunables, facts)]
     if workload.world > 1:
-        spread = ring_reasons(workload, tunables, conditions.layout)
+        spread = [*void, *ring_reasons(workload, tunables, conditions.layout)]
         reasons += exchange_reasons(workload.world, tunables.exchange, facts, conditions.apart)
         if spread:  # without a layout and a schedule that fit there are no blocks to ask kernels about
             return tuple(dict.fromkeys((*reasons, *spread)))
-    reasons += spread
     needs: list[tuple[str, KernelNeed]] = []
-    for number, (branch, choice) in enumerate(zip(branches, tunables.branches, strict=True)):
-        if choice.gather == "copy" and branch.rate == 1:
-            reasons.append(f"branch {number}: rate 1 has nothing to gather; use view")
+    for number, choice in enumerate(tunables.branches):
         for direction, name in _kernels_of(choice, workload.train):
             asked = kernel_needs(
                 workload, tunables, number, facts, backward=direction == "backward", conditions=conditions
             )
-            why_not = _rejections(name, asked, facts, tunables.params_of(name))
+            why_not = kernel_rejections(name, asked, facts, tunables.params_of(name))
             reasons += [KernelReason(number, direction, name, why) for why in why_not]
             if name in KERNELS:
                 needs += [(name, need) for need in asked]
-        if bool(choice.backward) != workload.train:
-            reasons.append(f"branch {number}: a backward kernel is for training alone, this is {workload.mode}")
+        if workload.train and not choice.backward:
+            reasons.append(f"branch {number}: has no backward kernel, and this is train; name one")
     reasons += _param_reasons(workload, tunables, needs, facts)
     return tuple(dict.fromkeys(reasons))
 
@@ -264,32 +259,16 @@ def _memory_reasons(workload: Workload, tunables: Tunables, facts: HardwareFacts
     window = tunables.window_tokens
     if window is not None and not nests(workload.pattern, window):
         reasons.append(f"window_tokens {window} is not a multiple of every segment of the pattern {workload.pattern}")
-    if window is not None and window >= workload.seq_len:
-        reasons.append(f"window_tokens {window} is no shorter than the sequence, {workload.seq_len}")
-    if tunables.checkpoint != "selective" and not workload.train:
-        reasons.append(f"checkpoint {tunables.checkpoint} matters in training alone")
     gathers = any(branch.gather == "copy" for branch in tunables.branches)
     if tunables.checkpoint == "none" and tunables.schedule == "local" and not gathers:
         reasons.append("checkpoint none keeps gathered rows, and no branch gathers; use selective")
     if tunables.checkpoint == "offload" and facts.vendor == "cpu":
         reasons.append("checkpoint offload moves tensors to the host, where a CPU has them already")
-    if tunables.pool_threshold_mib is None and tunables.pool_strategy != "shape":
-        reasons.append("pool_strategy matters only with a pool_threshold_mib")
-    if workload.pattern.dense and tunables.pool_threshold_mib is not None:
-        reasons.append("pool_threshold_mib: a dense plan has no workspace to pool")
-    if workload.pattern.dense and not tunables.pattern_cache:
-        reasons.append("pattern_cache off: a dense plan has no pattern to work out")
+    if tunables.compile and fuses(facts, tunables.dtype):
+        reasons.append("compile: the steps between kernels are fused GPU kernels already")
+    if tunables.launch == "graph" and facts.vendor != "nvidia":
+        reasons.append("launch graph: CUDA graphs are for NVIDIA GPUs")
     return reasons
-
-
-def _compile_reasons(workload: Workload, tunables: Tunables, facts: HardwareFacts) -> list[str]:
-    if not tunables.compile:
-        return []
-    if fuses(facts, tunables.dtype):
-        return ["compile: the steps between kernels are fused GPU kernels already"]
-    if workload.pattern.dense:
-        return ["compile: a dense plan has no steps between kernels"]
-    return []
 
 
 def _fused_param_reasons(
@@ -310,7 +289,7 @@ def _fused_param_reasons(
 def _param_reasons(
     workload: Workload, tunables: Tunables, needs: list[tuple[str, KernelNeed]], facts: HardwareFacts
 ) -> list[str]:
-    """A parameter must belong to a kernel that runs, be known to it for what it is asked, and have a listed value."""
+    """Return the parameters of kernels that do not run, that a kernel does not have here, or of no listed value."""
     reasons = []
     for name, value in tunables.params:
         kernel, _, key = name.rpartition(".")
@@ -332,103 +311,8 @@ def _param_reasons(
 def build_plan(
     workload: Workload, tunables: Tunables, facts: HardwareFacts, *, conditions: Conditions = ORDINARY
 ) -> Plan:
-    """The plan of these tunables; PlanError with every reason where they cannot run."""
+    """Return the plan of these tunables; PlanError with every reason where they cannot run."""
     reasons = rejection_reasons(workload, tunables, facts, conditions=conditions)
     if reasons:
         raise PlanError(f"cannot run {workload}", {describe(tunables): reasons})
     return Plan(workload, tunables, fuses(facts, tunables.dtype), conditions)
-
-
-@dataclass(frozen=True, slots=True)
-class Wishes:
-    """What the user asked for explicitly; each beats the profile and the heuristic."""
-
-    forward: str | None = None
-    backward: str | None = None
-    dtype: str | None = None
-    checkpoint: str | None = None
-
-
-NO_WISHES = Wishes()
-
-
-def heuristic_tunables(
-    workload: Workload,
-    policy: Policy,
-    facts: HardwareFacts,
-    *,
-    conditions: Conditions = ORDINARY,
-    wishes: Wishes = NO_WISHES,
-) -> Tunables:
-    """What to run where nothing was measured: per branch the first kernel of the policy that can.
-
-    Raises PlanError with every candidate and its reasons when none can.
-    """
-    gathers = _default_gathers(workload, policy)
-    tunables = Tunables(
-        dtype=wishes.dtype or policy.dtype_for(workload.dtype),
-        branches=tuple(BranchTunables("", gather=gather) for gather in gathers),
-        window_tokens=_default_window(workload, facts),
-    )
-    if wishes.checkpoint and workload.train:
-        tunables = replace(tunables, checkpoint=wishes.checkpoint)
-    if workload.world > 1:
-        tunables = ring_heuristic(workload, tunables, facts, conditions.layout, keep=wishes.checkpoint is not None)
-    branches = []
-    for number, branch in enumerate(tunables.branches):
-        chosen: dict[Direction, str] = {"forward": "", "backward": ""}
-        directions: tuple[Direction, ...] = ("forward", "backward") if workload.train else ("forward",)
-        for direction in directions:
-            wish = wishes.forward if direction == "forward" else wishes.backward
-            work = forward_gflop(workload, number) / launches(workload, number, branch.gather)
-            candidates = (wish,) if wish else policy.kernels_for(direction, tunables.dtype, work)
-            needs = kernel_needs(
-                workload, tunables, number, facts, backward=direction == "backward", conditions=conditions
-            )
-            chosen[direction] = _first_that_can(candidates, needs, facts, workload, number, direction)
-        branches.append(replace(branch, **chosen))
-    tunables = replace(tunables, branches=tuple(branches))
-    build_plan(workload, tunables, facts, conditions=conditions)
-    return tunables
-
-
-def _default_gathers(workload: Workload, policy: Policy) -> tuple[str, ...]:
-    branches = workload.pattern.resolved(workload.seq_len)
-    usual = tuple(policy.gather_for(branch.rate) for branch in branches)
-    if not workload.train:
-        # Copying saved a forward of launches 4 % (LongNet, 4096 positions, H200), a training step 25 %.
-        return usual
-    count = sum(launches(workload, number, gather) for number, gather in enumerate(usual))
-    work = sum(forward_gflop(workload, number) for number in range(len(branches)))
-    return tuple("copy" if branch.rate > 1 else "view" for branch in branches) if policy.binds(work / count) else usual
-
-
-def _first_that_can(
-    candidates: tuple[str, ...],
-    needs: tuple[KernelNeed, ...],
-    facts: HardwareFacts,
-    workload: Workload,
-    branch: int,
-    direction: Direction,
-) -> str:
-    rejected = {}
-    for name in candidates:
-        rejected[name] = _rejections(name, needs, facts, NO_PARAMS)
-        if not rejected[name]:
-            return name
-    raise PlanError(f"no kernel can run {workload}, branch {branch} {direction}", rejected)
-
-
-# Positions alive at a time in the workspace when nobody measured better. LongNet at 262144 positions, H16 D128 on an
-# H100: without windows training peaks at 10.1 GiB (cudnn both ways), the forward alone at 3.0; windows of 65536 make
-# the forward 9 % slower and a training step 2 to 6 %.
-_WINDOW_TOKENS = {"train": 65536, "infer": 262144}
-
-
-def _default_window(workload: Workload, facts: HardwareFacts) -> int | None:
-    """Nested patterns go window by window once the sequence is longer than a few of the longest segments."""
-    if workload.pattern.dense:
-        return None
-    longest = max(branch.segment for branch in workload.pattern.branches)
-    window = longest * max(1, _WINDOW_TOKENS[workload.mode] // longest)
-    return window if nests(workload.pattern, window) and window < workload.seq_len else None

@@ -1,4 +1,4 @@
-"""Which of several right plans is wanted: the fastest, the leanest, or between. One rule for probes and for modules."""
+"""The preference among right plans: the fastest, the leanest, or between. One rule for probes and for modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the kernels of a plan were validated on this machine; each that nobody validated is checked once.
+"""Checks once each kernel of a plan that nobody validated on this machine.
 
 A probe validates what it measures, so the evidence of a profile that matches this machine exactly counts, for the
 combinations it is about. Anything else (a named backend, the heuristic, a profile made with other software, other
@@ -24,14 +24,14 @@ from .validation_memory import key_of, user_memory
 
 
 def asked_of_kernels(plan: Plan, facts: HardwareFacts) -> tuple[Combination, ...]:
-    """What must be validated for a plan to run."""
+    """Return what must be validated for a plan to run."""
     return combinations(plan.workload, plan.tunables, facts, conditions=plan.conditions)
 
 
 def faults_of(
     asked: Sequence[Combination], facts: HardwareFacts, device: torch.device, resolution: Resolution | None
 ) -> list[KernelFault]:
-    """Those of ``asked`` that are wrong on this machine, after every check that was still to be made.
+    """Return those of ``asked`` that are wrong on this machine, after every check that was still to be made.
 
     ``resolution`` is what the module's profile was resolved to. RingAttentionError where a check is needed and a CUDA
     graph is being captured.
@@ -60,7 +60,7 @@ def _validated_by(resolution: Resolution | None, facts: HardwareFacts, head_dim:
 
 @lru_cache(maxsize=64)
 def _evidence(profile: Profile, facts: HardwareFacts, head_dim: int) -> frozenset[Combination]:
-    """What the plans of a profile that were measured, and so held against float64 before, asked of kernels."""
+    """Return what the plans of a profile that were measured, and so held against float64 before, asked of kernels."""
     found: set[Combination] = set()
     for entry in profile.plans:
         for choice in entry.measured if entry.workload.head_dim == head_dim else ():

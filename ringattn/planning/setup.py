@@ -22,11 +22,12 @@ from ringattn.kernels.registry import KERNELS
 from ringattn.profile.locations import FILE_VARIABLE, Located, collect
 from ringattn.profile.resolve import Resolution, resolve
 from ringattn.profile.schema import PlanEntry, Policy, Profile
+from ringattn.tunables import CHECKPOINTS
 from ringattn.wording import plural
-from ringattn.workload import CHECKPOINTS
 
+from .heuristic import Wishes
 from .matching import entries_for
-from .plan import Wishes, kernel_need
+from .plan import kernel_need
 from .table import ModuleShape, probe_options
 from .validation_memory import user_memory
 
@@ -44,7 +45,7 @@ def say_once(level: int, message: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What init found: the device and its facts, the entries that match the module, the policy for the rest.
+    """Facts found at init: the device and its facts, the entries that match the module, the policy for the rest.
 
     ``named``: the profile was named by the user, so that its plans must run.
     """
@@ -65,7 +66,7 @@ class Setup:
         return f"{self.resolution.path}: plans[{self.resolution.profile.plans.index(entry)}]"
 
     def announce(self) -> None:
-        """Which profile serves, said once a process: INFO for a profile, WARNING for the bare heuristic."""
+        """Says once a process which profile serves: INFO for a profile, WARNING for the bare heuristic."""
         tier = self.resolution.tier if self.resolution else "heuristic"
         if self.entries:
             assert self.resolution is not None
@@ -78,7 +79,7 @@ class Setup:
             )
 
     def dropout_reasons(self) -> Mapping[str, tuple[str, ...]]:
-        """Why each kernel that could otherwise run cannot do dropout."""
+        """Return why each kernel that could otherwise run cannot do dropout."""
         workload = self.shape.workload(4096, "fp32" if self.facts.vendor == "cpu" else "bf16", True)
         need = kernel_need(
             workload, 0, workload.dtype, arch=self.facts.arch, vendor=self.facts.vendor, backward=True, dropout=True
@@ -106,7 +107,7 @@ def set_up(profile: Any, device: Any, shape: ModuleShape) -> Setup:
 
 
 def set_up_for(facts: HardwareFacts, profile: Any, target: torch.device, shape: ModuleShape) -> Setup:
-    """The same for a device of which these are the facts, also one that is not here."""
+    """Return the same for a device of which these are the facts, also one that is not here."""
     named = isinstance(profile, (Profile, Path)) or (isinstance(profile, str) and profile != "auto")
     if not (profile is None or named or profile == "auto"):
         raise InputError(f"profile is {profile!r}; use 'auto', a path, a Profile, or None for the heuristic alone")
@@ -141,7 +142,7 @@ def set_up_for(facts: HardwareFacts, profile: Any, target: torch.device, shape: 
 
 
 def device_of(device: Any) -> torch.device:
-    """The device asked for: None is the current CUDA device, else the CPU."""
+    """Return the device asked for: None is the current CUDA device, else the CPU."""
     if device is None:
         if not torch.cuda.is_available():
             return torch.device("cpu")
@@ -156,7 +157,7 @@ def device_of(device: Any) -> torch.device:
 
 
 def wishes_of(backend: Any, dtype: Any, checkpoint: str | None) -> Wishes:
-    """The explicit choices of the user as kernel, dtype and checkpoint names; InputError for what does not exist."""
+    """Return the user's explicit choices as kernel, dtype and checkpoint names; InputError for what does not exist."""
     forward = backward = None
     if isinstance(backend, str):
         forward = backward = backend

@@ -8,8 +8,8 @@ choice, then its runners-up, then the heuristic; the first that the constraint f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 
 from ringattn.errors import PlanError
 from ringattn.geometry.layout import resolve_layout
@@ -19,17 +19,8 @@ from ringattn.profile.schema import Choice, PlanEntry, Policy
 from ringattn.workload import INPUT_DTYPES, Mode, Pattern, Tunables, Workload, describe, nearest_bucket, not_narrower
 
 from .fused_steps import FUSED_STEPS
-from .plan import (
-    NO_WISHES,
-    ORDINARY,
-    Conditions,
-    Origin,
-    Plan,
-    Wishes,
-    build_plan,
-    heuristic_tunables,
-    rejection_reasons,
-)
+from .heuristic import NO_WISHES, Wishes, heuristic_tunables
+from .plan import ORDINARY, Conditions, Origin, Plan, build_plan, rejection_reasons
 from .preference import Preference, by_preference
 from .ring import exchanges_heads
 
@@ -41,7 +32,7 @@ _FORCE = "Name a backend to try it all the same, or probe again"
 
 @dataclass(frozen=True, slots=True)
 class ModuleShape:
-    """What a module knows at init about every workload it will meet."""
+    """Facts that a module knows at init about every workload it will meet."""
 
     heads: int
     kv_heads: int
@@ -53,12 +44,12 @@ class ModuleShape:
 
     @classmethod
     def of(cls, workload: Workload) -> ModuleShape:
-        """Of a module that meets this workload."""
+        """Return the shape of a module that meets this workload."""
         w = workload
         return cls(w.heads, w.kv_heads, w.head_dim, w.causal, w.pattern, world=w.world)
 
     def layout(self, asked: str, entries: Sequence[PlanEntry], facts: HardwareFacts) -> str:
-        """How a sequence lies over the ranks, where a profile has these rows for the module; see ``resolve_layout``."""
+        """Return the layout over the ranks, where a profile has these rows for the module; see ``resolve_layout``."""
         measured = [entry.choice.tunables.layout for entry in entries if entry.choice is not None]
         exchanged = exchanges_heads(self.pattern, self.kv_heads, self.world, facts)
         return resolve_layout(asked, self.pattern, self.causal, measured, exchanged=exchanged)
@@ -81,7 +72,7 @@ class ModuleShape:
 
 
 def probe_options(shape: ModuleShape) -> str:
-    """What to tell `ringtune probe` so that it measures this module's workload."""
+    """Return what to tell `ringtune probe` so that it measures this module's workload."""
     options = [f"--heads {shape.heads}", f"--head-dim {shape.head_dim}"]
     if shape.kv_heads != shape.heads:
         options.insert(1, f"--kv-heads {shape.kv_heads}")
@@ -117,7 +108,7 @@ class Row:
         return origin
 
     def runnable(self) -> Plan:
-        """The plan; PlanError where the row is a refusal."""
+        """Return the plan; PlanError where the row is a refusal."""
         if self.plan is None:
             assert self.refusal is not None
             raise self.refusal.again()
@@ -130,11 +121,10 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class PlanTable:
-    """All rows of a module; printable, never changed after init."""
+class Question:
+    """Everything that the plans of a module follow from: equal questions have equal plans."""
 
     shape: ModuleShape
-    rows: tuple[Row, ...]
     entries: tuple[PlanEntry, ...]
     policy: Policy
     facts: HardwareFacts
@@ -143,22 +133,20 @@ class PlanTable:
     auto_dtype: bool
     prefer: Preference | None = None  # None: the plan that the profile's own probe preferred
 
+    @property
+    def question(self) -> Question:
+        """The question alone, of what has one."""
+        return Question(**{field.name: getattr(self, field.name) for field in fields(Question)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanTable(Question):
+    """All rows of a module; printable, never changed after init."""
+
+    rows: tuple[Row, ...] = ()
+
     def __str__(self) -> str:
         return "\n".join(str(row) for row in self.rows)
-
-    @property
-    def question(self) -> tuple[Hashable, ...]:
-        """All that the rows follow from: two tables with one question give the same plans."""
-        return (
-            self.shape,
-            self.entries,
-            self.policy,
-            self.facts,
-            self.conditions,
-            self.wishes,
-            self.auto_dtype,
-            self.prefer,
-        )
 
     def without(
         self,
@@ -167,33 +155,23 @@ class PlanTable:
         strict: bool,
         place_of: Callable[[PlanEntry], str] | None,
     ) -> PlanTable:
-        """The table once more, without kernels that turned out to be wrong; see ``build_table`` for what is raised."""
-        return build_table(
-            self.shape,
-            self.entries,
-            self.policy,
-            replace(self.facts, faults=join_faults(self.facts.faults, tuple(faults))),
-            conditions=self.conditions,
-            wishes=self.wishes,
-            auto_dtype=self.auto_dtype,
-            prefer=self.prefer,
-            strict=strict,
-            place_of=place_of,
-        )
+        """Return the table without kernels that turned out to be wrong; see ``build_table`` for what is raised."""
+        facts = replace(self.facts, faults=join_faults(self.facts.faults, tuple(faults)))
+        return table_of(replace(self.question, facts=facts), strict=strict, place_of=place_of)
 
     def row(self, seq_len: int, dtype: str, train: bool) -> Row:
-        """The row that serves a length: its bucket's, or the one for lengths that were not measured."""
+        """Return the row that serves a length: its bucket's, or the one for lengths that were not measured."""
         mode: Mode = "train" if train else "infer"
         rows = {row.bucket: row for row in self.rows if (row.dtype, row.mode) == (dtype, mode)}
         return rows[nearest_bucket(seq_len, [bucket for bucket in rows if bucket is not None])]
 
     def plan_at(self, seq_len: int, dtype: str, train: bool, batch: int, total_length: int = 0) -> Row:
-        """The row for an actual shape, its plan checked for exactly that shape (index limits, windows)."""
+        """Return the row for an actual shape, its plan checked for exactly that shape (index limits, windows)."""
         bucket = self.row(seq_len, dtype, train).bucket
         return self._build(bucket, self.shape.workload(seq_len, dtype, train, batch, total_length))
 
     def fallback_note(self, row: Row) -> str:
-        """What to tell the user where the measured plan of a length does not serve it; "" where it does.
+        """Return what to tell the user where the measured plan of a length does not serve it; "" where it does.
 
         One text for all lengths outside the measured ones, so that saying it once is enough.
         """
@@ -247,7 +225,7 @@ class PlanTable:
         return Row(bucket, workload.dtype, workload.mode, replace(plan, origin=origin), note=note)
 
     def _failed(self, workload: Workload) -> dict[str, tuple[str, ...]]:
-        """The heuristic's plan with what failed on this machine; empty where that is the one it has without."""
+        """Return the heuristic's plan with what failed on this machine; empty where that is the one it has without."""
         if not self.facts.faults:
             return {}
         trusting = replace(self.facts, faults=())
@@ -281,13 +259,13 @@ def _serves(entry: PlanEntry, bucket: int, dtype: str, mode: Mode) -> bool:
 
 
 def _with_wishes(choice: Choice, wishes: Wishes, train: bool) -> Choice:
-    """What was measured says nothing of a plan that wishes have changed."""
+    """Return what was measured says nothing of a plan that wishes have changed."""
     tunables = as_wished(choice.tunables, wishes, train)
     return choice if tunables == choice.tunables else Choice(tunables)
 
 
 def as_wished(tunables: Tunables, wishes: Wishes, train: bool) -> Tunables:
-    """The tunables with the kernels and checkpoint the user asked for, and no parameter of a kernel that left."""
+    """Return the tunables with the kernels and checkpoint asked for, and no parameter of a kernel that left."""
     branches = tuple(
         replace(
             branch,
@@ -307,7 +285,7 @@ def as_wished(tunables: Tunables, wishes: Wishes, train: bool) -> Tunables:
 
 
 def fitted(tunables: Tunables, workload: Workload) -> Tunables:
-    """The tunables at another length than the measured one: a window that no longer splits anything goes."""
+    """Return the tunables at another length than the measured one: a window that no longer splits anything goes."""
     if tunables.window_tokens is not None and tunables.window_tokens >= workload.seq_len:
         return replace(tunables, window_tokens=None)
     return tunables
@@ -326,13 +304,22 @@ def build_table(
     strict: bool = False,
     place_of: Callable[[PlanEntry], str] | None = None,
 ) -> PlanTable:
-    """Every row for ``shape``. ``entries`` are those of the profile that match it.
+    """Return every row for ``shape``. ``entries`` are those of the profile that match it.
 
     ``strict``: a profile named by the user must run; PlanError when an entry's own choice cannot. Without it a
     choice that cannot run gives way to the next and to the heuristic. PlanError too when *no* row can run.
     ``place_of`` says where an entry is written, for that error.
     """
-    table = PlanTable(shape, (), entries, policy, facts, conditions, wishes, auto_dtype, prefer)
+    question = Question(shape, entries, policy, facts, conditions, wishes, auto_dtype, prefer)
+    return table_of(question, strict=strict, place_of=place_of)
+
+
+def table_of(
+    question: Question, *, strict: bool = False, place_of: Callable[[PlanEntry], str] | None = None
+) -> PlanTable:
+    """Return every row that follows from a question; see ``build_table``."""
+    table = PlanTable(**{field.name: getattr(question, field.name) for field in fields(Question)})
+    shape, entries, wishes = table.shape, table.entries, table.wishes
     rows: list[Row] = []
     for dtype in INPUT_DTYPES:
         modes: tuple[Mode, ...] = ("infer", "train")
@@ -365,7 +352,7 @@ def build_table(
 
 
 def _merged_reasons(refusals: list[PlanError]) -> dict[str, tuple[str, ...]]:
-    """Every candidate of several refusals once, with all that speaks against it."""
+    """Return every candidate of several refusals once, with all that speaks against it."""
     merged: dict[str, tuple[str, ...]] = {}
     for refusal in refusals:
         for name, reasons in refusal.rejected.items():

@@ -1,4 +1,4 @@
-"""What accuracy checks found on this machine, kept beside the user's profiles so that each is made once.
+"""Results of accuracy checks on this machine, kept beside the user's profiles so that each is made once.
 
 One small JSON file holds the verdicts of every device and software that used it. It is read by several processes at
 once and written whole; of two writers at the same moment one may lose its verdicts, which are then found anew. A file
@@ -40,7 +40,7 @@ Key = tuple[Environment, Combination]
 
 
 def user_memory() -> Memory:
-    """The memory of this user, one object per file and process."""
+    """Return the memory of this user, one object per file and process."""
     return _memory_at(user_folder(os.environ, home_folder()) / FILE_NAME)
 
 
@@ -50,7 +50,7 @@ def _memory_at(path: Path) -> Memory:
 
 
 def environment_of(facts: HardwareFacts, package: str) -> Environment:
-    """The device and the versions that a verdict holds for; ``package`` is the kernel's, "" for torch itself."""
+    """Return the device and the versions that a verdict holds for; ``package`` is the kernel's, "" for torch itself."""
     software = dict(facts.software)
     here = {name: software[name] for name in (*_SOFTWARE, package) if name in software}
     device = {"vendor": facts.vendor, "device_name": facts.device_name, "arch": facts.arch, "mig": facts.mig}
@@ -58,7 +58,7 @@ def environment_of(facts: HardwareFacts, package: str) -> Environment:
 
 
 def key_of(combination: Combination, facts: HardwareFacts) -> Key:
-    """What a verdict about ``combination`` on this machine is known by."""
+    """Return what a verdict about ``combination`` on this machine is known by."""
     kernel = KERNELS.get(combination.kernel)
     return environment_of(facts, kernel.package if kernel else ""), combination
 
@@ -75,13 +75,13 @@ class Memory:
         self._seen: tuple[int, int, int] | None = None
 
     def verdicts(self) -> Mapping[Key, Verdict]:
-        """Everything known: a look at the file's status where it has not changed since."""
+        """Return everything known: a look at the file's status where it has not changed since."""
         with self._lock:
             self._refresh()
             return {**self._read, **self._found}
 
     def faults(self, facts: HardwareFacts, head_dim: int) -> tuple[KernelFault, ...]:
-        """The combinations of this head dimension that failed on this machine."""
+        """Return the combinations of this head dimension that failed on this machine."""
         return tuple(
             KernelFault(combination, verdict.reason)
             for (environment, combination), verdict in self.verdicts().items()

@@ -1,4 +1,4 @@
-"""Where profiles lie on this machine: the search order, and reading what is there. The decision is ``resolve``'s."""
+"""Finds and reads the profiles of this machine in search order; ``resolve`` decides between them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SUFFIXES = (".yaml", ".yml")
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """A profile, the file it came from and the way it was found."""
+    """Profile with the file it came from and the way it was found."""
 
     path: str
     profile: Profile
@@ -32,7 +32,7 @@ class Located:
 
 
 def search_paths(environ: Mapping[str, str], home: Path) -> tuple[tuple[Origin, Path], ...]:
-    """(origin, file or folder) in search order; pure. Only ``env`` is a file. Never the working directory.
+    """Return (origin, file or folder) in search order; pure. Only ``env`` is a file. Never the working directory.
 
     Raises ProfileError for a relative folder in RINGTUNE_PROFILE_PATH, which would depend on it.
     """
@@ -54,14 +54,14 @@ def search_paths(environ: Mapping[str, str], home: Path) -> tuple[tuple[Origin, 
 
 
 def user_folder(environ: Mapping[str, str], home: Path) -> Path:
-    """The user's own profiles: ``$XDG_CONFIG_HOME/ringtune``, or ``~/.config/ringtune``. Need not exist."""
+    """Return the user's folder: ``$XDG_CONFIG_HOME/ringtune``, or ``~/.config/ringtune``. Need not exist."""
     configured = environ.get("XDG_CONFIG_HOME", "")
     base = Path(configured) if Path(configured).is_absolute() else home / ".config"
     return base / "ringtune"
 
 
 def home_folder() -> Path:
-    """The user's home. Where the user has none (a number without a name, in a container) a folder that nobody has."""
+    """Return the user's home, or /nonexistent for a user without one (a number without a name, in a container)."""
     try:
         return Path.home()
     except RuntimeError:
@@ -69,7 +69,7 @@ def home_folder() -> Path:
 
 
 def shipped_folder() -> Path:
-    """The profiles that come with the package: inside it when installed, beside it in a checkout."""
+    """Return the folder of the profiles that come with the package: inside it if installed, beside it in a checkout."""
     package = Path(__file__).resolve().parents[1]
     inside = package / "_profiles"
     return inside if inside.is_dir() else package.parent / "profiles"
@@ -82,7 +82,7 @@ def collect(
     environ: Mapping[str, str] | None = None,
     home: Path | None = None,
 ) -> tuple[tuple[Located, ...], tuple[str, ...]]:
-    """Every profile of the search order, read, and a note for each file that was skipped because it is broken.
+    """Read every profile of the search order; return them, and a note for each broken file that was skipped.
 
     ``named`` is the file a user gave; without it RINGTUNE_PROFILE names one. Such a file must load: ProfileError.
     ``heuristics_only`` reads no named file and leaves measured profiles out. ``environ`` and ``home`` are this
@@ -122,7 +122,7 @@ def _in_folder(origin: Origin, folder: Path, notes: list[str]) -> Iterator[Locat
 
 
 def _load_unchanged(path: Path) -> Profile:
-    """The profile in a file, read again only when the file changes: a model asks once a layer."""
+    """Return the profile in a file, read again only when the file changes: a model asks once a layer."""
     try:
         status = path.stat()
     except OSError:

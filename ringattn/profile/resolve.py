@@ -1,4 +1,4 @@
-"""Which profile serves this machine, and why: pure decisions over profiles already read. No torch, no files.
+"""Decides which profile serves this machine, and why: pure, over profiles already read. No torch, no files.
 
 The tiers, best first:
 
@@ -23,21 +23,8 @@ from ringattn.errors import ProfileError
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.wording import plural
 
-from .locations import Located, Origin, collect, search_paths
+from .locations import Located, Origin
 from .schema import Fingerprint, Policy, Profile, Provenance
-
-__all__ = [
-    "TIERS",
-    "Located",
-    "Origin",
-    "Resolution",
-    "Tier",
-    "built_in_heuristic",
-    "collect",
-    "misfit",
-    "resolve",
-    "search_paths",
-]
 
 Tier = Literal["exact", "same-silicon", "same-sku", "nearest", "heuristic"]
 TIERS: tuple[Tier, ...] = ("exact", "same-silicon", "same-sku", "nearest", "heuristic")
@@ -47,20 +34,20 @@ _BINDING: tuple[Origin, ...] = ("argument", "env")
 _MEMORY_TOLERANCE = 0.02  # of one card, drivers reserve more or less
 
 
-class Looked(str):
-    """A line of a trace: what became of a profile from ``path``, which was looked at because of ``origin``."""
+class TraceLine(str):
+    """Line of a trace: the verdict on a profile from ``path``, found by ``origin``."""
 
     path: str
     origin: Origin
     verdict: str
 
-    def __new__(cls, path: str, origin: Origin, verdict: str) -> Looked:
+    def __new__(cls, path: str, origin: Origin, verdict: str) -> TraceLine:
         made = super().__new__(cls, f"{path} ({origin}): {verdict}")
         made.path, made.origin, made.verdict = path, origin, verdict
         return made
 
     @classmethod
-    def at(cls, entry: Located, verdict: str) -> Looked:
+    def at(cls, entry: Located, verdict: str) -> TraceLine:
         return cls(entry.path, entry.origin, verdict)
 
     def __getnewargs__(self) -> tuple[Any, ...]:
@@ -69,7 +56,7 @@ class Looked(str):
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
-    """What to obey on this machine.
+    """Profile and heuristic that serve this machine.
 
     ``profile`` is the measured profile (None: nothing measured fits), ``heuristic`` answers what it does not cover,
     ``path`` is the file of the one that leads, ``trace`` says of every profile looked at why it was taken or not, and
@@ -87,7 +74,7 @@ class Resolution:
 
 @dataclass(frozen=True, slots=True)
 class _Match:
-    """How well a measured profile fits; ``tier`` None: not at all."""
+    """Match of a measured profile with this machine; ``tier`` None is no match."""
 
     tier: Tier | None
     why: str
@@ -99,7 +86,7 @@ class _Match:
 
 
 def resolve(located: Sequence[Located], facts: HardwareFacts, *, world: int = 1) -> Resolution:
-    """The best profile of ``located`` (in search order) for this machine: by tier, then nearness, then order.
+    """Return the best profile of ``located`` (in search order) for this machine: by tier, then nearness, then order.
 
     Those with plans for ``world`` ranks go before all others, which say nothing of it. A profile named by argument or
     RINGTUNE_PROFILE binds: it is taken in whatever tier, and ProfileError raised when it does not fit at all. Device
@@ -115,11 +102,11 @@ def resolve(located: Sequence[Located], facts: HardwareFacts, *, world: int = 1)
         if entry.profile.source != "measured":
             continue
         if bound is not None and entry is not bound:
-            trace.append(Looked.at(entry, f"not taken, {bound.path} was named by {bound.origin}"))
+            trace.append(TraceLine.at(entry, f"not taken, {bound.path} was named by {bound.origin}"))
             continue
         match = _match(entry.profile, facts, world)
         if match.tier is None:
-            trace.append(Looked.at(entry, f"not taken, {match.why}"))
+            trace.append(TraceLine.at(entry, f"not taken, {match.why}"))
         else:
             measured.append((match, entry))
     # Stable: search order stays between equals.
@@ -128,12 +115,9 @@ def resolve(located: Sequence[Located], facts: HardwareFacts, *, world: int = 1)
         verdict = "taken" if number == 0 else f"not taken, {measured[0][1].path} comes first"
         if number and measured[0][1].profile.covers(world) and not entry.profile.covers(world):
             verdict = f"not taken, it holds no plans for {plural(world, 'rank')}"
-        lacks = (
-            f"; it holds no plans for {plural(world, 'rank')}"
-            if number == 0 and not entry.profile.covers(world)
-            else ""
-        )
-        trace.insert(number, Looked.at(entry, f"{verdict}; tier {match.tier}: {match.why}{lacks}"))
+        lacking = number == 0 and not entry.profile.covers(world)
+        lacks = f"; it holds no plans for {plural(world, 'rank')}" if lacking else ""
+        trace.insert(number, TraceLine.at(entry, f"{verdict}; tier {match.tier}: {match.why}{lacks}"))
     heuristic = _heuristic(located, facts, bound, trace)
     if others := every - len(located):
         trace.append(f"{plural(others, 'shipped profile')} for other devices: not taken")
@@ -147,7 +131,7 @@ def resolve(located: Sequence[Located], facts: HardwareFacts, *, world: int = 1)
 
 
 def _ships_for_others(entry: Located, facts: HardwareFacts) -> bool:
-    """Whether a profile came with the package and was made for another vendor, or is a rule for other devices.
+    """Tell whether a profile came with the package for another vendor, or is a heuristic for other devices.
 
     Nobody put it there for this machine, so why it does not serve is no news. A measured one of the same vendor is:
     people ask why their card does not use it.
@@ -155,19 +139,21 @@ def _ships_for_others(entry: Located, facts: HardwareFacts) -> bool:
     made = entry.profile.fingerprint
     rule = entry.profile.source == "heuristic"
     return entry.origin == "shipped" and (
-        made.vendor != facts.vendor or (rule and bool(_heuristic_misfit(made, facts)))
+        made.vendor != facts.vendor or (rule and bool(_heuristic_mismatch(made, facts)))
     )
 
 
 def _check_bound(bound: Located, facts: HardwareFacts, world: int) -> None:
     if bound.profile.source == "measured":
         match = _match(bound.profile, facts, world)
-        misfit = match.why if match.tier is None else ""
+        mismatch = match.why if match.tier is None else ""
     else:
-        misfit = _heuristic_misfit(bound.profile.fingerprint, facts)
-    if misfit:
+        mismatch = _heuristic_mismatch(bound.profile.fingerprint, facts)
+    if mismatch:
         raise ProfileError(
-            bound.path, f"does not fit this machine: it was {misfit}. Probe here, or use profile='auto'", "fingerprint"
+            bound.path,
+            f"does not fit this machine: it was {mismatch}. Probe here, or use profile='auto'",
+            "fingerprint",
         )
 
 
@@ -176,8 +162,8 @@ def _check_bound(bound: Located, facts: HardwareFacts, world: int) -> None:
 
 def _match(profile: Profile, facts: HardwareFacts, world: int) -> _Match:
     made, here = profile.fingerprint, Fingerprint.of(facts)
-    if misfit := _misfit(made, here):
-        return _Match(None, misfit)
+    if mismatch := _mismatch(made, here):
+        return _Match(None, mismatch)
     differences = _silicon_differences(made, here) + (_ring_differences(made, here) if world > 1 else [])
     if not differences:
         changed = _software_differences(profile.software, facts.software)
@@ -188,12 +174,12 @@ def _match(profile: Profile, facts: HardwareFacts, world: int) -> _Match:
     return _Match(tier, ", ".join(differences), _log_distance(made, here))
 
 
-def misfit(profile: Profile, facts: HardwareFacts) -> str:
-    """Why a measured profile cannot serve this machine at all; empty where it can, in whatever tier."""
-    return _misfit(profile.fingerprint, Fingerprint.of(facts))
+def mismatch(profile: Profile, facts: HardwareFacts) -> str:
+    """Return why a measured profile cannot serve this machine at all; empty where it can, in whatever tier."""
+    return _mismatch(profile.fingerprint, Fingerprint.of(facts))
 
 
-def _misfit(made: Fingerprint, here: Fingerprint) -> str:
+def _mismatch(made: Fingerprint, here: Fingerprint) -> str:
     for what, theirs, ours in (
         ("vendor", made.vendor, here.vendor),
         ("arch", made.arch, here.arch),
@@ -205,7 +191,7 @@ def _misfit(made: Fingerprint, here: Fingerprint) -> str:
 
 
 def _silicon_differences(made: Fingerprint, here: Fingerprint) -> list[str]:
-    """What sets the two devices themselves apart, in words; a CPU is also its flags, cores and threads."""
+    """Return the differences between the two devices, in words; a CPU is also its flags, cores and threads."""
     # A container's memory is not the processor's.
     names = ["sku", "device_name", "sm_count", "threads"] if made.vendor == "cpu" else ["sku", "sm_count", "l2_mib"]
     differences = [_differs(name, made, here) for name in names if getattr(made, name) != getattr(here, name)]
@@ -231,7 +217,7 @@ def _ring_differences(made: Fingerprint, here: Fingerprint) -> list[str]:
 
 
 def _is_other_class(made: Fingerprint, here: Fingerprint, world: int) -> bool:
-    """Whether two devices of one name are too unlike for more than ``nearest``."""
+    """Tell whether two devices of one name are too unlike for more than ``nearest``."""
     if world > 1 and _ring_differences(made, here):
         return True
     if made.vendor == "cpu":
@@ -244,7 +230,7 @@ def _differs(name: str, made: Fingerprint, here: Fingerprint) -> str:
 
 
 def _software_differences(made: Iterable[tuple[str, str]], here: Iterable[tuple[str, str]]) -> list[str]:
-    """Versions that differ; the driver's counts only where both sides could read it."""
+    """Return versions that differ; the driver's counts only where both sides could read it."""
     theirs, ours = dict(made), dict(here)
     if not ("driver" in theirs and "driver" in ours):
         theirs.pop("driver", None)
@@ -265,14 +251,14 @@ def _log_distance(made: Fingerprint, here: Fingerprint) -> float:
 
 
 def _heuristic(located: Sequence[Located], facts: HardwareFacts, bound: Located | None, trace: list[str]) -> Located:
-    """The first origin that has one for this device; of several there the one meant for the fewest devices."""
+    """Return the heuristic of the first origin that has one for this device; of several, that for the fewest."""
     fitting: list[Located] = []
     for entry in located:
         if entry.profile.source != "heuristic":
             continue
-        misfit = _heuristic_misfit(entry.profile.fingerprint, facts)
-        if misfit:
-            trace.append(Looked.at(entry, f"not taken, {misfit}"))
+        mismatch = _heuristic_mismatch(entry.profile.fingerprint, facts)
+        if mismatch:
+            trace.append(TraceLine.at(entry, f"not taken, {mismatch}"))
         else:
             fitting.append(entry)
     if not fitting:
@@ -285,11 +271,11 @@ def _heuristic(located: Sequence[Located], facts: HardwareFacts, bound: Located 
     )
     for entry in fitting:
         verdict = "taken for what no plan covers" if entry is best else f"not taken, {best.path} comes first"
-        trace.append(Looked.at(entry, f"{verdict}; tier heuristic"))
+        trace.append(TraceLine.at(entry, f"{verdict}; tier heuristic"))
     return best
 
 
-def _heuristic_misfit(made: Fingerprint, facts: HardwareFacts) -> str:
+def _heuristic_mismatch(made: Fingerprint, facts: HardwareFacts) -> str:
     here = Fingerprint.of(facts)
     if made.vendor != here.vendor:
         return f"made for vendor {made.vendor}, and this device's is {here.vendor}"
@@ -306,7 +292,7 @@ def _heuristic_misfit(made: Fingerprint, facts: HardwareFacts) -> str:
 
 
 def arch_range(arch: str) -> tuple[float, float]:
-    """The compute capabilities (times ten) from and to that "sm_90", "sm_80-sm_89" or "sm_100+" stands for.
+    """Return the first and last compute capability (times ten) of "sm_90", "sm_80-sm_89" or "sm_100+".
 
     Anything else is the empty range (1, 0): such an arch is itself and nothing more.
     """
@@ -323,14 +309,14 @@ def _sm(arch: str) -> float:
 
 
 def _generality(made: Fingerprint) -> tuple[float, int]:
-    """How many devices a heuristic is meant for: first by its range of arch, then by what else it asks for."""
+    """Return a sort key for the devices a heuristic is meant for: its range of arch, then what else it asks for."""
     low, high = arch_range(made.arch)
     width = max(0.0, high - low) if made.arch else math.inf
     return width, -sum((bool(made.sku), bool(made.mig), len(made.isa)))
 
 
 def built_in_heuristic(vendor: str) -> Profile:
-    """The last resort, where no heuristic file fits: 16-bit inputs in fp32, on kernels that run everywhere."""
+    """Return the last resort, where no heuristic file fits: 16-bit inputs in fp32, on kernels that run everywhere."""
     kernels = ("math",) if vendor == "cpu" else ("efficient", "math")
     dtypes = (("bf16", "fp32"), ("fp16", "fp32"), ("fp32", "fp32"), ("fp64", "fp64"))
     return Profile(

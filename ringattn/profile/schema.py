@@ -1,4 +1,4 @@
-"""What a hardware profile says, as plain frozen data: no torch, no files (``yaml_io`` reads and writes them).
+"""The content of a hardware profile, as plain frozen data: no torch, no files (``yaml_io`` reads and writes them).
 
 A profile answers workloads with plans. A *measured* one belongs to one machine (its fingerprint) and carries the
 evidence; a *heuristic* one belongs to a family (``arch`` may be a range) and carries only a policy.
@@ -46,7 +46,7 @@ def shareable_text(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LinkSpeed:
-    """How fast messages went between ``world`` ranks on ``hosts`` hosts, each sending to the next at the same time.
+    """Speed of messages between ``world`` ranks on ``hosts`` hosts, each sending to the next at the same time.
 
     ``ring_gb_s`` is what the slowest rank sent and received at once, each way, in 10^9 bytes a second;
     ``latency_us`` a round of the smallest message, begun and waited for by the host.
@@ -114,7 +114,7 @@ class Fingerprint:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What was measured for one choice.
+    """Measurements of one choice.
 
     ``default_ratio`` is t / t_default, paired block by block (below 1: faster than the default plan), and
     ``ratio_low``..``ratio_high`` its 95 % bootstrap interval. ``error`` is the relative 2-norm against float64,
@@ -202,7 +202,7 @@ class PlanEntry:
 
     @property
     def evidence(self) -> Evidence | None:
-        """Of the choice; None for a refusal, and for a cell that could not be measured and keeps its default."""
+        """The evidence of the choice; None for a refusal, and for a workload that could not be measured."""
         return None if self.choice is None else self.choice.evidence
 
     @property
@@ -233,7 +233,7 @@ def _check_kernel_lists(lists: LaunchBound | Policy) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LaunchBound:
-    """What a policy does differently where launches take longer than the work they start.
+    """Part of a policy for where launches take longer than the work they start.
 
     A launch is of that kind whose forward does less than ``below_gflop`` GFLOP: its kernels are these. Where all
     launches of a training step do on average, dilated heads are gathered by copies, each of which saves launches.
@@ -251,7 +251,7 @@ class LaunchBound:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How to plan what nobody measured, for one family of devices.
+    """Rules for planning what nobody measured, for one family of devices.
 
     ``compute_dtype`` maps input dtype to compute dtype (never a narrower one); ``forward`` and ``backward`` are
     kernel names in order of preference and end in ``math``, which runs everything; dilated heads are read in place
@@ -279,13 +279,13 @@ class Policy:
             raise FieldError(f"is {self.copy_from_rate!r}; it must be an integer >= 2", field="copy_from_rate")
 
     def dtype_for(self, input_dtype: str) -> str:
-        """The compute dtype for an input dtype, both by short name."""
+        """Return the compute dtype for an input dtype, both by short name."""
         return dict(self.compute_dtype)[input_dtype]
 
     def kernels_for(
         self, direction: Literal["forward", "backward"], compute_dtype: str, launch_gflop: float = math.inf
     ) -> tuple[str, ...]:
-        """The kernels to try for launches that do so much, best first; float64 runs on math alone."""
+        """Return the kernels to try for launches that do so much, best first; float64 runs on math alone."""
         if compute_dtype == "fp64":
             return ("math",)
         lists = self.launch_bound if self.binds(launch_gflop) else self
@@ -293,7 +293,7 @@ class Policy:
         return lists.forward if direction == "forward" else lists.backward
 
     def binds(self, launch_gflop: float) -> bool:
-        """Whether launches that do so much are waited for themselves."""
+        """Return whether launches that do so much are waited for themselves."""
         return self.launch_bound is not None and launch_gflop < self.launch_bound.below_gflop
 
     def gather_for(self, rate: int) -> str:
@@ -302,7 +302,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Where a profile comes from: which ringtune, on which day (``YYYY-MM-DD``), how hard it looked."""
+    """Origin of a profile: which ringtune, on which day (``YYYY-MM-DD``), how hard it looked."""
 
     tool_version: str = ""
     date: str = ""
@@ -354,12 +354,12 @@ class Profile:
             raise FieldError(f"answers one workload more than once: {twice[0]}", field="plans")
 
     def covers(self, world: int) -> bool:
-        """Whether it holds plans for so many ranks."""
+        """Return whether it holds plans for so many ranks."""
         return any(entry.workload.world == world for entry in self.plans)
 
     @classmethod
     def single(cls, facts: HardwareFacts, workload: Workload, tunables: Tunables) -> Profile:
-        """A measured profile of one plan and no evidence: how a tuner hands the runtime a candidate."""
+        """Return a measured profile of one plan and no evidence: how a tuner hands the runtime a candidate."""
         return cls(
             source="measured",
             fingerprint=Fingerprint.of(facts),

@@ -1,4 +1,4 @@
-"""YAML as plain data and nothing else: bounded, without aliases, anchors, tags or repeated keys.
+"""Reads and writes YAML as plain data: bounded, without aliases, anchors, tags or repeated keys.
 
 ``yaml.safe_load`` builds whatever its input names, an alias bomb too, and lets the last of two equal keys win.
 Here the parser's events are checked one by one as the data is built, so bad input costs no more than reading it.
@@ -24,15 +24,15 @@ _constructor: Any = SafeConstructor()
 _TAG = "tag:yaml.org,2002:"
 
 
-class YamlFault(Exception):
-    """What is wrong with a text, in one line, with its line number."""
+class YamlError(Exception):
+    """Fault of a text, in one line, with its line number."""
 
     def __init__(self, message: str, mark: Any) -> None:
         super().__init__(message if mark is None else f"line {mark.line + 1}: {message}")
 
 
 def read_yaml(text: str) -> object:
-    """The one document in ``text`` as dict, list, str, int, float, bool and None; raises YamlFault.
+    """Return the one document in ``text`` as dict, list, str, int, float, bool and None; raises YamlError.
 
     Plain scalars mean what they mean to ``yaml.safe_load``, except that dates are refused: they need quotes.
     """
@@ -42,16 +42,16 @@ def read_yaml(text: str) -> object:
             builder.take(event)
     except yaml.MarkedYAMLError as error:
         problem = " ".join(str(error.problem or error.context).split())
-        raise YamlFault(f"not valid YAML: {problem}", error.problem_mark) from None
+        raise YamlError(f"not valid YAML: {problem}", error.problem_mark) from None
     except yaml.YAMLError as error:  # a character YAML does not allow
-        raise YamlFault(f"not valid YAML: {' '.join(str(error).split())}", None) from None
+        raise YamlError(f"not valid YAML: {' '.join(str(error).split())}", None) from None
     if not builder.documents:
-        raise YamlFault("the file is empty", None)
+        raise YamlError("the file is empty", None)
     return builder.root
 
 
 class _Builder:
-    """Turns parser events into data; every open collection is on ``stack``."""
+    """Builder of data from parser events; every open collection is on ``stack``."""
 
     def __init__(self) -> None:
         self.root: object = None
@@ -64,9 +64,9 @@ class _Builder:
         if isinstance(event, yaml.DocumentStartEvent):
             self.documents += 1
             if self.documents > 1:
-                raise YamlFault("a second document starts here; a profile is one", event.start_mark)
+                raise YamlError("a second document starts here; a profile is one", event.start_mark)
         elif isinstance(event, yaml.AliasEvent):
-            raise YamlFault("aliases (*name) are not allowed", event.start_mark)
+            raise YamlError("aliases (*name) are not allowed", event.start_mark)
         elif isinstance(event, yaml.NodeEvent):
             self._node(event)
         elif isinstance(event, yaml.CollectionEndEvent):
@@ -77,16 +77,16 @@ class _Builder:
         mark = event.start_mark
         self.nodes += 1
         if event.anchor is not None:
-            raise YamlFault("anchors (&name) are not allowed", mark)
+            raise YamlError("anchors (&name) are not allowed", mark)
         if event.tag is not None:
-            raise YamlFault("tags (!name) are not allowed", mark)
+            raise YamlError("tags (!name) are not allowed", mark)
         if self.nodes > MAX_NODES:
-            raise YamlFault(f"more than {MAX_NODES} values", mark)
+            raise YamlError(f"more than {MAX_NODES} values", mark)
         if isinstance(event, yaml.ScalarEvent):
             self._place(_scalar(event), mark)
             return
         if len(self.stack) >= MAX_DEPTH:
-            raise YamlFault(f"nested more than {MAX_DEPTH} deep", mark)
+            raise YamlError(f"nested more than {MAX_DEPTH} deep", mark)
         opened: dict[str, object] | list[object] = {} if isinstance(event, yaml.MappingStartEvent) else []
         self._place(opened, mark)
         self.stack.append(opened)
@@ -103,9 +103,9 @@ class _Builder:
             parent[key] = value
             self.keys[-1] = None
         elif not isinstance(value, str):
-            raise YamlFault("a key must be text", mark)
+            raise YamlError("a key must be text", mark)
         elif value in parent:
-            raise YamlFault(f"key {value[:60]!r} appears twice", mark)
+            raise YamlError(f"key {value[:60]!r} appears twice", mark)
         else:
             self.keys[-1] = value
 
@@ -128,8 +128,8 @@ def _scalar(event: Any) -> str | int | float | bool | None:
         if tag == "float":
             return float(_constructor.construct_yaml_float(node))
     except (ValueError, IndexError, OverflowError):
-        raise YamlFault(f"{value!r} is not a number", event.start_mark) from None
-    raise YamlFault(f"{value!r} has a meaning of its own in YAML ({tag}); put it in quotes", event.start_mark)
+        raise YamlError(f"{value!r} is not a number", event.start_mark) from None
+    raise YamlError(f"{value!r} has a meaning of its own in YAML ({tag}); put it in quotes", event.start_mark)
 
 
 class Quoted(str):
@@ -142,7 +142,7 @@ LINE_WIDTH = 120
 
 
 class _Dumper(_BaseDumper):  # type: ignore[misc]
-    """Writes short collections of scalars on one line and everything else one entry a line; never an alias."""
+    """Dumper of short collections of scalars on one line and everything else one entry a line; never an alias."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
@@ -171,5 +171,5 @@ _Dumper.add_representer(Quoted, _represent_quoted)
 
 
 def write_yaml(content: object) -> str:
-    """``content`` (dict, list and scalars) as text that ``read_yaml`` reads back equal."""
+    """Return ``content`` (dict, list and scalars) as text that ``read_yaml`` reads back equal."""
     return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=LINE_WIDTH)

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Writes files whole or not at all."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def replace_file(target: Path, content: bytes, *, lasting: bool = True) -> None:
-    """Puts ``content`` in the place of ``target`` in one step; OSError where that fails, with the old file untouched.
+    """Replace ``target`` by ``content`` in one step; OSError where that fails, with the old file untouched.
 
     ``lasting``: it is on the disk before it takes the place, so that a power cut leaves one of the two.
     """
@@ -30,7 +30,7 @@ def replace_file(target: Path, content: bytes, *, lasting: bool = True) -> None:
 
 
 def _sync_directory(directory: Path) -> None:
-    """Makes the new name last through a power cut, where directories can be synced."""
+    """Make the new name last through a power cut, where directories can be synced."""
     if os.name != "posix":
         return
     descriptor = os.open(directory, os.O_RDONLY)

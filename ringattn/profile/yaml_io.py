@@ -25,7 +25,7 @@ from ringattn.errors import FieldError, InputError, ProfileError
 from ringattn.workload import Branch, HeadOffset, Pattern
 
 from .schema import SCHEMA_VERSION, Profile
-from .strict_yaml import Quoted, YamlFault, read_yaml, write_yaml
+from .strict_yaml import Quoted, YamlError, read_yaml, write_yaml
 from .whole_file import replace_file
 
 MAX_FILE_BYTES = 4 * 2**20
@@ -40,7 +40,7 @@ _PLAIN_KEY = re.compile(r"[\w.+-]{1,60}")
 
 
 def load_profile(path: str | os.PathLike[str]) -> Profile:
-    """The profile in the file ``path``; raises ProfileError (one line: file, key path, fault) for anything else."""
+    """Return the profile in the file ``path``; ProfileError (one line: file, key path, fault) for anything else."""
     return parse_profile(_read_bounded(Path(path)), os.fspath(path))
 
 
@@ -69,7 +69,7 @@ def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
 
 
 def _read_bounded(path: Path) -> bytes:
-    """The bytes of a regular file of at most MAX_FILE_BYTES; the size is looked at before anything is read."""
+    """Return the bytes of a regular file of at most MAX_FILE_BYTES; the size is looked at before anything is read."""
     try:
         status = path.stat()
         if stat.S_ISDIR(status.st_mode):
@@ -95,7 +95,7 @@ def _read_bounded(path: Path) -> bytes:
 
 
 def parse_profile(content: str | bytes, source: str) -> Profile:
-    """The profile in a YAML text; ``source`` names it in the ProfileError that everything invalid raises."""
+    """Return the profile in a YAML text; ``source`` names it in the ProfileError that everything invalid raises."""
     if isinstance(content, bytes):
         try:
             content = content.decode("utf-8")
@@ -103,7 +103,7 @@ def parse_profile(content: str | bytes, source: str) -> Profile:
             raise ProfileError(source, f"is not UTF-8 text (byte {error.start})") from None
     try:
         plain = read_yaml(content)
-    except YamlFault as fault:
+    except YamlError as fault:
         raise ProfileError(source, str(fault)) from None
     try:
         return _profile_of(plain)
@@ -125,12 +125,12 @@ def dump_profile(profile: Profile) -> str:
 
 
 def to_plain(value: Any) -> dict[str, Any]:
-    """A dataclass of plain data in the format of profiles, for ``from_plain`` to give back an equal one."""
+    """Return a dataclass of plain data in the format of profiles, for ``from_plain`` to give back an equal one."""
     return _encode_fields(value, "")
 
 
 def from_plain(cls: Any, plain: object, source: str) -> Any:
-    """The inverse, as strict as a profile is read; ``source`` names it in the ProfileError."""
+    """Return the inverse, as strict as a profile is read; ``source`` names it in the ProfileError."""
     try:
         return _decode(cls, plain, "")
     except _Fault as fault:
@@ -290,12 +290,16 @@ def _decode_pattern(value: object, key: str) -> Pattern:
 
 
 def _encode_fields(value: Any, key: str) -> dict[str, Any]:
-    """Every field of a dataclass but the empty ones, so that a later change of a default changes no old profile."""
+    """Return every field but those that are empty by default: a later change of a default changes no old profile.
+
+    A field's metadata may say otherwise (``omit_default``): a field that is left out keeps its default for ever.
+    """
     cls: Any = type(value)
     encoded: dict[str, Any] = {}
     for field in fields(cls):
         content = getattr(value, field.name)
-        if field.default is not MISSING and content == field.default and not content and content is not False:
+        empty = not content and content is not False
+        if content == field.default and field.metadata.get("omit_default", empty):
             continue
         plain = _encode(_hints(cls)[field.name], content, _join(key, field.name))
         if plain != {} or field.default_factory is MISSING:

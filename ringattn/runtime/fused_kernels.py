@@ -1,4 +1,4 @@
-"""The device side of ``merge_triton``: gather, merge and sum as one kernel each.
+"""Gathers, merges and sums in one kernel each: the device side of ``merge_triton``.
 
 Addresses and words (``fused_layout``) come in tuples; what is the same for every length of a pattern is a
 ``constexpr``, so that lengths share compiled kernels. ``BRANCHES`` is a ``BranchSlots`` per branch. Which slot holds a
@@ -68,7 +68,7 @@ def _head_stride(near):
 
 @triton.jit
 def _tile(address, offsets, chunk, CHUNK: tl.constexpr, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
-    """Pointers to ``CHUNK`` columns of rows at ``address`` (bytes) + ``offsets`` (elements), aligned to ALIGN bytes."""
+    """Return pointers to ``CHUNK`` columns of rows at ``address`` (bytes) + ``offsets`` (elements)."""
     rows = address.to(tl.pointer_type(DTYPE)) + offsets
     pointers = rows[:, None] + (chunk * CHUNK + tl.arange(0, CHUNK))[None, :]
     return tl.max_contiguous(tl.multiple_of(pointers, (1, ALIGN)), (1, CHUNK))
@@ -94,7 +94,7 @@ def _store_rows(
 
 @triton.jit
 def _origin(at, BRANCHES: tl.constexpr, N: tl.constexpr, ALIGNED: tl.constexpr):
-    """The segment of the positions ``at``, where they start among its selected ones, and their first row.
+    """Return the segment of the positions ``at``, where they start among its selected ones, and their first row.
 
     All scalars if ALIGNED. Else segment and origin are of each of BLOCK positions, and the first row is 0.
     """
@@ -118,7 +118,7 @@ def _origin(at, BRANCHES: tl.constexpr, N: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _selection(origin, first_row, index, valid, BRANCHES: tl.constexpr, N: tl.constexpr):
-    """Rows counted from the first, and which positions are selected at all."""
+    """Return rows counted from the first, and a mask of the selected positions."""
     RATE: tl.constexpr = BRANCHES[N][1]
     # A position before the offset becomes a huge unsigned number, which the comparison below drops.
     within = (origin + index).to(tl.uint32)
@@ -128,7 +128,7 @@ def _selection(origin, first_row, index, valid, BRANCHES: tl.constexpr, N: tl.co
 
 @triton.jit
 def _pick(values, holds, job, FIRST: tl.constexpr, PER_SLOT: tl.constexpr, PER_JOB: tl.constexpr, JOBS: tl.constexpr):
-    """``values[FIRST + slot * PER_SLOT + job * PER_JOB]`` for the slot that holds and a job known at run time only."""
+    """Return ``values[FIRST + slot * PER_SLOT + job * PER_JOB]`` for the slot that holds and ``job``."""
     chosen = _of_job(values, job, FIRST, PER_JOB, JOBS)
     for slot in tl.static_range(1, len(holds)):
         chosen = tl.where(holds[slot], _of_job(values, job, FIRST + slot * PER_SLOT, PER_JOB, JOBS), chosen)
@@ -145,7 +145,7 @@ def _of_job(values, job, FIRST: tl.constexpr, PER_JOB: tl.constexpr, JOBS: tl.co
 
 @triton.jit
 def _place(slots, at, segment, BRANCHES: tl.constexpr, N: tl.constexpr):
-    """Which slot of the branch holds (batch, head, segment), and where: block of the call, its key/value head."""
+    """Find the slot of the branch that holds (batch, head, segment), the block of the call and its key/value head."""
     kv_head, batch, position, index = at
     STEP: tl.constexpr = BRANCHES[N][3]
     FIRST_SLOT: tl.constexpr = BRANCHES[N][4]
@@ -169,7 +169,7 @@ def _first_row_of(
     addresses, strides, holds, job, block, head, first_row, BRANCHES: tl.constexpr, N: tl.constexpr,
     JOBS: tl.constexpr, BYTES: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
-    """Address of ``first_row`` in the partial result that holds it, and the elements between rows there."""
+    """Return the address of ``first_row`` in the partial result that holds it, and the elements between rows there."""
     FIRST_SLOT: tl.constexpr = BRANCHES[N][4]
     far = _pick(strides, holds, job, 2 * JOBS * FIRST_SLOT, 2 * JOBS, 2, JOBS)
     near = _pick(strides, holds, job, 2 * JOBS * FIRST_SLOT + 1, 2 * JOBS, 2, JOBS)
@@ -195,7 +195,7 @@ def _find_partial(
     outs, lses, out_strides, lse_strides, slots, query, at, BRANCHES: tl.constexpr, N: tl.constexpr,
     GROUP: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr, BYTES: tl.constexpr,
 ):  # fmt: skip
-    """Where a branch has its lse and out of the positions ``at``."""
+    """Find a branch's lse and out of the positions ``at``."""
     segment, origin, first_row = _origin(at, BRANCHES, N, ALIGNED)
     holds, block, j = _place(slots, at, segment, BRANCHES, N)
     head = j * GROUP + query
@@ -206,7 +206,7 @@ def _find_partial(
 
 @triton.jit
 def _load_lse(found, index, valid, BRANCHES: tl.constexpr, N: tl.constexpr):
-    """The lse of a branch at each position, -inf where it selects nothing, and where its out is."""
+    """Load the lse of a branch at each position, -inf where it selects nothing, and find its out."""
     origin, first_row, lse_rows, out_rows = found
     row, selected = _selection(origin, first_row, index, valid, BRANCHES, N)
     lse_pointers = lse_rows[0].to(tl.pointer_type(tl.float32)) + row * lse_rows[1]
@@ -260,7 +260,7 @@ def merge_partials(
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr, ALIGN: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of ``blocks * BLOCK`` positions of one head: programs (such positions x heads, batch elements)."""
+    """Write out and lse of ``blocks * BLOCK`` positions of a head: programs (positions x heads, batch elements)."""
     BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
     HEADS: tl.constexpr = KV_HEADS * GROUP
     head = tl.program_id(0) % HEADS
@@ -288,7 +288,7 @@ def merge_partials(
 
 @triton.jit
 def _job_of_head(head, kv_heads, GROUPS: tl.constexpr):
-    """Of a head counted through all jobs: its job, G there, its key/value head and its place in the group."""
+    """Return the job of a head counted through all jobs, G there, its key/value head and its place in the group."""
     job = 0
     group = 1
     own = head
@@ -308,7 +308,7 @@ def _find_grad(
     grads, strides, slots, job, group, query, at, BRANCHES: tl.constexpr, N: tl.constexpr, JOBS: tl.constexpr,
     ALIGNED: tl.constexpr, NARROW: tl.constexpr, BYTES: tl.constexpr,
 ):  # fmt: skip
-    """Where a branch has its gradient of the positions ``at``."""
+    """Find a branch's gradient of the positions ``at``."""
     segment, origin, first_row = _origin(at, BRANCHES, N, ALIGNED)
     holds, block, j = _place(slots, at, segment, BRANCHES, N)
     head = j * group + query
@@ -348,7 +348,7 @@ def sum_partials(
     HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
     NARROW: tl.constexpr, ALIGN: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """``blocks * BLOCK`` positions of one head of one gradient, a *job*: programs as for ``merge_partials``.
+    """Sum ``blocks * BLOCK`` positions of one head of one gradient, a *job*: programs as for ``merge_partials``.
 
     ``GROUPS`` has the G of each job, ``HEADS`` counts the heads of all. What is stored at an element depends on what
     was loaded from it, so a partial may lie in the target itself.
@@ -378,7 +378,7 @@ def sum_partials(
 
 @triton.jit
 def _run_of(runs, j):
-    """The key/value head and the offset of the j-th head of a call."""
+    """Return the key/value head and the offset of the j-th head of a call."""
     kv_head = 0
     offset = 0
     for run in tl.static_range(len(runs) // 2):
@@ -400,7 +400,7 @@ def gather_rows(
     WITH_ROWS: tl.constexpr, WITH_LSE: tl.constexpr, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK: tl.constexpr, NARROW: tl.constexpr, ALIGN: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """``BLOCK`` rows of one head of one source: programs (blocks N x row blocks x heads of all sources).
+    """Copy ``BLOCK`` rows of one head of one source: programs (blocks N x row blocks x heads of all sources).
 
     The lse travels with the first source, or alone (then GROUPS has its G). Runs are as slots are, with the step in
     the place of the batch and (offset, offset step) in that of the segments.

@@ -1,4 +1,4 @@
-"""Where the rows of every branch lie, as the plain integers that the fused kernels take.
+"""Describes where the rows of every branch lie by the plain integers that the fused kernels take.
 
 Tensors reach a kernel as an address and two *words*, not as ``torch.Tensor`` and strides: in a tuple of arguments a
 plain integer costs the host about 40 ns. A word is an odd integer with bit 62 set, so that Triton types it int64,
@@ -19,12 +19,18 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-from ringattn.geometry.calls import LayoutKey, Window
+from ringattn.geometry.calls import Geometry, LayoutKey, PlacedCall, Window
 from ringattn.geometry.pattern import Call, HeadRun, branch_calls, head_runs
 from ringattn.workload import Branch, HeadOffset
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Pick = Callable[[Sequence[int]], tuple[int, ...]]
 
 HEAD_BITS = 12
 BATCH_BITS = 20  # also of the step between heads, in the words of a gather
@@ -38,7 +44,7 @@ _MAX_BATCH = 65535
 
 
 def word(*fields: tuple[int, int]) -> int:
-    """(value, bits) pairs as one integer, the first lowest."""
+    """Pack (value, bits) pairs into one integer, the first lowest."""
     packed, shift = 0, 1
     for value, bits in fields:
         assert 0 <= value < 1 << bits, f"{value} does not fit in {bits} bits"
@@ -56,9 +62,14 @@ class Strides(NamedTuple):
     head: int
 
     @classmethod
-    def of(cls, shape: Sequence[int], strides: Sequence[int]) -> Strides:
-        """Of the first three axes of a tensor; the stride of an axis of one element says nothing and becomes 0."""
-        return cls(*(stride if size > 1 else 0 for size, stride in zip(shape[:3], strides[:3], strict=True)))
+    def of(cls, x: Tensor) -> Strides:
+        """Take the first three axes of x; the stride of an axis of one element says nothing and becomes 0."""
+        return cls(*(stride if size > 1 else 0 for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)))
+
+    @classmethod
+    def of_lse(cls, lse_NHM: Tensor) -> Strides:
+        far, head, row = cls.of(lse_NHM)
+        return cls(far, row, head)
 
     def words(self) -> tuple[int, int]:
         return word((self.far, FAR_BITS)), word((self.row, ROW_STRIDE_BITS), (self.head, HEAD_STRIDE_BITS))
@@ -73,7 +84,7 @@ class Slot(NamedTuple):
 
 
 class BranchSlots(NamedTuple):
-    """One branch as the kernels take it, with its range of slots.
+    """Branch as the kernels take it, with its range of slots.
 
     A head's offset is ``kv_head // heads_per_offset``, or ``kv_head % rate`` where that is 0.
     """
@@ -99,7 +110,7 @@ _PADDING = Slot(None, word((0, HEAD_BITS)), word((0, SEGMENT_BITS)))
 
 
 def slot_layouts(key: LayoutKey, window: Window) -> tuple[SlotLayout, ...]:
-    """One layout, or one per range of batch elements where calls were made per batch element."""
+    """Return one layout, or one per range of batch elements where calls were made per batch element."""
     edges = {0, key.batch, *range(0, key.batch, _MAX_BATCH)}
     for placed in window.calls:
         edges |= {placed.call.batch_start, placed.call.batch_start + placed.call.batch}
@@ -141,7 +152,7 @@ def _padded(slots: list[Slot], most: int) -> list[Slot]:
 
 
 def _step(key: LayoutKey, branch: Branch) -> int:
-    """The step between the heads of a run; runs of another step are single heads, where any step will do."""
+    """Return the step between the heads of a run; runs of another step are single heads, where any step will do."""
     return head_runs(key.kv_heads, branch.rate, key.pattern.head_offset)[0].step
 
 
@@ -154,12 +165,12 @@ def _slots_of(number: int, call: Call, first_segment: int, step: int) -> list[Sl
 
 
 def heads_word(first: int, count: int, begin: int, last: int) -> int:
-    """``last`` is the batch element of a slot, or the step of a gathered run."""
+    """Pack heads; ``last`` is the batch element of a slot, or the step of a gathered run."""
     return word((first, HEAD_BITS), (count, HEAD_BITS), (begin, HEAD_BITS), (last, BATCH_BITS))
 
 
 def _joined(runs: Sequence[HeadRun], step: int) -> Iterable[tuple[HeadRun, int]]:
-    """Runs side by side in a call and their first head there; neighbours that continue one another are one."""
+    """Return runs side by side in a call and their first head there, neighbours that continue one another as one."""
     joined: list[tuple[HeadRun, int]] = []
     begin = 0
     for run in runs:
@@ -175,22 +186,60 @@ def _joined(runs: Sequence[HeadRun], step: int) -> Iterable[tuple[HeadRun, int]]
 
 @functools.lru_cache(maxsize=1024)
 def _most_slots(branch: Branch, kv_heads: int, group: int, rule: HeadOffset, copy: bool) -> tuple[int, int]:
-    """Slots of the whole segments of a branch, and the most that any shorter segment has."""
+    """Count the slots of the whole segments of a branch, and the most that any shorter segment has."""
     step = head_runs(kv_heads, branch.rate, rule)[0].step
 
     def count(length: int) -> int:
         calls = branch_calls(
-            branch,
-            begin=0,
-            end=length,
-            batch=1,
-            batch_folds=True,
-            kv_heads=kv_heads,
-            group=group,
-            rule=rule,
-            copy=copy,
+            branch, begin=0, end=length, batch=1, batch_folds=True, kv_heads=kv_heads, group=group, rule=rule, copy=copy
         )
         return sum(len(_slots_of(0, call, 0, step)) for call in calls)
 
     # The number of rows a head selects changes with length mod rate; two rates cover "none" and "one more".
     return count(branch.segment), max(map(count, range(1, min(branch.segment, 2 * branch.rate + 1))), default=0)
+
+
+def pick(layout: SlotLayout, padding: Sequence[int], begins: Sequence[int]) -> Pick:
+    """Return a function that picks the addresses of every job of every slot out of a list.
+
+    ``begins`` is where the calls of a job begin there.
+    """
+    indices = [
+        at if slot.call is None else begin + slot.call
+        for slot in layout.slots
+        for at, begin in zip(padding, begins, strict=True)
+    ]
+    if len(indices) == 1:
+        (index,) = indices
+        return lambda addresses: (addresses[index],)
+    return operator.itemgetter(*indices)
+
+
+def stride_words(layout: SlotLayout, jobs: Sequence[Sequence[Strides]]) -> tuple[int, ...]:
+    """Return (far, near) of every job of every slot."""
+    nothing = Strides(0, 0, 0)
+    return tuple(
+        part
+        for slot in layout.slots
+        for strides in jobs
+        for part in (nothing if slot.call is None else strides[slot.call]).words()
+    )
+
+
+def slot_words(layout: SlotLayout) -> tuple[int, ...]:
+    return tuple(part for slot in layout.slots for part in (slot.heads, slot.segments))
+
+
+def run_words(geometry: Geometry, placed: PlacedCall) -> tuple[int, ...]:
+    """Return the runs of a call, padded to as many as any copied call of the branch has."""
+    key, call = geometry.key, placed.call
+    words: list[int] = []
+    begin = 0
+    for run in call.runs:
+        words.append(heads_word(run.first, run.count, begin, run.step))
+        words.append(word((run.offset, SEGMENT_BITS), (run.offset_step, SEGMENT_BITS)))
+        begin += run.count
+    if call.copied:
+        most = 2 * len(head_runs(key.kv_heads, call.rate, key.pattern.head_offset))
+        words += [heads_word(0, 0, 0, 0), word((0, SEGMENT_BITS))] * ((most - len(words)) // 2)
+    return tuple(words)

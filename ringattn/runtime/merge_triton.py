@@ -1,11 +1,11 @@
-"""What happens between kernels, as one Triton launch each: the host side of ``fused_kernels``.
+"""Gathers, merges and sums in one Triton launch each: the host side of ``fused_kernels``.
 
 ``TritonOps`` does what ``merge.TorchOps`` does, on NVIDIA GPUs and in float32, bfloat16 and float16. Everything that
 depends on shapes and strides alone is worked out once and kept on the Geometry; a call collects addresses and
 launches. Nothing here waits for the device, so all of it can be captured in a CUDA graph.
 
 Legend: B batch, S length, H query heads, Hkv key/value heads, D head dim; of a call: N segments times batch, M rows,
-J heads of a run, G = H / Hkv.
+G = H / Hkv.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ringattn.geometry.calls import Geometry, PlacedCall, Window
-from ringattn.geometry.pattern import head_runs
 
 from . import fused_kernels
-from .fused_layout import SEGMENT_BITS, SlotLayout, Strides, heads_word, slot_layouts, word
-from .merge import GradJob, GradPartial, Partial, Source, as_view
+from .fused_layout import Pick, SlotLayout, Strides, pick, run_words, slot_layouts, slot_words, stride_words
+from .merge import GradJob, GradPartial, Partial, as_view
 from .workspace import Lease
 
 _TL_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -48,7 +47,7 @@ class _Launch(NamedTuple):
     """
 
     grid: tuple[int, int, int]
-    picks: tuple[Callable[[Sequence[int]], tuple[int, ...]], ...]
+    picks: tuple[Pick, ...]
     words: tuple[Any, ...]
     scalars: tuple[int, ...]
     constants: dict[str, Any]
@@ -57,7 +56,7 @@ class _Launch(NamedTuple):
 
 
 class _Tiling(NamedTuple):
-    """Positions a program handles at a time, how many times, and how many programs cover a window."""
+    """Positions a program handles at a time, the number of times, and the programs that cover a window."""
 
     block: int
     blocks: int
@@ -66,7 +65,7 @@ class _Tiling(NamedTuple):
 
 
 class TritonOps:
-    """``merge.Ops`` as fused kernels.
+    """Steps between kernels, as in ``merge.TorchOps``, as one Triton kernel each.
 
     ``merge_block``, ``sum_block`` and ``gather_block`` are the positions (rows) that one program handles at a time,
     powers of two; None takes what suits the head dim. ``access_bytes`` of a row are read side by side, by a thread per
@@ -87,56 +86,42 @@ class TritonOps:
         self._access_bytes = access_bytes
         self._setting = (merge_block, sum_block, gather_block, warps, access_bytes)
 
-    def gather(self, geometry: Geometry, placed: PlacedCall, sources: Sequence[Source], lease: Lease) -> list[Tensor]:
-        rows, _ = self._gather(geometry, placed, sources, None, 0, lease)
-        return rows
+    def gather(self, geometry: Geometry, placed: PlacedCall, sources: Sequence[Tensor], lease: Lease) -> list[Tensor]:
+        return self._gather(geometry, placed, sources, None, lease)[0]
 
     def gather_backward(
-        self,
-        geometry: Geometry,
-        placed: PlacedCall,
-        sources: Sequence[Source],
-        lse_BHS: Tensor,
-        group: int,
-        lease: Lease,
+        self, geometry: Geometry, placed: PlacedCall, sources: Sequence[Tensor], lse_BHS: Tensor, lease: Lease
     ) -> tuple[list[Tensor], Tensor]:
         if not sources and placed.call.rate == 1 and len(placed.call.runs) == 1:
             lse_BSH = lse_BHS.transpose(1, 2)
-            (view,) = geometry.views(placed, group, lse_BSH.stride(), None, folded=True)
+            (view,) = geometry.views(placed, geometry.group(lse_BHS.shape[1]), lse_BSH.stride(), None, folded=True)
             lse_in_place = as_view(lse_BSH, view).transpose(1, 2)
             if lse_in_place.is_contiguous():
                 return [], lse_in_place
-        rows, lse_rows = self._gather(geometry, placed, sources, lse_BHS, group, lease)
+        rows, lse_rows = self._gather(geometry, placed, sources, lse_BHS, lease)
         assert lse_rows is not None
         return rows, lse_rows
 
     def merge(
-        self,
-        geometry: Geometry,
-        window: Window,
-        partials: Sequence[Partial],
-        out_BSHD: Tensor,
-        lse_BHS: Tensor,
-        group: int,
-        lease: Lease,
+        self, geometry: Geometry, window: Window, partials: Sequence[Partial], out: Tensor, lse: Tensor, lease: Lease
     ) -> None:
         outs = [partial.out for partial in partials]
         lses = [partial.lse for partial in partials]
         key = (
-            "merge", window.begin, self._setting, out_BSHD.dtype, out_BSHD.shape[3], out_BSHD.stride(),
-            lse_BHS.stride(), *[x.stride() for x in outs], *[x.stride() for x in lses],
+            "merge", window.begin, self._setting, out.dtype, out.shape[3], out.stride(), lse.stride(),
+            *[x.stride() for x in outs], *[x.stride() for x in lses],
         )  # fmt: skip
         launches = geometry.fused.get(key)
         if launches is None:
-            _check(window, partials, outs, out_BSHD.dtype)
-            assert all(lse.dtype is torch.float32 for lse in lses), "every lse is float32 here"
-            launches = geometry.fused[key] = self._plan_merge(geometry, window, outs, lses, out_BSHD, lse_BHS)
-        addresses = [x.data_ptr() for x in (out_BSHD, lse_BHS, *outs, *lses)]
+            _check(window, partials, outs, out.dtype)
+            assert all(x.dtype is torch.float32 for x in lses), "every lse is float32 here"
+            launches = geometry.fused[key] = self._plan_merge(geometry, window, outs, lses, out, lse)
+        addresses = [x.data_ptr() for x in (out, lse, *outs, *lses)]
         for launch in launches:
             pick_outs, pick_lses = launch.picks
             out_strides, lse_strides, slots, target_strides = launch.words
             self._run(
-                fused_kernels.merge_partials, launch, out_BSHD, addresses, pick_outs(addresses), pick_lses(addresses),
+                fused_kernels.merge_partials, launch, out, addresses, pick_outs(addresses), pick_lses(addresses),
                 out_strides, lse_strides, slots, addresses[0], addresses[1], target_strides,
             )  # fmt: skip
 
@@ -146,51 +131,37 @@ class TritonOps:
         window: Window,
         outs: Sequence[Tensor],
         lses: Sequence[Tensor],
-        out_BSHD: Tensor,
-        lse_BHS: Tensor,
+        out: Tensor,
+        lse: Tensor,
     ) -> tuple[_Launch, ...]:
         key = geometry.key
-        head_dim = out_BSHD.shape[3]
-        tiling = self._tiling("merge", geometry, window, head_dim, key.batch * key.heads)
-        out_strides = [Strides.of(x.shape, x.stride()) for x in outs]
-        lse_strides = [_strides_of_lse(x) for x in lses]
-        target = Strides.of(out_BSHD.shape, out_BSHD.stride())
-        constants = {
-            "KV_HEADS": key.kv_heads,
-            "GROUP": key.heads // key.kv_heads,
-            **self._constants(out_BSHD, tiling, [target, *out_strides, *lse_strides]),
-        }
-        return tuple(
-            _Launch(
-                grid=(tiling.programs * key.heads, layout.batch_end - layout.batch_begin, 1),
-                picks=(_pick(layout, (0,), (2,)), _pick(layout, (1,), (2 + len(outs),))),
-                words=(
-                    _stride_words(layout, [out_strides]),
-                    _stride_words(layout, [lse_strides]),
-                    _slot_words(layout),
-                    (*target.words(), *_strides_of_lse(lse_BHS).words()),
-                ),
-                scalars=(window.begin, window.end, layout.batch_begin, tiling.blocks),
-                constants=_in_order(fused_kernels.merge_partials, constants, layout),
-                bits=_bits([target, *out_strides], out_BSHD),
-                ready={},
-            )
-            for layout in slot_layouts(key, window)
-        )
+        out_strides, lse_strides = [Strides.of(x) for x in outs], [Strides.of_lse(x) for x in lses]
+        target = Strides.of(out)
+        constants = {"KV_HEADS": key.kv_heads, "GROUP": key.heads // key.kv_heads}
+
+        def words(layout: SlotLayout) -> tuple[Any, ...]:
+            strides = stride_words(layout, [out_strides]), stride_words(layout, [lse_strides])
+            return *strides, slot_words(layout), (*target.words(), *Strides.of_lse(lse).words())
+
+        def picks(layout: SlotLayout) -> tuple[Pick, ...]:
+            return pick(layout, (0,), (2,)), pick(layout, (1,), (2 + len(outs),))
+
+        rows, others = [target, *out_strides], lse_strides
+        return self._launches("merge", geometry, window, key.heads, constants, out, rows, others, picks, words)
 
     def scatter_sum(self, geometry: Geometry, window: Window, jobs: Sequence[GradJob], lease: Lease) -> None:
         grads = [[partial.grad for partial in job.partials] for job in jobs]
         first = jobs[0].target
         key = (
             "sum", window.begin, self._setting, first.dtype, first.shape[3],
-            *[(job.group, job.target.stride(), *[x.stride() for x in own])
+            *[(job.target.shape[2], job.target.stride(), *[x.stride() for x in own])
               for job, own in zip(jobs, grads, strict=True)],
         )  # fmt: skip
         launches = geometry.fused.get(key)
         if launches is None:
             for job, own in zip(jobs, grads, strict=True):
                 _check(window, job.partials, own, first.dtype)
-            launches = geometry.fused[key] = self._plan_sum(geometry, window, jobs, grads)
+            launches = geometry.fused[key] = self._plan_sum(geometry, window, [job.target for job in jobs], grads)
         addresses = [job.target.data_ptr() for job in jobs]
         targets = tuple(addresses)
         for own in grads:
@@ -203,63 +174,92 @@ class TritonOps:
             )  # fmt: skip
 
     def _plan_sum(
-        self, geometry: Geometry, window: Window, jobs: Sequence[GradJob], grads: Sequence[Sequence[Tensor]]
+        self, geometry: Geometry, window: Window, targets: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]
     ) -> tuple[_Launch, ...]:
-        key = geometry.key
-        first = jobs[0].target
-        strides = [[Strides.of(x.shape, x.stride()) for x in own] for own in grads]
-        targets = [Strides.of(job.target.shape, job.target.stride()) for job in jobs]
-        every = [*targets, *[s for own in strides for s in own]]
-        begins = [len(jobs) + number * len(window.calls) for number in range(len(jobs))]
-        heads = key.kv_heads * sum(job.group for job in jobs)
-        tiling = self._tiling("sum", geometry, window, first.shape[3], key.batch * heads)
-        constants = {
-            "KV_HEADS": key.kv_heads,
-            "GROUPS": tuple(job.group for job in jobs),
-            "HEADS": heads,
-            **self._constants(first, tiling, every),
+        strides = [[Strides.of(x) for x in own] for own in grads]
+        of_targets = [Strides.of(x) for x in targets]
+        begins = [len(targets) + number * len(window.calls) for number in range(len(targets))]
+        heads = sum(x.shape[2] for x in targets)
+        groups = tuple(geometry.group(x.shape[2]) for x in targets)
+        constants = {"KV_HEADS": geometry.key.kv_heads, "GROUPS": groups, "HEADS": heads}
+
+        def words(layout: SlotLayout) -> tuple[Any, ...]:
+            return stride_words(layout, strides), slot_words(layout), sum((s.words() for s in of_targets), ())
+
+        def picks(layout: SlotLayout) -> tuple[Pick, ...]:
+            return (pick(layout, range(len(targets)), begins),)
+
+        rows = [*of_targets, *[s for own in strides for s in own]]
+        return self._launches("sum", geometry, window, heads, constants, targets[0], rows, (), picks, words)
+
+    def _launches(
+        self,
+        step: str,
+        geometry: Geometry,
+        window: Window,
+        heads: int,
+        constants: dict[str, Any],
+        target: Tensor,
+        rows: Sequence[Strides],
+        others: Sequence[Strides],
+        picks: Callable[[SlotLayout], tuple[Pick, ...]],
+        words: Callable[[SlotLayout], tuple[Any, ...]],
+    ) -> tuple[_Launch, ...]:
+        """Return the launches of merge or sum, one per layout of slots: programs handle positions of ``heads`` heads.
+
+        ``rows`` are the strides of all tensors of rows, ``others`` those of LSEs.
+        """
+        kernel = {"merge": fused_kernels.merge_partials, "sum": fused_kernels.sum_partials}[step]
+        head_dim = target.shape[3]
+        tiling = self._tiling(step, geometry, window, head_dim, geometry.key.batch * heads)
+        widest = max(s.row for s in (*rows, *others))
+        constants |= {
+            "HEAD_DIM": head_dim,
+            "CHUNK": _chunk(head_dim, target.element_size(), self._access_bytes),
+            "BLOCK": tiling.block,
+            "ALIGNED": tiling.aligned,
+            "NARROW": tiling.aligned and tiling.block * _MOST_BLOCKS * widest < _INT32_END,
+            "DTYPE": _TL_DTYPES[target.dtype],
         }
         return tuple(
             _Launch(
                 grid=(tiling.programs * heads, layout.batch_end - layout.batch_begin, 1),
-                picks=(_pick(layout, range(len(jobs)), begins),),
-                words=(_stride_words(layout, strides), _slot_words(layout), sum((t.words() for t in targets), ())),
+                picks=picks(layout),
+                words=words(layout),
                 scalars=(window.begin, window.end, layout.batch_begin, tiling.blocks),
-                constants=_in_order(fused_kernels.sum_partials, constants, layout),
-                bits=_bits(every, first),
+                constants=_in_order(kernel, {**constants, "BRANCHES": tuple(map(tuple, layout.branches))}),
+                bits=_bits(rows, target),
                 ready={},
             )
-            for layout in slot_layouts(key, window)
+            for layout in slot_layouts(geometry.key, window)
         )
 
     def _gather(
-        self,
-        geometry: Geometry,
-        placed: PlacedCall,
-        sources: Sequence[Source],
-        lse_BHS: Tensor | None,
-        group: int,
-        lease: Lease,
+        self, geometry: Geometry, placed: PlacedCall, sources: Sequence[Tensor], lse_BHS: Tensor | None, lease: Lease
     ) -> tuple[list[Tensor], Tensor | None]:
-        """Rows of all sources, and of the lse if given, in one launch."""
+        """Gather rows of all sources, and of the lse if given, in one launch."""
         call = placed.call
         blocks = call.batch * call.segments
-        rows = [lease.empty((blocks, call.rows, call.kv_heads * heads, x.shape[3]), x.dtype) for x, heads in sources]
+        rows = [
+            lease.empty((blocks, call.rows, call.kv_heads * geometry.group(x.shape[2]), x.shape[3]), x.dtype)
+            for x in sources
+        ]
         of_lse = None if lse_BHS is None else lse_BHS.stride()
-        some = sources[0].tensor if sources else lse_BHS
+        some = sources[0] if sources else lse_BHS
         assert some is not None
         key = (
-            "gather", placed.index, group, of_lse, self._setting, some.dtype, some.shape[-1],
-            *[(x.stride(), heads) for x, heads in sources],
+            "gather", placed.index, of_lse, self._setting, some.dtype, some.shape[-1],
+            *[(x.stride(), x.shape[2]) for x in sources],
         )  # fmt: skip
         launch = geometry.fused.get(key)
         if launch is None:
-            launch = geometry.fused[key] = self._plan_gather(geometry, placed, sources, lse_BHS, group)
+            launch = geometry.fused[key] = self._plan_gather(geometry, placed, sources, lse_BHS)
         lse_rows, lse_address, lse_rows_address = None, 0, 0
         if lse_BHS is not None:
-            lse_rows = lease.empty((blocks, call.kv_heads * group, call.rows), lse_BHS.dtype)
+            heads = call.kv_heads * geometry.group(lse_BHS.shape[1])
+            lse_rows = lease.empty((blocks, heads, call.rows), lse_BHS.dtype)
             lse_address, lse_rows_address = lse_BHS.data_ptr(), lse_rows.data_ptr()
-        source_addresses = tuple([x.data_ptr() for x, _ in sources])
+        source_addresses = tuple([x.data_ptr() for x in sources])
         rows_addresses = tuple([x.data_ptr() for x in rows])
         strides, runs, lse_strides = launch.words
         self._run(
@@ -270,75 +270,50 @@ class TritonOps:
         return rows, lse_rows
 
     def _plan_gather(
-        self,
-        geometry: Geometry,
-        placed: PlacedCall,
-        sources: Sequence[Source],
-        lse_BHS: Tensor | None,
-        group: int,
+        self, geometry: Geometry, placed: PlacedCall, sources: Sequence[Tensor], lse_BHS: Tensor | None
     ) -> _Launch:
         call = placed.call
-        groups = tuple(heads for _, heads in sources) or (group,)
-        assert lse_BHS is None or groups[0] == group, "the lse travels with the first source"
-        strides = [Strides.of(x.shape, x.stride()) for x, _ in sources]
-        of_lse = Strides(0, 0, 0) if lse_BHS is None else _strides_of_lse(lse_BHS)
-        head_dim = sources[0].tensor.shape[3] if sources else 1
+        groups = tuple(geometry.group(x.shape[2]) for x in sources)
+        if lse_BHS is not None:
+            group = geometry.group(lse_BHS.shape[1])
+            groups = groups or (group,)
+            assert groups[0] == group, "the lse goes with the first source"
+        strides = [Strides.of(x) for x in sources]
+        of_lse = Strides(0, 0, 0) if lse_BHS is None else Strides.of_lse(lse_BHS)
+        head_dim = sources[0].shape[3] if sources else 1
         block = self._block("gather", head_dim) if sources else _LSE_ONLY_ROWS
         row_blocks = triton.cdiv(call.rows, block)
         heads_per_kv = sum(groups)
         span = block * call.rate * max(s.row for s in (*strides, of_lse))
-        dtype = sources[0].tensor.dtype if sources else torch.float32
+        dtype = sources[0].dtype if sources else torch.float32
+        constants = {
+            "GROUPS": groups,
+            "HEADS_PER_KV": heads_per_kv,
+            "WITH_ROWS": bool(sources),
+            "WITH_LSE": lse_BHS is not None,
+            "HEAD_DIM": head_dim,
+            "CHUNK": _chunk(head_dim, dtype.itemsize, self._access_bytes),
+            "BLOCK": block,
+            "NARROW": span < _INT32_END,
+            "DTYPE": _TL_DTYPES[dtype],
+        }
+        of_call = (call.start, call.batch_start, call.segments, call.length, call.rate, call.rows, call.kv_heads)
         return _Launch(
             grid=(call.batch * call.segments * row_blocks * call.kv_heads * heads_per_kv, 1, 1),
             picks=(),
-            words=(sum((s.words() for s in strides), ()), _run_words(geometry, placed), of_lse.words()),
-            scalars=(
-                call.start,
-                call.batch_start,
-                call.segments,
-                call.length,
-                call.rate,
-                call.rows,
-                call.kv_heads,
-                row_blocks,
-            ),
-            constants=_in_order(
-                fused_kernels.gather_rows,
-                {
-                    "GROUPS": groups,
-                    "HEADS_PER_KV": heads_per_kv,
-                    "WITH_ROWS": bool(sources),
-                    "WITH_LSE": lse_BHS is not None,
-                    "HEAD_DIM": head_dim,
-                    "CHUNK": _chunk(head_dim, dtype.itemsize, self._access_bytes),
-                    "BLOCK": block,
-                    "NARROW": span < _INT32_END,
-                    "DTYPE": _TL_DTYPES[dtype],
-                },
-            ),
-            bits=_bits(strides, sources[0].tensor) | head_dim * dtype.itemsize if sources else 0,
+            words=(sum((s.words() for s in strides), ()), run_words(geometry, placed), of_lse.words()),
+            scalars=(*of_call, row_blocks),
+            constants=_in_order(fused_kernels.gather_rows, constants),
+            bits=_bits(strides, sources[0]) | head_dim * dtype.itemsize if sources else 0,
             ready={},
         )
-
-    def _constants(self, target: Tensor, tiling: _Tiling, strides: Sequence[Strides]) -> dict[str, Any]:
-        """What merge and sum have in common."""
-        head_dim = target.shape[3]
-        widest = max(s.row for s in strides)
-        return {
-            "HEAD_DIM": head_dim,
-            "CHUNK": _chunk(head_dim, target.element_size(), self._access_bytes),
-            "BLOCK": tiling.block,
-            "ALIGNED": tiling.aligned,
-            "NARROW": tiling.aligned and tiling.block * _MOST_BLOCKS * widest < _INT32_END,
-            "DTYPE": _TL_DTYPES[target.dtype],
-        }
 
     def _block(self, step: str, head_dim: int) -> int:
         chosen = self._blocks[step]
         return chosen or max(16, min(128, _TILE_ELEMENTS[step] // triton.next_power_of_2(head_dim)))
 
-    def _tiling(self, step: str, geometry: Geometry, window: Window, head_dim: int, lanes: int) -> _Tiling:
-        """Blocks such that every segment is a multiple of what a program handles; ``lanes`` are (batch, head) pairs."""
+    def _tiling(self, step: str, geometry: Geometry, window: Window, head_dim: int, pairs: int) -> _Tiling:
+        """Return blocks that divide every segment, if any do; ``pairs`` counts (batch, head) pairs."""
         segments = [branch.segment for branch in geometry.key.pattern.resolved(geometry.key.seq_len)]
         block, length = self._block(step, head_dim), window.end - window.begin
         shared = math.gcd(block, *segments)
@@ -346,12 +321,12 @@ class TritonOps:
             block = shared
         most = math.gcd(_MOST_BLOCKS * block, *segments) // block  # 0 where even one block crosses segments
         blocks = max(most, 1)
-        while blocks > 1 and triton.cdiv(length, block * blocks) * lanes < _ENOUGH_PROGRAMS:
+        while blocks > 1 and triton.cdiv(length, block * blocks) * pairs < _ENOUGH_PROGRAMS:
             blocks //= 2
         return _Tiling(block, blocks, triton.cdiv(length, block * blocks), aligned=most > 0)
 
     def _run(self, kernel: Any, launch: _Launch, on: Tensor, addresses: Iterable[int], *args: Any) -> None:
-        """``addresses`` decide how wide an access may be: what divides them all is a constant of the kernel."""
+        """Launch; what divides all ``addresses`` decides the width of an access, a constant of the kernel."""
         bits = functools.reduce(operator.or_, addresses, launch.bits | _WIDEST_ACCESS)
         align = bits & -bits
         device = on.device.index
@@ -374,16 +349,14 @@ class TritonOps:
             launch.ready[device] = compiled[launch.grid]
 
 
-def _in_order(kernel: Any, constants: dict[str, Any], layout: SlotLayout | None = None) -> dict[str, Any]:
-    """The constants of a kernel in the order of its signature."""
+def _in_order(kernel: Any, constants: dict[str, Any]) -> dict[str, Any]:
+    """Return the constants of a kernel in the order of its signature."""
     given = {**constants, "ALIGN": _WIDEST_ACCESS}
-    if layout is not None:
-        given["BRANCHES"] = tuple(map(tuple, layout.branches))
-    return {name: given.pop(name) for name in kernel.arg_names if name in given}
+    return {name: given[name] for name in kernel.arg_names if name in given}
 
 
 def _chunk(head_dim: int, element_bytes: int, access_bytes: int) -> int:
-    """Columns per access: ``access_bytes``, or what divides the row.
+    """Return the columns per access: ``access_bytes``, or what divides the row.
 
     The fewer there are, the fewer threads repeat the arithmetic of a row. Rows that no 32 bytes divide are one chunk,
     wider than they are.
@@ -395,63 +368,13 @@ def _chunk(head_dim: int, element_bytes: int, access_bytes: int) -> int:
 def _check(
     window: Window, partials: Sequence[Partial] | Sequence[GradPartial], rows: Sequence[Tensor], dtype: torch.dtype
 ) -> None:
-    """What an address does not tell a kernel."""
+    """Assert what an address does not tell a kernel."""
     calls = [partial.placed.index for partial in partials]
     assert calls == [placed.index for placed in window.calls], "partial results come in the order of the window's calls"
     assert all(x.dtype is dtype for x in rows), f"partial results are {dtype} as the target is"
     assert all(x.stride(3) == 1 or x.shape[3] == 1 for x in rows), "rows of partial results are contiguous"
 
 
-def _pick(
-    layout: SlotLayout, padding: Sequence[int], begins: Sequence[int]
-) -> Callable[[Sequence[int]], tuple[int, ...]]:
-    """Of a list of addresses those of every job of every slot: ``begins`` is where the calls of a job begin there."""
-    indices = [
-        at if slot.call is None else begin + slot.call
-        for slot in layout.slots
-        for at, begin in zip(padding, begins, strict=True)
-    ]
-    if len(indices) == 1:
-        (index,) = indices
-        return lambda addresses: (addresses[index],)
-    return operator.itemgetter(*indices)
-
-
-def _strides_of_lse(lse_NHM: Tensor) -> Strides:
-    far, head, row = Strides.of(lse_NHM.shape, lse_NHM.stride())
-    return Strides(far, row, head)
-
-
-def _stride_words(layout: SlotLayout, jobs: Sequence[Sequence[Strides]]) -> tuple[int, ...]:
-    """(far, near) of every job of every slot."""
-    nothing = Strides(0, 0, 0)
-    return tuple(
-        part
-        for slot in layout.slots
-        for strides in jobs
-        for part in (nothing if slot.call is None else strides[slot.call]).words()
-    )
-
-
-def _slot_words(layout: SlotLayout) -> tuple[int, ...]:
-    return tuple(part for slot in layout.slots for part in (slot.heads, slot.segments))
-
-
-def _run_words(geometry: Geometry, placed: PlacedCall) -> tuple[int, ...]:
-    """The runs of a call, padded to as many as any copied call of the branch has."""
-    key, call = geometry.key, placed.call
-    words: list[int] = []
-    begin = 0
-    for run in call.runs:
-        words.append(heads_word(run.first, run.count, begin, run.step))
-        words.append(word((run.offset, SEGMENT_BITS), (run.offset_step, SEGMENT_BITS)))
-        begin += run.count
-    if call.copied:
-        most = 2 * len(head_runs(key.kv_heads, call.rate, key.pattern.head_offset))
-        words += [heads_word(0, 0, 0, 0), word((0, SEGMENT_BITS))] * ((most - len(words)) // 2)
-    return tuple(words)
-
-
 def _bits(strides: Sequence[Strides], like: Tensor) -> int:
-    """Every stride in bytes, or-ed: what divides the result divides each."""
+    """Or all strides in bytes together: what divides the result divides each."""
     return functools.reduce(operator.or_, (stride for each in strides for stride in each)) * like.element_size()

@@ -1,26 +1,30 @@
-"""Runs a plan: which rows go to which kernel, and what becomes of the results. Everything was chosen before.
+"""Runs a plan: gives rows to kernels and makes one result of theirs. Everything was chosen before.
 
-Legend: B batch, S length, H query heads, Hkv key/value heads, G = H / Hkv, D head dim; of a call: N segments times
-batch elements, M rows.
+Legend: B batch, S length, H query heads, Hkv key/value heads, D head dim; of a call: N segments times batch elements,
+M rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ringattn.dtypes import TORCH_DTYPES
-from ringattn.geometry.calls import PATTERN_CACHE, Geometry, LayoutKey, PlacedCall, Window
-from ringattn.kernels.contract import BoundKernel, Differentiable, KernelConfig, not_differentiable
+from ringattn.geometry.calls import Geometry, LayoutKey, PlacedCall, Window, build_geometry, cached_geometry
+from ringattn.kernels.contract import Differentiable, not_differentiable
 from ringattn.kernels.registry import KERNELS
+from ringattn.kernels.torch_entry import Attend, torch_entry
 from ringattn.planning.plan import Plan
-from ringattn.workload import Tunables
 
-from .merge import GradJob, GradPartial, Ops, Partial, Source, TorchOps, accumulator_dtype, as_view
+from .loading import bind, is_one_op, load_ops, may_be_torchs, writing_branch
+from .merge import GradJob, GradPartial, Partial, accumulator_dtype, as_view
 from .workspace import Lease
+
+if TYPE_CHECKING:
+    pass
 
 # Gathered q, k, v of the copied calls, in call order: what checkpoint "none" keeps for the backward.
 Kept = list[Tensor]
@@ -29,13 +33,13 @@ Kept = list[Tensor]
 Triple = tuple[Tensor, Tensor, Tensor]
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
 
-# Which of dq, dk and dv somebody asked for.
+# Which of dq, dk and dv are needed.
 Wanted = tuple[bool, bool, bool]
 ALL: Wanted = (True, True, True)
 
 
 class BackwardRows(NamedTuple):
-    """What the backward of a call reads: rows of q, k, v, dout and out (N, M, heads, D), and lse (N, heads, M)."""
+    """Inputs of a call's backward: rows of q, k, v, dout and out (N, M, heads, D), and lse (N, heads, M)."""
 
     inputs: Triple
     dout: Tensor
@@ -43,41 +47,52 @@ class BackwardRows(NamedTuple):
     lse: Tensor
 
 
-# Of the calls that other ranks have a part in: takes the rows of each and begins, gives back what waits for the
-# results. In between this rank does what it can do alone.
+# Starts the calls that other ranks have a part in on their rows, and returns a function that waits for the results. In
+# between this rank runs its own.
 TravelForward = Callable[[list[Triple]], Callable[[], list[tuple[Tensor, Tensor]]]]
 TravelBackward = Callable[[list[BackwardRows]], Callable[[], list[Triple]]]
 
 
 class Program:
-    """A plan with its kernels loaded; stateless between calls, so one serves any number of threads."""
+    """Plan with its kernels loaded; stateless between calls, so one serves any number of threads."""
 
     def __init__(self, plan: Plan, scale: float, travelling: frozenset[int] = frozenset()) -> None:
-        """``travelling`` branches are not computed here: ``forward`` and ``backward`` are given who does."""
+        """Load the kernels of ``plan``; ``travelling`` branches are computed by callables that each call is given."""
         assert scale > 0, "kernels mask before they scale"
         tunables = plan.tunables
         self.plan = plan
         self._travelling = travelling
         self.dtype = TORCH_DTYPES[tunables.dtype]
         self.checkpoint = tunables.checkpoint
-        self._pattern = plan.workload.pattern
-        self._dense = self._pattern.dense
+        self._pattern, self._dense = plan.workload.pattern, plan.workload.pattern.dense
         self._gathers = tuple(branch.gather for branch in tunables.branches)
         self._window = tunables.window_tokens
-        self._geometry_of = PATTERN_CACHE.get if tunables.pattern_cache else PATTERN_CACHE.build
+        self._geometry_of = cached_geometry if tunables.pattern_cache else build_geometry
         self._pool = (tunables.pool_threshold_mib, tunables.pool_strategy)
-        self._ops = _ops(plan)
-        forward = [_bind(plan, tunables, branch.forward, scale) for branch in tunables.branches]
-        backward = [_bind(plan, tunables, branch.backward, scale) for branch in tunables.branches if branch.backward]
+        self._ops = load_ops(plan)
+        forward = [bind(plan, branch.forward, scale) for branch in tunables.branches]
+        backward = [bind(plan, branch.backward, scale) for branch in tunables.branches if branch.backward]
         self._forward = [kernel.forward for kernel in forward]
         self._backward = [kernel.backward for kernel in backward]
         self._strided = [KERNELS[b.backward].strided_backward for b in tunables.branches if b.backward]
-        self._writer = _writer(plan, travelling) if backward else None
+        self._writer = writing_branch(plan, travelling) if backward else None
         # The forward, for inputs in the compute dtype, of a plan that autograd needs no help with
-        self.differentiable: Differentiable = backward[0].differentiable if _is_one_op(plan) else not_differentiable
+        self.differentiable: Differentiable = backward[0].differentiable if is_one_op(plan) else not_differentiable
+        self._scale = scale
+        self._of_torch = tunables.branches[0].forward if may_be_torchs(plan) else ""
+
+    def torch_entry(self, q: Tensor, k: Tensor, v: Tensor) -> Attend | None:
+        """Return torch's own function for calls like this one that ask for no lse; None where it does something else.
+
+        q, k and v are in the compute dtype.
+        """
+        if not self._of_torch:
+            return None
+        workload = self.plan.workload
+        return torch_entry(self._of_torch, workload.causal, self._scale, q, k, v, workload.train)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kept: Kept | None = None) -> tuple[Tensor, Tensor]:
-        """``forward`` for inputs of any dtype: computed in the plan's dtype, out in the input dtype."""
+        """Run ``forward`` on inputs of any dtype: computed in the plan's dtype, out in the input dtype."""
         if q.dtype is self.dtype:
             return self.forward(q, k, v, kept)
         out, lse = self.forward(q.to(self.dtype), k.to(self.dtype), v.to(self.dtype), kept)
@@ -95,7 +110,7 @@ class Program:
         wanted: Wanted = ALL,
         dlse: Tensor | None = None,
     ) -> Grads:
-        """``backward`` for tensors of any dtype and layout; gradients in the input dtype, None where not wanted.
+        """Run ``backward`` on tensors of any dtype and layout; gradients in the input dtype, None where not wanted.
 
         dout and dlse are None where out, or lse, has no gradient, but not both.
         """
@@ -116,7 +131,7 @@ class Program:
     def _lse_gradients(
         self, dlse_BHS: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, wanted: Wanted
     ) -> tuple[Tensor, Tensor]:
-        """dq and dk of the LSE alone, in float32 (float64 for float64): one backward more, exact on every kernel.
+        """Return dq and dk of the LSE alone, float32 (float64 for float64): one backward more, exact on every kernel.
 
         The flash backward is ds = p * (dout . v - dout . out). With values of one in the first column and zeros in the
         others, dlse in the first column of dout, and an out of 0 that is p * dlse, which is the gradient of the LSE.
@@ -133,7 +148,7 @@ class Program:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, kept: Kept | None = None, travel: TravelForward | None = None
     ) -> tuple[Tensor, Tensor]:
-        """out (B, S, H, D) in the compute dtype and lse (B, H, S); ``kept`` receives gathered rows if given.
+        """Return out (B, S, H, D) in the compute dtype and lse (B, H, S); ``kept``, if given, receives gathered rows.
 
         q, k, v: (B, S, H or Hkv, D) in the compute dtype, any strides with the last 1.
         """
@@ -141,7 +156,7 @@ class Program:
             return self._forward[0](q, k, v)
         geometry = self._geometry(q, k, v)
         if geometry.direct:
-            return self._direct(geometry, q, k, v)
+            return self._direct(geometry, (q, k, v))
         batch, length, heads, _ = q.shape
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(batch, heads, length, dtype=accumulator_dtype(q.dtype), device=q.device)
@@ -159,30 +174,29 @@ class Program:
         kept: Kept | None,
         travel: TravelForward | None,
     ) -> None:
-        """All branches over one window, merged; its workspace ends with it."""
-        q, k, v = inputs
-        group = q.shape[2] // k.shape[2]
-        lease = Lease(q.device, *self._pool)
-        here, away = self._here_and_away(window)
-        finish = travel([self._rows(geometry, placed, q, k, v, group, lease) for placed in away]) if travel else None
+        """Run all branches over one window and merge them into ``out`` and ``lse``; its workspace ends with it."""
+        device = out.device
+        lease = Lease(device, *self._pool)
+        own, shared = self._own_and_shared(window)
+        finish = travel([self._rows(geometry, placed, inputs, lease) for placed in shared]) if travel else None
         partials = []
-        for placed in here:
-            rows = self._rows(geometry, placed, q, k, v, group, lease if kept is None else _unpooled(q.device))
+        for placed in own:
+            rows = self._rows(geometry, placed, inputs, lease if kept is None else _unpooled(device))
             if kept is not None and placed.call.copied:
                 kept.extend(rows)
             partials.append(Partial(placed, *self._forward[placed.branch](*rows)))
         if finish is not None:
-            partials += [Partial(placed, *result) for placed, result in zip(away, finish(), strict=True)]
+            partials += [Partial(placed, *result) for placed, result in zip(shared, finish(), strict=True)]
             partials.sort(key=lambda partial: partial.placed.index)
-        self._ops.merge(geometry, window, partials, out, lse, group, lease)
+        self._ops.merge(geometry, window, partials, out, lse, lease)
         lease.close()
 
-    def _here_and_away(self, window: Window) -> tuple[Sequence[PlacedCall], Sequence[PlacedCall]]:
-        """The calls of this rank alone, and those that others have a part in."""
+    def _own_and_shared(self, window: Window) -> tuple[Sequence[PlacedCall], Sequence[PlacedCall]]:
+        """Return the calls of this rank alone, and those that others have a part in."""
         if not self._travelling:
             return window.calls, ()
-        away = [placed for placed in window.calls if placed.branch in self._travelling]
-        return [placed for placed in window.calls if placed.branch not in self._travelling], away
+        shared = [placed for placed in window.calls if placed.branch in self._travelling]
+        return [placed for placed in window.calls if placed.branch not in self._travelling], shared
 
     def backward(
         self,
@@ -196,25 +210,22 @@ class Program:
         wanted: Wanted = ALL,
         travel: TravelBackward | None = None,
     ) -> Triple:
-        """dq, dk, dv in the compute dtype, every partial against the merged out and lse.
+        """Return dq, dk, dv in the compute dtype, every partial against the merged out and lse.
 
         Shapes as in ``forward``; dout and out (B, S, H, D) contiguous, lse (B, H, S) contiguous. Kernels compute all
         three; where one is not wanted nothing is summed, and any tensor may stand in its place.
         """
         if self._dense:
             return self._backward[0](dout, q, k, v, out, lse)
-        geometry = self._geometry(q, k, v)
+        geometry, inputs, results = self._geometry(q, k, v), (q, k, v), (dout, out, lse)
         if geometry.direct:
-            return self._direct_backward(geometry, dout, q, k, v, out, lse)
-        made = ALL if self._writer is not None else wanted  # who writes in place writes all three
-        grads = (
-            _empty_like(q) if made[0] else q,
-            _empty_like(k) if made[1] else k,
-            _empty_like(v) if made[2] else v,
-        )
+            return self._direct_backward(geometry, inputs, results)
+        made = ALL if self._writer is not None else wanted  # a kernel that writes in place writes all three
+        dq, dk, dv = [_empty_like(x) if make else x for x, make in zip(inputs, made, strict=True)]
+        grads = dq, dk, dv
         rows_kept = iter(kept) if kept else None
         for window in geometry.windows:
-            self._backward_window(geometry, window, (q, k, v), (dout, out, lse), grads, wanted, rows_kept, travel)
+            self._backward_window(geometry, window, inputs, results, grads, wanted, rows_kept, travel)
         return grads
 
     def _backward_window(
@@ -228,43 +239,35 @@ class Program:
         kept: Iterator[Tensor] | None,
         travel: TravelBackward | None,
     ) -> None:
-        """The gradients of all branches over one window, summed into ``grads``; its workspace ends with it.
+        """Sum the gradients of all branches over one window into ``grads``; its workspace ends with it.
 
         ``results`` are dout, out and lse; ``kept`` gives the rows that the forward kept, if it kept any.
         """
-        q, k, v = inputs
-        group = q.shape[2] // k.shape[2]
-        lease = Lease(q.device, *self._pool)
-        here, away = self._here_and_away(window)
+        lease = Lease(grads[0].device, *self._pool)
+        own, shared = self._own_and_shared(window)
         finish = None
         if travel is not None:
-            reads = [_in_place_of(geometry, placed, inputs) for placed in away]
-            finish = travel(
-                [
-                    self._backward_rows(geometry, p, inputs, read, *results, lease)
-                    for p, read in zip(away, reads, strict=True)
-                ]
-            )
+            finish = travel([self._backward_rows(geometry, placed, inputs, results, lease) for placed in shared])
         found: list[tuple[PlacedCall, Triple]] = []
-        for placed in here:
-            read = _in_place_of(geometry, placed, inputs)
-            if kept is not None and placed.call.copied:
-                read = next(kept), next(kept), next(kept)
-            rows = self._backward_rows(geometry, placed, inputs, read, *results, lease)
+        for placed in own:
+            held = (next(kept), next(kept), next(kept)) if kept is not None and placed.call.copied else None
+            rows = self._backward_rows(geometry, placed, inputs, results, lease, held)
             backward = self._backward[placed.branch]
             if placed.branch == self._writer:
-                in_place = self._rows(geometry, placed, *grads, group, lease)
+                in_place = self._rows(geometry, placed, grads, lease)
                 parts = backward(rows.dout, *rows.inputs, rows.out, rows.lse, grads=in_place)
             else:
                 parts = backward(rows.dout, *rows.inputs, rows.out, rows.lse)
             found.append((placed, parts))
         if finish is not None:
-            found += zip(away, finish(), strict=True)
+            found += zip(shared, finish(), strict=True)
             found.sort(key=lambda pair: pair[0].index)
-        partials = [[GradPartial(placed, parts[number]) for placed, parts in found] for number in range(3)]
         if self._writer is None or len(self._backward) > 1:  # else its one branch has written every position already
-            every = zip(partials, grads, (group, 1, 1), strict=True)
-            jobs = [GradJob(*job) for job, want in zip(every, wanted, strict=True) if want]
+            jobs = [
+                GradJob([GradPartial(placed, parts[number]) for placed, parts in found], grads[number])
+                for number in range(3)
+                if wanted[number]
+            ]
             self._ops.scatter_sum(geometry, window, jobs, lease)
         lease.close()
 
@@ -275,87 +278,66 @@ class Program:
             LayoutKey(self._pattern, self._gathers, self._window, batch, length, heads, k.shape[2], folds)
         )
 
-    def _rows(
-        self, geometry: Geometry, placed: PlacedCall, q: Tensor, k: Tensor, v: Tensor, group: int, lease: Lease
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """What the kernel of a call reads: its rows in place, or gathered."""
+    def _rows(self, geometry: Geometry, placed: PlacedCall, inputs: Triple, lease: Lease) -> Triple:
+        """Return the rows of q, k and v that a call reads, in place or gathered."""
         if placed.call.copied:
-            gathered = self._ops.gather(geometry, placed, (Source(q, group), Source(k, 1), Source(v, 1)), lease)
-            return gathered[0], gathered[1], gathered[2]
-        rows = _in_place_of(geometry, placed, (q, k, v))
-        assert rows is not None
-        return rows
+            q, k, v = self._ops.gather(geometry, placed, inputs, lease)
+            return q, k, v
+        return _in_place(geometry, placed, inputs)
 
     def _backward_rows(
         self,
         geometry: Geometry,
         placed: PlacedCall,
         inputs: Triple,
-        rows: Triple | None,
-        dout: Tensor,
-        out: Tensor,
-        lse: Tensor,
+        results: Triple,
         lease: Lease,
+        rows: Triple | None = None,
     ) -> BackwardRows:
-        """What the backward of a call reads; ``rows`` are q, k, v, or None where they are still to be gathered.
+        """Return what the backward of a call reads; whatever must be gathered is gathered in one step.
 
-        Whatever must be gathered is gathered in one step.
+        ``rows`` are q, k, v where the forward kept them.
         """
-        group = inputs[0].shape[2] // inputs[1].shape[2]
-        results = self._results_in_place(geometry, placed, dout, out, group)
-        sources = [] if results else [Source(dout, group), Source(out, group)]
-        if rows is None:
-            sources += [Source(x, heads) for x, heads in zip(inputs, (group, 1, 1), strict=True)]
-        gathered, lse_rows = self._ops.gather_backward(geometry, placed, sources, lse, group, lease)
-        dout_rows, out_rows = results or (gathered[0], gathered[1])
+        dout, out, lse = results
+        if not placed.call.copied:
+            rows = _in_place(geometry, placed, inputs)
+        in_place = self._results_in_place(geometry, placed, dout, out)
+        sources = [*(() if in_place else (dout, out)), *(inputs if rows is None else ())]
+        gathered, lse_rows = self._ops.gather_backward(geometry, placed, sources, lse, lease)
+        dout_rows, out_rows = in_place or (gathered[0], gathered[1])
         return BackwardRows(rows or (gathered[-3], gathered[-2], gathered[-1]), dout_rows, out_rows, lse_rows)
 
     def _results_in_place(
-        self, geometry: Geometry, placed: PlacedCall, dout: Tensor, out: Tensor, group: int
+        self, geometry: Geometry, placed: PlacedCall, dout: Tensor, out: Tensor
     ) -> tuple[Tensor, Tensor] | None:
-        """The query rows of dout and out where they lie; None where the call's backward wants them gathered.
+        """Return the query rows of dout and out in place; None where the call's backward needs them gathered.
 
         Contiguous unless the kernel reads any layout: cudnn's plan cache keys on the strides of q, k and v alone, and
         the efficient kernel assumes rows of out to be H * D apart, so another layout is silently wrong there.
         """
-        call = placed.call
-        if not call.copied and (self._strided[placed.branch] or call.rate == 1):
-            dout_rows, out_rows = _in_place(geometry, placed, dout, group), _in_place(geometry, placed, out, group)
-            if self._strided[placed.branch] or (dout_rows.is_contiguous() and out_rows.is_contiguous()):
-                return dout_rows, out_rows
-        return None
+        strided = self._strided[placed.branch]
+        if placed.call.copied or not (strided or placed.call.rate == 1):
+            return None
+        dout_rows, out_rows = _view(geometry, placed, dout), _view(geometry, placed, out)
+        return (dout_rows, out_rows) if strided or (dout_rows.is_contiguous() and out_rows.is_contiguous()) else None
 
-    def _direct(self, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """One call over everything, segments as a batch: its result needs no merge."""
-        placed = geometry.windows[0].calls[0]
-        group = q.shape[2] // k.shape[2]
-        rows = self._rows(geometry, placed, q, k, v, group, _unpooled(q.device))
-        out, lse = self._forward[0](*rows)
+    def _direct(self, geometry: Geometry, inputs: Triple) -> tuple[Tensor, Tensor]:
+        """Run one call over everything, segments as a batch: its result needs no merge."""
+        placed, q = geometry.windows[0].calls[0], inputs[0]
+        out, lse = self._forward[0](*_in_place(geometry, placed, inputs))
         batch, length, heads, _ = q.shape
         lse_BHS = lse.view(batch, -1, heads, placed.call.rows).transpose(1, 2).reshape(batch, heads, length)
         return out.reshape(q.shape), lse_BHS
 
-    def _direct_backward(
-        self, geometry: Geometry, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        placed = geometry.windows[0].calls[0]
-        call = placed.call
-        group = q.shape[2] // k.shape[2]
-        lease = _unpooled(q.device)
-        rows = self._rows(geometry, placed, q, k, v, group, lease)
-        results = self._results_in_place(geometry, placed, dout, out, group)
-        if results is None:
-            sources = (Source(dout, group), Source(out, group))
-            dout_rows, out_rows = self._ops.gather(geometry, placed, sources, lease)
-        else:
-            dout_rows, out_rows = results
-        lse_rows = lse.view(*lse.shape[:2], call.segments, call.length).transpose(1, 2).flatten(0, 1).contiguous()
-        dq, dk, dv = self._backward[0](dout_rows, *rows, out_rows, lse_rows)
+    def _direct_backward(self, geometry: Geometry, inputs: Triple, results: Triple) -> Triple:
+        placed, (q, k, v) = geometry.windows[0].calls[0], inputs
+        rows = self._backward_rows(geometry, placed, inputs, results, _unpooled(q.device))
+        dq, dk, dv = self._backward[0](rows.dout, *rows.inputs, rows.out, rows.lse)
         return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
 
 
 def as_wanted(grads: Triple, dtype: torch.dtype, wanted: Wanted) -> Grads:
-    """dq, dk and dv in the dtype of the inputs, None where nobody asked."""
+    """Return dq, dk and dv in the dtype of the inputs, None where not wanted."""
     dq, dk, dv = grads
     if wanted == ALL and dq.dtype is dk.dtype is dv.dtype is dtype:  # else a microsecond each, for nothing
         return grads
@@ -364,69 +346,20 @@ def as_wanted(grads: Triple, dtype: torch.dtype, wanted: Wanted) -> Grads:
 
 
 def _empty_like(x: Tensor) -> Tensor:
-    """Contiguous, whatever the strides of x."""
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _in_place(geometry: Geometry, placed: PlacedCall, x: Tensor, group: int) -> Tensor:
-    (view,) = geometry.views(placed, group, x.stride(), x.shape[-1], folded=True)
+def _view(geometry: Geometry, placed: PlacedCall, x: Tensor) -> Tensor:
+    """View the rows of a call in x (B, S, heads, D) as (N, M, heads of the call, D)."""
+    (view,) = geometry.views(placed, geometry.group(x.shape[2]), x.stride(), x.shape[3], folded=True)
     return as_view(x, view)
 
 
-def _in_place_of(geometry: Geometry, placed: PlacedCall, inputs: Triple) -> Triple | None:
-    """The rows of q, k and v where they lie, or None for a call that copies."""
-    if placed.call.copied:
-        return None
+def _in_place(geometry: Geometry, placed: PlacedCall, inputs: Triple) -> Triple:
     q, k, v = inputs
-    group = q.shape[2] // k.shape[2]
-    return _in_place(geometry, placed, q, group), _in_place(geometry, placed, k, 1), _in_place(geometry, placed, v, 1)
+    return _view(geometry, placed, q), _view(geometry, placed, k), _view(geometry, placed, v)
 
 
 def _unpooled(device: torch.device) -> Lease:
-    """Memory that outlives the call: gathered rows that are kept, results that are returned."""
+    """Return a lease of memory that may outlive the call: gathered rows that are kept."""
     return Lease(device, None, "shape")
-
-
-def _writer(plan: Plan, travelling: frozenset[int]) -> int | None:
-    """The branch whose backward writes straight into the final gradients, to which the others are added.
-
-    It must show every position (rate 1) and only one may; the fused sum reads each element before it writes it, the
-    one in torch operations starts from zeros instead.
-    """
-    branches = plan.workload.pattern.branches
-    for number, (branch, chosen) in enumerate(zip(branches, plan.tunables.branches, strict=False)):
-        here = number not in travelling
-        if here and plan.fused and branch.rate == 1 and KERNELS[chosen.backward].writes_grads:
-            return number
-    return None
-
-
-def _is_one_op(plan: Plan) -> bool:
-    """Whether to train is one kernel forth and back on the tensors themselves, which keeps what autograd would."""
-    tunables, workload = plan.tunables, plan.workload
-    one_kernel = all(branch.forward == branch.backward for branch in tunables.branches)
-    return workload.pattern.dense and workload.world == 1 and one_kernel and tunables.checkpoint == "selective"
-
-
-def _bind(plan: Plan, tunables: Tunables, name: str, scale: float) -> BoundKernel:
-    config = KernelConfig(
-        causal=plan.workload.causal,
-        scale=scale,
-        deterministic=plan.conditions.deterministic,
-        params=tunables.params_of(name),
-        dtype=tunables.dtype,
-    )
-    return KERNELS[name].load(config)
-
-
-def _ops(plan: Plan) -> Ops:
-    if not plan.fused:
-        return TorchOps(compiled=plan.tunables.compile)
-    from .merge_triton import TritonOps  # needs triton, which a machine without a GPU need not have
-
-    def block(step: str) -> int | None:
-        value = plan.tunables.params_of(step).get("block")
-        assert value is None or isinstance(value, int)
-        return value
-
-    return TritonOps(merge_block=block("merge"), sum_block=block("sum"), gather_block=block("gather"))

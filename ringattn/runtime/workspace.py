@@ -1,4 +1,4 @@
-"""One pool of workspace for everything that lives only during a call.
+"""Pools the workspace of everything that lives only during a call.
 
 A buffer is lent to one call and comes back at its end, so two calls never share one; it comes back to the stream
 it was used on, where the next user is ordered behind the last. Nothing that is returned or saved for a backward
@@ -19,7 +19,7 @@ _Key = tuple[torch.device, int, int]  # device, stream, bytes
 
 
 def size_class(nbytes: int) -> int:
-    """The bucket of a size: the next of eight steps per power of two, so at most 12.5 % is wasted."""
+    """Return the bucket of a size: the next of eight steps per power of two, so at most 12.5 % is wasted."""
     if nbytes <= 4096:
         return 4096
     step = 1 << (nbytes.bit_length() - 4)
@@ -53,7 +53,7 @@ class WorkspacePool:
             return sum(buffer.nbytes for kept in self._free.values() for buffer in kept)
 
     def clear(self) -> None:
-        """Gives every idle buffer back to the caching allocator."""
+        """Give every idle buffer back to the caching allocator."""
         with self._lock:
             self._free.clear()
 
@@ -62,7 +62,7 @@ POOL = WorkspacePool()
 
 
 class Lease:
-    """The workspace of one call. ``threshold_mib`` None leaves everything to the caching allocator."""
+    """Workspace of one call. ``threshold_mib`` None leaves everything to the caching allocator."""
 
     __slots__ = ("_bucketed", "_device", "_lent", "_pooled", "_stream", "_threshold_bytes")
 
@@ -78,7 +78,7 @@ class Lease:
         self._lent: list[tuple[_Key, Tensor]] = []
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """An uninitialised contiguous tensor, valid until ``close``."""
+        """Return an uninitialised contiguous tensor, valid until ``close``."""
         nbytes = prod(shape) * dtype.itemsize
         if not self._pooled or nbytes < self._threshold_bytes or nbytes == 0:
             return torch.empty(shape, dtype=dtype, device=self._device)
@@ -88,7 +88,7 @@ class Lease:
         return buffer[:nbytes].view(dtype).view(shape)
 
     def close(self) -> None:
-        """Everything lent may be reused. After an error it is not called: the buffers then simply die."""
+        """Return all buffers to the pool. After an error it is not called, and the buffers are freed."""
         for key, buffer in self._lent:
             POOL.give(key, buffer)
         self._lent.clear()

@@ -12,17 +12,17 @@ from probed_machine import Machine
 from report_samples import gpu_profile
 
 import autotune.probe.tuning
-from autotune.distributed.coordinator import Fleet
+from autotune.distributed.coordinator import Coordinator
 from autotune.probe.request import ProbeObserver, ProbeRequest, ProbeResult
 from ringattn.profile.yaml_io import save_profile
 
 
 @pytest.fixture(scope="session")
-def fleet() -> Iterator[Fleet]:
+def coordinator() -> Iterator[Coordinator]:
     """Two ranks for all tests; each test starts their workers anew."""
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "support" / "autotune")}
     environ.pop("OMP_NUM_THREADS", None)
-    with Fleet(2, "cpu", None, environ) as gathered:
+    with Coordinator(2, "cpu", None, environ) as gathered:
         yield gathered
 
 

@@ -247,7 +247,7 @@ def test_bad_workloads(changes: dict[str, Any], message: str) -> None:
         ({"branches": ()}, "branches is empty; a plan has one entry per branch, and one for dense"),
         ({"checkpoint": "all"}, "checkpoint is 'all'; use one of none, selective, full, offload"),
         ({"window_tokens": 0}, "window_tokens is 0; it must be null or an integer >= 1"),
-        ({"window_tokens": 1.5}, "window_tokens is 1.5; it must be null or an integer >= 0"),
+        ({"window_tokens": 1.5}, "window_tokens is 1.5; it must be null or an integer >= 1"),
         ({"pool_threshold_mib": -1}, "pool_threshold_mib is -1; it must be null or an integer >= 0"),
         ({"pool_threshold_mib": True}, "pool_threshold_mib is True; it must be null or an integer >= 0"),
         ({"pool_strategy": "best"}, "pool_strategy is 'best'; use one of shape, bucket"),
@@ -434,7 +434,7 @@ def test_integers_of_numpy_are_integers(kind: Any) -> None:
         max_seq_len=kind(8),
     )
     same = RingAttention(4, 16, 2, [4, 8], [1, 2], profile=None, device="cpu", max_seq_len=8)
-    assert attn._configuration == same._configuration
+    assert attn.configuration == same.configuration
     assert RingAttention(4, 16, 2, np.array([4, 8]), np.array([1, 2]), profile=None, device="cpu").shape.pattern == (
         same.shape.pattern
     )

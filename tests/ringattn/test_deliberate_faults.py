@@ -24,7 +24,7 @@ from oracle import Case, assert_equal_to, exact, found, pattern_of
 from torch import Tensor
 
 from ringattn.autograd import checkpoint
-from ringattn.distributed import chunk_rows as lane_rows
+from ringattn.distributed import chunk_rows
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.planning import plan
 from ringattn.planning.fused_steps import steps_not_taken
@@ -83,7 +83,7 @@ def test_in_the_merge_of_a_ring_step() -> None:
         total_lse.copy_(merged)
 
     errors = []
-    for merge_block in (lane_rows.merge_block, rounded):
+    for merge_block in (chunk_rows.merge_block, rounded):
         total, total_lse = torch.ones(1, 5, 1, 2), torch.full((1, 5, 1), 4e5)
         merge_block(total, total_lse, torch.ones_like(total), total_lse + torch.linspace(-2, 2, 5)[:, None])
         errors.append((total - 1).abs().max().item())
@@ -93,20 +93,20 @@ def test_in_the_merge_of_a_ring_step() -> None:
 # --- checkpoint ---
 
 
-def _other_inputs(program: Any, given: Any, saved: Sequence[Tensor], elsewhere: Any, wanted: Any) -> Any:
+def _other_inputs(program: Any, saved: Sequence[Tensor], on_host: Any) -> Sequence[Tensor]:
     q, k, v = saved
-    return checkpoint._from_rerun(program, given, (q, v, k), elsewhere, wanted)
+    return checkpoint._from_rerun(program, (q, v, k), on_host)
 
 
-def _not_restored(program: Any, given: Any, saved: Sequence[Tensor], elsewhere: Any, wanted: Any) -> Any:
+def _not_restored(program: Any, saved: Sequence[Tensor], on_host: Any) -> Sequence[Tensor]:
     q, k, v, out, lse, *kept = saved
-    return checkpoint._from_saved(program, given, (q, k, v, torch.zeros_like(out), lse, *kept), elsewhere, wanted)
+    return q, k, v, torch.zeros_like(out), lse, *kept
 
 
 @pytest.mark.parametrize(("mode", "fault"), [("full", _other_inputs), ("selective", _not_restored)])
 def test_in_a_checkpoint(mode: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     check(checkpoint=mode)
-    monkeypatch.setitem(checkpoint.MODES, mode, checkpoint.MODES[mode]._replace(backward=fault))
+    monkeypatch.setitem(checkpoint.MODES, mode, checkpoint.MODES[mode]._replace(restore=fault))
     with pytest.raises(AssertionError):
         check(checkpoint=mode)
 
@@ -174,7 +174,7 @@ def test_in_the_fused_steps() -> None:
 def _fused_main() -> None:
     from ringattn.runtime import fused_kernels, merge_triton
 
-    right_words = merge_triton._stride_words
+    right_words = merge_triton.stride_words
 
     def of_one_head(layout: Any, jobs: Sequence[Sequence[Strides]]) -> tuple[int, ...]:
         return right_words(layout, [[strides._replace(head=0) for strides in job] for job in jobs])
@@ -183,7 +183,7 @@ def _fused_main() -> None:
     mask = _rewritten(fused_kernels, "_selection", "within < BRANCHES[N][0]", "within < BRANCHES[N][0] - 1")
     faults: dict[str, tuple[Any, str, Any]] = {
         "none": (fused_kernels, "_selection", fused_kernels._selection),
-        "every head is the first": (merge_triton, "_stride_words", of_one_head),
+        "every head is the first": (merge_triton, "stride_words", of_one_head),
         "weights not normalised": (fused_kernels, "_weighted_sum", weights),
         "a mask off by one": (fused_kernels, "_selection", mask),
     }

@@ -13,7 +13,8 @@ from recorder import Allocations, Record, record, saved_tensors
 from torch import Tensor
 
 from ringattn import RingAttention
-from ringattn.geometry.calls import PATTERN_CACHE
+from ringattn.geometry import calls
+from ringattn.geometry.pattern import window_bounds
 from ringattn.kernels.contract import BlockKernel, KernelConfig, KernelNeed
 from ringattn.kernels.registry import KERNELS
 from ringattn.runtime import merge, workspace
@@ -54,7 +55,8 @@ def test_every_field_of_a_plan_has_a_test_here() -> None:
     tested = {"dtype", "branches", "checkpoint", "window_tokens", "pattern_cache", "pool_threshold_mib"}
     tested |= {"pool_strategy", "compile", "params"}
     of_several_ranks = {"schedule", "layout", "ulysses", "head_groups", "grad_wire", "exchange"}  # tests/ring
-    assert {field.name for field in fields(Tunables)} == tested | of_several_ranks
+    of_gpus = {"launch"}  # runtime/test_graphed_gpu.py
+    assert {field.name for field in fields(Tunables)} == tested | of_several_ranks | of_gpus
     assert {field.name for field in fields(BranchTunables)} == {"forward", "backward", "gather"}
 
 
@@ -119,16 +121,18 @@ def test_gather(executed: Record) -> None:
     assert executed.steps["gather"] == 1
 
 
-def test_pattern_cache(executed: Record) -> None:
-    for cached, built in ((True, 1), (False, 6)):
-        PATTERN_CACHE.clear()
+def test_pattern_cache(executed: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[object] = []
+    monkeypatch.setattr(calls, "window_bounds", lambda *a: (built.append(a), window_bounds(*a))[1])
+    for cached, times in ((True, 1), (False, 6)):
+        calls.cached_geometry.cache_clear()
+        built.clear()
         module = CASE.running(replace(BASE, pattern_cache=cached), "fp32")
-        before = PATTERN_CACHE.built
         for _ in range(3):
             q, k, v = CASE.inputs(torch.float32)
             found(module, q, k, v, CASE.dout(torch.float32))
-        assert PATTERN_CACHE.built - before == built
-        assert len(PATTERN_CACHE) == (1 if cached else 0)
+        assert len(built) == times
+        assert calls.cached_geometry.cache_info().currsize == (1 if cached else 0)
 
 
 def test_pool_threshold(pool: WorkspacePool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,7 +95,7 @@ class ReplayEvaluator:
         costs = self.first_calls.new_length_s
         return row.checked.call_ms / 1e3 + sum(costs.get(part, 0.0) for part in parts_of(row.tunables))
 
-    def prove(self, cell: Workload, candidate: Tunables, *, timeout_s: float) -> Proven | Fault:
+    def validate(self, cell: Workload, candidate: Tunables, *, timeout_s: float) -> Proven | Fault:
         with self.clock.uncharged():
             row = self.truth(cell, candidate)
         assert row.checked is not None
@@ -103,7 +103,7 @@ class ReplayEvaluator:
         self.clock.advance(self.prove_s + 8 * first_s)
         return row.unproven or Proven(1e3 * first_s)
 
-    def obey(self, cell: Workload, profile_path: str, *, timeout_s: float) -> Tunables | Fault:
+    def run_profile(self, cell: Workload, profile_path: str, *, timeout_s: float) -> Tunables | Fault:
         entry = next(entry for entry in load_profile(profile_path).plans if entry.workload == cell)
         assert entry.choice is not None
         return entry.choice.tunables

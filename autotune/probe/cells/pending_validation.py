@@ -21,7 +21,7 @@ def validate_pending(runs: CellRuns) -> None:
             continue
         if search.validate_default() is None:
             rows.validated(search.cell)
-            runs.telling.time_left()
+            runs.observer.time_left()
         else:
             broken.append(search)
     for index, search in enumerate(broken):

@@ -22,7 +22,7 @@ def refine(runs: CellRuns) -> None:
         if search is None or runs.recall(search) or search.settle(budget.deadline(budget.available_s())) is not None:
             continue
         need = search.need()
-        runs.telling.add(middle.workload, need)
+        runs.observer.add(middle.workload, need)
         share_s = min(need.total_s, budget.available_s())
         runs.search(search, share_s, budget.available_s() - share_s)
 

@@ -30,13 +30,13 @@ class Rows:
     def profile(self, entries: Mapping[Workload, PlanEntry], elapsed_s: float) -> Profile:
         """A profile of these entries, with the notes so far."""
         return build_profile(
-            self._task.edge.facts,
+            self._task.environment.facts,
             entries,
             self._task.request,
             budget_s=self._task.preset.budget_s,
             elapsed_s=elapsed_s,
             notes=(*map(str, largest_of_each(self._disturbances)), *dict.fromkeys(self.notes)),
-            today=self._task.edge.today,
+            today=self._task.environment.today,
             link_speeds=self._link_speeds,
         )
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from autotune.journal.store import Store
 from autotune.measure.evaluator import CallsAhead, Evaluator
 from autotune.probe.grid import Cell
-from autotune.probe.observer import Telling
+from autotune.probe.observer import SearchObserver
 from autotune.probe.task import Task
 from autotune.search.budget import Budget, Progress, allot, spare_s
 from autotune.search.limits import Limits
@@ -59,7 +59,7 @@ class CellRuns:
         self.rows = rows
         self.budget = budget
         self.transfer = Transfer(store)
-        self.telling = Telling(task.observer, task.edge.clock)
+        self.observer = SearchObserver(task.observer, task.environment.clock)
         self.searched: list[CellSearch] = []
         self.recalled: list[CellSearch] = []  # that an earlier run finished
         self._store = store
@@ -75,7 +75,7 @@ class CellRuns:
         # Patterns last: what they compile, 11 s of a first probe of an H100, helpers have compiled until then.
         new.sort(key=lambda pair: not pair[0].workload.pattern.dense)
         searches = self._settle_beside_first_calls(new)
-        self.telling.expect(Progress(self.budget, {workload: search.need() for workload, search in searches.items()}))
+        self.observer.expect(Progress(self.budget, {workload: search.need() for workload, search in searches.items()}))
         order = sorted(searches, key=lambda w: (w.seq_len, w.mode, not w.pattern.dense, str(w.pattern)))
         for index, workload in enumerate(order):
             if workload in self._looked_too_early:
@@ -130,7 +130,7 @@ class CellRuns:
 
     def new_search(self, cell: Cell) -> CellSearch | None:
         """None where nothing can run the cell; its row says so then."""
-        space = space_or_refusal(cell, self.task.edge, self._layout_of(cell.workload))
+        space = space_or_refusal(cell, self.task.environment, self._layout_of(cell.workload))
         if isinstance(space, PlanError):
             self.rows.refuse(cell.workload, space)
             return None
@@ -139,8 +139,8 @@ class CellRuns:
             self._evaluator,
             self._store,
             self._settings(),
-            self.telling,
-            self.task.edge.clock,
+            self.observer,
+            self.task.environment.clock,
             main_dtypes=cell.main_dtypes,
             transfer=self.transfer,
             end=self.budget.deadline(math.inf),
@@ -154,23 +154,23 @@ class CellRuns:
             seed=request.seed,
             limits=Limits(None if limit is None else limit * 2**20, request.max_error),
             prefer=request.prefer,
-            asynchronous=self.task.edge.facts.vendor != "cpu",
-            hang_s=hang_s(self.task.edge.facts.vendor, preset.budget_s, request.ranks),
+            asynchronous=self.task.environment.facts.vendor != "cpu",
+            hang_s=hang_s(self.task.environment.facts.vendor, preset.budget_s, request.ranks),
             sampler=request.sampler,
         )
 
     def search(self, search: CellSearch, share_s: float, spare_s: float) -> None:
         """``spare_s`` makes up for what this cell should not pay for alone: crashes, hangs, compilation."""
-        state, cell, clock = search.state, search.cell, self.task.edge.clock
+        state, cell, clock = search.state, search.cell, self.task.environment.clock
         began, lost_before_s = clock.now(), state.lost_s
-        self.telling.begin(cell)
+        self.observer.begin(cell)
         if share_s < search.least_s():
             self.finish(search.inconclusive("no time was left for it; give a larger --budget"), 0.0)
             return
         deadline = self.budget.working_deadline(share_s, lambda: state.lost_s, spare_s)
         result = search.run(deadline, seeds=self.rows.seeds(cell))
         taken_s = clock.now() - began
-        self.telling.end(cell, max(0.0, taken_s - (state.lost_s - lost_before_s)))
+        self.observer.end(cell, max(0.0, taken_s - (state.lost_s - lost_before_s)))
         self.transfer.finished.append(search.beliefs.timed())
         if math.isfinite(sigma := state.noise_sigma()):
             self.transfer.sigmas.append(sigma)
@@ -179,4 +179,4 @@ class CellRuns:
 
     def finish(self, result: CellResult, taken_s: float) -> None:
         self.rows.finish(result, taken_s)
-        self.telling.time_left()
+        self.observer.time_left()

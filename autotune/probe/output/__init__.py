@@ -1,1 +1,1 @@
-"""The profile a probe writes, and what stands at its path already."""
+"""The profile a probe writes, and the one that is there already."""

@@ -1,4 +1,4 @@
-"""What is at a probe's output path already: whether its rows stay, and whether they need to be searched again."""
+"""The profile at a probe's output path: whether its rows stay, and whether they are searched again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .writer import same_machine
 
 
 def earlier_profile(task: Task, path: Path) -> Profile | None:
-    """A profile of this very machine and software, whose other rows stay; others are replaced.
+    """Return the profile of this very machine and software, whose other rows stay; others are replaced.
 
     A broken file is replaced by ``--fresh`` alone: nobody's file is overwritten unseen.
     """
@@ -30,38 +30,33 @@ def earlier_profile(task: Task, path: Path) -> Profile | None:
             raise
         task.observer.note(f"{error}; it will be replaced")
         return None
-    if profile.source != "measured" or not same_machine(profile, task.edge.facts):
+    if profile.source != "measured" or not same_machine(profile, task.environment.facts):
         task.observer.note(f"{path.name}: of another machine or other software; it will be replaced")
         return None
     return profile
 
 
 def recorded_rows(old: Profile, cells: Sequence[Cell]) -> tuple[PlanEntry, ...]:
-    """The rows of these cells, where each of them was measured; else none."""
+    """Return the rows of these cells, where each of them was measured; else none."""
     wanted = {cell.workload for cell in cells}
     found = tuple(entry for entry in old.plans if entry.workload in wanted and entry.evidence is not None)
     return found if len(found) == len(wanted) else ()
 
 
 def verified_instead(old: Profile, task: Task, path: Path, cells: Sequence[Cell]) -> ProbeResult | tuple[Cell, ...]:
-    """The result of re-timing what is recorded; where that is not enough, the cells that are left to search."""
+    """Return the result of re-timing the recorded rows, or the cells that are left to search."""
     recorded = recorded_rows(old, cells)
     if not recorded:
         return tuple(cells)
     task.observer.note(f"{path.name}: of this machine already; verifying instead of searching")
-    outcome = verify_cells(old, recorded, task.request, task.preset, task.observer, task.edge, tell_end=False)
+    outcome = verify_cells(task, old, recorded, tell_end=False)
     stale = {cell.workload for cell in outcome.cells if cell.stale}
     if stale:
         for line in outcome.stale:
             task.observer.note(f"stale, searching again: {line}")
         return tuple(cell for cell in cells if cell.workload in stale)
     reports = tuple(
-        CellReport(
-            workload=cell.workload,
-            status="resumed",
-            chosen=cell.recorded,
-            note=cell.note or "still the winner",
-        )
+        CellReport(cell.workload, "resumed", cell.recorded, note=cell.note or "still the winner")
         for cell in outcome.cells
     )
     return ProbeResult(path, old, reports, outcome.elapsed_s, outcome.inconclusive, verified=True)

@@ -1,4 +1,4 @@
-"""How the sequence lies in a probe over several ranks whose rows join those of an earlier profile."""
+"""Sequence layout of a probe over several ranks whose rows join those of an earlier profile."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ringattn.workload import Workload
 
 
 def joined_layout(cell: Workload, asked: str, old: Profile | None, new: Collection[Workload], path: Path) -> str:
-    """The layout to search ``cell`` in: ``asked``, or where that is auto, the one of the rows it will stand beside.
+    """Return the layout to search ``cell`` in: ``asked``, or for auto that of the rows it joins.
 
     A module takes one layout for all its rows, that of most of them. With another one a new row would never be run.
     ``new`` are the cells that this probe measures, whose rows in ``old``, the profile at ``path``, are replaced.

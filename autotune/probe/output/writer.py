@@ -1,4 +1,4 @@
-"""From what a search found to a profile on disk that the runtime provably obeys."""
+"""Writes the results of a search to a profile, and checks that the runtime takes its plans."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FAILURES_KEPT = 24  # per cell; the journal holds all of them
 
 
 def choice_of(measured: Measured) -> Choice:
-    """A plan with its evidence; none for a plan that was never timed against the default."""
+    """Return a plan with its evidence; without it where the plan was never timed against the default."""
     if measured.gain.count == 0:
         return Choice(measured.tunables)
     return Choice(
@@ -42,12 +42,12 @@ def choice_of(measured: Measured) -> Choice:
 
 
 def _rounded(value: float) -> float:
-    """Four digits: more than any of these numbers is known to."""
+    """Round to four digits: more than any of these numbers is known to."""
     return float(f"{value:.4g}")
 
 
 def entry_of(result: CellResult) -> PlanEntry:
-    """One row of the profile. What was ruled out before it ran is not in it: any machine can work that out again."""
+    """Return the profile's row, without candidates rejected before they ran: any machine can list those again."""
     failures = [_failure(plan, fault) for plan, fault in result.failures.items()]
     if result.choice is None:
         return PlanEntry(result.workload, failures=tuple(failures[:FAILURES_KEPT]), refusal=result.note or "refused")
@@ -72,7 +72,7 @@ def _failure(plan: Tunables, fault: Fault) -> Failure:
 
 
 def report_of(result: CellResult, elapsed_s: float) -> CellReport:
-    """One cell as a probe's caller sees it."""
+    """Return one cell's report for the caller of a probe."""
     choice, default = result.choice, result.default
     return CellReport(
         workload=result.workload,
@@ -101,7 +101,7 @@ def build_profile(
     today: datetime.date,
     link_speeds: Sequence[LinkSpeed] = (),
 ) -> Profile:
-    """A measured profile of this machine; entries in a readable order."""
+    """Build a measured profile of this machine; entries in a readable order."""
     ordered = sorted(
         entries.values(),
         key=lambda e: (
@@ -130,37 +130,37 @@ def build_profile(
 
 
 def same_machine(profile: Profile, facts: HardwareFacts) -> bool:
-    """Whether a profile was measured on this very silicon with this very software."""
+    """Return whether a profile was measured on this very silicon with this very software."""
     return profile.fingerprint == Fingerprint.of(facts) and profile.software == tuple(sorted(facts.software))
 
 
 def merged(old: Profile | None, entries: Mapping[Workload, PlanEntry]) -> dict[Workload, PlanEntry]:
-    """New rows beside those of an older profile of the same machine; a new row replaces the old of its workload."""
+    """Merge new rows into those of an older profile of the same machine; a new row replaces the old one."""
     kept = {} if old is None else {entry.workload: entry for entry in old.plans}
     return kept | dict(entries)
 
 
 def merged_speeds(old: Profile | None, new: LinkSpeed | None) -> tuple[LinkSpeed, ...]:
-    """The newest reading for each number of ranks."""
+    """Return the newest reading for each number of ranks."""
     kept = {} if old is None else {speed.world: speed for speed in old.fingerprint.link_speeds}
     if new is not None:
         kept[new.world] = new
     return tuple(kept[world] for world in sorted(kept))
 
 
-def save_obeyed(profile: Profile, path: Path, new: Iterable[PlanEntry], evaluator: Evaluator) -> None:
-    """Let the runtime read the profile, run every new row once and compare; only then does it replace the old."""
+def save_loaded(profile: Profile, path: Path, new: Iterable[PlanEntry], evaluator: Evaluator) -> None:
+    """Save the profile once the runtime has read it, run every new row and planned the same."""
     with tempfile.TemporaryDirectory(prefix="ringtune-") as folder:
         rehearsal = Path(folder) / path.name
         save_profile(profile, rehearsal)
         for entry in new:
             if entry.choice is not None:
-                check_obeyed(entry, evaluator.obey(entry.workload, str(rehearsal), timeout_s=60.0))
+                check_loaded(entry, evaluator.run_profile(entry.workload, str(rehearsal), timeout_s=60.0))
     save_profile(profile, path)
 
 
-def check_obeyed(entry: PlanEntry, planned: Tunables | Fault) -> None:
-    """The runtime, reading the file, must plan what the search chose; anything else is a failure."""
+def check_loaded(entry: PlanEntry, planned: Tunables | Fault) -> None:
+    """Raise ProbeFailure where the runtime, reading the file, does not plan what the search chose."""
     assert entry.choice is not None
     if isinstance(planned, Fault):
         raise ProbeFailure(

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from autotune.accuracy.arithmetic import EXACT
-from autotune.accuracy.check import Verdict, judge
+from autotune.accuracy.check import CheckResult, check_rows
 from autotune.accuracy.inputs import KINDS, Inputs, active_positions, make_inputs
 from autotune.accuracy.sampled_rows import Sampled, compute_rows, expect, pick_rows, sample_positions
-from autotune.measure.benchmark import proving_inputs
+from autotune.measure.benchmark import validation_inputs
 from ringattn import Profile, RingAttention, detect
 from ringattn.reference import dilated_attention_reference
 from ringattn.workload import BranchTunables, Mode, Pattern, Tunables, Workload
@@ -133,20 +133,20 @@ def test_ragged_lengths_stay_in_the_bucket_and_reach_every_tile_residue() -> Non
     cell = workload(4096, pattern=Pattern())
     lengths, kinds = set(), set()
     for seed in range(200):
-        for length, kind in proving_inputs(cell, 8, seed):
+        for length, kind in validation_inputs(cell, 8, seed):
             assert 4096 / math.sqrt(2) <= length <= 4096 * math.sqrt(2)
             lengths.add(length)
             kinds.add(kind)
     assert {length % 128 for length in lengths} == set(range(128))
     assert kinds == set(KINDS)
-    assert proving_inputs(cell, 8, 3) == proving_inputs(replace(cell, mode="infer"), 8, 3)
-    assert len({kind for _, kind in proving_inputs(cell, 8, 0)}) == len(KINDS)
+    assert validation_inputs(cell, 8, 3) == validation_inputs(replace(cell, mode="infer"), 8, 3)
+    assert len({kind for _, kind in validation_inputs(cell, 8, 0)}) == len(KINDS)
 
 
 # --- right kernels pass ----------------------------------------------------------------------------------------------
 
 
-def judged(cell: Workload, length: int, kind: str, seed: int, tunables: Tunables) -> Verdict:
+def judged(cell: Workload, length: int, kind: str, seed: int, tunables: Tunables) -> CheckResult:
     """The runtime's own module under the gate."""
     branches = cell.pattern.branches
     module = RingAttention(
@@ -177,13 +177,13 @@ def verdict_of(
     lse: Tensor,
     grads: Sequence[Tensor],
     sampled: Sampled | None = None,
-) -> Verdict:
+) -> CheckResult:
     sampled = sampled or sample_positions(cell, length, seed)
     exact = compute_rows(cell, inputs, sampled, EXACT)
     expected = expect(cell, inputs, sampled, exact, dtype)
     got = pick_rows(cell, sampled, out, lse, grads)
     whole = [("out", out), ("lse", lse), *zip(("dq", "dk", "dv"), grads, strict=False)]
-    return judge(expected, got, whole)
+    return check_rows(expected, got, whole)
 
 
 @given(
@@ -235,7 +235,7 @@ def test_a_right_kernel_passes_where_one_row_is_all_of_a_dk(seed: int) -> None:
 Spoil = Callable[[Tensor, Tensor, list[Tensor]], None]
 
 
-def spoiled(spoil: Spoil, dtype: str = "bf16", kind: str = "ordinary", pattern: Pattern = DILATED) -> Verdict:
+def spoiled(spoil: Spoil, dtype: str = "bf16", kind: str = "ordinary", pattern: Pattern = DILATED) -> CheckResult:
     """A right answer in this dtype, with one fault."""
     cell = workload(300, dtype, pattern)
     inputs = make_inputs(cell, 300, kind, 0, CPU)

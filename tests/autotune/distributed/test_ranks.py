@@ -17,15 +17,15 @@ import pytest
 from faulty_rank_bench import SLOW_MS
 from machines import FACTS, plan, workload
 
-from autotune.distributed import coordinator as fleets
-from autotune.distributed.coordinator import Fleet
+from autotune.distributed import coordinator as coordinating
+from autotune.distributed.coordinator import Coordinator
 from autotune.distributed.evaluator import RanksEvaluator
-from autotune.distributed.wire import Hello, accept, connect, listen
+from autotune.distributed.protocol import Hello, accept, connect, listen
 from autotune.exit_codes import NoDevice, ProbeFailure, UsageFailure
 from autotune.measure.bench import BenchSettings
 from autotune.measure.evaluator import Checked, Fault, Interference, InterferenceKind, Proven, Sample
 from autotune.measure.messages import REAL_BENCH
-from autotune.measure.trial import WorkerBug
+from autotune.measure.worker_evaluator import WorkerBug
 from ringattn.workload import BranchTunables, Pattern, Tunables, Workload
 
 CELL = workload(512, mode="infer")
@@ -35,14 +35,14 @@ SUPPORT = REPO / "tests" / "support" / "autotune"
 LIMIT_S = 100.0  # for what answers at once
 
 
-def evaluator_of(fleet: Fleet, bench: str = BENCH) -> RanksEvaluator:
+def evaluator_of(coordinator: Coordinator, bench: str = BENCH) -> RanksEvaluator:
     settings = BenchSettings("cpu", FACTS, seed=0, sample_target_ms=1.0, ragged_lengths=2)
-    return RanksEvaluator(fleet, settings, bench=bench)
+    return RanksEvaluator(coordinator, settings, bench=bench)
 
 
 @pytest.fixture
-def evaluator(fleet: Fleet) -> Iterator[RanksEvaluator]:
-    made = evaluator_of(fleet)
+def evaluator(coordinator: Coordinator) -> Iterator[RanksEvaluator]:
+    made = evaluator_of(coordinator)
     yield made
     made.close()
 
@@ -55,12 +55,12 @@ def test_the_slowest_rank_counts(evaluator: RanksEvaluator) -> None:
     result = check(evaluator, "slow@1")
     assert isinstance(result, Checked)
     assert result.call_ms == SLOW_MS
-    assert evaluator.prove(CELL, plan(CELL, "slow@0"), timeout_s=LIMIT_S) == Proven(SLOW_MS)
+    assert evaluator.validate(CELL, plan(CELL, "slow@0"), timeout_s=LIMIT_S) == Proven(SLOW_MS)
     block = evaluator.block(CELL, [plan(CELL, "slow@1"), plan(CELL, "quick")], timeout_s=LIMIT_S)
     assert block.results == (Sample(SLOW_MS, 10.0), Sample(2.0, 10.0))
     heat = {Interference(kind) for kind in (InterferenceKind.THERMAL, InterferenceKind.POWER_BRAKE)}
     assert set(block.disturbances) == {Interference(InterferenceKind.STEAL, 11.0), *heat}
-    assert evaluator.blind_spots == ("nothing is watched here",)
+    assert evaluator.unmonitored == ("nothing is watched here",)
     speed = evaluator.links()
     assert (speed.world, speed.hosts, speed.ring_gb_s, speed.latency_us) == (2, 1, 3.36, 10.0)
 
@@ -75,15 +75,15 @@ def test_the_slowest_rank_counts(evaluator: RanksEvaluator) -> None:
     ],
 )
 def test_a_failure_of_one_rank_is_one_trial_and_names_it(
-    evaluator: RanksEvaluator, fleet: Fleet, kernel: str, kind: str, told: str, restarts: bool
+    evaluator: RanksEvaluator, coordinator: Coordinator, kernel: str, kind: str, told: str, restarts: bool
 ) -> None:
-    before = fleet.new_generation()
+    before = coordinator.new_generation()
     fault = check(evaluator, kernel, timeout_s=3.0 if "hang" in kernel else 3600.0)  # which nobody waits for
     assert isinstance(fault, Fault)
     assert fault.kind == kind
     assert fault.message.startswith(told)
     assert isinstance(check(evaluator, "swift"), Checked)
-    assert (fleet.new_generation() > before + 2) is restarts
+    assert (coordinator.new_generation() > before + 2) is restarts
 
 
 def test_a_block_goes_on_after_each_failure(evaluator: RanksEvaluator) -> None:
@@ -122,9 +122,9 @@ def ring_plan(cell: Workload, schedule: str, layout: str, **changes: object) -> 
     return Tunables("fp32", branches, schedule=schedule, layout=layout, **changes)  # type: ignore[arg-type]
 
 
-def test_real_ranks_check_prove_and_time_every_schedule_in_step(fleet: Fleet) -> None:
-    evaluator = evaluator_of(fleet, REAL_BENCH)
-    evaluator._settings = BenchSettings("cpu", fleet.facts, seed=0, sample_target_ms=1.0, ragged_lengths=4)
+def test_real_ranks_check_prove_and_time_every_schedule_in_step(coordinator: Coordinator) -> None:
+    evaluator = evaluator_of(coordinator, REAL_BENCH)
+    evaluator._settings = BenchSettings("cpu", coordinator.facts, seed=0, sample_target_ms=1.0, ragged_lengths=4)
     assert evaluator.links().ring_gb_s > 0
     dense = Workload("train", True, 96, 2, 16, "fp32", world=2)
     dilated = Workload("train", True, 96, 2, 16, "fp32", world=2, pattern=Pattern.of([64, 128], [1, 2]))
@@ -135,7 +135,7 @@ def test_real_ranks_check_prove_and_time_every_schedule_in_step(fleet: Fleet) ->
                 checked = evaluator.check(cell, each, timeout_s=LIMIT_S)
                 assert isinstance(checked, Checked), checked
                 assert 0 < checked.error < 1e-5
-                proven = evaluator.prove(cell, each, timeout_s=LIMIT_S)  # all kinds of inputs, unequal shares
+                proven = evaluator.validate(cell, each, timeout_s=LIMIT_S)  # all kinds of inputs, unequal shares
                 assert isinstance(proven, Proven), proven
             block = evaluator.block(cell, [*plans, plans[0]], timeout_s=LIMIT_S)
             assert all(isinstance(sample, Sample) for sample in block.results), block
@@ -146,9 +146,9 @@ def test_real_ranks_check_prove_and_time_every_schedule_in_step(fleet: Fleet) ->
         evaluator.close()
 
 
-def test_a_wrong_row_on_one_rank_is_a_wrong_answer_of_all_and_they_stay_in_step(fleet: Fleet) -> None:
-    evaluator = evaluator_of(fleet, "still_bench:OneRankErrs")
-    evaluator._settings = BenchSettings("cpu", fleet.facts, seed=0, sample_target_ms=1.0, ragged_lengths=2)
+def test_a_wrong_row_on_one_rank_is_a_wrong_answer_of_all_and_they_stay_in_step(coordinator: Coordinator) -> None:
+    evaluator = evaluator_of(coordinator, "still_bench:OneRankErrs")
+    evaluator._settings = BenchSettings("cpu", coordinator.facts, seed=0, sample_target_ms=1.0, ragged_lengths=2)
     cell = Workload("infer", True, 96, 2, 16, "fp32", world=2)
     try:
         for schedule in ("ring", "ulysses"):
@@ -182,11 +182,11 @@ def ended(pids: list[int], within_s: float = LIMIT_S) -> bool:
 
 def test_a_rank_that_is_lost_ends_the_probe_with_its_name() -> None:
     environ = {**os.environ, "PYTHONPATH": str(SUPPORT)}
-    with Fleet(2, "cpu", None, environ) as fleet:
-        evaluator = evaluator_of(fleet)
+    with Coordinator(2, "cpu", None, environ) as coordinator:
+        evaluator = evaluator_of(coordinator)
         worker = check(evaluator, "quick")
         assert isinstance(worker, Checked)
-        relays = [child.pid for child in fleet._children]
+        relays = [child.pid for child in coordinator._children]
         os.kill(relays[1], signal.SIGKILL)
         with pytest.raises(ProbeFailure, match="rank 1 is lost"):
             check(evaluator, "quick")
@@ -199,11 +199,11 @@ COORDINATOR = """
     os.environ["PYTHONPATH"] = {tests!r}
     from test_ranks import CELL, evaluator_of
     from machines import plan
-    from autotune.distributed.coordinator import Fleet
-    fleet = Fleet(2, "cpu", None, os.environ)
-    evaluator = evaluator_of(fleet)
+    from autotune.distributed.coordinator import Coordinator
+    coordinator = Coordinator(2, "cpu", None, os.environ)
+    evaluator = evaluator_of(coordinator)
     checked = evaluator.check(CELL, plan(CELL, "quick"), timeout_s=20)
-    print(int(checked.host_us), *(child.pid for child in fleet._children), flush=True)
+    print(int(checked.host_us), *(child.pid for child in coordinator._children), flush=True)
     evaluator.check(CELL, plan(CELL, "hang"), timeout_s=100)
 """
 
@@ -224,7 +224,7 @@ def test_nobody_outlives_a_coordinator_that_is_killed() -> None:
 
 def test_ranks_that_differ_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a host with other versions would say it."""
-    real = fleets._received
+    real = coordinating._received
 
     def other_torch(link, who):  # type: ignore[no-untyped-def]
         message = real(link, who)
@@ -233,9 +233,9 @@ def test_ranks_that_differ_are_refused_in_one_line(monkeypatch: pytest.MonkeyPat
             message = replace(message, facts=replace(message.facts, software=software))
         return message
 
-    monkeypatch.setattr(fleets, "_received", other_torch)
+    monkeypatch.setattr(coordinating, "_received", other_torch)
     with pytest.raises(UsageFailure, match=r"torch is .* on rank 0 and 1\.0 on rank 1; .*same versions"):
-        Fleet(2, "cpu", None, os.environ)
+        Coordinator(2, "cpu", None, os.environ)
 
 
 def test_a_rank_without_its_device_is_named() -> None:
@@ -244,7 +244,7 @@ def test_a_rank_without_its_device_is_named() -> None:
     if torch.cuda.is_available():
         pytest.skip("every rank has a GPU here")
     with pytest.raises(NoDevice, match=r"rank [01]: device is 'cuda"):
-        Fleet(2, "cuda", None, os.environ)
+        Coordinator(2, "cuda", None, os.environ)
 
 
 def test_a_stranger_is_not_let_in() -> None:

@@ -8,8 +8,8 @@ from signal import SIGKILL
 import pytest
 from machines import FACTS, H100, plan, workload
 
-from autotune.distributed.merging import disagreement, first_cause, largest, one_plan, samples_of
-from autotune.distributed.place import Place, place_of, ranks_wanted
+from autotune.distributed.launcher import TorchrunRank, ranks_wanted, torchrun_rank
+from autotune.distributed.merging import agreed_plan, disagreement, first_cause, largest, samples_of
 from autotune.exit_codes import UsageFailure
 from autotune.measure.evaluator import Checked, Ended, Fault, Killed, PeerFailed, Proven, Sample
 from ringattn.hardware.facts import HardwareFacts
@@ -63,8 +63,8 @@ def test_a_block_holds_what_every_rank_timed() -> None:
 def test_one_plan_or_who_differs() -> None:
     cell = workload(512, mode="infer")
     quick, math = plan(cell, "quick"), plan(cell, "math")
-    assert one_plan({1: quick, 0: quick}) == quick
-    assert one_plan({0: quick, 1: quick, 2: math}) == Fault("error", "rank 0 plans quick bf16, rank 2 math bf16")
+    assert agreed_plan({1: quick, 0: quick}) == quick
+    assert agreed_plan({0: quick, 1: quick, 2: math}) == Fault("error", "rank 0 plans quick bf16, rank 2 math bf16")
 
 
 def _software(facts: HardwareFacts, **versions: str) -> HardwareFacts:
@@ -95,14 +95,14 @@ def test_ranks_are_alike_or_one_line_says_what_is_not(there: HardwareFacts, told
 
 
 def test_torchrun_says_where_a_process_stands() -> None:
-    assert place_of(TORCHRUN) == Place(1, 4, 1, "node0", 29500)
-    assert place_of({**TORCHRUN, "WORLD_SIZE": "1", "RANK": "0"}) is None
-    assert place_of({}) is None
-    assert place_of({"WORLD_SIZE": "4"}) is None  # somebody else's variable
+    assert torchrun_rank(TORCHRUN) == TorchrunRank(1, 4, 1, "node0", 29500)
+    assert torchrun_rank({**TORCHRUN, "WORLD_SIZE": "1", "RANK": "0"}) is None
+    assert torchrun_rank({}) is None
+    assert torchrun_rank({"WORLD_SIZE": "4"}) is None  # somebody else's variable
     with pytest.raises(UsageFailure, match="RANK is 4 and WORLD_SIZE 4"):
-        place_of({**TORCHRUN, "RANK": "4"})
+        torchrun_rank({**TORCHRUN, "RANK": "4"})
     with pytest.raises(UsageFailure, match="no number"):
-        place_of({**TORCHRUN, "MASTER_PORT": "any"})
+        torchrun_rank({**TORCHRUN, "MASTER_PORT": "any"})
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_torchrun_says_where_a_process_stands() -> None:
     ],
 )
 def test_how_many_ranks(nproc: str | None, torchrun: bool, gpus: int, device: str | None, ranks: int) -> None:
-    assert ranks_wanted(nproc, place_of(TORCHRUN) if torchrun else None, gpus, device) == ranks
+    assert ranks_wanted(nproc, torchrun_rank(TORCHRUN) if torchrun else None, gpus, device) == ranks
 
 
 @pytest.mark.parametrize(
@@ -136,4 +136,4 @@ def test_how_many_ranks(nproc: str | None, torchrun: bool, gpus: int, device: st
 )
 def test_what_cannot_be_is_said(nproc: str | None, torchrun: bool, gpus: int, device: str | None, told: str) -> None:
     with pytest.raises(UsageFailure, match=told):
-        ranks_wanted(nproc, place_of(TORCHRUN) if torchrun else None, gpus, device)
+        ranks_wanted(nproc, torchrun_rank(TORCHRUN) if torchrun else None, gpus, device)

@@ -18,17 +18,17 @@ import torch.distributed as dist
 from pool import Pool
 from test_ranks import ended
 
-from autotune.distributed.coordinator import Fleet
+from autotune.distributed.coordinator import Coordinator
 from autotune.distributed.evaluator import RanksEvaluator
 from autotune.exit_codes import ExitCode, ProbeFailure
 from autotune.measure.evaluator import Evaluator
 from autotune.measure.simulated import SimulatedClock
 from autotune.probe.cells.runs import HANG_S
 from autotune.probe.cells.space import space_for
-from autotune.probe.environment import Edge, bench_settings, default_profile_path, edge_of
+from autotune.probe.environment import Environment, bench_settings, default_profile_path, environment_of
 from autotune.probe.grid import cells_for
 from autotune.probe.output.writer import merged, merged_speeds, same_machine
-from autotune.probe.request import ProbeRequest, SilentObserver
+from autotune.probe.request import ProbeObserver, ProbeRequest
 from autotune.probe.run import ProbeRun, journal_identity
 from autotune.probe.task import Task
 from autotune.probe.tuning import verify_profile
@@ -58,13 +58,13 @@ REQUEST = ProbeRequest(
 # --- invented times, real everything else ------------------------------------------------------------------------
 
 
-def edge(fleet: Fleet, tmp_path: Path) -> Edge:
+def environment(coordinator: Coordinator, tmp_path: Path) -> Environment:
     def evaluator(facts: HardwareFacts, request: ProbeRequest, preset: EffortPreset) -> Evaluator:
-        return RanksEvaluator(fleet, bench_settings(facts, request, preset), bench="still_bench:StillBench")
+        return RanksEvaluator(coordinator, bench_settings(facts, request, preset), bench="still_bench:StillBench")
 
     environ = {"XDG_STATE_HOME": str(tmp_path / "state"), "XDG_CONFIG_HOME": str(tmp_path / "config")}
     # Times are invented and the clock stands still, so that what is found does not depend on what else runs here.
-    made = edge_of(fleet.facts, evaluator)
+    made = environment_of(coordinator.facts, evaluator)
     return replace(made, environ=environ, home=tmp_path, clock=SimulatedClock(), today=datetime.date(2026, 1, 2))
 
 
@@ -75,15 +75,15 @@ def _planned(path: str) -> tuple[str, Tunables]:
 
 
 def test_two_ranks_are_tuned_as_one_and_the_runtime_obeys(
-    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    coordinator: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a layout that is not the module's own, which then takes it from the profile."""
     monkeypatch.setitem(HANG_S, "cpu", 100.0)  # nothing hangs, but the machine may be busy
-    here = edge(fleet, tmp_path)
+    here = environment(coordinator, tmp_path)
     path = tmp_path / "dense.yaml"
     request = replace(REQUEST, output=path, layout="contiguous")
     dense = [cell for cell in cells_for(request, here.facts) if cell.workload.pattern.dense]
-    result = ProbeRun(Task.of(request, SilentObserver(), here), path, dense).run()
+    result = ProbeRun(Task.of(request, ProbeObserver(), here), path, dense).run()
     (cell,) = result.cells
     assert cell.workload.world == 2
     assert cell.chosen is not None
@@ -102,9 +102,9 @@ def test_two_ranks_are_tuned_as_one_and_the_runtime_obeys(
     failures = {failure.candidate.split(" ")[0]: (failure.kind, failure.message) for failure in entry.failures}
     assert failures["flash-cpu/math"] == ("error", "rank 1: RuntimeError: not on this rank")
 
-    assert verify_profile(path, request, SilentObserver(), here).stale == ()
+    assert verify_profile(path, request, ProbeObserver(), here).stale == ()
     with pytest.raises(ProbeFailure, match=r"its plans are for 2 ranks, not 1; run: ringtune verify with --nproc 2"):
-        verify_profile(path, replace(request, ranks=1), SilentObserver(), here)
+        verify_profile(path, replace(request, ranks=1), ProbeObserver(), here)
 
     pool = Pool(2)
     try:
@@ -115,14 +115,14 @@ def test_two_ranks_are_tuned_as_one_and_the_runtime_obeys(
         pool.stop()
 
 
-def test_rows_of_other_numbers_of_ranks_stay(fleet: Fleet) -> None:
+def test_rows_of_other_numbers_of_ranks_stay(coordinator: Coordinator) -> None:
     """And the newest reading of the links for each number."""
     old_speed, new_speed = LinkSpeed(2, 1, 10.0, 5.0), LinkSpeed(4, 1, 20.0, 5.0)
-    fingerprint = replace(Fingerprint.of(fleet.facts), link_speeds=(old_speed,))
+    fingerprint = replace(Fingerprint.of(coordinator.facts), link_speeds=(old_speed,))
     alone, ring = Workload("infer", True, 64, 2, 16, "fp32"), Workload("infer", True, 64, 2, 16, "fp32", world=2)
     rows = {cell: PlanEntry(cell, refusal="for a test") for cell in (alone, ring)}
-    old = Profile("measured", fingerprint, fleet.facts.software, plans=tuple(rows.values()))
-    assert same_machine(old, fleet.facts)
+    old = Profile("measured", fingerprint, coordinator.facts.software, plans=tuple(rows.values()))
+    assert same_machine(old, coordinator.facts)
     new = {replace(ring, world=4): PlanEntry(replace(ring, world=4), refusal="too")}
     assert merged(old, new) == rows | new
     assert merged_speeds(old, new_speed) == (old_speed, new_speed)
@@ -130,23 +130,23 @@ def test_rows_of_other_numbers_of_ranks_stay(fleet: Fleet) -> None:
     assert merged_speeds(None, None) == ()
 
 
-def test_a_journal_belongs_to_a_number_of_ranks_and_a_layout(fleet: Fleet, tmp_path: Path) -> None:
-    here = edge(fleet, tmp_path)
+def test_a_journal_belongs_to_a_number_of_ranks_and_a_layout(coordinator: Coordinator, tmp_path: Path) -> None:
+    here = environment(coordinator, tmp_path)
     requests = (REQUEST, replace(REQUEST, ranks=4), replace(REQUEST, layout="zigzag"), replace(REQUEST, ranks=1))
     names = {journal_identity(request, here.facts) for request in requests}
     assert len(names) == len(requests)
 
 
-def test_profiles_of_several_ranks_have_a_name_of_their_own(fleet: Fleet, tmp_path: Path) -> None:
-    here = edge(fleet, tmp_path)
+def test_profiles_of_several_ranks_have_a_name_of_their_own(coordinator: Coordinator, tmp_path: Path) -> None:
+    here = environment(coordinator, tmp_path)
     alone, two = default_profile_path(here), default_profile_path(here, 2)
     assert two.name == alone.name.replace(".yaml", "-x2.yaml")
     assert re.fullmatch(r"cpu-.*-1t-x2\.yaml", two.name) or here.facts.sm_count == 1
 
 
-def test_every_schedule_is_one_turn_of_a_knob_away(fleet: Fleet, tmp_path: Path) -> None:
+def test_every_schedule_is_one_turn_of_a_knob_away(coordinator: Coordinator, tmp_path: Path) -> None:
     request = replace(REQUEST, ranks=4, heads=8, seq_lens=(256,))
-    here = edge(fleet, tmp_path)
+    here = environment(coordinator, tmp_path)
     dense, dilated = (space_for(cell, here, request.layout) for cell in cells_for(request, here.facts))
     raced = {(plan.schedule, plan.ulysses, plan.head_groups) for plan in dense.kernel_plans}
     assert raced >= {("ring", 0, 0), ("all-gather", 0, 4), ("ulysses", 0, 0), ("ulysses-ring", 2, 0)}
@@ -157,8 +157,8 @@ def test_every_schedule_is_one_turn_of_a_knob_away(fleet: Fleet, tmp_path: Path)
     assert {plan.layout for plan in dilated.kernel_plans} == {"contiguous"}
 
 
-def test_what_would_run_out_of_memory_is_not_raced_over_ranks(fleet: Fleet, tmp_path: Path) -> None:
-    here = edge(fleet, tmp_path)
+def test_what_would_run_out_of_memory_is_not_raced_over_ranks(coordinator: Coordinator, tmp_path: Path) -> None:
+    here = environment(coordinator, tmp_path)
     for length, raced in ((4096, True), (8192, False)):
         request = replace(REQUEST, seq_lens=(length,))
         dense = next(space_for(cell, here) for cell in cells_for(request, here.facts) if cell.workload.pattern.dense)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import optuna
 import pytest
-from machines import edge_of, invented, plan, workload
+from machines import environment_of, invented, plan, workload
 from optuna.trial import TrialState
 
 from autotune.cli.main import exit_code_of
@@ -21,7 +21,7 @@ from autotune.exit_codes import DeviceBusy, ExitCode, ProbeFailure
 from autotune.journal.file import JournalFile, journal_path
 from autotune.journal.stage_record import StageRecord
 from autotune.journal.store import Store
-from autotune.measure.evaluator import Cause, Checked, Ended, Fault, Held, KernelUnavailable, Killed, PeerFailed
+from autotune.measure.evaluator import Cause, Checked, Ended, Fault, KernelUnavailable, Killed, PeerFailed, Stopped
 from autotune.probe.device_lock import device_lock
 from autotune.probe.request import ProbeRequest
 from autotune.space.space import build_space, candidate_key
@@ -83,7 +83,7 @@ def test_everything_told_is_found_again(tmp_path: Path) -> None:
 
 CAUSES: dict[str, Cause] = {
     "killed": Killed(9),
-    "held": Held(),
+    "held": Stopped(),
     "ended": Ended(),
     "kernel-unavailable": KernelUnavailable("lost", "import lost: no"),
     "peer-failed": PeerFailed(),
@@ -247,19 +247,19 @@ def test_a_killed_holder_keeps_nobody_waiting(tmp_path: Path) -> None:
         """
         import sys, time
         from pathlib import Path
-        from machines import edge_of, invented
+        from machines import environment_of, invented
         from autotune.probe.device_lock import device_lock
         from autotune.probe.request import ProbeRequest
         from autotune.journal.store import Store
         folder = Path(sys.argv[1])
         store = Store(folder / "p.journal")
-        with device_lock(ProbeRequest(), edge_of(folder, None, None, invented())):
+        with device_lock(ProbeRequest(), environment_of(folder, None, None, invented())):
             print("holds", flush=True)
             time.sleep(600)
         """
     )
     environ = os.environ | {"PYTHONPATH": os.pathsep.join((str(SUPPORT), *sys.path))}
-    edge = edge_of(tmp_path, None, None, invented())  # type: ignore[arg-type]
+    environment = environment_of(tmp_path, None, None, invented())  # type: ignore[arg-type]
     with subprocess.Popen(
         [sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=environ
     ) as holder:
@@ -267,13 +267,13 @@ def test_a_killed_holder_keeps_nobody_waiting(tmp_path: Path) -> None:
         assert holder.stdout.readline() == "holds\n"
         with pytest.raises(DeviceBusy, match=f"process {holder.pid}"):
             Store(tmp_path / "p.journal")
-        with pytest.raises(DeviceBusy, match="another probe is measuring it"), device_lock(ProbeRequest(), edge):
+        with pytest.raises(DeviceBusy, match="another probe is measuring it"), device_lock(ProbeRequest(), environment):
             pass
         holder.kill()
         holder.wait()
     Store(tmp_path / "p.journal").close()
     for _ in range(2):  # and it is free again when its block is left
-        with device_lock(ProbeRequest(), edge):
+        with device_lock(ProbeRequest(), environment):
             pass
 
 

@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from autotune.accuracy import references
-from autotune.measure import benchmark
+from autotune.measure import benchmark, module_calls
 from autotune.measure import interference as health
-from autotune.measure.benchmark import BenchSettings, DeviceBench, Runner, WrongAnswer, proving_inputs
+from autotune.measure.benchmark import BenchSettings, DeviceBench, Runner, WrongAnswer, validation_inputs
 from autotune.measure.evaluator import Interference, InterferenceKind
-from autotune.measure.head_start import flushes_for, sample_ms
 from autotune.measure.interference import (
     HostReading,
     cpu_seconds,
@@ -30,10 +29,11 @@ from autotune.measure.interference import (
     throttle_reasons,
     throttled_seconds,
 )
-from autotune.measure.rank_agreement import Alone
+from autotune.measure.launch_overhead import flushes_for, sample_ms
+from autotune.measure.rank_agreement import SingleRank
 from autotune.measure.stopwatch import Stopwatch
 from autotune.measure.timers import FEWEST, CudaTimer, HostTimer, Reading, cpu_peak_bytes
-from autotune.measure.trial import WorkerEvaluator
+from autotune.measure.worker_evaluator import WorkerEvaluator
 from ringattn import detect
 from ringattn.planning import self_check
 from ringattn.workload import BranchTunables, Pattern, Tunables, Workload
@@ -72,7 +72,7 @@ def test_a_right_plan_is_checked_proven_and_timed(bench: DeviceBench) -> None:
     assert checked.cold_ms > 0
     # out, dq, dk and dv at least, 200 x 2 x 32 floats each
     assert checked.peak_bytes >= 4 * 200 * 2 * 32 * 4
-    assert bench.prove(CELL, plan(), no_phase).first_call_ms > 0
+    assert bench.validate(CELL, plan(), no_phase).first_call_ms > 0
     bench.begin_block()
     sample = bench.sample(CELL, plan())
     assert sample.ms > 0
@@ -86,7 +86,7 @@ def test_a_candidate_is_held_against_float64_by_the_bench_alone(
     monkeypatch.setattr(self_check, "check_all", lambda *arguments: pytest.fail("checked twice"))
     cell = replace(CELL, seq_len=150)
     bench.check(cell, plan(cell=cell), no_phase, None)
-    bench.prove(cell, plan(cell=cell), no_phase)
+    bench.validate(cell, plan(cell=cell), no_phase)
     bench.first_call(cell, plan(cell=cell))
 
 
@@ -121,7 +121,7 @@ def test_a_wrong_plan_is_caught_with_the_input_that_broke_it(
     bench: DeviceBench, monkeypatch: pytest.MonkeyPatch, length_is_ragged: bool
 ) -> None:
     """Wrong at the cell's own length, or only at another: as public kernels are."""
-    real = benchmark._results
+    real = benchmark.results_of
 
     def wrong(module, inputs, train):  # type: ignore[no-untyped-def]
         out, lse, grads = real(module, inputs, train)
@@ -132,11 +132,11 @@ def test_a_wrong_plan_is_caught_with_the_input_that_broke_it(
             out[:, 5:] *= 1.1
         return out, lse, grads
 
-    monkeypatch.setattr(benchmark, "_results", wrong)
+    monkeypatch.setattr(benchmark, "results_of", wrong)
     if length_is_ragged:
         bench.check(CELL, plan(), no_phase, None)
         with pytest.raises(WrongAnswer, match=r"out (errs|has a row).*S=\d+, \w+ inputs, seed 0"):
-            bench.prove(CELL, plan(), no_phase)
+            bench.validate(CELL, plan(), no_phase)
     else:
         with pytest.raises(WrongAnswer, match="S=200, ordinary inputs, seed 0"):
             bench.check(CELL, plan(), no_phase, None)
@@ -144,14 +144,14 @@ def test_a_wrong_plan_is_caught_with_the_input_that_broke_it(
 
 def test_a_slow_candidate_is_let_go_after_a_first_look(bench: DeviceBench, monkeypatch: pytest.MonkeyPatch) -> None:
     kinds: list[str] = []
-    real = DeviceBench._hold_against_reference
+    real = DeviceBench._check_against_reference
 
     def counting(self, module, workload, tunables, length, kind, phase):  # type: ignore[no-untyped-def]
         kinds.append(kind)
         return real(self, module, workload, tunables, length, kind, phase)
 
-    monkeypatch.setattr(DeviceBench, "_hold_against_reference", counting)
-    bench.forget()
+    monkeypatch.setattr(DeviceBench, "_check_against_reference", counting)
+    bench.release_all()
     bench.check(CELL, plan("math"), no_phase, pace_ms=1e-6)
     assert not bench._runners  # not warmed up
     bench.check(CELL, plan("math"), no_phase, pace_ms=1e6)
@@ -168,18 +168,18 @@ def test_a_proof_is_at_the_cell_s_own_length_too_with_adversarial_inputs(
         looked_at.append((length, kind))
         return 0.0, 0.0
 
-    monkeypatch.setattr(DeviceBench, "_hold_against_reference", looking)
-    bench.prove(CELL, plan(), no_phase)
+    monkeypatch.setattr(DeviceBench, "_check_against_reference", looking)
+    bench.validate(CELL, plan(), no_phase)
     lengths = bench.settings.ragged_lengths
-    assert looked_at == [(CELL.seq_len, "negative"), *proving_inputs(CELL, lengths, bench.settings.seed)]
+    assert looked_at == [(CELL.seq_len, "negative"), *validation_inputs(CELL, lengths, bench.settings.seed)]
     for parts in (2, 3):
         looked_at.clear()
         for part in range(parts):
-            bench.prove(CELL, plan(), no_phase, (part, parts))
+            bench.validate(CELL, plan(), no_phase, (part, parts))
         assert len(looked_at) == 1 + lengths
     for part in range(1 + lengths):  # one each, where there are so many processes
         looked_at.clear()
-        bench.prove(CELL, plan(), no_phase, (part, 1 + lengths))
+        bench.validate(CELL, plan(), no_phase, (part, 1 + lengths))
         assert len(looked_at) == 1
 
 
@@ -215,12 +215,12 @@ def test_samples_repeat_short_calls_until_they_are_long_enough(bench: DeviceBenc
     counted, runner.call_ms = 0, 50.0
     bench.sample(CELL, plan())
     assert counted == 1
-    bench.forget()  # the others have a runner of their own
+    bench.release_all()  # the others have a runner of their own
 
 
 def test_candidates_used_longest_ago_make_room(bench: DeviceBench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(benchmark, "RUNNERS_KEPT", 2)
-    bench.forget()
+    bench.release_all()
     plans = [plan(), plan("math"), plan(pattern_cache=False)]
     for tunables in plans:
         bench.sample(CELL, tunables)
@@ -305,15 +305,15 @@ def test_only_throttling_from_outside_the_workload_spoils_a_timing() -> None:
 
 
 def test_a_watch_sees_this_machine_and_names_what_it_cannot_see(monkeypatch: pytest.MonkeyPatch) -> None:
-    watch = health.Watch()
-    watch.begin()
+    monitor = health.InterferenceMonitor()
+    monitor.begin()
     end = time.perf_counter() + 0.2
     while time.perf_counter() < end:
         math.sqrt(2.0)
-    assert isinstance(watch.end(), tuple)
+    assert isinstance(monitor.end(), tuple)
     monkeypatch.setattr(health, "_PROC_STAT", Path("/nowhere/stat"))
-    assert any("cannot be seen" in spot for spot in health.Watch().blind_spots)
-    assert any("throttling" in spot for spot in health.Watch("GPU-no-such-card").blind_spots)
+    assert any("cannot be seen" in spot for spot in health.InterferenceMonitor().unmonitored)
+    assert any("throttling" in spot for spot in health.InterferenceMonitor("GPU-no-such-card").unmonitored)
 
 
 @pytest.mark.alone
@@ -334,7 +334,7 @@ def test_a_sample_ends_when_its_calls_have_become_a_hundred_times_slower(
     sample = bench.sample(CELL, plan())
     assert len(calls) == FEWEST
     assert sample.ms == pytest.approx(20, rel=0.5)
-    bench.forget()  # the others have a runner of their own
+    bench.release_all()  # the others have a runner of their own
 
 
 @pytest.mark.parametrize(
@@ -370,8 +370,8 @@ def test_ranks_warm_up_with_one_head_start(bench: DeviceBench, monkeypatch: pyte
     """That of the slowest host, or the others would wait for its device and time that."""
     head_starts_us: list[float] = []
 
-    class Peers(Alone):
-        def most(self, *values: float) -> tuple[float, ...]:
+    class Peers(SingleRank):
+        def max_over_ranks(self, *values: float) -> tuple[float, ...]:
             return tuple(max(value, 70.0) if value > 1 else value for value in values)  # but what is late
 
     class Timer(HostTimer):
@@ -388,7 +388,7 @@ def test_ranks_warm_up_with_one_head_start(bench: DeviceBench, monkeypatch: pyte
     assert set(head_starts_us[1:]) == {70.0}
 
 
-def test_another_process_on_the_gpu_is_foreign_unless_it_helps_or_was_there_before() -> None:
+def test_another_process_on_the_gpu_is_foreign_unless_it_is_of_the_pool_or_was_there_before() -> None:
     class Driver:
         count = 0
 
@@ -399,22 +399,22 @@ def test_another_process_on_the_gpu_is_foreign_unless_it_helps_or_was_there_befo
             return self.count
 
     def disturbed(before: int, beside: int, after: int, later_beside: int) -> bool:
-        watch, driver = health.Watch(), Driver()
-        watch._nvml = driver  # type: ignore[assignment]
+        monitor, driver = health.InterferenceMonitor(), Driver()
+        monitor._nvml = driver  # type: ignore[assignment]
         driver.count = before
-        watch.begin(beside)
-        watch.end()
+        monitor.begin(beside)
+        monitor.end()
         driver.count = after
-        watch.begin(later_beside)
-        return Interference(InterferenceKind.FOREIGN_PROCESS) in watch.end()
+        monitor.begin(later_beside)
+        return Interference(InterferenceKind.FOREIGN_PROCESS) in monitor.end()
 
     assert disturbed(1, 0, 2, 0)
     assert not disturbed(3, 0, 3, 0)  # two others were there from the start
     assert disturbed(3, 0, 4, 0)
     assert not disturbed(9, 8, 9, 8)
     assert disturbed(9, 8, 10, 8)
-    assert not disturbed(1, 0, 9, 8)  # helpers came later
-    assert disturbed(4, 1, 4, 0)  # a helper left and somebody else came
+    assert not disturbed(1, 0, 9, 8)  # workers of the pool came later
+    assert disturbed(4, 1, 4, 0)  # one of the pool left and somebody else came
     assert not disturbed(0, 0, 0, 0)  # a driver that counts none
 
 
@@ -422,14 +422,14 @@ def test_another_process_on_the_gpu_is_foreign_unless_it_helps_or_was_there_befo
 def test_the_load_of_the_other_ranks_is_not_foreign() -> None:
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
         try:
-            watches = (health.Watch(siblings=(other.pid,)), health.Watch())
-            before = [watch._read().own_s for watch in watches]
+            watches = (health.InterferenceMonitor(siblings=(other.pid,)), health.InterferenceMonitor())
+            before = [monitor._read().own_s for monitor in watches]
             time.sleep(0.8)
-            ours, alone = (watch._read().own_s - begin for watch, begin in zip(watches, before, strict=True))
+            ours, alone = (monitor._read().own_s - begin for monitor, begin in zip(watches, before, strict=True))
         finally:
             other.kill()
     assert ours > alone + 0.1
-    assert health.Watch(siblings=(other.pid,))._read().own_s < 1e6  # one that is gone counts nothing
+    assert health.InterferenceMonitor(siblings=(other.pid,))._read().own_s < 1e6  # one that is gone counts nothing
 
 
 def test_what_blocks_no_longer_look_at_is_collected_when_a_cell_ends(bench: DeviceBench) -> None:
@@ -459,7 +459,7 @@ def test_the_gradients_that_are_checked_are_those_of_the_calls_that_are_timed() 
 
     q, k, v = (torch.ones(1, 4, 2, 8) for _ in range(3))
     inputs = SimpleNamespace(q=q, k=k, v=v, dout=torch.ones_like(q))
-    out, lse, grads = benchmark._results(module, inputs, train=True)  # type: ignore[arg-type]
+    out, lse, grads = module_calls.results_of(module, inputs, train=True)  # type: ignore[arg-type]
     assert differentiated == [False]
     assert [x.requires_grad for x in (out, lse)] == [False, False]
     assert len(grads) == 3

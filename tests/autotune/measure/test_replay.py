@@ -79,7 +79,7 @@ def test_answers_are_the_rows_and_cost_simulated_time() -> None:
     assert replay.check(CELL, QUICK, timeout_s=10) == CHECKED
     assert replay.clock.now() > 0
     assert replay.check(CELL, MATH, timeout_s=10) == Fault("oom", "out of memory")
-    assert replay.prove(CELL, QUICK, timeout_s=10) == Proven(9.0)
+    assert replay.validate(CELL, QUICK, timeout_s=10) == Proven(9.0)
     block = replay.block(CELL, [QUICK, SWIFT, QUICK], timeout_s=10)
     assert block == Block((Sample(5.0, 20.0), Sample(4.0, 20.0), Sample(5.0, 20.0)))
 
@@ -195,7 +195,7 @@ def test_loading_is_paid_once_and_a_new_length_in_every_cell() -> None:
     assert cold_s(CELL, swift) == pytest.approx(0.0)
     assert cold_s(CELL.at(8192), swift) == pytest.approx(0.05)
     began = replay.clock.now()
-    replay.prove(CELL, swift, timeout_s=60)
+    replay.validate(CELL, swift, timeout_s=60)
     assert replay.clock.now() - began == pytest.approx(replay.prove_s + 8 * (0.05 + 0.005))
 
 

@@ -14,7 +14,7 @@ from autotune.measure.evaluator import Checked, Fault, Interference, Interferenc
 from autotune.probe.output.writer import (
     FAILURES_KEPT,
     build_profile,
-    check_obeyed,
+    check_loaded,
     choice_of,
     entry_of,
     merged,
@@ -166,8 +166,8 @@ def test_only_the_very_same_silicon_and_software_is_the_same_machine() -> None:
 
 def test_the_runtime_must_plan_what_the_search_chose() -> None:
     entry = entry_of(RESULT)
-    check_obeyed(entry, SWIFT)
+    check_loaded(entry, SWIFT)
     with pytest.raises(ProbeFailure, match=r"reads quick/quick bf16 .* chose swift/swift bf16"):
-        check_obeyed(entry, QUICK)
+        check_loaded(entry, QUICK)
     with pytest.raises(ProbeFailure, match="failed when the runtime ran it: oom, no room"):
-        check_obeyed(entry, Fault("oom", "no room"))
+        check_loaded(entry, Fault("oom", "no room"))

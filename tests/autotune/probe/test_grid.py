@@ -12,7 +12,7 @@ from probed_machine import Machine
 
 from autotune.exit_codes import UsageFailure
 from autotune.probe.grid import LONGNET_CPU, cells_for
-from autotune.probe.request import ProbeRequest, SilentObserver
+from autotune.probe.request import ProbeObserver, ProbeRequest
 from autotune.probe.tuning import run_probe
 
 
@@ -79,15 +79,15 @@ def test_mismatched_options_are_usage_errors() -> None:
 def test_workloads_too_large_for_the_device_are_left_out_and_said_so(tmp_path: Path) -> None:
     """256 k positions of 4 heads x 64 in fp32 take 1 GiB in inference and 2 in training."""
     probed = Machine(tmp_path)
-    edge = replace(probed.edge, facts=replace(FACTS, memory_mib=6000))
+    environment = replace(probed.environment, facts=replace(FACTS, memory_mib=6000))
     notes: list[str] = []
 
-    class Heard(SilentObserver):
+    class Heard(ProbeObserver):
         def note(self, text: str) -> None:
             notes.append(text)
 
     asked = ProbeRequest(seq_lens=(512, 1 << 18, 1 << 19), dense=True, dry_run=True)
-    result = run_probe(asked, Heard(), edge)
+    result = run_probe(asked, Heard(), environment)
     assert result.dry_run is not None
     assert [(c.workload.seq_len, c.workload.mode) for c in result.dry_run.cells] == [
         (512, "train"), (512, "infer"), (1 << 18, "infer")
@@ -96,7 +96,7 @@ def test_workloads_too_large_for_the_device_are_left_out_and_said_so(tmp_path: P
     assert note.startswith("left out (and 2 larger workloads): train dense causal B1 S262144 H4 D64 fp32: its tensors")
     assert "25 % of the device's 6000 MiB" in note
     notes.clear()
-    run_probe(replace(asked, seq_lens=(512,)), Heard(), edge)
+    run_probe(replace(asked, seq_lens=(512,)), Heard(), environment)
     assert notes == []
 
 

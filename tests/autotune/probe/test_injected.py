@@ -16,11 +16,11 @@ from optuna.trial import FrozenTrial, TrialState
 from autotune.measure.benchmark import BenchSettings
 from autotune.measure.evaluator import Checked, Evaluator, Fault
 from autotune.measure.simulated import SimulatedClock
-from autotune.measure.trial import WorkerEvaluator
+from autotune.measure.worker_evaluator import WorkerEvaluator
 from autotune.probe.cells.runs import HANG_S
-from autotune.probe.environment import real_edge
+from autotune.probe.environment import this_machine
 from autotune.probe.grid import cells_for
-from autotune.probe.request import ProbeRequest, SilentObserver
+from autotune.probe.request import ProbeObserver, ProbeRequest
 from autotune.probe.tuning import run_probe
 from autotune.search.budget import EFFORTS, EffortPreset
 from autotune.space.space import candidate_key
@@ -90,10 +90,10 @@ def test_a_real_probe_survives_everything_and_says_what_happened(
 
     # The clock stands still: how much is tried does not depend on how long restarts take on a busy machine.
     environ = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
-    edge = replace(real_edge(request), evaluator=evaluator, environ=environ, clock=SimulatedClock())
-    dense = [cell for cell in cells_for(request, edge.facts) if cell.workload.pattern.dense]
+    environment = replace(this_machine(request), evaluator=evaluator, environ=environ, clock=SimulatedClock())
+    dense = [cell for cell in cells_for(request, environment.facts) if cell.workload.pattern.dense]
     monkeypatch.setattr("autotune.probe.grid.cells_for", lambda request, facts: dense)
-    result = run_probe(request, SilentObserver(), edge)
+    result = run_probe(request, ProbeObserver(), environment)
     assert (tmp_path / "killed-once").exists()
     assert (tmp_path / "stopped-once").exists()
     (cell,) = result.cells
@@ -128,13 +128,15 @@ def test_a_lost_cuda_context_is_one_crash_and_the_next_candidate_is_measured(
     wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = ProbeRequest(device="cuda")
-    edge = real_edge(request)
+    environment = this_machine(request)
     cell = Workload("infer", True, 1024, 4, 64, "fp16")
     good, bad = (Tunables("fp16", (BranchTunables(name),)) for name in ("efficient", "math"))
     for name, value in write_script(tmp_path / "script.json", {bad: wrong}, {}).items():
         monkeypatch.setenv(name, value)
     preset = EFFORTS["quick"]
-    settings = BenchSettings("cuda", edge.facts, 0, preset.sample_target_ms, preset.ragged_lengths, train_too=False)
+    settings = BenchSettings(
+        "cuda", environment.facts, 0, preset.sample_target_ms, preset.ragged_lengths, train_too=False
+    )
     evaluator = WorkerEvaluator(settings, bench=BENCH)
     try:
         assert isinstance(evaluator.check(cell, good, timeout_s=60), Checked)

@@ -77,7 +77,7 @@ def test_a_dry_run_lays_cells_as_the_probe_would(machine: Machine, tmp_path: Pat
     request = request_for(path, modes=("train",), **asked)
 
     def layouts() -> set[str]:
-        found = run_probe(request, Watching(), machine.edge).dry_run
+        found = run_probe(request, Watching(), machine.environment).dry_run
         assert found is not None
         shown = io.StringIO()
         Console(file=shown, width=200).print(dry_run_summary(found))
@@ -87,8 +87,8 @@ def test_a_dry_run_lays_cells_as_the_probe_would(machine: Machine, tmp_path: Pat
     assert layouts() == {"zigzag"}  # the rule's own, in a ring
     tunables = Tunables("fp32", (BranchTunables("math", "math"),), schedule="ring", layout="contiguous")
     there = Workload("train", True, 1024, 4, 64, "fp32", 4, world=2)
-    ranks = replace(machine.edge.facts, threads=1)  # what each of them finds
+    ranks = replace(machine.environment.facts, threads=1)  # what each of them finds
     save_profile(Profile.single(ranks, there, tunables), path)
     assert layouts() == {"contiguous"}
     with pytest.raises(ProbeFailure, match="give --layout contiguous, or another --output"):
-        run_probe(replace(request, layout="zigzag"), Watching(), machine.edge)
+        run_probe(replace(request, layout="zigzag"), Watching(), machine.environment)

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-from machines import MIB, Setting, edge_of, invented, plan, row_of, workload
+from machines import MIB, Setting, environment_of, invented, plan, row_of, workload
 
 from autotune.exit_codes import Inconclusive
 from autotune.journal.store import Store
 from autotune.measure.evaluator import Checked, Fault, Proven
 from autotune.measure.simulated import FirstCalls, ReplayEvaluator, SimulatedClock
-from autotune.probe.request import VALIDATION_PENDING, ProbeRequest, ProbeResult, SilentObserver
+from autotune.probe.request import VALIDATION_PENDING, ProbeObserver, ProbeRequest, ProbeResult
 from autotune.probe.tuning import run_probe
 from autotune.search.budget import EFFORTS, Budget
 from autotune.search.final import VALIDATION_KEPT_S
@@ -78,12 +78,12 @@ class Proving(ReplayEvaluator):
         self.house.checked.append(candidate)
         return super().check(cell, candidate, timeout_s=timeout_s, pace_ms=pace_ms)
 
-    def prove(self, cell: Workload, candidate: Tunables, *, timeout_s: float) -> Proven | Fault:
+    def validate(self, cell: Workload, candidate: Tunables, *, timeout_s: float) -> Proven | Fault:
         if self.house.left is not None:
             self.house.left -= 1
             if self.house.left < 0:
                 raise KeyboardInterrupt
-        result = super().prove(cell, candidate, timeout_s=timeout_s)
+        result = super().validate(cell, candidate, timeout_s=timeout_s)
         wrong = self.house.wrong(cell, candidate)
         self.house.proofs.append(Proof(cell, candidate, not wrong, self.calls))
         return WRONG if wrong else result
@@ -129,8 +129,8 @@ class House:
             output=self.path, effort="quick", budget_s=budget_s, seq_lens=(2048, 4096), modes=("train",),
             precision="fp32", segment_lengths=(256, 512, 1024), dilation_rates=(1, 2, 4),
         )  # fmt: skip
-        edge = edge_of(self.tmp_path, self._evaluator, self.clock, self.machine or invented(self.names))
-        return run_probe(replace(request, **changes), SilentObserver(), edge)  # type: ignore[arg-type]
+        environment = environment_of(self.tmp_path, self._evaluator, self.clock, self.machine or invented(self.names))
+        return run_probe(replace(request, **changes), ProbeObserver(), environment)  # type: ignore[arg-type]
 
     def proven(self) -> set[tuple[Workload, Tunables]]:
         return {(proof.cell, proof.plan) for proof in self.proofs if proof.passed}

@@ -27,7 +27,7 @@ from ringattn.workload import Tunables, Workload
 def test_a_probe_writes_what_is_fastest_at_each_length(machine: Machine, tmp_path: Path) -> None:
     path = tmp_path / "machine.yaml"
     observer = Watching()
-    result = run_probe(request_for(path, modes=()), observer, machine.edge)
+    result = run_probe(request_for(path, modes=()), observer, machine.environment)
     profile = load_profile(path)
     assert profile == result.profile
     assert {entry.workload.seq_len for entry in profile.plans} == {512, 4096}
@@ -48,7 +48,7 @@ def test_a_probe_writes_what_is_fastest_at_each_length(machine: Machine, tmp_pat
 
 def test_each_kernel_used_alone_is_in_the_profile(machine: Machine, tmp_path: Path) -> None:
     path = tmp_path / "machine.yaml"
-    run_probe(request_for(path), Watching(), machine.edge)
+    run_probe(request_for(path), Watching(), machine.environment)
     plans = load_profile(path).plans
     assert all(entry.singles for entry in plans)
     for entry in plans:
@@ -61,12 +61,12 @@ def test_each_kernel_used_alone_is_in_the_profile(machine: Machine, tmp_path: Pa
 
 
 def test_nothing_in_a_profile_says_where_it_was_made(machine: Machine, tmp_path: Path) -> None:
-    run_probe(request_for(tmp_path / "machine.yaml"), Watching(), machine.edge)
+    run_probe(request_for(tmp_path / "machine.yaml"), Watching(), machine.environment)
     assert str(tmp_path) not in (tmp_path / "machine.yaml").read_text()
 
 
 def test_the_default_output_lies_where_the_runtime_looks_first(machine: Machine, tmp_path: Path) -> None:
-    result = run_probe(replace(request_for(tmp_path), output=None), Watching(), machine.edge)
+    result = run_probe(replace(request_for(tmp_path), output=None), Watching(), machine.environment)
     assert result.profile_path is not None
     assert result.profile_path.parent == tmp_path / "config" / "ringtune"
     assert result.profile_path.name.startswith("cpu-invented")
@@ -77,7 +77,7 @@ def test_the_budget_is_kept_and_the_eta_ends_right(tmp_path: Path) -> None:
         machine = Machine(tmp_path / str(budget_s), Trouble())
         observer = Watching()
         path = tmp_path / f"{budget_s}.yaml"
-        result = run_probe(request_for(path, budget_s=budget_s, effort="standard"), observer, machine.edge)
+        result = run_probe(request_for(path, budget_s=budget_s, effort="standard"), observer, machine.environment)
         assert result.elapsed_s <= 1.1 * budget_s
         fractions = [fraction for fraction, _ in observer.etas]
         assert all(0 <= fraction <= 1 for fraction in fractions)
@@ -88,7 +88,7 @@ def test_the_budget_is_kept_and_the_eta_ends_right(tmp_path: Path) -> None:
 
 def test_a_request_that_leaves_nothing_is_a_usage_error(machine: Machine, tmp_path: Path) -> None:
     with pytest.raises(UsageFailure, match="ask for a shorter --seq-len"):
-        run_probe(request_for(tmp_path / "m.yaml", seq_lens=(2**26,)), Watching(), machine.edge)
+        run_probe(request_for(tmp_path / "m.yaml", seq_lens=(2**26,)), Watching(), machine.environment)
 
 
 def test_a_workload_nothing_can_run_becomes_a_refusal_row(tmp_path: Path) -> None:
@@ -98,8 +98,8 @@ def test_a_workload_nothing_can_run_becomes_a_refusal_row(tmp_path: Path) -> Non
     def no_training(cell: Workload, tunables: Tunables) -> tuple[str, ...]:
         return (("no backward at all",) if cell.train else ()) + allowed.reasons(cell, tunables)
 
-    edge = replace(machine.edge, machine=replace(allowed, reasons=no_training))
-    result = run_probe(request_for(tmp_path / "m.yaml", seq_lens=(512,), modes=()), Watching(), edge)
+    environment = replace(machine.environment, machine=replace(allowed, reasons=no_training))
+    result = run_probe(request_for(tmp_path / "m.yaml", seq_lens=(512,), modes=()), Watching(), environment)
     assert result.profile is not None
     refused = [entry for entry in result.profile.plans if entry.refusal]
     assert {entry.workload.mode for entry in refused} == {"train"}
@@ -108,7 +108,7 @@ def test_a_workload_nothing_can_run_becomes_a_refusal_row(tmp_path: Path) -> Non
 
 def test_a_dry_run_measures_nothing_and_writes_nothing(machine: Machine, tmp_path: Path) -> None:
     observer = Watching()
-    result = run_probe(request_for(tmp_path / "m.yaml", dry_run=True, modes=()), observer, machine.edge)
+    result = run_probe(request_for(tmp_path / "m.yaml", dry_run=True, modes=()), observer, machine.environment)
     assert result.dry_run is not None
     assert len(result.dry_run.cells) == 8
     assert all(cell.candidates > 1 for cell in result.dry_run.cells)
@@ -124,8 +124,8 @@ def test_a_dry_run_says_where_the_profile_would_be_and_does_not_finish_a_probe(
 ) -> None:
     observer = Unfinished()
     request = request_for(tmp_path / "m.yaml", dry_run=True)
-    assert run_probe(request, observer, machine.edge).profile_path == tmp_path / "m.yaml"
-    default = run_probe(replace(request, output=None), observer, machine.edge).profile_path
+    assert run_probe(request, observer, machine.environment).profile_path == tmp_path / "m.yaml"
+    default = run_probe(replace(request, output=None), observer, machine.environment).profile_path
     assert default is not None
     assert default.parent == tmp_path / "config" / "ringtune"
     assert not default.parent.exists()
@@ -136,10 +136,10 @@ def test_a_dry_run_over_ranks_names_the_file_that_they_would_write(
     environ: dict[str, str], threads: str, machine: Machine, tmp_path: Path
 ) -> None:
     """Each has one thread unless told otherwise; the name was of a machine with as many as this process has."""
-    facts = replace(machine.edge.facts, sku="epyc", sm_count=2, threads=2)
-    edge = replace(machine.edge, facts=facts, environ={**machine.edge.environ, **environ})
+    facts = replace(machine.environment.facts, sku="epyc", sm_count=2, threads=2)
+    environment = replace(machine.environment, facts=facts, environ={**machine.environment.environ, **environ})
     request = replace(request_for(tmp_path, dry_run=True), output=None, ranks=2)
-    path = run_probe(request, Watching(), edge).profile_path
+    path = run_probe(request, Watching(), environment).profile_path
     assert path is not None
     assert path.name == f"cpu-epyc-2c{threads}-x2.yaml"
 
@@ -157,10 +157,10 @@ def test_a_length_of_which_a_rank_cannot_hold_two_chunks_is_refused_before_ranks
 ) -> None:
     request = request_for(tmp_path / "m.yaml", ranks=2, seq_lens=(1, 64))
     with pytest.raises(UsageFailure, match=r"^--seq-len 1: in zigzag layout each of 2 ranks holds 2"):
-        run_probe(request, Watching(), machine.edge)
+        run_probe(request, Watching(), machine.environment)
     assert machine.made == []
     narrow = replace(request, layout="contiguous", dry_run=True)
-    assert run_probe(narrow, Watching(), machine.edge).dry_run is not None
+    assert run_probe(narrow, Watching(), machine.environment).dry_run is not None
 
 
 # --- what must not be written ----------------------------------------------------------------------------------------
@@ -168,8 +168,8 @@ def test_a_length_of_which_a_rank_cannot_hold_two_chunks_is_refused_before_ranks
 
 def disobeying(evaluator: Callable[[], ReplayEvaluator], answer: Callable[[Tunables], Tunables | Fault]):  # type: ignore[no-untyped-def]
     class Disobeying(ReplayEvaluator):
-        def obey(self, cell: Workload, profile_path: str, *, timeout_s: float) -> Tunables | Fault:
-            planned = super().obey(cell, profile_path, timeout_s=timeout_s)
+        def run_profile(self, cell: Workload, profile_path: str, *, timeout_s: float) -> Tunables | Fault:
+            planned = super().run_profile(cell, profile_path, timeout_s=timeout_s)
             assert isinstance(planned, Tunables)
             return answer(planned)
 
@@ -192,20 +192,20 @@ def test_a_profile_the_runtime_does_not_obey_is_never_written(
 ) -> None:
     path = tmp_path / "m.yaml"
     make = disobeying(machine._evaluator, answer)
-    edge = replace(machine.edge, evaluator=lambda facts, request, preset: make())
+    environment = replace(machine.environment, evaluator=lambda facts, request, preset: make())
     with pytest.raises(ProbeFailure, match=message):
-        run_probe(request_for(path), Watching(), edge)
+        run_probe(request_for(path), Watching(), environment)
     assert not path.exists()
 
 
 def test_when_every_cell_is_inconclusive_nothing_is_written(tmp_path: Path) -> None:
     machine = Machine(tmp_path, Trouble(sigma=0.8))
     with pytest.raises(Inconclusive) as caught:
-        run_probe(request_for(tmp_path / "m.yaml"), Watching(), machine.edge)
+        run_probe(request_for(tmp_path / "m.yaml"), Watching(), machine.environment)
     assert caught.value.exit_code == ExitCode.INCONCLUSIVE
     assert not (tmp_path / "m.yaml").exists()
     quiet = Machine(tmp_path)
-    run_probe(request_for(tmp_path / "m.yaml"), Watching(), quiet.edge)  # the same command measures anew
+    run_probe(request_for(tmp_path / "m.yaml"), Watching(), quiet.environment)  # the same command measures anew
     assert len(load_profile(tmp_path / "m.yaml").plans) == 4
 
 
@@ -215,14 +215,14 @@ def test_a_default_that_is_too_slow_names_a_remedy(tmp_path: Path) -> None:
             return Fault("timeout", "no answer within 9.0 s")
 
     probed = Machine(tmp_path)
-    edge = replace(probed.edge, evaluator=lambda *_: Slow(row_of(truth), probed.clock))
+    environment = replace(probed.environment, evaluator=lambda *_: Slow(row_of(truth), probed.clock))
     with pytest.raises(Inconclusive, match=r"within 9\.0 s; give a larger --budget or a shorter --seq-len"):
-        run_probe(request_for(tmp_path / "m.yaml"), Watching(), edge)
+        run_probe(request_for(tmp_path / "m.yaml"), Watching(), environment)
 
 
 def test_too_small_a_budget_says_which_cells_were_not_measured(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
-    result = run_probe(request_for(tmp_path / "m.yaml", budget_s=2.5, modes=()), Watching(), machine.edge)
+    result = run_probe(request_for(tmp_path / "m.yaml", budget_s=2.5, modes=()), Watching(), machine.environment)
     assert result.inconclusive
     assert result.profile is not None
     assert all(entry.refusal == "" for entry in result.profile.plans)  # a row without a plan would stop the runtime
@@ -233,7 +233,7 @@ def test_too_small_a_budget_says_which_cells_were_not_measured(tmp_path: Path) -
 def test_anchors_are_refined_between_lengths_whose_winners_differ(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     request = ProbeRequest(output=tmp_path / "m.yaml", effort="standard", seq_lens=(512, 2048, 4096), modes=("infer",))
-    result = run_probe(request, Watching(), machine.edge)
+    result = run_probe(request, Watching(), machine.environment)
     assert result.profile is not None
     lengths = {entry.workload.seq_len for entry in result.profile.plans}
     assert 1024 in lengths  # between 512, where math wins, and 2048
@@ -244,7 +244,7 @@ def test_an_old_profile_survives_a_disk_that_cannot_be_written(
     machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "m.yaml"
-    run_probe(request_for(path), Watching(), machine.edge)
+    run_probe(request_for(path), Watching(), machine.environment)
     before = path.read_bytes()
 
     def full(profile: Profile, target: Path) -> None:
@@ -254,5 +254,5 @@ def test_an_old_profile_survives_a_disk_that_cannot_be_written(
 
     monkeypatch.setattr("autotune.probe.output.writer.save_profile", full)
     with pytest.raises(OSError, match="No space left"):
-        run_probe(request_for(path, resume=False), Watching(), machine.edge)
+        run_probe(request_for(path, resume=False), Watching(), machine.environment)
     assert path.read_bytes() == before

@@ -26,11 +26,11 @@ from ringattn.workload import Tunables, Workload
 
 def test_a_second_probe_of_an_unchanged_machine_verifies(machine: Machine, tmp_path: Path) -> None:
     path = tmp_path / "m.yaml"
-    run_probe(request_for(path), Watching(), machine.edge)
+    run_probe(request_for(path), Watching(), machine.environment)
     before = path.read_bytes()
     searched = machine.made[0].calls
     observer = Watching()
-    result = run_probe(request_for(path), observer, machine.edge)
+    result = run_probe(request_for(path), observer, machine.environment)
     assert result.verified
     assert path.read_bytes() == before
     assert machine.made[1].calls < searched / 2
@@ -40,14 +40,14 @@ def test_a_second_probe_of_an_unchanged_machine_verifies(machine: Machine, tmp_p
 
 def test_stale_winners_are_found_and_searched_again(machine: Machine, tmp_path: Path) -> None:
     path = tmp_path / "m.yaml"
-    run_probe(request_for(path), Watching(), machine.edge)
+    run_probe(request_for(path), Watching(), machine.environment)
     machine.truth = lambda cell, tunables: truth(cell.at(4096), tunables)  # math is slow everywhere now
-    outcome = verify_profile(path, ProbeRequest(effort="quick"), Watching(), machine.edge)
+    outcome = verify_profile(path, ProbeRequest(effort="quick"), Watching(), machine.environment)
     assert {cell.workload.seq_len for cell in outcome.cells if cell.stale} == {512}
     assert all("of its time" in cell.note for cell in outcome.cells if cell.stale)
     assert len(outcome.stale) == 2
     before = load_profile(path)
-    result = run_probe(request_for(path), Watching(), machine.edge)
+    result = run_probe(request_for(path), Watching(), machine.environment)
     assert not result.verified
     assert result.profile is not None
     assert set(winners(result.profile).values()) == {"flash-cpu"}
@@ -58,9 +58,9 @@ def test_stale_winners_are_found_and_searched_again(machine: Machine, tmp_path: 
 def test_verify_holds_on_an_unchanged_machine_even_with_noise(tmp_path: Path) -> None:
     machine = Machine(tmp_path, Trouble())
     path = tmp_path / "m.yaml"
-    run_probe(request_for(path), Watching(), machine.edge)
+    run_probe(request_for(path), Watching(), machine.environment)
     for seed in range(3):
-        outcome = verify_profile(path, ProbeRequest(effort="quick", seed=seed), Watching(), machine.edge)
+        outcome = verify_profile(path, ProbeRequest(effort="quick", seed=seed), Watching(), machine.environment)
         assert outcome.stale == ()
 
 
@@ -69,12 +69,12 @@ def test_a_dry_run_says_that_cells_of_the_profile_would_be_verified(machine: Mac
     dry = request_for(path, dry_run=True)
 
     def verifies(request: ProbeRequest) -> bool:
-        found = run_probe(request, Watching(), machine.edge).dry_run
+        found = run_probe(request, Watching(), machine.environment).dry_run
         assert found is not None
         return found.verifies
 
     assert not verifies(dry)
-    run_probe(request_for(path), Watching(), machine.edge)
+    run_probe(request_for(path), Watching(), machine.environment)
     written = path.read_bytes()
     assert verifies(dry)
     assert not verifies(replace(dry, resume=False))
@@ -82,7 +82,7 @@ def test_a_dry_run_says_that_cells_of_the_profile_would_be_verified(machine: Mac
     assert path.read_bytes() == written
     path.write_text("schema: [")
     with pytest.raises(ProfileError, match=r"m\.yaml"):
-        run_probe(dry, Watching(), machine.edge)
+        run_probe(dry, Watching(), machine.environment)
 
 
 def _forget(path: Path, seq_lens: tuple[int, ...]) -> None:
@@ -99,28 +99,28 @@ def _forget(path: Path, seq_lens: tuple[int, ...]) -> None:
 
 def test_verify_leaves_out_rows_that_were_never_measured(machine: Machine, tmp_path: Path) -> None:
     path = tmp_path / "m.yaml"
-    run_probe(request_for(path), Watching(), machine.edge)
+    run_probe(request_for(path), Watching(), machine.environment)
     _forget(path, (512,))
     observer = Watching()
-    outcome = verify_profile(path, ProbeRequest(effort="quick"), observer, machine.edge)
+    outcome = verify_profile(path, ProbeRequest(effort="quick"), observer, machine.environment)
     assert {cell.workload.seq_len for cell in outcome.cells} == {4096}
     assert (len(outcome.cells), outcome.inconclusive, outcome.left_out) == (2, (), 2)
     assert "m.yaml: 2 rows that could not be measured left out; probe again" in observer.notes
     _forget(path, (512, 4096))
     with pytest.raises(ProbeFailure, match="none of its plans was measured, so there is nothing to verify"):
-        verify_profile(path, ProbeRequest(effort="quick"), Watching(), machine.edge)
+        verify_profile(path, ProbeRequest(effort="quick"), Watching(), machine.environment)
 
 
 def test_verify_leaves_out_rows_for_other_numbers_of_ranks_and_says_how_they_are_judged(
     machine: Machine, tmp_path: Path
 ) -> None:
     path = tmp_path / "m.yaml"
-    run_probe(request_for(path), Watching(), machine.edge)
+    run_probe(request_for(path), Watching(), machine.environment)
     old = load_profile(path)
     spread = [replace(entry, workload=replace(entry.workload, world=2)) for entry in old.plans[:3]]
     save_profile(replace(old, plans=(*old.plans, *spread)), path)
     observer = Watching()
-    outcome = verify_profile(path, ProbeRequest(effort="quick"), observer, machine.edge)
+    outcome = verify_profile(path, ProbeRequest(effort="quick"), observer, machine.environment)
     assert {cell.workload.world for cell in outcome.cells} == {1}
     assert (len(outcome.cells), outcome.other_ranks, outcome.stale) == (len(old.plans), 3, ())
     assert "m.yaml: 3 rows for 2 ranks left out; ringtune verify with --nproc 2 judges them" in observer.notes
@@ -131,7 +131,7 @@ def test_verify_leaves_out_rows_for_other_numbers_of_ranks_and_says_how_they_are
 )
 def test_a_winner_that_the_machine_let_down_is_not_called_stale(machine: Machine, tmp_path: Path, fault: Fault) -> None:
     path = tmp_path / "m.yaml"
-    run_probe(request_for(path, seq_lens=(512,)), Watching(), machine.edge)
+    run_probe(request_for(path, seq_lens=(512,)), Watching(), machine.environment)
     limits_s: list[float] = []
 
     class LetDown(ReplayEvaluator):
@@ -141,8 +141,8 @@ def test_a_winner_that_the_machine_let_down_is_not_called_stale(machine: Machine
             limits_s.append(timeout_s)
             return fault
 
-    edge = replace(machine.edge, evaluator=lambda *_: LetDown(row_of(truth), machine.clock))
-    outcome = verify_profile(path, ProbeRequest(effort="quick", budget_s=10.0), Watching(), edge)
+    environment = replace(machine.environment, evaluator=lambda *_: LetDown(row_of(truth), machine.clock))
+    outcome = verify_profile(path, ProbeRequest(effort="quick", budget_s=10.0), Watching(), environment)
     assert outcome.stale == ()
     assert len(outcome.inconclusive) == 2
     assert all(fault.message in line for line in outcome.inconclusive)
@@ -164,17 +164,19 @@ def test_starting_the_worker_leaves_time_for_every_default(tmp_path: Path) -> No
                 machine.clock.advance(4.0)
             return super().check(cell, candidate, timeout_s=timeout_s, pace_ms=pace_ms)
 
-    edge = replace(machine.edge, evaluator=lambda *_: Starting(row_of(truth), machine.clock, check_s=0.02, prove_s=0.1))
+    environment = replace(
+        machine.environment, evaluator=lambda *_: Starting(row_of(truth), machine.clock, check_s=0.02, prove_s=0.1)
+    )
     request = request_for(tmp_path / "m.yaml", budget_s=10.0, seq_lens=(512,))
-    result = run_probe(request, Watching(), edge)
+    result = run_probe(request, Watching(), environment)
     assert not [line for line in result.inconclusive if "to check its default" in line]
     assert result.elapsed_s <= 11
 
 
 def test_a_profile_of_another_machine_is_not_verified_here(machine: Machine, tmp_path: Path) -> None:
     path = tmp_path / "m.yaml"
-    run_probe(request_for(path), Watching(), machine.edge)
-    elsewhere = replace(machine.edge, facts=replace(FACTS, sm_count=64, device_name="Bigger"))
+    run_probe(request_for(path), Watching(), machine.environment)
+    elsewhere = replace(machine.environment, facts=replace(FACTS, sm_count=64, device_name="Bigger"))
     with pytest.raises(ProbeFailure, match="was measured on Invented CPU") as caught:
         verify_profile(path, ProbeRequest(), Watching(), elsewhere)
     assert caught.value.exit_code == ExitCode.NO_PROFILE
@@ -182,17 +184,17 @@ def test_a_profile_of_another_machine_is_not_verified_here(machine: Machine, tmp
 
 def test_new_cells_join_the_rows_that_are_there(machine: Machine, tmp_path: Path) -> None:
     path = tmp_path / "m.yaml"
-    run_probe(request_for(path, seq_lens=(512,)), Watching(), machine.edge)
-    run_probe(request_for(path, seq_lens=(4096,)), Watching(), machine.edge)
+    run_probe(request_for(path, seq_lens=(512,)), Watching(), machine.environment)
+    run_probe(request_for(path, seq_lens=(4096,)), Watching(), machine.environment)
     assert {entry.workload.seq_len for entry in load_profile(path).plans} == {512, 4096}
-    run_probe(request_for(path, seq_lens=(2048,), resume=False), Watching(), machine.edge)
+    run_probe(request_for(path, seq_lens=(2048,), resume=False), Watching(), machine.environment)
     assert {entry.workload.seq_len for entry in load_profile(path).plans} == {512, 2048, 4096}
 
 
 def test_other_software_replaces_the_profile(machine: Machine, tmp_path: Path) -> None:
     path = tmp_path / "m.yaml"
-    run_probe(request_for(path, seq_lens=(512,)), Watching(), machine.edge)
-    newer = replace(machine.edge, facts=replace(FACTS, software=(("torch", "2.14.0"),)))
+    run_probe(request_for(path, seq_lens=(512,)), Watching(), machine.environment)
+    newer = replace(machine.environment, facts=replace(FACTS, software=(("torch", "2.14.0"),)))
     observer = Watching()
     run_probe(request_for(path, seq_lens=(4096,)), observer, newer)
     assert {entry.workload.seq_len for entry in load_profile(path).plans} == {4096}
@@ -203,10 +205,10 @@ def test_a_broken_file_at_the_output_is_not_overwritten_unseen(machine: Machine,
     path = tmp_path / "m.yaml"
     path.write_text("schema: [")
     with pytest.raises(ProfileError, match=r"m\.yaml"):
-        run_probe(request_for(path), Watching(), machine.edge)
+        run_probe(request_for(path), Watching(), machine.environment)
     assert path.read_text() == "schema: ["
     observer = Watching()
-    run_probe(request_for(path, resume=False), observer, machine.edge)
+    run_probe(request_for(path, resume=False), observer, machine.environment)
     assert any("it will be replaced" in note for note in observer.notes)
     assert load_profile(path).plans
 
@@ -222,11 +224,11 @@ def test_an_interrupted_probe_goes_on_where_it_stopped(tmp_path: Path, after: in
     machine.interrupt_after = after
     first = Watching()
     with pytest.raises(KeyboardInterrupt):
-        run_probe(request_for(path), first, machine.edge)
+        run_probe(request_for(path), first, machine.environment)
     assert not path.exists()
     machine.interrupt_after = None
     second = Watching()
-    result = run_probe(request_for(path), second, machine.edge)
+    result = run_probe(request_for(path), second, machine.environment)
     assert result.profile is not None
     told = [(cell, name, outcome.stage) for cell, name, outcome in first.trials]
     again = [(cell, name, outcome.stage) for cell, name, outcome in second.trials]
@@ -242,7 +244,7 @@ def test_many_interruptions_in_a_row_still_come_to_an_end(tmp_path: Path) -> Non
     machine.interrupt_after = 9
     for _ in range(60):
         try:
-            result: ProbeResult | None = run_probe(request_for(path), Watching(), machine.edge)
+            result: ProbeResult | None = run_probe(request_for(path), Watching(), machine.environment)
             break
         except KeyboardInterrupt:
             result = None
@@ -256,10 +258,10 @@ def test_fresh_forgets_the_journal(tmp_path: Path) -> None:
     machine.interrupt_after = 40
     first = Watching()
     with pytest.raises(KeyboardInterrupt):
-        run_probe(request_for(path), first, machine.edge)
+        run_probe(request_for(path), first, machine.environment)
     machine.interrupt_after = None
     second = Watching()
-    run_probe(request_for(path, resume=False), second, machine.edge)
+    run_probe(request_for(path, resume=False), second, machine.environment)
     told = {(cell, name, outcome.stage) for cell, name, outcome in first.trials}
     assert told <= {(cell, name, outcome.stage) for cell, name, outcome in second.trials}
 
@@ -267,11 +269,11 @@ def test_fresh_forgets_the_journal(tmp_path: Path) -> None:
 def test_an_interruption_leaves_the_old_profile_alone(tmp_path: Path) -> None:
     path = tmp_path / "m.yaml"
     machine = Machine(tmp_path)
-    run_probe(request_for(path), Watching(), machine.edge)
+    run_probe(request_for(path), Watching(), machine.environment)
     before = path.read_bytes()
     machine.interrupt_after = 10
     with pytest.raises(KeyboardInterrupt):
-        run_probe(request_for(path, resume=False), Watching(), machine.edge)
+        run_probe(request_for(path, resume=False), Watching(), machine.environment)
     assert path.read_bytes() == before
 
 
@@ -281,8 +283,8 @@ def test_two_probes_of_one_device_do_not_run_at_once(machine: Machine, tmp_path:
     class Meddling(Watching):
         def plan(self, cells: Sequence[Workload], estimate_s: float) -> None:
             with pytest.raises(DeviceBusy) as caught:
-                run_probe(request_for(tmp_path / "other.yaml"), Watching(), machine.edge)
+                run_probe(request_for(tmp_path / "other.yaml"), Watching(), machine.environment)
             inner.append(caught.value)
 
-    run_probe(request_for(tmp_path / "m.yaml", seq_lens=(512,)), Meddling(), machine.edge)
+    run_probe(request_for(tmp_path / "m.yaml", seq_lens=(512,)), Meddling(), machine.environment)
     assert [failure.exit_code for failure in inner] == [ExitCode.BUSY]

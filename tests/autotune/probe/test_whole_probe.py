@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-from modelled_h100 import device_ms, modelled_edge
+from modelled_h100 import device_ms, modelled_environment
 
 from autotune.probe.request import ProbeRequest
 from autotune.probe.tuning import run_probe
@@ -30,10 +30,10 @@ def probes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Workload, Plan
     _profiles.clear()
     for seed, slowness in ((1, 4.0), (2, 2.5)):
         folder = tmp_path_factory.mktemp(f"seed-{seed}")
-        edge = modelled_edge(folder, seed, slowness)
+        environment = modelled_environment(folder, seed, slowness)
         request = ProbeRequest(output=folder / "h100.yaml", effort="standard", budget_s=BUDGET_S, seed=seed)
-        result = run_probe(request, None, edge)
-        assert edge.clock.now() <= 1.1 * BUDGET_S
+        result = run_probe(request, None, environment)
+        assert environment.clock.now() <= 1.1 * BUDGET_S
         assert result.profile is not None
         _profiles.append(dump_profile(result.profile))
         found.append({entry.workload: entry for entry in result.profile.plans})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +13,12 @@ from click.testing import CliRunner
 
 from autotune.cli.doctor import ranks_text
 from autotune.cli.main import cli
-from autotune.report import doctor
-from autotune.report.doctor import Diagnosis, Trial, TrialResult, diagnose, run_trials
-from autotune.report.kernel_check import check
+from autotune.report import numerics_sweep
+from autotune.report.doctor import Diagnosis, attempts_for, diagnose
+from autotune.report.numerics_map import Attempt
+from autotune.report.numerics_sweep import sweep
 from ringattn.hardware.facts import HardwareFacts
+from ringattn.hardware.kernel_faults import Figure, Verdict
 from ringattn.kernels.registry import KERNELS
 from ringattn.profile.schema import LinkSpeed
 from ringattn.profile.yaml_io import save_profile
@@ -27,12 +28,20 @@ H100 = HardwareFacts("nvidia", "NVIDIA H100", "h100-sxm", "sm_90", 132, 81559, 5
 PASCAL = replace(H100, device_name="GTX 1080", sku="gtx-1080", arch="sm_61")
 
 
-def all_work(trials: Sequence[Trial]) -> dict[str, TrialResult]:
-    return {t.kernel: TrialResult(out=1e-6, grads=1e-6 if t.backward else None) for t in trials}
+def verdict(error: float, *names: str) -> Verdict:
+    return Verdict(tuple(Figure(name, error, 0.03) for name in names))
 
 
-def by_name(facts: HardwareFacts, **results: TrialResult) -> dict[str, Diagnosis]:
-    found = diagnose(facts, lambda trials: all_work(trials) | {k.replace("_", "-"): r for k, r in results.items()})
+def all_work(asked: Sequence[Attempt]) -> dict[Attempt, Verdict]:
+    return {a: verdict(1e-6, *(("dq", "dk", "dv") if a.backward else ("out", "lse"))) for a in asked}
+
+
+def by_name(facts: HardwareFacts, **verdicts: Verdict) -> dict[str, Diagnosis]:
+    def run(asked: Sequence[Attempt]) -> dict[Attempt, Verdict]:
+        given = {a: verdicts[a.kernel.replace("-", "_")] for a in asked if a.kernel.replace("-", "_") in verdicts}
+        return all_work(asked) | given
+
+    found = diagnose(facts, run)
     assert [d.kernel for d in found] == list(KERNELS)
     return {d.kernel: d for d in found}
 
@@ -62,7 +71,7 @@ def test_an_installed_package_is_tried() -> None:
 
 
 def test_a_broken_package_is_reported_and_the_rest_still_works() -> None:
-    broken = TrialResult(error="ImportError: undefined symbol")
+    broken = Verdict(message="ImportError: undefined symbol")
     found = by_name(replace(H100, packages=("flash_attn",)), flash_attn_2=broken)
     assert found["flash-attn-2"].state == "broken"
     assert found["flash-attn-2"].detail == "ImportError: undefined symbol"
@@ -70,17 +79,9 @@ def test_a_broken_package_is_reported_and_the_rest_still_works() -> None:
     assert found["cudnn"].state == "works"
 
 
-@pytest.mark.parametrize(
-    "result",
-    [
-        TrialResult(out=0.5),
-        TrialResult(out=math.nan),
-        TrialResult(out=0.0, grads=math.nan),
-        TrialResult(out=0.0, grads=9.0),
-    ],
-)
-def test_wrong_numbers_are_not_called_working(result: TrialResult) -> None:
-    assert by_name(CPU, math=result)["math"].state == "wrong"
+@pytest.mark.parametrize("found", [verdict(0.5, "out"), verdict(math.nan, "out"), verdict(9.0, "dq")])
+def test_wrong_numbers_are_not_called_working(found: Verdict) -> None:
+    assert by_name(CPU, math=found)["math"].state == "wrong"
 
 
 def test_xformers_is_said_to_be_torchs_own_kernels() -> None:
@@ -88,66 +89,11 @@ def test_xformers_is_said_to_be_torchs_own_kernels() -> None:
 
 
 def test_kernels_of_a_cpu_really_run() -> None:
-    results = run_trials((Trial("flash-cpu", "bf16", True), Trial("math", "fp32", True)), "cpu")
-    assert set(results) == {"flash-cpu", "math"}
-    assert all(result.error == "" for result in results.values())
-    assert 1e-4 < results["flash-cpu"].out < 2e-2
-    assert results["math"].grads is not None
-    assert results["math"].grads < 1e-5
-
-
-def test_a_check_sees_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ringattn.kernels import registry as kernels
-    from ringattn.kernels.registry import BoundKernel
-
-    right = KERNELS["math"]
-
-    def load(config: object) -> BoundKernel:
-        bound = right.load(config)  # type: ignore[arg-type]
-        return BoundKernel(lambda q, k, v: (bound.forward(q, k, v)[0] * 1.5, bound.forward(q, k, v)[1]), bound.backward)
-
-    monkeypatch.setattr(kernels, "KERNELS", {**KERNELS, "math": replace(right, load=load)})
-    assert check("math", "fp32", False, "cpu")["out"] == pytest.approx(0.5, rel=1e-3)
-
-
-CHILD = """
-import json, os, signal, sys, time
-for text in sys.argv[2:]:
-    name = text.split(":")[0]
-    print("a library says hello")
-    print(json.dumps({"begin": name}), flush=True)
-    if name == "crash":
-        print("it hurts", file=sys.stderr, flush=True)
-        os.kill(os.getpid(), signal.SIGFPE)
-    if name == "exit":
-        os._exit(3)
-    if name == "hang":
-        time.sleep(60)
-    print(json.dumps({"end": name, "error": "", "out": 0.0, "grads": None}), flush=True)
-"""
-
-
-def test_a_kernel_that_kills_or_hangs_its_process_loses_only_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = tmp_path / "child.py"
-    script.write_text(CHILD)
-    monkeypatch.setattr(doctor, "CHECK_COMMAND", (sys.executable, str(script)))
-    names = ("one", "crash", "two", "exit", "hang", "three")
-    results = run_trials([Trial(name, "fp32", True) for name in names], "cpu", timeout_s=2.0)
-    assert set(results) == set(names)
-    assert [name for name in names if not results[name].error] == ["one", "two", "three"]
-    assert results["crash"].error == "its process died of SIGFPE: it hurts"
-    assert results["exit"].error == "its process ended with exit code 3"
-    assert results["hang"].error == "did not end in 2 s"
-
-
-def test_a_child_that_never_starts_is_reported_for_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "CHECK_COMMAND", (sys.executable, "-c", "raise SystemExit('no torch')"))
-    results = run_trials([Trial("a", "fp32", True), Trial("b", "fp32", True)], "cpu")
-    assert {name: r.error for name, r in results.items()} == dict.fromkeys(
-        ("a", "b"), "its process ended with exit code 1: no torch"
-    )
+    asked = [attempt for name in ("flash-cpu", "math") for attempt in attempts_for(KERNELS[name], CPU)]
+    assert [(a.kernel, a.backward) for a in asked] == [(k, b) for k in ("flash-cpu", "math") for b in (False, True)]
+    found = sweep(asked, CPU)
+    assert set(found) == set(asked)
+    assert all(v.passes and v.figures for v in found.values())
 
 
 def test_the_command_shows_machine_kernels_and_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +107,7 @@ def test_the_command_shows_machine_kernels_and_places(tmp_path: Path, monkeypatc
 
 
 def test_the_document_has_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "run_trials", lambda trials, device: all_work(trials))
+    monkeypatch.setattr(numerics_sweep, "sweep", lambda asked, *arguments, **limits: all_work(asked))
     result = CliRunner().invoke(cli, ["doctor", "--device", "cpu", "--json"])
     document = json.loads(result.stdout)
     assert document["facts"]["vendor"] == "cpu"
@@ -172,15 +118,15 @@ def test_the_document_has_everything(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_wrong_numbers_and_no_working_kernel_are_exit_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    for result in (TrialResult(out=0.5), TrialResult(error="ImportError: x")):
-        monkeypatch.setattr(doctor, "run_trials", lambda trials, device, r=result: {t.kernel: r for t in trials})
+    for found in (verdict(0.5, "out"), Verdict(message="ImportError: x")):
+        monkeypatch.setattr(numerics_sweep, "sweep", lambda asked, *a, v=found, **limits: dict.fromkeys(asked, v))
         assert CliRunner().invoke(cli, ["doctor", "--device", "cpu"]).exit_code == 1
 
 
 def test_a_named_profile_that_cannot_be_read_is_part_of_the_diagnosis(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "run_trials", lambda trials, device: all_work(trials))
+    monkeypatch.setattr(numerics_sweep, "sweep", lambda asked, *arguments, **limits: all_work(asked))
     monkeypatch.setenv("RINGTUNE_PROFILE", str(tmp_path / "gone.yaml"))
     result = CliRunner().invoke(cli, ["doctor", "--device", "cpu"])
     assert result.exit_code == 0
@@ -190,7 +136,7 @@ def test_a_named_profile_that_cannot_be_read_is_part_of_the_diagnosis(
 def test_a_readable_profile_is_listed_by_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from report_samples import cpu_profile
 
-    monkeypatch.setattr(doctor, "run_trials", lambda trials, device: all_work(trials))
+    monkeypatch.setattr(numerics_sweep, "sweep", lambda asked, *arguments, **limits: all_work(asked))
     save_profile(cpu_profile(), tmp_path / "mine.yaml")
     monkeypatch.setenv("RINGTUNE_PROFILE_PATH", str(tmp_path))
     result = CliRunner().invoke(cli, ["doctor", "--device", "cpu"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,14 @@ from ringattn.planning.validation_memory import user_memory
 
 pytestmark = pytest.mark.alone
 
-CRASHING = (sys.executable, str(Path(__file__).parents[2] / "support" / "autotune" / "crashing_numerics.py"))
+CRASHING = "crashing_numerics:CrashingBench"
 NAMES = ("flash-cpu", "math")
+CPU = detect("cpu")
 
 
 @pytest.fixture
 def crashing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numerics_sweep, "WORKER_COMMAND", CRASHING)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2] / "support" / "autotune"))
     monkeypatch.setattr(numerics_sweep, "ATTEMPT_TIMEOUT_S", 1.0)
 
 
@@ -38,34 +38,33 @@ def crashing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_crash_costs_one_attempt(processes: int) -> None:
     told: list[int] = []
-    asked = [
-        a for a in attempts(detect("cpu"), NAMES, (8, 16, 24, 32)) if a.shape.rows == 88 and a.shape.dtype == "bf16"
-    ]
-    found = sweep(asked, "cpu", processes=processes, budget_s=60, progress=told.append)
+    asked = [a for a in attempts(CPU, NAMES, (8, 16, 24, 32)) if a.shape.rows == 88 and a.shape.dtype == "bf16"]
+    found = sweep(asked, CPU, processes=processes, budget_s=60, progress=told.append, bench=CRASHING)
     assert set(found) == set(asked)
     assert told == list(range(1, len(asked) + 1))
     messages = {
         (a.shape.head_dim, a.kernel, a.backward): verdict.message for a, verdict in found.items() if verdict.message
     }
     assert messages == {
-        (16, "flash-cpu", True): "its process died of SIGSEGV: so long",
-        (24, "flash-cpu", True): "did not end in 1 s",
-        (32, "flash-cpu", False): "CUDA error: misaligned address",
-        (32, "flash-cpu", True): "CUDA error: misaligned address",
+        (16, "flash-cpu", True): "the worker was killed by SIGSEGV (so long)",
+        (24, "flash-cpu", True): "no answer within 1.0 s",
+        (32, "flash-cpu", False): "RuntimeError: CUDA error: misaligned address",
+        (32, "flash-cpu", True): "RuntimeError: CUDA error: misaligned address",
     }
 
 
 @pytest.mark.usefixtures("crashing")
 def test_nothing_begins_after_the_budget() -> None:
-    asked = attempts(detect("cpu"), NAMES, (8,))
-    assert sweep(asked, "cpu", processes=1, budget_s=0) == {}
+    asked = attempts(CPU, NAMES, (8,))
+    assert sweep(asked, CPU, budget_s=0, bench=CRASHING) == {}
 
 
-def test_a_worker_that_cannot_start_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numerics_sweep, "WORKER_COMMAND", (sys.executable, "-c", "raise SystemExit('no torch')"))
-    asked = [a for a in attempts(detect("cpu"), ("math",), (8,)) if a.shape.rows == 1 and a.shape.dtype == "bf16"][:2]
-    found = sweep(asked, "cpu", processes=1, budget_s=60)
-    assert [v.message for v in found.values()] == ["its process ended with exit code 1: no torch"] * 2
+@pytest.mark.usefixtures("crashing")
+def test_a_worker_that_cannot_start_is_an_answer() -> None:
+    asked = [a for a in attempts(CPU, ("math",), (8,)) if a.shape.rows == 1 and a.shape.dtype == "bf16"][:2]
+    found = sweep(asked, CPU, bench="crashing_numerics:NeverStarts")
+    assert len(found) == 2
+    assert all("did not start: the worker ended with exit code 1 (no torch)" in v.message for v in found.values())
 
 
 def run(*arguments: str) -> Result:

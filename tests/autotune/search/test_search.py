@@ -14,7 +14,7 @@ from autotune.search.choose import distance
 from ringattn.workload import BranchTunables, Pattern, Tunables, Workload
 
 CELL = workload()
-DENSE = workload(pattern=Pattern())
+DENSE = workload(pattern=Pattern.of([4096], [1]))  # one segment: no gathers or windows to choose, but pools
 QUICK = plan(CELL)
 NOISE = Trouble()  # lognormal 3 %, 5 % outliers of +20-100 %, 5 % drift
 

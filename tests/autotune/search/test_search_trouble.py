@@ -18,7 +18,7 @@ from autotune.measure.simulated import ReplayEvaluator, Trouble
 from ringattn.workload import Pattern, Tunables, Workload
 
 CELL = workload()
-DENSE = workload(pattern=Pattern())
+DENSE = workload(pattern=Pattern.of([4096], [1]))  # one segment: no gathers or windows to choose, but pools
 QUICK = plan(CELL)
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from machines import FACTS, H100, row_of
-from machines import edge_of as replayed_edge
+from machines import environment_of as replayed_edge
 
 from autotune.measure.evaluator import Evaluator
 from autotune.measure.simulated import ReplayEvaluator, SimulatedClock
 from autotune.probe.cells.space import space_or_refusal
-from autotune.probe.environment import edge_of
+from autotune.probe.environment import environment_of
 from autotune.probe.grid import cells_for
-from autotune.probe.request import ProbeRequest, SilentObserver
+from autotune.probe.request import ProbeObserver, ProbeRequest
 from autotune.probe.tuning import run_probe
 from autotune.space.first_calls import Call, calls_worth_making
 from autotune.space.space import Space, machine_of
@@ -29,9 +29,9 @@ def spaces(facts: HardwareFacts, **asked: object) -> list[Space]:
     def no_evaluator(*_: object) -> Evaluator:
         raise AssertionError("spaces are worked out, not measured")
 
-    edge = edge_of(facts, no_evaluator)
+    environment = environment_of(facts, no_evaluator)
     request = ProbeRequest(**asked)  # type: ignore[arg-type]
-    found = [space_or_refusal(cell, edge, "auto") for cell in cells_for(request, facts)]
+    found = [space_or_refusal(cell, environment, "auto") for cell in cells_for(request, facts)]
     return [space for space in found if isinstance(space, Space)]
 
 
@@ -138,16 +138,16 @@ class Calling(ReplayEvaluator):
 def test_they_are_made_beside_the_defaults_and_over_before_anything_is_timed(tmp_path: Path) -> None:
     clock, log = SimulatedClock(), list[str]()
     evaluator = Calling(clock, log, "1 first call made ahead failed")
-    edge = replayed_edge(tmp_path, lambda: evaluator, clock)
-    edge = replace(edge, machine=replace(edge.machine, just_in_time=frozenset({"math"})))
+    environment = replayed_edge(tmp_path, lambda: evaluator, clock)
+    environment = replace(environment, machine=replace(environment.machine, just_in_time=frozenset({"math"})))
     notes: list[str] = []
 
-    class Heard(SilentObserver):
+    class Heard(ProbeObserver):
         def note(self, text: str) -> None:
             notes.append(text)
 
     request = ProbeRequest(output=tmp_path / "made.yaml", effort="quick", seq_lens=(256, 512), dense=True)
-    run_probe(request, Heard(), edge)
+    run_probe(request, Heard(), environment)
     assert evaluator.asked
     assert all("math" in (made.branches[0].forward, made.branches[0].backward) for _, made in evaluator.asked)
     assert log[0] == "begin"
@@ -160,6 +160,8 @@ def test_they_are_made_beside_the_defaults_and_over_before_anything_is_timed(tmp
 
 def test_without_anything_to_compile_none_are_made(tmp_path: Path) -> None:
     clock, log = SimulatedClock(), list[str]()
-    edge = replayed_edge(tmp_path, lambda: Calling(clock, log), clock)
-    run_probe(ProbeRequest(output=tmp_path / "made.yaml", effort="quick", seq_lens=(256,), dense=True), None, edge)
+    environment = replayed_edge(tmp_path, lambda: Calling(clock, log), clock)
+    run_probe(
+        ProbeRequest(output=tmp_path / "made.yaml", effort="quick", seq_lens=(256,), dense=True), None, environment
+    )
     assert "begin" not in log

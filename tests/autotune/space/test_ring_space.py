@@ -8,7 +8,7 @@ import pytest
 
 from autotune.space.space import build_space, decode, machine_of
 from ringattn.hardware.facts import HardwareFacts
-from ringattn.planning.plan import heuristic_tunables
+from ringattn.planning.heuristic import heuristic_tunables
 from ringattn.profile.resolve import built_in_heuristic
 from ringattn.workload import Branch, Pattern, Workload
 

@@ -204,7 +204,7 @@ def test_layers_compiled_one_by_one_share_a_graph() -> None:
 def test_modules_of_unequal_configuration_are_told_apart() -> None:
     cases = [CASE, replace(CASE, causal=False), replace(CASE, scale=0.1), replace(CASE, pattern=PATTERNS[1])]
     modules = [case.module() for case in cases] + [CASE.module(dtype=torch.float32), CASE.module(backend="math")]
-    assert len({module._digest for module in modules}) == len(modules)
+    assert len({module.digest for module in modules}) == len(modules)
     inputs = [x.detach() for x in CASE.inputs(torch.float32)]
     for module in modules:
         assert torch.equal(whole(module)(*inputs), module(*inputs))
@@ -213,8 +213,8 @@ def test_modules_of_unequal_configuration_are_told_apart() -> None:
 def test_a_digest_serves_as_long_as_one_module_of_its_configuration_lives() -> None:
     case = replace(CASE, scale=0.123)
     first, second = case.module(), case.module()
-    digest = first._digest
-    assert second._digest == digest
+    digest = first.digest
+    assert second.digest == digest
     inputs = [x.detach() for x in case.inputs()]
     expected = first(*inputs)
     del first
@@ -289,10 +289,10 @@ def test_the_operators_are_what_torch_expects_of_one(pattern: Pattern, layout: s
     module = case.module()
     q, k, v = case.inputs()
     utils = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-    torch.library.opcheck(compiled.attend, (q, k, v, module._digest, True), test_utils=utils)
+    torch.library.opcheck(compiled.attend, (q, k, v, module.digest, True), test_utils=utils)
     q, k, v = (x.detach() for x in (q, k, v))
-    out, lse = compiled.attend(q, k, v, module._digest, True)
-    arguments = (case.dout(), q, k, v, out, lse, module._digest)
+    out, lse = compiled.attend(q, k, v, module.digest, True)
+    arguments = (case.dout(), q, k, v, out, lse, module.digest)
     without_out = (None, *arguments[1:], torch.randn_like(lse))
     for given in (arguments, (*arguments, torch.randn_like(lse)), without_out):
         torch.library.opcheck(compiled.attend_backward, given, test_utils=("test_schema", "test_faketensor"))

@@ -26,8 +26,9 @@ from ringattn.autograd import exported
 from ringattn.autograd import torch_compile as compiled
 from ringattn.autograd.exported import Configuration, configuration_text
 from ringattn.errors import InputError, PlanError, ProfileError, RingAttentionError
-from ringattn.planning.plan import Conditions, Wishes
-from ringattn.planning.table import ModuleShape, PlanTable, build_table
+from ringattn.planning.heuristic import Wishes
+from ringattn.planning.plan import Conditions
+from ringattn.planning.table import ModuleShape, build_table, table_of
 from ringattn.profile.schema import Choice, Fingerprint, PlanEntry, Profile
 from ringattn.profile.yaml_io import from_plain
 from ringattn.workload import INPUT_DTYPES, BranchTunables, Tunables
@@ -142,9 +143,7 @@ def test_the_configuration_gives_every_plan_of_the_table() -> None:
         text = configuration_text(table, 0.125)
         c = from_plain(Configuration, json.loads(text), "here")
         assert c.scale == 0.125
-        again = PlanTable(
-            c.shape, table.rows, c.entries, c.policy, c.facts, c.conditions, c.wishes, c.auto_dtype, c.prefer
-        )
+        again = table_of(c.question)
         for dtype in INPUT_DTYPES:
             for length in (100, 4096, 20000, 65536):
                 for train in (False, True):
@@ -162,7 +161,7 @@ def test_a_plan_that_cannot_run_where_it_is_loaded_says_why(monkeypatch: pytest.
     monkeypatch.setattr(exported, "detect", lambda device: A100)
     monkeypatch.setattr(compiled, "_loaded", {})
     inputs = [x.detach().float() for x in CASE.inputs()]
-    text = CASE.module(backend="flash-cpu")._configuration
+    text = CASE.module(backend="flash-cpu").configuration
     with pytest.raises(
         PlanError, match=r"^the exported plan for infer .* cannot run here: .*flash-cpu: runs on CPUs only[^\n]*$"
     ):
@@ -176,7 +175,7 @@ def test_a_plan_that_cannot_run_where_it_is_loaded_says_why(monkeypatch: pytest.
 
 def test_a_deterministic_torch_is_obeyed_where_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    loaded = exported.ExportedAttention(CASE.module()._configuration, torch.device("cpu"))
+    loaded = exported.ExportedAttention(CASE.module().configuration, torch.device("cpu"))
     assert loaded._conditions.deterministic
 
 
@@ -184,7 +183,7 @@ def test_a_deterministic_torch_is_obeyed_where_it_is_loaded(monkeypatch: pytest.
     ("text", "message"),
     [
         ("{", "exported program: holds a configuration that is not JSON; export the module again"),
-        ("{}", "exported program: format: is missing"),
+        ("{}", "exported program: shape: is missing"),
         ('{"format": 1, "heads": 2}', "exported program: heads: is not a known key"),
     ],
 )
@@ -195,7 +194,7 @@ def test_a_damaged_configuration(text: str, message: str) -> None:
 
 
 def test_a_configuration_of_another_version() -> None:
-    plain = json.loads(CASE.module()._configuration) | {"format": 2}
+    plain = json.loads(CASE.module().configuration) | {"format": 2}
     with pytest.raises(ProfileError, match="exported program: format is 2, and this version reads 1; export the mod"):
         exported.ExportedAttention(json.dumps(plain), torch.device("cpu"))
 
@@ -209,7 +208,7 @@ def test_tensors_that_do_not_fit_are_named_when_they_are_exported() -> None:
 
 
 def test_max_seq_len_is_exported() -> None:
-    text = CASE.module(max_seq_len=16)._configuration
+    text = CASE.module(max_seq_len=16).configuration
     with pytest.raises(InputError, match="the sequence has 24 positions, more than max_seq_len, 16"):
         compiled.attend(*(x.detach() for x in CASE.inputs()), text, False)
 
@@ -225,7 +224,7 @@ def test_a_digest_is_the_same_in_every_process() -> None:
     code = """
 from ringattn import RingAttention
 RingAttention(2, 8, profile=None, device="cpu")
-print(RingAttention(4, 8, 2, profile=None, device="cpu")._digest)
+print(RingAttention(4, 8, 2, profile=None, device="cpu").digest)
 """
     run = subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True, text=True)
-    assert run.stdout.strip() == RingAttention(4, 8, 2, profile=None, device="cpu")._digest
+    assert run.stdout.strip() == RingAttention(4, 8, 2, profile=None, device="cpu").digest

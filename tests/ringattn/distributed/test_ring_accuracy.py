@@ -90,7 +90,7 @@ def test_errors_do_not_grow_with_the_world(
 
 
 def test_errors_do_not_grow_with_the_branches(ranks: Callable[[int], Pool]) -> None:
-    """What lanes that no program joins gave is added and merged in float32, and rounded once."""
+    """What chunks that no program joins gave is added and merged in float32, and rounded once."""
     case = Case(192, 4, 4, 16, pattern=pattern_of([128] * 8, [1] * 8), causal=True)
     alone = _one_rank_errors(case, torch.bfloat16)
     (errors, *_) = ranks(2).run(_gradient_errors, RingCase(case, "ring", "contiguous"), "bf16")

@@ -33,16 +33,16 @@ def _case(kv_heads: int = HEADS, causal: bool = False, pattern: Pattern = DENSE)
     return Case(LENGTH, HEADS, kv_heads, HEAD_DIM, 1, pattern, causal)
 
 
-def _share(world: int, kv_heads: int = HEADS) -> int:
+def _shard(world: int, kv_heads: int = HEADS) -> int:
     """Bytes of K and V that one rank holds."""
     return 2 * (LENGTH // world) * kv_heads * HEAD_DIM * ELEMENT
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_a_full_ring_passes_every_share_once_a_step(world: int, ranks: Callable[[int], Pool]) -> None:
+def test_a_full_ring_passes_every_shard_once_a_step(world: int, ranks: Callable[[int], Pool]) -> None:
     for kv_heads in (HEADS, 1):
         sent = ranks(world).run(_sent, RingCase(_case(kv_heads), "ring", "contiguous"))
-        forward = (world - 1) * _share(world, kv_heads)
+        forward = (world - 1) * _shard(world, kv_heads)
         assert sent == [(forward, 3 * forward)] * world  # again in the backward, and as much of dk and dv
 
 
@@ -50,7 +50,7 @@ def test_a_full_ring_passes_every_share_once_a_step(world: int, ranks: Callable[
 def test_rows_travel_as_narrow_as_they_came(grad_wire: str, gradients: int, ranks: Callable[[int], Pool]) -> None:
     """Inputs in bfloat16 that are computed in float32; gradients are as wide as that where the plan says so."""
     ring = RingCase(_case(), "ring", "contiguous", grad_wire=grad_wire)
-    narrow = _share(2) * 2 // ELEMENT
+    narrow = _shard(2) * 2 // ELEMENT
     assert ranks(2).run(_sent, ring, torch.bfloat16, "fp32") == [(narrow, (2 + gradients) * narrow)] * 2
 
 
@@ -58,15 +58,15 @@ def test_rows_travel_as_narrow_as_they_came(grad_wire: str, gradients: int, rank
 def test_a_causal_contiguous_sequence_sends_half(schedule: str, ranks: Callable[[int], Pool]) -> None:
     sent = ranks(4).run(_sent, RingCase(_case(causal=True), schedule, "contiguous"))
     total = sum(forward for forward, _ in sent)
-    assert total == 6 * _share(4)  # of 12 pairs of ranks
+    assert total == 6 * _shard(4)  # of 12 pairs of ranks
     assert sent[3][0] == 0  # nobody comes after the last rank
 
 
 def test_a_causal_zigzag_gathers_no_row_that_is_masked(ranks: Callable[[int], Pool]) -> None:
     sent = ranks(4).run(_sent, RingCase(_case(causal=True), "all-gather", "zigzag"))
     # A rank sends its first half to the ranks after it and all to those before: 6 halves and 6 wholes.
-    assert sum(forward for forward, _ in sent) == 9 * _share(4)
-    assert sum(both for _, both in sent) == 3 * 9 * _share(4)
+    assert sum(forward for forward, _ in sent) == 9 * _shard(4)
+    assert sum(both for _, both in sent) == 3 * 9 * _shard(4)
 
 
 def test_ulysses_sends_what_others_compute(ranks: Callable[[int], Pool]) -> None:
@@ -91,7 +91,7 @@ def test_segments_within_a_rank_send_nothing(ranks: Callable[[int], Pool]) -> No
 def test_traffic_falls_by_the_rate(rate: int, schedule: str, ranks: Callable[[int], Pool]) -> None:
     pattern = pattern_of([8, LENGTH], [1, rate])
     sent = ranks(3).run(_sent, RingCase(_case(pattern=pattern), schedule, "contiguous"))
-    dense = 2 * _share(3)
+    dense = 2 * _shard(3)
     assert sent == [(dense // rate, 3 * dense // rate)] * 3
 
 
@@ -99,6 +99,6 @@ def test_only_ranks_that_share_a_segment_talk(ranks: Callable[[int], Pool]) -> N
     # Segments of 48 positions, ranks of 24: ranks 0 and 1 share one, ranks 2 and 3 another.
     pattern = pattern_of([24, 48], [1, 2])
     sent = ranks(4).run(_sent, RingCase(_case(causal=True, pattern=pattern), "ring", "contiguous"))
-    half = _share(4) // 2
+    half = _shard(4) // 2
     # Forward: the earlier of a pair sends its keys. Backward: again, and the later one sends their gradients back.
     assert sent == [(half, 2 * half), (0, half)] * 2

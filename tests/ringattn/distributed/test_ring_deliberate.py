@@ -1,4 +1,4 @@
-"""Faults put in on purpose where rows of lanes and heads are moved: the comparison with the oracle finds each."""
+"""Faults put in on purpose where rows of chunks and heads are moved: the comparison with the oracle finds each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_the_cases_are_right_without_a_fault(ranks: Callable[[int], Pool]) -> No
     assert faults_of(given, ranks(WORLD).run(rows_of, given)) == []
 
 
-@pytest.mark.parametrize("file", ["lane_rows", "ring_lanes", "ring", "head_exchange"])
+@pytest.mark.parametrize("file", ["chunk_rows", "ring_chunks", "ring", "head_exchange"])
 def test_each_fault_is_found(file: str, ranks: Callable[[int], Pool]) -> None:
     faults = [fault for fault in FAULTS if fault.place.startswith(f"{file}.")]
     assert len(faults) >= 10

@@ -57,7 +57,7 @@ def test_as_on_one_rank(world: int, schedule: str, spread: str, pattern: str, ra
 def test_whole_segments_beside_crossing_ones(
     batch: int, segment: int, length: int, spread: str, causal: bool, schedule: str, ranks: Callable[[int], Pool]
 ) -> None:
-    """One rank's rows are two whole segments or more, all of them one lane, while another rank's segments cross."""
+    """One rank's rows are two whole segments or more, all of them one chunk, while another rank's segments cross."""
     case = Case(length, 2, 2, 4, batch, pattern_of([segment], [1]), causal)
     assert ranks(3).run(check_exact, [RingCase(case, schedule, spread, ragged=length % 3 > 0)]) == [1] * 3
 
@@ -67,7 +67,7 @@ def test_whole_segments_beside_crossing_ones(
 def test_keys_of_minus_infinity_are_no_keys(
     schedule: str, kernel: str, dtype: torch.dtype, ranks: Callable[[int], Pool]
 ) -> None:
-    """The last share's keys at -inf gave 1.33 for 2.0 on flash-cpu, and NaN on math."""
+    """The last shard's keys at -inf gave 1.33 for 2.0 on flash-cpu, and NaN on math."""
     cases = [
         RingCase(Case(24, 4, 2, 4, 1, pattern, causal), schedule, spread)
         for causal, spread, pattern in (

@@ -1,4 +1,4 @@
-"""Layouts and lanes as numbers: who holds what, what must travel, and that ranks agree without asking."""
+"""Layouts and chunks as numbers: who holds what, what must travel, and that ranks agree without asking."""
 
 from __future__ import annotations
 
@@ -18,23 +18,15 @@ from ringattn.geometry.layout import (
     assemble,
     grouped,
     length_of,
-    no_share_reason,
+    no_shard_reason,
     positions,
     resolve_layout,
     shard,
-    shares,
+    shards_of,
 )
 from ringattn.geometry.pattern import head_offset_of
-from ringattn.geometry.ring_schedules import (
-    HeadRange,
-    Lane,
-    RingGeometry,
-    Transfer,
-    _carried,
-    _travelling,
-    affine_runs,
-    ring_geometry,
-)
+from ringattn.geometry.ring_geometry import HeadRange, RingGeometry, affine_runs, ring_geometry
+from ringattn.geometry.ring_schedules import Chunk, Transfer, _carried, _travelling
 
 LAYOUTS = st.sampled_from(("contiguous", "zigzag"))
 
@@ -52,7 +44,7 @@ def spreads(draw: st.DrawFn) -> tuple[str, int, int]:
 @given(spreads())
 def test_every_position_is_held_once(spread: tuple[str, int, int]) -> None:
     layout, total, world = spread
-    parts = shares(layout, total, world)
+    parts = shards_of(layout, total, world)
     held = torch.cat([positions(part) for part in parts])
     assert sorted(held.tolist()) == list(range(total))
     if total % world == 0:
@@ -65,7 +57,7 @@ def test_assemble_undoes_shard(spread: tuple[str, int, int], dim: int) -> None:
     shape = [2, 3, 4]
     shape[dim] = total
     x = torch.arange(torch.Size(shape).numel()).view(shape)
-    parts = shares(layout, total, world)
+    parts = shards_of(layout, total, world)
     pieces = [shard(x, part, dim) for part in parts]
     assert torch.equal(assemble(pieces, parts, dim), x)
     assert all(
@@ -96,9 +88,9 @@ def test_positions_are_of_a_whole_number(total: Any) -> None:
 
 
 @given(LAYOUTS, st.integers(1, 4), st.integers(1, 3), st.integers(1, 5))
-def test_neighbours_together_hold_a_share_of_a_smaller_world(layout: str, ring: int, degree: int, unit: int) -> None:
+def test_neighbours_together_hold_a_shard_of_a_smaller_world(layout: str, ring: int, degree: int, unit: int) -> None:
     total = 2 * ring * degree * unit
-    assert grouped(shares(layout, total, ring * degree), degree) == shares(layout, total, ring)
+    assert grouped(shards_of(layout, total, ring * degree), degree) == shards_of(layout, total, ring)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +107,7 @@ def test_neighbours_together_hold_a_share_of_a_smaller_world(layout: str, ring: 
 )
 def test_a_rank_without_positions_is_refused(layout: str, total: int, world: int, remedy: str) -> None:
     with pytest.raises(InputError) as error:
-        shares(layout, total, world)
+        shards_of(layout, total, world)
     positions = "1 position" if total == 1 else f"{total} positions"
     start = f"total_length is {total}: {layout} layout over {world} ranks would leave a rank nothing of {positions}; "
     assert str(error.value) == start + remedy
@@ -125,19 +117,19 @@ def test_what_a_refusal_names_would_do() -> None:
     """Every length and layout that it names holds, and no length between those is left out."""
     refused = 0
     for layout, world, total in product(("contiguous", "zigzag"), range(2, 9), range(1, 80)):
-        reason = no_share_reason(layout, total, world)
+        reason = no_shard_reason(layout, total, world)
         if not reason:
-            assert all(length_of(share) > 0 for share in shares(layout, total, world))
+            assert all(length_of(shard) > 0 for shard in shards_of(layout, total, world))
             continue
         refused += 1
         lengths = [int(n) for n in re.findall(r"\d+", reason.partition("; use ")[2].partition(" position")[0])]
         other = {"contiguous": "zigzag", "zigzag": "contiguous"}[layout]
-        assert (f"layout='{other}', which holds {total}" in reason) == (no_share_reason(other, total, world) == "")
+        assert (f"layout='{other}', which holds {total}" in reason) == (no_shard_reason(other, total, world) == "")
         assert total < lengths[-1]
-        assert all(no_share_reason(layout, n, world) == "" for n in lengths)
+        assert all(no_shard_reason(layout, n, world) == "" for n in lengths)
         nearer = range(lengths[0] + 1 if len(lengths) == 2 else 1, lengths[-1])
         assert total in nearer
-        assert all(no_share_reason(layout, n, world) for n in nearer)
+        assert all(no_shard_reason(layout, n, world) for n in nearer)
     assert refused > 50
 
 
@@ -162,23 +154,23 @@ def test_auto_is_what_the_profile_was_measured_for() -> None:
     assert resolve_layout("zigzag", Pattern(), True, ["contiguous"]) == "zigzag"
 
 
-# --- lanes and hops ----------------------------------------------------------------------------------------------
+# --- chunks and hops ----------------------------------------------------------------------------------------------
 
 
 def _geometries(
     pattern: Pattern, causal: bool, spread: tuple[str, int, int], heads: HeadRange, transport: str, groups: int
 ) -> list[RingGeometry]:
     layout, total, world = spread
-    parts = shares(layout, total, world)
+    parts = shards_of(layout, total, world)
     return [ring_geometry(pattern, causal, parts, me, 1, heads, transport, groups) for me in range(world)]
 
 
-settings_of_lanes = given(
+settings_of_chunks = given(
     patterns(), st.booleans(), spreads(), st.integers(1, 5), st.sampled_from(("ring", "all-gather")), st.integers(1, 3)
 )
 
 
-@settings_of_lanes
+@settings_of_chunks
 def test_what_one_rank_sends_another_receives_in_the_same_order(
     pattern: Pattern, causal: bool, spread: tuple[str, int, int], heads: int, transport: str, groups: int
 ) -> None:
@@ -195,15 +187,15 @@ def _by_pair(geometries: list[RingGeometry], step: int, kind: str) -> dict[tuple
     """(rank, peer) -> the messages between them in order: owner's rank, first row, rows, heads."""
     found: dict[tuple[int, int], list[tuple[int, ...]]] = {}
     for rank, geometry in enumerate(geometries):
-        for lane in geometry.lanes:
-            for hop in lane.hops:
+        for chunk in geometry.chunks:
+            for hop in chunk.hops:
                 for transfer in getattr(hop, kind) if hop.step == step else ():
-                    message = (lane.members[transfer.owner], transfer.begin, transfer.rows, lane.kv_heads)
-                    found.setdefault((rank, lane.members[transfer.peer]), []).append(message)
+                    message = (chunk.members[transfer.owner], transfer.begin, transfer.rows, chunk.kv_heads)
+                    found.setdefault((rank, chunk.members[transfer.peer]), []).append(message)
     return found
 
 
-@settings_of_lanes
+@settings_of_chunks
 def test_blocks_show_every_query_exactly_its_keys(
     pattern: Pattern, causal: bool, spread: tuple[str, int, int], heads: int, transport: str, groups: int
 ) -> None:
@@ -214,17 +206,17 @@ def test_blocks_show_every_query_exactly_its_keys(
         segments = [branch.segment for branch in pattern.resolved(total)]
         seen: dict[tuple[int, int, int, int], int] = {}
         for me, geometry in enumerate(geometries):
-            for lane in geometry.lanes:
-                _note_blocks(seen, me, lane, causal, geometries, segments)
+            for chunk in geometry.chunks:
+                _note_blocks(seen, me, chunk, causal, geometries, segments)
         expected = _expected_blocks(pattern, causal, total, window, geometries[0].local)
         assert seen == expected
 
 
-def _positions_of(lane: Lane, geometry: RingGeometry, segment: int) -> list[list[tuple[int, int]]]:
-    """Per head of the lane, in its order, the (head, global position) of each row."""
-    held = positions(geometry.share).tolist()
-    rows: list[list[tuple[int, int]]] = [[] for _ in range(lane.kv_heads)]
-    for call in lane.calls:
+def _positions_of(chunk: Chunk, geometry: RingGeometry, segment: int) -> list[list[tuple[int, int]]]:
+    """Per head of the chunk, in its order, the (head, global position) of each row."""
+    held = positions(geometry.shard).tolist()
+    rows: list[list[tuple[int, int]]] = [[] for _ in range(chunk.kv_heads)]
+    for call in chunk.calls:
         number = 0
         for run in call.runs:
             for j in range(run.count):
@@ -238,7 +230,7 @@ def _positions_of(lane: Lane, geometry: RingGeometry, segment: int) -> list[list
 def _note_blocks(
     seen: dict[tuple[int, int, int, int], int],
     me: int,
-    lane: Lane,
+    chunk: Chunk,
     causal: bool,
     geometries: list[RingGeometry],
     segments: list[int],
@@ -250,33 +242,33 @@ def _note_blocks(
                 if not diagonal or not causal or k <= q:
                     seen[branch, head, query, key] = seen.get((branch, head, query, key), 0) + 1
 
-    for segment in range(lane.segments):
-        for rows in _positions_of(lane, geometries[me], segment):
-            note(lane.branch, rows, rows, True)
-    for hop in lane.hops:
-        own = _positions_of(lane, geometries[me], 0)
-        for number in range(lane.kv_heads):
+    for segment in range(chunk.segments):
+        for rows in _positions_of(chunk, geometries[me], segment):
+            note(chunk.branch, rows, rows, True)
+    for hop in chunk.hops:
+        own = _positions_of(chunk, geometries[me], 0)
+        for number in range(chunk.kv_heads):
             keys: list[tuple[int, int]] = []
             for transfer in hop.receives:
-                there = _same_lane(lane, geometries, transfer, segments[lane.branch])
+                there = _same_chunk(chunk, geometries, transfer, segments[chunk.branch])
                 keys += there[number][transfer.begin : transfer.begin + transfer.rows]
             for q_begin, q_end, k_begin, k_end in hop.work:
-                note(lane.branch, own[number][q_begin:q_end], keys[k_begin:k_end], False)
+                note(chunk.branch, own[number][q_begin:q_end], keys[k_begin:k_end], False)
 
 
-def _same_lane(
-    lane: Lane, geometries: list[RingGeometry], transfer: Transfer, segment: int
+def _same_chunk(
+    chunk: Chunk, geometries: list[RingGeometry], transfer: Transfer, segment: int
 ) -> list[list[tuple[int, int]]]:
-    """The rows of the owner's lane that is the other side of this one: the same heads of the same segment."""
+    """The rows of the owner's chunk that is the other side of this one: the same heads of the same segment."""
 
-    def about(one: Lane, geometry: RingGeometry) -> tuple[int, int, set[int]]:
+    def about(one: Chunk, geometry: RingGeometry) -> tuple[int, int, set[int]]:
         rows = _positions_of(one, geometry, 0)
         return one.branch, rows[0][0][1] // segment, {row[0][0] for row in rows}
 
-    geometry = geometries[lane.members[transfer.owner]]
-    mine = about(lane, geometries[lane.members[lane.me]])
-    (other,) = [other for other in geometry.lanes if other.segments == 1 and about(other, geometry) == mine]
-    assert (other.members, other.spans) == (lane.members, lane.spans)
+    geometry = geometries[chunk.members[transfer.owner]]
+    mine = about(chunk, geometries[chunk.members[chunk.me]])
+    (other,) = [other for other in geometry.chunks if other.segments == 1 and about(other, geometry) == mine]
+    assert (other.members, other.spans) == (chunk.members, chunk.spans)
     return _positions_of(other, geometry, 0)
 
 
@@ -304,9 +296,9 @@ def test_zigzag_balances_causal_work(world: int, half: int, transport: str) -> N
     spread = ("zigzag", 2 * world * half, world)
     work = []
     for geometry in _geometries(Pattern(), True, spread, HeadRange(0, 1, 1), transport, 1):
-        (lane,) = geometry.lanes
-        blocks = [(r.q_end - r.q_begin) * (r.k_end - r.k_begin) for hop in lane.hops for r in hop.work]
-        work.append(lane.rows * (lane.rows + 1) / 2 + sum(blocks))
+        (chunk,) = geometry.chunks
+        blocks = [(r.q_end - r.q_begin) * (r.k_end - r.k_begin) for hop in chunk.hops for r in hop.work]
+        work.append(chunk.rows * (chunk.rows + 1) / 2 + sum(blocks))
     assert max(work) <= 1.05 * sum(work) / world
     total = spread[1]
     assert sum(work) == total * (total + 1) / 2  # nothing masked is computed
@@ -315,16 +307,16 @@ def test_zigzag_balances_causal_work(world: int, half: int, transport: str) -> N
 def test_no_buffer_of_the_ring_grows_with_the_world() -> None:
     for world in (2, 4, 8):
         for geometry in _geometries(Pattern(), True, ("zigzag", 64 * world, world), HeadRange(0, 1, 1), "ring", 1):
-            (lane,) = geometry.lanes
-            assert max(hop.rows for hop in lane.hops) <= 64
-            assert [hop.step for hop in lane.hops] == list(range(1, world))
+            (chunk,) = geometry.chunks
+            assert max(hop.rows for hop in chunk.hops) <= 64
+            assert [hop.step for hop in chunk.hops] == list(range(1, world))
 
 
 @pytest.mark.parametrize(("groups", "made"), [(1, [4]), (2, [2, 2]), (3, [1, 1, 2]), (9, [1, 1, 1, 1])])
 def test_head_groups_of_an_all_gather_travel_one_after_the_other(groups: int, made: list[int]) -> None:
     for geometry in _geometries(Pattern(), False, ("zigzag", 32, 2), HeadRange(0, 4, 4), "all-gather", groups):
-        assert [lane.kv_heads for lane in geometry.lanes] == made
-        assert [[hop.step for hop in lane.hops] for lane in geometry.lanes] == [[1 + n] for n in range(len(made))]
+        assert [chunk.kv_heads for chunk in geometry.chunks] == made
+        assert [[hop.step for hop in chunk.hops] for chunk in geometry.chunks] == [[1 + n] for n in range(len(made))]
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5)), min_size=1, max_size=12))
@@ -344,10 +336,10 @@ def test_the_rows_of_a_whole_journey_are_those_of_its_hops(
     layout: str, world: int, direction: int, causal: bool
 ) -> None:
     geometry = ring_geometry(
-        Pattern(()), causal, shares(layout, 12 * world + 1, world), 0, 1, HeadRange(0, 1, 1), "ring", 1
+        Pattern(()), causal, shards_of(layout, 12 * world + 1, world), 0, 1, HeadRange(0, 1, 1), "ring", 1
     )
-    for lane in geometry.lanes:
-        steps = range(1, len(lane.members))
-        carried = [_carried(lane, causal, direction, owner, step) for owner in range(world) for step in steps]
-        assert _travelling(lane, causal, direction) == sum(carried)
-    assert geometry.lanes
+    for chunk in geometry.chunks:
+        steps = range(1, len(chunk.members))
+        carried = [_carried(chunk, causal, direction, owner, step) for owner in range(world) for step in steps]
+        assert _travelling(chunk, causal, direction) == sum(carried)
+    assert geometry.chunks

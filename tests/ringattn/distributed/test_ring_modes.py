@@ -17,8 +17,8 @@ from ring_cases import RingCase, check_exact, run_ring
 
 import ringattn.distributed.ring_chunks
 from ringattn import RingAttention, Workload
-from ringattn.distributed.program import RingProgram, _Behind
-from ringattn.geometry.layout import shares
+from ringattn.distributed.program import RingProgram, _InFlight
+from ringattn.geometry.layout import shards_of
 from ringattn.kernels.contract import BoundKernel, KernelConfig
 from ringattn.kernels.registry import KERNELS
 from ringattn.planning.plan import Conditions, Plan
@@ -53,7 +53,7 @@ def test_kernels_are_told_all_that_is_fixed(monkeypatch: pytest.MonkeyPatch) -> 
     nothing = BoundKernel(lambda *rows: rows[:2], lambda *rows, grads=None: rows[:3])
     noting = replace(KERNELS["math"], load=lambda config: told.append(config) or nothing)
     monkeypatch.setitem(KERNELS, "math", noting)  # type: ignore[arg-type]
-    branch, parts = BranchTunables("math", "math"), shares("contiguous", 96, 2)
+    branch, parts = BranchTunables("math", "math"), shards_of("contiguous", 96, 2)
     for pattern, causals in (
         (DENSE, (True, False, True, False)),  # diagonal and full blocks, forward and backward
         (pattern_of([12, 36], [1, 2]), (True, False, True, False) * 2 + (True, True)),
@@ -63,7 +63,7 @@ def test_kernels_are_told_all_that_is_fixed(monkeypatch: pytest.MonkeyPatch) -> 
         branches = (branch,) * max(1, len(pattern.branches))
         tunables = Tunables("tf32", branches, schedule="ring", layout="contiguous", params=(("math.tile", 64),))
         plan = Plan(workload, tunables, False, Conditions(deterministic=True, layout="contiguous"))
-        rank: Any = SimpleNamespace(rank=1, size=2, report=None)
+        rank: Any = SimpleNamespace(rank=1, size=2)
         RingProgram(plan, 0.3, rank, parts, 1, rank)
         assert [config.causal for config in told] == list(causals)
         for config in told:
@@ -91,14 +91,14 @@ def _program(schedule: str, dtype: str = "fp32", compute: str = "fp32", **chosen
     """Of rank 0 of two, which has nobody to talk to."""
     workload = Workload("train", True, 48, 4, 4, dtype, world=2)
     tunables = Tunables(compute, (BranchTunables("math", "math"),), schedule=schedule, layout="zigzag", **chosen)
-    rank: Any = SimpleNamespace(rank=0, size=2, report=None)
-    return RingProgram(Plan(workload, tunables, False), 0.5, rank, shares("zigzag", 96, 2), 1, rank)
+    rank: Any = SimpleNamespace(rank=0, size=2)
+    return RingProgram(Plan(workload, tunables, False), 0.5, rank, shards_of("zigzag", 96, 2), 1, rank)
 
 
 def test_head_groups_are_those_of_the_plan() -> None:
     for groups in (0, 2):
         (ring,) = _program("all-gather", head_groups=groups)._rings
-        assert len(ring._geometry.lanes) == max(1, groups)
+        assert len(ring._geometry.chunks) == max(1, groups)
         assert len(_program("ulysses", head_groups=groups)._rings) == max(1, groups)
 
 
@@ -121,7 +121,7 @@ def test_what_travels_is_no_wider_than_it_has_to_be(
 @pytest.mark.parametrize(("groups", "most"), [(1, 1), (2, 3)])
 def test_few_results_are_on_their_way_home_at_once(groups: int, most: int) -> None:
     arrived: list[int] = []
-    behind = _Behind(groups, 1)
+    behind = _InFlight(groups, 1)
     for number in range(6):
         behind.make_room()
         behind.add(SimpleNamespace(wait=partial(arrived.append, number)))  # type: ignore[arg-type]
@@ -131,19 +131,19 @@ def test_few_results_are_on_their_way_home_at_once(groups: int, most: int) -> No
 
 
 def _most_kept(ring: RingCase) -> int:
-    """How many steps' keys and values a lane of this rank has at once."""
-    most, move_keys = 0, ringattn.distributed.ring_chunks.RunningLane.move_keys
+    """How many steps' keys and values a chunk of this rank has at once."""
+    most, move_keys = 0, ringattn.distributed.ring_chunks.RunningChunk.move_keys
 
-    def counting(lane: Any, *arguments: Any) -> None:
+    def counting(chunk: Any, *arguments: Any) -> None:
         nonlocal most
-        move_keys(lane, *arguments)
-        most = max(most, len(lane._brought) + (lane._own is not None))
+        move_keys(chunk, *arguments)
+        most = max(most, len(chunk._brought) + (chunk._own is not None))
 
-    ringattn.distributed.ring_chunks.RunningLane.move_keys = counting  # type: ignore[method-assign]
+    ringattn.distributed.ring_chunks.RunningChunk.move_keys = counting  # type: ignore[method-assign]
     try:
         check_exact([ring])
     finally:
-        ringattn.distributed.ring_chunks.RunningLane.move_keys = move_keys  # type: ignore[method-assign]
+        ringattn.distributed.ring_chunks.RunningChunk.move_keys = move_keys  # type: ignore[method-assign]
     return most
 
 
@@ -152,7 +152,7 @@ def test_a_ring_keeps_the_keys_of_two_steps_at_most(ranks: Callable[[int], Pool]
     assert ranks(4).run(_most_kept, RingCase(CAUSAL, "ring", "zigzag")) == [2] * 4
 
 
-def _lengths_with_equal_shares(schedule: str) -> None:
+def _lengths_with_equal_shards(schedule: str) -> None:
     """Rank 0 holds 5 positions of 10 and of 9."""
     rings = [RingCase(Case(n, 2, 2, 4, causal=True), schedule, "contiguous", ragged=True) for n in (10, 9, 10)]
     module = rings[0].module()
@@ -166,8 +166,8 @@ def _lengths_with_equal_shares(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["ring", "ulysses"])
-def test_a_share_may_belong_to_sequences_of_two_lengths(schedule: str, ranks: Callable[[int], Pool]) -> None:
-    ranks(2).run(_lengths_with_equal_shares, schedule)
+def test_a_shard_may_belong_to_sequences_of_two_lengths(schedule: str, ranks: Callable[[int], Pool]) -> None:
+    ranks(2).run(_lengths_with_equal_shards, schedule)
 
 
 def _in_autocast() -> None:

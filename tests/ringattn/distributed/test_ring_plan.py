@@ -10,7 +10,8 @@ from oracle import DENSE, cpu, pattern_of
 
 from ringattn import Pattern, Workload
 from ringattn.hardware.facts import HardwareFacts
-from ringattn.planning.plan import Conditions, heuristic_tunables, rejection_reasons
+from ringattn.planning.heuristic import heuristic_tunables
+from ringattn.planning.plan import Conditions, rejection_reasons
 from ringattn.profile.schema import Policy
 from ringattn.workload import BranchTunables, Tunables
 
@@ -80,7 +81,7 @@ def _tunables(**fields: Any) -> Tunables:
         ({"checkpoint": "none"}, _workload(), "checkpoint none: ring keeps nothing that it receives"),
         ({"grad_wire": "compute"}, _workload(), "grad_wire compute: bf16 is no wider than the inputs"),
         ({"exchange": "symmetric"}, _workload(), "exchange symmetric: ring exchanges no heads"),
-        ({"exchange": "symmetric"}, _workload(world=1), "exchange is for a sequence over several ranks"),
+        ({"exchange": "symmetric"}, _workload(world=1), "exchange symmetric is for a sequence over several ranks"),
         ({}, replace(_workload(), seq_len=1), "zigzag layout over 4 ranks would leave a rank nothing of 4 positions"),
         (
             {"layout": "contiguous"},

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import settings
 from pool import Pool
-from random_cases import faults_of, has_lane_of_whole_segments, rows_of, trials
+from random_cases import faults_of, has_chunk_of_whole_segments, rows_of, trials
 
 # Cases of each world: 60 in all, 500 where examples are to be many. With 2 ranks no segment crosses beside whole ones.
 THOROUGH = settings().max_examples >= 1000
@@ -30,7 +30,7 @@ def test_cases_follow_from_their_numbers() -> None:
 
 
 def test_what_the_cases_reach() -> None:
-    """Every schedule and layout, grouped heads, batches, unequal shares; and whole segments beside crossing ones."""
+    """Every schedule and layout, grouped heads, batches, unequal shards; and whole segments beside crossing ones."""
     given = [trial for world, count in COUNTS.items() for trial in trials(world, count)]
     rings = [trial.ring for trial in given]
     cases = [ring.case for ring in rings]
@@ -46,4 +46,4 @@ def test_what_the_cases_reach() -> None:
         [trial.dtype != "fp64" for trial in given],
     ):
         assert 0.1 < sum(reached) / len(given) < 0.9
-    assert sum(map(has_lane_of_whole_segments, given)) / len(given) > 0.08
+    assert sum(map(has_chunk_of_whole_segments, given)) / len(given) > 0.08

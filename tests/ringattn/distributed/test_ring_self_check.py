@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from faults import Told, assert_works, told_of
+from faults import Told, assert_works, group_to_break, told_of
 from oracle import Case, assert_equal_to, cpu, exact
 from pool import Pool
 from ring_cases import RingCase, run_ring
@@ -91,8 +91,8 @@ def test_wrong_on_all_ranks(ranks: Callable[[int], Pool], tmp_path: Path) -> Non
 
 
 def _forced(home: str) -> Told:
-    with _wrong_on((1,), home):
-        module = _module(backend="flash-cpu")
+    with _wrong_on((1,), home), group_to_break() as group:
+        module = _module(backend="flash-cpu", process_group=group)
         told = told_of(lambda: _train(module))
     assert_works()
     return told

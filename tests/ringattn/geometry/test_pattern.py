@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle import DENSE, pattern_of, patterns
 
-from ringattn.geometry.calls import Geometry, LayoutKey, PatternCache, build_geometry
+from ringattn.geometry.calls import Geometry, LayoutKey, build_geometry
 from ringattn.geometry.pattern import (
     branch_calls,
     head_offset_of,
@@ -246,32 +246,11 @@ def test_one_call_over_everything_needs_no_merge(
     assert build_geometry(LayoutKey(pattern, gathers, None, batch, length, 2, 2, folds)).direct is direct
 
 
-# --- the cache -----------------------------------------------------------------------------------------------------
+# --- views ---------------------------------------------------------------------------------------------------------
 
 
 def key_at(length: int) -> LayoutKey:
     return LayoutKey(pattern_of([4], [2]), ("view",), None, 1, length, 2, 2, True)
-
-
-def test_the_cache_keeps_what_was_used_last() -> None:
-    cache = PatternCache(capacity=3)
-    for length in (1, 2, 3):
-        cache.get(key_at(length))
-    kept = cache.get(key_at(1))
-    cache.get(key_at(4))  # 2 is the oldest now
-    assert (len(cache), cache.built) == (3, 4)
-    assert cache.get(key_at(1)) is kept
-    assert cache.built == 4
-    cache.get(key_at(2))
-    assert cache.built == 5
-    cache.clear()
-    assert len(cache) == 0
-
-
-def test_building_keeps_nothing() -> None:
-    cache = PatternCache()
-    assert cache.build(key_at(5)) is not cache.build(key_at(5))
-    assert (len(cache), cache.built) == (0, 2)
 
 
 def test_views_are_told_apart_by_strides_group_and_head_dim() -> None:

@@ -76,7 +76,7 @@ def test_dense_training_on_hopper_is_what_they_are_for(name: str) -> None:
     [
         ({"vendor": "cpu", "arch": "x86_64"}, "runs on NVIDIA GPUs only"),
         ({"arch": "sm_75"}, "or newer, this is sm_75"),
-        ({"dtype": "fp32"}, "no fp32; it has fp16 and bf16"),
+        ({"dtype": "fp32"}, "no fp32; it has fp16, bf16"),
         ({"dtype": "fp64"}, "no fp64"),
         ({"head_dim": 100}, "head_dim 100; it needs a multiple of 8 up to 256"),
         ({"head_dim": 264}, "head_dim 264"),

@@ -103,7 +103,7 @@ CALLS = {
     "unaligned rows": call(30, layout="wide_rows"),
     "negative scale": call(40, scale=-0.4),
     "scale of 0": call(20, scale=0.0),
-    "sections of lanes": call(20, 3, 3, blocks=2, limits={"_section": 4}),
+    "sections of pairs": call(20, 3, 3, blocks=2, limits={"_section": 4}),
     "rows far apart": call(40, limits={"_MAX_ROW_STRIDE": 0}),
     "half precision": call(20, 4, 2, head_dim=24, blocks=2, dtype=torch.float16),
     "half precision, full": call(24, keys=39, dtype=torch.float16, causal=False),

@@ -18,16 +18,9 @@ from ringattn.errors import KernelReason, PlanError
 from ringattn.geometry.calls import LayoutKey, build_geometry
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.kernels.registry import KERNELS
+from ringattn.planning.heuristic import Wishes, heuristic_tunables
 from ringattn.planning.launches import forward_gflop, launches
-from ringattn.planning.plan import (
-    Conditions,
-    Wishes,
-    build_plan,
-    fuses,
-    heuristic_tunables,
-    kernel_need,
-    rejection_reasons,
-)
+from ringattn.planning.plan import Conditions, build_plan, fuses, kernel_need, rejection_reasons
 from ringattn.profile.resolve import built_in_heuristic
 from ringattn.profile.schema import LaunchBound, Policy
 from ringattn.workload import BranchTunables, Pattern, Tunables, Workload, describe
@@ -101,7 +94,7 @@ REJECTED = [
     (asked(head_dim=160), chosen("flash"), A100, "branch 0 backward flash: its backward reads out of bounds"),
     (asked(causal=False, seq_len=4160), chosen("cudnn"), H100, "branch 0 backward cudnn: dq can be NaN on sm_90"),
     # mode
-    (asked(), chosen("cudnn+"), H100, "branch 0: a backward kernel is for training alone, this is train"),
+    (asked(), chosen("cudnn+"), H100, "branch 0: has no backward kernel, and this is train"),
     (asked(mode="infer"), chosen("cudnn"), H100, "branch 0: a backward kernel is for training alone, this is infer"),
     # dtype
     (asked(dtype="fp64"), chosen("math", dtype="fp32"), EPYC, "computes in fp32, but float64 inputs, and only they"),
@@ -116,7 +109,7 @@ REJECTED = [
     (asked(TWO), chosen("cudnn", "cudnn", window_tokens=8192), H100, "window_tokens 8192 is no shorter than the seq"),
     (asked(TWO), chosen("cudnn", "cudnn", window_tokens=2048), H100, "window_tokens 2048 is not a multiple of every"),
     (asked(), chosen("cudnn", window_tokens=2048), H100, "window_tokens 2048 is not a multiple of every segment"),
-    (asked(TWO), chosen("cudnn", "cudnn", pool_strategy="bucket"), H100, "pool_strategy matters only with a pool_th"),
+    (asked(TWO), chosen("cudnn", "cudnn", pool_strategy="bucket"), H100, "pool_strategy is of a pool alone"),
     (asked(), chosen("cudnn", pool_threshold_mib=1), H100, "pool_threshold_mib: a dense plan has no workspace"),
     (asked(), chosen("cudnn", pattern_cache=False), H100, "pattern_cache off: a dense plan has no pattern"),
     (asked(dtype="fp32"), chosen("math", dtype="fp32", compile=True), EPYC, "compile: a dense plan has no steps"),
@@ -276,7 +269,7 @@ def test_little_work_a_launch_runs_as_the_policy_says_for_it() -> None:
         return [(b.forward, b.backward, b.gather) for b in tunables.branches]
 
     assert plan(DENSE, 1024) == [("flash", "efficient", "view")]
-    assert plan(DENSE, 1024, "infer") == [("flash", "", "view")]
+    assert plan(DENSE, 1024, "infer") == [("cudnn", "", "view")]  # a call of torch's own function
     assert plan(DENSE, 1024, batch=2) == [("cudnn", "cudnn", "view")]
     assert plan(DENSE, 4096) == [("cudnn", "cudnn", "view")]
     assert plan(DENSE, 1024, dtype="fp64") == [("math", "math", "view")]

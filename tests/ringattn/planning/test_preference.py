@@ -11,7 +11,8 @@ from oracle import DENSE
 
 from ringattn import Profile, RingAttention, detect
 from ringattn.errors import InputError
-from ringattn.planning.plan import Origin, Wishes
+from ringattn.planning.heuristic import Wishes
+from ringattn.planning.plan import Origin
 from ringattn.planning.preference import Preference, by_preference
 from ringattn.planning.table import ModuleShape, build_table
 from ringattn.profile.schema import Choice, Fingerprint, PlanEntry, Policy

@@ -19,7 +19,8 @@ from ringattn import Profile, RingAttention
 from ringattn.errors import InputError, PlanError, ProfileError
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.planning import setup
-from ringattn.planning.plan import NO_WISHES, Conditions, Origin, Wishes
+from ringattn.planning.heuristic import NO_WISHES, Wishes
+from ringattn.planning.plan import Conditions, Origin
 from ringattn.planning.table import ModuleShape, PlanTable, Row, as_wished, build_table, fitted, probe_options
 from ringattn.profile.schema import Choice, Fingerprint, PlanEntry, Policy
 from ringattn.profile.yaml_io import save_profile

@@ -10,7 +10,7 @@ from machine_samples import EPYC, H100, gpu
 
 from ringattn.hardware.facts import HardwareFacts, detect
 from ringattn.kernels.registry import KERNELS
-from ringattn.planning.plan import heuristic_tunables
+from ringattn.planning.heuristic import heuristic_tunables
 from ringattn.profile.locations import collect, shipped_folder
 from ringattn.profile.resolve import resolve
 from ringattn.profile.schema import Policy

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import string
 from dataclasses import FrozenInstanceError, replace
+from typing import Any
 
 import pytest
 import yaml
@@ -28,18 +29,8 @@ from ringattn.profile.schema import (
     Provenance,
 )
 from ringattn.profile.yaml_io import dump_profile, parse_profile
-from ringattn.workload import (
-    CHECKPOINTS,
-    COMPUTE_DTYPES,
-    GATHERS,
-    INPUT_DTYPES,
-    POOL_STRATEGIES,
-    BranchTunables,
-    Pattern,
-    Tunables,
-    Workload,
-    not_narrower,
-)
+from ringattn.tunables import TABLE, Tunable
+from ringattn.workload import INPUT_DTYPES, BranchTunables, Pattern, Tunables, Workload, not_narrower
 
 names = st.text(st.sampled_from(string.ascii_lowercase + string.digits + ".-_"), min_size=1, max_size=12)
 positive = st.integers(1, 1 << 20)
@@ -59,22 +50,25 @@ def evidences(draw: st.DrawFn) -> Evidence:
     )
 
 
+def values_of(entry: Tunable) -> st.SearchStrategy[Any]:
+    """Everything that a plan may hold."""
+    if entry.allowed:
+        return st.sampled_from(entry.allowed)
+    if entry.least is None:
+        return names if entry.required else names | st.just(entry.plain)
+    integers = st.integers(entry.least, 1 << 20)
+    return integers | st.none() if entry.plain is None else integers
+
+
 @st.composite
 def choices(draw: st.DrawFn, branches: int) -> Choice:
     params = draw(st.dictionaries(text, st.integers(-9, 1 << 40) | st.booleans() | text, max_size=3))
+    of_a_branch = {entry.name: values_of(entry) for entry in TABLE.values() if entry.per_branch}
+    of_the_plan = {entry.name: values_of(entry) for entry in TABLE.values() if not entry.per_branch}
     tunables = Tunables(
-        dtype=draw(st.sampled_from(COMPUTE_DTYPES)),
-        branches=tuple(
-            BranchTunables(draw(names), draw(names | st.just("")), draw(st.sampled_from(GATHERS)))
-            for _ in range(branches)
-        ),
-        checkpoint=draw(st.sampled_from(CHECKPOINTS)),
-        window_tokens=draw(st.none() | positive),
-        pattern_cache=draw(st.booleans()),
-        pool_threshold_mib=draw(st.none() | st.integers(0, 4096)),
-        pool_strategy=draw(st.sampled_from(POOL_STRATEGIES)),
-        compile=draw(st.booleans()),
+        branches=tuple(BranchTunables(**draw(st.fixed_dictionaries(of_a_branch))) for _ in range(branches)),
         params=tuple(sorted(params.items())),
+        **draw(st.fixed_dictionaries(of_the_plan)),
     )
     return Choice(tunables, draw(st.none() | evidences()))
 

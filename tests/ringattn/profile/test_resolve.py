@@ -16,7 +16,7 @@ from ringattn.errors import ProfileError
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.profile import locations as profile_paths
 from ringattn.profile.locations import Located, Origin, collect, search_paths, shipped_folder, user_folder
-from ringattn.profile.resolve import Looked, arch_range, built_in_heuristic, resolve
+from ringattn.profile.resolve import TraceLine, arch_range, built_in_heuristic, resolve
 from ringattn.profile.schema import Fingerprint, Policy, Profile
 from ringattn.profile.yaml_io import save_profile
 from ringattn.workload import INPUT_DTYPES
@@ -176,7 +176,7 @@ def test_a_line_of_the_trace_knows_its_profile_also_when_it_was_pickled() -> Non
     ).trace
     again = pickle.loads(pickle.dumps(trace))  # noqa: S301
     assert again == trace
-    looked = [(line.path, line.origin) for line in again if isinstance(line, Looked)]
+    looked = [(line.path, line.origin) for line in again if isinstance(line, TraceLine)]
     assert looked[:2] == [("mine.yaml", "argument"), ("other.yaml", "user")]
 
 

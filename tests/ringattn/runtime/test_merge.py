@@ -15,7 +15,7 @@ from torch import Tensor
 from ringattn.distributed.chunk_rows import merge_block
 from ringattn.geometry.calls import Geometry, LayoutKey, PlacedCall, Window, build_geometry
 from ringattn.geometry.pattern import HeadRun
-from ringattn.runtime.merge import GradJob, GradPartial, Partial, Source, TorchOps
+from ringattn.runtime.merge import GradJob, GradPartial, Partial, TorchOps
 from ringattn.runtime.workspace import Lease
 
 OPS = TorchOps()
@@ -98,9 +98,7 @@ def test_gathered_rows_lie_side_by_side(case: Case, layout: str) -> None:
     lse = torch.randn(case.batch, case.heads, case.length, generator=generator)
     geometry = build_geometry(key_of(case, "copy"))
     for placed in geometry.windows[0].calls:
-        (rows, kv_rows), lse_rows = OPS.gather_backward(
-            geometry, placed, (Source(x, group), Source(kv, 1)), lse, group, lease()
-        )
+        (rows, kv_rows), lse_rows = OPS.gather_backward(geometry, placed, (x, kv), lse, lease())
         assert torch.equal(rows, rows_one_by_one(placed, x, group))
         assert torch.equal(kv_rows, rows_one_by_one(placed, kv, 1))
         assert rows.is_contiguous()
@@ -131,7 +129,7 @@ def test_merging_is_the_definition(gather: str, case: Case) -> None:
     lse = torch.full((case.batch, case.heads, case.length), torch.nan, dtype=torch.float64)
     partials = invented(geometry, case)
     for window, of_window in partials:
-        OPS.merge(geometry, window, of_window, out, lse, case.heads // case.kv_heads, lease())
+        OPS.merge(geometry, window, of_window, out, lse, lease())
     expected, expected_lse = merged_one_by_one(case, partials)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-12)
@@ -148,7 +146,7 @@ def test_sums_of_partial_gradients(gather: str, case: Case) -> None:
     )
     for window, of_window in invented(geometry, case):
         parts = [GradPartial(placed, out) for placed, out, _ in of_window]
-        OPS.scatter_sum(geometry, window, [GradJob(parts, grad, group)], lease())
+        OPS.scatter_sum(geometry, window, [GradJob(parts, grad)], lease())
         for placed, part in parts:
             add_one_by_one(placed, part, expected, group)
     torch.testing.assert_close(grad, expected, rtol=0, atol=1e-12)
@@ -171,10 +169,10 @@ def test_only_the_window_is_written(dtype: torch.dtype) -> None:
     partials = [Partial(placed, out.to(dtype), lse) for placed, out, lse in partials]
     out = torch.full((2, 21, 4, 3), 7.0, dtype=dtype)
     lse = torch.full((2, 4, 21), 7.0, dtype=torch.float64 if dtype is torch.float64 else torch.float32)
-    OPS.merge(geometry, window, partials, out, lse, 2, lease())
+    OPS.merge(geometry, window, partials, out, lse, lease())
     grad = torch.full((2, 21, 4, 3), 7.0, dtype=dtype)
     parts = [GradPartial(placed, part) for placed, part, _ in partials]
-    OPS.scatter_sum(geometry, window, [GradJob(parts, grad, 2)], lease())
+    OPS.scatter_sum(geometry, window, [GradJob(parts, grad)], lease())
     for x in (out, grad, lse.transpose(1, 2)):
         assert (x[:, :8] == 7).all()
         assert (x[:, 16:] == 7).all()
@@ -188,7 +186,7 @@ def test_lse_of_any_size_merge_without_overflow(size: float) -> None:
     ((window, partials),) = invented(geometry, case, torch.float32, size)
     out = torch.empty(1, 16, 2, 4)
     lse = torch.empty(1, 2, 16)
-    OPS.merge(geometry, window, partials, out, lse, 1, lease())
+    OPS.merge(geometry, window, partials, out, lse, lease())
     assert out.isfinite().all()
     assert lse.isfinite().all()
     assert out.abs().max() <= 1.01 * max(part.abs().max() for _, part, _ in partials)
@@ -200,7 +198,7 @@ def test_a_position_without_a_result_is_zero_and_minus_infinity() -> None:
     ((window, partials),) = invented(geometry, case)
     out = torch.full((1, 8, 1, 2), torch.nan, dtype=torch.float64)
     lse = torch.full((1, 1, 8), torch.nan, dtype=torch.float64)
-    OPS.merge(geometry, window, partials, out, lse, 1, lease())
+    OPS.merge(geometry, window, partials, out, lse, lease())
     assert lse[0, 0].isneginf().tolist() == [False, True, True, True] * 2
     assert (out[0, lse[0, 0].isneginf()] == 0).all()
 
@@ -217,13 +215,13 @@ def test_many_bfloat16_parts_are_added_in_float32() -> None:
         for placed, value in zip(window.calls, values, strict=True)
     ]
     grad = torch.empty(1, 4, 1, 1, dtype=torch.bfloat16)
-    OPS.scatter_sum(geometry, window, [GradJob(parts, grad, 1)], lease())
+    OPS.scatter_sum(geometry, window, [GradJob(parts, grad)], lease())
     assert (grad == 512).all()
     out = torch.empty_like(grad)
     lse = torch.empty(1, 1, 4)
     # equal weights of 1/257: the mean of the values, far below one bfloat16 step of each summand otherwise
     partials = [Partial(placed, part, torch.zeros(1, 1, 4)) for placed, part in parts]
-    OPS.merge(geometry, window, partials, out, lse, 1, lease())
+    OPS.merge(geometry, window, partials, out, lse, lease())
     torch.testing.assert_close(out.float(), torch.full((1, 4, 1, 1), 512 / 257), rtol=2**-8, atol=0)
     torch.testing.assert_close(lse, torch.full((1, 1, 4), 257.0).log())
 
@@ -256,7 +254,7 @@ def test_equal_values_stay_what_they_are_whatever_the_lse(size: float, window: i
     lse = torch.full((1, 2, 32), torch.nan)
     for each, partials in invented(geometry, case, torch.float32):
         equal = [Partial(placed, torch.full_like(x, 0.7).to(dtype), part + size) for placed, x, part in partials]
-        OPS.merge(geometry, each, equal, out, lse, 1, lease())
+        OPS.merge(geometry, each, equal, out, lse, lease())
     unit = 2.0**-8 if dtype is torch.bfloat16 else 4e-7
     torch.testing.assert_close(out, torch.full_like(out, 0.7), rtol=unit, atol=0)
     assert lse.isfinite().all()
@@ -295,7 +293,7 @@ def test_what_is_not_a_number_stays_so(bad: float) -> None:
     placed, part, lse = partials[1]
     partials[1] = Partial(placed, torch.full_like(part, torch.nan), torch.full_like(lse, bad))
     out, lse = torch.zeros(1, 4, 1, 2), torch.zeros(1, 1, 4)
-    OPS.merge(geometry, window, partials, out, lse, 1, lease())
+    OPS.merge(geometry, window, partials, out, lse, lease())
     assert out.isnan().all()
     assert not lse.isfinite().any()
 
@@ -314,7 +312,7 @@ def test_a_part_that_has_nothing_somewhere_is_nothing_there() -> None:
         thinned.append(Partial(placed, out.masked_fill(lse.isneginf().transpose(1, 2)[..., None], 0.0), lse))
     out = torch.full((2, 8, 2, 3), torch.nan, dtype=torch.float64)
     lse = torch.full((2, 2, 8), torch.nan, dtype=torch.float64)
-    OPS.merge(geometry, window, thinned, out, lse, 2, lease())
+    OPS.merge(geometry, window, thinned, out, lse, lease())
     expected, expected_lse = merged_one_by_one(case, [(window, thinned)])
     assert lse.isneginf().any()
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)

@@ -34,7 +34,7 @@ from ringattn.runtime.fused_layout import (
     slot_layouts,
     word,
 )
-from ringattn.runtime.merge import GradJob, GradPartial, Partial, Source, TorchOps
+from ringattn.runtime.merge import GradJob, GradPartial, Partial, TorchOps
 from ringattn.runtime.program import Program
 from ringattn.workload import BranchTunables, Pattern, Tunables, Workload
 
@@ -73,7 +73,7 @@ def test_a_value_that_does_not_fit_is_a_bug() -> None:
 
 
 def test_strides_of_single_elements_count_for_nothing() -> None:
-    assert Strides.of((1, 5, 1, 8), (7, 16, 3, 1)) == (0, 16, 0)
+    assert Strides.of(torch.empty_strided((1, 5, 1, 8), (7, 16, 3, 1))) == (0, 16, 0)
     far, near = Strides(2**59, 2**25, 2**33).words()
     assert fields(far, FAR_BITS) == [2**59]
     assert fields(near, ROW_STRIDE_BITS, HEAD_STRIDE_BITS) == [2**25, 2**33]
@@ -186,12 +186,12 @@ def test_what_a_gpu_would_run(step: str) -> None:
     lse = torch.zeros(1, 8, 8192)
     (window,) = check.geometry.windows
     if step == "gather":
-        ops.gather_backward(check.geometry, window.calls[-1], [Source(q, 1)] * 5, lse, 1, check.lease)
+        ops.gather_backward(check.geometry, window.calls[-1], [q] * 5, lse, check.lease)
     elif step == "merge":
         partials = [check.partial(placed) for placed in window.calls]
-        ops.merge(check.geometry, window, partials, q, lse, 1, check.lease)
+        ops.merge(check.geometry, window, partials, q, lse, check.lease)
     else:
-        jobs = [GradJob([check.grad(window, placed, q, 1) for placed in window.calls], q, 1)] * 3
+        jobs = [GradJob([check.grad(window, placed, q, 1) for placed in window.calls], q)] * 3
         ops.scatter_sum(check.geometry, window, jobs, check.lease)
     ((kernel, launch, args),) = launches
     compiled = compiled_for_sm_90(kernel, (*args, *launch.scalars, *launch.constants.values()))
@@ -319,7 +319,7 @@ def test_rows_beyond_two_to_the_31_elements() -> None:
     q = torch.arange(length, device="cuda").remainder_(64).to(torch.bfloat16)[None, :, None, None]
     q = q.expand(1, length, heads, head_dim).contiguous()
     for placed in dilated:
-        (rows,) = ops.gather(check.geometry, placed, [Source(q, 1)], check.lease)
+        (rows,) = ops.gather(check.geometry, placed, [q], check.lease)
         for j in (0, heads - 1):
             first = placed.call.start + j % 64
             at = torch.arange(placed.call.segments, device="cuda")[:, None] * placed.call.length + first
@@ -333,7 +333,7 @@ def test_rows_beyond_two_to_the_31_elements() -> None:
         return torch.full((call.segments, call.rows, heads, head_dim), value, dtype=torch.bfloat16, device="cuda")
 
     total = torch.full_like(q, torch.nan)
-    jobs = [GradJob([GradPartial(dense, q), *(GradPartial(p, part(p, 3.0)) for p in dilated)], total, 1)]
+    jobs = [GradJob([GradPartial(dense, q), *(GradPartial(p, part(p, 3.0)) for p in dilated)], total)]
     ops.scatter_sum(check.geometry, window, jobs, check.lease)
     seen = torch.arange(length, device="cuda")[:, None] % 2**16 % 64 == torch.arange(heads, device="cuda") % 64
     for column in (0, -1):
@@ -342,7 +342,7 @@ def test_rows_beyond_two_to_the_31_elements() -> None:
     del jobs
     partials = [Partial(p, q if p is dense else part(p, 3.0), lse_of(p, heads)) for p in window.calls]
     lse = torch.full((1, heads, length), torch.nan, device="cuda")
-    ops.merge(check.geometry, window, partials, total, lse, 1, check.lease)
+    ops.merge(check.geometry, window, partials, total, lse, check.lease)
     for column in (0, -1):
         mean = torch.where(seen, (q[0, :, :, column].float() + 3) / 2, q[0, :, :, column].float())
         torch.testing.assert_close(total[0, :, :, column].float(), mean, rtol=2**-8, atol=1e-5)
@@ -363,11 +363,11 @@ def test_a_graph_replays_every_step() -> None:
     q, lse_in = check.random(1, 3000, 8, 64), torch.randn(1, 8, 3000, device="cuda")
     partials = [check.partial(placed) for placed in window.calls]
     out, lse, grad = torch.empty_like(q), torch.empty_like(lse_in), torch.empty_like(q)
-    job = GradJob([GradPartial(placed, x) for placed, x, _ in partials], grad, 2)
+    job = GradJob([GradPartial(placed, x) for placed, x, _ in partials], grad)
 
     def steps() -> list[Tensor]:
-        rows, lse_rows = ops.gather_backward(check.geometry, copied, [Source(q, 2)], lse_in, 2, check.lease)
-        ops.merge(check.geometry, window, partials, out, lse, 2, check.lease)
+        rows, lse_rows = ops.gather_backward(check.geometry, copied, [q], lse_in, check.lease)
+        ops.merge(check.geometry, window, partials, out, lse, check.lease)
         ops.scatter_sum(check.geometry, window, [job], check.lease)
         return [*rows, lse_rows, out, lse, grad]
 

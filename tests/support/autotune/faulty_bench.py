@@ -31,31 +31,31 @@ class FaultyBench:
         ms = self._obey(kernel)
         return Checked(ms, 1e-3, 1000, ms, float(os.getpid()))
 
-    def prove(self, workload: Workload, tunables: Tunables, phase: Phase, part: tuple[int, int] = (0, 1)) -> Proven:
+    def validate(self, workload: Workload, tunables: Tunables, phase: Phase, part: tuple[int, int] = (0, 1)) -> Proven:
         phase("candidate")
         return Proven(self._obey(tunables.branches[0].forward))
 
     def first_call(self, workload: Workload, tunables: Tunables) -> Proven:
         return Proven(self._obey(tunables.branches[0].forward))
 
-    def obey(self, workload: Workload, profile_path: str) -> Tunables:
+    def run_profile(self, workload: Workload, profile_path: str) -> Tunables:
         raise NotImplementedError
 
     def sample(self, workload: Workload, tunables: Tunables) -> Sample:
         if tunables.branches[0].forward == "who-else":
-            return Sample(1.0, float(self.beside))
+            return Sample(1.0, float(self.pool_processes))
         return Sample(self._obey(tunables.branches[0].forward), 10.0)
 
-    def begin_block(self, beside: int = 0) -> None:
-        self.beside = beside
+    def begin_block(self, pool_processes: int = 0) -> None:
+        self.pool_processes = pool_processes
 
     def end_block(self) -> tuple[Interference, ...]:
         return ()
 
-    def blind_spots(self) -> tuple[str, ...]:
+    def unmonitored(self) -> tuple[str, ...]:
         return ("nothing is watched here",)
 
-    def forget(self) -> None:
+    def release_all(self) -> None:
         self.forgotten += 1
 
     def _obey(self, kernel: str) -> float:
@@ -125,7 +125,7 @@ class ProvingInParts(FaultyBench):
         if "NO_DEVICE" in os.environ:
             raise DeviceError("all of its slots are taken")
 
-    def prove(self, workload: Workload, tunables: Tunables, phase: Phase, part: tuple[int, int] = (0, 1)) -> Proven:
+    def validate(self, workload: Workload, tunables: Tunables, phase: Phase, part: tuple[int, int] = (0, 1)) -> Proven:
         if self._lacks_memory:
             raise RuntimeError("CUDA out of memory. Tried to allocate 80.00 GiB")
         if str(part[0]) == self._wrong:
@@ -152,8 +152,8 @@ class Crowded(FaultyBench):
             raise RuntimeError("CUDA out of memory. Tried to allocate 32.00 GiB")
         return super().check(workload, tunables, phase, pace_ms)
 
-    def prove(self, workload: Workload, tunables: Tunables, phase: Phase, part: tuple[int, int] = (0, 1)) -> Proven:
-        if part[0] == 0 and self._refusals < 2:  # the second attempt of a worker is beside helpers as the first
+    def validate(self, workload: Workload, tunables: Tunables, phase: Phase, part: tuple[int, int] = (0, 1)) -> Proven:
+        if part[0] == 0 and self._refusals < 2:  # the second attempt of a worker is beside the pool, as the first
             self._refusals += 1
             raise RuntimeError("CUDA out of memory. Tried to allocate 32.00 GiB")
         return Proven(0.0)

@@ -18,8 +18,8 @@ class FaultyRankBench(FaultyBench):
 
     def __init__(self, settings: BenchSettings) -> None:
         super().__init__(settings)
-        assert settings.meeting is not None
-        self.rank = settings.meeting.rank
+        assert settings.rendezvous is not None
+        self.rank = settings.rendezvous.rank
 
     def links(self) -> LinkReading:
         return LinkReading(0.01 * (1 + self.rank), 1e-5)

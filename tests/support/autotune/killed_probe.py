@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from machines import edge_of, row_of
+from machines import environment_of, row_of
 
 from autotune.measure.evaluator import Block, Checked, Evaluator, Fault
 from autotune.measure.simulated import QUIET, ReplayEvaluator, SimulatedClock
 from autotune.outcome import TrialOutcome
 from autotune.probe import tuning
 from autotune.probe.output import writer as emit
-from autotune.probe.request import ProbeRequest, SilentObserver
+from autotune.probe.request import ProbeObserver, ProbeRequest
 from autotune.space.space import candidate_key
 from ringattn.profile.schema import Profile
 from ringattn.profile.yaml_io import save_profile
@@ -48,7 +48,7 @@ def _run(path: Path, parent: Connection) -> None:
         parent.send(event)
         parent.recv()
 
-    class Telling(ReplayEvaluator):
+    class SearchObserver(ReplayEvaluator):
         def check(
             self, cell: Workload, candidate: Tunables, *, timeout_s: float, pace_ms: float | None = None
         ) -> Checked | Fault:
@@ -63,7 +63,7 @@ def _run(path: Path, parent: Connection) -> None:
             time.sleep(CALL_S)
             return super().block(cell, order, timeout_s=timeout_s)
 
-    class Observer(SilentObserver):
+    class Observer(ProbeObserver):
         def trial(self, cell: Workload, candidate: str, outcome: TrialOutcome) -> None:
             say("told", str(cell), outcome.stage, candidate)
 
@@ -78,10 +78,12 @@ def _run(path: Path, parent: Connection) -> None:
     clock = SimulatedClock()
 
     def evaluator(*_: object) -> Evaluator:
-        return Telling(row_of(truth), clock, 0, QUIET)
+        return SearchObserver(row_of(truth), clock, 0, QUIET)
 
-    edge = edge_of(path.parent, lambda: evaluator(), clock)
-    tuning.run_probe(ProbeRequest(output=path, effort="quick", seq_lens=(4096,), modes=("train",)), Observer(), edge)
+    environment = environment_of(path.parent, lambda: evaluator(), clock)
+    tuning.run_probe(
+        ProbeRequest(output=path, effort="quick", seq_lens=(4096,), modes=("train",)), Observer(), environment
+    )
     say("finished")
 
 

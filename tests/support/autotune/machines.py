@@ -1,4 +1,4 @@
-"""Machines that exist only in tests: what they refuse, how fast their plans are, and a probe's edge around them."""
+"""Machines that exist only in tests: what they refuse, how fast plans are, and a probe's environment around them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from autotune.journal.store import Store
 from autotune.measure.evaluator import Checked, Evaluator, Fault
 from autotune.measure.simulated import QUIET, ReplayEvaluator, Row, SimulatedClock, Trouble
-from autotune.probe.environment import Edge
+from autotune.probe.environment import Environment
 from autotune.probe.request import ProbeRequest
 from autotune.search.budget import EFFORTS, Budget, Deadline, EffortPreset
 from autotune.search.choose import distance
@@ -196,19 +196,19 @@ def by_kernels(**log_times: float) -> Truth:
     return truth
 
 
-def edge_of(
+def environment_of(
     tmp_path: Path,
     evaluator: Callable[[], Evaluator],
     clock: SimulatedClock,
     machine: Machine | None = None,
     facts: HardwareFacts = FACTS,
-) -> Edge:
+) -> Environment:
     """A probe's surroundings: an invented machine, folders of the test's own."""
 
     def factory(facts: HardwareFacts, request: ProbeRequest, preset: EffortPreset) -> Evaluator:
         return evaluator()
 
-    return Edge(
+    return Environment(
         facts=facts,
         machine=machine or invented(("flash-cpu", "math")),
         policy=POLICY,

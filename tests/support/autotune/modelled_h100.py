@@ -15,11 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from machines import H100, edge_of
+from machines import H100, environment_of
 
 from autotune.measure.evaluator import Block, Checked, Fault, Sample
 from autotune.measure.simulated import ReplayEvaluator, Row, SimulatedClock, Trouble
-from autotune.probe.environment import Edge
+from autotune.probe.environment import Environment
 from autotune.space.space import machine_of
 from ringattn.profile.yaml_io import load_profile
 from ringattn.workload import Branch, BranchTunables, Tunables, Workload
@@ -107,7 +107,7 @@ class ModelledH100(ReplayEvaluator):
     ``host_slowness`` is of one process: two of them on one machine differed by a factor of two.
     """
 
-    provers = 9
+    validation_workers = 9
     host_slowness = 2.5
 
     def check(
@@ -136,7 +136,7 @@ def row_of_plan(slowness: float, cell: Workload, plan: Tunables) -> Row:
     return Row(plan, (ms,), Checked(ms, 0.002, peak, ms + 2.0, slowness * host_us(cell, plan)))
 
 
-def modelled_edge(folder: Path, seed: int, host_slowness: float) -> Edge:
+def modelled_environment(folder: Path, seed: int, host_slowness: float) -> Environment:
     """The surroundings of one probe of it."""
     clock = SimulatedClock()
     evaluator = ModelledH100(
@@ -151,4 +151,4 @@ def modelled_edge(folder: Path, seed: int, host_slowness: float) -> Edge:
     machine = replace(machine_of(FACTS), just_in_time=frozenset())  # first calls are not modelled
     policy = load_profile(SM_90).policy
     assert policy is not None
-    return replace(edge_of(folder, lambda: evaluator, clock, machine=machine, facts=FACTS), policy=policy)
+    return replace(environment_of(folder, lambda: evaluator, clock, machine=machine, facts=FACTS), policy=policy)

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from machines import edge_of, row_of
+from machines import environment_of, row_of
 
 from autotune.measure.evaluator import Block
 from autotune.measure.simulated import QUIET, ReplayEvaluator, SimulatedClock, Trouble
 from autotune.outcome import TrialOutcome
-from autotune.probe.environment import Edge
-from autotune.probe.request import ProbeRequest, SilentObserver
+from autotune.probe.environment import Environment
+from autotune.probe.request import ProbeObserver, ProbeRequest
 from ringattn.profile.schema import Profile
 from ringattn.workload import Tunables, Workload
 
@@ -37,7 +37,7 @@ class Machine:
         self.trouble = trouble
         self.made: list[ReplayEvaluator] = []
         self.interrupt_after: int | None = None
-        self.edge: Edge = edge_of(tmp_path, self._evaluator, self.clock)
+        self.environment: Environment = environment_of(tmp_path, self._evaluator, self.clock)
 
     def _evaluator(self) -> ReplayEvaluator:
         def log_ratio(cell: Workload, tunables: Tunables) -> float:
@@ -62,7 +62,7 @@ class Interrupting(ReplayEvaluator):
         return super().block(cell, order, timeout_s=timeout_s)
 
 
-class Watching(SilentObserver):
+class Watching(ProbeObserver):
     def __init__(self) -> None:
         self.cells: list[Workload] = []
         self.trials: list[tuple[Workload, str, TrialOutcome]] = []
@@ -96,6 +96,6 @@ def winners(profile: Profile) -> dict[str, str]:
     return {str(e.workload): e.choice.tunables.branches[0].forward for e in profile.plans if e.choice is not None}
 
 
-class Unfinished(SilentObserver):
+class Unfinished(ProbeObserver):
     def finished(self, result: object) -> None:
         raise AssertionError("nothing was measured")

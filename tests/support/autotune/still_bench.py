@@ -30,7 +30,7 @@ class StillBench(DeviceBench):
         return replace(super().check(workload, tunables, phase, None), call_ms=self._ms(tunables), host_us=10.0)
 
     def sample(self, workload: Workload, tunables: Tunables) -> Sample:
-        self._peers.meet()
+        self._peers.barrier()
         return Sample(self._ms(tunables), 10.0)
 
     def end_block(self) -> tuple[Interference, ...]:

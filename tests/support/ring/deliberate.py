@@ -13,11 +13,9 @@ from oracle import DENSE, Case, pattern_of
 from random_cases import Rows, Trial, rows_of
 from ring_cases import RingCase
 
-from ringattn.distributed import chunk_rows as lane_rows
-from ringattn.distributed import head_exchange, ring
-from ringattn.distributed import ring_chunks as ring_lanes
+from ringattn.distributed import chunk_rows, head_exchange, ring, ring_chunks
 
-_MODULES = {"lane_rows": lane_rows, "ring_lanes": ring_lanes, "ring": ring, "head_exchange": head_exchange}
+_MODULES = {"chunk_rows": chunk_rows, "ring_chunks": ring_chunks, "ring": ring, "head_exchange": head_exchange}
 
 
 def _trial(*ring: Any, **more: Any) -> Trial:
@@ -68,81 +66,83 @@ class Fault(NamedTuple):
 
 
 FAULTS = [
-    # lane_rows
+    # chunk_rows
     Fault(
-        "lane_rows.lse_of_all",
+        "chunk_rows.lse_of_all",
         ".transpose(1, 2).flatten(2)",
-        ".reshape(lse.shape[0] // lane.segments, lse.shape[1], -1)",
+        ".reshape(lse.shape[0] // chunk.segments, lse.shape[1], -1)",
         "whole",
     ),
-    Fault("lane_rows.gather_lse", "return lse_BHS.contiguous()", "return lse_BHS.flip(1).contiguous()", "dense"),
+    Fault("chunk_rows.gather_lse", "return lse_BHS.contiguous()", "return lse_BHS.flip(1).contiguous()", "dense"),
     Fault(
-        "lane_rows.set_rows",
-        "in _lse_pairs(lse_BHS, lse, lane, group)",
-        "in list(_lse_pairs(lse_BHS, lse, lane, group))[:-1]",
+        "chunk_rows.set_rows",
+        "in _lse_pairs(lse_BHS, lse, chunk, group)",
+        "in list(_lse_pairs(lse_BHS, lse, chunk, group))[:-1]",
         "whole",
     ),
-    Fault("lane_rows.set_rows", "there.copy_(here)\n    for", "there.copy_(here.flip(2))\n    for", "whole"),
-    Fault("lane_rows.add_rows", "there.add_(here)", "there.copy_(here)", "several"),
-    Fault("lane_rows.merge_block", "both = kept + added", "both = torch.maximum(kept, added)", "dense"),
-    Fault("lane_rows.merge_block", "torch.exp(part_lse - peak)", "torch.exp(total_lse - peak)", "dense"),
-    Fault("lane_rows.merge_block", "part.to(total.dtype)", "part.bfloat16().to(total.dtype)", "dense"),
-    Fault("lane_rows._in_place", "run.first * group, run.count", "0, run.count", "whole, groups"),
-    Fault("lane_rows._in_place", "narrow(1, call.start,", "narrow(1, 0,", "whole"),
-    Fault("lane_rows._lse_pairs", ".movedim(4, 2)", ".flip(4).movedim(4, 2)", "whole"),
-    Fault("lane_rows._parts", "head += run.count * group", "head += run.count", "grid"),
-    Fault("lane_rows._parts", "row += call.rows", "row += 0", "several"),
-    # ring_lanes
-    Fault("ring_lanes.ForwardLane.work", "lse.transpose(1, 2))", "lse.transpose(1, 2).flip(1))", "dense"),
-    Fault("ring_lanes.ForwardLane.diagonal", "wide = accumulator_dtype(out.dtype)", "wide = torch.bfloat16", "dense"),
+    Fault("chunk_rows.set_rows", "there.copy_(here)\n    for", "there.copy_(here.flip(2))\n    for", "whole"),
+    Fault("chunk_rows.add_rows", "there.add_(here)", "there.copy_(here)", "several"),
+    Fault("chunk_rows.merge_block", "both = kept + added", "both = torch.maximum(kept, added)", "dense"),
+    Fault("chunk_rows.merge_block", "torch.exp(part_lse - peak)", "torch.exp(total_lse - peak)", "dense"),
+    Fault("chunk_rows.merge_block", "part.to(total.dtype)", "part.bfloat16().to(total.dtype)", "dense"),
+    Fault("chunk_rows._in_place", "run.first * group, run.count", "0, run.count", "whole, groups"),
+    Fault("chunk_rows._in_place", "narrow(1, call.start,", "narrow(1, 0,", "whole"),
+    Fault("chunk_rows._lse_pairs", ".movedim(4, 2)", ".flip(4).movedim(4, 2)", "whole"),
+    Fault("chunk_rows._parts", "head += run.count * group", "head += run.count", "grid"),
+    Fault("chunk_rows._parts", "row += call.rows", "row += 0", "several"),
+    # ring_chunks
+    Fault("ring_chunks.ForwardChunk.work", "lse.transpose(1, 2))", "lse.transpose(1, 2).flip(1))", "dense"),
+    Fault("ring_chunks.ForwardChunk.diagonal", "wide = accumulator_dtype(out.dtype)", "wide = torch.bfloat16", "dense"),
     Fault(
-        "ring_lanes.RunningLane.arrived",
+        "ring_chunks.RunningChunk.arrived",
         "rows[:, :, :heads], rows[:, :, heads:]",
         "rows[:, :, heads:], rows[:, :, :heads]",
         "dense",
     ),
     Fault(
-        "ring_lanes.RunningLane.move_keys",
+        "ring_chunks.RunningChunk.move_keys",
         "transfer.begin : transfer.begin + transfer.rows]",
         "-transfer.rows:]",
         "dense",
     ),
     Fault(
-        "ring_lanes.RunningLane._receive_into", "target.copy_(part)", "target.copy_(part.flip(1))", "dense, gathered"
+        "ring_chunks.RunningChunk._receive_into", "target.copy_(part)", "target.copy_(part.flip(1))", "dense, gathered"
     ),
-    Fault("ring_lanes.BackwardLane._block", "add_(dq)", "add_(dq, alpha=2)", "dense"),
+    Fault("ring_chunks.BackwardChunk._block", "add_(dq)", "add_(dq, alpha=2)", "dense"),
     Fault(
-        "ring_lanes.BackwardLane._block",
+        "ring_chunks.BackwardChunk._block",
         "self.rows_lse[:, :, queries]",
         "self.rows_lse.roll(1, 2)[:, :, queries]",
         "dense",
     ),
-    Fault("ring_lanes.BackwardLane._block", "torch.cat((dk, dv), 2)", "torch.cat((dv, dk), 2)", "dense"),
+    Fault("ring_chunks.BackwardChunk._block", "torch.cat((dk, dv), 2)", "torch.cat((dv, dk), 2)", "dense"),
     Fault(
-        "ring_lanes.BackwardLane._add_home",
+        "ring_chunks.BackwardChunk._add_home",
         "slice(transfer.begin, transfer.begin + transfer.rows)",
         "slice(transfer.rows)",
         "dense, gathered",
     ),
-    Fault("ring_lanes.BackwardLane._add_home", "self.grads[1][:, rows].add_", "self.grads[1][:, rows].copy_", "dense"),
     Fault(
-        "ring_lanes.BackwardLane.move_grads",
+        "ring_chunks.BackwardChunk._add_home", "self.grads[1][:, rows].add_", "self.grads[1][:, rows].copy_", "dense"
+    ),
+    Fault(
+        "ring_chunks.BackwardChunk.move_grads",
         "transfer.at : transfer.at + transfer.rows]",
         ": transfer.rows]",
         "several",
     ),
-    Fault("ring_lanes.BackwardLane.diagonal", "accumulator_dtype(self.setting.dtype)", "torch.float16", "dense"),
+    Fault("ring_chunks.BackwardChunk.diagonal", "accumulator_dtype(self.setting.dtype)", "torch.float16", "dense"),
     # ring
     Fault("ring.Ring._assemble", "-torch.inf", "0.0", "several"),
     Fault("ring.Ring._assemble", "own_copy(local[0], wide)", "torch.zeros_like(q, dtype=wide)", "staying"),
-    Fault("ring.Ring._assemble_grads", "lane.group if number == 0 else 1", "1", "several"),
+    Fault("ring.Ring._assemble_grads", "chunk.group if number == 0 else 1", "1", "several"),
     Fault("ring.Ring._assemble_grads", "total = own_copy(", "total = 2 * own_copy(", "staying"),
-    Fault("ring.Ring._assemble_grads", "lanes[0].summed()[number].to", "lanes[0].summed()[min(number, 1)].to", "dense"),
-    Fault("ring._backward_rows_of", "gather_rows(out, lane, group)", "gather_rows(dout, lane, group)", "dense"),
-    Fault("ring._rows_of", "gather_rows(v, lane, 1)", "gather_rows(k, lane, 1)", "dense"),
+    Fault("ring.Ring._assemble_grads", "chunks[0].grads[number].to", "chunks[0].grads[min(number, 1)].to", "dense"),
+    Fault("ring._backward_rows_of", "gather_rows(out, chunk, group)", "gather_rows(dout, chunk, group)", "dense"),
+    Fault("ring._rows_of", "gather_rows(v, chunk, 1)", "gather_rows(k, chunk, 1)", "dense"),
     Fault("ring._converted", "v.to(dtype)", "v.bfloat16().to(dtype)", "dense"),
-    Fault("ring._Journey.finish", "grads_of=step - 1)", "grads_of=None)", "dense"),
-    Fault("ring._Journey.finish", "grads_of=steps)", "grads_of=None)", "dense"),
+    Fault("ring.Ring._start", "grads_of=step - 1)", "grads_of=None)", "dense"),
+    Fault("ring.Ring._start", "grads_of=steps)", "grads_of=None)", "dense"),
     # head_exchange
     Fault(
         "head_exchange.HeadExchange._by_member",
@@ -165,11 +165,17 @@ FAULTS = [
         "rows.flip(1)[:, begin : begin + count]",
         "spread",
     ),
-    Fault("head_exchange.HeadExchange.spread", ".permute(2, 0, 1, 3, 4)", ".flip(2).permute(2, 0, 1, 3, 4)", "grid"),
-    Fault("head_exchange.HeadExchange.spread", "there.copy_(here) for", "here.copy_(there) for", "spread"),
-    Fault("head_exchange.HeadExchange.collect", "there.copy_(here)", "there.copy_(here.flip(1))", "spread"),
-    Fault("head_exchange.HeadExchange.collect", "place.copy_(arriving)", "place.copy_(arriving.roll(1, 0))", "spread"),
-    Fault("head_exchange.HeadExchange.collect", "place.copy_(arriving)", "place.copy_(arriving.roll(1, 2))", "grid"),
+    Fault(
+        "head_exchange.HeadExchange.scatter_heads", ".permute(2, 0, 1, 3, 4)", ".flip(2).permute(2, 0, 1, 3, 4)", "grid"
+    ),
+    Fault("head_exchange.HeadExchange.scatter_heads", "there.copy_(here) for", "here.copy_(there) for", "spread"),
+    Fault("head_exchange.HeadExchange.gather_heads", "there.copy_(here)", "there.copy_(here.flip(1))", "spread"),
+    Fault(
+        "head_exchange.HeadExchange.gather_heads", "place.copy_(arriving)", "place.copy_(arriving.roll(1, 0))", "spread"
+    ),
+    Fault(
+        "head_exchange.HeadExchange.gather_heads", "place.copy_(arriving)", "place.copy_(arriving.roll(1, 2))", "grid"
+    ),
 ]
 
 

@@ -1,6 +1,6 @@
-"""What torchrun starts on each GPU of ``test_ring_gpu``: rounds of copies to every peer, checked after each meeting.
+"""What torchrun starts on each GPU of ``test_ring_gpu``: rounds of copies to every peer, checked after each barrier.
 
-Then how long a meeting takes, and copies of rows of several widths.
+Then how long a barrier takes, and copies of rows of several widths.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def content(rank: int, number: int, rows: int) -> Tensor:
 
 def check_rounds(memory: PeerMemory) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
-    share = HEADS // world
-    block = memory.allocate(ROWS * HEADS * HEAD_DIM * 2)
+    shard = HEADS // world
+    buffer = memory.allocate(ROWS * HEADS * HEAD_DIM * 2)
     sizes, delays = random.Random(0), random.Random(rank)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     for number in range(ROUNDS):
@@ -35,16 +35,16 @@ def check_rounds(memory: PeerMemory) -> None:
         x = content(rank, number, rows)
         torch.cuda._sleep(delays.choice((0, 100_000, 1_000_000)))
         memory.begin()
-        memory.meet(range(world))  # what came last is read
+        memory.barrier(range(world))  # what came last is read
         for step in range(world):
             to = (rank + step) % world
-            there = block.of[to].view(torch.bfloat16)[: world * rows * share * HEAD_DIM]
-            there = there.view(world, 1, rows, share, HEAD_DIM)[rank]
-            memory.copy(x[:, :, to * share : (to + 1) * share], there, far=to != rank)
-        memory.meet(range(world)).wait()
-        found = block.own.view(torch.bfloat16)[: world * rows * share * HEAD_DIM].view(world, 1, rows, share, HEAD_DIM)
+            there = buffer.of[to].view(torch.bfloat16)[: world * rows * shard * HEAD_DIM]
+            there = there.view(world, 1, rows, shard, HEAD_DIM)[rank]
+            memory.copy(x[:, :, to * shard : (to + 1) * shard], there, far=to != rank)
+        memory.barrier(range(world)).wait()
+        found = buffer.own.view(torch.bfloat16)[: world * rows * shard * HEAD_DIM].view(world, 1, rows, shard, HEAD_DIM)
         for sender in range(world):
-            expected = content(sender, number, rows)[:, :, rank * share : (rank + 1) * share]
+            expected = content(sender, number, rows)[:, :, rank * shard : (rank + 1) * shard]
             wrong += (found[sender] != expected).sum()
     assert wrong.item() == 0, f"{wrong.item()} wrong elements"
 
@@ -66,20 +66,23 @@ def median_us(step: Callable[[], object]) -> float:
 def measure(memory: PeerMemory) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     x = content(rank, 0, 8192)
-    block = memory.allocate(x.nbytes)
+    buffer = memory.allocate(x.nbytes)
     peer = (rank + 1) % world
 
-    def meet() -> None:
+    def barrier() -> None:
         memory.begin()
-        memory.meet(range(world)).wait()
+        memory.barrier(range(world)).wait()
 
     def push(heads: int) -> None:
         memory.begin()
-        there = block.of[peer].view(torch.bfloat16)[: 8192 * heads * HEAD_DIM].view(1, 8192, heads, HEAD_DIM)
+        there = buffer.of[peer].view(torch.bfloat16)[: 8192 * heads * HEAD_DIM].view(1, 8192, heads, HEAD_DIM)
         memory.copy(x[:, :, :heads], there, far=True)
-        memory.meet(range(world)).wait()
+        memory.barrier(range(world)).wait()
 
-    for name, step in {"meet": meet, **{f"{n} of {HEADS} heads": lambda n=n: push(n) for n in (16, 8, 4, 2)}}.items():
+    for name, step in {
+        "barrier": barrier,
+        **{f"{n} of {HEADS} heads": lambda n=n: push(n) for n in (16, 8, 4, 2)},
+    }.items():
         taken = median_us(step)
         if rank == 0:
             print(f"{name}: {taken:.1f} us", flush=True)

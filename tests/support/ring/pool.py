@@ -22,11 +22,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringattn.distributed.watchdog import WatchTimes, watch_of
+from ringattn.distributed.watchdog import WatchdogTimes, watchdog_of
 
 LIMIT_S = 100.0  # for what must not hang; what it waits for takes a second or two
 GROUP_TIMEOUT_S = 60.0
-TIMES = WatchTimes(beat_s=0.2, silent_after_error_s=2.0)  # ranks of one machine notice at once what they notice at all
+# Ranks of one machine notice at once what they notice at all.
+TIMES = WatchdogTimes(beat_s=0.2, silent_after_error_s=2.0)
 _PRELOADED = [
     "pytest",
     "torch.distributed",
@@ -49,7 +50,7 @@ def _start_server() -> None:
 
 
 def _rank_main(
-    rank: int, world: int, port: int, name: str, timeout_s: float, times: WatchTimes | None, pipe: Connection
+    rank: int, world: int, port: int, name: str, timeout_s: float, times: WatchdogTimes | None, pipe: Connection
 ) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
@@ -61,7 +62,7 @@ def _rank_main(
         timeout=timedelta(seconds=timeout_s),
     )
     if times is not None:
-        watch_of(dist.group.WORLD, torch.device("cpu"), times)  # type: ignore[arg-type]
+        watchdog_of(dist.group.WORLD, torch.device("cpu"), times)  # type: ignore[arg-type]
     pipe.send(("ready", None))
     while (job := pipe.recv()) is not None:
         function, arguments = job
@@ -78,8 +79,8 @@ class Pool:
     _store: dist.TCPStore | None = None
     _made = 0
 
-    def __init__(self, world: int, timeout_s: float = GROUP_TIMEOUT_S, times: WatchTimes | None = TIMES) -> None:
-        """``times`` are those of the ranks' watch, which begins here; None leaves it to the first module."""
+    def __init__(self, world: int, timeout_s: float = GROUP_TIMEOUT_S, times: WatchdogTimes | None = TIMES) -> None:
+        """``times`` are those of the ranks' watchdog, which begins here; None leaves it to the first module."""
         if Pool._store is None:
             _start_server()
             Pool._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -1,6 +1,6 @@
 """Random shapes, patterns and plans over ranks, the same every time; ranks run them, one process checks them.
 
-They lean to what one rank's rows make of segments: several whole ones in one lane beside others that cross ranks.
+They lean to what one rank's rows make of segments: several whole ones in one chunk beside others that cross ranks.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from oracle import ALL_LAYOUTS, DENSE, Case, Results, assert_equal_to, cpu, exac
 from ring_cases import RingCase, assert_keeps_the_rule, run_here
 
 from ringattn import Pattern
-from ringattn.geometry.layout import Share, assemble, grouped, no_share_reason, shares
-from ringattn.geometry.ring_schedules import HeadRange, ring_geometry, stays
+from ringattn.geometry.layout import Shard, assemble, grouped, no_shard_reason, shards_of
+from ringattn.geometry.ring_geometry import HeadRange, ring_geometry, stays
 from ringattn.planning.plan import Conditions, rejection_reasons
 from ringattn.workload import Branch
 
@@ -37,7 +37,7 @@ class Trial:
 
     @property
     def possible(self) -> bool:
-        """Whether the plan runs, both as the profile has it, with equal shares, and for the total of the call."""
+        """Whether the plan runs, both as the profile has it, with equal shards, and for the total of the call."""
 
         def runs(total_length: int) -> bool:
             workload = replace(
@@ -74,9 +74,9 @@ def _drawn(world: int, draw: random.Random) -> Trial:
         local = draw.randint(2, 13)
         uneven = draw.random() < 0.7
         length = local * world - (draw.randrange(world) if uneven else 0)
-        if no_share_reason(spread, length, world):
+        if no_shard_reason(spread, length, world):
             return _drawn(world, draw)
-        parts = grouped(shares(spread, length, world), 2 if schedule == "ulysses-ring" else 1)
+        parts = grouped(shards_of(spread, length, world), 2 if schedule == "ulysses-ring" else 1)
         whole = _segments_whole_on_one(parts)
         if whole:
             break
@@ -107,7 +107,7 @@ def _drawn(world: int, draw: random.Random) -> Trial:
     return Trial(ring, dtype, compute, "math" if dtype == "fp64" else draw.choice(("math", "flash-cpu")), world)
 
 
-def _segments_whole_on_one(parts: tuple[Share, ...]) -> list[int]:
+def _segments_whole_on_one(parts: tuple[Shard, ...]) -> list[int]:
     """The segments of which some member of a ring holds two or more and nothing else, while others cross members."""
     return [
         segment
@@ -136,23 +136,23 @@ def _pattern(draw: random.Random, whole: list[int], local: int, length: int) -> 
     return Pattern(tuple(branches), rule)
 
 
-def has_lane_of_whole_segments(trial: Trial) -> bool:
-    """Whether all rows of some rank are one lane of two whole segments or more, of two heads or more."""
+def has_chunk_of_whole_segments(trial: Trial) -> bool:
+    """Whether all rows of some rank are one chunk of two whole segments or more, of two heads or more."""
     ring, case = trial.ring, trial.ring.case
     degree = {"ulysses": trial.world, "ulysses-ring": 2}.get(ring.schedule, 1)
     groups = max(1, ring.head_groups)
     transport, cut = ("all-gather", groups) if ring.schedule == "all-gather" else ("ring", 1)
     own = case.kv_heads // degree // (groups if degree > 1 else 1)
-    parts = grouped(shares(ring.spread, case.length, trial.world), degree)
+    parts = grouped(shards_of(ring.spread, case.length, trial.world), degree)
     if case.pattern.dense or len(case.pattern.branches) > 1 or case.pattern.branches[0].rate > 1:
         return False
-    lanes = [
+    chunks = [
         ring_geometry(
             case.pattern, case.causal, parts, me, case.batch, HeadRange(0, own, case.kv_heads), transport, cut
-        ).lanes
+        ).chunks
         for me in range(len(parts))
     ]  # fmt: skip
-    return own * case.heads // case.kv_heads > 1 and any(len(ls) == 1 and ls[0].segments > 1 for ls in lanes)
+    return own * case.heads // case.kv_heads > 1 and any(len(ls) == 1 and ls[0].segments > 1 for ls in chunks)
 
 
 # --- on the ranks ------------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def faults_of(given: Sequence[Trial], per_rank: Sequence[Sequence[Rows | str]]) 
 
 def _fault_in(trial: Trial, per_rank: Sequence[Rows]) -> str:
     ring, case, dtype = trial.ring, trial.ring.case, _DTYPES[trial.dtype]
-    parts = shares(ring.spread, case.length, trial.world)
+    parts = shards_of(ring.spread, case.length, trial.world)
     results = Results(*(_whole(each, parts, 2 if n == 1 else 1) for n, each in enumerate(zip(*per_rank, strict=True))))
     inputs = (*case.inputs(dtype), case.dout(dtype))
     try:
@@ -204,5 +204,5 @@ def _fault_in(trial: Trial, per_rank: Sequence[Rows]) -> str:
     return ""
 
 
-def _whole(rows: Sequence[tuple[str, Any]], parts: tuple[Share, ...], dim: int) -> torch.Tensor:
+def _whole(rows: Sequence[tuple[str, Any]], parts: tuple[Shard, ...], dim: int) -> torch.Tensor:
     return assemble([torch.from_numpy(x).to(getattr(torch, dtype)) for dtype, x in rows], parts, dim)

@@ -92,7 +92,7 @@ def run_here(ring: RingCase, module: RingAttention, q: Tensor, k: Tensor, v: Ten
 
 
 def run_ring(ring: RingCase, module: RingAttention, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Results:
-    """The whole results of the ring module, from every rank's share."""
+    """The whole results of the ring module, from every rank's shard."""
     total = ring.case.length
     out, lse, *grads = run_here(ring, module, q, k, v, dout)
     return Results(

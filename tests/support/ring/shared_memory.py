@@ -1,6 +1,6 @@
-"""The memory that GPUs write into on each other, as files that processes share: planes of bytes, and a checked order.
+"""The memory that GPUs write into on each other, as files that processes share, with a checked order.
 
-A write into a block that its owner may still read fails, at the writer.
+A write into a buffer that its owner may still read fails, at the writer.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor
 
 from ringattn.distributed.comm import CommError
 from ringattn.distributed.context import RingContext
-from ringattn.distributed.planes import planes, regular
-from ringattn.distributed.symmetric_exchange import BlockPool
+from ringattn.distributed.strided_copy import copies_2d, is_copyable
+from ringattn.distributed.symmetric_exchange import BufferPool
 from ringattn.planning import plan
 
 _FLAG_BYTES = 64  # before the content: 1 while the owner reads
 
 
-class SharedBlock:
+class SharedBuffer:
     def __init__(self, of: Sequence[Tensor], rank: int) -> None:
         self._flags = [memory[:_FLAG_BYTES] for memory in of]
         self.of = [memory[_FLAG_BYTES:] for memory in of]
@@ -48,17 +48,17 @@ class SharedMemory:
     def __init__(self, group: Any) -> None:
         self._group = group
         self._rank, self._size = group.rank(), group.size()
-        self.pool: BlockPool | None = None
-        self.blocks: list[SharedBlock] = []
-        self.meetings = 0
+        self.pool: BufferPool | None = None
+        self.buffers: list[SharedBuffer] = []
+        self.barriers = 0
 
-    def allocate(self, nbytes: int) -> SharedBlock:
+    def allocate(self, nbytes: int) -> SharedBuffer:
         try:
             return self._allocate(nbytes)
         except RuntimeError as error:
-            raise CommError(f"no common block: {error}") from error
+            raise CommError(f"no common buffer: {error}") from error
 
-    def _allocate(self, nbytes: int) -> SharedBlock:
+    def _allocate(self, nbytes: int) -> SharedBuffer:
         folder = [""]
         if self._rank == 0:
             folder = [tempfile.mkdtemp(prefix="ringattn")]
@@ -71,14 +71,14 @@ class SharedMemory:
 
         opened(self._rank).fill_(255)[:_FLAG_BYTES].zero_()
         dist.barrier(self._group)
-        block = SharedBlock([opened(rank) for rank in range(self._size)], self._rank)
+        buffer = SharedBuffer([opened(rank) for rank in range(self._size)], self._rank)
         dist.barrier(self._group)
         if self._rank == 0:
             for path in Path(folder[0]).iterdir():
                 path.unlink()
             Path(folder[0]).rmdir()
-        self.blocks.append(block)
-        return block
+        self.buffers.append(buffer)
+        return buffer
 
     def begin(self) -> None:
         pass
@@ -86,44 +86,44 @@ class SharedMemory:
     def copy(self, source: Tensor, target: Tensor, *, far: bool) -> None:
         assert source.shape == target.shape
         assert source.dtype is target.dtype
-        assert regular(source)
+        assert is_copyable(source)
         if far:
-            assert not any(block.owner_reads(target.data_ptr()) for block in self.blocks), "written while it is read"
-        copy_planes(source, target)
+            assert not any(buffer.owner_reads(target.data_ptr()) for buffer in self.buffers), "written while it is read"
+        copy_as_engine(source, target)
 
-    def meet(self, members: Sequence[int]) -> _Arrival:
-        self.meetings += 1
+    def barrier(self, members: Sequence[int]) -> _BarrierWork:
+        self.barriers += 1
         try:
             dist.barrier(self._group)  # all ranks of the group meet as often
         except RuntimeError as error:
-            raise CommError(f"a meeting failed: {error}") from error
+            raise CommError(f"a barrier failed: {error}") from error
         assert self.pool is not None
-        return _Arrival(self.pool, list(self.pool._lent))
+        return _BarrierWork(self.pool, list(self.pool._in_use))
 
 
-class _Arrival:
-    def __init__(self, pool: BlockPool, arrived: list[Any]) -> None:
+class _BarrierWork:
+    def __init__(self, pool: BufferPool, arrived: list[Any]) -> None:
         self._pool, self._arrived = pool, arrived
 
     def wait(self) -> None:
-        for block in self._arrived:
-            block.reading(block in self._pool._lent)
+        for buffer in self._arrived:
+            buffer.reading(buffer in self._pool._in_use)
 
 
-class CheckedPool(BlockPool):
-    def give(self, block: Any) -> None:
-        block.reading(False)
-        super().give(block)
+class CheckedPool(BufferPool):
+    def release(self, buffer: Any) -> None:
+        buffer.reading(False)
+        super().release(buffer)
 
 
-def copy_planes(source: Tensor, target: Tensor) -> None:
+def copy_as_engine(source: Tensor, target: Tensor) -> None:
     """As the copy engine does it."""
-    for plane in planes(source.shape, source.stride(), target.stride(), source.itemsize):
-        for row in range(plane.height):
+    for rows in copies_2d(source.shape, source.stride(), target.stride(), source.itemsize):
+        for row in range(rows.height):
             ctypes.memmove(
-                target.data_ptr() + plane.target_offset + row * plane.target_pitch,
-                source.data_ptr() + plane.source_offset + row * plane.source_pitch,
-                plane.width,
+                target.data_ptr() + rows.target_offset + row * rows.target_pitch,
+                source.data_ptr() + rows.source_offset + row * rows.source_pitch,
+                rows.width,
             )
 
 
@@ -140,13 +140,13 @@ def pool_of(group: Any) -> CheckedPool:
 def use_shared_memory() -> None:
     """From here on plans of this process may exchange heads so."""
     plan.exchange_reasons = lambda *given: []  # type: ignore[attr-defined, assignment]
-    RingContext._blocks = lambda self: pool_of(self.comm.group)  # type: ignore[method-assign, attr-defined]
+    RingContext._buffer_pool = lambda self: pool_of(self.comm.group)  # type: ignore[method-assign, attr-defined]
 
 
 def check_symmetric(rings: list[RingCase]) -> tuple[int, int, int]:
-    """(cases that were right, bytes of blocks, meetings)."""
+    """(cases that were right, bytes of buffers, barriers)."""
     use_shared_memory()
     checked = check_exact(rings)
     pool = pool_of(dist.group.WORLD)
     memory: Any = pool.memory
-    return checked, pool.held_bytes(), memory.meetings
+    return checked, pool.held_bytes(), memory.barriers

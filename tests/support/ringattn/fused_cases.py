@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ringattn.geometry.calls import Geometry, LayoutKey, PlacedCall, Window, build_geometry
 from ringattn.geometry.pattern import nests
-from ringattn.runtime.merge import GradJob, GradPartial, Partial, Source, TorchOps, as_view
+from ringattn.runtime.merge import GradJob, GradPartial, Partial, TorchOps, as_view
 from ringattn.runtime.workspace import Lease
 from ringattn.workload import Branch, HeadOffset, Pattern
 
@@ -156,12 +156,12 @@ class FusedCheck:
     # --- gather ---
 
     def gathers(self) -> None:
-        case, group = self.case, self._group
+        case = self.case
         q = self.random(case.batch, case.length, case.heads, case.head_dim)
         k, v = (self.random(case.batch, case.length, case.kv_heads, case.head_dim) for _ in range(2))
         dout = self.random(case.head_dim, layout="plain").expand(q.shape)  # of a sum: every stride but one is 0
         lse = torch.randn(case.batch, case.heads, case.length, generator=self._generator, device=self._device)
-        inputs = (Source(q, group), Source(k, 1), Source(v, 1))
+        inputs = (q, k, v)
         placed_calls = [placed for window in self.geometry.windows for placed in window.calls]
         first = {placed.branch: placed for placed in reversed(placed_calls)}
         last = {placed.branch: placed for placed in placed_calls}
@@ -169,18 +169,18 @@ class FusedCheck:
             self._gather(placed, inputs if placed.call.copied else inputs[:1])
             self._gather_backward(placed, (), lse)
         for placed in last.values():
-            results = (Source(dout, group), Source(q, group))
+            results = (dout, q)
             self._gather_backward(placed, (*results, *inputs) if placed.call.copied else results, lse)
 
-    def _gather(self, placed: PlacedCall, sources: Sequence[Source]) -> None:
+    def _gather(self, placed: PlacedCall, sources: Sequence[Tensor]) -> None:
         made = self.ops.gather(self.geometry, placed, sources, self.lease)
         for rows, expected in zip(made, TorchOps().gather(self.geometry, placed, sources, self.lease), strict=True):
             assert rows.is_contiguous()
             assert torch.equal(rows, expected), "gathered rows differ"
 
-    def _gather_backward(self, placed: PlacedCall, sources: Sequence[Source], lse: Tensor) -> None:
-        made = self.ops.gather_backward(self.geometry, placed, sources, lse, self._group, self.lease)
-        expected = TorchOps().gather_backward(self.geometry, placed, sources, lse, self._group, self.lease)
+    def _gather_backward(self, placed: PlacedCall, sources: Sequence[Tensor], lse: Tensor) -> None:
+        made = self.ops.gather_backward(self.geometry, placed, sources, lse, self.lease)
+        expected = TorchOps().gather_backward(self.geometry, placed, sources, lse, self.lease)
         assert made[1].is_contiguous()
         assert torch.equal(made[1], expected[1]), "gathered lse differs"
         for rows, wanted in zip(made[0], expected[0], strict=True):
@@ -198,8 +198,8 @@ class FusedCheck:
         for window in self.geometry.windows:
             partials = [self.partial(placed) for placed in window.calls]
             wide = [Partial(placed, x.float(), part_lse) for placed, x, part_lse in partials]
-            self.ops.merge(self.geometry, window, partials, out, lse, self._group, self.lease)
-            TorchOps().merge(self.geometry, window, wide, wide_out, wide_lse, self._group, self.lease)
+            self.ops.merge(self.geometry, window, partials, out, lse, self.lease)
+            TorchOps().merge(self.geometry, window, wide, wide_out, wide_lse, self.lease)
         torch.testing.assert_close(lse, wide_lse, rtol=1e-6, atol=2e-6)
         assert torch.equal(lse.isinf(), wide_lse.isinf())
         self._assert_rounded(out, wide_out)
@@ -229,8 +229,8 @@ class FusedCheck:
             for target, wide_target, heads in zip(targets, wide, (group, 1, 1), strict=True):
                 parts = [self.grad(window, placed, target, heads, in_place) for placed in window.calls]
                 wide_parts = [GradPartial(placed, x.float()) for placed, x in parts]
-                jobs.append(GradJob(parts, target, heads))
-                wide_jobs.append(GradJob(wide_parts, wide_target, heads))
+                jobs.append(GradJob(parts, target))
+                wide_jobs.append(GradJob(wide_parts, wide_target))
             TorchOps().scatter_sum(self.geometry, window, wide_jobs, self.lease)
             if in_place:  # one gradient at a time, as for inputs that need none
                 for job in jobs:

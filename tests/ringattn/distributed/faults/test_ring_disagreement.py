@@ -1,4 +1,4 @@
-"""Ranks that call differently, in another order, or with shares that do not go together are told so at once."""
+"""Ranks that call differently, in another order, or with shards that do not go together are told so at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from faults import CASE, Told, assert_works, leaves_of, told_of
+from faults import CASE, Told, assert_aborted, assert_each_told, assert_works, group_to_break, leaves_of, told_of
 from oracle import exact
 from pool import Pool
 from ring_cases import RingCase
@@ -38,11 +38,14 @@ def test_another_length_on_one_rank(ranks: Callable[[int], Pool]) -> None:
 
 
 def _bad_input_on_one_rank() -> Told:
-    module = RingCase(CASE, "ring", "zigzag").module()
-    leaves = leaves_of(module)
-    if dist.get_rank() == 1:
-        leaves[1] = leaves[1].float()
-    told = told_of(lambda: module(*leaves))
+    """In its first call, which ranks compare."""
+    with group_to_break() as group:
+        module = RingCase(CASE, "ring", "zigzag").module(group=group)
+        leaves = leaves_of(module)
+        if dist.get_rank() == 1:
+            leaves[1] = leaves[1].float()
+        told = told_of(lambda: module(*leaves))
+        assert_aborted(module)
     assert_works()
     return told
 
@@ -104,17 +107,17 @@ def _comparisons() -> tuple[list[int], list[int]]:
     """How often ranks have compared, after every call, and the calls of which the store still knows."""
     module = RingAttention(6, 4, causal=True, profile=None, device="cpu", process_group=dist.group.WORLD)
     assert module._ring is not None
-    watch, counts, calls = module._ring.watch, list[int](), 0
-    lockstep = watch.lockstep
+    watchdog, counts, calls = module._ring.watchdog, list[int](), 0
+    compare = watchdog.compare
 
     def counting(*arguments: Any) -> None:
         nonlocal calls
         calls += 1
-        lockstep(*arguments)
+        compare(*arguments)
 
     x = torch.randn(1, 8, 6, 4)
     more = x.clone().requires_grad_()
-    watch.lockstep = counting  # type: ignore[method-assign]
+    watchdog.compare = counting  # type: ignore[method-assign]
     try:
         for given, total in ((x, None), (x, None), (x.double(), None), (more, None), (more, 24), (more[:, :7], None)):
             module(given, given, given, total_length=total)
@@ -123,9 +126,9 @@ def _comparisons() -> tuple[list[int], list[int]]:
             module(more[:, :7], more[:, :7], more[:, :7])
         counts.append(calls)
     finally:
-        del watch.lockstep
-    kept = [watch._call_key(module._ring.module, call, watch.rank) for call in range(9)]
-    return counts, [call for call, key in enumerate(kept) if watch._store.check([key])]
+        del watchdog.compare
+    kept = [watchdog._call_key(module._ring.module, call, watchdog.rank) for call in range(9)]
+    return counts, [call for call, key in enumerate(kept) if watchdog._store.check([key])]
 
 
 def test_ranks_compare_whenever_a_call_differs_from_the_last(ranks: Callable[[int], Pool]) -> None:
@@ -231,19 +234,21 @@ def test_any_order_that_is_the_same_on_all_ranks(ranks: Callable[[int], Pool]) -
     ranks(3).run(_back_once_and_twice)
 
 
-# --- shares that are wrong ----------------------------------------------------------------------------------------
+# --- shards that are wrong ----------------------------------------------------------------------------------------
 
 
 def _total_on_one_rank() -> Told:
-    """Shares that are right for one total are not for another."""
-    module = RingCase(CASE, "ring", "contiguous").module()
-    rows = torch.zeros(1, 5 - dist.get_rank(), 2, 4)
-    told = told_of(lambda: module.unshard(rows, (9, 11)[dist.get_rank()]))
+    """Shards that are right for one total are not for another."""
+    with group_to_break() as group:
+        module = RingCase(CASE, "ring", "contiguous").module(group=group)
+        rows = torch.zeros(1, 5 - dist.get_rank(), 2, 4)
+        told = told_of(lambda: module.unshard(rows, (9, 11)[dist.get_rank()]))
+        assert_aborted(module)
     assert_works()
     return told
 
 
-def test_a_share_that_is_wrong_on_one_rank_is_told_to_those_who_unshard(ranks: Callable[[int], Pool]) -> None:
+def test_a_shard_that_is_wrong_on_one_rank_is_told_to_those_who_unshard(ranks: Callable[[int], Pool]) -> None:
     told = ranks(2).run(_total_on_one_rank)
     assert told[1][0] == "InputError"
     assert told[0][0] == "PeerError"
@@ -252,19 +257,23 @@ def test_a_share_that_is_wrong_on_one_rank_is_told_to_those_who_unshard(ranks: C
 
 @pytest.mark.parametrize("total_length", [True, 24.0, "24", 0])
 def test_a_total_length_that_is_no_length(total_length: object, ranks: Callable[[int], Pool]) -> None:
-    for error, message in ranks(2).run(_told_of_a_total, total_length):
-        assert error == "FieldError"
-        assert message == f"total_length is {total_length!r}; it must be an integer >= 1"
+    assert_each_told(
+        ranks(2).run(_told_of_a_total, total_length),
+        "FieldError",
+        f"total_length is {total_length!r}; it must be an integer >= 1",
+    )
 
 
 def _told_of_a_total(total_length: object) -> Told:
-    module = RingCase(CASE, "ring", "zigzag").module()
-    return told_of(lambda: module(*leaves_of(module), total_length=total_length))
+    with group_to_break() as group:
+        module = RingCase(CASE, "ring", "zigzag").module(group=group)
+        return told_of(lambda: module(*leaves_of(module), total_length=total_length))
 
 
-def _wrong_share() -> Told:
-    module = RingCase(CASE, "ring", "zigzag").module()
-    return told_of(lambda: module(*(x.detach() for x in leaves_of(module)), total_length=23))
+def _wrong_shard() -> Told:
+    with group_to_break() as group:
+        module = RingCase(CASE, "ring", "zigzag").module(group=group)
+        return told_of(lambda: module(*(x.detach() for x in leaves_of(module)), total_length=23))
 
 
 def _unshard_uneven(total_length: int | None, dim: int) -> Told:
@@ -279,7 +288,7 @@ def _unshard_uneven(total_length: int | None, dim: int) -> Told:
     return told
 
 
-def test_uneven_shares_are_not_unsharded_without_their_total(ranks: Callable[[int], Pool]) -> None:
+def test_uneven_shards_are_not_unsharded_without_their_total(ranks: Callable[[int], Pool]) -> None:
     """gloo ended the process of one rank, and gave the other rows of nobody."""
     told = ranks(2).run(_unshard_uneven, None, 1)
     assert [error for error, _ in told] == ["InputError"] * 2
@@ -288,8 +297,8 @@ def test_uneven_shares_are_not_unsharded_without_their_total(ranks: Callable[[in
     assert [error for error, _ in ranks(2).run(_unshard_uneven, 9, -3)] == [""] * 2
 
 
-def test_a_length_that_is_not_the_share_of_the_total(ranks: Callable[[int], Pool]) -> None:
-    told = ranks(3).run(_wrong_share)
+def test_a_length_that_is_not_the_shard_of_the_total(ranks: Callable[[int], Pool]) -> None:
+    told = ranks(3).run(_wrong_shard)
     wrong = [each for each in told if each[0] == "InputError"]
     assert wrong
     for _, message in wrong:
@@ -298,14 +307,14 @@ def test_a_length_that_is_not_the_share_of_the_total(ranks: Callable[[int], Pool
 
 @pytest.mark.parametrize("asked", ["export", "func"])
 def test_what_cannot_run_over_ranks_is_refused_before_a_message(asked: str, ranks: Callable[[int], Pool]) -> None:
-    for error, message in ranks(2).run(_told_of_what_maps, asked):
-        assert error == "InputError"
-        assert message == "torch.export and torch.func take no RingAttention over several ranks"
+    message = "torch.export and torch.func take no RingAttention over several ranks"
+    assert_each_told(ranks(2).run(_told_of_what_maps, asked), "InputError", message)
 
 
 def _told_of_what_maps(asked: str) -> Told:
-    module = RingAttention(6, 4, causal=True, profile=None, device="cpu", process_group=dist.group.WORLD)
-    q, k, v = (x.detach() for x in leaves_of(module))
-    if asked == "export":
-        return told_of(lambda: torch.export.export(module, (q, k, v)))
-    return told_of(lambda: torch.func.grad(lambda q: module(q, k, v).sum())(q))
+    with group_to_break() as group:
+        module = RingAttention(6, 4, causal=True, profile=None, device="cpu", process_group=group)
+        q, k, v = (x.detach() for x in leaves_of(module))
+        if asked == "export":
+            return told_of(lambda: torch.export.export(module, (q, k, v)))
+        return told_of(lambda: torch.func.grad(lambda q: module(q, k, v).sum())(q))

@@ -1,4 +1,4 @@
-"""Lanes that are calls of this rank's own program are gathered and merged by it, with the branches that stay."""
+"""Chunks that are calls of this rank's own program are gathered and merged by it, with the branches that stay."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from faults import Breaking, Told, assert_told, leaves_of, told_of
+from faults import Breaking, Told, assert_told, call_until_told, group_to_break, leaves_of
 from oracle import DENSE, Case, pattern_of
 from pool import Pool
 from ring_cases import RingCase, check_exact
@@ -92,32 +92,28 @@ def test_what_joins(
 FAULTY = RingCase(Case(72, 4, 4, 4, 1, NESTED, True), "all-gather", "contiguous")
 
 
-def _one_rank_breaks(at: int) -> tuple[str, str, float]:
-    module = FAULTY.module()
-    kernel, breaking = KERNELS["math"], Breaking(at, ValueError("kernel broke"))
-    rank = torch.distributed.get_rank()
-    if rank == 1:
-        object.__setattr__(kernel, "load", breaking.load)
-    try:
-        leaves = leaves_of(module, FAULTY.case)
-        told = told_of(lambda: module(*leaves).sum().backward())
-    finally:
-        object.__setattr__(kernel, "load", breaking.original)
-    assert told[0], "the call went through"
-    torch.distributed.barrier()
-    check_exact([FAULTY])  # the group is as good as before
-    return told
+def _one_rank_breaks(at: int) -> Told:
+    with group_to_break() as group:
+        module = FAULTY.module(group=group)
+        kernel, breaking = KERNELS["math"], Breaking(at, ValueError("kernel broke"))
+        if torch.distributed.get_rank() == 1:
+            object.__setattr__(kernel, "load", breaking.load)
+        try:
+            leaves = leaves_of(module, FAULTY.case)
+            return call_until_told(lambda: module(*leaves).sum().backward())
+        finally:
+            object.__setattr__(kernel, "load", breaking.original)
 
 
 @pytest.mark.parametrize("at", [1, 3, 5, 8, 10])
 def test_an_exception_beside_what_travels(at: int, ranks: Callable[[int], Pool]) -> None:
-    """Also in a branch that stays: what travels meanwhile is taken in all the same."""
+    """Also in a branch that stays."""
     assert_told(ranks(3).run(_one_rank_breaks, at), "ValueError", "kernel broke")
 
 
 def _memory_runs_out(ring: RingCase, step: str, at: int) -> Told:
     """On rank 1, in call ``at`` of what brings rows together or results back."""
-    module, calls = ring.module(), 0
+    calls = 0
     place = TorchOps if hasattr(TorchOps, step) else ringattn.distributed.ring
     original = getattr(place, step)
 
@@ -131,13 +127,12 @@ def _memory_runs_out(ring: RingCase, step: str, at: int) -> Told:
     if torch.distributed.get_rank() == 1:
         setattr(place, step, breaking)
     try:
-        leaves = leaves_of(module, ring.case)
-        told = told_of(lambda: module(*leaves).sum().backward())
+        with group_to_break() as group:
+            module = ring.module(group=group)
+            leaves = leaves_of(module, ring.case)
+            return call_until_told(lambda: module(*leaves).sum().backward())
     finally:
         setattr(place, step, original)
-    torch.distributed.barrier()
-    check_exact([ring])
-    return told
 
 
 APART = RingCase(Case(75, 4, 4, 4, 1, NESTED, True), "ring", "contiguous", ragged=True)
@@ -166,6 +161,6 @@ SPREAD = RingCase(Case(72, 6, 6, 4, 2, pattern_of([12, 72], [2, 3]), True), "uly
 def test_memory_that_runs_out_around_the_kernels(
     ring: RingCase, step: str, at: int, ranks: Callable[[int], Pool]
 ) -> None:
-    """Before the first message as after the last: the others get what they wait for, and the group stays usable."""
+    """Before the first message as after the last: the others are told."""
     told = ranks(4 if ring is SPREAD else 3).run(_memory_runs_out, ring, step, at)
     assert_told(told, "OutOfMemoryError", "out of memory")

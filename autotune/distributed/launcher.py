@@ -1,4 +1,4 @@
-"""Where a process stands among the ranks: what torchrun tells it, and what ``--nproc`` asks for."""
+"""Launchers of ranks: what torchrun tells a process, and what ``--nproc`` asks for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ THREADS = "OMP_NUM_THREADS"  # that a rank on a CPU computes with
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TorchrunRank:
     """One of ``world`` ranks that torchrun started; ``attempt`` counts its restarts."""
 
     rank: int
@@ -25,8 +25,8 @@ class Place:
     attempt: int = 0
 
 
-def place_of(environ: Mapping[str, str]) -> Place | None:
-    """What torchrun says of this process; None where nothing did, or it is the only rank.
+def torchrun_rank(environ: Mapping[str, str]) -> TorchrunRank | None:
+    """Return what torchrun says of this process; None without torchrun, or for its only rank.
 
     Raises UsageFailure for variables that make no sense together.
     """
@@ -44,26 +44,26 @@ def place_of(environ: Mapping[str, str]) -> Place | None:
         raise UsageFailure(f"RANK is {rank} and WORLD_SIZE {world}; start the ranks with torchrun, or use --nproc")
     if world == 1:
         return None
-    return Place(rank, world, local_rank, environ["MASTER_ADDR"], port, attempt)
+    return TorchrunRank(rank, world, local_rank, environ["MASTER_ADDR"], port, attempt)
 
 
 def started_by_torchrun(environ: Mapping[str, str]) -> bool:
-    """Whether torchrun waits for this process, also as the only rank; other launchers set the variables of a rank."""
+    """Return whether torchrun waits for this process, also as the only rank."""
     return "TORCHELASTIC_RUN_ID" in environ
 
 
-def ranks_wanted(nproc: str | None, place: Place | None, gpus: int, device: str | None) -> int:
-    """How many ranks to tune as one. ``gpus`` are those torch sees here, of which a rank takes one.
+def ranks_wanted(nproc: str | None, launched: TorchrunRank | None, gpus: int, device: str | None) -> int:
+    """Return how many ranks to tune as one. ``gpus`` are those torch sees here, of which a rank takes one.
 
     Raises UsageFailure for what cannot be: two launchers, too few GPUs, a single GPU named for all.
     """
-    if place is not None and nproc is not None:
-        raise UsageFailure(f"torchrun started {place.world} ranks already, so --nproc {nproc} cannot; leave it out")
-    if place is None and nproc is None:
+    if launched is not None and nproc is not None:
+        raise UsageFailure(f"torchrun started {launched.world} ranks already, so --nproc {nproc} cannot; leave it out")
+    if launched is None and nproc is None:
         return 1
     on_gpus = gpus > 0 if device is None else device.startswith("cuda")
-    if place is not None:
-        count = place.world
+    if launched is not None:
+        count = launched.world
     elif nproc == EVERY_GPU:
         if not on_gpus or not gpus:
             raise UsageFailure("--nproc gpu: there is no GPU here; give a number of processes")

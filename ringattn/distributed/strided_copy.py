@@ -1,4 +1,4 @@
-"""A strided copy as what a copy engine does at once: planes, each of equally wide and equally distant rows."""
+"""A strided copy as 2D copies, which a copy engine does at once: equally wide and equally distant rows each."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 # Rows are joined up to this width. Far wider ones are as fast, and a pitch is limited to 2 GiB.
 _WIDEST_JOINED = 65536
-_MOST_PLANES = 64  # each costs the host 14 us
+_MOST_COPIES = 64  # each costs the host 14 us
 
 
-class Plane(NamedTuple):
+class Copy2D(NamedTuple):
     """``height`` rows of ``width`` bytes; offsets and pitches (from row to row) in bytes."""
 
     source_offset: int
@@ -26,14 +26,16 @@ class Plane(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def planes(
+def copies_2d(
     shape: tuple[int, ...], source: tuple[int, ...], target: tuple[int, ...], itemsize: int
-) -> tuple[Plane, ...]:
-    """The copy of a tensor of ``shape`` and strides ``source`` to one of strides ``target``; both must be ``regular``
-    in the same order of dimensions."""
+) -> tuple[Copy2D, ...]:
+    """Return the copies of a tensor of ``shape`` and strides ``source`` to strides ``target``, all of them in elements.
+
+    Both must be ``is_copyable``, with their dimensions in the same order.
+    """
     dims = _joined(shape, source, target, itemsize)
     if not dims:
-        return (Plane(0, 0, itemsize, 1, itemsize, itemsize),)
+        return (Copy2D(0, 0, itemsize, 1, itemsize, itemsize),)
     (count, *strides), *outer = dims if dims[0][1] == dims[0][2] == 1 else [(1, 1, 1), *dims]
     assert strides == [1, 1]
     width = count * itemsize
@@ -48,7 +50,7 @@ def planes(
         from_begin, to_begin = (
             sum(at * dim[side] for at, dim in zip(place, outer, strict=True)) * itemsize for side in (1, 2)
         )
-        found.append(Plane(from_begin, to_begin, width, height, source_pitch, target_pitch))
+        found.append(Copy2D(from_begin, to_begin, width, height, source_pitch, target_pitch))
     return tuple(found)
 
 
@@ -69,9 +71,11 @@ def _joined(
     return found
 
 
-def regular(x: Tensor) -> bool:
-    """Whether a copy engine reads (B, S, heads, D) well where it lies: no two elements are one, the heads of a row are
-    side by side (where D is 1 the rows of a head), and it is few planes."""
+def is_copyable(x: Tensor) -> bool:
+    """Return whether a copy engine reads (B, S, heads, D) well where it lies.
+
+    No two elements are one, a row's heads lie side by side (where D is 1 a head's rows), and it is few copies.
+    """
     heads, head_dim = x.shape[2:]
     if head_dim > 1:
         wide = x.stride(3) == 1 and (heads == 1 or x.stride(2) == head_dim)
@@ -79,4 +83,4 @@ def regular(x: Tensor) -> bool:
         wide = x.stride(1) == 1 or x.shape[1] == 1
     dims = sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1)
     apart = all(outer[0] >= inner[0] * inner[1] for inner, outer in itertools.pairwise(dims))
-    return wide and apart and x.shape[0] <= _MOST_PLANES and all(stride > 0 for stride, _ in dims)
+    return wide and apart and x.shape[0] <= _MOST_COPIES and all(stride > 0 for stride, _ in dims)

@@ -20,16 +20,16 @@ from autotune.measure.evaluator import (
     Cause,
     Checked,
     Fault,
-    Held,
     KernelUnavailable,
     Killed,
     PeerFailed,
     Proven,
     Sample,
+    Stopped,
 )
-from autotune.measure.trial import WorkerBug, WorkerEvaluator, WorkerTimes
 from autotune.measure.worker import cause_of, classify, one_line
-from ringattn.distributed.peer_errors import PeerError, SatOutError
+from autotune.measure.worker_evaluator import WorkerBug, WorkerEvaluator, WorkerTimeouts
+from ringattn.distributed.peer_errors import PeerError
 from ringattn.errors import DeviceError, KernelLoadError, PlanError
 
 CELL = workload(512, mode="infer")
@@ -38,7 +38,7 @@ LOST = "kernel lost cannot be loaded: lost: import lost: no. Install it"
 REPO = Path(__file__).resolve().parents[3]
 SUPPORT = REPO / "tests" / "support" / "autotune"
 LIMIT_S = 100.0  # for what answers at once
-SOON = WorkerTimes(held_s=0.5, look_s=0.1)
+SOON = WorkerTimeouts(stopped_s=0.5, look_s=0.1)
 
 
 def settings(device: str = "cpu") -> BenchSettings:
@@ -100,7 +100,7 @@ def test_a_stopped_worker_is_noticed_long_before_its_time_is_over(evaluator: Wor
     assert isinstance(check(evaluator, "quick"), Checked)
     fault = check(evaluator, kernel, timeout_s=3600.0)
     assert isinstance(fault, Fault)
-    assert (fault.kind, fault.cause, fault.struck) == ("timeout", Held(), True)
+    assert (fault.kind, fault.cause, fault.ended_from_outside) == ("timeout", Stopped(), True)
     assert fault.message.endswith(": the worker was stopped by a signal")
     assert ("at work on the reference" in fault.message) is (kernel == "stopped-at-reference")
     assert isinstance(check(evaluator, "swift"), Checked)
@@ -153,8 +153,8 @@ def test_a_block_times_a_plan_as_often_as_it_is_named(evaluator: WorkerEvaluator
 
 
 def test_a_proof_passes_or_says_what_broke_it(evaluator: WorkerEvaluator) -> None:
-    assert evaluator.prove(CELL, plan(CELL, "quick"), timeout_s=LIMIT_S) == Proven(2.0)
-    fault = evaluator.prove(CELL, plan(CELL, "wrong"), timeout_s=LIMIT_S)
+    assert evaluator.validate(CELL, plan(CELL, "quick"), timeout_s=LIMIT_S) == Proven(2.0)
+    fault = evaluator.validate(CELL, plan(CELL, "wrong"), timeout_s=LIMIT_S)
     assert isinstance(fault, Fault)
     assert fault.kind == "wrong"
 
@@ -182,9 +182,9 @@ def test_a_worker_that_cannot_start_is_one_clear_error(monkeypatch: pytest.Monke
         WorkerEvaluator(settings(), bench=BENCH).check(CELL, plan(CELL), timeout_s=5)
 
 
-def test_blind_spots_of_the_bench_are_known_here(evaluator: WorkerEvaluator) -> None:
+def test_unmonitored_of_the_bench_are_known_here(evaluator: WorkerEvaluator) -> None:
     check(evaluator, "quick")
-    assert evaluator.blind_spots == ("nothing is watched here",)
+    assert evaluator.unmonitored == ("nothing is watched here",)
 
 
 def test_closing_ends_the_process(evaluator: WorkerEvaluator) -> None:
@@ -204,9 +204,9 @@ def _alive(pid: int) -> bool:
 PARENT = """
     import sys
     sys.path[:0] = [{here!r}, {tests!r}, {repo!r}]
-    from test_trial import BENCH, CELL, settings
+    from test_worker_evaluator import BENCH, CELL, settings
     from machines import plan
-    from autotune.measure.trial import WorkerEvaluator
+    from autotune.measure.worker_evaluator import WorkerEvaluator
     WorkerEvaluator(settings(), bench=BENCH).check(CELL, plan(CELL, "late-orphan"), timeout_s=100)
 """
 
@@ -252,7 +252,6 @@ def test_exceptions_are_classified_by_what_can_be_done_after_them(error: Excepti
     ("error", "cause"),
     [
         (PeerError("rank 2 failed: ValueError: no"), PeerFailed()),
-        (SatOutError("rank 2 failed: ValueError: no"), PeerFailed()),
         (PeerWrong("rank 2: out errs"), PeerFailed()),
         (WrongAnswer("PeerError: out errs"), None),
         (KernelLoadError("lost", "import lost: no", "Install it"), KernelUnavailable("lost", LOST)),

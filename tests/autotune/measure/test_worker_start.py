@@ -11,11 +11,11 @@ from machines import FACTS, plan, workload
 
 from autotune.measure.bench import BenchSettings
 from autotune.measure.evaluator import Checked
-from autotune.measure.trial import ATTEMPTS, WorkerEvaluator, WorkerTimes
+from autotune.measure.worker_evaluator import ATTEMPTS, WorkerEvaluator, WorkerTimeouts
 from ringattn.errors import DeviceError
 
 CELL = workload(512, mode="infer")
-SOON = WorkerTimes(start_s=3600.0, held_s=0.5, look_s=0.1)
+SOON = WorkerTimeouts(start_s=3600.0, stopped_s=0.5, look_s=0.1)
 LIMIT_S = 100.0
 
 

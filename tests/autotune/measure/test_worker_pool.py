@@ -1,4 +1,4 @@
-"""Helpers beside the measuring worker: what they do is as if one had done it, and nothing of them stays."""
+"""Helpers pool_processes the measuring worker: what they do is as if one had done it, and nothing of them stays."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from machines import FACTS, plan, workload
 
 from autotune.measure.bench import BenchSettings
 from autotune.measure.evaluator import Checked, Fault, Proven, Sample
-from autotune.measure.trial import WorkerBug, WorkerEvaluator
-from autotune.measure.worker_pool import HelpedEvaluator, helpers_for
+from autotune.measure.worker_evaluator import WorkerBug, WorkerEvaluator
+from autotune.measure.worker_pool import PooledEvaluator, pool_size
 from autotune.space.first_calls import Call
 from ringattn.workload import Workload
 
@@ -33,12 +33,12 @@ def settings(device: str = "cpu", ragged_lengths: int = 8) -> BenchSettings:
     return BenchSettings(device, FACTS, seed=0, sample_target_ms=1.0, ragged_lengths=ragged_lengths)
 
 
-_made: list[HelpedEvaluator] = []
+_made: list[PooledEvaluator] = []
 
 
-def helped(helpers: int = 2, bench: str = BENCH, device: str = "cpu") -> HelpedEvaluator:
+def pooled(workers: int = 2, bench: str = BENCH, device: str = "cpu") -> PooledEvaluator:
     _made.append(
-        HelpedEvaluator(settings(device), helpers=helpers, bench=bench, helping_bench=bench, last_call_s=LAST_CALL_S)
+        PooledEvaluator(settings(device), workers=workers, bench=bench, pool_bench=bench, last_call_s=LAST_CALL_S)
     )
     return _made[-1]
 
@@ -52,8 +52,8 @@ def _bench_is_found_and_everything_closed(monkeypatch: pytest.MonkeyPatch) -> It
 
 
 @pytest.fixture
-def evaluator() -> HelpedEvaluator:
-    return helped()
+def evaluator() -> PooledEvaluator:
+    return pooled()
 
 
 def of(*kernels: str) -> list[Call]:
@@ -61,7 +61,7 @@ def of(*kernels: str) -> list[Call]:
 
 
 @pytest.mark.parametrize(
-    ("cores", "memory_mib", "host_mib", "helpers"),
+    ("cores", "memory_mib", "host_mib", "workers"),
     [
         (32, 81079, 128000, 8),
         (4, 81079, 128000, 2),
@@ -71,14 +71,14 @@ def of(*kernels: str) -> list[Call]:
         (64, 4000, 128000, 0),
     ],
 )
-def test_neither_cores_nor_memory_are_exhausted(cores: int, memory_mib: int, host_mib: int, helpers: int) -> None:
-    assert helpers_for(cores, memory_mib, host_mib) == helpers
+def test_neither_cores_nor_memory_are_exhausted(cores: int, memory_mib: int, host_mib: int, workers: int) -> None:
+    assert pool_size(cores, memory_mib, host_mib) == workers
 
 
 # --- first calls ------------------------------------------------------------------------------------------------------
 
 
-def test_all_are_made_whatever_becomes_of_some(evaluator: HelpedEvaluator) -> None:
+def test_all_are_made_whatever_becomes_of_some(evaluator: PooledEvaluator) -> None:
     evaluator.begin_first_calls(of("quick", "segfault", "error", "quick", "swift"))
     note = evaluator.end_first_calls(LIMIT_S)
     assert "2 first calls made ahead failed, one so: " in note
@@ -87,21 +87,21 @@ def test_all_are_made_whatever_becomes_of_some(evaluator: HelpedEvaluator) -> No
     assert evaluator.starts == 0  # the measuring worker has nothing to do with it
 
 
-def test_what_hangs_ends_with_the_wait_and_its_helper_is_replaced(evaluator: HelpedEvaluator) -> None:
+def test_what_hangs_ends_with_the_wait_and_its_worker_is_replaced(evaluator: PooledEvaluator) -> None:
     evaluator.begin_first_calls(of("hang", "quick", "hang"))
     until = time.monotonic() + LIMIT_S
     while not evaluator._calls.empty() and time.monotonic() < until:
         time.sleep(0.05)
-    hanging = [h.worker._process.pid for h in evaluator._helpers if h.worker._process is not None]
+    hanging = [h.evaluator._process.pid for h in evaluator._workers if h.evaluator._process is not None]
     assert evaluator.end_first_calls(0.5) == ""
-    assert len(evaluator._helpers) == 2
+    assert len(evaluator._workers) == 2
     for pid in hanging:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
 
 
 def test_a_bug_of_ours_is_raised_where_the_calls_are_waited_for() -> None:
-    broken = helped(1, device="bug-at-start")
+    broken = pooled(1, device="bug-at-start")
     broken.begin_first_calls(of("quick"))
     with pytest.raises(WorkerBug, match="a bug of ours"):
         broken.end_first_calls(LIMIT_S)
@@ -138,128 +138,132 @@ def test_a_check_that_lacks_memory_beside_first_calls_is_made_again_without_them
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CROWD_FOLDER", str(tmp_path))
-    made = helped(2, CROWDED)
+    made = pooled(2, CROWDED)
     made.begin_first_calls(of("hang") * 5)
     until = time.monotonic() + LIMIT_S
     while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < until:
         time.sleep(0.02)
     assert isinstance(made.check(CELL, plan(CELL, "quick"), timeout_s=LIMIT_S), Checked)
     assert made.end_first_calls(0.0) == ""
-    assert made.provers == 1
-    assert made._beside() == 0
+    assert made.validation_workers == 1
+    assert made._pool_processes() == 0
 
 
 def test_a_first_call_is_of_the_real_module() -> None:
-    real = HelpedEvaluator(settings(), helpers=1)
+    real = PooledEvaluator(settings(), workers=1)
     real.begin_first_calls([(SMALL, plan(SMALL, "math", dtype="fp32"))])
     assert real.end_first_calls(LIMIT_S) == ""
-    assert real.provers == 2
+    assert real.validation_workers == 2
     real.close()
 
 
 # --- proofs -----------------------------------------------------------------------------------------------------------
 
 
-def started(helpers: int, bench: str) -> HelpedEvaluator:
-    made = helped(helpers, bench)
-    made.begin_first_calls(of("quick") * helpers)
+def started(workers: int, bench: str) -> PooledEvaluator:
+    made = pooled(workers, bench)
+    made.begin_first_calls(of("quick") * workers)
     until = time.monotonic() + LIMIT_S
-    while made.provers <= helpers and time.monotonic() < until:
+    while made.validation_workers <= workers and time.monotonic() < until:
         time.sleep(0.02)
     assert made.end_first_calls(LIMIT_S) == ""
     return made
 
 
-def test_helpers_that_never_started_are_not_started_for_a_proof(evaluator: HelpedEvaluator) -> None:
-    assert evaluator.prove(CELL, plan(CELL, "quick"), timeout_s=LIMIT_S) == Proven(2.0)
-    assert evaluator.provers == 1
+def test_workers_of_the_pool_that_never_started_are_not_started_for_a_validation(evaluator: PooledEvaluator) -> None:
+    assert evaluator.validate(CELL, plan(CELL, "quick"), timeout_s=LIMIT_S) == Proven(2.0)
+    assert evaluator.validation_workers == 1
 
 
 def test_the_worker_knows_who_waits_beside_it() -> None:
     """Or their contexts on the GPU would be foreign load."""
-    alone = helped()
+    alone = pooled()
     made = started(2, BENCH)
-    for evaluator, beside in ((alone, 0.0), (made, 2.0)):
+    for evaluator, pool_processes in ((alone, 0.0), (made, 2.0)):
         (sample,) = evaluator.block(CELL, [plan(CELL, "who-else")], timeout_s=LIMIT_S).results
         assert isinstance(sample, Sample)
-        assert sample.host_us == beside
+        assert sample.host_us == pool_processes
 
 
-def test_a_helper_that_ended_waits_beside_nobody() -> None:
+def test_a_worker_of_the_pool_that_ended_waits_beside_nobody() -> None:
     """Or a process of somebody else would pass for it, and it for somebody else once it is back."""
     made = started(2, BENCH)
-    helper = made._helpers[0]
-    fault = helper.do(lambda worker: worker.first_call(CELL, plan(CELL, "segfault"), timeout_s=LIMIT_S)).result()
+    worker = made._workers[0]
+    fault = worker.do(lambda worker: worker.first_call(CELL, plan(CELL, "segfault"), timeout_s=LIMIT_S)).result()
     assert isinstance(fault, Fault)
-    assert made._beside() == 1
+    assert made._pool_processes() == 1
 
 
 @pytest.mark.parametrize("wrong_part", [None, 0, 1, 2])
-def test_every_length_is_proven_by_somebody(wrong_part: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_length_is_validated_by_somebody(wrong_part: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WRONG_PART", "" if wrong_part is None else str(wrong_part))
     made = started(2, SPLIT)
-    result = made.prove(CELL, plan(CELL, "quick"), timeout_s=LIMIT_S)
+    result = made.validate(CELL, plan(CELL, "quick"), timeout_s=LIMIT_S)
     if wrong_part is None:
         assert result == Proven(2.0)  # of the call that is made afterwards, alone
     else:
         assert result == Fault("wrong", f"WrongAnswer: part {wrong_part} of 3 errs")
 
 
-def test_what_a_helper_finds_wrong_is_wrong_whatever_becomes_of_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_worker_of_the_pool_finds_wrong_is_wrong_whatever_becomes_of_the_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("WRONG_PART", "2")
     made = started(2, SPLIT)
-    fault = made.prove(CELL, plan(CELL, "error"), timeout_s=LIMIT_S)
+    fault = made.validate(CELL, plan(CELL, "error"), timeout_s=LIMIT_S)
     assert fault == Fault("wrong", "WrongAnswer: part 2 of 3 errs")
 
 
-def test_a_worker_that_somebody_kills_after_a_proof_is_asked_again(
+def test_a_worker_that_somebody_kills_after_a_validation_is_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ONCE_FILE", str(tmp_path / "done"))
-    assert started(1, SPLIT).prove(CELL, plan(CELL, "killed-once"), timeout_s=LIMIT_S) == Proven(3.0)
+    assert started(1, SPLIT).validate(CELL, plan(CELL, "killed-once"), timeout_s=LIMIT_S) == Proven(3.0)
 
 
-def test_what_a_helper_has_no_memory_for_is_proven_by_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_worker_of_the_pool_has_no_memory_for_is_validated_by_the_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("HELPER_LACKS_MEMORY", "1")
     made = started(2, SPLIT)
     monkeypatch.delenv("HELPER_LACKS_MEMORY")  # for the measuring worker, which starts now
-    assert made.prove(CELL, plan(CELL, "quick"), timeout_s=LIMIT_S) == Proven(2.0)
+    assert made.validate(CELL, plan(CELL, "quick"), timeout_s=LIMIT_S) == Proven(2.0)
 
 
-def test_what_the_worker_has_no_memory_for_beside_helpers_it_proves_after_them(
+def test_what_the_worker_has_no_memory_for_beside_the_pool_it_validates_after_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CROWD_FOLDER", str(tmp_path))
-    assert started(2, CROWDED).prove(CELL, plan(CELL, "quick"), timeout_s=LIMIT_S) == Proven(2.0)
+    assert started(2, CROWDED).validate(CELL, plan(CELL, "quick"), timeout_s=LIMIT_S) == Proven(2.0)
 
 
-def test_a_helper_that_the_device_takes_no_more_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_of_the_pool_that_the_device_takes_no_more_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     made = started(2, SPLIT)
-    assert made.prove(CELL, plan(CELL, "quick"), timeout_s=LIMIT_S) == Proven(2.0)
-    for helper in made._helpers:
-        assert helper.worker._process is not None
-        helper.worker._process.kill()
-        helper.worker._process.wait()
+    assert made.validate(CELL, plan(CELL, "quick"), timeout_s=LIMIT_S) == Proven(2.0)
+    for worker in made._workers:
+        assert worker.evaluator._process is not None
+        worker.evaluator._process.kill()
+        worker.evaluator._process.wait()
     monkeypatch.setenv("NO_DEVICE", "1")
-    assert made.prove(CELL, plan(CELL, "quick"), timeout_s=LIMIT_S) == Proven(2.0)
-    assert made.provers == 1
+    assert made.validate(CELL, plan(CELL, "quick"), timeout_s=LIMIT_S) == Proven(2.0)
+    assert made.validation_workers == 1
 
 
-def test_the_parts_of_a_proof_are_all_of_its_lengths() -> None:
+def test_the_parts_of_a_validation_are_all_of_its_lengths() -> None:
     real = WorkerEvaluator(settings(ragged_lengths=5))
     try:
         for part in ((0, 2), (1, 2), (7, 9)):
-            assert real.prove(SMALL, plan(SMALL, "math", dtype="fp32"), timeout_s=LIMIT_S, part=part) == Proven(0.0)
+            assert real.validate(SMALL, plan(SMALL, "math", dtype="fp32"), timeout_s=LIMIT_S, part=part) == Proven(0.0)
     finally:
         real.close()
 
 
-def test_nothing_is_left_of_helpers() -> None:
+def test_nothing_is_left_of_the_pool() -> None:
     made = started(2, SPLIT)
-    pids = [h.worker._process.pid for h in made._helpers if h.worker._process is not None]
+    pids = [h.evaluator._process.pid for h in made._workers if h.evaluator._process is not None]
     assert len(pids) == 2
     made.close()
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
-    assert not [t for t in threading.enumerate() if t.name.startswith("ringtune-helper")]
+    assert not [t for t in threading.enumerate() if t.name.startswith("ringtune-pool")]

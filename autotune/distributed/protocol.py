@@ -1,4 +1,4 @@
-"""What the coordinator and its relays say to each other, and the connections that carry it.
+"""Messages between the coordinator and its relays, and the connections that carry them.
 
 A connection is authenticated with a key that only the ranks of this probe know, and notices a host that is gone.
 """
@@ -26,14 +26,14 @@ _IDLE_S, _PROBE_EVERY_S, _PROBES = 15, 5, 3  # a host that is gone is noticed af
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The first word of the coordinator: the kind of device to use, "cuda" or "cpu"."""
+    """First message of the coordinator: the kind of device to use, "cuda" or "cpu"."""
 
     device_kind: str
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """The answer: which rank this is, what it runs on, and on which host (for the ranks alone, never written down)."""
+    """First message of a rank: its facts and its host, which is compared and never written down."""
 
     rank: int
     facts: HardwareFacts | None
@@ -42,8 +42,8 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """One question to the worker of every rank. Workers of one ``generation`` share a process group."""
+class RankRequest:
+    """Request to the worker of every rank. Workers of one ``generation`` share a process group."""
 
     number: int
     generation: int
@@ -57,24 +57,19 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """End the worker: another rank failed in call ``number``, so that this one may wait for it for ever."""
+    """End the worker in request ``number``, where another rank failed, or with None whatever it does."""
 
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Rest:
-    """End the worker, if there is one; more calls may follow."""
+    number: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Quit:
-    """The end."""
+    """End the relay."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What became of a call on one rank.
+class RankAnswer:
+    """Answer of one rank to a request.
 
     ``value`` is what the worker answered. ``aborted``: it was told to stop, so a failure in ``value`` is not its own.
     ``no_device`` and ``bug`` are errors to raise, as text. ``started_s``: seconds that starting a worker took of it.
@@ -85,21 +80,21 @@ class Answer:
     aborted: bool = False
     no_device: str = ""
     bug: str = ""
-    blind_spots: tuple[str, ...] = ()
+    unmonitored: tuple[str, ...] = ()
     started_s: float = 0.0
 
     @property
     def fault(self) -> Fault | None:
-        """How the worker failed; a block ends with that."""
+        """Return how the worker failed; a block ends with that."""
         value = self.value
         if isinstance(value, Block):
             value = value.results[-1] if value.results else None
         return value if isinstance(value, Fault) else None
 
     @property
-    def struck(self) -> bool:
-        """Whether somebody else ended the worker, in this call or before it, which says nothing of the candidate."""
-        return self.fault is not None and self.fault.struck
+    def ended_from_outside(self) -> bool:
+        """Return whether another process ended the worker, which says nothing of the candidate."""
+        return self.fault is not None and self.fault.ended_from_outside
 
     @property
     def good(self) -> bool:
@@ -107,12 +102,12 @@ class Answer:
 
 
 def listen(host: str) -> socket.socket:
-    """A listening socket on a free port. ``host`` is an address of this machine, or empty for all of them."""
+    """Return a listening socket on a free port of ``host``, an address of this machine, or empty for all."""
     return socket.create_server((host, 0), backlog=128)
 
 
 def accept(server: socket.socket, key: bytes, timeout_s: float) -> Connection | None:
-    """The next relay that knows the key; None when nobody came in time, or somebody who does not."""
+    """Return the next relay that knows the key; None when none came in time, or one without the key."""
     server.settimeout(timeout_s)
     try:
         link, _ = server.accept()
@@ -122,7 +117,7 @@ def accept(server: socket.socket, key: bytes, timeout_s: float) -> Connection | 
 
 
 def connect(host: str, port: int, key: bytes, timeout_s: float) -> Connection:
-    """The connection to the coordinator; OSError where it cannot be had."""
+    """Connect to the coordinator; raises OSError where that fails."""
     link = socket.create_connection((host, port), timeout=timeout_s)
     connection = _authenticated(link, key, first=False)
     if connection is None:
@@ -137,7 +132,7 @@ def _authenticated(link: socket.socket, key: bytes, *, first: bool) -> Connectio
     for option, value in (("TCP_KEEPIDLE", _IDLE_S), ("TCP_KEEPINTVL", _PROBE_EVERY_S), ("TCP_KEEPCNT", _PROBES)):
         link.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", HANDSHAKE_S, 0))
-    waiting = link.dup()  # Connection hides the socket, whose patience ends with the handshake
+    waiting = link.dup()  # Connection hides the socket, whose timeout ends with the handshake
     connection = Connection(link.detach())
     try:
         for step in (deliver_challenge, answer_challenge) if first else (answer_challenge, deliver_challenge):

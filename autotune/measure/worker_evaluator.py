@@ -1,4 +1,4 @@
-"""The evaluator of a real machine: candidates run in a worker process, and every way to fail costs one trial.
+"""Evaluates candidates in a worker process, so that every failure costs one candidate.
 
 The worker is a fresh interpreter (CUDA does not survive a fork), talks over a socket pair, is killed when it stops
 answering and started again when it is needed. It dies with this process.
@@ -24,13 +24,13 @@ from autotune.accuracy.reference_timeout import reference_limit_s
 from ringattn.errors import DeviceError
 from ringattn.workload import Tunables, Workload
 
-from .evaluator import Block, Checked, Ended, Fault, Held, Interference, Killed, Proven, Sample
+from .evaluator import Block, Checked, Ended, Fault, Interference, Killed, Proven, Sample, Stopped
 from .messages import REAL_BENCH, Message, Request
 
 if TYPE_CHECKING:
     from .bench import BenchSettings
 
-ATTEMPTS = 2  # a worker that somebody else killed or stopped says nothing of its candidate, at first
+ATTEMPTS = 2  # a worker that another process killed or stopped says nothing of its candidate, at first
 _TAIL_BYTES = 2000
 _ENDED_EARLY = Fault("crash", "the worker was ended before its work began", Ended())
 # Torch's profiler would log every use, and so have the last word of a worker that was killed. What flash-attn-4
@@ -39,23 +39,23 @@ _QUIET_AND_CACHED = {"KINETO_LOG_LEVEL": "99", "FLASH_ATTENTION_CUTE_DSL_CACHE_E
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerTimes:
-    """How long a worker is waited for beside its requests."""
+class WorkerTimeouts:
+    """Timeouts of a worker beside those of its requests."""
 
     start_s: float = 120.0  # importing torch from a cold disk, making a CUDA context
     stop_s: float = 5.0
-    held_s: float = 3.0  # one that a signal has stopped for so long is given up, however long its work may take
+    stopped_s: float = 3.0  # one that a signal has stopped for so long is given up, however long its work may take
     look_s: float = 0.5  # how often it is looked whether one has
 
 
-DEFAULT_TIMES = WorkerTimes()
+DEFAULT_TIMES = WorkerTimeouts()
 
 
 class WorkerBug(AssertionError):
     """The worker's own code failed; the text is its traceback."""
 
 
-class Died(Exception):
+class WorkerDied(Exception):
     """The worker ended by itself, or had to be killed."""
 
     def __init__(self, fault: Fault) -> None:
@@ -64,7 +64,7 @@ class Died(Exception):
 
 
 class WorkerEvaluator:
-    """Answers the Evaluator protocol from one device."""
+    """Implements Evaluator on one device, in one worker process."""
 
     def __init__(
         self,
@@ -72,9 +72,9 @@ class WorkerEvaluator:
         *,
         bench: str = REAL_BENCH,
         reference_timeout_s: float = 300.0,
-        times: WorkerTimes = DEFAULT_TIMES,
+        times: WorkerTimeouts = DEFAULT_TIMES,
     ) -> None:
-        """``bench`` is ``module:class`` of what the worker runs; tests put faulty ones there.
+        """``bench`` is the ``module:class`` that the worker runs; tests put faulty ones there.
 
         ``reference_timeout_s`` is the most that the float64 rows of a cell may take, during which no candidate runs.
         """
@@ -87,16 +87,14 @@ class WorkerEvaluator:
         self._errors: IO[bytes] | None = None
         self._is_new = True  # the worker has answered nothing yet
         self._interrupted = False
-        self.blind_spots: tuple[str, ...] = ()
+        self.unmonitored: tuple[str, ...] = ()
         self.starts = 0
         self.lost_s = 0.0  # went into attempts that ended without an answer, and into new workers after them
 
     @property
     def is_running(self) -> bool:
-        """Whether there is a worker process; asked while it has nothing to do."""
+        """Return whether there is a worker process; asked while it has nothing to do."""
         return self._process is not None and self._process.poll() is None
-
-    # --- the protocol -------------------------------------------------------------------------------------------
 
     def check(
         self, cell: Workload, candidate: Tunables, *, timeout_s: float, pace_ms: float | None = None
@@ -105,34 +103,34 @@ class WorkerEvaluator:
         assert isinstance(result, (Checked, Fault))
         return result
 
-    def prove(
+    def validate(
         self, cell: Workload, candidate: Tunables, *, timeout_s: float, part: tuple[int, int] = (0, 1)
     ) -> Proven | Fault:
-        """``part`` (i, n) is every n-th length from the i-th on; the first call is timed with all of them only."""
-        result = self._ask(Request("prove", cell, (candidate,), part=part), timeout_s)
+        """Validate at every n-th length from the i-th on for ``part`` (i, n); a first call is timed with all only."""
+        result = self._ask(Request("validate", cell, (candidate,), part=part), timeout_s)
         assert isinstance(result, (Proven, Fault))
         return result
 
     def first_call(self, cell: Workload, candidate: Tunables, *, timeout_s: float) -> Proven | Fault:
-        """The candidate called at the cell's length and at another, for what that leaves in the caches of compilers."""
+        """Call the candidate at the cell's length and at another, which fills the caches of compilers."""
         result = self._ask(Request("first-call", cell, (candidate,)), timeout_s)
         assert isinstance(result, (Proven, Fault))
         return result
 
     def interrupt(self) -> None:
-        """End the worker for good, from another thread than the one that waits for its answer: that gets a Fault."""
+        """End the worker for good, from another thread than the one that waits: that gets a Fault."""
         self._interrupted = True
         process = self._process
         if process is not None and process.poll() is None:
             process.kill()
 
-    def obey(self, cell: Workload, profile_path: str, *, timeout_s: float) -> Tunables | Fault:
-        result = self._ask(Request("obey", cell, profile_path=profile_path), timeout_s)
+    def run_profile(self, cell: Workload, profile_path: str, *, timeout_s: float) -> Tunables | Fault:
+        result = self._ask(Request("run-profile", cell, profile_path=profile_path), timeout_s)
         assert isinstance(result, (Tunables, Fault))
         return result
 
     def block(self, cell: Workload, order: Sequence[Tunables], *, timeout_s: float) -> Block:
-        """One pass; after a candidate that kills the worker the rest goes on in a new one.
+        """Time a block; after a candidate that kills the worker the rest goes on in a new one.
 
         What was timed before and after such a restart is still one block: seconds lie between, not hours.
         """
@@ -142,23 +140,23 @@ class WorkerEvaluator:
         while len(results) < len(order):
             rest = tuple(order[len(results) :])
             try:
-                self._send(Request("block", cell, rest, beside=self._beside()))
+                self._send(Request("block", cell, rest, pool_processes=self._pool_processes()))
                 with self._counting_losses():
                     disturbances += self._collect(results, timeout_s)
                 assert len(results) == len(order)
-            except Died as died:
-                if died.fault.struck and len(results) not in struck_at:
+            except WorkerDied as died:
+                if died.fault.ended_from_outside and len(results) not in struck_at:
                     struck_at.add(len(results))
                 else:
                     results.append(died.fault)
         return Block(tuple(results), disturbances)
 
-    def _beside(self) -> int:
-        """Other processes of this probe that are on the device."""
+    def _pool_processes(self) -> int:
+        """Return how many other processes of this probe are on the device."""
         return 0
 
     def _collect(self, results: list[Sample | Fault], timeout_s: float) -> tuple[Interference, ...]:
-        """Adds what the worker says of a block to ``results``, and returns what disturbed it; raises Died."""
+        """Add the worker's results of a block to ``results``, and return its interference; raises WorkerDied."""
         while True:
             message = self._receive(timeout_s)
             if message.kind == "result":
@@ -166,12 +164,12 @@ class WorkerEvaluator:
             elif message.kind == "done":
                 if isinstance(message.value, Fault):  # it gave up after a sticky error
                     self._kill()
-                    raise Died(message.value)
+                    raise WorkerDied(message.value)
                 disturbances: tuple[Interference, ...] = message.value
                 return disturbances
 
     def close(self) -> None:
-        """End the worker, politely first."""
+        """End the worker: ask, wait, then kill."""
         if self._connection is not None and self._process is not None and self._process.poll() is None:
             try:
                 self._connection.send(Request("stop"))
@@ -180,14 +178,12 @@ class WorkerEvaluator:
                 pass  # it is killed next
         self._kill()
 
-    # --- messages -----------------------------------------------------------------------------------------------
-
     def _ask(self, request: Request, timeout_s: float) -> Any:
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 return self._exchange(request, timeout_s)
-            except Died as died:
-                if not died.fault.struck or attempt == ATTEMPTS:
+            except WorkerDied as died:
+                if not died.fault.ended_from_outside or attempt == ATTEMPTS:
                     return died.fault
         raise AssertionError("unreachable")
 
@@ -201,7 +197,7 @@ class WorkerEvaluator:
         began = time.monotonic()
         try:
             yield
-        except Died:
+        except WorkerDied:
             self.lost_s += time.monotonic() - began
             raise
 
@@ -219,7 +215,7 @@ class WorkerEvaluator:
                 return message.value
 
     def _reference_s(self, request: Request) -> float:
-        """What a reference may take beside the time of a candidate."""
+        """Return the time that a reference may take beside the candidate's."""
         cell, settings = request.workload, self._settings
         assert cell is not None
         gradients = cell.train or settings.train_too
@@ -228,7 +224,7 @@ class WorkerEvaluator:
 
     def _send(self, request: Request) -> None:
         if self._interrupted:
-            raise Died(_ENDED_EARLY)
+            raise WorkerDied(_ENDED_EARLY)
         if self._process is None or self._process.poll() is not None:
             self._renew()
         assert self._connection is not None
@@ -240,7 +236,7 @@ class WorkerEvaluator:
             self._connection.send(request)
 
     def _renew(self) -> None:
-        """A worker in the place of one that ended between two requests, or that never was."""
+        """Start a worker in the place of one that ended between two requests, or that never was."""
         self._kill()
         began, replaces = time.monotonic(), self.starts > 0
         self._start()
@@ -250,16 +246,18 @@ class WorkerEvaluator:
         assert self._connection is not None
         began = time.monotonic()
         try:
-            if not self._has_spoken(timeout_s):
+            if not self._has_message(timeout_s):
                 stopped = self._is_stopped()
                 waited_s = min(timeout_s, time.monotonic() - began)
                 self._kill()
                 why = ", at work on the reference" if phase == "reference" else ""
                 why += ": the worker was stopped by a signal" if stopped else ""
-                raise Died(Fault("timeout", f"no answer within {waited_s:.1f} s{why}", Held() if stopped else None))
+                raise WorkerDied(
+                    Fault("timeout", f"no answer within {waited_s:.1f} s{why}", Stopped() if stopped else None)
+                )
             message: Message = self._connection.recv()
         except (EOFError, ConnectionResetError):
-            raise self._obituary() from None
+            raise self._exit_fault() from None
         if message.kind == "bug":
             self._kill()
             raise WorkerBug(message.value)
@@ -268,12 +266,12 @@ class WorkerEvaluator:
             raise DeviceError(message.value)
         return message
 
-    def _has_spoken(self, timeout_s: float) -> bool:
-        """Waits for the worker's next word, but not for one that a signal holds."""
+    def _has_message(self, timeout_s: float) -> bool:
+        """Wait for the worker's next message, but not for a worker that a signal has stopped."""
         assert self._connection is not None
         now = time.monotonic()
         end, at_work = now + timeout_s, now
-        while now < end and now - at_work < self._times.held_s:
+        while now < end and now - at_work < self._times.stopped_s:
             if self._connection.poll(min(self._times.look_s, end - now)):
                 return True
             now = time.monotonic()
@@ -282,13 +280,13 @@ class WorkerEvaluator:
         return self._connection.poll(0)
 
     def _is_stopped(self) -> bool:
-        """Whether the worker is held by SIGSTOP or its like, which no candidate does to itself."""
+        """Return whether SIGSTOP or its like stopped the worker, which no candidate does to itself."""
         assert self._process is not None
         status = Path(f"/proc/{self._process.pid}/stat").read_text()
         return status.rpartition(")")[2].split()[0] in "Tt"
 
-    def _obituary(self) -> Died:
-        """How the worker ended, with the last line it wrote to stderr."""
+    def _exit_fault(self) -> WorkerDied:
+        """Return how the worker ended, with the last line it wrote to stderr."""
         assert self._process is not None
         try:
             code = self._process.wait(self._times.stop_s)
@@ -298,8 +296,8 @@ class WorkerEvaluator:
         self._kill()
         if code is not None and code < 0:
             name = signal.Signals(-code).name
-            return Died(Fault("crash", f"the worker was killed by {name}{last}", Killed(-code)))
-        return Died(Fault("crash", f"the worker ended with exit code {code}{last}"))
+            return WorkerDied(Fault("crash", f"the worker was killed by {name}{last}", Killed(-code)))
+        return WorkerDied(Fault("crash", f"the worker ended with exit code {code}{last}"))
 
     def _last_error_line(self) -> str:
         assert self._errors is not None
@@ -307,8 +305,6 @@ class WorkerEvaluator:
         self._errors.seek(max(0, self._errors.tell() - _TAIL_BYTES))
         lines = [line.strip() for line in self._errors.read().decode("utf-8", "replace").splitlines() if line.strip()]
         return f" ({lines[-1][:200]})" if lines else ""
-
-    # --- the process --------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
         for attempt in range(1, ATTEMPTS + 1):
@@ -318,14 +314,14 @@ class WorkerEvaluator:
                 self._connection.send(self._settings)
                 message = self._receive(self._times.start_s)
                 break
-            except (Died, BrokenPipeError) as error:
+            except (WorkerDied, BrokenPipeError) as error:
                 if self._interrupted:  # it was not the machine that ended it, and no second one is started
-                    raise Died(_ENDED_EARLY) from None
-                if not isinstance(error, Died) or not error.fault.struck or attempt == ATTEMPTS:
+                    raise WorkerDied(_ENDED_EARLY) from None
+                if not isinstance(error, WorkerDied) or not error.fault.ended_from_outside or attempt == ATTEMPTS:
                     text = f"the measuring process for {self._settings.device} did not start: {error}"
                     raise DeviceError(text) from None
         assert message.kind == "ready"
-        self.blind_spots = message.value
+        self.unmonitored = message.value
 
     def _launch(self) -> None:
         ours, theirs = socket.socketpair()

@@ -1,0 +1,74 @@
+"""Build the module that a plan is measured through, and the calls of it that are timed and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autotune.accuracy.inputs import Inputs
+from ringattn.attention import RingAttention
+from ringattn.profile.schema import Profile
+from ringattn.workload import Workload
+
+
+def build_module(
+    workload: Workload,
+    *,
+    profile: Profile | str,
+    device: torch.device,
+    dtype: str | torch.dtype | None = None,
+    group: Any = None,
+    layout: str = "auto",
+) -> RingAttention:
+    """Return RingAttention for a workload, planned by ``profile``."""
+    branches = workload.pattern.branches
+    return RingAttention(
+        workload.heads,
+        workload.head_dim,
+        num_kv_heads=workload.kv_heads,
+        segment_lengths=[b.segment for b in branches] or None,
+        dilation_rates=[b.rate for b in branches] or None,
+        causal=workload.causal,
+        head_offset=workload.pattern.head_offset,
+        profile=profile,
+        dtype=dtype,
+        device=device,
+        process_group=group,
+        layout=layout,
+    )
+
+
+def caller(module: RingAttention, inputs: Inputs, train: bool) -> Callable[[], None]:
+    """Return the call that is timed: one forward, and in training the backward to q, k and v."""
+    if not train:
+
+        def infer() -> None:
+            with torch.no_grad():
+                module(inputs.q, inputs.k, inputs.v)
+
+        return infer
+    q, k, v = (x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+
+    def step() -> None:
+        torch.autograd.grad(module(q, k, v), (q, k, v), inputs.dout)
+
+    return step
+
+
+def results_of(module: Callable[..., Any], inputs: Inputs, train: bool) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """Return out, lse and the gradients (none for inference), those of training on the path that is timed.
+
+    A call that returns the lse is another one to autograd, which differentiates it, too.
+    """
+    if not train:
+        with torch.no_grad():
+            out, lse = module(inputs.q, inputs.k, inputs.v, return_lse=True)
+        return out, lse, ()
+    q, k, v = (x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+    out = module(q, k, v)
+    grads = torch.autograd.grad(out, (q, k, v), inputs.dout)
+    _, lse = module(q, k, v, return_lse=True)
+    return out.detach(), lse.detach(), grads

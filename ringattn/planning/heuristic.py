@@ -1,0 +1,143 @@
+"""The plan of a workload that nobody measured: a policy's kernels, and rules for the rest. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from ringattn.errors import PlanError
+from ringattn.geometry.layout import resolve_layout
+from ringattn.geometry.pattern import nests
+from ringattn.hardware.facts import HardwareFacts
+from ringattn.kernels.contract import KernelNeed
+from ringattn.profile.schema import Policy
+from ringattn.workload import BranchTunables, Tunables, Workload
+
+from .equal_plans import plainest
+from .launches import forward_gflop, launches
+from .plan import ORDINARY, Conditions, Direction, build_plan, kernel_needs, kernel_rejections
+from .ring import Ranks, exchanges_heads
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """Explicit choices of the user; each beats the profile and the heuristic."""
+
+    forward: str | None = None
+    backward: str | None = None
+    dtype: str | None = None
+    checkpoint: str | None = None
+
+
+NO_WISHES = Wishes()
+
+
+def heuristic_tunables(
+    workload: Workload,
+    policy: Policy,
+    facts: HardwareFacts,
+    *,
+    conditions: Conditions = ORDINARY,
+    wishes: Wishes = NO_WISHES,
+) -> Tunables:
+    """Return what to run where nothing was measured: per branch the first kernel of the policy that can.
+
+    Raises PlanError with every candidate and its reasons when none can.
+    """
+    gathers = _default_gathers(workload, policy)
+    tunables = Tunables(
+        dtype=wishes.dtype or policy.dtype_for(workload.dtype),
+        branches=tuple(BranchTunables("", gather=gather) for gather in gathers),
+        window_tokens=_default_window(workload, facts),
+    )
+    if workload.world > 1:
+        tunables = _spread(workload, tunables, facts, conditions.layout)
+    if wishes.checkpoint and workload.train:
+        tunables = replace(tunables, checkpoint=wishes.checkpoint)
+    branches = []
+    for number, branch in enumerate(tunables.branches):
+        chosen: dict[Direction, str] = {"forward": "", "backward": ""}
+        directions: tuple[Direction, ...] = ("forward", "backward") if workload.train else ("forward",)
+        for direction in directions:
+            wish = wishes.forward if direction == "forward" else wishes.backward
+            work = _launch_gflop(workload, number, branch.gather)
+            candidates = (wish,) if wish else policy.kernels_for(direction, tunables.dtype, work)
+            needs = kernel_needs(
+                workload, tunables, number, facts, backward=direction == "backward", conditions=conditions
+            )
+            chosen[direction] = _first_that_can(candidates, needs, facts, workload, number, direction)
+        branches.append(replace(branch, **chosen))
+    tunables = replace(tunables, branches=tuple(branches))
+    build_plan(workload, tunables, facts, conditions=conditions)
+    return tunables
+
+
+def _launch_gflop(workload: Workload, branch: int, gather: str) -> float:
+    """Return the GFLOP of a launch of a branch, infinite where launching costs no more than torch's own function does.
+
+    A dense forward alone is that function: 64 sequences of 197 took an H200 0.048 ms so and 0.071 on flash, 1024
+    positions 0.037 and 0.046, as a program waits for them. Training, flash saves more launches than it loses.
+    """
+    if workload.pattern.dense and not workload.train and workload.world == 1:
+        return math.inf
+    return forward_gflop(workload, branch) / launches(workload, branch, gather)
+
+
+def _default_gathers(workload: Workload, policy: Policy) -> tuple[str, ...]:
+    branches = workload.pattern.resolved(workload.seq_len)
+    usual = tuple(policy.gather_for(branch.rate) for branch in branches)
+    if not workload.train:
+        # Copying saved a forward of launches 4 % (LongNet, 4096 positions, H200), a training step 25 %.
+        return usual
+    count = sum(launches(workload, number, gather) for number, gather in enumerate(usual))
+    work = sum(forward_gflop(workload, number) for number in range(len(branches)))
+    return tuple("copy" if branch.rate > 1 else "view" for branch in branches) if policy.binds(work / count) else usual
+
+
+def _first_that_can(
+    candidates: tuple[str, ...],
+    needs: tuple[KernelNeed, ...],
+    facts: HardwareFacts,
+    workload: Workload,
+    branch: int,
+    direction: Direction,
+) -> str:
+    rejected = {}
+    for name in candidates:
+        rejected[name] = kernel_rejections(name, needs, facts)
+        if not rejected[name]:
+            return name
+    raise PlanError(f"no kernel can run {workload}, branch {branch} {direction}", rejected)
+
+
+# Positions alive at a time in the workspace when nobody measured better. LongNet at 262144 positions, H16 D128 on an
+# H100: without windows training peaks at 10.1 GiB (cudnn both ways), the forward alone at 3.0; windows of 65536 make
+# the forward 9 % slower and a training step 2 to 6 %.
+_WINDOW_TOKENS = {"train": 65536, "infer": 262144}
+
+
+def _default_window(workload: Workload, facts: HardwareFacts) -> int | None:
+    """Return the window of nested patterns longer than a few of their longest segments; None for the others."""
+    if workload.pattern.dense:
+        return None
+    longest = max(branch.segment for branch in workload.pattern.branches)
+    window = longest * max(1, _WINDOW_TOKENS[workload.mode] // longest)
+    return window if nests(workload.pattern, window) and window < workload.seq_len else None
+
+
+def _spread(workload: Workload, tunables: Tunables, facts: HardwareFacts, layout: str) -> Tunables:
+    """Return the tunables with the schedule to use over several ranks where none was measured.
+
+    Dense: Ulysses where NVLink makes its all-to-all cheap and the heads divide; else the ring, which sends to one
+    neighbour. Of a dilated pattern few rows travel: all are sent at once, while what stays is computed.
+    """
+    exchanges = exchanges_heads(workload.pattern, workload.kv_heads, workload.world, facts)
+    layout = layout or resolve_layout("auto", workload.pattern, workload.causal, exchanged=exchanges)
+    rows = "ring" if workload.pattern.dense else "all-gather"
+    chosen = replace(tunables, schedule="ulysses" if exchanges else rows, layout=layout)
+    travelling = Ranks.of(workload, chosen).travelling(workload) if not exchanges else ()
+    if not exchanges and not travelling:
+        return replace(chosen, schedule="local")
+    if exchanges and workload.train:
+        chosen = replace(chosen, checkpoint="none")  # what was exchanged takes the place of q, k, v, out and lse
+    return plainest(workload, chosen)

@@ -1,0 +1,63 @@
+"""Loads what a plan names: kernels bound to their parameters, and the steps between them. Pure but for imports."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ringattn.kernels.contract import BoundKernel, KernelConfig
+from ringattn.kernels.registry import KERNELS
+from ringattn.planning.plan import Plan
+
+from .merge import TorchOps
+
+if TYPE_CHECKING:
+    from .merge_triton import TritonOps
+
+
+def writing_branch(plan: Plan, travelling: frozenset[int]) -> int | None:
+    """Return the branch whose backward writes straight into the final gradients, to which the others are added.
+
+    It must show every position (rate 1) and only one may; the fused sum reads each element before it writes it, the
+    one in torch operations starts from zeros instead.
+    """
+    branches = plan.workload.pattern.branches
+    for number, (branch, chosen) in enumerate(zip(branches, plan.tunables.branches, strict=False)):
+        here = number not in travelling
+        if here and plan.fused and branch.rate == 1 and KERNELS[chosen.backward].writes_grads:
+            return number
+    return None
+
+
+def is_one_op(plan: Plan) -> bool:
+    """Tell whether training runs one kernel both ways on the tensors themselves, keeping what autograd would."""
+    tunables, workload = plan.tunables, plan.workload
+    one_kernel = all(branch.forward == branch.backward for branch in tunables.branches)
+    return workload.pattern.dense and workload.world == 1 and one_kernel and tunables.checkpoint == "selective"
+
+
+def may_be_torchs(plan: Plan) -> bool:
+    """Tell whether the plan is one call of one kernel, with nothing that torch's own function cannot be told."""
+    tunables, workload = plan.tunables, plan.workload
+    if not workload.pattern.dense or workload.world > 1 or tunables.params or tunables.launch == "graph":
+        return False
+    return not workload.train or (is_one_op(plan) and not plan.conditions.deterministic)
+
+
+def bind(plan: Plan, name: str, scale: float) -> BoundKernel:
+    causal, deterministic = plan.workload.causal, plan.conditions.deterministic
+    return KERNELS[name].load(
+        KernelConfig(causal, scale, deterministic, plan.tunables.params_of(name), plan.tunables.dtype)
+    )
+
+
+def load_ops(plan: Plan) -> TorchOps | TritonOps:
+    if not plan.fused:
+        return TorchOps(compiled=plan.tunables.compile)
+    from .merge_triton import TritonOps  # needs triton, which a machine without a GPU need not have
+
+    def block(step: str) -> int | None:
+        value = plan.tunables.params_of(step).get("block")
+        assert value is None or isinstance(value, int)
+        return value
+
+    return TritonOps(merge_block=block("merge"), sum_block=block("sum"), gather_block=block("gather"))

@@ -16,6 +16,7 @@ from ringattn.workload import Tunables
 from .cell import CellState
 from .sampler import Known
 from .surrogate import Coder, Surrogate, Weights
+from .suspects import GIVEN_UP
 from .transfer import HOPELESS, Timed
 
 FAILED, FAILED_SIGMA = math.log(1.5), 0.1  # what is like a plan that failed is tried later, and not never
@@ -89,7 +90,7 @@ class Beliefs:
             timed = {}
             for plan, found in surrogate.believed().items():
                 entry = self._state.entry(plan)
-                if self._state.may_be_chosen(entry):
+                if self._state.may_be_chosen(entry) and self._state.validations.odds(plan) >= GIVEN_UP:
                     timed[plan] = found
             hope = self._state.hope
             self._believed = surrogate, dict(sorted(timed.items(), key=lambda item: hope(item[0], item[1][0])))

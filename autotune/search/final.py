@@ -21,15 +21,15 @@ from .cell import CellState
 from .choose import NOISY_SIGMA, Candidate, NothingAllowed, choose, distance, gain_margin, pareto_front
 from .result import AT_PAR, CellResult, Measured
 from .result import CellState as State
+from .suspects import GIVEN_UP
 from .transfer import parts_of
 
 FINALISTS = 4  # the default among them
 FRONT_KEPT = 4
 RUNNERS_UP = 2
 FINAL_WIDTH = 0.015  # half-width (log-ratio) that the re-timing should reach, where the preset's maximum allows
-RESERVED = 2  # times the least number of blocks is kept for the final; it goes on while time is left
+LEAST_RESERVED, RESERVED = 1.5, 2  # times the least number of blocks kept for the final; it goes on while time is left
 CONTENDER = math.log(1.15)  # a plan this much slower than the best is no finalist
-GIVEN_UP = 0.05  # odds under which no plan is validated: three failed of one trait that all of them have
 LIKELY = 0.5  # odds of passing its validation from which a plan may be a missed gain
 WIDE = 0.10  # a possible gain (log-ratio) that a kept default must be able to exclude
 # What a cell keeps of its time for the validation of its choice, where the probe has time after it. Kernels that work
@@ -61,7 +61,7 @@ def reserve_s(state: CellState, deadline: Deadline | None = None) -> float:
     """Seconds that the final needs: re-timing, and validating what will be written."""
     preset = state.settings.preset
     blocks = statistics.blocks_needed(state.sigma(), FINAL_WIDTH)
-    blocks = min(max(blocks, preset.final_min_blocks), RESERVED * preset.final_min_blocks)
+    blocks = min(max(blocks, LEAST_RESERVED * preset.final_min_blocks), RESERVED * preset.final_min_blocks)
     # All finalists and the default twice in the first blocks; after them mostly the default, the best and one rival.
     samples = (FINALISTS + 1) * preset.final_min_blocks + 4 * (blocks - preset.final_min_blocks)
     unvalidated = any(entry.validated is None for entry in state.timed()) or not state.entries
@@ -488,15 +488,9 @@ class Final:
             why = "under foreign load" if self.state.loaded else "noisy"
             notes.append(f"timed {why}: {100 * self.state.noise_sigma():.1f} % a pair")
         if winner.tunables != self.state.default and prefers_time:
-            twins = [
-                c
-                for c in others
-                if c is not winner
-                and c.allowed
-                and c.gain.low < winner.gain.high
-                and c.gain.median < winner.gain.median - TIE
-            ]
-            if twins:
+            sure = [c for c in others if c is not winner and c.allowed and c.gain.high < gain_margin(noisy=noisy)]
+            twins = sorted((c for c in sure if c.gain.low < winner.gain.high), key=lambda c: c.gain.median)
+            if twins and twins[0].gain.median < winner.gain.median + TIE:
                 notes.append(f"indistinguishable from {describe(twins[0].tunables)}")
         result.note = "; ".join(filter(None, notes))
         return result

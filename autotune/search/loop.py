@@ -295,6 +295,7 @@ class CellSearch:
         began_s = deadline.remaining_s()
         lean_left = True
         offered: set[Tunables] = set()
+        disturbed: list[Entry] = []
         while True:
             searching = deadline.earlier_by(min(most_s, reserve_s(self.state, deadline)))
             if searching.passed():
@@ -307,7 +308,7 @@ class CellSearch:
             elif elapsed > PLAINER_AT and not self._queue:
                 self._queue += self._plainer()
             before = len(self.state.entries)
-            fresh = self._ask(searching)
+            fresh = disturbed or self._ask(searching)
             wanted = [e for e in (*self._contenders(fresh), *fresh) if e.failure is None]
             if not wanted and len(self.state.entries) == before:
                 more = [plan for plan in (*self._lean(), *self._plainer()) if plan not in offered]
@@ -320,8 +321,11 @@ class CellSearch:
             elif wanted and not searching.allows(self.state.block_s(entry.tunables for entry in wanted)):
                 return
             elif wanted and self.state.block(wanted):
+                disturbed = []
                 self._drop(wanted)
                 self._validate_early(searching)
+            else:
+                disturbed = fresh  # what was checked is timed, also where its block was thrown away
 
     def _first(self) -> list[Tunables]:
         """The winners nearby, then every kernel in one direction, then alone; other dtypes with the default's kernels.

@@ -11,9 +11,10 @@ from ringattn.workload import Tunables
 from .transfer import parts_of
 
 Trait = tuple[str, Any]
+GIVEN_UP = 0.1  # odds under which no plan is hoped for: two failed of one trait that it has
 # How much likelier a kernel is to blame than a mode of the whole plan.
 KERNEL_WEIGHT = 4.0
-UNRELATED = 0.35  # odds that a failure is of no single trait, but of that plan alone
+UNRELATED = 0.2  # odds that a failure is of no single trait, but of that plan alone
 
 
 def traits_of(plan: Tunables) -> frozenset[Trait]:

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import textwrap
 import time
+import wsgiref.util
+from dataclasses import replace
 from pathlib import Path
 
 import optuna
@@ -18,13 +20,26 @@ from optuna.trial import TrialState
 
 from autotune.cli.main import exit_code_of
 from autotune.exit_codes import DeviceBusy, ExitCode, ProbeFailure
+from autotune.journal.cell_study import QUEUE, SAMPLER, CellStudy
+from autotune.journal.entry import Entry
 from autotune.journal.file import JournalFile, journal_path
-from autotune.journal.stage_record import StageRecord
+from autotune.journal.parameters import Parameters
 from autotune.journal.store import Store
-from autotune.measure.evaluator import Cause, Checked, Ended, Fault, KernelUnavailable, Killed, PeerFailed, Stopped
+from autotune.measure.evaluator import (
+    Cause,
+    Checked,
+    Ended,
+    Fault,
+    KernelUnavailable,
+    Killed,
+    PeerFailed,
+    Proven,
+    Stopped,
+)
 from autotune.probe.device_lock import device_lock
 from autotune.probe.request import ProbeRequest
-from autotune.space.space import build_space, candidate_key
+from autotune.space.space import build_space
+from ringattn.workload import Tunables
 
 CELL = workload()
 SPACE = build_space(CELL, invented(), plan(CELL), ("bf16",))
@@ -34,51 +49,64 @@ REPO = Path(__file__).resolve().parents[3]
 SUPPORT = REPO / "tests" / "support" / "autotune"
 
 
-def stage_of(store: Store, name: str = "race") -> StageRecord:
-    return store.stage(CELL, name, SPACE.knobs)
+def study_of(store: Store) -> CellStudy:
+    return CellStudy(store.study(CELL), CELL, SPACE.knobs, store.sync)
 
 
-def finish_one(record: StageRecord) -> None:
-    entry = record.open(QUICK)
-    record.checked(entry, CHECKED)
-    record.begin_block(0, 5.0)
-    record.report(entry, 0, 0.1)
-    record.begin_block(1, 5.5)
-    record.report(entry, 1, 0.2)
-    record.complete(entry, 0.15, {"memory": -0.5}, reason="stood to the end")
+def finish_one(study: CellStudy, tunables: Tunables = QUICK) -> None:
+    """One plan with two readings, told."""
+    entry = Entry(tunables, CHECKED)
+    study.open(entry, SAMPLER)
+    study.checked(entry)
+    for number, ratio in ((1, 0.1), (2, 0.2)):
+        study.block(number, 5.0, None)
+        study.reading(entry, number, ratio)
+    study.complete(entry, 0.15, {"memory": -0.5}, "stood to the end")
 
 
 def test_everything_told_is_found_again(tmp_path: Path) -> None:
     path = tmp_path / "p.journal"
     with Store(path, identity="a") as store:
-        record = stage_of(store)
-        finish_one(record)
-        record.fail(record.open(SWIFT), Fault("crash", "killed by SIGSEGV"))
-        half = record.open(MATH)
-        record.checked(half, CHECKED)
-        record.begin_block(2, 5.0)
-        record.report(half, 2, 0.7)
-        record.note("standing", [candidate_key(QUICK)])
+        study = study_of(store)
+        finish_one(study)
+        study.failed(Entry(SWIFT), Fault("crash", "killed by SIGSEGV"))
+        half = Entry(MATH, CHECKED)
+        study.checked(half)
+        study.block(3, 5.0, 0.01)
+        study.reading(half, 3, 0.7)
+        half.validated = Proven(8.0)
+        study.validated(half)
+        study.note("fact of the cell", [1])
         store.remember("fact", {"x": 1})
     with Store(path, identity="a") as store:
         assert store.resumed
         assert store.recall("fact") == {"x": 1}
-        record = stage_of(store)
-        quick, swift, half = (record.find(p) for p in (QUICK, SWIFT, MATH))
-        assert quick is not None
-        assert (quick.finished, quick.log_ratios, quick.checked) == (True, {0: 0.1, 1: 0.2}, CHECKED)
-        assert swift is not None
-        assert (swift.finished, swift.fault) == (True, Fault("crash", "killed by SIGSEGV"))
-        assert half is not None
-        assert (half.finished, half.log_ratios, half.checked) == (False, {2: 0.7}, CHECKED)
-        assert record.default_ms == {0: 5.0, 1: 5.5, 2: 5.0}
-        assert record.noted("standing") == [candidate_key(QUICK)]
-        record.report(half, 3, 0.8)  # it goes on where it was
-        record.complete(half, 0.75, {})
+        study = study_of(store)
+        quick, swift, half = (study.recalled[p] for p in (QUICK, SWIFT, MATH))
+        assert (quick.open, quick.log_ratios, quick.checked) == (False, {1: 0.1, 2: 0.2}, CHECKED)
+        assert (swift.open, swift.fault) == (False, Fault("crash", "killed by SIGSEGV"))
+        assert (half.open, half.log_ratios, half.validated) == (True, {3: 0.7}, Proven(8.0))
+        assert study.blocks == {1: (5.0, None), 2: (5.0, None), 3: (5.0, 0.01)}
+        assert study.noted("fact of the cell") == [1]
+        study.block(4, 5.0, None)
+        study.reading(half, 4, 0.8)  # it goes on where it was
+        study.complete(half, 0.75, {}, "")
     with Store(path, identity="a") as store:
-        found = stage_of(store).find(MATH)
-        assert found is not None
-        assert found.log_ratios == {2: 0.7, 3: 0.8}
+        assert study_of(store).recalled[MATH].log_ratios == {3: 0.7, 4: 0.8}
+
+
+def test_a_plan_that_is_timed_again_has_a_second_trial_for_the_further_readings(tmp_path: Path) -> None:
+    with Store(tmp_path / "p.journal") as store:
+        study = study_of(store)
+        finish_one(study)
+        entry = Entry(QUICK, CHECKED)
+        study.block(3, 5.0, None)
+        study.reading(entry, 3, 0.3)
+        study.complete(entry, 0.2, {}, "final")
+        assert [trial.intermediate_values for trial in study.study.trials] == [{1: 0.1, 2: 0.2}, {3: 0.3}]
+        assert study.study.trials[1].user_attrs["repeats"] == 0
+    with Store(tmp_path / "p.journal") as store:
+        assert study_of(store).recalled[QUICK].log_ratios == {1: 0.1, 2: 0.2, 3: 0.3}
 
 
 CAUSES: dict[str, Cause] = {
@@ -96,11 +124,9 @@ def test_a_cause_outlives_the_process_under_a_name_of_its_own(tmp_path: Path, na
     assert fault.plain()["cause"]["is"] == name
     assert Fault.of(json.loads(json.dumps(fault.plain()))) == fault
     with Store(tmp_path / "p.journal", identity="a") as store:
-        stage_of(store).fail(stage_of(store).open(SWIFT), fault)
+        study_of(store).failed(Entry(SWIFT), fault)
     with Store(tmp_path / "p.journal", identity="a") as store:
-        found = stage_of(store).find(SWIFT)
-        assert found is not None
-        assert found.fault == fault
+        assert study_of(store).recalled[SWIFT].fault == fault
 
 
 def test_a_fault_that_was_recorded_without_a_cause_has_none() -> None:
@@ -109,86 +135,119 @@ def test_a_fault_that_was_recorded_without_a_cause_has_none() -> None:
     assert not Fault("crash", "the worker was killed by SIGKILL").from_outside
 
 
-def test_outcomes_are_told_as_the_sampler_must_read_them(tmp_path: Path) -> None:
+def test_outcomes_are_told_in_fields_that_plain_optuna_reads(tmp_path: Path) -> None:
     """Over a limit: COMPLETE with a positive constraint. No number: PRUNED with one. FAIL only for what is neither."""
     with Store(tmp_path / "p.journal") as store:
-        record = stage_of(store)
-        entry = record.open(QUICK)
-        record.report(entry, 0, 0.3)
-        record.complete(entry, 0.3, {"memory": 0.25})
-        record.fail(record.open(SWIFT), Fault("oom", "out of memory"))
-        record.open(MATH)
-        record.abandon_open("no time")
+        study = study_of(store)
+        over = Entry(QUICK, CHECKED)
+        study.checked(over)
+        study.block(1, 5.0, None)
+        study.reading(over, 1, 0.3)
+        study.complete(over, 0.3, {"memory": 0.25}, "breaks a limit")
+        study.failed(Entry(SWIFT), Fault("oom", "out of memory"))
+        left = Entry(MATH)
+        study.open(left, QUEUE)
+        study.abandon(left, "no time")
     storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(tmp_path / "p.journal")))
-    study = optuna.load_study(study_name=f"{CELL} | race", storage=storage)
-    over, failed, left = study.trials
-    assert (over.state, over.value, over.constraints) == (TrialState.COMPLETE, 0.3, {"runs": 0.0, "memory": 0.25})
+    found = optuna.load_study(study_name=str(CELL), storage=storage)
+    over_, failed, left_ = found.trials
+    assert (over_.state, over_.value, over_.constraints) == (TrialState.COMPLETE, 0.3, {"runs": 0.0, "memory": 0.25})
+    assert over_.params["forward.0"] == "quick"
+    assert over_.intermediate_values == {1: 0.3}
     assert (failed.state, failed.constraints, failed.user_attrs["kind"]) == (TrialState.PRUNED, {"runs": 1.0}, "oom")
-    assert left.state == TrialState.FAIL
+    assert left_.state == TrialState.FAIL
 
 
-def test_a_plan_is_one_trial_of_a_stage(tmp_path: Path) -> None:
+def test_every_plan_of_a_space_is_its_parameters() -> None:
+    parameters = Parameters(CELL, SPACE.knobs)
+    for move in SPACE.neighbours(SPACE.default):
+        params = parameters.of(move.tunables)
+        assert parameters.plan(params) == move.tunables
+        assert ("pool_strategy" in params) == (move.tunables.pool_threshold_mib is not None)
+        assert all(value in parameters.distributions[name].choices for name, value in params.items())  # type: ignore[attr-defined]
+
+
+def test_a_study_of_two_thousand_trials_opens_in_few_lines(tmp_path: Path) -> None:
+    """A line takes 35 us to read back: ten for each trial are 0.7 s."""
     with Store(tmp_path / "p.journal") as store:
-        record = stage_of(store)
-        assert record.open(QUICK) is record.open(QUICK)
-        assert len(record.study.trials) == 1
-        params = record.study.trials[0].params
-        assert params["forward.0"] == "quick"
-        assert set(params) == set(SPACE.knobs)
+        study = study_of(store)
+        for number in range(20):
+            finish_one(study, replace(QUICK, checkpoint=("full", "offload")[number % 2]))
+    lines = (tmp_path / "p.journal").read_bytes().count(b"\n")
+    assert lines <= 20 * 14 + 60
 
 
-def test_beside_a_base_only_what_changes_is_written(tmp_path: Path) -> None:
+def test_the_dashboard_serves_the_journal(tmp_path: Path) -> None:
+    dashboard = pytest.importorskip("optuna_dashboard")
     with Store(tmp_path / "p.journal") as store:
-        record = store.stage(CELL, "race", SPACE.knobs, base=QUICK)
-        record.open(QUICK)
-        record.open(SWIFT)
-        assert [trial.params for trial in record.study.trials] == [
-            {},
-            {f"{side}.{n}": "swift" for n in range(3) for side in ("forward", "backward")},
-        ]
-    with Store(tmp_path / "p.journal") as store:
-        assert {entry.tunables for entry in store.stage(CELL, "race", SPACE.knobs, base=QUICK).entries()} == {
-            QUICK,
-            SWIFT,
-        }
+        finish_one(study_of(store))
+    storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(tmp_path / "p.journal")))
+    answers: list[str] = []
+
+    def page(path: str) -> bytes:
+        environ: dict[str, object] = {}
+        wsgiref.util.setup_testing_defaults(environ)
+        environ |= {"PATH_INFO": path, "REQUEST_METHOD": "GET"}
+        return b"".join(dashboard.wsgi(storage)(environ, lambda status, headers, *_: answers.append(status)))
+
+    studies = json.loads(page("/api/studies"))["study_summaries"]
+    assert str(CELL) in {study["study_name"] for study in studies}
+    number = next(study["study_id"] for study in studies if study["study_name"] == str(CELL))
+    trials = json.loads(page(f"/api/studies/{number}"))["trials"]
+    assert [trial["values"] for trial in trials] == [[0.15]]
+    assert page("/dashboard/").startswith(b"<!DOCTYPE html>")
+    assert {answer[:3] for answer in answers} == {"200"}
+
+
+def test_another_storage_is_opened_by_its_url_and_one_that_cannot_be_says_so(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/studies.db"
+    with Store(tmp_path / "p.journal", identity="a", url=url) as store:
+        finish_one(study_of(store))
+    assert str(CELL) in optuna.get_all_study_names(url)
+    with Store(tmp_path / "p.journal", identity="a", url=url) as store:
+        assert store.resumed
+        assert study_of(store).recalled[QUICK].log_ratios == {1: 0.1, 2: 0.2}
+    optuna.create_study(study_name="somebody else's", storage=url)
+    with Store(tmp_path / "p.journal", identity="b", url=url) as store:
+        assert study_of(store).recalled == {}
+    assert "somebody else's" in optuna.get_all_study_names(url)
+    with pytest.raises(ProbeFailure, match="--storage nonsense: cannot be opened"):
+        Store(tmp_path / "q.journal", url="nonsense")
 
 
 @pytest.mark.parametrize("tail", [b'{"op_code": 5, "wor', b"\x00\x00\x00", b'{"op_code": 9}garbage\n', b"\n{"])
 def test_a_half_written_tail_is_cut(tmp_path: Path, tail: bytes) -> None:
     path = tmp_path / "p.journal"
     with Store(path, identity="a") as store:
-        finish_one(stage_of(store))
+        finish_one(study_of(store))
     whole = path.read_bytes()
     path.write_bytes(whole + tail)
     with Store(path, identity="a") as store:
-        record = stage_of(store)
-        found = record.find(QUICK)
-        assert found is not None
-        assert found.finished
+        study = study_of(store)
+        assert not study.recalled[QUICK].open
         assert any("half-written" in note for note in store.notes)
-        record.open(SWIFT)  # and the journal can be written again
+        study.open(Entry(SWIFT), QUEUE)  # and the journal can be written again
     with Store(path, identity="a") as store:
-        assert stage_of(store).find(SWIFT) is not None
+        assert study_of(store).recalled[SWIFT].open
 
 
 def test_a_journal_cut_at_any_byte_opens_and_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "p.journal"
     with Store(path, identity="a") as store:
-        finish_one(stage_of(store))
+        finish_one(study_of(store))
     whole = path.read_bytes()
     for cut in range(0, len(whole), max(1, len(whole) // 40)):
         path.write_bytes(whole[:cut])
         with Store(path, identity="a") as store:
-            finished = stage_of(store).find(QUICK)
-            if finished is None or not finished.finished:
-                record = stage_of(store)
-                entry = record.open(QUICK)
-                record.report(entry, 9, 0.1)
-                record.complete(entry, 0.1, {})
+            study = study_of(store)
+            found = study.recalled.get(QUICK)
+            if found is None or found.open:
+                study.block(9, 5.0, None)
+                entry = found or Entry(QUICK, CHECKED)
+                study.reading(entry, 9, 0.1)
+                study.complete(entry, 0.1, {}, "")
         with Store(path, identity="a") as store:
-            found = stage_of(store).find(QUICK)
-            assert found is not None
-            assert found.finished
+            assert not study_of(store).recalled[QUICK].open
 
 
 @pytest.mark.parametrize("content", ["my diary\n", "{}\n", "[1]\n", "1\n", '{"op_code": 99, "worker_id": "x"}\n'])
@@ -198,7 +257,7 @@ def test_a_file_of_something_else_is_set_aside_whole(tmp_path: Path, content: st
     with Store(path, identity="a") as store:
         assert not store.resumed
         assert any("p.journal.unreadable" in note for note in store.notes)
-        finish_one(stage_of(store))
+        finish_one(study_of(store))
     assert (tmp_path / "p.journal.unreadable").read_text() == content
     with Store(path, identity="a") as store:
         assert store.resumed
@@ -221,12 +280,12 @@ def test_a_full_disk_is_told_with_the_name_of_the_journal(tmp_path: Path) -> Non
 def test_orphaned_locks_of_optuna_cost_no_time(tmp_path: Path) -> None:
     path = tmp_path / "p.journal"
     with Store(path) as store:
-        finish_one(stage_of(store))
+        finish_one(study_of(store))
     (tmp_path / "p.journal.lock").symlink_to(path)
     (tmp_path / "p.journal.lock1234.rename").touch()
     begin = time.monotonic()
     with Store(path) as store:
-        stage_of(store).open(SWIFT)
+        study_of(store).open(Entry(SWIFT), QUEUE)
     assert time.monotonic() - begin < 15  # an orphan would block for Optuna's grace period of 30 s
     assert not list(tmp_path.glob("*.rename"))
 
@@ -290,19 +349,6 @@ def test_another_identity_or_fresh_starts_over(tmp_path: Path) -> None:
         assert store.recall("fact") is None
 
 
-def test_the_sampler_is_taught_what_other_stages_know() -> None:
-    with Store(None) as store:
-        record = store.stage(CELL, "explore", SPACE.knobs, optuna.samplers.TPESampler(seed=0))
-        record.learn(QUICK, 0.1, {"memory": -1.0})
-        record.learn(SWIFT, None, {})
-        record.learn(plan(CELL, dtype="fp32"), 0.5, {})  # of a wider space: cannot be said in these knobs
-        assert [trial.state for trial in record.study.trials] == [TrialState.COMPLETE, TrialState.PRUNED]
-        trial, assignment = record.ask()
-        assert set(assignment) == set(SPACE.knobs)
-        record.reject(trial, ("cannot run",))
-        assert record.study.trials[-1].constraints == {"runs": 1.0}
-
-
 def test_the_journal_lies_beside_the_profile_or_in_the_state_folder(tmp_path: Path) -> None:
     profile = tmp_path / "made" / "machine.yaml"
     assert journal_path(profile, {}, tmp_path) == tmp_path / "made" / "machine.yaml.journal"
@@ -316,16 +362,17 @@ WRITER = """
     import sys
     from pathlib import Path
     sys.path[:0] = [{here!r}, {tests!r}, {repo!r}]
-    from test_store import CELL, SPACE, CHECKED, stage_of
+    from test_store import CELL, SPACE, CHECKED, study_of
+    from autotune.journal.entry import Entry
     from autotune.journal.store import Store
     with Store(Path({path!r}), identity="a") as store:
-        record = stage_of(store)
+        study = study_of(store)
         for number, plan in enumerate(move.tunables for move in SPACE.neighbours(SPACE.default)):
-            entry = record.open(plan)
-            record.checked(entry, CHECKED)
-            record.begin_block(number, 5.0)
-            record.report(entry, number, 0.01 * number)
-            record.complete(entry, 0.01 * number, {{}})
+            entry = Entry(plan, CHECKED)
+            study.checked(entry)
+            study.block(number + 1, 5.0, None)
+            study.reading(entry, number + 1, 0.01 * number)
+            study.complete(entry, 0.01 * number, {{}}, "")
             print(number, flush=True)
 """
 
@@ -342,13 +389,7 @@ def test_a_killed_writer_loses_no_finished_trial(tmp_path: Path, after: int) -> 
     writer.send_signal(signal.SIGKILL)
     writer.wait()
     with Store(path, identity="a") as store:
-        finished = [entry for entry in stage_of(store).entries() if entry.finished]
-        assert {entry.log_ratios[entry.number] for entry in finished} >= {0.01 * number for number in told}
-
-
-def test_a_long_journal_is_plain_lines_of_json(tmp_path: Path) -> None:
-    path = tmp_path / "p.journal"
-    with Store(path) as store:
-        finish_one(stage_of(store))
-    for line in path.read_text().splitlines():
-        assert isinstance(json.loads(line), dict)
+        finished = [entry for entry in study_of(store).recalled.values() if not entry.open]
+        assert {ratio for entry in finished for ratio in entry.log_ratios.values()} >= {
+            0.01 * number for number in told
+        }

@@ -39,7 +39,7 @@ def finished_trials(journal: Path) -> int:
 
 
 def blocks_kept(journal: Path) -> int:
-    return sum(b'"default_ms:' in line for line in whole_lines(journal).splitlines())
+    return sum(b'"block ' in line for line in whole_lines(journal).splitlines())
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +129,7 @@ def test_the_real_probe_killed_with_its_whole_group_goes_on(tmp_path: Path) -> N
 
     kept, finished = b"", 0
     moments = random.Random(6)
-    for moment in ("to measure", "brute", "cell 2/2"):
+    for moment in ("to measure", "search", "cell 2/2"):
         killed = start()
         assert killed.stderr is not None
         try:

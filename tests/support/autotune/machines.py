@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -141,10 +141,16 @@ class Setting:
     trouble: Trouble = QUIET
     rows: Mapping[str, object] = field(default_factory=dict)
     asynchronous: bool = False
+    sampler: str = "auto"
     unproven: Mapping[Tunables, Fault] = field(default_factory=dict)
 
     def run(
-        self, seed: int = 0, store: Store | None = None, undecided_s: float = 0.0, end_s: float = math.inf
+        self,
+        seed: int = 0,
+        store: Store | None = None,
+        undecided_s: float = 0.0,
+        end_s: float = math.inf,
+        seeds: Sequence[Tunables] = (),
     ) -> Trial:
         clock = SimulatedClock()
         evaluator = ReplayEvaluator(
@@ -155,7 +161,13 @@ class Setting:
         )
         space = build_space(self.cell, self.machine, self.default, self.dtypes)
         settings = SearchSettings(
-            EFFORTS[self.effort], seed, self.limits, self.prefer, hang_s=2.0, asynchronous=self.asynchronous
+            EFFORTS[self.effort],
+            seed,
+            self.limits,
+            self.prefer,
+            hang_s=2.0,
+            asynchronous=self.asynchronous,
+            sampler=self.sampler,
         )
         search = CellSearch(
             space,
@@ -172,7 +184,7 @@ class Setting:
         fault = search.settle(budget.deadline(self.budget_s))
         if fault is not None:
             return Trial(space, search, search.refused(fault.message), clock, evaluator)
-        return Trial(space, search, search.run(budget.deadline(self.budget_s)), clock, evaluator)
+        return Trial(space, search, search.run(budget.deadline(self.budget_s), seeds=seeds), clock, evaluator)
 
 
 def far_from(cell: Workload, target: Tunables, per_knob: float = 0.08) -> Truth:

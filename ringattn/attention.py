@@ -30,6 +30,7 @@ from ringattn.planning.setup import (
     group_size,
     say_once,
     set_up,
+    speaks_for_host,
     warn_of_empty_heads,
     wishes_of,
 )
@@ -178,7 +179,8 @@ class RingAttention(nn.Module):
         self.traced: dict[Any, Program | RingProgram] = {}
         self._programs: dict[Any, Program | RingProgram] = {}
         self.digest, self.configuration = compiled.register(self)
-        self._logs = self._ring is None or self._ring.comm.rank == 0  # ranks of a group run one plan
+        # Ranks of a group run one plan, and those of a host find one profile.
+        self._logs = speaks_for_host() and (self._ring is None or self._ring.comm.rank == 0)
         if self._logs:
             self._setup.announce()
             warn_of_empty_heads(shape)

@@ -23,6 +23,7 @@ from ringattn.profile.locations import FILE_VARIABLE, Located, collect
 from ringattn.profile.resolve import Resolution, resolve
 from ringattn.profile.schema import PlanEntry, Policy, Profile
 from ringattn.tunables import CHECKPOINTS
+from ringattn.versions import TESTED_TORCH, newer_than_tested
 from ringattn.wording import plural
 
 from .heuristic import Wishes
@@ -41,6 +42,18 @@ def say_once(level: int, message: str) -> None:
     if message not in _said:
         _said.add(message)
         logger.log(level, message)
+
+
+def speaks_for_host() -> bool:
+    """Return whether this process logs what all processes of a job find on one host: its first rank does.
+
+    Profiles and versions are a host's, so that eight ranks of one would say the same eight times.
+    """
+    local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID")
+    if local_rank:
+        return local_rank == "0"
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return not distributed or torch.distributed.get_rank() == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +79,18 @@ class Setup:
         return f"{self.resolution.path}: plans[{self.resolution.profile.plans.index(entry)}]"
 
     def announce(self) -> None:
-        """Says once a process which profile serves: INFO for a profile, WARNING for the bare heuristic."""
+        """Says once a process which profile serves: INFO for a profile, WARNING for the bare heuristic.
+
+        And at WARNING that this torch is newer than any that was tested.
+        """
+        torch_version = dict(self.facts.software).get("torch", "")
+        if newer_than_tested(torch_version):
+            tested = ".".join(map(str, TESTED_TORCH))
+            say_once(
+                logging.WARNING,
+                f"torch {torch_version} is newer than what this was tested with, torch {tested}; `ringtune doctor` "
+                "runs every kernel once here",
+            )
         tier = self.resolution.tier if self.resolution else "heuristic"
         if self.entries:
             assert self.resolution is not None
@@ -122,8 +146,9 @@ def set_up_for(facts: HardwareFacts, profile: Any, target: torch.device, shape: 
     facts = replace(facts, faults=join_faults(facts.faults, memory.faults(facts, shape.head_dim)))
     notes = (*notes, memory.note) if memory.note else notes
     trace = (*notes, *resolution.trace, *(f"{fault.combination}: {fault.reason}" for fault in facts.faults))
-    for note in notes:
-        say_once(logging.WARNING, note)
+    if speaks_for_host():
+        for note in notes:
+            say_once(logging.WARNING, note)
     if measured is not None:
         entries, note = entries_for(measured, shape)
         trace = (*trace, note)

@@ -99,6 +99,15 @@ def test_what_is_not_utf8_text_is_refused(tmp_path: Path, content: bytes, messag
         load_profile(file)
 
 
+@pytest.mark.parametrize("url", ["https://example.com/h100.yaml", "s3://bucket/h100.yaml"])
+@pytest.mark.parametrize("given", [str, Path], ids=["text", "path"])
+def test_a_url_is_said_to_be_one(url: str, given: Any) -> None:
+    """And not that there is no file whose name is that of a path made of it."""
+    with pytest.raises(ProfileError, match="URLs need a store") as caught:
+        load_profile(given(url))
+    assert_one_line(caught.value, url)
+
+
 def test_paths_that_are_no_profile(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for name, message in [("", "is a directory"), ("none.yaml", "no such file"), ("pipe", "not a regular file")]:

@@ -51,7 +51,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the sdist, the wheel built from it, and in ``direct/`` the wheel built from the checkout."""
     for needed in ("build", "hatchling"):
         if importlib.util.find_spec(needed) is None:
-            pytest.skip(f"{needed} is not installed; pip install 'ringtune[dev]'")
+            pytest.skip(f"{needed} is not installed; pip install '.[dev]'")
     folder = tmp_path_factory.mktemp("built")
     build = (sys.executable, "-m", "build", "--no-isolation", ROOT, "--outdir")
     run(*build, folder, cwd=folder)

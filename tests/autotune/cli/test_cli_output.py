@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from cli_runs import engine, ringtune
+from patience import LIMIT_S
 from report_samples import evidence, gpu_profile, heuristic_profile, plan
 
 from autotune.cli.probe import _how_to_use
@@ -153,7 +154,7 @@ def under_a_terminal(*arguments: str | Path, **env: str) -> str:
             break
         shown += chunk
     os.close(master)
-    assert child.wait(timeout=60) == 0, shown.decode()
+    assert child.wait(timeout=LIMIT_S) == 0, shown.decode()
     return shown.decode()
 
 

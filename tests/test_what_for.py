@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.nn.functional as F
 from documents import README, text_of
 from oracle import Case, assert_equal_to, exact, found, pattern_of
 from pool import Pool
 from ring_cases import RingCase, check_exact
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 from ringattn import RingAttention
 from ringattn.errors import InputError, PlanError, RingAttentionError
@@ -142,14 +142,14 @@ X = torch.randn(1, 2, 32, 16)
 
 def sdpa_masks() -> None:
     mask = (torch.arange(32) < 20).expand(32, 32)
-    shorter = F.scaled_dot_product_attention(X, X[:, :, :20], X[:, :, :20])
-    torch.testing.assert_close(F.scaled_dot_product_attention(X, X, X, attn_mask=mask), shorter)
+    shorter = scaled_dot_product_attention(X, X[:, :, :20], X[:, :, :20])
+    torch.testing.assert_close(scaled_dot_product_attention(X, X, X, attn_mask=mask), shorter)
 
 
 def sdpa_differentiates_twice() -> None:
     x = X.clone().requires_grad_()
     with sdpa_kernel(SDPBackend.MATH):
-        (gradient,) = torch.autograd.grad(F.scaled_dot_product_attention(x, x, x).sum(), x, create_graph=True)
+        (gradient,) = torch.autograd.grad(scaled_dot_product_attention(x, x, x).sum(), x, create_graph=True)
     gradient.square().sum().backward()
     assert x.grad is not None
 
@@ -166,11 +166,11 @@ INSTEAD: dict[tuple[str, str], Callable[[], object]] = {
     ("padding inside a batch", FLEX): lambda: flex_masks(lambda b, h, q, k: k < 20),
     ("several documents packed into one sequence", FLEX): lambda: flex_masks(lambda b, h, q, k: q // 16 == k // 16),
     ("a sliding window", FLEX): lambda: flex_masks(lambda b, h, q, k: q - k < 8),
-    ("decoding against a key/value cache, cross attention", SDPA): lambda: F.scaled_dot_product_attention(Q, KV, KV),
+    ("decoding against a key/value cache, cross attention", SDPA): lambda: scaled_dot_product_attention(Q, KV, KV),
     ("a bias on the logits, ALiBi, soft-capping", FLEX): lambda: flex_attention(
         X, X, X, score_mod=lambda score, b, h, q, k: 20 * torch.tanh((score + 0.1 * (k - q)) / 20)
     ),
-    ("dropout in training", SDPA): lambda: F.scaled_dot_product_attention(X, X, X, dropout_p=0.1),
+    ("dropout in training", SDPA): lambda: scaled_dot_product_attention(X, X, X, dropout_p=0.1),
     ("double backward", SDPA): sdpa_differentiates_twice,
 }
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -15,6 +17,11 @@ import torch  # noqa: E402  nearly every test needs it; how long it takes says h
 os.environ["TESTS_START_S"] = f"{time.monotonic() - _began:.2f}"  # before anything reads it
 
 from patience import LIMIT_S, patient  # noqa: E402
+
+from ringattn.profile.locations import home_folder  # noqa: E402
+
+if not home_folder().is_dir():  # Triton would keep what it compiles in a folder called ~, here
+    os.environ.setdefault("TRITON_HOME", str(Path(tempfile.gettempdir()) / f"triton-of-{os.getuid()}"))
 
 # Too slow here says something about the machine, not about the code.
 _UNTIMED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}

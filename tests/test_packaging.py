@@ -21,10 +21,10 @@ ROOT = Path(__file__).parents[1]
 SHIPPED = {path.name for path in (ROOT / "profiles").glob("*.yaml")}
 
 LOAD_EVERY_SHIPPED_PROFILE = """
-import json, os, pathlib, ringattn
-from ringattn.profile.locations import search_paths
+import json, os, ringattn
+from ringattn.profile.locations import home_folder, search_paths
 
-folders = [path for origin, path in search_paths(os.environ, pathlib.Path.home()) if origin == "shipped"]
+folders = [path for origin, path in search_paths(os.environ, home_folder()) if origin == "shipped"]
 sources = {path.name: ringattn.load_profile(path).source for folder in folders for path in folder.glob("*.yaml")}
 print(json.dumps({"package": ringattn.__file__, "folders": [str(folder) for folder in folders], "sources": sources}))
 """

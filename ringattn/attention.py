@@ -30,7 +30,6 @@ from ringattn.planning.setup import (
     group_size,
     say_once,
     set_up,
-    speaks_for_host,
     warn_of_empty_heads,
     wishes_of,
 )
@@ -179,8 +178,7 @@ class RingAttention(nn.Module):
         self.traced: dict[Any, Program | RingProgram] = {}
         self._programs: dict[Any, Program | RingProgram] = {}
         self.digest, self.configuration = compiled.register(self)
-        # Ranks of a group run one plan, and those of a host find one profile.
-        self._logs = speaks_for_host() and (self._ring is None or self._ring.comm.rank == 0)
+        self._logs = self._ring is None or self._ring.comm.rank == 0  # ranks of a group run one plan
         if self._logs:
             self._setup.announce()
             warn_of_empty_heads(shape)

@@ -35,19 +35,23 @@ from .validation_memory import user_memory
 logger = logging.getLogger("ringattn")
 _said: set[str] = set()
 _GIVEN = "<profile argument>"
+_ONE_LEVEL = logging.WARNING - logging.INFO
 
 
 def say_once(level: int, message: str) -> None:
-    """Logs a message once a process: a model builds a module per layer."""
+    """Logs a message once a process: a model builds a module per layer.
+
+    Ranks of a job that are not the first on their host log it one level lower, a warning as INFO.
+    """
     if message not in _said:
         _said.add(message)
-        logger.log(level, message)
+        logger.log(level if _speaks_for_host() else level - _ONE_LEVEL, message)
 
 
-def speaks_for_host() -> bool:
-    """Return whether this process logs what all processes of a job find on one host: its first rank does.
+def _speaks_for_host() -> bool:
+    """Return whether this process is the first rank on its host, or no rank.
 
-    Profiles and versions are a host's, so that eight ranks of one would say the same eight times.
+    Profiles, packages and versions are a host's, so that eight ranks of one would say the same eight times.
     """
     local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID")
     if local_rank:
@@ -146,9 +150,8 @@ def set_up_for(facts: HardwareFacts, profile: Any, target: torch.device, shape: 
     facts = replace(facts, faults=join_faults(facts.faults, memory.faults(facts, shape.head_dim)))
     notes = (*notes, memory.note) if memory.note else notes
     trace = (*notes, *resolution.trace, *(f"{fault.combination}: {fault.reason}" for fault in facts.faults))
-    if speaks_for_host():
-        for note in notes:
-            say_once(logging.WARNING, note)
+    for note in notes:
+        say_once(logging.WARNING, note)
     if measured is not None:
         entries, note = entries_for(measured, shape)
         trace = (*trace, note)

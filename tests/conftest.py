@@ -4,9 +4,24 @@ from __future__ import annotations
 
 import itertools
 import os
+import tempfile
+import time
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+_began = time.monotonic()
+import torch  # noqa: E402  nearly every test needs it; how long it takes says how patient tests have to be
+
+os.environ["TESTS_START_S"] = f"{time.monotonic() - _began:.2f}"  # before anything reads it
+
+from patience import LIMIT_S, patient  # noqa: E402
+
+from ringattn.profile.locations import home_folder  # noqa: E402
+
+if not home_folder().is_dir():  # Triton would keep what it compiles in a folder called ~, here
+    os.environ.setdefault("TRITON_HOME", str(Path(tempfile.gettempdir()) / f"triton-of-{os.getuid()}"))
 
 # Too slow here says something about the machine, not about the code.
 _UNTIMED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
@@ -25,14 +40,13 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    needing_gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if not needing_gpu:
-        return
-    import torch
-
+    for item in items:
+        own = item.get_closest_marker("timeout")
+        item.add_marker(pytest.mark.timeout(patient(own.args[0]) if own else 2 * LIMIT_S), append=False)
     if not torch.cuda.is_available():
-        for item in needing_gpu:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 @pytest.fixture(autouse=True)

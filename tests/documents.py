@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from patience import LIMIT_S
+
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = (README, *sorted((ROOT / "docs").rglob("*.md")))
@@ -75,4 +77,4 @@ def run(command: list[str], home: Path) -> subprocess.CompletedProcess[str]:
     """``command`` in the folder ``home``, which is also the user's home."""
     environ = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "CI")}
     environ |= {"HOME": str(home), "XDG_CONFIG_HOME": str(home / ".config"), "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=home, env=environ, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, cwd=home, env=environ, capture_output=True, text=True, timeout=LIMIT_S)

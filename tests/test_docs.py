@@ -12,12 +12,14 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from documents import PAGES, ROOT, as_run, blocks, commands, run, text_of
 
 import ringattn
 from autotune.cli.main import cli
 from autotune.exit_codes import ExitCode
 from ringattn.profile.yaml_io import parse_profile
+from ringattn.versions import TESTED_TORCH
 
 pytestmark = pytest.mark.alone
 
@@ -87,7 +89,7 @@ def test_the_commands_they_name_are_those_there_are() -> None:
 def test_the_options_they_name_exist() -> None:
     known = {name for command in cli.commands.values() for p in command.params for name in (*p.opts, *p.secondary_opts)}
     known |= {"--help", "--version"}
-    ours = re.sub(r"torchrun .*", "", ALL)  # its options are torchrun's
+    ours = re.sub(r"(torchrun|pip install) .*", "", ALL)  # whose options are their own
     assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", ours)) <= known
 
 
@@ -117,6 +119,36 @@ def test_the_extras_they_name_exist() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     named = set(re.findall(r"(?:ringtune|'\.)\[(\w+)\]", ALL))
     assert {"flash", "flash4", "xformers"} <= named <= set(project["optional-dependencies"])
+
+
+def test_nothing_is_installed_under_a_name_that_no_registry_has() -> None:
+    """ringtune comes from a clone: ``pip install .``, with its extras ``'.[flash]'``."""
+    sources = [
+        path for folder in ("ringattn", "autotune", "tests", "examples") for path in (ROOT / folder).rglob("*.py")
+    ]
+    texts = {str(path.relative_to(ROOT)): text_of(path) for path in (*DOCUMENTS, ROOT / "Makefile", *sources)}
+    unpublished = re.compile(r"pip install (?:-\S+ )*['\"]?(?:ringtune|ringattn)\b")
+    assert [name for name, text in texts.items() if unpublished.search(text)] == []
+
+
+def test_the_newest_torch_that_was_tested_is_the_one_they_name() -> None:
+    named = re.findall(r"([\d.]+)\s+is\s+the\s+newest\s+that\s+was\s+tested", ALL)
+    named += re.findall(r"newest\s+torch\s+that\s+was\s+tested\s+is\s+([\d.]+\d)", ALL)
+    assert len(named) == 3
+    assert set(named) == {".".join(map(str, TESTED_TORCH))}
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_completion_they_describe_is_there(shell: str) -> None:
+    assert f"{shell}_source" in text_of(DOCS / "cli.md")
+    environ = {"_RINGTUNE_COMPLETE": f"{shell}_source"}
+    script = CliRunner(env=environ).invoke(cli, prog_name="ringtune", complete_var="_RINGTUNE_COMPLETE")
+    assert "_RINGTUNE_COMPLETE" in script.stdout
+
+
+def test_a_word_is_completed() -> None:
+    environ = {"_RINGTUNE_COMPLETE": "bash_complete", "COMP_WORDS": "ringtune ver", "COMP_CWORD": "1"}
+    assert "verify" in CliRunner(env=environ).invoke(cli, prog_name="ringtune").stdout
 
 
 def test_the_source_files_they_name_exist() -> None:

@@ -21,10 +21,10 @@ ROOT = Path(__file__).parents[1]
 SHIPPED = {path.name for path in (ROOT / "profiles").glob("*.yaml")}
 
 LOAD_EVERY_SHIPPED_PROFILE = """
-import json, os, pathlib, ringattn
-from ringattn.profile.locations import search_paths
+import json, os, ringattn
+from ringattn.profile.locations import home_folder, search_paths
 
-folders = [path for origin, path in search_paths(os.environ, pathlib.Path.home()) if origin == "shipped"]
+folders = [path for origin, path in search_paths(os.environ, home_folder()) if origin == "shipped"]
 sources = {path.name: ringattn.load_profile(path).source for folder in folders for path in folder.glob("*.yaml")}
 print(json.dumps({"package": ringattn.__file__, "folders": [str(folder) for folder in folders], "sources": sources}))
 """
@@ -51,7 +51,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the sdist, the wheel built from it, and in ``direct/`` the wheel built from the checkout."""
     for needed in ("build", "hatchling"):
         if importlib.util.find_spec(needed) is None:
-            pytest.skip(f"{needed} is not installed; pip install 'ringtune[dev]'")
+            pytest.skip(f"{needed} is not installed; pip install '.[dev]'")
     folder = tmp_path_factory.mktemp("built")
     build = (sys.executable, "-m", "build", "--no-isolation", ROOT, "--outdir")
     run(*build, folder, cwd=folder)

@@ -15,6 +15,7 @@ from documents import README, ROOT, blocks, blocks_of, run, text_of
 from autotune.probe.grid import cells_for
 from autotune.probe.request import ProbeRequest
 from ringattn.hardware.facts import detect
+from ringattn.planning.plan import Origin
 
 pytestmark = pytest.mark.alone
 
@@ -41,6 +42,13 @@ def test_its_python_runs_what_a_quick_probe_of_a_cpu_measures(monkeypatch: pytes
     assert ran["q"].dtype == torch.float32
     grid = {cell.workload for cell in cells_for(ProbeRequest(effort="quick"), detect("cpu"))}
     assert ran["attn"].shape.workload(seq_len, "fp32", True, batch) in grid
+
+
+def test_what_it_says_of_the_printed_plan_is_what_can_be_printed() -> None:
+    """Beside a plan asked for by hand: as measured, as a busy machine's probe left it, and without a profile."""
+    printed = [str(Origin("profile")), str(Origin("profile", measured=False)), str(Origin("heuristic"))]
+    section = TEXT.partition("The printed plan ends in")[2].partition("##")[0]
+    assert re.findall(r"`\((.*?)\)`", section) == printed
 
 
 def test_the_ten_lines_of_python_are_ten() -> None:

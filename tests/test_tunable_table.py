@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from patience import LIMIT_S
 
 from autotune.space.space import decode, encode, knobs_of, machine_of
 from ringattn.errors import FieldError
@@ -62,7 +63,7 @@ def test_a_new_tunable_is_one_entry(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=LIMIT_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

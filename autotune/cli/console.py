@@ -18,7 +18,7 @@ import click
 from autotune.formats import plain
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
 
 PIPED_WIDTH = 110  # columns when stdout is no terminal: tables stay whole in a log file
 
@@ -33,6 +33,15 @@ def console(*, stderr: bool = False) -> Console:
     if not made.is_terminal and "COLUMNS" not in os.environ:
         made = Console(stderr=stderr, highlight=False, emoji=False, markup=False, width=PIPED_WIDTH)
     return made
+
+
+def print_answer(answer: RenderableType) -> None:
+    """Print the answer of a command on stdout, without the spaces that Rich fills its tables up with at line ends."""
+    made = console()
+    with made.capture() as captured:
+        made.print(answer)
+    lines = "".join(f"{line.rstrip()}\n" for line in captured.get().splitlines())
+    click.echo(lines, nl=False, color=True)  # Rich has decided on colours
 
 
 def emit_json(document: object) -> None:

@@ -76,7 +76,7 @@ def doctor(
     from autotune.report.numerics_sweep import sweep
     from ringattn.hardware.facts import detect
 
-    from .console import console, emit_json
+    from .console import emit_json, print_answer
 
     facts = detect(device)
     diagnoses = diagnose(facts, lambda attempts: sweep(attempts, facts, device))
@@ -88,7 +88,7 @@ def doctor(
             {"facts": facts, "ranks": ranks, "search_path": places, "resolution": resolution, "kernels": diagnoses}
         )
     else:
-        console().print(doctor_summary(facts, ranks, places, _resolution(device), diagnoses))
+        print_answer(doctor_summary(facts, ranks, places, _resolution(device), diagnoses))
     if not any(k.state == "works" for k in diagnoses) or any(k.state == "wrong" for k in diagnoses):
         raise click.exceptions.Exit(ExitCode.ERROR)
 

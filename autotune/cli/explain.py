@@ -70,7 +70,7 @@ def explain(profile: Path | None, as_json: bool, **asked: Any) -> None:
     from ringattn.profile.yaml_io import load_profile
     from ringattn.workload import Pattern
 
-    from .console import console, emit_json
+    from .console import emit_json, print_answer
 
     target = device_of(asked["device"])
     facts, foreign = detect(target), ""
@@ -98,4 +98,4 @@ def explain(profile: Path | None, as_json: bool, **asked: Any) -> None:
     if as_json:
         emit_json(explanation)
     else:
-        console().print(explanation_summary(explanation))
+        print_answer(explanation_summary(explanation))

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import click
@@ -42,23 +43,32 @@ def _fail(message: str, code: ExitCode, as_json: bool) -> click.exceptions.Exit:
     return click.exceptions.Exit(code)
 
 
+@contextlib.contextmanager
+def _usage_errors(as_json: bool) -> Iterator[None]:
+    """With --json, print a usage error as a document on stdout, before click reports it on stderr."""
+    try:
+        yield
+    except click.UsageError as error:
+        if as_json:
+            click.echo(json.dumps({"error": error.format_message(), "exit_code": int(ExitCode.USAGE)}))
+        raise
+
+
 class RingtuneGroup(click.Group):
     """Turns what a user can cause into one line and its exit code. Anything else is a bug and keeps its traceback."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta[_WANTS_JSON] = "--json" in args  # known before a usage error can hide it
-        return super().parse_args(ctx, args)
+        with _usage_errors(bool(ctx.meta[_WANTS_JSON])):  # of an option before the command
+            return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         as_json = bool(ctx.meta[_WANTS_JSON])
         try:
-            return super().invoke(ctx)
+            with _usage_errors(as_json):
+                return super().invoke(ctx)
         except KeyboardInterrupt:
             raise _fail(_interrupted(ctx), ExitCode.INTERRUPTED, as_json) from None
-        except click.UsageError as error:
-            if as_json:
-                click.echo(json.dumps({"error": error.format_message(), "exit_code": int(ExitCode.USAGE)}))
-            raise
         except Exception as error:
             code = exit_code_of(error)
             if code is None:

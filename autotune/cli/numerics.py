@@ -53,7 +53,7 @@ def numerics_of(
     from ringattn.hardware.facts import detect
     from ringattn.kernels.registry import KERNELS
 
-    from .console import console, emit_json
+    from .console import emit_json, print_answer
 
     if unknown := [name for name in kernels if name not in KERNELS]:
         raise click.UsageError(f"--kernel {unknown[0]}: the kernels are {', '.join(KERNELS)}")
@@ -74,7 +74,7 @@ def numerics_of(
     if as_json:
         emit_json({"facts": facts, "runs": total, "done": len(verdicts), "findings": found, "note": note})
     else:
-        console().print(numerics_summary(facts, kernels or tuple(KERNELS), lines(found), total, len(verdicts), note))
+        print_answer(numerics_summary(facts, kernels or tuple(KERNELS), lines(found), total, len(verdicts), note))
     if any(finding.state in ("wrong", "fails") for finding in found):
         raise click.exceptions.Exit(ExitCode.ERROR)
 

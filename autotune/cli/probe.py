@@ -144,7 +144,7 @@ def probe(as_json: bool, nproc: str | None, **options: Any) -> None:
     check_pattern(options["segment_lengths"], options["dilation_rates"])
     if options["dense"] and options["segment_lengths"] is not None:
         raise click.UsageError("--dense and --segment-lengths ask for different attention; give one of them")
-    if options["output"] is not None and not options["dry_run"]:
+    if options["output"] is not None:
         check_writable(options["output"])
 
     from autotune.distributed.launcher import started_by_torchrun
@@ -175,12 +175,12 @@ def _print_result(result: ProbeResult, as_json: bool) -> None:
     from autotune.formats import format_duration
     from ringattn.wording import plural
 
-    from .console import console, emit_json, warn
+    from .console import emit_json, print_answer, warn
 
     if as_json:
         emit_json(probe_document(result))
     elif result.dry_run is not None:
-        console().print(dry_run_summary(result.dry_run))
+        print_answer(dry_run_summary(result.dry_run))
         click.echo(f"The profile would be {result.profile_path}")
         if result.dry_run.verifies:
             click.echo(
@@ -189,7 +189,7 @@ def _print_result(result: ProbeResult, as_json: bool) -> None:
     elif result.profile is not None:
         from autotune.report.summary import terminal_summary
 
-        console().print(terminal_summary(result.profile))
+        print_answer(terminal_summary(result.profile))
         done = "verified" if result.verified else "written"
         click.echo(f"\nProfile {done} in {format_duration(result.elapsed_s)}: {result.profile_path}")
         assert result.profile_path is not None
@@ -233,6 +233,7 @@ def dry_run_summary(dry_run: DryRun) -> Any:
     from rich.text import Text
 
     from autotune.formats import format_duration, plain
+    from autotune.report.plan_text import PlanText
     from ringattn.wording import plural
 
     def table(*columns: str) -> Table:
@@ -241,13 +242,14 @@ def dry_run_summary(dry_run: DryRun) -> Any:
             made.add_column(column, overflow="fold")
         return made
 
-    cells = table("Workload", "Kernels raced", "Plans", "Estimate")
-    for column in cells.columns[2:]:
+    cells = table("Workload, kernels raced", "Plans", "Estimate")
+    for column in cells.columns[1:]:
         column.justify = "right"
     for cell in dry_run.cells:
         kernels = ", ".join(cell.kernels) or "none"
         workload = f"{cell.workload} {cell.layout}" if cell.layout else str(cell.workload)
-        cells.add_row(plain(workload), plain(kernels), str(cell.candidates), format_duration(cell.estimate_s))
+        described = Group(Text(plain(workload)), PlanText(plain(kernels), style="dim"))
+        cells.add_row(described, str(cell.candidates), format_duration(cell.estimate_s))
     space = table("Tunable", "Values")
     for name, values in dry_run.tunables:
         space.add_row(plain(name), plain(", ".join(values)))

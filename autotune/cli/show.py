@@ -26,11 +26,11 @@ def show(profile: Path | None, device: str | None, as_json: bool) -> None:
     from autotune.report.summary import terminal_summary
     from ringattn.profile.yaml_io import load_profile
 
-    from .console import console, emit_json
+    from .console import emit_json, print_answer
     from .locate import chosen_profile_path, profile_document
 
     loaded = load_profile(chosen_profile_path(profile, device))
     if as_json:
         emit_json(profile_document(loaded))
     else:
-        console().print(terminal_summary(loaded))
+        print_answer(terminal_summary(loaded))

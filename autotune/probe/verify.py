@@ -26,6 +26,8 @@ from .request import VerifiedCell, VerifyResult
 from .task import Task
 
 STAGE = "verify"
+NO_TIME = "no time was left for it; give a larger --budget"
+NO_TIME_TWICE = "no time was left to time it twice; give a larger --budget"
 HANG_S, HANG_SHARE = 30.0, 0.4  # a plan that ran here before may take so long, or so much of the budget, to answer
 
 
@@ -65,8 +67,11 @@ def how_to_verify(worlds: Collection[int]) -> str:
 
 
 def verify_cells(task: Task, profile: Profile, entries: Sequence[PlanEntry], *, tell_end: bool = True) -> VerifyResult:
-    """Re-time ``entries``; refusals and rows that were never measured are left out. Never changes a file."""
-    timed = [entry for entry in entries if entry.evidence is not None]
+    """Re-time ``entries``; refusals and rows that were never measured are left out. Never changes a file.
+
+    The cheapest go first: a cell is not begun where less of the budget is left than checking the one before took.
+    """
+    timed = sorted((entry for entry in entries if entry.evidence is not None), key=lambda entry: _call_s(entry.choice))
     left_out = sum(entry.choice is not None for entry in entries) - len(timed)
     preset, environment, observer = task.preset, task.environment, task.observer
     budget = Budget(preset.budget_s, environment.clock)
@@ -75,10 +80,15 @@ def verify_cells(task: Task, profile: Profile, entries: Sequence[PlanEntry], *, 
     inconclusive: list[str] = []
     evaluator = environment.evaluator(environment.facts, task.request, preset)
     try:
+        check_s = 0.0
         for number, entry in enumerate(timed):
             observer.stage(entry.workload, STAGE)
-            deadline = budget.deadline(budget.available_s() / (len(timed) - number))
-            outcome = _Verification(task, entry, evaluator).run(deadline)
+            left_s = budget.available_s()
+            verification = _Verification(task, entry, evaluator, budget.deadline(left_s))
+            deadline = budget.deadline(left_s / (len(timed) - number))
+            outcome = verification.run(deadline) if left_s > check_s else NO_TIME
+            # The first of all starts the worker, which says nothing of the others.
+            check_s = min(verification.checks_s[0 if number else 1 :], default=check_s)
             if isinstance(outcome, str):
                 inconclusive.append(f"{entry.workload}: {outcome}")
             else:
@@ -95,20 +105,24 @@ def verify_cells(task: Task, profile: Profile, entries: Sequence[PlanEntry], *, 
     return result
 
 
-def _call_s(choice: Choice) -> float:
-    return choice.evidence.median_ms / 1e3 if choice.evidence is not None else 0.0
+def _call_s(choice: Choice | None) -> float:
+    return choice.evidence.median_ms / 1e3 if choice is not None and choice.evidence is not None else 0.0
 
 
 class _Verification:
     """Verification of one recorded cell, paired against the recorded winner itself."""
 
-    def __init__(self, task: Task, entry: PlanEntry, evaluator: Evaluator) -> None:
+    def __init__(self, task: Task, entry: PlanEntry, evaluator: Evaluator, end: Deadline) -> None:
+        """``end`` is that of the whole budget."""
         assert entry.choice is not None
         self.entry = entry
         self.winner = entry.choice.tunables
         self.task = task
+        self.end = end
+        self.checks_s: list[float] = []  # what each check took
         environment, preset = task.environment, task.preset
-        self._timeout_s = min(HANG_S, HANG_SHARE * preset.budget_s) + CALLS_BEFORE_HANG * _call_s(entry.choice)
+        hang_s = min(HANG_S, HANG_SHARE * preset.budget_s) + CALLS_BEFORE_HANG * _call_s(entry.choice)
+        self._timeout_s = min(hang_s, end.remaining_s())
         settings = SearchSettings(
             preset, task.request.seed, hang_s=self._timeout_s, asynchronous=environment.facts.vendor != "cpu"
         )
@@ -120,7 +134,7 @@ class _Verification:
         self.state = CellState(entry.workload, self.winner, evaluator, settings, told, never)
 
     def run(self, deadline: Deadline) -> VerifiedCell | str:
-        """The verdict, or why there is none."""
+        """Return the verdict, or why there is none."""
         state = self.state
         try:
             build_plan(self.entry.workload, self.winner, self.task.environment.facts)
@@ -130,16 +144,21 @@ class _Verification:
         for plan in [self.winner, *self._rivals()]:
             if not deadline.allows(state.sample_s()):
                 break
-            entry = state.entry(plan)
+            entry, began = state.entry(plan), self.task.environment.clock.now()
             if state.check(entry, self._timeout_s):
                 entries.append(entry)
+            self.checks_s.append(self.task.environment.clock.now() - began)
         winner = state.entry(self.winner)
         if winner.fault is not None:
+            if winner.fault.kind == "timeout" and self.end.passed():  # the limit was what was left
+                return NO_TIME
             if winner.fault.from_outside:  # no verdict on the plan
                 return winner.fault.message
             return self._stale(f"the recorded plan fails here: {winner.fault.kind}, {winner.fault.message}")
         if winner.checked is None:
-            return "no time was left for it; give a larger --budget"
+            return NO_TIME
+        if not self.end.allows(2 * state.block_s(entry.tunables for entry in entries)):
+            return NO_TIME_TWICE
         state.be_patient(deadline.remaining_s())
         try:
             standing = retime(state, entries, 1, deadline)
@@ -148,7 +167,7 @@ class _Verification:
                 return broken.fault.message
             return self._stale(f"the recorded plan fails here: {broken.fault.kind}, {broken.fault.message}")
         if len(state.default_ms) < 2:
-            return "no time was left to time it twice; give a larger --budget"
+            return NO_TIME_TWICE
         sigma = state.noise_sigma()
         if sigma > REFUSED_SIGMA:
             return f"one plan timed twice differs by {100 * sigma:.0f} %; quieten the machine"

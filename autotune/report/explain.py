@@ -271,6 +271,8 @@ def explanation_summary(explanation: Explanation) -> RenderableType:
     from ringattn.wording import plural
     from ringattn.workload import describe
 
+    from .plan_text import PlanText
+
     e = explanation
     plan = describe(e.tunables) if e.tunables is not None else f"refused: {e.refusal}"
     rows = [
@@ -292,7 +294,9 @@ def explanation_summary(explanation: Explanation) -> RenderableType:
         rows.append(("Gave way", e.gave_way))
     head = Table.grid(padding=(0, 2))
     for label, value in rows:
-        head.add_row(Text(label, style="bold"), Text(plain(value), overflow="fold"))  # a path is no use cut off
+        # A path is no use cut off.
+        shown = PlanText(plain(value)) if label == "Plan" else Text(plain(value), overflow="fold")
+        head.add_row(Text(label, style="bold"), shown)
     parts: list[RenderableType] = [head, Text(""), Text("Which profile, and why", style="bold")]
     trace = Table.grid(padding=(0, 1))  # so that long lines hang
     for line in filter(None, e.trace):

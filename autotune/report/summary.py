@@ -18,11 +18,14 @@ from ringattn.wording import plural
 from ringattn.workload import Tunables, Workload, describe
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+    from rich.table import Table
+    from rich.text import Text
 
     from ringattn.profile.schema import Choice, Evidence, Failure, PlanEntry, Profile
 
 NOTES_SHOWN = 4
+_PLAN_PADDING = 3  # columns around the plans in their table
 
 FAILURE_MEANINGS = {
     "wrong": "the answer differed from float64 by more than the error bound",
@@ -277,7 +280,7 @@ def terminal_summary(profile: Profile) -> RenderableType:
     parts += [Text(line, style="dim") for line in (details, provenance_line(profile)) if line]
     parts += [Text(""), Text(plain(verdict(profile)))]
     for family in families(profile):
-        parts += [Text(""), Text(plain(family.title), style="bold"), _family_table(family)]
+        parts += [Text(""), Text(plain(family.title), style="bold"), _FamilyTable(family)]
     if profile.policy is not None:
         parts += [Text(""), *_policy_lines(profile)]
     failures = headline(profile).failures
@@ -291,27 +294,64 @@ def terminal_summary(profile: Profile) -> RenderableType:
     return Group(*parts)
 
 
-def _family_table(family: Family) -> RenderableType:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-    from rich.text import Text
+@dataclass(frozen=True, slots=True)
+class _FamilyTable:
+    """Table of a family; where its plans would not fit beside their figures, they follow in a table of their own."""
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    table.add_column("Length", justify="right", no_wrap=True)
-    table.add_column("Plan", overflow="fold")
-    table.add_column("Time", justify="right", no_wrap=True)
-    table.add_column("Faster than default", justify="right", no_wrap=True)
-    table.add_column("Peak", justify="right", no_wrap=True)
-    for entry in family.entries:
-        evidence = entry.choice.evidence if entry.choice is not None else None
-        table.add_row(
-            format_length(entry.workload.seq_len),
-            Text(plain(plan_text(entry)), style="" if entry.choice is not None else "yellow"),
-            format_ms(evidence.median_ms) if evidence else "-",
-            Text(speedup_text(entry), style="dim" if evidence is None or kept_default(entry) else "green"),
-            format_bytes(evidence.peak_bytes) if evidence else "-",
-        )
-    return table
+    family: Family
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.measure import Measurement
+
+        from .plan_text import longest_piece
+
+        narrow = self._figures(plans=False)
+        needed = max(longest_piece(plain(plan_text(entry))) for entry in self.family.entries)
+        if Measurement.get(console, options, narrow).maximum + needed + _PLAN_PADDING <= options.max_width:
+            yield self._figures(plans=True)
+        else:
+            yield narrow
+            yield self._plans()
+
+    def _figures(self, *, plans: bool) -> Table:
+        from rich.box import SIMPLE_HEAD
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+        table.add_column("Length", justify="right", no_wrap=True)
+        if plans:
+            table.add_column("Plan")
+        table.add_column("Time", justify="right", no_wrap=True)
+        table.add_column("Faster than default", justify="right", no_wrap=True)
+        table.add_column("Peak", justify="right", no_wrap=True)
+        for entry in self.family.entries:
+            evidence = entry.choice.evidence if entry.choice is not None else None
+            table.add_row(
+                format_length(entry.workload.seq_len),
+                *([_plan_of(entry)] if plans else []),
+                format_ms(evidence.median_ms) if evidence else "-",
+                Text(speedup_text(entry), style="dim" if evidence is None or kept_default(entry) else "green"),
+                format_bytes(evidence.peak_bytes) if evidence else "-",
+            )
+        return table
+
+    def _plans(self) -> Table:
+        from rich.box import SIMPLE_HEAD
+        from rich.table import Table
+
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+        table.add_column("Length", justify="right", no_wrap=True)
+        table.add_column("Plan")
+        for entry in self.family.entries:
+            table.add_row(format_length(entry.workload.seq_len), _plan_of(entry))
+        return table
+
+
+def _plan_of(entry: PlanEntry) -> Text:
+    from .plan_text import PlanText
+
+    return PlanText(plain(plan_text(entry)), style="" if entry.choice is not None else "yellow")
 
 
 def _policy_lines(profile: Profile) -> Iterable[RenderableType]:

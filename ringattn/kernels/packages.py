@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ringattn.errors import KernelLoadError
+from ringattn.profile.locations import home_folder
 
 from .aten import cuda_reasons, far_rows_faults, flash_2_backward_faults, flash_2_reads_out_of_bounds
 from .contract import BlockKernel, BoundKernel, Grads, KernelConfig, KernelNeed, Params
@@ -185,9 +186,14 @@ def _tile_keywords(value: object) -> dict[str, object]:
 
 
 def _keep_compiled_kernels() -> None:
-    """Turn the package's disk cache on: it is off by default, in a shared /tmp, and read at its first import."""
-    home = os.environ.get("XDG_CACHE_HOME", "")
-    folder = (Path(home) if Path(home).is_absolute() else Path.home() / ".cache") / "ringtune" / "flash-attn-4"
+    """Turn the package's disk cache on: it is off by default, in a shared /tmp, and read at its first import.
+
+    It stays off for a user without a home, who has no folder to keep it in.
+    """
+    configured = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not configured.is_absolute() and not home_folder().is_dir():
+        return
+    folder = (configured if configured.is_absolute() else home_folder() / ".cache") / "ringtune" / "flash-attn-4"
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder))
 

@@ -23,6 +23,7 @@ from ringattn.profile.locations import FILE_VARIABLE, Located, collect
 from ringattn.profile.resolve import Resolution, resolve
 from ringattn.profile.schema import PlanEntry, Policy, Profile
 from ringattn.tunables import CHECKPOINTS
+from ringattn.versions import TESTED_TORCH, newer_than_tested
 from ringattn.wording import plural
 
 from .heuristic import Wishes
@@ -34,13 +35,29 @@ from .validation_memory import user_memory
 logger = logging.getLogger("ringattn")
 _said: set[str] = set()
 _GIVEN = "<profile argument>"
+_ONE_LEVEL = logging.WARNING - logging.INFO
 
 
 def say_once(level: int, message: str) -> None:
-    """Logs a message once a process: a model builds a module per layer."""
+    """Logs a message once a process: a model builds a module per layer.
+
+    Ranks of a job that are not the first on their host log it one level lower, a warning as INFO.
+    """
     if message not in _said:
         _said.add(message)
-        logger.log(level, message)
+        logger.log(level if _speaks_for_host() else level - _ONE_LEVEL, message)
+
+
+def _speaks_for_host() -> bool:
+    """Return whether this process is the first rank on its host, or no rank.
+
+    Profiles, packages and versions are a host's, so that eight ranks of one would say the same eight times.
+    """
+    local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID")
+    if local_rank:
+        return local_rank == "0"
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return not distributed or torch.distributed.get_rank() == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +83,18 @@ class Setup:
         return f"{self.resolution.path}: plans[{self.resolution.profile.plans.index(entry)}]"
 
     def announce(self) -> None:
-        """Says once a process which profile serves: INFO for a profile, WARNING for the bare heuristic."""
+        """Says once a process which profile serves: INFO for a profile, WARNING for the bare heuristic.
+
+        And at WARNING that this torch is newer than any that was tested.
+        """
+        torch_version = dict(self.facts.software).get("torch", "")
+        if newer_than_tested(torch_version):
+            tested = ".".join(map(str, TESTED_TORCH))
+            say_once(
+                logging.WARNING,
+                f"torch {torch_version} is newer than what this was tested with, torch {tested}; `ringtune doctor` "
+                "runs every kernel once here",
+            )
         tier = self.resolution.tier if self.resolution else "heuristic"
         if self.entries:
             assert self.resolution is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -34,11 +35,13 @@ class Located:
 def search_paths(environ: Mapping[str, str], home: Path) -> tuple[tuple[Origin, Path], ...]:
     """Return (origin, file or folder) in search order; pure. Only ``env`` is a file. Never the working directory.
 
-    Raises ProfileError for a relative folder in RINGTUNE_PROFILE_PATH, which would depend on it.
+    Raises ProfileError for a relative folder in RINGTUNE_PROFILE_PATH, which would depend on it, and for a URL.
     """
     found: list[tuple[Origin, Path]] = []
     if named := environ.get(FILE_VARIABLE):
         found.append(("env", Path(named)))
+    if url := re.search(r"\b[A-Za-z][A-Za-z0-9+.-]+://[^:]*", environ.get(PATH_VARIABLE, "")):
+        raise ProfileError(PATH_VARIABLE, f"holds {url[0]!r}, which is a URL: it takes folders, URLs need a store")
     for entry in environ.get(PATH_VARIABLE, "").split(os.pathsep):
         if entry and not Path(entry).is_absolute():
             raise ProfileError(PATH_VARIABLE, f"holds {entry!r}, a relative folder; write it from / on")

@@ -33,6 +33,7 @@ MAX_FILE_BYTES = 4 * 2**20
 # The order in the file; the checksum comes last, so that a file cut short has none.
 _TOP_LEVEL = ("schema", "source", "fingerprint", "software", "policy", "provenance", "plans")
 _CHECKSUM = "checksum"
+NOT_A_FILE = "is a URL, and profiles are read from files: URLs need a store. Download it, and name the file"
 _PLAIN_KEY = re.compile(r"[\w.+-]{1,60}")
 
 
@@ -68,6 +69,12 @@ def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
         ) from error
 
 
+def url_in(text: str) -> str:
+    """Return ``text`` as the URL that it is, also where a Path has made one slash of two; empty where it is none."""
+    match = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/+", text)
+    return f"{match[1]}://{text[match.end() :]}" if match else ""
+
+
 def _read_bounded(path: Path) -> bytes:
     """Return the bytes of a regular file of at most MAX_FILE_BYTES; the size is looked at before anything is read."""
     try:
@@ -81,6 +88,8 @@ def _read_bounded(path: Path) -> bytes:
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
     except FileNotFoundError:
+        if url := url_in(str(path)):
+            raise ProfileError(url, NOT_A_FILE) from None
         raise ProfileError(str(path), "no such file; write one with `ringtune probe --output FILE`") from None
     except ProfileError:
         raise

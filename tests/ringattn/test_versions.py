@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
-from ringattn.versions import release
+from ringattn.versions import TESTED_TORCH, newer_than_tested, release
+
+CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 
 
 def test_releases_are_in_order() -> None:
@@ -27,3 +32,26 @@ def test_spellings_and_local_versions(one: str, other: str) -> None:
 @pytest.mark.parametrize("text", ["", "unknown", "9", "v9.1"])
 def test_what_is_no_version(text: str) -> None:
     assert release(text) is None
+
+
+def test_the_torch_that_was_tested_is_the_one_that_is_pinned() -> None:
+    (pinned,) = re.findall(r"^torch==(\S+)$", CONSTRAINTS.read_text("utf-8"), re.MULTILINE)
+    found = release(pinned)
+    assert found is not None
+    assert found[:2] == TESTED_TORCH
+
+
+@pytest.mark.parametrize(
+    ("text", "newer"),
+    [
+        ("2.11.0", False),
+        ("2.13.0", False),
+        ("2.13.1+cu130", False),
+        ("2.14.0", True),
+        ("2.14.0a0+git12ab", True),
+        ("3.0.0", True),
+        ("unknown", False),
+    ],
+)
+def test_a_later_minor_release_is_newer_than_tested(text: str, newer: bool) -> None:
+    assert newer_than_tested(text) is newer

@@ -44,10 +44,23 @@ def test_faults_are_one_line_and_their_code(monkeypatch: pytest.MonkeyPatch, fau
     assert told == {"error": str(fault), "exit_code": code}
 
 
-def test_a_usage_error_is_json_too_when_json_was_asked_for() -> None:
-    result = ringtune("probe", "--json", "--seq-len", "0")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("probe", "--json", "--seq-len", "0"),
+        ("probe", "--json", "--bogus"),
+        ("prob", "--json"),
+        ("--bogus", "probe", "--json"),  # before the command
+        ("--json",),
+        ("show", "--json", "a.yaml", "b.yaml"),
+    ],
+    ids=" ".join,
+)
+def test_a_usage_error_is_json_too_when_json_was_asked_for(arguments: tuple[str, ...]) -> None:
+    result = ringtune(*arguments)
     assert result.exit_code == 2
     assert json.loads(result.stdout)["exit_code"] == 2
+    assert "Error: " in result.stderr
 
 
 @pytest.mark.parametrize("bug", [ValueError("a bug"), AssertionError(), KeyError("x"), OSError("no errno")])

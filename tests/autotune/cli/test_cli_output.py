@@ -7,18 +7,22 @@ import os
 import pty
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from cli_runs import engine, ringtune
-from report_samples import gpu_profile, heuristic_profile, plan
+from patience import LIMIT_S
+from report_samples import evidence, gpu_profile, heuristic_profile, plan
 
 from autotune.cli.probe import _how_to_use
 from autotune.outcome import TrialOutcome
 from autotune.probe.request import CellReport, DryCell, DryRun, ProbeObserver, ProbeRequest, ProbeResult
+from autotune.report.plan_text import pieces
 from ringattn.errors import KernelReason
-from ringattn.profile.yaml_io import save_profile
-from ringattn.workload import Workload
+from ringattn.profile.schema import Choice, PlanEntry
+from ringattn.profile.yaml_io import load_profile, save_profile
+from ringattn.workload import BranchTunables, Pattern, Tunables, Workload, describe
 
 ROOT = Path(__file__).parents[3]
 
@@ -79,6 +83,48 @@ def test_a_dry_run_prints_cells_space_and_estimate(monkeypatch: pytest.MonkeyPat
     assert document["dry_run"]["cells"][0]["candidates"] == 12
 
 
+@pytest.fixture
+def with_long_plans(tmp_path: Path) -> Path:
+    """A profile whose plans have more names than a narrow terminal has room for beside their figures."""
+    branches = [BranchTunables("flash-attn-4", "cudnn"), BranchTunables("cudnn", "flash-attn-4")] * 2
+    tunables = Tunables("bf16", tuple(branches), checkpoint="none", pool_threshold_mib=1024)
+    workload = Workload("train", True, 4096, 4, 64, "bf16", pattern=Pattern.of([512, 1024, 2048, 4096], [1, 2, 4, 8]))
+    entry = PlanEntry(workload, Choice(tunables, evidence(2.0, 0.8, 4)))
+    path = tmp_path / "long.yaml"
+    save_profile(replace(gpu_profile(), plans=(entry,)), path)
+    return path
+
+
+@pytest.mark.parametrize("columns", ["60", "80", "110"])
+@pytest.mark.parametrize("command", ["show", "explain"])
+def test_no_name_of_a_plan_is_broken(with_long_plans: Path, command: str, columns: str) -> None:
+    (entry,) = load_profile(with_long_plans).plans
+    shape = ("--seq-len", "4096", "--heads", "4", "--head-dim", "64") if command == "explain" else ()
+    pattern = ("--segment-lengths", "512,1024,2048,4096", "--dilation-rates", "1,2,4,8") if shape else ()
+    text = ringtune(command, with_long_plans, *shape, *pattern, COLUMNS=columns).stdout
+    assert entry.choice is not None
+    for piece in pieces(describe(entry.choice.tunables)):
+        assert piece.strip() in text, text
+    assert max(map(len, text.splitlines())) <= int(columns)
+
+
+def test_no_kernel_of_a_dry_run_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = Workload("train", True, 4096, 4, 64, "bf16", pattern=Pattern.of([512, 1024, 2048, 4096], [1, 2, 4, 8]))
+    kernels = ("flash-attn-4/flash-attn-2", "cudnn/flash-attn-4", "flash-attn-3/flash-attn-3")
+    dry = DryRun((DryCell(w, kernels, 36864, 4.0, ()),), 4.0, ())
+    engine(monkeypatch, lambda observer: ProbeResult(Path("there/m.yaml"), None, (), 0.1, dry_run=dry))
+    text = ringtune("probe", "--dry-run", COLUMNS="60").stdout
+    assert all(name in text for name in kernels), text
+
+
+def test_piped_tables_have_no_spaces_at_line_ends(with_long_plans: Path) -> None:
+    explained = ("explain", with_long_plans, "--seq-len", "4096", "--heads", "4", "--head-dim", "64")
+    for arguments in (("show", with_long_plans), explained, ("doctor", "--device", "cpu")):
+        lines = ringtune(*arguments).stdout.splitlines()
+        assert len(lines) > 5
+        assert [line for line in lines if line != line.rstrip()] == []
+
+
 def test_show_json_is_the_file_as_data(gpu_file: Path) -> None:
     import yaml
 
@@ -108,7 +154,7 @@ def under_a_terminal(*arguments: str | Path, **env: str) -> str:
             break
         shown += chunk
     os.close(master)
-    assert child.wait(timeout=60) == 0, shown.decode()
+    assert child.wait(timeout=LIMIT_S) == 0, shown.decode()
     return shown.decode()
 
 

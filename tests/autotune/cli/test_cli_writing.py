@@ -14,14 +14,15 @@ from cli_runs import one_line_error, ringtune
 from autotune.probe.request import ProbeRequest
 
 
+@pytest.mark.parametrize("more", [(), ("--dry-run",)], ids=["probe", "dry run"])
 @pytest.mark.parametrize("place", ["missing/p.yaml", "file/p.yaml", ".", "/proc/p.yaml"])
 def test_probe_says_at_once_that_the_output_cannot_be_written(
-    asked: list[ProbeRequest], tmp_path: Path, place: str
+    asked: list[ProbeRequest], tmp_path: Path, place: str, more: tuple[str, ...]
 ) -> None:
     (tmp_path / "file").write_text("x")
-    line = one_line_error(ringtune("probe", "--output", tmp_path / place), 1) if place != "." else None
+    line = one_line_error(ringtune("probe", *more, "--output", tmp_path / place), 1) if place != "." else None
     if line is None:
-        assert ringtune("probe", "--output", tmp_path).exit_code == 2
+        assert ringtune("probe", *more, "--output", tmp_path).exit_code == 2
     else:
         assert "--output" in line
     assert asked == []

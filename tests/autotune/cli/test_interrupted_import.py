@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from patience import LIMIT_S
 
 from autotune.exit_codes import ExitCode
 
@@ -40,7 +41,7 @@ def test_ctrl_c_during_the_import_of_torch_is_one_line(tmp_path: Path, options: 
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a suite in the background ignores it
     )
-    watchdog = threading.Timer(250, command.kill)
+    watchdog = threading.Timer(LIMIT_S, command.kill)
     watchdog.start()
     try:
         assert command.stderr is not None

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from patience import LIMIT_S
 from report_samples import gpu_profile
 
 import autotune.probe.tuning
@@ -48,7 +49,7 @@ def test_cells_left_undecided_are_no_failure_of_the_job(tmp_path: Path) -> None:
         text=True,
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": paths},
-        timeout=250,
+        timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stderr
     assert MESSAGE in done.stderr

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from faulty_rank_bench import SLOW_MS
 from machines import FACTS, plan, workload
+from patience import LIMIT_S, patient
 
 from autotune.distributed import coordinator as coordinating
 from autotune.distributed.coordinator import Coordinator
@@ -32,7 +33,7 @@ CELL = workload(512, mode="infer")
 BENCH = "faulty_rank_bench:FaultyRankBench"
 REPO = Path(__file__).resolve().parents[3]
 SUPPORT = REPO / "tests" / "support" / "autotune"
-LIMIT_S = 100.0  # for what answers at once
+HANG_S = patient(3.0)  # for what hangs, which is waited for; beside it everything else has to answer
 
 
 def evaluator_of(coordinator: Coordinator, bench: str = BENCH) -> RanksEvaluator:
@@ -69,7 +70,7 @@ def test_the_slowest_rank_counts(evaluator: RanksEvaluator) -> None:
     ("kernel", "kind", "told", "restarts"),
     [
         ("segfault@1", "crash", "rank 1: the worker was killed by SIGSEGV", True),
-        ("late-hang@1", "timeout", "rank 1: no answer within 3.0 s", True),
+        ("late-hang@1", "timeout", f"rank 1: no answer within {HANG_S:.1f} s", True),
         ("wrong@1", "wrong", "rank 1: WrongAnswer: out errs by 3e-01; S=3001", False),
         ("killed@1", "crash", "rank 1: the worker was killed by SIGKILL", True),
     ],
@@ -78,7 +79,7 @@ def test_a_failure_of_one_rank_is_one_trial_and_names_it(
     evaluator: RanksEvaluator, coordinator: Coordinator, kernel: str, kind: str, told: str, restarts: bool
 ) -> None:
     before = coordinator.new_generation()
-    fault = check(evaluator, kernel, timeout_s=3.0 if "hang" in kernel else 3600.0)  # which nobody waits for
+    fault = check(evaluator, kernel, timeout_s=HANG_S if "hang" in kernel else 3600.0)  # which nobody waits for
     assert isinstance(fault, Fault)
     assert fault.kind == kind
     assert fault.message.startswith(told)
@@ -195,21 +196,21 @@ def test_a_rank_that_is_lost_ends_the_probe_with_its_name() -> None:
 
 COORDINATOR = """
     import os, sys
-    sys.path[:0] = [{here!r}, {tests!r}, {repo!r}]
+    sys.path[:0] = {path!r}
     os.environ["PYTHONPATH"] = {tests!r}
     from test_ranks import CELL, evaluator_of
     from machines import plan
     from autotune.distributed.coordinator import Coordinator
     coordinator = Coordinator(2, "cpu", None, os.environ)
     evaluator = evaluator_of(coordinator)
-    checked = evaluator.check(CELL, plan(CELL, "quick"), timeout_s=20)
+    checked = evaluator.check(CELL, plan(CELL, "quick"), timeout_s={limit})
     print(int(checked.host_us), *(child.pid for child in coordinator._children), flush=True)
-    evaluator.check(CELL, plan(CELL, "hang"), timeout_s=100)
+    evaluator.check(CELL, plan(CELL, "hang"), timeout_s={limit})
 """
 
 
 def test_nobody_outlives_a_coordinator_that_is_killed() -> None:
-    code = textwrap.dedent(COORDINATOR).format(here=str(Path(__file__).parent), tests=str(SUPPORT), repo=str(REPO))
+    code = textwrap.dedent(COORDINATOR).format(path=sys.path, tests=str(SUPPORT), limit=LIMIT_S)
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as coordinator:
         assert coordinator.stdout is not None
         pids = [int(word) for word in coordinator.stdout.readline().split()]

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from patience import LIMIT_S
 from pool import Pool
 from test_ranks import ended
 
@@ -78,7 +79,7 @@ def test_two_ranks_are_tuned_as_one_and_the_runtime_obeys(
     coordinator: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a layout that is not the module's own, which then takes it from the profile."""
-    monkeypatch.setitem(HANG_S, "cpu", 100.0)  # nothing hangs, but the machine may be busy
+    monkeypatch.setitem(HANG_S, "cpu", LIMIT_S)  # nothing hangs, but the machine may be busy
     here = environment(coordinator, tmp_path)
     path = tmp_path / "dense.yaml"
     request = replace(REQUEST, output=path, layout="contiguous")
@@ -189,7 +190,7 @@ def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
     with subprocess.Popen(
         command, cwd=tmp_path, env=environ_of(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as running:
-        watchdog = threading.Timer(250, running.kill)
+        watchdog = threading.Timer(LIMIT_S, running.kill)
         watchdog.start()
         assert running.stderr is not None
         seen = next(line for line in running.stderr if "cell 1/" in line)

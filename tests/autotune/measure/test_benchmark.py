@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from patience import LIMIT_S
 from torch import Tensor
 
 from autotune.accuracy import references
@@ -246,9 +247,9 @@ def test_the_worker_runs_the_real_bench() -> None:
     settings = BenchSettings("cpu", detect("cpu"), 0, 1.0, 1)
     evaluator = WorkerEvaluator(settings)
     try:
-        checked = evaluator.check(CELL, plan(), timeout_s=60)
+        checked = evaluator.check(CELL, plan(), timeout_s=LIMIT_S)
         assert not hasattr(checked, "kind"), checked
-        block = evaluator.block(CELL, [plan(), plan("math"), plan()], timeout_s=60)
+        block = evaluator.block(CELL, [plan(), plan("math"), plan()], timeout_s=LIMIT_S)
         assert all(getattr(result, "ms", 0) > 0 for result in block.results)
     finally:
         evaluator.close()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from machines import FACTS, plan, workload
+from patience import LIMIT_S, patient
 
 from autotune.accuracy.reference_timeout import reference_limit_s
 from autotune.measure.bench import BenchSettings, PeerWrong, WrongAnswer
@@ -37,7 +38,6 @@ BENCH = "faulty_bench:FaultyBench"
 LOST = "kernel lost cannot be loaded: lost: import lost: no. Install it"
 REPO = Path(__file__).resolve().parents[3]
 SUPPORT = REPO / "tests" / "support" / "autotune"
-LIMIT_S = 100.0  # for what answers at once
 SOON = WorkerTimeouts(stopped_s=0.5, look_s=0.1)
 
 
@@ -140,7 +140,7 @@ def test_an_oom_that_the_others_caused_is_tried_again_alone(evaluator: WorkerEva
 
 def test_a_block_goes_on_after_a_candidate_that_kills_the_worker(evaluator: WorkerEvaluator) -> None:
     kernels = ["quick", "segfault", "swift", "sticky", "wrong", "hang", "quick"]
-    block = evaluator.block(CELL, [plan(CELL, kernel) for kernel in kernels], timeout_s=3.0)
+    block = evaluator.block(CELL, [plan(CELL, kernel) for kernel in kernels], timeout_s=patient(3.0))
     kinds = [r.kind if isinstance(r, Fault) else r.ms for r in block.results]
     assert kinds == [2.0, "crash", 1.0, "crash", "wrong", "timeout", 2.0]
     assert block.disturbances == ()
@@ -176,10 +176,10 @@ def test_a_bug_of_ours_is_raised_and_never_recorded_as_a_candidates(evaluator: W
 def test_a_worker_that_cannot_start_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
     with pytest.raises(WorkerBug, match="ZeroDivisionError"):
-        WorkerEvaluator(settings("bug-at-start"), bench=BENCH).check(CELL, plan(CELL), timeout_s=5)
+        WorkerEvaluator(settings("bug-at-start"), bench=BENCH).check(CELL, plan(CELL), timeout_s=LIMIT_S)
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(DeviceError, match="did not start"):
-        WorkerEvaluator(settings(), bench=BENCH).check(CELL, plan(CELL), timeout_s=5)
+        WorkerEvaluator(settings(), bench=BENCH).check(CELL, plan(CELL), timeout_s=LIMIT_S)
 
 
 def test_unmonitored_of_the_bench_are_known_here(evaluator: WorkerEvaluator) -> None:
@@ -203,17 +203,17 @@ def _alive(pid: int) -> bool:
 
 PARENT = """
     import sys
-    sys.path[:0] = [{here!r}, {tests!r}, {repo!r}]
+    sys.path[:0] = {path!r}
     from test_worker_evaluator import BENCH, CELL, settings
     from machines import plan
     from autotune.measure.worker_evaluator import WorkerEvaluator
-    WorkerEvaluator(settings(), bench=BENCH).check(CELL, plan(CELL, "late-orphan"), timeout_s=100)
+    WorkerEvaluator(settings(), bench=BENCH).check(CELL, plan(CELL, "late-orphan"), timeout_s={limit})
 """
 
 
 def test_the_worker_dies_with_its_parent_however_that_ends(tmp_path: Path) -> None:
     told = tmp_path / "pid"
-    code = textwrap.dedent(PARENT).format(here=str(Path(__file__).parent), tests=str(SUPPORT), repo=str(REPO))
+    code = textwrap.dedent(PARENT).format(path=sys.path, limit=LIMIT_S)
     environ = os.environ | {
         "ORPHAN_FILE": str(told),
         "PYTHONPATH": str(SUPPORT),
@@ -227,7 +227,7 @@ def test_the_worker_dies_with_its_parent_however_that_ends(tmp_path: Path) -> No
     _wait_for(lambda: not _alive(int(told.read_text())))
 
 
-def _wait_for(condition, limit_s: float = 60.0) -> None:  # type: ignore[no-untyped-def]
+def _wait_for(condition, limit_s: float = LIMIT_S) -> None:  # type: ignore[no-untyped-def]
     end = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < end, "waited in vain"

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from machines import FACTS, plan, workload
+from patience import LIMIT_S
 
 from autotune.measure.bench import BenchSettings
 from autotune.measure.evaluator import Checked, Fault, Proven, Sample
@@ -25,7 +26,6 @@ SMALL = Workload("train", True, 64, 2, 16, "fp32")
 BENCH = "faulty_bench:FaultyBench"
 SPLIT = "faulty_bench:ProvingInParts"
 CROWDED = "faulty_bench:Crowded"
-LIMIT_S = 100.0  # for what takes a second or two
 LAST_CALL_S = 0.5
 
 

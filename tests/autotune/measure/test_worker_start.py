@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from machines import FACTS, plan, workload
+from patience import LIMIT_S
 
 from autotune.measure.bench import BenchSettings
 from autotune.measure.evaluator import Checked
@@ -16,7 +17,6 @@ from ringattn.errors import DeviceError
 
 CELL = workload(512, mode="infer")
 SOON = WorkerTimeouts(start_s=3600.0, stopped_s=0.5, look_s=0.1)
-LIMIT_S = 100.0
 
 
 class StoppedWhileStarting(WorkerEvaluator):

@@ -12,6 +12,7 @@ import pytest
 from injected_bench import write_script
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
+from patience import LIMIT_S, patient
 
 from autotune.measure.benchmark import BenchSettings
 from autotune.measure.evaluator import Checked, Evaluator, Fault
@@ -72,7 +73,7 @@ def test_a_real_probe_survives_everything_and_says_what_happened(
     for name, value in write_script(tmp_path / "script.json", WRONGS, TIMES_MS).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setitem(HANG_S, "cpu", 4.0)
+    monkeypatch.setitem(HANG_S, "cpu", patient(4.0))
     request = ProbeRequest(
         output=tmp_path / "here.yaml", device="cpu", budget_s=3600.0, modes=("train",), seq_lens=(64,), heads=1,
         head_dim=32, memory_limit_mib=10_000,
@@ -141,15 +142,15 @@ def test_a_lost_cuda_context_is_one_crash_and_the_next_candidate_is_measured(
     )
     evaluator = WorkerEvaluator(settings, bench=BENCH)
     try:
-        assert isinstance(evaluator.check(cell, good, timeout_s=60), Checked)
-        fault = evaluator.check(cell, bad, timeout_s=60)
+        assert isinstance(evaluator.check(cell, good, timeout_s=LIMIT_S), Checked)
+        fault = evaluator.check(cell, bad, timeout_s=LIMIT_S)
         assert isinstance(fault, Fault)
         assert fault.kind == "crash"
         assert wrong in fault.message
         assert evaluator.starts == 1
-        assert isinstance(evaluator.check(cell, good, timeout_s=60), Checked)
+        assert isinstance(evaluator.check(cell, good, timeout_s=LIMIT_S), Checked)
         assert evaluator.starts == 2
-        block = evaluator.block(cell, [good, bad, good], timeout_s=60)
+        block = evaluator.block(cell, [good, bad, good], timeout_s=LIMIT_S)
         assert [isinstance(result, Fault) for result in block.results] == [False, True, False]
         assert evaluator.starts == 3
     finally:

@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from patience import LIMIT_S
 from report_samples import cpu_profile
 
 from ringattn.profile.yaml_io import save_profile
@@ -32,7 +33,7 @@ def test_ctrl_c_ends_a_probe_and_loses_nothing(tmp_path: Path, moment: str) -> N
         text=True,
         start_new_session=True,  # so that the signal reaches the worker too, as from a terminal
     )
-    watchdog = threading.Timer(250, probe.kill)
+    watchdog = threading.Timer(LIMIT_S, probe.kill)
     watchdog.start()
     try:
         assert probe.stderr is not None

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from killed_probe import Run, run_probe, truth
 from machines import FACTS
+from patience import LIMIT_S
 from report_samples import cpu_profile
 
 from autotune.exit_codes import ExitCode
@@ -146,7 +147,7 @@ def test_the_real_probe_killed_with_its_whole_group_goes_on(tmp_path: Path) -> N
         if profile.read_bytes() != old:
             assert load_profile(profile).plans
     last = start()
-    _, told = last.communicate(timeout=250)
+    _, told = last.communicate(timeout=LIMIT_S)
     assert last.returncode in (ExitCode.OK, ExitCode.INCONCLUSIVE), told  # the latter on a machine that is busy
     assert finished > 0
     assert whole_lines(journal).startswith(kept)

@@ -149,6 +149,37 @@ def test_a_winner_that_the_machine_let_down_is_not_called_stale(machine: Machine
     assert max(limits_s) < 5  # of a budget of ten
 
 
+@pytest.mark.parametrize("check_s", [0.5, 3.0, 6.0, 7.5])
+@pytest.mark.parametrize("starts_s", [0.0, 9.0])
+def test_verify_keeps_its_budget_whatever_a_check_takes(
+    machine: Machine, tmp_path: Path, check_s: float, starts_s: float
+) -> None:
+    """A cell was begun as long as anything was left, and its check went on for as long as it took."""
+    path = tmp_path / "m.yaml"
+    run_probe(request_for(path), Watching(), machine.environment)
+
+    class Slow(ReplayEvaluator):
+        started = False
+
+        def check(
+            self, cell: Workload, candidate: Tunables, *, timeout_s: float, pace_ms: float | None = None
+        ) -> Checked | Fault:
+            if not self.started:
+                self.started = True
+                machine.clock.advance(starts_s)
+            return super().check(cell, candidate, timeout_s=timeout_s, pace_ms=pace_ms)
+
+    # A worker that was ended is started again for the next check only, and there is none.
+    slow = Slow(row_of(truth), machine.clock, check_s=check_s, restart_s=0.0)
+    environment = replace(machine.environment, evaluator=lambda *_: slow)
+    outcome = verify_profile(path, ProbeRequest(effort="quick", budget_s=20.0), Watching(), environment)
+    assert outcome.elapsed_s <= 20.0
+    assert outcome.stale == ()
+    assert outcome.cells
+    assert len(outcome.cells) + len(outcome.inconclusive) == 4
+    assert all("give a larger --budget" in line for line in outcome.inconclusive)
+
+
 def test_starting_the_worker_leaves_time_for_every_default(tmp_path: Path) -> None:
     """It is started at the first check, and took what all defaults had."""
     machine = Machine(tmp_path)

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from faults import TIMEOUT_S, Breaking, Told, assert_told, call_until_told, group_to_break, leaves_of, told_of
+from faults import Breaking, Told, assert_told, call_until_told, group_to_break, leaves_of, told_of
 from oracle import DENSE, Case, pattern_of
+from patience import LIMIT_S
 from pool import TIMES, Pool, kill_self
 from ring_cases import RingCase
 from shared_memory import check_symmetric, copy_as_engine, pool_of, use_shared_memory
@@ -177,7 +178,7 @@ def _one_is_killed() -> Told:
 
 def test_a_killed_rank_is_named(fragile: Pool) -> None:
     fragile.start(_one_is_killed)
-    for error, message in fragile.results_of([0, 2], TIMEOUT_S + 10):
+    for error, message in fragile.results_of([0, 2]):
         assert error == "PeerError"
         assert "rank 1 stopped responding" in message
 
@@ -208,7 +209,7 @@ def _waits_end() -> None:
             time.sleep(3 * TIMES.beat_s)
             assert patient.released == 0
             watchdog.add_device_waits(stuck)
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + LIMIT_S
         while watchdog.failure is None and time.monotonic() < deadline:
             time.sleep(0.05)
         error, message = told_of(lambda: module(*leaves))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from patience import LIMIT_S
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = str(ROOT / "examples" / "train_ring.py")
@@ -20,7 +21,7 @@ def run_ranks(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     start = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
     command = [sys.executable, *start, EXAMPLE, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=250)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=LIMIT_S)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ math kernel. What the real ones compute is checked in test_kernels_optional_gpu.
 from __future__ import annotations
 
 import math
+import os
 import sys
 import types
 from collections.abc import Callable
@@ -242,6 +243,32 @@ def test_an_absent_package_is_one_line_with_its_remedy(name: str) -> None:
     assert message.startswith(f"kernel {name} cannot be loaded: {name}: import {MODULES[name]}: ModuleNotFoundError")
     assert message.endswith(TABLE[name].remedy)
     assert "\n" not in message
+
+
+@pytest.mark.usefixtures("no_packages")
+@pytest.mark.parametrize("home", [RuntimeError("Could not determine home directory."), Path("/nonexistent")], ids=repr)
+def test_a_user_without_a_home_keeps_no_compiled_kernels(
+    home: Path | RuntimeError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a number without a name is in a container; it raised instead of naming the package that is not there."""
+
+    def of_user() -> Path:
+        if isinstance(home, Path):
+            return home
+        raise home
+
+    monkeypatch.setattr(Path, "home", of_user)
+    names = [f"FLASH_ATTENTION_CUTE_DSL_CACHE_{name}" for name in ("ENABLED", "DIR")]
+    for name in ("XDG_CACHE_HOME", *names):
+        monkeypatch.setenv(name, "")  # so that what is loaded here leaves nothing behind
+        monkeypatch.delenv(name)
+    with pytest.raises(PlanError, match="kernel flash-attn-4 cannot be loaded"):
+        TABLE["flash-attn-4"].load(KernelConfig(causal=True, scale=1.0))
+    assert [name for name in names if name in os.environ] == []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(PlanError, match="kernel flash-attn-4 cannot be loaded"):
+        TABLE["flash-attn-4"].load(KernelConfig(causal=True, scale=1.0))
+    assert os.environ[names[1]] == str(tmp_path / "ringtune" / "flash-attn-4")
 
 
 @pytest.mark.usefixtures("no_packages")

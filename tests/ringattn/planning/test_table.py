@@ -17,7 +17,7 @@ from oracle import DENSE, Case, cpu, pattern_of
 
 from ringattn import Profile, RingAttention
 from ringattn.errors import InputError, PlanError, ProfileError
-from ringattn.hardware.facts import HardwareFacts
+from ringattn.hardware.facts import HardwareFacts, detect
 from ringattn.planning import setup
 from ringattn.planning.heuristic import NO_WISHES, Wishes
 from ringattn.planning.plan import Conditions, Origin
@@ -426,6 +426,40 @@ def test_the_tier_is_said_once_at_info(said: pytest.LogCaptureFixture) -> None:
     for _ in range(3):
         call(Case(64).module(profile=profile), 64)
     assert [(r.levelname, r.getMessage()) for r in said.records] == [("INFO", "profile <profile argument>, tier exact")]
+
+
+def test_a_torch_newer_than_the_tested_ones_is_said_once(
+    said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many modules there are, and whether or not a profile serves; when they are built, not when called."""
+    here = detect("cpu")
+    versions = {**dict(here.software), "torch": "9.1.0+cpu"}
+    monkeypatch.setattr(setup, "detect", lambda device: replace(here, software=tuple(sorted(versions.items()))))
+    modules = [Case(64).module(profile=profile) for profile in (None, measured_here(small(64, "math")), None)]
+    (warned,) = [r.getMessage() for r in said.records if r.levelname == "WARNING"]
+    assert warned.startswith("torch 9.1.0+cpu is newer than what this was tested with, torch 2.")
+    said.clear()
+    call(modules[0], 64)
+    assert not said.records
+
+
+@pytest.mark.parametrize("environ", [{"LOCAL_RANK": "{}"}, {"SLURM_LOCALID": "{}"}], ids=["torchrun", "Slurm"])
+def test_the_first_rank_of_a_host_alone_warns(
+    environ: dict[str, str], said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A bare heuristic, a broken file, a length that was not measured: every rank of a host finds the same."""
+    (tmp_path / "broken.yaml").write_text("schema: 99\n")
+    monkeypatch.setenv("RINGTUNE_PROFILE_PATH", str(tmp_path))
+    logged, parts = [], ("broken.yaml", "no plan was", "outside")
+    for rank in ("3", "0"):
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value.format(rank))
+        setup._said.clear()
+        said.clear()
+        RingAttention(2, 4, device="cpu")
+        call(Case(64).module(profile=measured_here(small(64, "math"))), 4096)
+        logged.append({(r.levelname, part) for r in said.records for part in parts if part in r.getMessage()})
+    assert logged == [{(level, part) for part in parts} for level in ("INFO", "WARNING")]
 
 
 def test_no_profile_on_purpose_is_silent(said: pytest.LogCaptureFixture) -> None:

@@ -14,6 +14,7 @@ from machine_samples import EPYC, EVIDENCE, dense_entry, measured
 from profile_samples import POLICY, RICH
 
 from ringattn.errors import InputError
+from ringattn.profile.locations import home_folder
 from ringattn.profile.schema import MESSAGE_LIMIT, Failure, Fingerprint, Policy, Provenance, shareable_text
 from ringattn.profile.yaml_io import dump_profile
 from ringattn.workload import INPUT_DTYPES
@@ -102,5 +103,5 @@ def test_shareable_text_is_idempotent(raw: str) -> None:
 def test_a_profile_of_this_machine_names_no_host_user_or_path(tmp_path: Path) -> None:
     dumped = dump_profile(measured(EPYC, dense_entry()))
     assert "/" not in dumped
-    for private in (os.uname().nodename, str(Path.home()), str(tmp_path)):
+    for private in (os.uname().nodename, str(home_folder()), str(tmp_path)):
         assert private not in dumped

@@ -56,7 +56,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("loader", [getattr(yaml, "CSafeLoader", yaml.SafeLoader), yaml.SafeLoader])
 @pytest.mark.parametrize(("content", "message"), HOSTILE.values(), ids=HOSTILE)
-@pytest.mark.timeout(10)
+@pytest.mark.timeout(60)  # a parser without bounds takes hours
 def test_hostile_text_is_refused(monkeypatch: pytest.MonkeyPatch, loader: Any, content: str, message: str) -> None:
     if loader is yaml.SafeLoader and len(content) > 1_000_000:
         pytest.skip("the same bound, with a parser that takes seconds to get there")
@@ -97,6 +97,15 @@ def test_what_is_not_utf8_text_is_refused(tmp_path: Path, content: bytes, messag
     file.write_bytes(content)
     with pytest.raises(ProfileError, match=message):
         load_profile(file)
+
+
+@pytest.mark.parametrize("url", ["https://example.com/h100.yaml", "s3://bucket/h100.yaml"])
+@pytest.mark.parametrize("given", [str, Path], ids=["text", "path"])
+def test_a_url_is_said_to_be_one(url: str, given: Any) -> None:
+    """And not that there is no file whose name is that of a path made of it."""
+    with pytest.raises(ProfileError, match="URLs need a store") as caught:
+        load_profile(given(url))
+    assert_one_line(caught.value, url)
 
 
 def test_paths_that_are_no_profile(tmp_path: Path) -> None:

@@ -335,6 +335,13 @@ def test_search_order_without_variables(environ: dict[str, str]) -> None:
     assert search_paths(environ, HOME)[0] == ("user", HOME / ".config" / "ringtune")
 
 
+@pytest.mark.parametrize("value", ["https://example.com/profiles", "/shared:s3://bucket/profiles"])
+def test_a_url_among_the_folders_is_said_to_be_one(value: str) -> None:
+    with pytest.raises(ProfileError, match=r"RINGTUNE_PROFILE_PATH: holds .*//.*URLs need a store"):
+        search_paths({"RINGTUNE_PROFILE_PATH": value}, HOME)
+    assert ("env-path", Path("/a//b")) in search_paths({"RINGTUNE_PROFILE_PATH": "/a//b"}, HOME)
+
+
 def test_never_the_working_directory() -> None:
     for relative in (".", "profiles", "./here", "~/mine"):
         with pytest.raises(ProfileError, match=r"RINGTUNE_PROFILE_PATH: holds .*relative"):

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-WAIT_S = 60.0
+from patience import LIMIT_S
 
 
 def chromium() -> str | None:
@@ -74,7 +74,7 @@ class Page:
         path.write_bytes(base64.b64decode(shot["data"]))
 
     def _read(self) -> dict[str, Any]:
-        deadline = time.monotonic() + WAIT_S
+        deadline = time.monotonic() + LIMIT_S
         while b"\0" not in self._buffer:
             ready, _, _ = select.select([self._from], [], [], max(0.0, deadline - time.monotonic()))
             assert ready, "the browser has gone quiet"

@@ -14,10 +14,11 @@ sys.path[:0] = [str(Path(__file__).parents[1] / "ringattn"), str(Path(__file__).
 
 def main() -> None:
     from oracle import Case, pattern_of
+    from patience import LIMIT_S
     from ring_cases import RingCase, check_exact
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=LIMIT_S))
     dense = Case(48, 4, 4, 4, causal=True)
     dilated = Case(48, 4, 2, 4, 2, pattern_of([8, 48], [1, 3]), True)
     cases = [

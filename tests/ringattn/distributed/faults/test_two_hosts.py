@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from patience import LIMIT_S
 
 ROOT = Path(__file__).parents[4]
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
@@ -53,7 +54,7 @@ def _torchrun(host: str, node: int, checked: Path) -> subprocess.Popen[str]:
         "ip", "netns", "exec", host, sys.executable, "-m", "torch.distributed.run",
         "--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d",
         "--rdzv-endpoint", f"{ADDRESSES[0]}:29777", "--rdzv-id", "two-hosts", "--local-addr", ADDRESSES[node],
-        "--rdzv-conf", f"is_host={1 - node},join_timeout=200",
+        "--rdzv-conf", f"is_host={1 - node},join_timeout={LIMIT_S:.0f}",
         str(ROOT / "tests" / "support" / "ring" / "two_hosts_main.py"), str(checked),
     ]  # fmt: skip
     environment = {
@@ -69,7 +70,7 @@ def _torchrun(host: str, node: int, checked: Path) -> subprocess.Popen[str]:
 def test_as_on_one_rank_over_two_hosts(hosts: tuple[str, str], tmp_path: Path) -> None:
     runs = [_torchrun(host, node, tmp_path) for node, host in enumerate(hosts)]
     try:
-        texts = [run.communicate(timeout=250)[0] for run in runs]
+        texts = [run.communicate(timeout=LIMIT_S)[0] for run in runs]
     finally:
         for run in runs:
             run.kill()

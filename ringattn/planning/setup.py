@@ -125,7 +125,7 @@ def set_up_for(facts: HardwareFacts, profile: Any, target: torch.device, shape: 
     for note in notes:
         say_once(logging.WARNING, note)
     if measured is not None:
-        entries, note = entries_for(measured, shape)
+        entries, note = entries_for(measured, shape.workload(1, "fp32", train=False))
         trace = (*trace, note)
     policy = resolution.heuristic.policy if measured is None or measured.policy is None else measured.policy
     assert policy is not None

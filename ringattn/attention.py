@@ -20,6 +20,7 @@ from ringattn.autograd.transforms import attend_traced, transforms_active
 from ringattn.autograd.warmup import first_calls_ms
 from ringattn.geometry.layout import Shard, Span, check_dim, positions, resolve_layout, shard
 from ringattn.hardware.kernel_faults import Combination
+from ringattn.planning.missed import count_calls, meet, record_path
 from ringattn.planning.plan import Conditions, Plan
 from ringattn.planning.preference import Preference, check_preference
 from ringattn.planning.self_check import asked_of_kernels, faults_of
@@ -43,7 +44,7 @@ from ringattn.runtime.program import Program
 from .arguments import input_dtype, integer, is_integer
 from .autograd import torch_compile as compiled
 from .dtypes import DTYPE_NAMES, TORCH_DTYPES
-from .errors import InputError, PlanError
+from .errors import InputError
 from .workload import HeadOffset, Pattern, describe
 
 if TYPE_CHECKING:
@@ -179,6 +180,7 @@ class RingAttention(nn.Module):
         self._programs: dict[Any, Program | RingProgram] = {}
         self.digest, self.configuration = compiled.register(self)
         self._logs = self._ring is None or self._ring.comm.rank == 0  # ranks of a group run one plan
+        self._record_path = record_path(profile, self.plan.wishes) if self._logs else ""
         if self._logs:
             self._setup.announce()
             warn_of_empty_heads(shape)
@@ -300,6 +302,7 @@ class RingAttention(nn.Module):
         plan = row.runnable()
         if (note := self.plan.fallback_note(row)) and self._logs:
             say_once(logging.WARNING, note)
+        meet(self._record_path, plan)
         ring = None if plan.tunables.schedule == "local" else self._ring
         # A program over several ranks is made for one shape.
         key = (plan.tunables, plan.workload.mode if ring is None else plan.workload)
@@ -350,6 +353,9 @@ class RingAttention(nn.Module):
             check_dtypes(q, k, v)
             q, k, v = q.to(narrow), k.to(narrow), v.to(narrow)
         run = runner_of(self.program_for(q, k, v, train, total_length), q, k, v, train, with_lse)
+        if self._record_path:
+            row = self._row(q.shape[0], q.shape[1], DTYPE_NAMES[q.dtype], train, total_length)
+            run = count_calls(self._record_path, run, row.runnable())
         if autocast is not None:
             run = without_autocast(run, self._device_type, narrow)
         if len(self._runners) >= compiled.MOST_SHAPES:
@@ -383,11 +389,7 @@ class RingAttention(nn.Module):
         if self.dropout and self.training:
             if torch.compiler.is_dynamo_compiling():  # which cannot trace how a PlanError is made, and shows that
                 raise InputError(f"dropout is {self.dropout} in training mode; set dropout=0.0, or call eval()")
-            subject, remedy = (
-                f"dropout {self.dropout} in training mode",
-                "Set dropout=0.0, or call eval() for inference",
-            )
-            raise PlanError(subject, self._setup.dropout_reasons(), remedy)
+            raise self._setup.dropout_refusal(self.dropout)
         if not (type(q) is type(k) is type(v) is Tensor):  # the runners of shapes know no types
             check_types(q, k, v)
         if not (q.layout is k.layout is v.layout is torch.strided) or q.is_nested or k.is_nested or v.is_nested:

@@ -68,7 +68,7 @@ def as_run(command: str) -> list[str]:
         return [sys.executable, "-m", "torch.distributed.run", *words[1:], *SHORT_RING]
     assert words[0] == "ringtune", f"a page runs {command!r}; say here how a test can"
     if words[1] == "probe":
-        shape_is_given = "--heads" in words
+        shape_is_given = not {"--heads", "--model", "--like"}.isdisjoint(words)
         words += ["--dry-run"] if shape_is_given else SHORT_RING if "--nproc" in words else SHORT_PROBE
     return [sys.executable, "-m", "autotune", *words[1:]]
 

@@ -18,8 +18,10 @@ from documents import PAGES, ROOT, as_run, blocks, commands, run, text_of
 import ringattn
 from autotune.cli.main import cli
 from autotune.exit_codes import ExitCode
+from ringattn.planning.missed import line_of
 from ringattn.profile.yaml_io import parse_profile
 from ringattn.versions import TESTED_TORCH
+from ringattn.workload import Workload
 
 pytestmark = pytest.mark.alone
 
@@ -37,8 +39,14 @@ for page, number, code in json.load(open(sys.argv[1])):
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One home for all commands, so that what one writes the next one finds, as for a reader."""
-    return tmp_path_factory.mktemp("home")
+    """One home for all commands, so that what one writes the next one finds, as for a reader who has these files."""
+    folder = tmp_path_factory.mktemp("home")
+    (folder / "my-model").mkdir()
+    model = {"model_type": "gpt2", "n_head": 2, "n_embd": 64, "n_positions": 256}
+    (folder / "my-model" / "config.json").write_text(json.dumps(model), encoding="utf-8")
+    missed = line_of({Workload("infer", True, 128, 2, 32, "fp32"): 1})
+    (folder / "missed.jsonl").write_text(missed, encoding="utf-8")
+    return folder
 
 
 @pytest.mark.parametrize("command", commands(*PAGES))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from autotune.exit_codes import ProbeFailure
 from ringattn.arguments import dtype_name
@@ -174,6 +175,36 @@ def shape_options(heads: int | None = None, head_dim: int | None = None) -> Call
         return command
 
     return add
+
+
+model_option = click.option(
+    "--model",
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    help="A Hugging Face config.json, or the folder it is in: probe what that model runs. Other options win over it.",
+)
+
+like_option = click.option(
+    "--like",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="What a program with RINGTUNE_RECORD=FILE recorded: probe the workloads that cost it most.",
+)
+
+_SHAPE = {
+    *("model", "modes", "causal", "seq_lens", "batch_size", "heads", "kv_heads", "head_dim"),
+    *("segment_lengths", "dilation_rates", "dense", "precision"),
+}
+
+
+def check_alone_with_like() -> None:
+    """Raise UsageError where --like, which says all of a workload, comes with an option that says part of one."""
+    context = click.get_current_context()
+    if context.params["like"] is None:
+        return
+    for parameter in context.command.params:
+        if parameter.name in _SHAPE and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"--like says what to probe; leave {parameter.opts[0]} out")
 
 
 def pattern_options(command: Command) -> Command:

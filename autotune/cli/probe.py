@@ -14,13 +14,16 @@ from .options import (
     POSITIVE,
     DtypeChoice,
     budget_option,
+    check_alone_with_like,
     check_pattern,
     check_shape,
     check_writable,
     device_option,
     effort_option,
     json_option,
+    like_option,
     mebibytes,
+    model_option,
     nproc_option,
     pattern_options,
     positive_number,
@@ -54,6 +57,8 @@ MODES: dict[str, tuple[Mode, ...]] = {"train": ("train",), "infer": ("infer",), 
     callback=lambda ctx, param, value: MODES[value],
     help="With gradients, without, or both.",
 )
+@model_option
+@like_option
 @click.option("--causal/--no-causal", default=None, help="Causal attention or full.  [default: what the grid says]")
 @click.option(
     "--seq-len",
@@ -114,7 +119,7 @@ MODES: dict[str, tuple[Mode, ...]] = {"train": ("train",), "infer": ("infer",), 
 )
 @click.option("--dry-run", is_flag=True, help="Print the cells, the space and the estimate; measure nothing.")
 @json_option
-def probe(as_json: bool, nproc: str | None, **options: Any) -> None:
+def probe(as_json: bool, nproc: str | None, model: Path | None, like: Path | None, **options: Any) -> None:
     """Measure attention on this machine and write its hardware profile.
 
     With no options it covers a sensible grid: several lengths, training and
@@ -124,6 +129,8 @@ def probe(as_json: bool, nproc: str | None, **options: Any) -> None:
     \b
         ringtune probe
         ringtune probe --effort quick --output this-machine.yaml
+        ringtune probe --model path/to/config.json
+        ringtune probe --like missed.jsonl
         ringtune probe --seq-len 8192 --heads 32 --kv-heads 8 --head-dim 128 --causal
         ringtune probe --nproc gpu
         torchrun --standalone --nproc-per-node 4 -m autotune probe
@@ -140,7 +147,9 @@ def probe(as_json: bool, nproc: str | None, **options: Any) -> None:
     one. While no probe runs both may be deleted; an interrupted one then
     starts over.
     """
-    check_shape(options["heads"], options["kv_heads"])
+    check_alone_with_like()
+    if model is None:
+        check_shape(options["heads"], options["kv_heads"])
     check_pattern(options["segment_lengths"], options["dilation_rates"])
     if options["dense"] and options["segment_lengths"] is not None:
         raise click.UsageError("--dense and --segment-lengths ask for different attention; give one of them")
@@ -161,14 +170,35 @@ def probe(as_json: bool, nproc: str | None, **options: Any) -> None:
         if not options["dry_run"]:
             follow_rank_0()
         return
+    notes = _shape_from_files(model, like, options)
     request = ProbeRequest(ranks=ranks, **options)
     with probe_observer() as observer:
         if ranks > 1 and not request.dry_run:
             observer.note(f"starting {ranks} ranks and measuring the links between them")
+        for note in notes:
+            observer.note(note)
         result = run_probe(request, observer)
     _print_result(result, as_json)
     if result.inconclusive and not started_by_torchrun(os.environ):
         raise click.exceptions.Exit(ExitCode.INCONCLUSIVE)
+
+
+def _shape_from_files(model: Path | None, like: Path | None, options: dict[str, Any]) -> tuple[str, ...]:
+    """Set the options that a model's config or a record decides, and return what to say of it."""
+    if model is not None:
+        from autotune.probe.model_config import read_model
+
+        given = {name: options[name] for name in ("heads", "kv_heads", "head_dim", "causal")}
+        shape = read_model(model, **given, needs_length=not options["seq_lens"])
+        options |= {name: getattr(shape, name) for name in (*given, "longest")}
+        options["dense"] = options["segment_lengths"] is None
+        return shape.notes
+    if like is not None:
+        from autotune.probe.recorded import read_workloads
+
+        options["recorded"], notes = read_workloads(like)
+        return notes
+    return ()
 
 
 def _print_result(result: ProbeResult, as_json: bool) -> None:

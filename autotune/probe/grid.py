@@ -10,8 +10,9 @@ from autotune.space.space import NARROWER
 from ringattn.errors import InputError
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.wording import plural
-from ringattn.workload import Branch, Mode, Pattern, Workload, not_narrower
+from ringattn.workload import Branch, Mode, Pattern, Workload, nearest_bucket, not_narrower
 
+from .recorded import choose_recorded
 from .request import Effort, ProbeRequest
 
 LONGNET = Pattern((Branch(2048, 1), Branch(4096, 2), Branch(8192, 4), Branch(16384, 8), Branch(32768, 16)))
@@ -28,6 +29,11 @@ _CPU_LENGTHS: dict[Effort, tuple[int, ...]] = {
     "standard": (512, 1024, 2048, 4096),
     "full": (256, 512, 1024, 2048, 4096, 8192),
 }
+# ViT-B/16 and BERT-base: full attention over many short sequences, as (batch, length) for a GPU and for a CPU.
+_SHORT: tuple[tuple[int, int], ...] = ((64, 197), (32, 512))
+_SHORT_CPU: tuple[tuple[int, int], ...] = ((8, 197), (4, 512))
+_SHORT_HEADS, _SHORT_HEAD_DIM = 12, 64
+_SHORTEST_OF_MODEL = 1024  # of the lengths for a model that reaches it
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
 
@@ -60,11 +66,15 @@ def cells_for(request: ProbeRequest, facts: HardwareFacts) -> tuple[Cell, ...]:
 
 def left_out(request: ProbeRequest, facts: HardwareFacts) -> str:
     """Return what the request names and a probe does not measure, and why; empty where it measures everything."""
+    said = []
+    if (longest := _longest(request)) is not None and longest > (most := _grid_lengths(request, facts)[-1]):
+        said.append(f"lengths from {most} to {longest} left out at --effort {request.effort}: --seq-len names one")
+    said += choose_recorded(request).left_out
     large = [workload for workload in _workloads(request, facts) if not _fits(workload, facts)]
-    if not large:
-        return ""
-    others = f" (and {plural(len(large) - 1, 'larger workload')})" if len(large) > 1 else ""
-    return f"left out{others}: {_too_large(large[0], facts)}"
+    if large:
+        others = f" (and {plural(len(large) - 1, 'larger workload')})" if len(large) > 1 else ""
+        said.append(f"left out{others}: {_too_large(large[0], facts)}")
+    return "; ".join(said)
 
 
 def _too_large(workload: Workload, facts: HardwareFacts) -> str:
@@ -75,11 +85,13 @@ def _too_large(workload: Workload, facts: HardwareFacts) -> str:
 
 
 def _workloads(request: ProbeRequest, facts: HardwareFacts) -> list[Workload]:
+    if request.recorded:
+        return list(choose_recorded(request).chosen)
     on_cpu = facts.vendor == "cpu"
     heads = request.heads or request.kv_heads or (4 if on_cpu else 16)
-    lengths = tuple(sorted(set(request.seq_lens))) or (_CPU_LENGTHS if on_cpu else _GPU_LENGTHS)[request.effort]
+    lengths = _lengths(request, facts)
     modes: Sequence[Mode] = request.modes or ("train", "infer")
-    workloads = []
+    workloads = _short_workloads(request, facts)
     for seq_len in lengths:
         for dtype in _input_dtypes(request, facts):
             for pattern in _patterns(request, on_cpu):
@@ -100,7 +112,50 @@ def _workloads(request: ProbeRequest, facts: HardwareFacts) -> list[Workload]:
                     except InputError as error:
                         raise UsageFailure(str(error)) from None
                     workloads.append(workload)
-    return workloads
+    return sorted(workloads, key=lambda workload: workload.seq_len)
+
+
+def _grid_lengths(request: ProbeRequest, facts: HardwareFacts) -> tuple[int, ...]:
+    return (_CPU_LENGTHS if facts.vendor == "cpu" else _GPU_LENGTHS)[request.effort]
+
+
+def _lengths(request: ProbeRequest, facts: HardwareFacts) -> tuple[int, ...]:
+    """Return the lengths asked for, those of a model, or the grid's."""
+    grid = _grid_lengths(request, facts)
+    longest = _longest(request)
+    if request.seq_lens or longest is None:
+        return tuple(sorted(set(request.seq_lens))) or grid
+    longest = min(longest, grid[-1])
+    lengths = [2**power for power in range(_SHORTEST_OF_MODEL.bit_length() - 1, longest.bit_length())]
+    if not lengths or nearest_bucket(longest, lengths) is None:
+        lengths.append(longest)
+    # The grid has two patterns at each length, a model one.
+    step = -(-len(lengths) // (2 * len(grid)))
+    return tuple(lengths[::-1][::step][::-1])
+
+
+def _longest(request: ProbeRequest) -> int | None:
+    """Return the longest that a rank holds of a model's sequence; None where no model or a length is named."""
+    if request.longest is None or request.seq_lens:
+        return None
+    return -(-request.longest // request.ranks)
+
+
+def _short_workloads(request: ProbeRequest, facts: HardwareFacts) -> list[Workload]:
+    """Return the grid's full attention over short sequences, where the request leaves the shape open; quick has none.
+
+    In 50 s its 8 cells have 6 s each, and these 4 would take a third of that away.
+    """
+    named = (request.heads, request.head_dim, request.segment_lengths, request.longest, *request.seq_lens)
+    if request.effort == "quick" or request.causal or request.batch_size > 1 or request.ranks > 1:
+        return []
+    if any(value is not None for value in named):
+        return []
+    return [
+        Workload(mode, False, seq_len, _SHORT_HEADS, _SHORT_HEAD_DIM, _input_dtypes(request, facts)[0], batch=batch)
+        for batch, seq_len in (_SHORT_CPU if facts.vendor == "cpu" else _SHORT)
+        for mode in dict.fromkeys(request.modes or ("train", "infer"))
+    ]
 
 
 def _patterns(request: ProbeRequest, on_cpu: bool) -> tuple[Pattern, ...]:

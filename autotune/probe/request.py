@@ -36,6 +36,8 @@ class ProbeRequest:
     modes: tuple[Mode, ...] = ()
     causal: bool | None = None
     seq_lens: tuple[int, ...] = ()
+    longest: int | None = None  # of the whole sequence: without seq_lens, lengths up to it instead of the grid's
+    recorded: tuple[tuple[Workload, int], ...] = ()  # with their calls, of which the costliest are the cells
     batch_size: int = 1
     heads: int | None = None
     kv_heads: int | None = None

@@ -130,8 +130,7 @@ def _trace(setup: Setup, foreign: str) -> tuple[str, ...]:
 
 
 def _entry_of(entries: tuple[PlanEntry, ...], row: Row) -> PlanEntry | None:
-    key = (row.bucket, row.dtype, row.mode)
-    return next((e for e in entries if (e.workload.seq_len, e.workload.dtype, e.workload.mode) == key), None)
+    return next((entry for entry in entries if entry.workload == row.measured), None)
 
 
 def _other_ranks(row: Row, setup: Setup) -> str:

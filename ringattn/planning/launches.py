@@ -1,11 +1,16 @@
-"""The arithmetic in the kernel launches of a workload, which says whether the device or its launches are waited for."""
+"""Arithmetic and blocks in the kernel launches of a workload: whether the device or its launches are waited for."""
 
 from __future__ import annotations
 
 import functools
+import math
 
 from ringattn.geometry.pattern import branch_calls
 from ringattn.workload import Workload
+
+ROWS_PER_BLOCK = (
+    128  # query rows of a block, in the forward kernels of FlashAttention and cuDNN for most head dimensions
+)
 
 
 def forward_gflop(workload: Workload, branch: int) -> float:
@@ -15,6 +20,21 @@ def forward_gflop(workload: Workload, branch: int) -> float:
     rows = segment / one.rate
     pairs = workload.batch * workload.heads * workload.seq_len / segment * rows**2
     return 4e-9 * workload.head_dim * pairs * (0.5 if workload.causal else 1.0)
+
+
+def total_forward_gflop(workload: Workload) -> float:
+    """Return the GFLOP of a forward, all branches together."""
+    return sum(forward_gflop(workload, branch) for branch in range(len(workload.pattern.resolved(workload.seq_len))))
+
+
+def occupancy(workload: Workload, multiprocessors: int) -> float:
+    """Return the share of a device's multiprocessors that have a block of a forward to run, of the emptiest branch."""
+    blocks = []
+    for branch in workload.pattern.resolved(workload.seq_len):
+        segment = min(branch.segment, workload.seq_len)
+        tiles = math.ceil(segment / branch.rate / ROWS_PER_BLOCK) * math.ceil(workload.seq_len / segment)
+        blocks.append(workload.batch * workload.heads * tiles)
+    return min(1.0, min(blocks) / max(1, multiprocessors))
 
 
 @functools.lru_cache(maxsize=1024)  # asked four times for every row: 8 of the 14 ms in which a LongNet module is made

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 from ringattn.arguments import input_dtype, is_integer
-from ringattn.errors import InputError
+from ringattn.errors import InputError, PlanError
 from ringattn.geometry.pattern import heads_without_rows
 from ringattn.hardware.facts import HardwareFacts, detect
 from ringattn.hardware.kernel_faults import join_faults
@@ -106,14 +105,16 @@ class Setup:
                 f"`ringtune probe {probe_options(self.shape)}` measures one",
             )
 
-    def dropout_reasons(self) -> Mapping[str, tuple[str, ...]]:
-        """Return why each kernel that could otherwise run cannot do dropout."""
+    def dropout_refusal(self, dropout: float) -> PlanError:
+        """Return the error for dropout in training, with why each kernel that could otherwise run cannot do it."""
         workload = self.shape.workload(4096, "fp32" if self.facts.vendor == "cpu" else "bf16", True)
         need = kernel_need(
             workload, 0, workload.dtype, arch=self.facts.arch, vendor=self.facts.vendor, backward=True, dropout=True
         )
         reasons = {name: kernel.unsupported_reasons(need, self.facts) for name, kernel in KERNELS.items()}
-        return {name: why for name, why in reasons.items() if why}
+        refused = {name: why for name, why in reasons.items() if why}
+        subject = f"dropout {dropout} in training mode"
+        return PlanError(subject, refused, "Set dropout=0.0, or call eval() for inference")
 
 
 def warn_of_empty_heads(shape: ModuleShape) -> None:
@@ -153,7 +154,7 @@ def set_up_for(facts: HardwareFacts, profile: Any, target: torch.device, shape: 
     for note in notes:
         say_once(logging.WARNING, note)
     if measured is not None:
-        entries, note = entries_for(measured, shape)
+        entries, note = entries_for(measured, shape.workload(1, "fp32", train=False))
         trace = (*trace, note)
     policy = resolution.heuristic.policy if measured is None or measured.policy is None else measured.policy
     assert policy is not None

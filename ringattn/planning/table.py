@@ -16,10 +16,11 @@ from ringattn.geometry.layout import resolve_layout
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.hardware.kernel_faults import KernelFault, join_faults
 from ringattn.profile.schema import Choice, PlanEntry, Policy
-from ringattn.workload import INPUT_DTYPES, Mode, Pattern, Tunables, Workload, describe, nearest_bucket, not_narrower
+from ringattn.workload import INPUT_DTYPES, Mode, Pattern, Tunables, Workload, describe, not_narrower
 
 from .fused_steps import FUSED_STEPS
 from .heuristic import NO_WISHES, Wishes, heuristic_tunables
+from .matching import entry_for
 from .plan import ORDINARY, Conditions, Origin, Plan, build_plan, rejection_reasons
 from .preference import Preference, by_preference
 from .ring import exchanges_heads
@@ -90,15 +91,23 @@ def probe_options(shape: ModuleShape) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row: a plan, or why there is none. ``bucket`` None stands for every length that was not measured."""
+    """One row: a plan, or why there is none. ``measured`` is the workload of its entry in the profile.
 
-    bucket: int | None
+    None stands for every length that was not measured.
+    """
+
+    measured: Workload | None
     dtype: str
     mode: Mode
     plan: Plan | None
     refusal: PlanError | None = None
     refused_by: Origin | None = None  # where there is no plan, what an ``origin`` would be
     note: str = ""
+
+    @property
+    def bucket(self) -> int | None:
+        """Measured length, or None."""
+        return None if self.measured is None else self.measured.seq_len
 
     @property
     def origin(self) -> Origin:
@@ -115,7 +124,9 @@ class Row:
         return self.plan
 
     def __str__(self) -> str:
-        length = "any other length" if self.bucket is None else f"S~{self.bucket}"
+        length = "any other length"
+        if self.measured is not None:
+            length = f"B~{self.measured.batch} " * (self.measured.batch > 1) + f"S~{self.bucket}"
         what = describe(self.plan.tunables) if self.plan else f"refused: {self.refusal}"
         return f"{length:>16}  {self.dtype:<4}  {self.mode:<5}  {what}  ({self.origin})"
 
@@ -159,16 +170,10 @@ class PlanTable(Question):
         facts = replace(self.facts, faults=join_faults(self.facts.faults, tuple(faults)))
         return table_of(replace(self.question, facts=facts), strict=strict, place_of=place_of)
 
-    def row(self, seq_len: int, dtype: str, train: bool) -> Row:
-        """Return the row that serves a length: its bucket's, or the one for lengths that were not measured."""
-        mode: Mode = "train" if train else "infer"
-        rows = {row.bucket: row for row in self.rows if (row.dtype, row.mode) == (dtype, mode)}
-        return rows[nearest_bucket(seq_len, [bucket for bucket in rows if bucket is not None])]
-
     def plan_at(self, seq_len: int, dtype: str, train: bool, batch: int, total_length: int = 0) -> Row:
         """Return the row for an actual shape, its plan checked for exactly that shape (index limits, windows)."""
-        bucket = self.row(seq_len, dtype, train).bucket
-        return self._build(bucket, self.shape.workload(seq_len, dtype, train, batch, total_length))
+        workload = self.shape.workload(seq_len, dtype, train, batch, total_length)
+        return self._build(self._entry(workload), workload)
 
     def fallback_note(self, row: Row) -> str:
         """Return what to tell the user where the measured plan of a length does not serve it; "" where it does.
@@ -194,15 +199,16 @@ class PlanTable(Question):
             f"`ringtune probe {probe_options(self.shape)} --seq-len LENGTH` measures one more"
         )
 
-    def _build(self, bucket: int | None, workload: Workload) -> Row:
-        """Pure: the first that can run of the bucket's choices and the heuristic, for this workload."""
+    def _build(self, entry: PlanEntry | None, workload: Workload) -> Row:
+        """Return the first that can run of the entry's choices and the heuristic, for this workload."""
+        measured = None if entry is None else entry.workload
         user = self.wishes != NO_WISHES
-        refused = self._entry(bucket, workload).refusal if bucket is not None else ""
+        refused = entry.refusal if entry is not None else ""
         if refused and self.wishes == NO_WISHES:
             refusal = PlanError(f"cannot run {workload}", {"measured": (refused,)}, _FORCE)
-            return Row(bucket, workload.dtype, workload.mode, None, refusal, Origin("profile"))
+            return Row(measured, workload.dtype, workload.mode, None, refusal, Origin("profile"))
         rejected: dict[str, tuple[str, ...]] = {}
-        for choice in self._choices(bucket, workload):
+        for choice in self._choices(entry, workload):
             tunables = fitted(choice.tunables, workload)
             try:
                 plan = build_plan(workload, tunables, self.facts, conditions=self.conditions)
@@ -211,7 +217,7 @@ class PlanTable(Question):
                 continue
             origin = Origin("profile", user, measured=choice.evidence is not None)
             note = "; ".join(f"{name}: {', '.join(why)}" for name, why in rejected.items())
-            return Row(bucket, workload.dtype, workload.mode, replace(plan, origin=origin), note=note)
+            return Row(measured, workload.dtype, workload.mode, replace(plan, origin=origin), note=note)
         origin = Origin("heuristic", user)
         try:
             tunables = heuristic_tunables(
@@ -219,10 +225,10 @@ class PlanTable(Question):
             )
             plan = build_plan(workload, tunables, self.facts, conditions=self.conditions)
         except PlanError as error:
-            return Row(bucket, workload.dtype, workload.mode, None, error.again(), origin)
+            return Row(measured, workload.dtype, workload.mode, None, error.again(), origin)
         rejected |= self._failed(workload)
         note = "; ".join(f"{name}: {', '.join(why)}" for name, why in rejected.items())
-        return Row(bucket, workload.dtype, workload.mode, replace(plan, origin=origin), note=note)
+        return Row(measured, workload.dtype, workload.mode, replace(plan, origin=origin), note=note)
 
     def _failed(self, workload: Workload) -> dict[str, tuple[str, ...]]:
         """Return the heuristic's plan with what failed on this machine; empty where that is the one it has without."""
@@ -233,11 +239,8 @@ class PlanTable(Question):
         reasons = rejection_reasons(workload, first, self.facts, conditions=self.conditions)
         return {describe(first): reasons} if reasons else {}
 
-    def _choices(self, bucket: int | None, workload: Workload) -> list[Choice]:
-        if bucket is None:
-            return []
-        entry = self._entry(bucket, workload)
-        if entry.choice is None:
+    def _choices(self, entry: PlanEntry | None, workload: Workload) -> list[Choice]:
+        if entry is None or entry.choice is None:
             return []
         listed = [entry.choice, *entry.runners_up, *entry.front]
         if self.auto_dtype and entry.auto is not None:
@@ -250,12 +253,8 @@ class PlanTable(Question):
         listed = [_with_wishes(choice, self.wishes, workload.train) for choice in listed]
         return listed if self.prefer is None else by_preference(listed, self.prefer)
 
-    def _entry(self, bucket: int, workload: Workload) -> PlanEntry:
-        return next(e for e in self.entries if _serves(e, bucket, workload.dtype, workload.mode))
-
-
-def _serves(entry: PlanEntry, bucket: int, dtype: str, mode: Mode) -> bool:
-    return (entry.workload.seq_len, entry.workload.dtype, entry.workload.mode) == (bucket, dtype, mode)
+    def _entry(self, workload: Workload) -> PlanEntry | None:
+        return entry_for(self.entries, workload, self.facts.sm_count)
 
 
 def _with_wishes(choice: Choice, wishes: Wishes, train: bool) -> Choice:
@@ -324,13 +323,16 @@ def table_of(
     for dtype in INPUT_DTYPES:
         modes: tuple[Mode, ...] = ("infer", "train")
         for mode in modes:
-            for bucket in _buckets(entries, dtype, mode):
-                row = table._build(bucket, shape.workload(bucket, dtype, mode == "train"))
+            for entry in entries:
+                w = entry.workload
+                workload = shape.workload(w.seq_len, dtype, mode == "train", w.batch)
+                if (w.dtype, w.mode) != (dtype, mode) or table._entry(workload) is not entry:
+                    continue  # the second: another with the same length is nearer to the module
+                row = table._build(entry, workload)
                 if strict and (row.note or row.origin.source == "heuristic") and wishes == NO_WISHES:
                     narrower = f"it computes in less than {dtype}, which only dtype='auto' may"
                     why = row.note or str(row.refusal or narrower)
-                    workload = shape.workload(bucket, dtype, mode == "train")
-                    place = f"{place_of(table._entry(bucket, workload))}: " if place_of else ""
+                    place = f"{place_of(entry)}: " if place_of else ""
                     raise PlanError(
                         f"{place}the profile's plan for {workload} cannot run here",
                         {"plan": (why,)},

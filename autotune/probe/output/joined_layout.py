@@ -9,7 +9,6 @@ from pathlib import Path
 from autotune.exit_codes import ProbeFailure
 from ringattn.geometry.layout import resolve_layout
 from ringattn.planning.matching import entries_for
-from ringattn.planning.table import ModuleShape
 from ringattn.profile.schema import Profile
 from ringattn.wording import plural
 from ringattn.workload import Workload
@@ -35,7 +34,7 @@ def joined_layout(cell: Workload, asked: str, old: Profile | None, new: Collecti
             or (entry.workload.heads, entry.workload.kv_heads) == module
         )
     ]
-    beside, _ = entries_for(replace(old, plans=tuple(kept)), ModuleShape.of(cell))
+    beside, _ = entries_for(replace(old, plans=tuple(kept)), cell)
     layouts = [e.choice.tunables.layout for e in beside if e.choice is not None and e.choice.tunables.layout]
     if not layouts:
         return asked

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from machines import FACTS
 from probed_machine import Machine
 
 from autotune.exit_codes import UsageFailure
-from autotune.probe.grid import LONGNET_CPU, cells_for
+from autotune.probe.grid import LONGNET_CPU, cells_for, left_out
 from autotune.probe.request import ProbeObserver, ProbeRequest
 from autotune.probe.tuning import run_probe
 
@@ -30,11 +31,72 @@ def test_the_grid_covers_both_modes_dense_and_dilated_and_several_lengths(effort
 def test_the_gpu_grid_of_a_standard_probe_has_five_lengths() -> None:
     gpu = dataclasses.replace(FACTS, vendor="nvidia", arch="sm_90", memory_mib=81559)
     cells = cells_for(ProbeRequest(effort="standard"), gpu)
-    assert {cell.workload.seq_len for cell in cells} == {1024, 4096, 16384, 32768, 65536}
+    assert {cell.workload.seq_len for cell in cells if cell.workload.causal} == {1024, 4096, 16384, 32768, 65536}
     assert {cell.workload.dtype for cell in cells} == {"bf16"}
-    assert len(cells) == 20
+    assert len(cells) == 24
     old = dataclasses.replace(gpu, arch="sm_61")
     assert {cell.workload.dtype for cell in cells_for(ProbeRequest(), old)} == {"fp32"}
+
+
+def test_many_short_sequences_are_cells_of_the_standard_and_the_full_grid() -> None:
+    gpu = dataclasses.replace(FACTS, vendor="nvidia", arch="sm_90", memory_mib=81559)
+    sizes = {("quick", "gpu"): 8, ("standard", "gpu"): 24, ("full", "gpu"): 112}
+    sizes |= {("quick", "cpu"): 8, ("standard", "cpu"): 20, ("full", "cpu"): 28}
+    for (effort, kind), size in sizes.items():
+        facts = gpu if kind == "gpu" else FACTS
+        workloads = [c.workload for c in cells_for(ProbeRequest(effort=effort), facts)]  # type: ignore[arg-type]
+        assert len(workloads) == size, (effort, kind)
+        short = {(w.mode, w.batch, w.seq_len, w.heads, w.head_dim) for w in workloads if not w.causal}
+        batches = {197: 64, 512: 32} if kind == "gpu" else {197: 8, 512: 4}
+        shapes = {(m, b, n, 12, 64) for n, b in batches.items() for m in ("train", "infer")}
+        assert short == (set() if effort == "quick" else shapes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"causal": True}, {"heads": 8}, {"head_dim": 32}, {"seq_lens": (1024,)}, {"batch_size": 2}, {"ranks": 2},
+        {"segment_lengths": (128,), "dilation_rates": (2,)}, {"longest": 4096, "heads": 4, "causal": True},
+    ],
+)  # fmt: skip
+def test_a_request_that_names_a_shape_has_no_cells_of_another(changes: dict[str, Any]) -> None:
+    cells = cells_for(ProbeRequest(**changes), FACTS)
+    assert {(c.workload.causal, c.workload.heads) for c in cells} == {(True, changes.get("heads", 4))}
+
+
+@pytest.mark.parametrize(
+    ("longest", "effort", "lengths"),
+    [
+        (512, "standard", [512]),
+        (197, "quick", [197]),
+        (1024, "standard", [1024]),
+        (1500, "standard", [1024, 1500]),  # beyond the reach of a row at 1024
+        (1400, "standard", [1024]),
+        (40960, "standard", [1024, 2048, 4096, 8192, 16384, 32768]),
+        (131072, "standard", [1024, 2048, 4096, 8192, 16384, 32768, 65536]),
+        (131072, "quick", [1024, 4096, 16384]),
+        (131072, "full", [1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072]),
+        (1 << 20, "full", [1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072]),
+    ],
+)
+def test_a_models_lengths_are_powers_of_two_up_to_its_longest(longest: int, effort: str, lengths: list[int]) -> None:
+    gpu = dataclasses.replace(FACTS, vendor="nvidia", arch="sm_90", memory_mib=81559)
+    request = ProbeRequest(longest=longest, effort=effort, dense=True, modes=("infer",), precision="bf16")  # type: ignore[arg-type]
+    assert [cell.workload.seq_len for cell in cells_for(request, gpu)] == lengths
+    most = {"quick": 16384, "standard": 65536, "full": 131072}[effort]
+    said = left_out(request, gpu)
+    assert said == (
+        f"lengths from {most} to {longest} left out at --effort {effort}: --seq-len names one" * (longest > most)
+    )
+
+
+def test_a_models_longest_sequence_is_split_over_ranks_and_seq_len_wins() -> None:
+    gpu = dataclasses.replace(FACTS, vendor="nvidia", arch="sm_90", memory_mib=81559)
+    request = ProbeRequest(longest=8192, ranks=4, dense=True, modes=("infer",))
+    assert [cell.workload.seq_len for cell in cells_for(request, gpu)] == [1024, 2048]
+    request = replace(request, seq_lens=(777,), longest=1 << 20)
+    assert [cell.workload.seq_len for cell in cells_for(request, gpu)] == [777]
+    assert left_out(request, gpu) == ""
 
 
 def test_options_override_the_grid() -> None:

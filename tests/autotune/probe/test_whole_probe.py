@@ -1,4 +1,4 @@
-"""Whole standard probes of a modelled H100: twenty cells, one budget, two seeds, one answer."""
+"""Whole standard probes of a modelled H100: the twenty causal cells of the grid, one budget, two seeds, one answer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def probes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Workload, Plan
     for seed, slowness in ((1, 4.0), (2, 2.5)):
         folder = tmp_path_factory.mktemp(f"seed-{seed}")
         environment = modelled_environment(folder, seed, slowness)
-        request = ProbeRequest(output=folder / "h100.yaml", effort="standard", budget_s=BUDGET_S, seed=seed)
+        request = ProbeRequest(
+            output=folder / "h100.yaml", effort="standard", budget_s=BUDGET_S, seed=seed, causal=True
+        )
         result = run_probe(request, None, environment)
         assert environment.clock.now() <= 1.1 * BUDGET_S
         assert result.profile is not None

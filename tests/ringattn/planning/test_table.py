@@ -84,8 +84,8 @@ def test_each_row_is_of_a_bucket_a_dtype_and_a_mode() -> None:
     assert kernels_of(at(made, 3000)) == ("flash", "flash")
     for row in (at(made, 400), at(made, 9000), at(made, 1024, "fp16"), at(made, 1024, train=False)):
         assert (row.origin.source, kernels_of(row)[0]) == ("heuristic", "efficient")
-    assert made.row(1100, "bf16", True).bucket == 1024
-    assert made.row(9000, "bf16", True).bucket is None
+    assert at(made, 1100).bucket == 1024
+    assert at(made, 9000).bucket is None
     assert len(made.rows) == 4 * 2 + 2  # four dtypes, two modes, and the two measured ones
 
 
@@ -93,6 +93,24 @@ def test_the_plan_of_a_row_is_for_the_length_that_was_asked() -> None:
     row = at(table(entry(1024)), 1100, batch=3)
     assert row.plan is not None
     assert (row.plan.workload.seq_len, row.plan.workload.batch) == (1100, 3)
+
+
+def test_rows_of_several_batches_serve_the_calls_near_them() -> None:
+    one, many = entry(256, choice("cudnn")), entry(256, choice("flash"))
+    many = replace(many, workload=replace(many.workload, batch=64))
+    made = table(one, many)
+    assert [kernels_of(at(made, 256, batch=batch))[0] for batch in (1, 2, 48, 500)] == ["cudnn"] * 2 + ["flash"] * 2
+    assert [row.measured for row in made.rows if row.measured is not None] == [one.workload, many.workload]
+    assert "B~64 S~256" in str(made)
+
+
+def test_a_row_that_serves_nothing_is_not_checked_and_one_that_does_is() -> None:
+    """Where the profile must run, a plan for other heads at a length with a plan for these may be one that cannot."""
+    gone = choice("flash-attn-2")
+    others = replace(entry(1024, gone), workload=replace(SHAPE.workload(1024, "bf16", True), heads=64, kv_heads=64))
+    assert kernels_of(at(table(entry(1024), others, strict=True), 1024)) == ("cudnn", "cudnn")
+    with pytest.raises(PlanError, match="cannot run here"):
+        table(others, strict=True)
 
 
 # --- what cannot run ---------------------------------------------------------------------------------------------

@@ -145,7 +145,7 @@ class Beliefs:
         space, state = self._space(), self._state
         surrogate = self.surrogate().copy()
         believed = surrogate.believed()
-        usable = [plan for plan in believed if state.may_be_chosen(state.entry(plan))]
+        usable = [plan for plan in self.believed() if plan in believed]
         starts = sorted(usable, key=lambda plan: state.hope(plan, believed[plan][0])) or [state.default]
         best = min([state.hope(plan, believed[plan][0]) for plan in usable], default=0.0)
         looks: dict[tuple[str, Value], float] = {}

@@ -116,7 +116,8 @@ class CellSearch:
     def space(self) -> Space:
         """What is worth trying: without kernels that were given up, or were hopeless at a length nearby."""
         parts = self.transfer.traps.lost.keys() | self.transfer.hopeless(self._whole_space)
-        key = frozenset(parts)
+        condemned = self.state.validations.condemned() | self.state.checks.condemned()
+        key = frozenset(parts | {part for part in condemned if part[0] in ("forward", "backward")})
         if key != self._space_key or self._space_now is None:
             self._space_key, self._space_now = key, without(self._whole_space, key)
         return self._space_now
@@ -497,17 +498,21 @@ class CellSearch:
                 self.leave(entry, "surely behind the best")
 
     def _validate_early(self, deadline: Deadline) -> None:
-        """Validate the best plan where that costs little: what it fails for is then known while there is time."""
-        best = self.beliefs.best()
-        mean, deviation = self.beliefs.believed().get(best, (0.0, 0.0))
-        surely = mean + 2 * deviation < gain_margin(noisy=True) or not self.state.may_be_chosen(
-            self.state.entry(self.state.default)
-        )
-        validated = self.state.entry(best).validated is not None or parts_of(best) <= self.state.validations.passed
-        if best == self.state.default or validated or not surely:
+        """Validate the fastest plan where that costs little: what it fails for is then known while there is time.
+
+        That may be one of which another's failure makes it doubtful that it passes: until it fails, too, whatever is
+        like it is asked for.
+        """
+        state, believed = self.state, self.beliefs.believed()
+        plan = min(believed, key=lambda known: believed[known][0], default=state.default)
+        entry = state.entry(plan)
+        mean, deviation = believed.get(plan, (0.0, 0.0))
+        surely = mean + 2 * deviation < gain_margin(noisy=True) or not state.may_be_chosen(state.entry(state.default))
+        known = entry.validated is not None or parts_of(plan) <= state.validations.passed
+        if plan == state.default or known or not surely:
             return
-        if self.state.validation_s(best) <= EARLY_SHARE * deadline.remaining_s():
-            self.state.validate(best)
+        if state.validation_s(plan) <= EARLY_SHARE * deadline.remaining_s():
+            state.validate(plan)
 
     def _contenders(self, fresh: Sequence[Entry]) -> list[Entry]:
         """The best plan, and those that may be as good, or need less memory, and were hardly timed."""

@@ -54,6 +54,11 @@ class Suspects:
                 return
         self._groups.append(_Group(traits))
 
+    def condemned(self) -> frozenset[Trait]:
+        """Traits that alone explain their failures, as often as it takes to give them up."""
+        found = [g.traits for g in self._groups if len(g.traits) == 1 and UNRELATED**g.failures < GIVEN_UP]
+        return frozenset().union(*found)
+
     def odds(self, plan: Tunables) -> float:
         """How likely the plan passes, as far as it is for what others failed of."""
         traits = traits_of(plan)

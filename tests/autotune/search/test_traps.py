@@ -173,9 +173,8 @@ def test_kernels_far_slower_at_a_neighbouring_length_are_not_tried_again() -> No
 
 
 def test_a_kernel_that_was_slow_in_place_and_fast_on_copies_is_not_hopeless() -> None:
-    copied = replace(
-        plan(CELL, "swift"), branches=tuple(replace(b, gather="copy") for b in plan(CELL, "swift").branches)
-    )
+    swift = plan(CELL, "swift")
+    copied = replace(swift, branches=tuple(replace(branch, gather="copy") for branch in swift.branches))
     timed = Timed(CELL.at(2048), {plan(CELL): 0.0, swift: 2.0, copied: 0.05})
     space = build_space(CELL, invented(), plan(CELL), ("bf16",))
     assert Transfer(finished=[timed]).hopeless(space) == set()

@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +135,7 @@ class JournalFile(JournalFileBackend):
         if self._unread is not None:
             self._unread += lines
 
-    def read_logs(self, log_number_from: int) -> Iterator[dict[str, Any]]:
+    def read_logs(self, log_number_from: int) -> Generator[dict[str, Any], None, None]:
         """Logs from this number on. Optuna reads each once: after the first time they are those written since."""
         if self._unread is None:
             self._unread = []

@@ -53,7 +53,7 @@ class Parameters:
 
     def suggest(self, trial: Trial) -> Tunables:
         """The plan that a study's sampler gives a trial, one parameter after the other."""
-        chosen = dict(self._fixed)
+        chosen: dict[str, Any] = dict(self._fixed)
         for name, distribution in self.distributions.items():
             if self._applies(name, chosen):
                 assert isinstance(distribution, CategoricalDistribution)

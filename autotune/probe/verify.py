@@ -13,7 +13,8 @@ from autotune.outcome import TrialOutcome
 from autotune.search.budget import Budget, Deadline
 from autotune.search.cell import CALLS_BEFORE_HANG, CellState, DefaultBroken
 from autotune.search.choose import NOISY_SIGMA, gain_margin
-from autotune.search.final import REFUSED_SIGMA, retime
+from autotune.search.final import REFUSED_SIGMA
+from autotune.search.retime import retime
 from autotune.search.settings import SearchSettings
 from ringattn.errors import PlanError
 from ringattn.hardware.facts import HardwareFacts

@@ -15,7 +15,7 @@ from ringattn.workload import Tunables
 
 from .cell import CellState
 from .sampler import Known
-from .surrogate import Coder, Surrogate, Weights
+from .surrogate import OWN_VARIANCE, Coder, Surrogate, Weights
 from .suspects import GIVEN_UP
 from .transfer import HOPELESS, Timed
 
@@ -134,7 +134,8 @@ class Beliefs:
                 break
             means, deviations = surrogate.predict(self.coder.rows(other for _, other in can))
             index = int(means.argmin())
-            if means[index] - deviations[index] > most:
+            # It is tried, so that a doubt is enough.
+            if means[index] - math.hypot(deviations[index], math.sqrt(OWN_VARIANCE)) > most:
                 break
             turned.remove(can[index][0])
             found = can[index][1]

@@ -23,14 +23,13 @@ from ringattn.workload import Tunables, Workload
 from .budget import Deadline
 from .readings import Readings
 from .settings import SearchSettings
-from .suspects import Suspects
+from .suspects import GIVEN_UP, Suspects
 from .transfer import Transfer
 
 CALLS_BEFORE_HANG = 15  # a call may take this many times the default's before it counts as hung
 HANG_SHARE = 0.2  # of the time that is left, at most, goes into waiting for one plan
 LEAST_HANG_S = 1.0
 PATIENCE = 0.15  # of a cell's time may go into blocks thrown away for foreign load; then the machine counts as loaded
-LEAST_ODDS = 0.4  # of passing its check, for a plan to be tried: one failure is enough where one trait explains it
 DEFAULT_ATTEMPTS = 2  # blocks in a row whose default failed, before it counts as broken
 
 TrialListener = Callable[[Tunables, TrialOutcome], None]
@@ -188,7 +187,7 @@ class CellState(Readings):
 
     def is_trap(self, plan: Tunables) -> bool:
         """Whether it would likely fail its check as others did."""
-        return self.transfer.traps.holds(plan) or self.checks.odds(plan) < LEAST_ODDS
+        return self.transfer.traps.holds(plan) or self.checks.odds(plan) < GIVEN_UP
 
     def fail(self, entry: Entry, fault: Fault, stage: str) -> None:
         entry.fault = fault

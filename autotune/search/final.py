@@ -9,27 +9,27 @@ from dataclasses import replace
 from autotune import statistics
 from autotune.journal.cell_study import CellStudy
 from autotune.journal.entry import Entry
+from autotune.journal.result import AT_PAR, CellResult, Measured
+from autotune.journal.result import CellState as State
 from autotune.measure.evaluator import Proven, largest_of_each
 from autotune.space.space import Space
 from autotune.statistics import Interval
 from ringattn.planning.preference import TIE, cost
-from ringattn.workload import Tunables, describe
+from ringattn.workload import describe
 
 from .beliefs import Beliefs
 from .budget import Deadline
 from .cell import CellState
-from .choose import NOISY_SIGMA, Candidate, NothingAllowed, choose, distance, gain_margin, pareto_front
-from .result import AT_PAR, CellResult, Measured
-from .result import CellState as State
+from .choose import NOISY_SIGMA, Candidate, NothingAllowed, choose, gain_margin, pareto_front
+from .finalists import FINALISTS, finalists
+from .retime import retime
 from .suspects import GIVEN_UP
 from .transfer import parts_of
 
-FINALISTS = 4  # the default among them
 FRONT_KEPT = 4
 RUNNERS_UP = 2
 FINAL_WIDTH = 0.015  # half-width (log-ratio) that the re-timing should reach, where the preset's maximum allows
 LEAST_RESERVED, RESERVED = 1.5, 2  # times the least number of blocks kept for the final; it goes on while time is left
-CONTENDER = math.log(1.15)  # a plan this much slower than the best is no finalist
 LIKELY = 0.5  # odds of passing its validation from which a plan may be a missed gain
 WIDE = 0.10  # a possible gain (log-ratio) that a kept default must be able to exclude
 # What a cell keeps of its time for the validation of its choice, where the probe has time after it. Kernels that work
@@ -39,13 +39,6 @@ VALIDATION_KEPT_S = 2.0
 VALIDATION_MARGIN = 1.2  # a choice that misses its validation by a hair is lost
 MOST_RESERVED = 0.5  # of what is left of a cell
 REFUSED_SIGMA = 0.5  # noise of one paired log-ratio from which no verdict is given
-LOOKED_OFTEN = 0.998  # of an interval that is looked at after every block of a final: 95 % would drop the best by luck
-FINAL_PRECISION = 0.008  # half-width of the interval at which the final stops early
-# Where one plan is left beside a default that it surely beats by far, only the number in the profile is at stake: with
-# the finer half-width an H100's longest cell took 29 blocks, 12 s, for what was clear after eight.
-ALONE_PRECISION = 0.015
-LARGE_GAIN = 0.05  # log-ratio
-SURE_BLOCKS = 4  # paired repetitions before anything may be called surely slower
 
 
 def validation_kept_s(state: CellState, deadline: Deadline | None, count: int) -> float:
@@ -60,62 +53,14 @@ def validation_kept_s(state: CellState, deadline: Deadline | None, count: int) -
 def reserve_s(state: CellState, deadline: Deadline | None = None) -> float:
     """Seconds that the final needs: re-timing, and validating what will be written."""
     preset = state.settings.preset
-    blocks = statistics.blocks_needed(state.sigma(), FINAL_WIDTH)
-    blocks = min(max(blocks, LEAST_RESERVED * preset.final_min_blocks), RESERVED * preset.final_min_blocks)
+    needed = statistics.blocks_needed(state.sigma(), FINAL_WIDTH)
+    blocks = min(max(needed, LEAST_RESERVED * preset.final_min_blocks), RESERVED * preset.final_min_blocks)
     # All finalists and the default twice in the first blocks; after them mostly the default, the best and one rival.
     samples = (FINALISTS + 1) * preset.final_min_blocks + 4 * (blocks - preset.final_min_blocks)
     unvalidated = any(entry.validated is None for entry in state.timed()) or not state.entries
     whole_s = state.transfer.pace.factor * samples * state.sample_s()
     whole_s += validation_kept_s(state, deadline, 1 + bool(unvalidated and state.settings.prefer == "time"))
     return whole_s
-
-
-def retime(state: CellState, entries: Sequence[Entry], since: int, deadline: Deadline) -> list[Entry]:
-    """Blocks until every interval is narrow, or the best is decided beyond doubt, or time or the maximum is up."""
-    preset = state.settings.preset
-    alive = [entry for entry in entries if entry.fault is None]
-    while alive:
-        done = max(0, state.next_block() - since)
-        alone = all(entry.tunables == state.default for entry in alive)
-        if done >= (SURE_BLOCKS if alone else preset.final_max_blocks):
-            break
-        if done >= preset.final_min_blocks and _decided(state, alive, since):
-            break
-        if done >= 2 and not deadline.allows(state.block_s(entry.tunables for entry in alive)):
-            break
-        state.block(alive)
-        alive = _in_question(state, [entry for entry in alive if entry.fault is None], since)
-    return [entry for entry in entries if entry.fault is None]
-
-
-def _in_question(state: CellState, entries: Sequence[Entry], since: int) -> list[Entry]:
-    """Without what is surely slower than the best by more than the final can tell apart; the default stays."""
-    leader = min(filter(state.keeps_limits, entries), key=lambda e: state.median(e, since), default=None)
-    if leader is None or state.next_block() - since < state.settings.preset.final_min_blocks:
-        return list(entries)
-    kept = []
-    for entry in entries:
-        apart = state.difference(entry, leader, since)
-        surely = (
-            len(apart) >= SURE_BLOCKS
-            and (statistics.interval_of(apart, seed=state.settings.seed, level=LOOKED_OFTEN).low) > FINAL_PRECISION
-        )
-        if entry is leader or entry.tunables == state.default or not surely:
-            kept.append(entry)
-    return kept
-
-
-def _decided(state: CellState, entries: Sequence[Entry], since: int) -> bool:
-    """Whether more blocks would change nothing: each rival is known well enough, or cannot be chosen any more."""
-    rivals = [entry for entry in entries if entry.tunables != state.default]
-    precision = FINAL_PRECISION if len(rivals) > 1 else ALONE_PRECISION
-    return all(is_settled(interval, precision) for interval in state.intervals(rivals, since))
-
-
-def is_settled(gain: Interval, precision: float) -> bool:
-    if gain.half_width < (precision if gain.high < -LARGE_GAIN else FINAL_PRECISION):
-        return True
-    return gain.low > gain_margin(noisy=False)  # surely no gain worth leaving the default for
 
 
 class Final:
@@ -134,9 +79,8 @@ class Final:
         """Re-time, choose, validate; a choice that fails gives way to the next that does not share its traits."""
         state = self.state
         state.deadline = self.deadline
-        finalists = self._finalists()
         self._study.note("final since", self.since)
-        entries = [self.default, *map(state.entry, finalists)]
+        entries = [self.default, *map(state.entry, finalists(state, self._beliefs))]
         racing = self.deadline.earlier_by(
             min(
                 validation_kept_s(state, self.deadline, self._validations_wanted(entries)),
@@ -163,37 +107,6 @@ class Final:
             for entry in entries
         )
         return len(open_) + self._has_leaner() + new
-
-    # --- finalists --------------------------------------------------------------------------------------------------
-
-    def _finalists(self) -> list[Tunables]:
-        """At most FINALISTS - 1 beside the default: the best believed, its plainest equal, and the best narrow one."""
-        state = self.state
-        believed = {plan: found for plan, found in self._beliefs.believed().items() if plan != state.default}
-        narrow = self._narrow_finalist(min([found[0] for found in believed.values()], default=0.0))
-        if not believed:
-            return narrow
-        ranked = list(believed)
-        best, doubt = believed[ranked[0]]
-        near = [plan for plan in ranked if believed[plan][0] < min(best, 0.0) + CONTENDER]
-        if not state.keeps_limits(self.default) or self.default.failure is not None or state.settings.prefer != "time":
-            near = ranked
-        equal = [p for p in near if believed[p][0] <= best + max(TIE, math.hypot(doubt, believed[p][1]))]
-        plainest = sorted(equal, key=lambda plan: distance(state.workload, plan, state.default))[:1]
-        usual = [plan for plan in state.seeds if plan in equal][:1]
-        lucky = [entry.tunables for entry in self._beliefs.surprising()[:1]]
-        wanted = list(dict.fromkeys([*near[:1], *usual, *plainest, *lucky, *near]))
-        if self.default.failure is not None:
-            wanted.sort(key=lambda plan: -state.validations.odds(plan))
-        return wanted[: FINALISTS - 1 - len(narrow)] + narrow
-
-    def _narrow_finalist(self, best: float) -> list[Tunables]:
-        """The fastest allowed plan with a narrower dtype, if it may be faster than the main ones and the default."""
-        state = self.state
-        narrow = [entry for entry in state.timed() if not state.is_main(entry.tunables) and state.keeps_limits(entry)]
-        first = min(narrow, key=state.median, default=None)
-        rival = min(best, 0.0) if state.keeps_limits(self.default) else best
-        return [first.tunables] if first is not None and state.median(first) < rival + CONTENDER else []
 
     # --- the choice -------------------------------------------------------------------------------------------------
 
@@ -299,7 +212,7 @@ class Final:
         right = [e for e in state.entries.values() if state.may_be_chosen(e) and e.tunables not in there]
         if not known and not right:
             for plan in self._space.kernel_plans:
-                if not state.entry(plan).is_known and state.is_main(plan) and state.end.allows(state.sample_s()):
+                if not state.knows(plan) and state.is_main(plan) and state.end.allows(state.sample_s()):
                     state.check(state.entry(plan))
             right = [entry for entry in state.entries.values() if state.may_be_chosen(entry)]
         timed = [entry for entry in right if entry.log_ratios]

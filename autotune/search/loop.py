@@ -14,35 +14,31 @@ from dataclasses import replace
 
 from autotune.journal.cell_study import QUEUE, SAMPLER, CellStudy
 from autotune.journal.entry import Entry
+from autotune.journal.result import CellResult
 from autotune.journal.store import Store
 from autotune.measure.evaluator import Clock, Evaluator, Fault, Sample
 from autotune.outcome import TrialOutcome
 from autotune.space.space import Space
-from ringattn.planning.preference import TIE
 from ringattn.workload import Tunables, Workload
 
 from .beliefs import FAILED, Beliefs
 from .budget import CellNeed, Deadline
 from .cell import CellState, DefaultBroken
 from .choose import distance, gain_margin
+from .contenders import contenders
 from .design import Design
+from .enqueued import compiled_plans, first_plans, lean_plans, plainer_plans
 from .final import MOST_RESERVED, Final, reserve_s
 from .pruner import RacePruner
-from .result import CellResult
 from .sampler import SurrogateSampler
 from .samplers import sampler_of
 from .settings import Listener, SearchSettings
 from .transfer import Transfer, parts_of, without, without_inert
 
 BATCH = 4  # new plans in one block: it holds the default twice, whatever else is in it
-CONTENDERS = 2  # plans that are timed again beside the best and the new ones
-DECIDED = 6  # readings after which a plan is a contender no more: the final times it properly
 DISMISSED = math.log(3.0)  # a plan whose check already took so many times the best's is not timed at all
 FAR_BEHIND = math.log(1.5)  # a queued plan of which the surrogate is sure that it is so far behind is not tried
-HINTS = 3  # best plans of a neighbouring length that are tried first
 LEAN_AT, PLAINER_AT = 0.6, 0.85  # of a cell's time, what it adds beside the sampler's plans
-LEAN_BLOCKS = 3  # readings of a slower plan that needs less memory
-LEAN_KNOBS = ("checkpoint", "window_tokens")  # their turns of the best plan give a front of time and memory
 EARLY_SHARE = 0.2  # of the time that is left a validation in the midst of the search may take
 DEFAULT_PATIENCE = 4.0  # times what another plan is given to answer: a cell without its default is lost
 ASKS = 8  # of a foreign sampler for each plan it brings; then the cell is searched through
@@ -291,7 +287,7 @@ class CellSearch:
 
     def _search(self, deadline: Deadline) -> None:
         self.listener.stage(self.cell, "search")
-        self._queue = self._first()
+        self._queue = first_plans(self.space, self.state, self.state.seeds)
         most_s = MOST_RESERVED * deadline.remaining_s()
         began_s = deadline.remaining_s()
         lean_left = True
@@ -305,16 +301,17 @@ class CellSearch:
             elapsed = 1 - searching.remaining_s() / began_s
             if lean_left and elapsed > LEAN_AT:
                 lean_left = False
-                self._queue += self._lean()
+                self._queue += lean_plans(self.space, self.state, self.beliefs)
             elif elapsed > PLAINER_AT and not self._queue:
-                self._queue += self._plainer()
+                self._queue += plainer_plans(self.space, self.state, self.beliefs)
             before = len(self.state.entries)
             fresh = disturbed or self._ask(searching)
-            wanted = [e for e in (*self._contenders(fresh), *fresh) if e.failure is None]
+            wanted = [e for e in (*contenders(self.state, self.beliefs, fresh), *fresh) if e.failure is None]
             if not wanted and len(self.state.entries) == before:
-                more = [plan for plan in (*self._lean(), *self._plainer()) if plan not in offered]
+                now = self.space, self.state, self.beliefs
+                more = [plan for plan in (*lean_plans(*now), *plainer_plans(*now)) if plan not in offered]
                 if not more:
-                    more = self._compiled()
+                    more = compiled_plans(*now)
                 if not more:
                     return
                 offered.update(more)
@@ -328,57 +325,6 @@ class CellSearch:
             else:
                 disturbed = fresh  # what was checked is timed, also where its block was thrown away
 
-    def _first(self) -> list[Tunables]:
-        """The winners nearby, then every kernel in one direction, then alone; other dtypes with the default's kernels.
-
-        A plan with one new kernel says which it was that hung.
-        """
-        space, default = self.space, self.state.default
-        own = parts_of(default)
-        plans = [plan for plan in space.kernel_plans if plan != default]
-        one_new = [p for p in plans if p.dtype == default.dtype and len(parts_of(p) - own) <= 1]
-        alone = [p for p in plans if p.dtype == default.dtype and len(p.kernels) == 1 and p not in one_new]
-        others = [replace(default, dtype=dtype) for dtype in dict.fromkeys(p.dtype for p in plans)]
-        others = [plan for plan in others if plan.dtype != default.dtype and plan in plans]
-        hints = self.transfer.hints(space, HINTS)
-        # A kernel that is slow on rows in place may be the fastest on copies.
-        gathers = {
-            name: "copy" for name, values in space.knobs.items() if name.startswith("gather.") and len(values) > 1
-        }
-        copied = [space.combine(plan, gathers) for plan in [default, *alone, *one_new] if len(plan.kernels) == 1]
-        first = [*self.state.seeds, *hints, *one_new, *others, *alone, *(plan for plan in copied if plan is not None)]
-        if not self.state.keeps_limits(self.state.entry(default)):
-            first += plans  # whatever keeps the limits is wanted
-        return [plan for plan in dict.fromkeys(first) if not self.is_known(plan)]
-
-    def _lean(self) -> list[Tunables]:
-        """The turns of the best plan that may need less memory: a front of time and memory is wanted, too."""
-        best = replace(self.beliefs.best(), compile=False)
-        moves = [m.tunables for m in self.space.neighbours(best) if m.knob in LEAN_KNOBS]
-        return [plan for plan in moves if not self.is_known(plan) and self.space.valid(plan)]
-
-    def _compiled(self) -> list[Tunables]:
-        """The best plan compiled, once: it costs seconds a plan."""
-        compiled = replace(self.beliefs.best(), compile=True)
-        tried = any(plan.compile for plan in self.state.entries)
-        wanted = self.settings.preset.compile_finalists and not tried and self.space.valid(compiled)
-        return [compiled] if wanted else []
-
-    def _plainer(self) -> list[Tunables]:
-        """The best plan without what does nothing: two probes must not end in two plans that differ in frills."""
-        believed = self.beliefs.believed()
-        ahead = self.beliefs.best_value()
-        equal = [plan for plan, (mean, _) in believed.items() if mean <= ahead + TIE]
-        if not equal:
-            return []
-        plainest = min(equal, key=lambda plan: distance(self.cell, plan, self.state.default))
-        plain = self.beliefs.plainer(plainest)
-        return [plain] if plain is not None and not self.is_known(plain) else []
-
-    def is_known(self, plan: Tunables) -> bool:
-        entry = self.state.entries.get(plan)
-        return entry is not None and entry.is_known
-
     def _ask(self, deadline: Deadline) -> list[Entry]:
         """Up to BATCH new plans that may be timed."""
         fresh: list[Entry] = []
@@ -386,7 +332,7 @@ class CellSearch:
         while (asked := len(self.state.entries) - before) < BATCH and deadline.allows(self._check_s()):
             if self._queue:
                 plan = self._queue.pop(0)
-                if self.is_known(plan) or self.state.is_trap(plan) or self._is_far_behind(plan):
+                if self.state.knows(plan) or self.state.is_trap(plan) or self._is_far_behind(plan):
                     continue
                 entry = self.state.entry(plan)
                 self.study.open(entry, QUEUE)
@@ -413,7 +359,7 @@ class CellSearch:
             reasons = self.space.machine.reasons(self.cell, plan)
             if reasons or self.state.is_trap(plan):
                 self.study.reject(trial, "; ".join(reasons) or "a kernel of it was given up")
-            elif self.is_known(plan):
+            elif self.state.knows(plan):
                 entry = self.state.entry(plan)
                 value = self.state.median(entry)
                 look = self.state.first_look(entry)
@@ -454,7 +400,7 @@ class CellSearch:
             for other in self.state.entries.values()
             if other is not entry and self.state.may_be_chosen(other) and (look := self.state.first_look(other))
         ]
-        return min(looks, default=0.0) if self.state.entry(self.state.default) else 0.0
+        return min(looks, default=0.0)
 
     def leave(self, entry: Entry, reason: str) -> None:
         """Tell what an open entry came to: its median, or what its check said."""
@@ -513,47 +459,3 @@ class CellSearch:
             return
         if state.validation_s(plan) <= EARLY_SHARE * deadline.remaining_s():
             state.validate(plan)
-
-    def _contenders(self, fresh: Sequence[Entry]) -> list[Entry]:
-        """The best plan, and those that may be as good, or need less memory, and were hardly timed."""
-        state, believed = self.state, self.beliefs.believed()
-        if not believed:
-            return []
-        best, (ahead, doubt) = next(iter(believed.items()))
-        taken = {state.default, best, *(entry.tunables for entry in fresh)}
-        again = [
-            state.entry(plan)
-            for plan, (mean, deviation) in believed.items()
-            if plan not in taken
-            and len(state.entry(plan).log_ratios) < DECIDED
-            and mean - math.hypot(deviation, doubt) < ahead
-        ]
-        surprising = [entry for entry in self.beliefs.surprising() if entry.tunables not in taken]
-        again = list(dict.fromkeys([*surprising, *again]))
-        kept = [*self._front(believed), *self._alone()]
-        lean = [e for e in dict.fromkeys(kept) if e.tunables not in taken and e not in again[:CONTENDERS]]
-        wanted = [*again[:CONTENDERS], *lean[:CONTENDERS]]
-        first = state.entry(best)
-        if best == state.default or (not fresh and not wanted and len(first.log_ratios) >= DECIDED):
-            return wanted
-        return [first, *wanted] if first not in fresh else wanted
-
-    def _alone(self) -> list[Entry]:
-        """The fastest plan of each kernel that is used alone, where it was timed once: a profile tells of it."""
-        best: dict[str, Entry] = {}
-        for entry in sorted(self.state.timed(), key=self.state.median):
-            if len(entry.tunables.kernels) == 1 and self.state.may_be_chosen(entry):
-                best.setdefault(min(entry.tunables.kernels), entry)
-        return [entry for entry in best.values() if len(entry.log_ratios) < 2]
-
-    def _front(self, plans: Iterable[Tunables]) -> list[Entry]:
-        """Plans that need less memory than everything faster and were hardly timed."""
-        found: list[Entry] = []
-        least = math.inf
-        for entry in sorted(map(self.state.entry, plans), key=self.state.median):
-            assert entry.checked is not None
-            if entry.checked.peak_bytes < 0.95 * least:
-                least = entry.checked.peak_bytes
-                if 0 < len(entry.log_ratios) < LEAN_BLOCKS:
-                    found.append(entry)
-        return found

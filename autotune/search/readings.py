@@ -55,6 +55,11 @@ class Readings:
             self.entries[plan] = Entry(plan)
         return self.entries[plan]
 
+    def knows(self, plan: Tunables) -> bool:
+        """Whether the plan was checked, with or without success."""
+        entry = self.entries.get(plan)
+        return entry is not None and entry.is_known
+
     def is_main(self, plan: Tunables) -> bool:
         return not self.main_dtypes or plan.dtype in self.main_dtypes
 

@@ -105,7 +105,9 @@ class Surrogate:
         self._y = np.minimum(np.array(log_ratios, dtype=np.float64)[order], SLOW)
         self._noise = np.maximum(np.array(variances, dtype=np.float64)[order], LEAST_NOISE**2)
         knobs = max(1, len(coder.names))
-        self._prior = Weights(np.full(len(coder.names), -math.log(knobs)), math.log(max(np.var(self._y), 0.05**2)))
+        self._prior = Weights(
+            np.full(len(coder.names), -math.log(knobs)), math.log(max(float(np.var(self._y)), 0.05**2))
+        )
         self.weights = weights or self._prior
         self._column_of = np.repeat(np.arange(len(coder.names)), coder.sizes)
         self._ascend(FIRST_STEPS if weights is None else MORE_STEPS)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from autotune.journal.result import CellResult
 from autotune.measure.evaluator import Interference, largest_of_each
 from autotune.probe.output.writer import build_profile, entry_of, report_of
 from autotune.probe.request import CellReport
 from autotune.probe.task import Task
-from autotune.search.result import CellResult
 from ringattn.errors import PlanError
 from ringattn.profile.schema import LinkSpeed, PlanEntry, Profile
 from ringattn.workload import Tunables, Workload

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from autotune.journal.result import CellResult
 from autotune.journal.store import Store
 from autotune.measure.evaluator import CallsAhead, Evaluator
 from autotune.probe.grid import Cell
@@ -13,7 +14,6 @@ from autotune.probe.task import Task
 from autotune.search.budget import Budget, Progress, allot, spare_s
 from autotune.search.limits import Limits
 from autotune.search.loop import CellSearch
-from autotune.search.result import CellResult
 from autotune.search.settings import SearchSettings
 from autotune.search.transfer import Transfer
 from autotune.space.first_calls import calls_worth_making

@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from autotune.exit_codes import ProbeFailure
+from autotune.journal.result import CellResult, Measured
 from autotune.measure.evaluator import Evaluator, Fault
 from autotune.probe.request import CellReport, ProbeRequest
-from autotune.search.result import CellResult, Measured
 from ringattn import __version__
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.profile.schema import Choice, Evidence, Failure, Fingerprint, LinkSpeed, PlanEntry, Profile, Provenance

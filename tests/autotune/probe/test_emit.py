@@ -10,6 +10,7 @@ import pytest
 from machines import FACTS, MIB, plan, workload
 
 from autotune.exit_codes import ProbeFailure
+from autotune.journal.result import CellResult, Measured
 from autotune.measure.evaluator import Checked, Fault, Interference, InterferenceKind, largest_of_each
 from autotune.probe.output.writer import (
     FAILURES_KEPT,
@@ -22,7 +23,6 @@ from autotune.probe.output.writer import (
     same_machine,
 )
 from autotune.probe.request import ProbeRequest
-from autotune.search.result import CellResult, Measured
 from autotune.statistics import Interval
 from ringattn.profile.schema import PlanEntry, Profile
 from ringattn.profile.yaml_io import dump_profile, parse_profile

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from autotune.journal.result import CellResult
 from autotune.journal.store import Store
 from autotune.measure.evaluator import Checked, Evaluator, Fault
 from autotune.measure.simulated import QUIET, ReplayEvaluator, Row, SimulatedClock, Trouble
@@ -17,7 +18,6 @@ from autotune.search.budget import EFFORTS, Budget, Deadline, EffortPreset
 from autotune.search.choose import distance
 from autotune.search.limits import Limits
 from autotune.search.loop import CellSearch
-from autotune.search.result import CellResult
 from autotune.search.settings import NoListener, SearchSettings
 from autotune.space.space import Machine, Space, build_space
 from ringattn.hardware.facts import HardwareFacts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -90,14 +90,19 @@ class CellResult:
             gain = Interval(float(low), median, float(high), count)
             return Measured(tunables, checked, gain, plain["median_ms"], plain["first_call_ms"])
 
-        roles = {name: one(document[name]) for name in _ONE}
-        lists = {name: tuple(found for each in document[name] if (found := one(each))) for name in _SEVERAL}
+        def several(plain: Sequence[Mapping[str, Any]]) -> tuple[Measured, ...]:
+            return tuple(found for each in plain if (found := one(each)) is not None)
+
         sigma = document["noise_sigma"]
         return cls(
             workload,
             document["state"],
-            **roles,
-            **lists,
+            choice=one(document["choice"]),
+            default=one(document["default"]),
+            runners_up=several(document["runners_up"]),
+            auto=one(document["auto"]),
+            front=several(document["front"]),
+            singles=several(document["singles"]),
             failures=dict(failures),
             trials=document["trials"],
             noise_sigma=math.inf if sigma is None else sigma,

@@ -1,0 +1,46 @@
+"""The few plans that the last blocks decide between."""
+
+from __future__ import annotations
+
+import math
+
+from ringattn.planning.preference import TIE
+from ringattn.workload import Tunables
+
+from .beliefs import Beliefs
+from .cell import CellState
+from .choose import distance
+
+FINALISTS = 4  # the default among them
+CONTENDER = math.log(1.15)  # a plan this much slower than the best is no finalist
+
+
+def finalists(state: CellState, beliefs: Beliefs) -> list[Tunables]:
+    """At most FINALISTS - 1 beside the default: the best believed, its plainest equal, and the best narrow one."""
+    default = state.entry(state.default)
+    believed = {plan: found for plan, found in beliefs.believed().items() if plan != state.default}
+    narrow = _narrow(state, min([found[0] for found in believed.values()], default=0.0))
+    if not believed:
+        return narrow
+    ranked = list(believed)
+    best, doubt = believed[ranked[0]]
+    near = [plan for plan in ranked if believed[plan][0] < min(best, 0.0) + CONTENDER]
+    if not state.keeps_limits(default) or default.failure is not None or state.settings.prefer != "time":
+        near = ranked
+    equal = [p for p in near if believed[p][0] <= best + max(TIE, math.hypot(doubt, believed[p][1]))]
+    plainest = sorted(equal, key=lambda plan: distance(state.workload, plan, state.default))[:1]
+    usual = [plan for plan in state.seeds if plan in equal][:1]
+    lucky = [entry.tunables for entry in beliefs.surprising()[:1]]
+    wanted = list(dict.fromkeys([*near[:1], *usual, *plainest, *lucky, *near]))
+    if default.failure is not None:
+        wanted.sort(key=lambda plan: -state.validations.odds(plan))
+    return wanted[: FINALISTS - 1 - len(narrow)] + narrow
+
+
+def _narrow(state: CellState, best: float) -> list[Tunables]:
+    """The fastest allowed plan with a narrower dtype, if it may be faster than the main ones and the default."""
+    default = state.entry(state.default)
+    narrow = [entry for entry in state.timed() if not state.is_main(entry.tunables) and state.keeps_limits(entry)]
+    first = min(narrow, key=state.median, default=None)
+    rival = min(best, 0.0) if state.keeps_limits(default) else best
+    return [first.tunables] if first is not None and state.median(first) < rival + CONTENDER else []

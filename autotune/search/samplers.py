@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 
 import optuna
@@ -25,6 +26,8 @@ def sampler_of(
     if name == "tpe":
         return optuna.samplers.TPESampler(seed=seed, multivariate=True, group=True)
     if name == "gp":
+        if importlib.util.find_spec("scipy") is None:
+            raise UsageFailure("--sampler gp: Optuna's needs scipy, which is not installed; pip install scipy")
         return optuna.samplers.GPSampler(seed=seed)
     if name == "random":
         return optuna.samplers.RandomSampler(seed=seed)

@@ -121,11 +121,14 @@ class Beliefs:
         return next((self._state.hope(plan, found[0]) for plan, found in self.believed().items()), math.inf)
 
     def plainer(self, plan: Tunables) -> Tunables | None:
-        """The plan with as many of its turns undone as may well cost nothing; None where it is that."""
-        space, surrogate = self._space(), self.surrogate()
-        default, here = encode(space.workload, self._state.default), encode(space.workload, plan)
+        """The plan with as many of its turns undone as may well cost nothing; None where it is that.
+
+        Where all seem to cost something, one of them: what good plans all have was never tried without it.
+        """
+        state, space, surrogate = self._state, self._space(), self.surrogate()
+        default, here = encode(space.workload, state.default), encode(space.workload, plan)
         most = float(surrogate.predict(self.coder.row(plan)[None])[0][0]) + TIE
-        found = plan
+        found, first = plan, None
         turned = [name for name in default if here.get(name) != default[name]]
         while turned:
             undone = [(name, space.combine(found, {name: default[name]})) for name in turned]
@@ -133,13 +136,16 @@ class Beliefs:
             if not can:
                 break
             means, deviations = surrogate.predict(self.coder.rows(other for _, other in can))
+            if first is None:
+                order = [can[index][1] for index in means.argsort().tolist()]
+                first = next((other for other in order if not state.knows(other)), None)
             index = int(means.argmin())
             # It is tried, so that a doubt is enough.
             if means[index] - math.hypot(deviations[index], math.sqrt(OWN_VARIANCE)) > most:
                 break
             turned.remove(can[index][0])
             found = can[index][1]
-        return found if found != plan else None
+        return found if found != plan and not state.knows(found) else first
 
     def known(self) -> Known:
         """For the sampler."""

@@ -28,7 +28,7 @@ from .transfer import Transfer
 
 CALLS_BEFORE_HANG = 15  # a call may take this many times the default's before it counts as hung
 HANG_SHARE = 0.2  # of the time that is left, at most, goes into waiting for one plan
-LEAST_HANG_S = 1.0
+LEAST_HANG_S = 2.5
 PATIENCE = 0.15  # of a cell's time may go into blocks thrown away for foreign load; then the machine counts as loaded
 DEFAULT_ATTEMPTS = 2  # blocks in a row whose default failed, before it counts as broken
 

@@ -330,7 +330,7 @@ class Final:
             self.state.workload,
             state,
             failures=self.state.failures(),
-            trials=self.state.trials,
+            trials=sum(entry.is_known for entry in self.state.entries.values()),
             noise_sigma=self.state.noise_sigma(),
             note="; ".join(filter(None, (self.state.note, note))),
             disturbances=largest_of_each(self.state.disturbances),

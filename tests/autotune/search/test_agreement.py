@@ -52,7 +52,7 @@ def test_the_record_names_the_plan_that_could_not_be_told_from_the_choice() -> N
     assert any("indistinguishable from " in note for note in notes)
 
 
-@pytest.mark.parametrize("name", ["tpe", "random", "grid", "optuna.samplers:RandomSampler"])
+@pytest.mark.parametrize("name", ["tpe", "gp", "random", "grid", "optuna.samplers:RandomSampler"])
 def test_any_sampler_runs_under_the_same_checks_budget_and_validation(name: str) -> None:
     setting = Setting(DENSE, by_kernels(quick=0.0, swift=-0.1, math=1.0), plan(DENSE), sampler=name, budget_s=12)
     trial = setting.run()

@@ -2,13 +2,14 @@
 
 The uniform plans are enqueued first, slow plans are dismissed after one block, the best few are timed again, the
 default stays unless beaten by a margin, and what is chosen is validated, with the next best in its place if it fails.
+What hung or failed its validation takes with it all plans of the part that is to blame.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,9 +30,8 @@ FINALISTS = 4  # beside the default
 FINAL_SHARE = 0.2  # of the budget for timing them again
 FINAL_BLOCKS = 24  # at most
 PROOFS_KEPT = 2
-ASKS_IN_VAIN = 200  # that bring nothing new, and the study ends
+ASKS_IN_VAIN = 60  # that bring nothing new, and the study ends
 HUNG_CALLS = 15  # times the default's call, beside HANG_S
-Sampler = Callable[[int], optuna.samplers.BaseSampler]
 
 
 @dataclass
@@ -44,6 +44,7 @@ class Rival:
     evaluator: ReplayEvaluator = field(init=False)
     ratios: dict[Tunables, list[float]] = field(default_factory=dict)
     failed: dict[Tunables, Fault] = field(default_factory=dict)
+    proven: dict[Tunables, Proven | Fault] = field(default_factory=dict)
     call_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -57,14 +58,14 @@ class Rival:
         assert isinstance(default, Checked), default
         self.call_s = default.call_ms / 1e3
         began = self.clock.now()
-        proof = self.evaluator.prove(self._workload, self._default, timeout_s=4 * HANG_S)
-        assert isinstance(proof, Proven), proof
+        assert self._is_proven(self._default)
         proof_s = self.clock.now() - began
         final_s = min(FINAL_SHARE * CELL_BUDGET_S, FINAL_BLOCKS * self._block_s(FINALISTS + 1))
         until_s = CELL_BUDGET_S - final_s - PROOFS_KEPT * proof_s
         self._study(sampler, until_s)
-        standing = self._final(until_s + final_s)
-        return self._choice(standing, proof_s)
+        finalists = self._finalists(until_s + final_s)
+        self._final(finalists, CELL_BUDGET_S - proof_s)
+        return self._choice(finalists, proof_s)
 
     def _block_s(self, plans: int) -> float:
         return plans * 1.1 * max(self.evaluator.sample_target_s, self.call_s)
@@ -119,10 +120,9 @@ class Rival:
                 return
 
     def _is_hopeless(self, plan: Tunables) -> bool:
-        """Whether a part of it hung, in every plan that had it: one hang shows nothing of the other parts."""
-        ran = {part for timed in self.ratios for part in _parts(timed)}
-        hung = [set(_parts(other)) - ran for other, fault in self.failed.items() if fault.kind == "timeout"]
-        return any(parts & set(_parts(plan)) for parts in hung)
+        """Whether a part of it hung, in every plan that had it."""
+        hung = [other for other, fault in self.failed.items() if fault.kind == "timeout"]
+        return _shares_blame(plan, hung, self.ratios)
 
     def _best(self) -> float:
         return min((float(np.median(logs)) for logs in self.ratios.values()), default=0.0)
@@ -137,27 +137,44 @@ class Rival:
 
     # --- the choice ---------------------------------------------------------------------------------------------
 
-    def _final(self, until_s: float) -> list[Tunables]:
-        """The best few, timed again: only that decides between them."""
-        timed = [plan for plan in self.ratios if plan != self._default]
-        finalists = sorted(timed, key=self._value)[:FINALISTS]
+    def _finalists(self, until_s: float) -> list[Tunables]:
+        """The best few, the very best of them validated: most of what is fast has the same kernels."""
+        ranked = sorted((plan for plan in self.ratios if plan != self._default), key=self._value)
+        while ranked and self.clock.now() < until_s and not self._is_proven(ranked[0]):
+            right = [plan for plan, result in self.proven.items() if isinstance(result, Proven)]
+            failed = [plan for plan, result in self.proven.items() if isinstance(result, Fault)]
+            ranked = [plan for plan in ranked if plan not in failed and not _shares_blame(plan, failed, right)]
+        return ranked[:FINALISTS]
+
+    def _is_proven(self, plan: Tunables) -> bool:
+        if plan not in self.proven:
+            self.proven[plan] = self.evaluator.prove(self._workload, plan, timeout_s=4 * HANG_S)
+        return isinstance(self.proven[plan], Proven)
+
+    def _final(self, finalists: Sequence[Tunables], until_s: float) -> None:
+        """Time them again: only that decides between them."""
         for plan in finalists:
             self.ratios[plan] = []
         blocks = 0
         while finalists and blocks < FINAL_BLOCKS and (blocks < 2 or self.clock.now() < until_s):
             self._block(finalists)
             blocks += 1
-        return [plan for plan in finalists if self.ratios[plan]]
 
-    def _choice(self, standing: Sequence[Tunables], proof_s: float) -> tuple[Tunables, float]:
-        gains = {plan: interval_of(self.ratios[plan], seed=self.seed) for plan in standing}
-        surely = [plan for plan in standing if gains[plan].high < gain_margin(noisy=False)]
+    def _choice(self, finalists: Sequence[Tunables], proof_s: float) -> tuple[Tunables, float]:
+        gains = {plan: interval_of(self.ratios[plan], seed=self.seed) for plan in finalists if self.ratios[plan]}
+        surely = [plan for plan in gains if gains[plan].high < gain_margin(noisy=False)]
         for number, plan in enumerate(sorted(surely, key=lambda plan: gains[plan].median)):
-            if number >= PROOFS_KEPT and self.clock.now() + proof_s > CELL_BUDGET_S:
-                break
-            if isinstance(self.evaluator.prove(self._workload, plan, timeout_s=4 * HANG_S), Proven):
+            if number and plan not in self.proven and self.clock.now() + proof_s > CELL_BUDGET_S:
+                continue
+            if self._is_proven(plan):
                 return plan, gains[plan].ratio
         return self._default, 1.0
+
+
+def _shares_blame(plan: Tunables, failed: Iterable[Tunables], went_well: Iterable[Tunables]) -> bool:
+    """Whether it has all those parts of a failed plan that no other was well with."""
+    innocent = {part for other in went_well for part in _parts(other)}
+    return any((blamed := set(_parts(other)) - innocent) and blamed <= set(_parts(plan)) for other in failed)
 
 
 def _parts(plan: Tunables) -> list[tuple[str, str]]:

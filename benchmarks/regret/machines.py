@@ -8,12 +8,12 @@ from typing import Protocol
 
 import numpy as np
 
-from autotune.measure.simulated import Row
+from autotune.measure.simulated import Part, Row
 from autotune.search.choose import distance
 from autotune.space.space import Machine, Space, build_space, decode
 from ringattn.workload import BranchTunables, ParamValue, Pattern, Tunables, Workload
 
-from .parts_machine import Part, PartsMachine, Together
+from .parts_machine import PartsMachine, Together
 from .two_optima import TwoOptima
 
 INSTANCES = 8  # of a kind

@@ -15,11 +15,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autotune.measure.evaluator import Checked, Fault
-from autotune.measure.simulated import Row
+from autotune.measure.simulated import Part, Row, parts_of
 from autotune.space.space import Assignment, Space, Value, encode
 from ringattn.workload import BranchTunables, Tunables, Workload
-
-Part = tuple[str, str]  # a kernel, and "forward" or "backward"
 
 FORWARD_SHARE, BACKWARD_SHARE = 1 / 3, 2 / 3  # of a training step
 OWN = 0.03  # deviation of what each kernel gains or loses in each branch
@@ -73,7 +71,7 @@ class PartsMachine:
     def row(self, workload: Workload, plan: Tunables) -> Row:
         """The Row of a plan, as ReplayEvaluator wants it."""
         assert workload == self.space.workload
-        ran = set(_parts(plan))
+        ran = set(parts_of(plan))
         if self.hangs in ran:
             return Row(plan, fault=Fault("timeout", "no answer"))
         if self.wrong in plan.kernels:
@@ -205,13 +203,6 @@ class PartsMachine:
                 branch.backward,
             }:
                 yield branch
-
-
-def _parts(plan: Tunables) -> Iterator[Part]:
-    for branch in plan.branches:
-        yield branch.forward, "forward"
-        if branch.backward:
-            yield branch.backward, "backward"
 
 
 def _whole(workload: Workload, plan: Tunables) -> Assignment:

@@ -16,7 +16,7 @@ import numpy as np
 import optuna
 
 from autotune.measure.evaluator import Checked, Fault, Proven, Sample
-from autotune.measure.simulated import ReplayEvaluator, SimulatedClock
+from autotune.measure.simulated import ReplayEvaluator, SimulatedClock, parts_of
 from autotune.search.choose import gain_margin
 from autotune.space.space import decode, encode
 from autotune.statistics import interval_of
@@ -173,9 +173,5 @@ class Rival:
 
 def _shares_blame(plan: Tunables, failed: Iterable[Tunables], went_well: Iterable[Tunables]) -> bool:
     """Whether it has all those parts of a failed plan that no other was well with."""
-    innocent = {part for other in went_well for part in _parts(other)}
-    return any((blamed := set(_parts(other)) - innocent) and blamed <= set(_parts(plan)) for other in failed)
-
-
-def _parts(plan: Tunables) -> list[tuple[str, str]]:
-    return [(b.forward, "forward") for b in plan.branches] + [(b.backward, "backward") for b in plan.branches]
+    innocent = {part for other in went_well for part in parts_of(other)}
+    return any((blamed := set(parts_of(other)) - innocent) and blamed <= set(parts_of(plan)) for other in failed)

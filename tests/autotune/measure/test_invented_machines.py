@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
-
 from regret.machines import INSTANCES, KINDS, InventedMachine, pays_together, slow_default, traps, two_optima
 from regret.parts_machine import PartsMachine
 from regret.problems import HANG_S, NOISES, RESTART_S, names, problem_of

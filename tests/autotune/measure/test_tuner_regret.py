@@ -10,8 +10,6 @@ from pathlib import Path
 
 import optuna
 import pytest
-
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 from regret.methods import METHODS
 from regret.problems import CELL_BUDGET_S, Problem, problem_of
 from regret.rivals import Rival

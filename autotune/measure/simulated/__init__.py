@@ -6,7 +6,6 @@ from .first_calls import FirstCalls as FirstCalls
 from .first_calls import Part as Part
 from .first_calls import first_calls_of as first_calls_of
 from .first_calls import parts_of as parts_of
-from .synthetic import SyntheticMachine as SyntheticMachine
 from .tables import Row as Row
 from .tables import Table as Table
 from .tables import TrueTime as TrueTime

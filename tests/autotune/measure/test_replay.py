@@ -11,6 +11,7 @@ from signal import SIGKILL
 import numpy as np
 import pytest
 from machines import plan, row_of, workload
+from regret.synthetic import SyntheticMachine
 
 from autotune.journal.store import Store
 from autotune.measure.evaluator import Block, Checked, Fault, Killed, Proven, Sample
@@ -19,7 +20,6 @@ from autotune.measure.simulated import (
     ReplayEvaluator,
     Row,
     SimulatedClock,
-    SyntheticMachine,
     Table,
     Trouble,
     first_calls_of,

@@ -27,6 +27,7 @@ from .problems import CELL_BUDGET_S, HANG_S, Problem
 DISMISSED = math.log(1.3)  # times the best: a plan so slow in its first block gets no other
 BLOCKS = 3  # of a plan that is not dismissed
 FINALISTS = 4  # beside the default
+CONTENDER = math.log(1.05)  # times the default: what seems slower than that is no finalist
 FINAL_SHARE = 0.2  # of the budget for timing them again
 FINAL_BLOCKS = 24  # at most
 PROOFS_KEPT = 2
@@ -144,7 +145,8 @@ class Rival:
 
     def _finalists(self, until_s: float) -> list[Tunables]:
         """The best few, the very best of them validated: most of what is fast has the same kernels."""
-        ranked = sorted((plan for plan in self.ratios if plan != self._default), key=self._value)
+        contenders = [plan for plan in self.ratios if plan != self._default and self._value(plan) < CONTENDER]
+        ranked = sorted(contenders, key=self._value)
         while ranked and self.clock.now() < until_s and not self._is_proven(ranked[0]):
             failed = list(self.proven)  # it ends with the first that is right
             ranked = [

@@ -125,6 +125,16 @@ def test_a_rival_that_validates_its_leader_passes_over_the_trap() -> None:
     assert problem.true_ms(plan) < 0.97 * problem.default_ms
 
 
+def test_a_rival_neither_validates_nor_times_again_what_is_slower_than_the_default() -> None:
+    """On the recorded CPU one validation of a slow plan took a third of the time."""
+    problem = problem_of("cpu", "drift", 2)
+    rival = Rival(problem, 2, SimulatedClock())
+    plan, _ = rival.run(optuna.samplers.RandomSampler(seed=2))
+    assert plan == problem.space.default
+    assert not rival.proven
+    assert rival.clock.now() <= 1.1 * CELL_BUDGET_S
+
+
 def test_to_keep_the_default_is_a_method() -> None:
     problem = problem_of("slow-default", "drift", 0)
     clock = SimulatedClock()

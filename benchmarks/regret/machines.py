@@ -8,12 +8,12 @@ from typing import Protocol
 
 import numpy as np
 
-from autotune.measure.simulated import Row
+from autotune.measure.simulated import Part, Row
 from autotune.search.choose import distance
 from autotune.space.space import Machine, Space, build_space, decode
 from ringattn.workload import BranchTunables, ParamValue, Pattern, Tunables, Workload
 
-from .parts_machine import Part, PartsMachine, Together
+from .parts_machine import PartsMachine, Together
 from .two_optima import TwoOptima
 
 INSTANCES = 8  # of a kind
@@ -60,19 +60,18 @@ def space_of(cell: Workload, kernels: tuple[str, ...], default: str) -> Space:
         views = all(branch.gather == "view" for branch in plan.branches)
         return ("nothing is gathered that could be kept",) if plan.checkpoint == "none" and views else ()
 
-    def identity(workload: Workload, plan: Tunables) -> Tunables:
-        # A dense plan has no workspace to pool and no pattern to keep.
-        if not workload.pattern.dense:
-            return plan
-        return replace(plan, pool_threshold_mib=None, pool_strategy="shape", pattern_cache=True)
-
     def params(workload: Workload, kernel: str, dtype: str) -> Mapping[str, tuple[ParamValue, ...]]:
         return PARAMS if kernel == kernels[-2] else {}
 
-    machine = Machine(kernels, reasons, identity, params)
+    machine = Machine(kernels, reasons, lambda workload, plan: plan, params)
     backward = default if cell.train else ""
     branches = tuple(BranchTunables(default, backward) for _ in cell.pattern.resolved(cell.seq_len))
-    return build_space(cell, machine, Tunables("bf16", branches), ("bf16",))
+    space = build_space(cell, machine, Tunables("bf16", branches), ("bf16",))
+    if not cell.pattern.dense:
+        return space
+    # A dense plan has no workspace to pool.
+    pooled = ("pool_threshold_mib", "pool_strategy")
+    return replace(space, knobs={name: v[:1] if name in pooled else v for name, v in space.knobs.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +124,7 @@ def launch_bound(number: int) -> PartsMachine:
     launch_us[deal.kernels[0]] += 15.0
     machine = replace(deal.parts(1.0, {}, number), launch_us=launch_us | {SLOW: 150.0}, host_us=40.0)
     _, host_us = machine.total(machine.space.default)
-    return replace(machine, base_ms=host_us / 1e3 * float(rng.uniform(0.35, 0.6)))
+    return replace(machine, base_ms=host_us / 1e3 * float(rng.uniform(0.3, 0.5)))
 
 
 def pays_together(number: int) -> PartsMachine:

@@ -9,17 +9,15 @@ from __future__ import annotations
 import itertools
 import math
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from autotune.measure.evaluator import Checked, Fault
-from autotune.measure.simulated import Row
+from autotune.measure.simulated import Part, Row, parts_of
 from autotune.space.space import Assignment, Space, Value, encode
 from ringattn.workload import BranchTunables, Tunables, Workload
-
-Part = tuple[str, str]  # a kernel, and "forward" or "backward"
 
 FORWARD_SHARE, BACKWARD_SHARE = 1 / 3, 2 / 3  # of a training step
 OWN = 0.03  # deviation of what each kernel gains or loses in each branch
@@ -73,7 +71,7 @@ class PartsMachine:
     def row(self, workload: Workload, plan: Tunables) -> Row:
         """The Row of a plan, as ReplayEvaluator wants it."""
         assert workload == self.space.workload
-        ran = set(_parts(plan))
+        ran = set(parts_of(plan))
         if self.hangs in ran:
             return Row(plan, fault=Fault("timeout", "no answer"))
         if self.wrong in plan.kernels:
@@ -103,7 +101,7 @@ class PartsMachine:
         host = self.launch_us[branch.forward]
         if train:
             took = share * BACKWARD_SHARE * self._kernel(number, branch.backward, "backward", branch.gather, whole)
-            if self.together is not None and _pays(self.together, branch.backward, whole):
+            if self.together is not None and branch.backward == self.together.backward and self._may_pay(whole):
                 took *= self.together.paid
             device += took
             host += 2.2 * self.launch_us[branch.backward]
@@ -122,6 +120,14 @@ class PartsMachine:
             if name.startswith(f"param:{kernel}."):
                 time *= self.tuned.get((name, value), 1.0)
         return time
+
+    def _may_pay(self, whole: Mapping[str, Value]) -> bool:
+        """Whether the window and the checkpoint mode are those that pay with one backward kernel."""
+        wanted = self.together
+        return wanted is not None and (whole.get("window_tokens"), whole.get("checkpoint")) == (
+            wanted.window_tokens,
+            wanted.checkpoint,
+        )
 
     def _total(self, device: float, host_us: float, whole: Mapping[str, Value]) -> tuple[float, float]:
         """ms of the device and us of the host."""
@@ -152,31 +158,36 @@ class PartsMachine:
 
     def best_ms(self) -> float:
         """True ms of the fastest plan that is right."""
-        return min(self._best_with(whole) for whole in self._wholes())
+        fronts: dict[Hashable, dict[bool, list[tuple[float, float]]]] = {}
+        best = math.inf
+        for whole in self._wholes():
+            # All that branches see of it.
+            seen = (*(value for name, value in whole.items() if name.startswith("param:")), self._may_pay(whole))
+            if seen not in fronts:
+                fronts[seen] = self._fronts(whole)
+            needs_copy = whole.get("checkpoint") == "none"
+            sums = [point for copies, front in fronts[seen].items() if copies or not needs_copy for point in front]
+            totals = [self._total(device, host, whole) for device, host in sums]
+            best = min([best, *(max(device_ms, us / 1e3) for device_ms, us in totals)])
+        return best
 
     def _wholes(self) -> Iterator[Assignment]:
         names = [name for name in self.space.knobs if "." not in name or name.startswith("param:")]
         for values in itertools.product(*(self.space.knobs[name] for name in names)):
             yield dict(zip(names, values, strict=True))
 
-    def _best_with(self, whole: Assignment) -> float:
-        fronts: dict[bool, list[tuple[float, float]]] = {False: [(0.0, 0.0)]}  # by whether anything is gathered
+    def _fronts(self, whole: Assignment) -> dict[bool, list[tuple[float, float]]]:
+        """Sums over all branches that no other beats in both device and host, by whether anything is gathered."""
+        fronts: dict[bool, list[tuple[float, float]]] = {False: [(0.0, 0.0)]}
         for number in range(len(self.shares)):
             grown: dict[bool, list[tuple[float, float]]] = {}
-            for copies, front in fronts.items():
-                for branch in self._choices(number):
-                    device, host = self._branch(number, branch, whole)
+            for branch in self._choices(number):
+                device, host = self._branch(number, branch, whole)
+                for copies, front in fronts.items():
                     sums = [(mine + device, us + host) for mine, us in front]
                     grown.setdefault(copies or branch.gather == "copy", []).extend(sums)
             fronts = {copies: _front(sums) for copies, sums in grown.items()}
-        needs_copy = whole.get("checkpoint") == "none"
-        totals = [
-            self._total(device, host, whole)
-            for copies, front in fronts.items()
-            for device, host in front
-            if copies or not needs_copy
-        ]
-        return min((max(device_ms, us / 1e3) for device_ms, us in totals), default=math.inf)
+        return fronts
 
     def _choices(self, number: int) -> Iterator[BranchTunables]:
         """Every right choice for a branch."""
@@ -194,13 +205,6 @@ class PartsMachine:
                 yield branch
 
 
-def _parts(plan: Tunables) -> Iterator[Part]:
-    for branch in plan.branches:
-        yield branch.forward, "forward"
-        if branch.backward:
-            yield branch.backward, "backward"
-
-
 def _whole(workload: Workload, plan: Tunables) -> Assignment:
     """The knobs that hold for all branches."""
     return {
@@ -208,14 +212,6 @@ def _whole(workload: Workload, plan: Tunables) -> Assignment:
         for name, value in encode(workload, plan).items()
         if not name.startswith(("forward.", "backward.", "gather."))
     }
-
-
-def _pays(together: Together, backward: str, whole: Mapping[str, Value]) -> bool:
-    return (whole.get("window_tokens"), whole.get("checkpoint"), backward) == (
-        together.window_tokens,
-        together.checkpoint,
-        together.backward,
-    )
 
 
 def _front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:

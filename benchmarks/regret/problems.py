@@ -15,7 +15,6 @@ from autotune.measure.simulated import (
     FirstCalls,
     ReplayEvaluator,
     SimulatedClock,
-    SyntheticMachine,
     Table,
     Trouble,
     TrueTime,
@@ -27,6 +26,7 @@ from autotune.space.space import Machine, Space, build_space, decode
 from ringattn.workload import BranchTunables, Pattern, Tunables, Workload
 
 from .machines import INSTANCES, KINDS
+from .synthetic import SyntheticMachine
 
 DATA = Path(__file__).resolve().parents[2] / "tests" / "data"
 CELLS = 20  # of a standard probe, which share its budget and what is loaded and compiled once

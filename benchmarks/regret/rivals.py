@@ -2,20 +2,21 @@
 
 The uniform plans are enqueued first, slow plans are dismissed after one block, the best few are timed again, the
 default stays unless beaten by a margin, and what is chosen is validated, with the next best in its place if it fails.
+What hung or failed its validation takes with it all plans of the part that is to blame.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import optuna
 
 from autotune.measure.evaluator import Checked, Fault, Proven, Sample
-from autotune.measure.simulated import ReplayEvaluator, SimulatedClock
+from autotune.measure.simulated import ReplayEvaluator, SimulatedClock, parts_of
 from autotune.search.choose import gain_margin
 from autotune.space.space import decode, encode
 from autotune.statistics import interval_of
@@ -26,12 +27,12 @@ from .problems import CELL_BUDGET_S, HANG_S, Problem
 DISMISSED = math.log(1.3)  # times the best: a plan so slow in its first block gets no other
 BLOCKS = 3  # of a plan that is not dismissed
 FINALISTS = 4  # beside the default
+CONTENDER = math.log(1.05)  # times the default: what seems slower than that is no finalist
 FINAL_SHARE = 0.2  # of the budget for timing them again
 FINAL_BLOCKS = 24  # at most
 PROOFS_KEPT = 2
-ASKS_IN_VAIN = 200  # that bring nothing new, and the study ends
+ASKS_IN_VAIN = 60  # that bring nothing new, and the study ends
 HUNG_CALLS = 15  # times the default's call, beside HANG_S
-Sampler = Callable[[int], optuna.samplers.BaseSampler]
 
 
 @dataclass
@@ -44,6 +45,7 @@ class Rival:
     evaluator: ReplayEvaluator = field(init=False)
     ratios: dict[Tunables, list[float]] = field(default_factory=dict)
     failed: dict[Tunables, Fault] = field(default_factory=dict)
+    proven: dict[Tunables, Proven | Fault] = field(default_factory=dict)
     call_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -56,15 +58,20 @@ class Rival:
         default = self.evaluator.check(self._workload, self._default, timeout_s=4 * HANG_S)
         assert isinstance(default, Checked), default
         self.call_s = default.call_ms / 1e3
-        began = self.clock.now()
-        proof = self.evaluator.validate(self._workload, self._default, timeout_s=4 * HANG_S)
-        assert isinstance(proof, Proven), proof
-        proof_s = self.clock.now() - began
+        proof_s = self._proof_s()
         final_s = min(FINAL_SHARE * CELL_BUDGET_S, FINAL_BLOCKS * self._block_s(FINALISTS + 1))
         until_s = CELL_BUDGET_S - final_s - PROOFS_KEPT * proof_s
         self._study(sampler, until_s)
-        standing = self._final(until_s + final_s)
-        return self._choice(standing, proof_s)
+        finalists = self._finalists(until_s + final_s)
+        self._final(finalists, CELL_BUDGET_S - proof_s)
+        return self._choice(finalists, proof_s)
+
+    def _proof_s(self) -> float:
+        """What validating the default takes. It stays without that, as it runs without a tuner, too."""
+        clock = SimulatedClock()
+        with self.clock.uncharged():
+            self.problem.evaluator(clock, self.seed).prove(self._workload, self._default, timeout_s=4 * HANG_S)
+        return clock.now()
 
     def _block_s(self, plans: int) -> float:
         return plans * 1.1 * max(self.evaluator.sample_target_s, self.call_s)
@@ -119,10 +126,9 @@ class Rival:
                 return
 
     def _is_hopeless(self, plan: Tunables) -> bool:
-        """Whether a part of it hung, in every plan that had it: one hang shows nothing of the other parts."""
-        ran = {part for timed in self.ratios for part in _parts(timed)}
-        hung = [set(_parts(other)) - ran for other, fault in self.failed.items() if fault.kind == "timeout"]
-        return any(parts & set(_parts(plan)) for parts in hung)
+        """Whether a part of it hung, in every plan that had it."""
+        hung = [other for other, fault in self.failed.items() if fault.kind == "timeout"]
+        return _shares_blame(plan, hung, self.ratios)
 
     def _best(self) -> float:
         return min((float(np.median(logs)) for logs in self.ratios.values()), default=0.0)
@@ -137,28 +143,43 @@ class Rival:
 
     # --- the choice ---------------------------------------------------------------------------------------------
 
-    def _final(self, until_s: float) -> list[Tunables]:
-        """The best few, timed again: only that decides between them."""
-        timed = [plan for plan in self.ratios if plan != self._default]
-        finalists = sorted(timed, key=self._value)[:FINALISTS]
+    def _finalists(self, until_s: float) -> list[Tunables]:
+        """The best few, the very best of them validated: most of what is fast has the same kernels."""
+        contenders = [plan for plan in self.ratios if plan != self._default and self._value(plan) < CONTENDER]
+        ranked = sorted(contenders, key=self._value)
+        while ranked and self.clock.now() < until_s and not self._is_proven(ranked[0]):
+            failed = list(self.proven)  # it ends with the first that is right
+            ranked = [
+                plan for plan in ranked if plan not in failed and not _shares_blame(plan, failed, [self._default])
+            ]
+        return ranked[:FINALISTS]
+
+    def _is_proven(self, plan: Tunables) -> bool:
+        if plan not in self.proven:
+            self.proven[plan] = self.evaluator.validate(self._workload, plan, timeout_s=4 * HANG_S)
+        return isinstance(self.proven[plan], Proven)
+
+    def _final(self, finalists: Sequence[Tunables], until_s: float) -> None:
+        """Time them again: only that decides between them."""
         for plan in finalists:
             self.ratios[plan] = []
         blocks = 0
         while finalists and blocks < FINAL_BLOCKS and (blocks < 2 or self.clock.now() < until_s):
             self._block(finalists)
             blocks += 1
-        return [plan for plan in finalists if self.ratios[plan]]
 
-    def _choice(self, standing: Sequence[Tunables], proof_s: float) -> tuple[Tunables, float]:
-        gains = {plan: interval_of(self.ratios[plan], seed=self.seed) for plan in standing}
-        surely = [plan for plan in standing if gains[plan].high < gain_margin(noisy=False)]
+    def _choice(self, finalists: Sequence[Tunables], proof_s: float) -> tuple[Tunables, float]:
+        gains = {plan: interval_of(self.ratios[plan], seed=self.seed) for plan in finalists if self.ratios[plan]}
+        surely = [plan for plan in gains if gains[plan].high < gain_margin(noisy=False)]
         for number, plan in enumerate(sorted(surely, key=lambda plan: gains[plan].median)):
-            if number >= PROOFS_KEPT and self.clock.now() + proof_s > CELL_BUDGET_S:
-                break
-            if isinstance(self.evaluator.validate(self._workload, plan, timeout_s=4 * HANG_S), Proven):
+            if number and plan not in self.proven and self.clock.now() + proof_s > CELL_BUDGET_S:
+                continue
+            if self._is_proven(plan):
                 return plan, gains[plan].ratio
         return self._default, 1.0
 
 
-def _parts(plan: Tunables) -> list[tuple[str, str]]:
-    return [(b.forward, "forward") for b in plan.branches] + [(b.backward, "backward") for b in plan.branches]
+def _shares_blame(plan: Tunables, failed: Iterable[Tunables], went_well: Iterable[Tunables]) -> bool:
+    """Whether it has all those parts of a failed plan that no other was well with."""
+    innocent = {part for other in went_well for part in parts_of(other)}
+    return any((blamed := set(parts_of(other)) - innocent) and blamed <= set(parts_of(plan)) for other in failed)

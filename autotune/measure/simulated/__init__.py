@@ -3,8 +3,9 @@
 from .clock import SimulatedClock as SimulatedClock
 from .evaluator import ReplayEvaluator as ReplayEvaluator
 from .first_calls import FirstCalls as FirstCalls
+from .first_calls import Part as Part
 from .first_calls import first_calls_of as first_calls_of
-from .synthetic import SyntheticMachine as SyntheticMachine
+from .first_calls import parts_of as parts_of
 from .tables import Row as Row
 from .tables import Table as Table
 from .tables import TrueTime as TrueTime

@@ -11,6 +11,7 @@ from signal import SIGKILL
 import numpy as np
 import pytest
 from machines import plan, row_of, workload
+from regret.synthetic import SyntheticMachine
 
 from autotune.journal.store import Store
 from autotune.measure.evaluator import Block, Checked, Fault, Killed, Proven, Sample
@@ -19,7 +20,6 @@ from autotune.measure.simulated import (
     ReplayEvaluator,
     Row,
     SimulatedClock,
-    SyntheticMachine,
     Table,
     Trouble,
     first_calls_of,
@@ -128,6 +128,72 @@ def test_the_same_seed_is_the_same_machine() -> None:
     assert np.array_equal(readings(Trouble(), 50, seed=4), readings(Trouble(), 50, seed=4))
     assert not np.array_equal(readings(Trouble(), 50, seed=4), readings(Trouble(), 50, seed=5))
 
+
+# --- the clock -------------------------------------------------------------------------------------------------------
+
+
+class Work:
+    """Seconds of CPU time that a test says have passed."""
+
+    def __init__(self) -> None:
+        self.s = 5.0
+
+    def __call__(self) -> float:
+        return self.s
+
+
+def test_a_clock_charges_the_work_around_a_simulation_and_not_that_of_it() -> None:
+    work = Work()
+    clock = SimulatedClock(own_s=work)
+    work.s += 2.0
+    assert clock.now() == 2.0
+    work.s += 1.0
+    with clock.uncharged():
+        work.s += 10.0
+        with clock.uncharged():
+            work.s += 10.0
+        work.s += 10.0
+        clock.advance(0.5)
+        assert clock.now() == 3.5
+    work.s += 0.25
+    assert clock.now() == 3.75
+    assert clock.charged_s == 3.25
+
+
+def test_the_work_of_answering_is_not_the_tuners() -> None:
+    work = Work()
+
+    def truth(cell: Workload, tunables: Tunables) -> Row:
+        work.s += 100.0
+        return TABLE.rows[tunables]
+
+    replay = ReplayEvaluator(truth, SimulatedClock(own_s=work))
+    replay.check(CELL, QUICK, timeout_s=10)
+    replay.block(CELL, [QUICK, SWIFT], timeout_s=10)
+    replay.prove(CELL, QUICK, timeout_s=10)
+    assert replay.clock.now() < 5
+    assert replay.clock.charged_s == 0.0
+
+
+def test_a_plan_that_hangs_costs_the_timeout_and_a_new_worker_wherever_it_is_asked() -> None:
+    hung = Row(QUICK, fault=Fault("timeout", "no answer"))
+    replay = ReplayEvaluator(lambda cell, tunables: hung, SimulatedClock(), restart_s=3.0)
+    assert replay.check(CELL, QUICK, timeout_s=7) == hung.fault
+    assert replay.clock.now() == pytest.approx(replay.check_s + 7 + 3)
+    began = replay.clock.now()
+    assert replay.block(CELL, [QUICK], timeout_s=7).results == (hung.fault,)
+    assert replay.clock.now() - began == pytest.approx(7 + 3)
+
+
+def test_a_plan_may_pass_its_check_and_fail_at_other_lengths() -> None:
+    fault = Fault("wrong", "out errs at S=3001")
+    row = Row(QUICK, (5.0,), CHECKED, unproven=fault)
+    replay = ReplayEvaluator(lambda cell, tunables: row, SimulatedClock())
+    assert isinstance(replay.check(CELL, QUICK, timeout_s=10), Checked)
+    assert replay.prove(CELL, QUICK, timeout_s=10) == fault
+
+
+# --- machines drawn from a seed --------------------------------------------------------------------------------------
 
 KNOBS = {"checkpoint": ("selective", "full", "offload"), "pattern_cache": (True, False), "compile": (False, True)}
 

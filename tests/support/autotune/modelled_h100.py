@@ -18,7 +18,7 @@ import numpy as np
 from machines import H100, environment_of
 
 from autotune.measure.evaluator import Block, Checked, Fault, Sample
-from autotune.measure.simulated import ReplayEvaluator, Row, SimulatedClock, Trouble
+from autotune.measure.simulated import Part, ReplayEvaluator, Row, SimulatedClock, Trouble, parts_of
 from autotune.probe.environment import Environment
 from autotune.space.space import machine_of
 from ringattn.profile.yaml_io import load_profile
@@ -128,7 +128,9 @@ class ModelledH100(ReplayEvaluator):
         return max(0.0, self.host_slowness * host_us(cell, plan) / 1e6 - device_ms(cell, plan) / 1e3)
 
 
-def row_of_plan(slowness: float, cell: Workload, plan: Tunables) -> Row:
+def row_of_plan(slowness: float, hangs: Part | None, cell: Workload, plan: Tunables) -> Row:
+    if hangs in parts_of(plan):
+        return Row(plan, fault=Fault("timeout", "no answer"))
     ms = device_ms(cell, plan)
     saved = {"none": 1.3, "selective": 1.0, "full": 0.75, "offload": 0.6}[plan.checkpoint]
     copies = 1 + 0.3 * sum(branch.gather == "copy" for branch in plan.branches)
@@ -136,11 +138,13 @@ def row_of_plan(slowness: float, cell: Workload, plan: Tunables) -> Row:
     return Row(plan, (ms,), Checked(ms, 0.002, peak, ms + 2.0, slowness * host_us(cell, plan)))
 
 
-def modelled_environment(folder: Path, seed: int, host_slowness: float) -> Environment:
-    """The surroundings of one probe of it."""
-    clock = SimulatedClock()
+def modelled_environment(
+    folder: Path, seed: int, host_slowness: float, *, hangs: Part | None = None, clock: SimulatedClock | None = None
+) -> Environment:
+    """The surroundings of one probe of it; a kernel that ``hangs`` in one direction answers no check."""
+    clock = clock or SimulatedClock()
     evaluator = ModelledH100(
-        functools.partial(row_of_plan, host_slowness),
+        functools.partial(row_of_plan, host_slowness, hangs),
         clock,
         seed,
         NOISE,

@@ -1,4 +1,4 @@
-"""Machines with main effects and interactions, drawn from a seed."""
+"""Machine whose knobs all interact, drawn from a seed."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from autotune.measure.evaluator import Checked
+from autotune.measure.simulated import Row
 from autotune.space.space import Value, encode
 from ringattn.workload import Tunables, Workload
-
-from .tables import Row
 
 
 @functools.lru_cache(maxsize=100_000)

@@ -70,7 +70,7 @@ class Rival:
         """What validating the default takes. It stays without that, as it runs without a tuner, too."""
         clock = SimulatedClock()
         with self.clock.uncharged():
-            self.problem.evaluator(clock, self.seed).prove(self._workload, self._default, timeout_s=4 * HANG_S)
+            self.problem.evaluator(clock, self.seed).validate(self._workload, self._default, timeout_s=4 * HANG_S)
         return clock.now()
 
     def _block_s(self, plans: int) -> float:

@@ -170,7 +170,7 @@ def test_the_work_of_answering_is_not_the_tuners() -> None:
     replay = ReplayEvaluator(truth, SimulatedClock(own_s=work))
     replay.check(CELL, QUICK, timeout_s=10)
     replay.block(CELL, [QUICK, SWIFT], timeout_s=10)
-    replay.prove(CELL, QUICK, timeout_s=10)
+    replay.validate(CELL, QUICK, timeout_s=10)
     assert replay.clock.now() < 5
     assert replay.clock.charged_s == 0.0
 
@@ -190,7 +190,7 @@ def test_a_plan_may_pass_its_check_and_fail_at_other_lengths() -> None:
     row = Row(QUICK, (5.0,), CHECKED, unproven=fault)
     replay = ReplayEvaluator(lambda cell, tunables: row, SimulatedClock())
     assert isinstance(replay.check(CELL, QUICK, timeout_s=10), Checked)
-    assert replay.prove(CELL, QUICK, timeout_s=10) == fault
+    assert replay.validate(CELL, QUICK, timeout_s=10) == fault
 
 
 # --- machines drawn from a seed --------------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ from autotune.measure.evaluator import Evaluator
 from autotune.outcome import TrialOutcome
 from autotune.search.budget import Budget, Deadline
 from autotune.search.cell import CALLS_BEFORE_HANG, CellState, DefaultBroken
-from autotune.search.choose import NOISY_SIGMA, gain_margin
-from autotune.search.final import REFUSED_SIGMA
-from autotune.search.retime import retime
+from autotune.search.deciding.choose import NOISY_SIGMA, gain_margin
+from autotune.search.deciding.final import REFUSED_SIGMA
+from autotune.search.deciding.retime import retime
 from autotune.search.settings import SearchSettings
 from ringattn.errors import PlanError
 from ringattn.hardware.facts import HardwareFacts

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from autotune.measure.simulated import Part, Row
-from autotune.search.choose import distance
+from autotune.search.deciding.choose import distance
 from autotune.space.space import Machine, Space, build_space, decode
 from ringattn.workload import BranchTunables, ParamValue, Pattern, Tunables, Workload
 

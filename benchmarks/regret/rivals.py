@@ -17,7 +17,7 @@ import optuna
 
 from autotune.measure.evaluator import Checked, Fault, Proven, Sample
 from autotune.measure.simulated import ReplayEvaluator, SimulatedClock, parts_of
-from autotune.search.choose import gain_margin
+from autotune.search.deciding.choose import gain_margin
 from autotune.space.space import decode, encode
 from autotune.statistics import interval_of
 from ringattn.workload import Tunables

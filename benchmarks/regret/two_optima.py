@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autotune.measure.evaluator import Checked
 from autotune.measure.simulated import Row
-from autotune.search.choose import distance
+from autotune.search.deciding.choose import distance
 from autotune.space.space import Space
 from ringattn.workload import Tunables, Workload
 

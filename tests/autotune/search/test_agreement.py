@@ -12,7 +12,7 @@ from machines import MIB, Setting, by_kernels, far_from, plan, workload
 from autotune.exit_codes import UsageFailure
 from autotune.journal.store import Store
 from autotune.measure.simulated import Trouble
-from autotune.search.samplers import foreign_sampler
+from autotune.search.proposing.samplers import foreign_sampler
 from ringattn.workload import Pattern, Tunables, Workload
 
 DENSE = workload(pattern=Pattern())

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from machines import MIB, plan, workload
 
-from autotune.search.choose import Candidate, NothingAllowed, choose, pareto_front
+from autotune.search.deciding.choose import Candidate, NothingAllowed, choose, pareto_front
 from autotune.statistics import Interval
 from ringattn.workload import Tunables
 

@@ -10,7 +10,7 @@ import pytest
 from machines import MIB, Setting, by_kernels, invented, plan, workload
 
 from autotune.measure.evaluator import Checked
-from autotune.search.choose import distance
+from autotune.search.deciding.choose import distance
 from autotune.search.limits import Limits
 from ringattn.workload import Pattern, Tunables, Workload
 

@@ -10,9 +10,9 @@ import pytest
 from machines import far_from, invented, plan, workload
 
 from autotune.journal.parameters import Parameters
-from autotune.search.design import Design
-from autotune.search.sampler import Known, SurrogateSampler, expected_improvement
-from autotune.search.surrogate import SLOW, Coder, Surrogate
+from autotune.search.proposing.design import Design
+from autotune.search.proposing.sampler import Known, SurrogateSampler, expected_improvement
+from autotune.search.proposing.surrogate import SLOW, Coder, Surrogate
 from autotune.space.space import build_space, decode, encode
 from ringattn.workload import Tunables
 

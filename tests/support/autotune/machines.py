@@ -15,7 +15,7 @@ from autotune.measure.simulated import QUIET, ReplayEvaluator, Row, SimulatedClo
 from autotune.probe.environment import Environment
 from autotune.probe.request import ProbeRequest
 from autotune.search.budget import EFFORTS, Budget, Deadline, EffortPreset
-from autotune.search.choose import distance
+from autotune.search.deciding.choose import distance
 from autotune.search.limits import Limits
 from autotune.search.loop import CellSearch
 from autotune.search.settings import NoListener, SearchSettings

@@ -6,10 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 
 from autotune.journal.entry import Entry
+from autotune.search.cell import CellState
+from autotune.search.proposing.beliefs import Beliefs
 from ringattn.workload import Tunables
-
-from .beliefs import Beliefs
-from .cell import CellState
 
 CONTENDERS = 2  # plans that are timed again beside the best and the new ones
 DECIDED = 6  # readings after which a plan is a contender no more: the final times it properly

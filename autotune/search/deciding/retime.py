@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from autotune import statistics
 from autotune.journal.entry import Entry
+from autotune.search.budget import Deadline
+from autotune.search.cell import CellState
 from autotune.statistics import Interval
 
-from .budget import Deadline
-from .cell import CellState
 from .choose import gain_margin
 
 LOOKED_OFTEN = 0.998  # of an interval that is looked at after every block of a final: 95 % would drop the best by luck

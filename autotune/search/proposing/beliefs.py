@@ -9,15 +9,15 @@ import numpy as np
 
 from autotune import statistics
 from autotune.journal.entry import Entry
+from autotune.search.cell import CellState
+from autotune.search.suspects import GIVEN_UP
+from autotune.search.transfer import HOPELESS, Timed
 from autotune.space.space import Space, Value, encode
 from ringattn.planning.preference import TIE, cost
 from ringattn.workload import Tunables
 
-from .cell import CellState
 from .sampler import Known
 from .surrogate import OWN_VARIANCE, Coder, Surrogate, Weights
-from .suspects import GIVEN_UP
-from .transfer import HOPELESS, Timed
 
 FAILED, FAILED_SIGMA = math.log(1.5), 0.1  # what is like a plan that failed is tried later, and not never
 SEEN_AGAIN = 3  # readings

@@ -12,19 +12,19 @@ from autotune.journal.entry import Entry
 from autotune.journal.result import AT_PAR, CellResult, Measured
 from autotune.journal.result import CellState as State
 from autotune.measure.evaluator import Proven, largest_of_each
+from autotune.search.budget import Deadline
+from autotune.search.cell import CellState
+from autotune.search.proposing.beliefs import Beliefs
+from autotune.search.suspects import GIVEN_UP
+from autotune.search.transfer import parts_of
 from autotune.space.space import Space
 from autotune.statistics import Interval
 from ringattn.planning.preference import TIE, cost
 from ringattn.workload import describe
 
-from .beliefs import Beliefs
-from .budget import Deadline
-from .cell import CellState
 from .choose import NOISY_SIGMA, Candidate, NothingAllowed, choose, gain_margin, pareto_front
 from .finalists import FINALISTS, finalists
 from .retime import retime
-from .suspects import GIVEN_UP
-from .transfer import parts_of
 
 FRONT_KEPT = 4
 RUNNERS_UP = 2

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from autotune.search.cell import CellState
+from autotune.search.deciding.choose import distance
+from autotune.search.transfer import parts_of
 from autotune.space.space import Space
 from ringattn.planning.preference import TIE
 from ringattn.workload import Tunables
 
 from .beliefs import Beliefs
-from .cell import CellState
-from .choose import distance
-from .transfer import parts_of
 
 HINTS = 3  # best plans of a neighbouring length that are tried first
 LEAN_KNOBS = ("checkpoint", "window_tokens")  # their turns of the best plan give a front of time and memory

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
+from autotune.search.cell import CellState
+from autotune.search.proposing.beliefs import Beliefs
 from ringattn.planning.preference import TIE
 from ringattn.workload import Tunables
 
-from .beliefs import Beliefs
-from .cell import CellState
 from .choose import distance
 
 FINALISTS = 4  # the default among them

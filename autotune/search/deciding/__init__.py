@@ -1,0 +1,1 @@
+"""Decides among measured plans: contenders, finalists, re-timing and the choice."""

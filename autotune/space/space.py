@@ -115,6 +115,12 @@ def encode(workload: Workload, tunables: Tunables) -> Assignment:
     return assignment | {f"param:{name}": value for name, value in tunables.params}
 
 
+def distance(workload: Workload, plan: Tunables, default: Tunables) -> int:
+    """The number of knobs in which a plan differs from the default."""
+    here, there = encode(workload, plan), encode(workload, default)
+    return sum(here.get(name) != there.get(name) for name in here.keys() | there.keys())
+
+
 def decode(workload: Workload, assignment: Mapping[str, Value]) -> Tunables:
     """Return the plan of an assignment, in the plainest of the forms that mean the same.
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autotune.space.space import candidate_key, encode
+from autotune.space.space import candidate_key, distance
 from autotune.statistics import Interval
 from ringattn.planning.preference import TIE, Preference, cost
 from ringattn.workload import Tunables, Workload
@@ -34,12 +34,6 @@ class Candidate:
     gain: Interval
     peak_bytes: int
     allowed: bool = True  # keeps the limits on memory and error
-
-
-def distance(workload: Workload, plan: Tunables, default: Tunables) -> int:
-    """The number of knobs in which a plan differs from the default."""
-    here, there = encode(workload, plan), encode(workload, default)
-    return sum(here.get(name) != there.get(name) for name in here.keys() | there.keys())
 
 
 def gain_margin(*, noisy: bool) -> float:

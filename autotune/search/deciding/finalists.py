@@ -6,10 +6,9 @@ import math
 
 from autotune.search.cell import CellState
 from autotune.search.proposing.beliefs import Beliefs
+from autotune.space.space import distance
 from ringattn.planning.preference import TIE
 from ringattn.workload import Tunables
-
-from .choose import distance
 
 FINALISTS = 4  # the default among them
 CONTENDER = math.log(1.15)  # a plan this much slower than the best is no finalist

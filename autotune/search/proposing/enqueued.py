@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autotune.search.cell import CellState
-from autotune.search.deciding.choose import distance
 from autotune.search.transfer import parts_of
-from autotune.space.space import Space
+from autotune.space.space import Space, distance
 from ringattn.planning.preference import TIE
 from ringattn.workload import Tunables
 

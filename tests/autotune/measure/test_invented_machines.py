@@ -13,8 +13,7 @@ from regret.problems import HANG_S, NOISES, RESTART_S, names, problem_of
 
 from autotune.measure.evaluator import Checked, Fault, Proven, Sample
 from autotune.measure.simulated import SimulatedClock
-from autotune.search.deciding.choose import distance
-from autotune.space.space import Space, decode, encode
+from autotune.space.space import Space, decode, distance, encode
 from ringattn.workload import Tunables
 
 EVERY = [(kind, number) for kind in KINDS for number in range(INSTANCES)]

@@ -10,7 +10,7 @@ from machines import Setting, by_kernels, far_from, plan, workload
 
 from autotune.journal.store import Store
 from autotune.measure.simulated import Trouble
-from autotune.search.deciding.choose import distance
+from autotune.space.space import distance
 from ringattn.workload import BranchTunables, Pattern, Tunables, Workload
 
 CELL = workload()

@@ -10,8 +10,8 @@ import pytest
 from machines import MIB, Setting, by_kernels, invented, plan, workload
 
 from autotune.measure.evaluator import Checked
-from autotune.search.deciding.choose import distance
 from autotune.search.limits import Limits
+from autotune.space.space import distance
 from ringattn.workload import Pattern, Tunables, Workload
 
 DENSE = workload(pattern=Pattern())

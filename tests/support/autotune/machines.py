@@ -15,11 +15,10 @@ from autotune.measure.simulated import QUIET, ReplayEvaluator, Row, SimulatedClo
 from autotune.probe.environment import Environment
 from autotune.probe.request import ProbeRequest
 from autotune.search.budget import EFFORTS, Budget, Deadline, EffortPreset
-from autotune.search.deciding.choose import distance
 from autotune.search.limits import Limits
 from autotune.search.loop import CellSearch
 from autotune.search.settings import NoListener, SearchSettings
-from autotune.space.space import Machine, Space, build_space
+from autotune.space.space import Machine, Space, build_space, distance
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.planning.preference import Preference
 from ringattn.profile.schema import Policy

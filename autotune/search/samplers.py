@@ -23,7 +23,10 @@ def sampler_of(
     if name == "tpe":
         return optuna.samplers.TPESampler(seed=seed, multivariate=True, group=True)
     if name == "gp":
-        return optuna.samplers.GPSampler(seed=seed)
+        try:
+            return optuna.samplers.GPSampler(seed=seed)
+        except ImportError as error:
+            raise UsageFailure(f"--sampler gp: {error}; pip install scipy") from error
     if name == "random":
         return optuna.samplers.RandomSampler(seed=seed)
     if name == "grid":

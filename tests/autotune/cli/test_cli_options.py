@@ -38,6 +38,8 @@ LIVE = [
     (("--memory-limit", "24GiB"), {"memory_limit_mib": 24576}),
     (("--prefer", "memory"), {"prefer": "memory"}),
     (("--seed", "7"), {"seed": 7}),
+    (("--sampler", "tpe"), {"sampler": "tpe"}),
+    (("--storage", "sqlite:///studies.db"), {"storage": "sqlite:///studies.db"}),
     (("--device", "cpu"), {"device": "cpu"}),
     (("--device", "1"), {"device": "cuda:1"}),
     (("--nproc", "1"), {}),

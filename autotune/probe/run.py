@@ -106,8 +106,13 @@ class ProbeRun:
             for workload, entry in rows.entries.items()
             if entry.choice is not None or rows.reports[workload].status == "refused"
         }
-        profile = rows.profile(merged(old, entries), budget.elapsed_s())
-        save_loaded(profile, self._path, entries.values(), evaluator)
+        plans = merged(old, entries)
+        written = [entry for workload, entry in entries.items() if plans[workload] is entry]
+        if len(written) < len(entries):
+            stay = plural(len(entries) - len(written), "row")
+            self._task.observer.note(f"{self._path.name}: {stay} measured before and not this time: kept")
+        profile = rows.profile(plans, budget.elapsed_s())
+        save_loaded(profile, self._path, written, evaluator)
         store.remember("finished", True)
         return ProbeResult(self._path, profile, tuple(rows.reports.values()), budget.elapsed_s(), inconclusive)
 

@@ -210,7 +210,7 @@ def machine_facts(profile: Profile) -> tuple[tuple[str, str], ...]:
         ("Architecture", f.arch),
         ("Cores" if cpu else "SMs", f"{f.sm_count}" if f.sm_count else ""),
         ("Memory", format_bytes(f.memory_mib * 2**20) if f.memory_mib else ""),
-        ("L2 cache", format_bytes(f.l2_mib * 2**20) if f.l2_mib else ""),
+        ("Last-level cache" if cpu else "L2 cache", format_bytes(f.l2_mib * 2**20) if f.l2_mib else ""),
         ("MIG", f.mig),
         ("Power limit", f"{f.power_limit_w} W" if f.power_limit_w else ""),
         ("Devices", f"{f.device_count} ({f.link})" if f.device_count and f.device_count > 1 else ""),

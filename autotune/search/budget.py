@@ -25,14 +25,10 @@ class EffortPreset:
 
     name: str
     budget_s: float
-    survivors: int  # plans that stage 1 hands to stage 2
-    race_blocks: int  # at most, per race
     final_min_blocks: int
     final_max_blocks: int
     sample_target_ms: float  # a sample repeats its call until it is about this long
     ragged_lengths: int  # random lengths at which a winner is proven
-    brute_force_plans: int  # valid spaces up to this size are raced whole
-    explore_plans: int  # asks of TPE in stage 3, at most
     refine_anchors: bool
     compile_finalists: bool
 
@@ -44,13 +40,9 @@ EFFORTS: Mapping[str, EffortPreset] = MappingProxyType(
     {
         preset.name: preset
         for preset in (
-            EffortPreset("quick", 50.0, 1, 8, 6, 128, 10.0, 8, 24, 0, refine_anchors=False, compile_finalists=False),
-            EffortPreset(
-                "standard", 170.0, 2, 12, 8, 128, 10.0, 8, 48, 120, refine_anchors=True, compile_finalists=False
-            ),
-            EffortPreset(
-                "full", 1800.0, 3, 24, 20, 120, 20.0, 8, 128, 600, refine_anchors=True, compile_finalists=True
-            ),
+            EffortPreset("quick", 50.0, 6, 128, 10.0, 8, refine_anchors=False, compile_finalists=False),
+            EffortPreset("standard", 170.0, 8, 128, 10.0, 8, refine_anchors=True, compile_finalists=False),
+            EffortPreset("full", 1800.0, 20, 120, 20.0, 8, refine_anchors=True, compile_finalists=True),
         )
     }
 )
@@ -77,7 +69,7 @@ def allot(needs: Sequence[CellNeed], available_s: float) -> tuple[float, ...]:
     """Seconds for each cell out of ``available_s``, by expected gain: bases and improvement first, then the rest.
 
     With all bases served before any improvement the longest dense cell of an H100 got 22 of 128 s, and LongNet ones
-    ended after three steps of their climb.
+    had hardly been searched.
 
     A tier that cannot be served whole is split by the square roots of the needs, which makes the sum of the variances
     least: split by the needs themselves, one cell of 0.35 s a call took 63 of 170 s on a CPU, and those of 5 ms were

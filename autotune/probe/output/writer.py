@@ -135,9 +135,17 @@ def same_machine(profile: Profile, facts: HardwareFacts) -> bool:
 
 
 def merged(old: Profile | None, entries: Mapping[Workload, PlanEntry]) -> dict[Workload, PlanEntry]:
-    """Merge new rows into those of an older profile of the same machine; a new row replaces the old one."""
+    """Merge new rows into those of an older profile of the same machine; a new row replaces the old one.
+
+    But what was measured before stays where this probe measured nothing, as on a machine that has become busy.
+    """
     kept = {} if old is None else {entry.workload: entry for entry in old.plans}
-    return kept | dict(entries)
+    measured = {workload for workload, entry in kept.items() if entry.evidence is not None}
+    return kept | {
+        workload: entry
+        for workload, entry in entries.items()
+        if entry.evidence is not None or entry.choice is None or workload not in measured
+    }
 
 
 def merged_speeds(old: Profile | None, new: LinkSpeed | None) -> tuple[LinkSpeed, ...]:

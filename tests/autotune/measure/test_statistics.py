@@ -70,19 +70,6 @@ def test_moving_every_sample_moves_the_interval_by_as_much(samples: list[float],
     assert there.high == pytest.approx(here.high + shift, abs=1e-9)
 
 
-def test_probability_below_tells_faster_from_slower_and_ties_from_both() -> None:
-    assert statistics.probability_below(drawn(12, 0.02, centre=-0.1), seed=0) > 0.99
-    assert statistics.probability_below(drawn(12, 0.02, centre=0.1), seed=0) < 0.01
-    assert statistics.probability_below([0.0] * 8, seed=0) == 0.5
-
-
-def test_paired_differences_use_common_blocks_only_so_that_drift_cancels() -> None:
-    drift = {block: 0.01 * block for block in range(10)}
-    one = {block: -0.05 + drift[block] for block in range(10)}
-    other = {block: drift[block] for block in range(3, 12) if block in drift}
-    assert statistics.paired_differences(one, other) == pytest.approx([-0.05] * 7)
-
-
 def test_blocks_needed_grows_with_the_square_of_noise_over_precision() -> None:
     few, many = statistics.blocks_needed(0.01, 0.01), statistics.blocks_needed(0.02, 0.01)
     assert few >= 2

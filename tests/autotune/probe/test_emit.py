@@ -171,3 +171,15 @@ def test_the_runtime_must_plan_what_the_search_chose() -> None:
         check_loaded(entry, QUICK)
     with pytest.raises(ProbeFailure, match="failed when the runtime ran it: oom, no room"):
         check_loaded(entry, Fault("oom", "no room"))
+
+
+def test_what_was_measured_stays_where_nothing_is_measured_now() -> None:
+    recorded = entry_of(RESULT)
+    unmeasured = replace(recorded, choice=replace(recorded.choice, evidence=None))
+    refusal = PlanEntry(CELL, refusal="nothing runs it any more")
+    old = profile_of(recorded)
+    assert recorded.evidence is not None
+    assert merged(old, {CELL: unmeasured}) == {CELL: recorded}
+    assert merged(old, {CELL: refusal}) == {CELL: refusal}
+    assert merged(profile_of(unmeasured), {CELL: recorded}) == {CELL: recorded}
+    assert merged(None, {CELL: unmeasured}) == {CELL: unmeasured}

@@ -144,7 +144,7 @@ def test_a_narrower_dtype_competes_for_auto_only() -> None:
     assert all(measured.tunables.dtype == "fp32" for measured in (*result.runners_up, *result.front))
 
 
-@pytest.mark.parametrize("kernels", [("swift",), ("quick", "swift", "math")])  # brute force, and race with climb
+@pytest.mark.parametrize("kernels", [("swift",), ("quick", "swift", "math")])
 def test_a_narrower_dtype_that_is_far_slower_is_looked_at_and_not_timed_in_pairs(kernels: tuple[str, ...]) -> None:
     slower_by = math.log(8.0)
     trial = Setting(

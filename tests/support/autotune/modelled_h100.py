@@ -117,7 +117,7 @@ class ModelledH100(ReplayEvaluator):
         return super().check(cell, candidate, timeout_s=timeout_s, pace_ms=pace_ms)
 
     def block(self, cell: Workload, order: Sequence[Tunables], *, timeout_s: float) -> Block:
-        self.clock.advance(0.04)  # the model of the climb, messages and the journal
+        self.clock.advance(0.04)  # the surrogate, messages and the journal
         return super().block(cell, order, timeout_s=timeout_s)
 
     def _reading(self, cell: Workload, plan: Tunables, timeout_s: float) -> Sample | Fault:

@@ -68,7 +68,9 @@ def left_out(request: ProbeRequest, facts: HardwareFacts) -> str:
     """Return what the request names and a probe does not measure, and why; empty where it measures everything."""
     said = []
     if (longest := _longest(request)) is not None and longest > (most := _grid_lengths(request, facts)[-1]):
-        said.append(f"lengths beyond {most}, up to {longest}, left out at --effort {request.effort}: --seq-len names one")
+        said.append(
+            f"lengths beyond {most}, up to {longest}, left out at --effort {request.effort}: --seq-len names one"
+        )
     said += choose_recorded(request).left_out
     large = [workload for workload in _workloads(request, facts) if not _fits(workload, facts)]
     if large:

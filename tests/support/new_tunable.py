@@ -9,6 +9,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from autotune.journal.cell_study import SAMPLER, CellStudy
+from autotune.journal.entry import Entry
 from autotune.journal.store import Store
 from autotune.space.space import build_space, candidate_key, decode, encode, from_key, machine_of
 from ringattn.errors import FieldError
@@ -49,9 +51,11 @@ assert rejection_reasons(DENSE, plan, FACTS) == ()
 assert from_key(candidate_key(plan)) == plan != from_key(candidate_key(default))
 for _ in range(2):
     with Store(folder / "journal", identity="one") as store:
-        entry = store.stage(DENSE, "race", space.knobs, base=default).open(plan)
-        assert entry.tunables == plan
-        assert entry.number == 0
+        study = CellStudy(store.study(DENSE), DENSE, space.knobs, store.sync)
+        if not study.recalled:
+            study.open(Entry(plan), SAMPLER)
+        else:
+            assert list(study.recalled) == [plan]
 
 # The profile, written and read again; a plain value is not written, so that older files are what they were.
 profile = Profile.single(FACTS, DENSE, plan)

@@ -56,6 +56,7 @@ class CellStudy:
         for name, value in self.study.user_attrs.items():
             if name.startswith(_BLOCK):
                 self.blocks[int(name.removeprefix(_BLOCK))] = (value[0], value[1])
+        self._fail_waiting()
         for frozen in self.study.get_trials(deepcopy=False):
             if frozen.state == TrialState.FAIL:
                 continue
@@ -64,6 +65,11 @@ class CellStudy:
                     self.study.tell(frozen.number, state=TrialState.FAIL)
                 continue
             self._recall_trial(frozen)
+
+    def _fail_waiting(self) -> None:
+        """End the trials that a killed run, or somebody else, left waiting: ``ask`` would give one for another plan."""
+        for frozen in self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
+            self.study._storage.set_trial_state_values(frozen._trial_id, TrialState.FAIL)
 
     def _recall_trial(self, frozen: FrozenTrial) -> None:
         plan = self.parameters.plan(frozen.params)
@@ -83,7 +89,7 @@ class CellStudy:
             told = attrs["validation"]
             entry.validated = Fault.of(told) if "kind" in told else Proven(**told)
         entry.told |= frozen.state.is_finished()
-        if not frozen.state.is_finished() and frozen.state != TrialState.WAITING:
+        if not frozen.state.is_finished():
             self._trials[plan] = Trial(self.study, frozen._trial_id)
             entry.open = True
 
@@ -117,7 +123,13 @@ class CellStudy:
                 user_attrs=attrs,
             )
         )
-        self._begin(entry, self.study.ask())
+        trial = self.study.ask()
+        while (
+            there := self.study._storage.get_trial(trial._trial_id)
+        ).params != params or "plan" not in there.user_attrs:
+            self.study.tell(trial, state=TrialState.FAIL)  # one that somebody else enqueued meanwhile
+            trial = self.study.ask()
+        self._begin(entry, trial)
         if entry.checked is not None:  # timed before: the check is told once
             self._trial(entry).set_user_attr("repeats", self._numbers[entry.tunables])
 

@@ -6,7 +6,8 @@ such call and keeps its recipe: the tensors that it allocates and the compiled k
 the same shapes, strides and dtypes allocate and launch without the rest.
 
 A recipe is kept only where it explains everything: each tensor that a kernel receives is an input, a detached input or
-one that a factory of torch made, and torch did nothing else. Otherwise the function is called as it is, always.
+one that a factory of torch made, and torch was asked for nothing else but what tensors look like. Otherwise, and where
+one tensor is given twice, the function is called as it is.
 """
 
 from __future__ import annotations
@@ -92,8 +93,13 @@ class RecordedLaunch:
 
     def __call__(self, *inputs: Tensor, into: Mapping[str, Tensor] | None = None) -> tuple[Tensor, ...]:
         every = inputs if into is None else (*inputs, *into.values())
-        if self._explained and not any(x.data_ptr() % _ALIGNMENT for x in every):
-            key: Key = (into is None, *((x.shape, x.stride(), x.dtype, x.device) for x in every))
+        distinct = len(set(map(id, every))) == len(every)
+        if self._explained and distinct and not any(x.data_ptr() % _ALIGNMENT for x in every):
+            key: Key = (
+                None if into is None else tuple(into),
+                torch.are_deterministic_algorithms_enabled(),
+                *((x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in every),
+            )
             recipe = self._recipes.get(key)
             if recipe is not None:
                 return recipe.run(every)
@@ -131,6 +137,7 @@ class _Watch(TorchFunctionMode):
         self._allocations: list[_Allocation] = []
         self._launches: list[_Launch] = []
         self._explained = True
+        self._addresses: set[int] = set()
         self._owners = [each for each in vars(module).values() if hasattr(each, "compile_cache")]
         self._caches = [owner.compile_cache for owner in self._owners]
 
@@ -158,8 +165,10 @@ class _Watch(TorchFunctionMode):
             zeros = _FACTORIES[function]
             shape, stride = tuple(result.shape), result.stride()
             self._allocations.append(_Allocation(zeros, shape, stride, result.dtype, result.device))
-        elif isinstance(result, Tensor):
+        elif not _describes_a_tensor(function, result):
             self._explained = False
+        if function is Tensor.data_ptr:
+            self._addresses.add(result)
         return result
 
     def _noted(self, kernel: Callable[..., object], arguments: tuple[object, ...]) -> None:
@@ -172,7 +181,7 @@ class _Watch(TorchFunctionMode):
                     self._explained = False
                     return
                 tensors.append((position, self._slots[id(argument)]))
-            elif not _holds_no_tensor(argument):
+            elif not _holds_no_tensor(argument) or argument in self._addresses:
                 self._explained = False
         plain = tuple(None if isinstance(argument, Tensor) else argument for argument in arguments)
         self._launches.append(_Launch(kernel, plain, tuple(tensors)))
@@ -190,6 +199,23 @@ _FACTORIES: Mapping[object, bool] = {
     torch.zeros: True,
     torch.zeros_like: True,
 }
+
+
+# Functions whose plain result is of a tensor's values, not of what it looks like.
+_OF_VALUES = {"item", "tolist", "equal", "allclose", "is_nonzero", "numpy", "__contains__", "__bool__", "__int__"}
+_OF_VALUES |= {"__float__", "__index__", "__format__", "__repr__", "__array__"}
+
+
+def _describes_a_tensor(function: Any, result: object) -> bool:
+    """Return whether a function that torch was asked for only tells shapes, strides, dtypes and their like.
+
+    What changes a tensor returns it, or None.
+    """
+    plain = isinstance(result, bool | int | str | torch.dtype | torch.device | torch.layout) or (
+        isinstance(result, tuple) and all(isinstance(each, int) for each in result)
+    )
+    name = getattr(function, "__name__", "")
+    return (plain and name not in _OF_VALUES) or name == "_set_grad_enabled"
 
 
 def _holds_no_tensor(argument: object) -> bool:
@@ -214,12 +240,15 @@ class _WatchedCache:
     def __getitem__(self, key: object) -> Callable[..., object]:
         kernel = self._cache[key]
 
-        def call(*arguments: object) -> object:
-            self._noted(kernel, arguments)
+        def call(*arguments: object, **named: object) -> object:
+            self._noted(kernel, (*arguments, named) if named else arguments)
             with torch._C.DisableTorchFunction():  # what a kernel does is its own
-                return kernel(*arguments)
+                return kernel(*arguments, **named)
 
         return call
+
+    def get(self, key: object, default: Any = None) -> Any:
+        return self[key] if key in self._cache else default
 
     def clear(self) -> None:
         self._cache.clear()

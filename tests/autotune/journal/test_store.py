@@ -16,7 +16,7 @@ from pathlib import Path
 import optuna
 import pytest
 from machines import environment_of, invented, plan, workload
-from optuna.trial import TrialState
+from optuna.trial import TrialState, create_trial
 
 from autotune.cli.main import exit_code_of
 from autotune.exit_codes import DeviceBusy, ExitCode, ProbeFailure
@@ -393,3 +393,31 @@ def test_a_killed_writer_loses_no_finished_trial(tmp_path: Path, after: int) -> 
         assert {ratio for entry in finished for ratio in entry.log_ratios.values()} >= {
             0.01 * number for number in told
         }
+
+
+def test_a_trial_that_was_left_waiting_is_given_to_no_other_plan(tmp_path: Path) -> None:
+    """A run that is killed between adding a trial and asking for it leaves one; so does ``enqueue_trial``."""
+    path = tmp_path / "p.journal"
+    with Store(path, identity="a") as store:
+        study = study_of(store)
+        finish_one(study)
+        params = study.parameters.of(SWIFT)
+        study.study.enqueue_trial(params)
+        study.study.add_trial(
+            create_trial(
+                state=TrialState.WAITING,
+                params=params,
+                distributions={name: study.parameters.distributions[name] for name in params},
+                system_attrs={"fixed_params": params},
+                user_attrs={"plan": "left", "proposed_by": "sampler"},
+            )
+        )
+    with Store(path, identity="a") as store:
+        study = study_of(store)
+        assert SWIFT not in study.recalled
+        study.study.enqueue_trial(params)  # by somebody, while the probe runs
+        study.open(Entry(MATH), SAMPLER)
+        assert study.parameters.plan(study.study.get_trials()[study.number_of(MATH)].params) == MATH
+        assert not study.study.get_trials(states=(TrialState.WAITING,))
+    with Store(path, identity="a") as store:
+        assert set(study_of(store).recalled) == {QUICK, MATH}

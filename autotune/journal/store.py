@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,13 @@ class Store:
             self._header.set_user_attr("identity", identity)
         elif self._header.user_attrs["identity"] != identity:
             assert path is not None, "a store in memory is always new"
-            self.notes.append(f"{url or path.name}: of another machine, software or request; starting over")
+            if url is not None:
+                self.close()
+                raise ProbeFailure(
+                    f"--storage {without_password(url)}: holds the studies of another machine, software or request; "
+                    "name another database, or give --fresh to delete them"
+                )
+            self.notes.append(f"{path.name}: of another machine, software or request; starting over")
             self.start_over()
 
     def start_over(self) -> None:
@@ -156,13 +163,23 @@ class Store:
         self.close()
 
 
+def without_password(url: str) -> str:
+    """Return a URL as messages show it."""
+    return re.sub(r"(//[^:/@]*):[^@/]*@", r"\1:***@", url)
+
+
 def _open_url(url: str) -> BaseStorage:
+    """Return the storage of a URL, which can be read and written."""
     try:
         with _quiet_optuna():
-            return optuna.storages.get_storage(url)
-    except (ImportError, OptunaError, SQLAlchemyError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise ProbeFailure(f"--storage {url}: cannot be opened ({reason}); give a URL that Optuna takes") from error
+            storage = optuna.storages.get_storage(url)
+            optuna.create_study(study_name=HEADER, storage=storage, load_if_exists=True)
+            return storage
+    except (ImportError, OptunaError, SQLAlchemyError, RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0].replace(url, without_password(url))
+        raise ProbeFailure(
+            f"--storage {without_password(url)}: cannot be opened ({reason}); give a URL that Optuna takes"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -57,6 +57,14 @@ class Record(Protocol):
     def reading(self, entry: Entry, block: int, log_ratio: float) -> None: ...
 
 
+def is_a_time(ms: float) -> bool:
+    return math.isfinite(ms) and ms > 1e-9  # a picosecond: less is a clock that does not run
+
+
+def no_time(ms: float) -> Fault:
+    return Fault("error", f"took {ms:g} ms, which is no time of a call")
+
+
 class NoRecord:
     """Keeps nothing: a verification writes no study."""
 
@@ -168,6 +176,8 @@ class CellState(Readings):
                 timeout_s=self.timeout_s() if timeout_s is None else timeout_s,
                 pace_ms=default.call_ms if default is not None else None,
             )
+            if isinstance(result, Checked) and not is_a_time(result.call_ms):
+                result = no_time(result.call_ms)
             if isinstance(result, Fault):
                 self.fail(entry, result, "check")
             else:
@@ -305,7 +315,9 @@ class CellState(Readings):
         times: dict[Tunables, list[float]] = {}
         faults: dict[Tunables, Fault] = {}
         for plan, result in zip(order, block.results, strict=True):
-            if isinstance(result, Sample):
+            if isinstance(result, Sample) and not is_a_time(result.ms):
+                faults[plan] = no_time(result.ms)
+            elif isinstance(result, Sample):
                 times.setdefault(plan, []).append(result.ms)
                 self.entry(plan).host_us.append(result.host_us)
             else:

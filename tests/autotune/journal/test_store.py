@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import textwrap
@@ -208,11 +209,29 @@ def test_another_storage_is_opened_by_its_url_and_one_that_cannot_be_says_so(tmp
         assert store.resumed
         assert study_of(store).recalled[QUICK].log_ratios == {1: 0.1, 2: 0.2}
     optuna.create_study(study_name="somebody else's", storage=url)
-    with Store(tmp_path / "p.journal", identity="b", url=url) as store:
+    with pytest.raises(ProbeFailure, match="holds the studies of another machine, software or request; name another"):
+        Store(tmp_path / "p.journal", identity="b", url=url)
+    assert str(CELL) in optuna.get_all_study_names(url)
+    with Store(tmp_path / "p.journal", identity="b", url=url, fresh=True) as store:
         assert study_of(store).recalled == {}
     assert "somebody else's" in optuna.get_all_study_names(url)
     with pytest.raises(ProbeFailure, match="--storage nonsense: cannot be opened"):
         Store(tmp_path / "q.journal", url="nonsense")
+    with pytest.raises(ProbeFailure) as failure:
+        Store(tmp_path / "q.journal", url="nosuch://me:secret@host/studies")
+    assert "secret" not in str(failure.value)
+    assert "nosuch://me:***@host/studies" in str(failure.value)
+
+
+@pytest.mark.parametrize("broken", ["foreign tables", "read only"])
+def test_a_storage_that_cannot_be_written_says_so(tmp_path: Path, broken: str) -> None:
+    file = tmp_path / "studies.db"
+    with sqlite3.connect(file) as database:
+        database.execute("create table studies (colour text)")
+    database.close()
+    url = f"sqlite:///{file}" if broken == "foreign tables" else f"sqlite:///file:{file}?mode=ro&uri=true"
+    with pytest.raises(ProbeFailure, match="cannot be opened"):
+        Store(tmp_path / "p.journal", url=url)
 
 
 @pytest.mark.parametrize("tail", [b'{"op_code": 5, "wor', b"\x00\x00\x00", b'{"op_code": 9}garbage\n', b"\n{"])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from machines import Setting, by_kernels, plan, workload
 
-from autotune.measure.evaluator import Block, Ended, Fault, InterferenceKind, Killed
+from autotune.measure.evaluator import Block, Checked, Ended, Fault, InterferenceKind, Killed, Sample
 from autotune.measure.simulated import ReplayEvaluator, Trouble
 from ringattn.workload import Pattern, Tunables, Workload
 
@@ -204,3 +204,31 @@ def test_noise_beyond_all_bounds_is_inconclusive_and_keeps_the_default() -> None
     assert trial.result.choice is not None
     assert trial.result.choice.tunables == plan(DENSE)
     assert trial.result.choice.gain.count == 0
+
+
+@pytest.mark.parametrize("ms", [0.0, -1.0, math.nan, math.inf, 5e-324])
+@pytest.mark.parametrize("where", ["check", "block"])
+def test_what_is_no_time_is_a_fault_of_the_plan(ms: float, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    odd = plan(DENSE, "swift")
+    real_check, real_block = ReplayEvaluator.check, ReplayEvaluator.block
+
+    def check(self: ReplayEvaluator, cell: Workload, asked: Tunables, **more: Any) -> Checked | Fault:
+        result = real_check(self, cell, asked, **more)
+        wrong = where == "check" and asked == odd and isinstance(result, Checked)
+        return replace(result, call_ms=ms) if wrong else result  # type: ignore[arg-type]
+
+    def block(self: ReplayEvaluator, cell: Workload, order: Sequence[Tunables], **more: Any) -> Block:
+        block = real_block(self, cell, order, **more)
+        results = [
+            replace(result, ms=ms) if where == "block" and asked == odd and isinstance(result, Sample) else result
+            for asked, result in zip(order, block.results, strict=True)
+        ]
+        return replace(block, results=tuple(results))
+
+    monkeypatch.setattr(ReplayEvaluator, "check", check)
+    monkeypatch.setattr(ReplayEvaluator, "block", block)
+    trial = Setting(DENSE, by_kernels(quick=0.0, swift=-0.1, math=1.0), plan(DENSE), budget_s=8).run()
+    assert trial.result.choice is not None
+    assert trial.result.choice.tunables != odd
+    assert math.isfinite(trial.result.choice.median_ms)
+    assert "no time of a call" in trial.result.failures[odd].message

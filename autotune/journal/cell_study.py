@@ -139,7 +139,7 @@ class CellStudy:
         entry.open = True
 
     def propose(self, sampler: BaseSampler) -> Tunables:
-        """What a sampler that chooses all parameters at once wants next."""
+        """Return what a sampler that chooses all parameters at once wants next."""
         stub = FrozenTrial(
             number=-1,
             state=TrialState.RUNNING,

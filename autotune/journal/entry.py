@@ -24,10 +24,10 @@ class Entry:
 
     @property
     def failure(self) -> Fault | None:
-        """How it failed its check, a block, or its validation."""
+        """Return how it failed its check, a block, or its validation."""
         return self.fault or (self.validated if isinstance(self.validated, Fault) else None)
 
     @property
     def is_known(self) -> bool:
-        """Whether it was checked, with or without success."""
+        """Return whether it was checked, with or without success."""
         return self.checked is not None or self.fault is not None

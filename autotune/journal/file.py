@@ -70,7 +70,7 @@ class WriterLock:
 
 
 def is_foreign(path: Path) -> bool:
-    """Whether the first whole line is no JSON: no record cut off while it was written, but somebody's file."""
+    """Return whether the first whole line is no JSON: no record cut off while it was written, but somebody's file."""
     with path.open("rb") as file:
         first = file.readline(2**20)
     try:

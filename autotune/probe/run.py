@@ -118,14 +118,14 @@ class ProbeRun:
 
 
 def journal_identity(request: ProbeRequest, facts: HardwareFacts) -> str:
-    """What a journal belongs to: machine, software, request and the version of the tool."""
+    """Hash what a journal belongs to: machine, software, request and the version of the tool."""
     asked = dataclasses.asdict(dataclasses.replace(request, output=None, resume=True, dry_run=False))
     text = json.dumps([__version__, asked, dataclasses.asdict(facts)], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _link_speed(store: Store, evaluator: Evaluator) -> LinkSpeed | None:
-    """How fast the ranks can exchange messages, once a probe; an interrupted one has it in its journal."""
+    """Return how fast the ranks exchange messages, once a probe; an interrupted one has it in its journal."""
     if not isinstance(evaluator, KnowsLinks):
         return None
     kept = store.recall("links")

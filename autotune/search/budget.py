@@ -101,7 +101,7 @@ SPARED = 0.25  # of its share a cell gives to one before it, for what that pays 
 
 
 def spare_s(shares: Sequence[float], available_s: float) -> float:
-    """What the first of ``shares`` may have beyond its own, for what it should not pay for alone.
+    """Return what the first of ``shares`` may have beyond its own, for what it should not pay for alone.
 
     All that no cell needs, and part of what the others get: crashes, compilation and loading may fall to any cell,
     but none after it is left without time.
@@ -137,7 +137,7 @@ class Budget:
         return self._clock.now() - self._start
 
     def available_s(self) -> float:
-        """What cells may still use; never negative."""
+        """Return what cells may still use; never negative."""
         return max(0.0, self.total_s - self.reserve_s - self.elapsed_s())
 
     def deadline(self, seconds: float) -> Deadline:
@@ -165,7 +165,7 @@ class Deadline:
         return self.clock.now() >= self.at
 
     def allows(self, seconds: float) -> bool:
-        """Whether something of that length, started now, would end in time."""
+        """Return whether something of that length, started now, would end in time."""
         return self.clock.now() + seconds <= self.at
 
     def part(self, fraction: float) -> Deadline:

@@ -196,7 +196,7 @@ class CellState(Readings):
             self.checks.blame(entry.tunables)
 
     def is_trap(self, plan: Tunables) -> bool:
-        """Whether it would likely fail its check as others did."""
+        """Return whether it would likely fail its check as others did."""
         return self.transfer.traps.holds(plan) or self.checks.odds(plan) < GIVEN_UP
 
     def fail(self, entry: Entry, fault: Fault, stage: str) -> None:
@@ -235,7 +235,7 @@ class CellState(Readings):
             self.validations.blame(entry.tunables)
 
     def hope(self, plan: Tunables, value: float) -> float:
-        """What is to be had of a plan: a gain (below 0) counts for as much as it is likely to pass its validation."""
+        """Return what is to be had of a plan: a gain (below 0) counts as far as it is likely to pass validation."""
         return value * self.validations.odds(plan) if value < 0 else value
 
     def tell(self, entry: Entry, outcome: TrialOutcome) -> None:
@@ -311,7 +311,7 @@ class CellState(Readings):
     def _split(
         self, order: Sequence[Tunables], block: Block
     ) -> tuple[dict[Tunables, list[float]], dict[Tunables, Fault]]:
-        """Of each plan its times in ms, and its fault."""
+        """Return the times of each plan in ms, and its fault."""
         times: dict[Tunables, list[float]] = {}
         faults: dict[Tunables, Fault] = {}
         for plan, result in zip(order, block.results, strict=True):
@@ -325,7 +325,7 @@ class CellState(Readings):
         return times, faults
 
     def _accepts(self, block: Block, took_s: float) -> bool:
-        """Whether a disturbed block counts: not while there is time to repeat it."""
+        """Return whether a disturbed block counts: not while there is time to repeat it."""
         self.disturbances.extend(block.disturbances)
         if took_s <= self._patience_s:
             self._patience_s -= took_s

@@ -110,7 +110,7 @@ class CellSearch:
 
     @property
     def space(self) -> Space:
-        """What is worth trying: without kernels that were given up, or were hopeless at a length nearby."""
+        """Return the plans worth trying: without kernels that were given up, or were hopeless at a length nearby."""
         parts = self.transfer.traps.lost.keys() | self.transfer.hopeless(self._whole_space)
         condemned = self.state.validations.condemned() | self.state.checks.condemned()
         key = frozenset(parts | {part for part in condemned if part[0] in ("forward", "backward")})
@@ -184,7 +184,7 @@ class CellSearch:
     # --- time -------------------------------------------------------------------------------------------------------
 
     def need(self) -> CellNeed:
-        """What the cell would take; the default's warm call is the yardstick, and most other kernels are slower.
+        """Estimate what the cell would take; the default's warm call is the yardstick, most kernels are slower.
 
         The surrogate needs about two plans for each value of a knob; what more buys less and less.
         """
@@ -372,7 +372,7 @@ class CellSearch:
         return None
 
     def _is_far_behind(self, plan: Tunables) -> bool:
-        """Whether the surrogate is sure that a queued plan is far behind the best; copies are another question."""
+        """Return whether a queued plan is surely far behind the best, by the surrogate; copies are another question."""
         if any(
             branch.gather != own.gather for branch, own in zip(plan.branches, self.state.default.branches, strict=True)
         ):
@@ -384,7 +384,7 @@ class CellSearch:
         return float(mean[0] - 2 * deviation[0]) > self.beliefs.best_value() + FAR_BEHIND
 
     def _may_be_timed(self, entry: Entry) -> bool:
-        """Whether it keeps the limits and its check was not far slower than the best's; else it is told so."""
+        """Return whether it keeps the limits and its check was not far slower than the best's; else it is told so."""
         look = self.state.first_look(entry)
         if not self.state.keeps_limits(entry):
             self.leave(entry, "breaks a limit, not timed in pairs")

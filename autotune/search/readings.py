@@ -56,7 +56,7 @@ class Readings:
         return self.entries[plan]
 
     def knows(self, plan: Tunables) -> bool:
-        """Whether the plan was checked, with or without success."""
+        """Return whether the plan was checked, with or without success."""
         entry = self.entries.get(plan)
         return entry is not None and entry.is_known
 
@@ -67,7 +67,7 @@ class Readings:
         return entry.checked is not None and self.settings.limits.keeps(entry.checked)
 
     def may_be_chosen(self, entry: Entry) -> bool:
-        """Whether it is right as far as is known, within the limits, and of a dtype that may win."""
+        """Return whether it is right as far as is known, within the limits, and of a dtype that may win."""
         return self.is_main(entry.tunables) and self.keeps_limits(entry) and entry.failure is None
 
     def failures(self) -> dict[Tunables, Fault]:
@@ -123,7 +123,7 @@ class Readings:
     # --- numbers ----------------------------------------------------------------------------------------------------
 
     def judged_ms_of(self, ms: float, host_us: float, default_ms: float, default_host_us: float) -> float:
-        """What a call counts as: its own time where the host waits for all of it."""
+        """Return what a call counts as: its own time where the host waits for all of it."""
         return judged_ms(ms, host_us, default_ms, default_host_us) if self.settings.asynchronous else ms
 
     def first_look(self, entry: Entry) -> float | None:
@@ -137,7 +137,7 @@ class Readings:
         return math.log(self.judged_ms_of(mine.call_ms, mine.host_us, default_ms, other.host_us) / default_ms)
 
     def launches_too_long(self, entry: Entry) -> bool:
-        """Whether it was judged by how long the host takes to launch it, which says nothing of longer calls."""
+        """Return whether it was judged by how long the host takes to launch it, which says nothing of longer calls."""
         mine, other = entry.checked, self.checked_default()
         if mine is None or other is None:
             return False

@@ -18,7 +18,7 @@ UNRELATED = 0.2  # odds that a failure is of no single trait, but of that plan a
 
 
 def traits_of(plan: Tunables) -> frozenset[Trait]:
-    """What a failure may be of: kernels by direction, dtype, gathers, checkpoint, window, schedule, compilation."""
+    """Return what a failure may be of: kernels by direction, dtype, gathers, checkpoint, window, schedule, compile."""
     gathers = {("gather", branch.gather) for branch in plan.branches}
     whole = {(name, getattr(plan, name)) for name in ("dtype", "checkpoint", "window_tokens", "schedule", "compile")}
     return frozenset(parts_of(plan) | gathers | whole)
@@ -60,7 +60,7 @@ class Suspects:
         return frozenset().union(*found)
 
     def odds(self, plan: Tunables) -> float:
-        """How likely the plan passes, as far as it is for what others failed of."""
+        """Return how likely the plan passes, as far as it is for what others failed of."""
         traits = traits_of(plan)
         return math.prod(
             1 - _weight(group.traits & traits) / _weight(group.traits) * (1 - UNRELATED**group.failures)

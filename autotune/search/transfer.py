@@ -42,7 +42,7 @@ class Traps:
     lost: dict[Part, str] = field(default_factory=dict)
 
     def learn(self, plan: Tunables, result: Checked | Fault) -> bool:
-        """Whether the plan's failure gave up on a kernel."""
+        """Return whether the plan's failure gave up on a kernel."""
         parts = parts_of(plan)
         if isinstance(result, Checked):
             self.ran |= parts
@@ -62,7 +62,7 @@ class Traps:
 
 
 def costs_a_worker(fault: Fault) -> bool:
-    """Whether a plan hung or crashed, of itself: each more like it costs as much."""
+    """Return whether a plan hung or crashed, of itself: each more like it costs as much."""
     return fault.kind in ("timeout", "crash") and not fault.ended_from_outside
 
 
@@ -135,7 +135,7 @@ class Transfer:
             self._validation_s[cell.at(1)] = seconds, call_s
 
     def has_validated(self, cell: Workload, plan: Tunables) -> bool:
-        """Whether all of its kernels passed in this cell, and so are compiled for odd lengths and strides."""
+        """Return whether all of its kernels passed in this cell, and so are compiled for odd lengths and strides."""
         return parts_of(plan) <= self._validated.get(cell, set())
 
     def validation_s(self, cell: Workload, plan: Tunables, call_s: float, lengths: int) -> float:

@@ -219,7 +219,7 @@ def _describes_a_tensor(function: Any, result: object) -> bool:
 
 
 def _holds_no_tensor(argument: object) -> bool:
-    """Whether an argument is a number, text or None, or a tuple of such (named ones too)."""
+    """Return whether an argument is a number, text or None, or a tuple of such (named ones too)."""
     if isinstance(argument, tuple):
         return all(map(_holds_no_tensor, argument))
     return argument is None or isinstance(argument, int | float | str)

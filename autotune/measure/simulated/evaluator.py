@@ -131,7 +131,7 @@ class ReplayEvaluator:
         return self._noise.factor(self.clock.now())
 
     def _lost_s(self, fault: Fault, timeout_s: float) -> float:
-        """What waiting for an answer and a new worker take."""
+        """Return what waiting for an answer and a new worker take."""
         hung = fault.kind == "timeout"
         return (timeout_s if hung else 0.0) + (self.restart_s if hung or fault.kind == "crash" else 0.0)
 

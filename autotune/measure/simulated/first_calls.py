@@ -29,7 +29,7 @@ class FirstCalls:
 
 
 def parts_of(plan: Tunables) -> tuple[Part, ...]:
-    """What runs in each branch, repeated where several branches run the same."""
+    """Return what runs in each branch, repeated where several branches run the same."""
     forward = [(branch.forward, "forward") for branch in plan.branches]
     return tuple(forward + [(branch.backward, "backward") for branch in plan.branches if branch.backward])
 

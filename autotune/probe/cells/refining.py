@@ -43,5 +43,5 @@ def _disagreements(cells: Sequence[Cell], rows: Rows) -> list[Cell]:
 
 
 def _agree(one: Tunables, other: Tunables) -> bool:
-    """Whether the same kernels and schedule won; lesser knobs are not worth another anchor."""
+    """Return whether the same kernels and schedule won; lesser knobs are not worth another anchor."""
     return all(getattr(one, name) == getattr(other, name) for name in ("dtype", "branches", "schedule"))

@@ -88,7 +88,7 @@ class CellRuns:
             self.search(searches[workload], shares[0], spare_s(shares, available_s))
 
     def recall(self, search: CellSearch) -> bool:
-        """Whether an earlier run finished this cell; then its row is that of its study."""
+        """Return whether an earlier run finished this cell; then its row is that of its study."""
         result = search.recalled()
         if result is None:
             return False

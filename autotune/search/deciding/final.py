@@ -99,7 +99,7 @@ class Final:
         return sum(block >= self.since for block in entry.log_ratios)
 
     def _validations_wanted(self, entries: Sequence[Entry]) -> int:
-        """Of the choice, of a narrower one, and of a plan that holds less: a front of one leaves nothing to prefer."""
+        """Count those of the choice, a narrower one and a leaner plan: a front of one leaves nothing to prefer."""
         open_ = {self.state.is_main(entry.tunables) for entry in entries if entry.validated is None}
         # A kernel that nobody validated here may fail, and then another choice has to pass.
         new = any(
@@ -220,7 +220,7 @@ class Final:
         return [self._candidate(e, gains.get(e) or self._by_look(e)) for e in right if e is not self.default]
 
     def _by_look(self, entry: Entry) -> Interval:
-        """What the call of a check says, which is no evidence."""
+        """Return what the call of a check says, which is no evidence."""
         look = self.state.first_look(entry)
         return Interval(-math.inf, look if look is not None else 0.0, math.inf, 0)
 
@@ -256,7 +256,7 @@ class Final:
     # --- beside the choice ------------------------------------------------------------------------------------------
 
     def _timed(self, finals: Sequence[Candidate] = ()) -> list[Candidate]:
-        """What may be chosen: ``finals``, and of what was timed before all that they do not hold."""
+        """Return what may be chosen: ``finals``, and of what was timed before all that they do not hold."""
         state = self.state
         known = {candidate.tunables: candidate for candidate in finals}
         entries = [
@@ -269,7 +269,7 @@ class Final:
         return list(known.values())
 
     def _has_leaner(self) -> bool:
-        """Whether something that was timed balances time and memory otherwise than the fastest plan does."""
+        """Return whether something that was timed balances time and memory otherwise than the fastest plan does."""
         front = pareto_front(self._timed())
         if len(front) < 2:
             return False
@@ -369,7 +369,7 @@ class Final:
         return self.result("refused", missed)
 
     def _noise_hides_a_gain(self, entries: Sequence[Entry]) -> bool:
-        """Whether the best is not sure enough to be taken: the cell would end inconclusive, or with a slower plan.
+        """Return whether the best is not sure enough: the cell would end inconclusive, or with a slower plan.
 
         Two outliers in six blocks of a modelled H100 gave way to a plan that was 5 % slower, and surely faster than
         the default.

@@ -57,7 +57,7 @@ def _in_question(state: CellState, entries: Sequence[Entry], since: int) -> list
 
 
 def _decided(state: CellState, entries: Sequence[Entry], since: int) -> bool:
-    """Whether more blocks would change nothing: each rival is known well enough, or cannot be chosen any more."""
+    """Return whether more blocks change nothing: each rival is known well enough, or cannot be chosen any more."""
     rivals = [entry for entry in entries if entry.tunables != state.default]
     precision = FINAL_PRECISION if len(rivals) > 1 else ALONE_PRECISION
     return all(is_settled(interval, precision) for interval in state.intervals(rivals, since))

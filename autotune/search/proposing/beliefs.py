@@ -38,7 +38,7 @@ class Beliefs:
         self._fitted = -1  # the number of things measured that it is of
 
     def objective(self, entry: Entry, log_ratio: float) -> float:
-        """What is minimised, 0 at the default: log(t / t_default), or as the preference has it."""
+        """Return what is minimised, 0 at the default: log(t / t_default), or as the preference has it."""
         prefer, default = self._state.settings.prefer, self._state.entry(self._state.default).checked
         if prefer == "time" or entry.checked is None or default is None:
             return log_ratio
@@ -179,7 +179,7 @@ class Beliefs:
         )
 
     def timed(self) -> Timed:
-        """What this cell says to others."""
+        """Return what this cell says to others."""
         state = self._state
         medians = {
             entry.tunables: state.median(entry)

@@ -148,9 +148,10 @@ class GraphedProgram(Program):
             inputs: tuple[Tensor, ...] = (dout, q, k, v, out, lse)
             placed: Sequence[Tensor] = ()
             key = _key(wanted, inputs)
-            if self._latest is not None and self._latest[1] == out.data_ptr() and out.numel():
+            latest = self._latest  # read once: a forward in another thread forgets it before it waits for the lock
+            if latest is not None and latest[1] == out.data_ptr() and out.numel():
                 # Of the latest forward, as in a training loop of one call, its graph still holds all but dout.
-                forward = self._latest[0]
+                forward = latest[0]
                 inputs, placed, key = (dout,), (*forward.inputs, *forward.results), (forward, *key)
             graph = self._graph(key, step, inputs, placed, shared)
             found = iter(step(dout, q, k, v, out, lse) if graph is None else graph.replay(inputs))

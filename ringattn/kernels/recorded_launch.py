@@ -181,13 +181,19 @@ class _Watch(TorchFunctionMode):
                     self._explained = False
                     return
                 tensors.append((position, self._slots[id(argument)]))
-            elif not _holds_no_tensor(argument) or argument in self._addresses:
+            elif not self._is_constant(argument):
                 self._explained = False
         plain = tuple(None if isinstance(argument, Tensor) else argument for argument in arguments)
         self._launches.append(_Launch(kernel, plain, tuple(tensors)))
 
+    def _is_constant(self, argument: object) -> bool:
+        """Return whether an argument is a number, text or None, or a tuple of such, and no tensor's address."""
+        if isinstance(argument, tuple):
+            return all(map(self._is_constant, argument))
+        return argument is None or (isinstance(argument, int | float | str) and argument not in self._addresses)
+
     def recipe(self, results: Sequence[object]) -> _Recipe | None:
-        """The recipe of the call, or None where something in it is not explained."""
+        """Return the recipe of the call, or None where something in it is not explained."""
         if not self._explained or not self._launches or any(id(x) not in self._slots for x in results):
             return None
         return _Recipe(tuple(self._allocations), tuple(self._launches), tuple(self._slots[id(x)] for x in results))
@@ -216,13 +222,6 @@ def _describes_a_tensor(function: Any, result: object) -> bool:
     )
     name = getattr(function, "__name__", "")
     return (plain and name not in _OF_VALUES) or name == "_set_grad_enabled"
-
-
-def _holds_no_tensor(argument: object) -> bool:
-    """Return whether an argument is a number, text or None, or a tuple of such (named ones too)."""
-    if isinstance(argument, tuple):
-        return all(map(_holds_no_tensor, argument))
-    return argument is None or isinstance(argument, int | float | str)
 
 
 class _WatchedCache:

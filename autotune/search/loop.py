@@ -189,7 +189,7 @@ class CellSearch:
         The surrogate needs about two plans for each value of a knob; what more buys less and less.
         """
         values = sum(len(values) - 1 for values in self._whole_space.knobs.values())
-        plan_s = self._check_s() + 2 * self.state.block_s([self.state.default]) / 2
+        plan_s = self._check_s() + self.state.block_s([self.state.default])
         base_s = self._first_plans() * plan_s + reserve_s(self.state)
         return CellNeed(base_s, values * plan_s, 2 * values * plan_s)
 
@@ -360,11 +360,8 @@ class CellSearch:
             if reasons or self.state.is_trap(plan):
                 self.study.reject(trial, "; ".join(reasons) or "a kernel of it was given up")
             elif self.state.knows(plan):
-                entry = self.state.entry(plan)
-                value = self.state.median(entry)
-                look = self.state.first_look(entry)
-                value = value if math.isfinite(value) else FAILED if look is None else look
-                self.study.repeat(trial, value)
+                value = self._value(self.state.entry(plan))
+                self.study.repeat(trial, FAILED if value is None else value)
             else:
                 entry = self.state.entry(plan)
                 self.study.adopt(trial, entry)
@@ -402,21 +399,20 @@ class CellSearch:
         ]
         return min(looks, default=0.0)
 
+    def _value(self, entry: Entry) -> float | None:
+        """Return the median log-ratio of a plan, before its first block that of its check; None without either."""
+        value = self.state.median(entry)
+        return value if math.isfinite(value) else self.state.first_look(entry)
+
     def leave(self, entry: Entry, reason: str) -> None:
         """Tell what an open entry came to: its median, or what its check said."""
         state = self.state
-        value = state.median(entry)
-        look = state.first_look(entry)
         if entry.fault is not None:
             return
-        if not math.isfinite(value):
-            if entry.tunables == state.default:
-                value = 0.0
-            elif look is None:
-                self.study.abandon(entry, reason)
-                return
-            else:
-                value = look
+        value = 0.0 if entry.tunables == state.default and not entry.log_ratios else self._value(entry)
+        if value is None:
+            self.study.abandon(entry, reason)
+            return
         checked = entry.checked
         assert checked is not None
         constraints = self.settings.limits.constraints(checked)

@@ -114,8 +114,12 @@ class Watchdog:
             self.fail(self._diagnose(error), self._store)
         return self._error()
 
-    def fail(self, failure: Failure, store: Store) -> None:
-        """Abort the group for the first failure that any rank has written, by default this one."""
+    def fail(self, failure: Failure, store: Store, *, log: bool = False) -> None:
+        """Abort the group for the first failure that any rank has written, by default this one.
+
+        ``log`` says it before: where the main thread waits for its GPU nothing raises, and a program may end as soon
+        as the abort lets go of it.
+        """
         with self._aborting:
             if self.failure is not None:
                 return
@@ -124,15 +128,17 @@ class Watchdog:
             except RuntimeError as error:
                 logger.error("could not tell the other ranks that %s: %s", failure, first_line(error))
             self.failure = failure
+            if log:
+                logger.error("%s; the process group is aborted", failure)
             for waits in self._device_waits:
                 if (found := waits()) is not None:
                     found.release()
             abort(self._backend, self.rank, self.size)
 
-    def _find_failure(self, store: Store) -> bool:
+    def _find_failure(self, store: Store, *, log: bool = False) -> bool:
         """Abort the group where another rank has failed."""
         if self.failure is None and store.check(["failure"]):
-            self.fail(Failure(*json.loads(store.get("failure"))), store)
+            self.fail(Failure(*json.loads(store.get("failure"))), store, log=log)
         return self.failure is not None
 
     def _error(self) -> PeerError:
@@ -279,15 +285,14 @@ class Watchdog:
         write_beat(store, self.rank, number, self.calls)
         if number == 1 or self.failure is not None:
             return
-        self._find_failure(store)
+        self._find_failure(store, log=True)
         if self._silence.seconds(store) > self._most_silence_s:
-            self.fail(Failure(self.global_ranks[self._next], absence_of("")), store)
+            self.fail(Failure(self.global_ranks[self._next], absence_of("")), store, log=True)
         waits = [found for each in self._device_waits if (found := each()) is not None]
         if any(each.waits_s() > self.timeout_s for each in waits):
             reason = f"has waited on the GPU for a peer for the group's timeout of {self.timeout_s:g} s"
-            self.fail(Failure(self.global_ranks[self.rank], f"{reason}, and takes what it waits for as NaN"), store)
-        if self.failure is not None:
-            logger.error("%s; the process group is aborted", self.failure)
+            reason = f"{reason}, and takes what it waits for as NaN"
+            self.fail(Failure(self.global_ranks[self.rank], reason), store, log=True)
 
     def close(self) -> None:
         """Leave the group on purpose."""

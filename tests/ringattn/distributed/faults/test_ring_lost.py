@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import signal
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from faults import CASE, TIMEOUT_S, Told, leaves_of, told_of
 from pool import LIMIT_S, TIMES, Pool
 from ring_cases import RingCase
 
+from ringattn.distributed import watchdog
 from ringattn.distributed.comm import Comm, Message
 from ringattn.distributed.heartbeat import absence_of
 from ringattn.distributed.watchdog import _leave
@@ -60,23 +62,22 @@ def test_a_rank_killed_while_rows_are_unsharded_is_named(fragile: Pool) -> None:
 
 
 def _die_or_listen() -> list[str]:
-    """What the log says while this rank does something else."""
+    """What the log says while this rank does something else, until the group is aborted."""
     RingCase(CASE, "ring", "zigzag").module()
     said: list[str] = []
+    said_before: queue.Queue[list[str]] = queue.Queue()
+    watchdog.abort = lambda *_: said_before.put(list(said))
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("ringattn").addHandler(handler)
     time.sleep(2 * TIMES.beat_s)  # it has beaten
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    deadline = time.monotonic() + LIMIT_S
-    while not said and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return said
+    return said_before.get(timeout=LIMIT_S)
 
 
 def test_a_killed_rank_is_named_where_nobody_waits_for_it(fragile: Pool) -> None:
-    """By the thread, that is: the main one may sit in a call of a GPU."""
+    """By the thread, that is, and before the abort: that lets go of a main thread that waits for its GPU."""
     fragile.start(_die_or_listen)
     assert fragile.results_of([0, 2]) == [[f"rank 1 {absence_of('')}; the process group is aborted"]] * 2
 

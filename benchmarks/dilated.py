@@ -1,10 +1,13 @@
-"""Dilated (LongNet) attention on one GPU: the module against the sum of its bare kernels and against torchscale.
+"""Dilated attention on one GPU: the module against the sum of its bare kernels and against torchscale.
 
     [PEERS=FOLDER] python benchmarks/dilated.py [--output FOLDER] [--profile auto|none|FILE] [--prefer balanced]
+                                                [--pattern longnet|gigapath] [--lengths ...]
 
-Segments 2048..32768, rates 1..16, H16 D128, bf16, causal. The bare kernels run on compact rows of their own: what
-the branches would cost if gathering and merging were free. PEERS is a folder that holds microsoft/torchscale's
-package, whose attention is then run on torch's FlashAttention 2. Last, a small shape in fp16, eager and as a graph.
+``longnet``: segments 2048..32768, rates 1..16, H16 D128, bf16, causal. ``gigapath``: segments 1024..1048576 of
+Prov-GigaPath's slide encoder, H16 D48, bf16, full, lengths that no segment divides. The bare kernels run on compact
+rows of their own: what the branches would cost if gathering and merging were free. PEERS is a folder that holds
+microsoft/torchscale's package, whose attention is then run on torch's FlashAttention 2. First, for ``longnet``, a
+small shape in fp16, eager and as a graph. ``wall`` is a loop of steps that are not waited for one by one.
 """
 
 from __future__ import annotations
@@ -15,34 +18,61 @@ import os
 import sys
 import time
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from common import Clock, Record, median, need_gpus, peak_mib, ratio
-from common_kernels import BareKernel
+from common_kernels import BareKernel, runnable
 
-from ringattn import RingAttention, detect
-from ringattn.kernels.registry import KERNELS
-
-HEADS, HEAD_DIM = 16, 128
-SEGMENTS, RATES = [2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16]
+from ringattn import RingAttention
 
 
-def bare_sums(tensors: Sequence[torch.Tensor]) -> dict[str, list[BareKernel]]:
+@dataclass(frozen=True)
+class Pattern:
+    heads: int
+    head_dim: int
+    segments: tuple[int, ...]
+    rates: tuple[int, ...]
+    causal: bool
+    lengths: tuple[int, ...]
+
+    def module(self, profile: str | None, prefer: str | None = None) -> RingAttention:
+        branches = list(self.segments), list(self.rates)
+        return RingAttention(
+            self.heads, self.head_dim, None, *branches, causal=self.causal, profile=profile, prefer=prefer
+        )
+
+    def blocks(self, length: int) -> Iterator[tuple[int, int]]:
+        """(segments, rows of each) of every branch; the last segment is shorter where none divides the length."""
+        for segment, rate in zip(self.segments, self.rates, strict=True):
+            whole, rest = divmod(length, min(segment, length))
+            yield whole, min(segment, length) // rate
+            if rest >= rate:
+                yield 1, rest // rate
+
+
+PATTERNS = {
+    "longnet": Pattern(16, 128, (2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16), True, (65536, 262144, 1048576)),
+    "gigapath": Pattern(16, 48, (1024, 5792, 32768, 185363, 1048576), (1, 2, 4, 8, 16), False, (10001, 100003)),
+}
+KERNELS_ALONE = ("cudnn", "flash-attn-4", "flash")
+
+
+def bare_sums(tensors: Sequence[torch.Tensor], pattern: Pattern) -> dict[str, list[BareKernel]]:
     """The kernels of every branch on compact rows; beyond 2^19 positions only cudnn's, for their memory's sake."""
     length = tensors[0].shape[1]
-    facts = detect()
-    names = [n for n in ("cudnn", "flash-attn-4") if not KERNELS[n].package or KERNELS[n].package in facts.packages]
+    rows = max(rows for _, rows in pattern.blocks(length))
+    able = runnable("bf16", pattern.head_dim, pattern.heads, rows, 1, pattern.causal)
+    names = [name for name in KERNELS_ALONE if name in able]
     names = names if length < 500_000 else names[:1]
     return {
-        name: [
-            BareKernel(name, tensors, length // w, w // r, causal=True) for w, r in zip(SEGMENTS, RATES, strict=True)
-        ]
+        name: [BareKernel(name, tensors, blocks, rows, pattern.causal) for blocks, rows in pattern.blocks(length)]
         for name in names
     }
 
 
-def torchscale(folder: str) -> Callable[..., torch.Tensor]:
+def torchscale(folder: str, pattern: Pattern) -> Callable[..., torch.Tensor]:
     """torchscale's DilatedAttention, its flash function replaced by torch's FlashAttention 2, projections left out."""
     sys.path.insert(0, folder)
     import torchscale.component.multihead_attention as heads
@@ -57,30 +87,38 @@ def torchscale(folder: str) -> Callable[..., torch.Tensor]:
     heads.flash_attn_func = flash
     arguments = types.SimpleNamespace(
         flash_attention=True,
-        segment_length=SEGMENTS,
-        dilated_ratio=RATES,
+        segment_length=list(pattern.segments),
+        dilated_ratio=list(pattern.rates),
         seq_parallel=False,
         multiway=False,
         xpos_rel_pos=False,
         xpos_scale_base=512,
         layernorm_eps=1e-5,
     )
-    module = DilatedAttention(arguments, HEADS * HEAD_DIM, HEADS, self_attention=True, subln=False)
+    module = DilatedAttention(
+        arguments, pattern.heads * pattern.head_dim, pattern.heads, self_attention=True, subln=False
+    )
     for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
         setattr(module, name, torch.nn.Identity())
 
     def attend(q, k, v):
         batch, length = q.shape[:2]
         flat = (x.reshape(batch, length, -1) for x in (q, k, v))
-        return module(*flat, is_causal=True)[0].view(q.shape)
+        return module(*flat, is_causal=pattern.causal)[0].view(q.shape)
 
     return attend
 
 
 def measure(
-    record: Record, clock: Clock, modules: dict[str, RingAttention], length: int, peer: Callable | None
+    record: Record,
+    clock: Clock,
+    pattern: Pattern,
+    modules: dict[str, RingAttention],
+    length: int,
+    peer: Callable | None,
 ) -> None:
-    q, k, v, dout = (torch.randn(1, length, HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    shape = 1, length, pattern.heads, pattern.head_dim
+    q, k, v, dout = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
 
     def forward_of(attend):
@@ -97,11 +135,11 @@ def measure(
     both = {name: both_of(attn) for name, attn in modules.items()}
     if peer:
         forward["torchscale"], both["torchscale"] = forward_of(peer), both_of(peer)
-    sums = bare_sums((q, k, v, dout))
+    sums = bare_sums((q, k, v, dout), pattern)
     for name, kernels in sums.items():
         forward[f"{name} kernels"] = lambda kernels=kernels: [kernel.forward() for kernel in kernels]
         both[f"{name} kernels"] = lambda kernels=kernels: [(x.forward(), x.backward()) for x in kernels]
-    if "flash-attn-4" in sums:
+    if "cudnn" in sums and "flash-attn-4" in sums:
         mixed = list(zip(sums["cudnn"], sums["flash-attn-4"], strict=True))
         both["cudnn+flash-attn-4 kernels"] = lambda: [(a.forward(), b.backward()) for a, b in mixed]
     for direction, steps in (("forward", forward), ("forward+backward", both)):
@@ -114,9 +152,11 @@ def measure(
             if name not in modules
         }
         record.add(
-            work=f"LongNet causal S{length} H{HEADS} D{HEAD_DIM} bf16 {direction}",
+            work=f"{pattern.segments} / {pattern.rates} {'causal' if pattern.causal else 'full'} "
+            f"S{length} H{pattern.heads} D{pattern.head_dim} bf16 {direction}",
             **row,
             ms={name: round(median(values), 3) for name, values in times.items()},
+            wall_ms={name: round(looped_ms(steps[name]), 3) for name in modules},
             peak_mib=peaks,
             plans={
                 name: str(attn.plan_for(length, torch.bfloat16, direction != "forward"))
@@ -131,6 +171,16 @@ def warm_up(step: Callable[[], object], seconds: float = 0.3) -> None:
     while time.perf_counter() < until:
         step()
     torch.cuda.synchronize()
+
+
+def looped_ms(step: Callable[[], object], calls: int = 20) -> float:
+    """The time of a step in a loop that does not wait for each: the slower of host and device."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(calls):
+        step()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begin) / calls * 1e3
 
 
 def eager_ms(step: Callable[[], object]) -> float:
@@ -172,22 +222,23 @@ def main() -> None:
     parser.add_argument("--output", help="folder for dilated.json")
     parser.add_argument("--profile", default="auto", help="auto, none (heuristic) or a profile file")
     parser.add_argument("--prefer", choices=["time", "memory", "balanced"], help="also the module that prefers so")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[65536, 262144, 1048576])
+    parser.add_argument("--pattern", choices=PATTERNS, default="longnet")
+    parser.add_argument("--lengths", type=int, nargs="+", help="instead of the pattern's own")
     arguments = parser.parse_args()
     need_gpus()
     profile = None if arguments.profile == "none" else arguments.profile
     preferences = {"module": None}
     if arguments.prefer:
         preferences[f"module_{arguments.prefer}"] = arguments.prefer
-    modules = {
-        name: RingAttention(HEADS, HEAD_DIM, None, SEGMENTS, RATES, causal=True, profile=profile, prefer=prefer)
-        for name, prefer in preferences.items()
-    }
+    pattern = PATTERNS[arguments.pattern]
+    modules = {name: pattern.module(profile, prefer) for name, prefer in preferences.items()}
     record, clock = Record("dilated", arguments.output), Clock()
-    measure_small(record, clock, profile)
-    peer = torchscale(os.environ["PEERS"]) if os.environ.get("PEERS") else None
-    for length in arguments.lengths:
-        measure(record, clock, modules, length, peer if length < 500_000 else None)  # it runs out of memory above
+    if arguments.pattern == "longnet":
+        measure_small(record, clock, profile)
+    peer = torchscale(os.environ["PEERS"], pattern) if os.environ.get("PEERS") else None
+    for length in arguments.lengths or pattern.lengths:
+        # torchscale runs out of memory above 500,000 positions
+        measure(record, clock, pattern, modules, length, peer if length < 500_000 else None)
         torch.cuda.empty_cache()
 
 

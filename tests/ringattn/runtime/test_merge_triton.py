@@ -279,7 +279,13 @@ def test_a_parameter_that_would_be_ignored_is_refused(given: dict[str, Any], rea
 
 @pytest.mark.parametrize(
     ("segments", "block", "blocks", "aligned"),
-    [((1024, 2048), 32, 4, True), ((192, 64), 32, 2, True), ((2000, 4000), 16, 1, True), ((1000, 500), 32, 1, False)],
+    [
+        ((1024, 2048), 32, 4, True),
+        ((192, 64), 32, 2, True),
+        ((2000, 4000), 16, 1, True),
+        ((1000, 500), 32, 1, False),
+        ((1024, 2**20 + 1), 32, 4, True),  # at 2^20 positions the longer one has no edge
+    ],
 )
 @needs_triton
 def test_blocks_do_not_cross_segments_if_it_can_be_helped(

@@ -71,6 +71,7 @@ SMALL = (
         block=4,
         walks=True,
     ),
+    FusedCase("the longer segment ends nowhere", ((16, 1, "view"), (43, 3, "copy")), 42, block=4, walks=True),
     FusedCase("windows", ((16, 1, "view"), (32, 2, "copy")), 75, window=32, block=4, lse=4e5),
     FusedCase("grouped heads, copied", ((24, 1, "view"), (24, 3, "copy")), 40, 1, 4, 2, lse=-4e3, then="sliced"),
     FusedCase("grouped heads, in place", ((24, 1, "view"), (24, 2, "view")), 40, 1, 4, 2, layout="heads first"),
@@ -86,6 +87,7 @@ SMALL = (
     FusedCase("several columns of rows", ((16, 1, "view"), (16, 2, "copy")), 40, 1, 1, 1, head_dim=96),
 )
 
+_GIGAPATH = ((1024, 1, "view"), (5792, 2, "copy"), (32768, 4, "copy"), (185363, 8, "copy"), (1048576, 16, "copy"))
 _LONGNET = ((2048, 1, "view"), (4096, 2, "view"), (8192, 4, "view"), (16384, 8, "copy"), (32768, 16, "copy"))
 
 # None is the block that the step takes by itself.
@@ -93,6 +95,7 @@ LARGE = (
     FusedCase("LongNet", _LONGNET, 65536, 1, 16, 16, 128, block=0),
     FusedCase("LongNet, ragged, grouped", _LONGNET, 50001, 1, 16, 4, 128, block=0),
     FusedCase("LongNet, windows", _LONGNET, 100000, 1, 8, 8, 64, window=32768, block=0),
+    FusedCase("GigaPath", _GIGAPATH, 10001, 1, 16, 16, 48, block=0),
     FusedCase("three branches, heads first", ((1024, 1, "view"), (2048, 2, "copy")), 5000, 2, 8, 8, 64, folds=False,
               layout="heads first", block=0),
     FusedCase("head dim 96", ((1024, 1, "view"), (1000, 3, "copy")), 5000, 2, 6, 3, 96, block=0),

@@ -93,27 +93,26 @@ def _store_rows(
 
 
 @triton.jit
-def _origin(at, BRANCHES: tl.constexpr, N: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return the segment of the positions ``at``, where they start among its selected ones, and their first row.
-
-    All scalars if ALIGNED. Else segment and origin are of each of BLOCK positions, and the first row is 0.
-    """
-    kv_head, batch, position, index = at
+def _origin(at, BRANCHES: tl.constexpr, N: tl.constexpr):
+    """Return the segment of the position of ``at``, where it starts among its selected ones, and their first row."""
+    kv_head, batch, position = at
     SEGMENT: tl.constexpr = BRANCHES[N][0]
     RATE: tl.constexpr = BRANCHES[N][1]
     if BRANCHES[N][2] == 0:
         offset = kv_head % RATE
     else:
         offset = kv_head // BRANCHES[N][2]
-    if ALIGNED:
-        segment = position // SEGMENT
-        origin = position - segment * SEGMENT - offset
-        first_row = tl.maximum(origin, 0) // RATE
-    else:
-        segment = (position + index) // SEGMENT
-        origin = position - segment * SEGMENT - offset
-        first_row = 0
-    return segment, origin, first_row
+    segment = position // SEGMENT
+    origin = position - segment * SEGMENT - offset
+    return segment, origin, tl.maximum(origin, 0) // RATE
+
+
+@triton.jit
+def _until_an_edge(position, covered, BRANCHES: tl.constexpr):
+    """Return how many of ``covered`` positions lie in the segments that the first of them is in."""
+    for n in tl.static_range(len(BRANCHES)):
+        covered = tl.minimum(covered, BRANCHES[n][0] - position % BRANCHES[n][0])
+    return covered
 
 
 @triton.jit
@@ -146,7 +145,7 @@ def _of_job(values, job, FIRST: tl.constexpr, PER_JOB: tl.constexpr, JOBS: tl.co
 @triton.jit
 def _place(slots, at, segment, BRANCHES: tl.constexpr, N: tl.constexpr):
     """Find the slot of the branch that holds (batch, head, segment), the block of the call and its key/value head."""
-    kv_head, batch, position, index = at
+    kv_head, batch, position = at
     STEP: tl.constexpr = BRANCHES[N][3]
     FIRST_SLOT: tl.constexpr = BRANCHES[N][4]
     END_SLOT: tl.constexpr = BRANCHES[N][5]
@@ -191,17 +190,24 @@ def _target(address, far, near, batch, position, head, BYTES: tl.constexpr, NARR
 
 
 @triton.jit
-def _find_partial(
-    outs, lses, out_strides, lse_strides, slots, query, at, BRANCHES: tl.constexpr, N: tl.constexpr,
-    GROUP: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr, BYTES: tl.constexpr,
+def _find_partials(
+    outs, lses, out_strides, lse_strides, slots, out_address, lse_address, target_strides, head, batch, position,
+    begin, BRANCHES: tl.constexpr, GROUP: tl.constexpr, NARROW: tl.constexpr, BYTES: tl.constexpr,
 ):  # fmt: skip
-    """Find a branch's lse and out of the positions ``at``."""
-    segment, origin, first_row = _origin(at, BRANCHES, N, ALIGNED)
-    holds, block, j = _place(slots, at, segment, BRANCHES, N)
-    head = j * GROUP + query
-    lse = _first_row_of(lses, lse_strides, holds, 0, block, head, first_row, BRANCHES, N, 1, 4, NARROW)
-    out = _first_row_of(outs, out_strides, holds, 0, block, head, first_row, BRANCHES, N, 1, BYTES, NARROW)
-    return origin, first_row, lse, out
+    """Find every branch's lse and out of the positions from one on, in one segment each, and where theirs go."""
+    at = (head // GROUP, batch, position)
+    found = ()
+    for n in tl.static_range(len(BRANCHES)):
+        segment, origin, first_row = _origin(at, BRANCHES, n)
+        holds, block, j = _place(slots, at, segment, BRANCHES, n)
+        own = j * GROUP + head % GROUP
+        lse = _first_row_of(lses, lse_strides, holds, 0, block, own, first_row, BRANCHES, n, 1, 4, NARROW)
+        out = _first_row_of(outs, out_strides, holds, 0, block, own, first_row, BRANCHES, n, 1, BYTES, NARROW)
+        found = found + ((origin, first_row, lse, out),)
+    first = position + begin
+    out = _target(out_address, target_strides[0], target_strides[1], batch, first, head, BYTES, NARROW)
+    lse = _target(lse_address, target_strides[2], target_strides[3], batch, first, head, 4, NARROW)
+    return found, out, lse
 
 
 @triton.jit
@@ -266,24 +272,27 @@ def merge_partials(
     head = tl.program_id(0) % HEADS
     position = tl.program_id(0) // HEADS * (blocks * BLOCK)
     batch = batch_begin + tl.program_id(1)
-    index = tl.arange(0, BLOCK)
-    at = (head // GROUP, batch, position, index)
-    found = ()
-    for n in tl.static_range(len(BRANCHES)):
-        partial = _find_partial(
-            outs, lses, out_strides, lse_strides, slots, head % GROUP, at, BRANCHES, n, GROUP, ALIGNED,
-            NARROW, BYTES,
-        )  # fmt: skip
-        found = found + (partial,)
-    first = position + begin
-    out = _target(out_address, target_strides[0], target_strides[1], batch, first, head, BYTES, NARROW)
-    lse = _target(lse_address, target_strides[2], target_strides[3], batch, first, head, 4, NARROW)
     covered = tl.minimum(end - begin - position, blocks * BLOCK)
-    start = 0
-    while start < covered:
-        own = index + start
-        _merge_block(found, out, lse, own, own < covered, BRANCHES, HEAD_DIM, CHUNK, BLOCK, ALIGN, DTYPE)
-        start += BLOCK
+    index = tl.arange(0, BLOCK)
+    if ALIGNED:
+        found, out, lse = _find_partials(
+            outs, lses, out_strides, lse_strides, slots, out_address, lse_address, target_strides, head, batch,
+            position, begin, BRANCHES, GROUP, NARROW, BYTES,
+        )  # fmt: skip
+        for start in range(0, covered, BLOCK):
+            own = index + start
+            _merge_block(found, out, lse, own, own < covered, BRANCHES, HEAD_DIM, CHUNK, BLOCK, ALIGN, DTYPE)
+    else:
+        start = 0
+        while start < covered:
+            first = position + start
+            count = _until_an_edge(first, tl.minimum(covered - start, BLOCK), BRANCHES)
+            found, out, lse = _find_partials(
+                outs, lses, out_strides, lse_strides, slots, out_address, lse_address, target_strides, head, batch,
+                first, begin, BRANCHES, GROUP, NARROW, BYTES,
+            )  # fmt: skip
+            _merge_block(found, out, lse, index, index < count, BRANCHES, HEAD_DIM, CHUNK, BLOCK, ALIGN, DTYPE)
+            start += count
 
 
 @triton.jit
@@ -304,16 +313,24 @@ def _job_of_head(head, kv_heads, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def _find_grad(
-    grads, strides, slots, job, group, query, at, BRANCHES: tl.constexpr, N: tl.constexpr, JOBS: tl.constexpr,
-    ALIGNED: tl.constexpr, NARROW: tl.constexpr, BYTES: tl.constexpr,
+def _find_grads(
+    grads, strides, slots, targets, target_strides, job, group, kv_head, query, batch, position, begin,
+    BRANCHES: tl.constexpr, JOBS: tl.constexpr, NARROW: tl.constexpr, BYTES: tl.constexpr,
 ):  # fmt: skip
-    """Find a branch's gradient of the positions ``at``."""
-    segment, origin, first_row = _origin(at, BRANCHES, N, ALIGNED)
-    holds, block, j = _place(slots, at, segment, BRANCHES, N)
-    head = j * group + query
-    rows = _first_row_of(grads, strides, holds, job, block, head, first_row, BRANCHES, N, JOBS, BYTES, NARROW)
-    return origin, first_row, rows
+    """Find every branch's gradient of the positions from one on, in one segment each, and where their sum goes."""
+    at = (kv_head, batch, position)
+    found = ()
+    for n in tl.static_range(len(BRANCHES)):
+        segment, origin, first_row = _origin(at, BRANCHES, n)
+        holds, block, j = _place(slots, at, segment, BRANCHES, n)
+        own = j * group + query
+        rows = _first_row_of(grads, strides, holds, job, block, own, first_row, BRANCHES, n, JOBS, BYTES, NARROW)
+        found = found + ((origin, first_row, rows),)
+    target = _target(
+        _of_job(targets, job, 0, 1, JOBS), _of_job(target_strides, job, 0, 2, JOBS),
+        _of_job(target_strides, job, 1, 2, JOBS), batch, position + begin, kv_head * group + query, BYTES, NARROW,
+    )  # fmt: skip
+    return found, target
 
 
 @triton.jit
@@ -358,22 +375,27 @@ def sum_partials(
     position = tl.program_id(0) // HEADS * (blocks * BLOCK)
     batch = batch_begin + tl.program_id(1)
     job, group, kv_head, query = _job_of_head(tl.program_id(0) % HEADS, KV_HEADS, GROUPS)
-    index = tl.arange(0, BLOCK)
-    at = (kv_head, batch, position, index)
-    found = ()
-    for n in tl.static_range(len(BRANCHES)):
-        grad = _find_grad(grads, strides, slots, job, group, query, at, BRANCHES, n, JOBS, ALIGNED, NARROW, BYTES)
-        found = found + (grad,)
-    target = _target(
-        _of_job(targets, job, 0, 1, JOBS), _of_job(target_strides, job, 0, 2, JOBS),
-        _of_job(target_strides, job, 1, 2, JOBS), batch, position + begin, kv_head * group + query, BYTES, NARROW,
-    )  # fmt: skip
     covered = tl.minimum(end - begin - position, blocks * BLOCK)
-    start = 0
-    while start < covered:
-        own = index + start
-        _sum_block(found, target, own, own < covered, BRANCHES, HEAD_DIM, CHUNK, BLOCK, ALIGN, DTYPE)
-        start += BLOCK
+    index = tl.arange(0, BLOCK)
+    if ALIGNED:
+        found, target = _find_grads(
+            grads, strides, slots, targets, target_strides, job, group, kv_head, query, batch, position, begin,
+            BRANCHES, JOBS, NARROW, BYTES,
+        )  # fmt: skip
+        for start in range(0, covered, BLOCK):
+            own = index + start
+            _sum_block(found, target, own, own < covered, BRANCHES, HEAD_DIM, CHUNK, BLOCK, ALIGN, DTYPE)
+    else:
+        start = 0
+        while start < covered:
+            first = position + start
+            count = _until_an_edge(first, tl.minimum(covered - start, BLOCK), BRANCHES)
+            found, target = _find_grads(
+                grads, strides, slots, targets, target_strides, job, group, kv_head, query, batch, first, begin,
+                BRANCHES, JOBS, NARROW, BYTES,
+            )  # fmt: skip
+            _sum_block(found, target, index, index < count, BRANCHES, HEAD_DIM, CHUNK, BLOCK, ALIGN, DTYPE)
+            start += count
 
 
 @triton.jit

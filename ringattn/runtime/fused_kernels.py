@@ -2,8 +2,8 @@
 
 Addresses and words (``fused_layout``) come in tuples; what is the same for every length of a pattern is a
 ``constexpr``, so that lengths share compiled kernels. ``BRANCHES`` is a ``BranchSlots`` per branch. Which slot holds a
-(batch, head, segment) is worked out with scalars, because a block of positions touches one segment of a branch: that
-needs segments that are multiples of the block (``ALIGNED``); otherwise the same arithmetic runs per position.
+(batch, head, segment) is worked out with scalars, because a block of positions touches one segment of a branch: where
+segments are multiples of the block (``ALIGNED``) once a program, otherwise for every block, which ends at an edge.
 ``NARROW`` says that offsets within a block of rows fit in 32 bits. All other offsets are 64-bit.
 
 Legend: B batch, S length, D head dim, G query heads per key/value head; of a call: N segments times batch, M rows.

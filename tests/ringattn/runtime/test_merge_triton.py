@@ -282,8 +282,8 @@ def test_a_parameter_that_would_be_ignored_is_refused(given: dict[str, Any], rea
     [
         ((1024, 2048), 32, 4, True),
         ((192, 64), 32, 2, True),
-        ((2000, 4000), 16, 1, True),
-        ((1000, 500), 32, 1, False),
+        ((2000, 4000), 64, 4, False),
+        ((1000, 500), 64, 4, False),
         ((1024, 2**20 + 1), 32, 4, True),  # at 2^20 positions the longer one has no edge
     ],
 )

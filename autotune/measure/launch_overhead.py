@@ -22,6 +22,14 @@ def waited_ms(ms: float, host_us: float, launch: Launch) -> float:
     return max(ms, host_us / 1e3) if launch == "eager" else ms
 
 
+NEARLY = 0.5  # of the device's time: hosts were twice as slow as a moment ago
+
+
+def is_nearly_launch_bound(call_ms: float, host_us: float) -> bool:
+    """Return whether the host is the slower one, or was or will be."""
+    return host_us > NEARLY * 1e3 * call_ms
+
+
 def is_launch_bound(call_ms: float, host_us: float) -> bool:
     return host_us > 1e3 * call_ms
 

@@ -17,16 +17,25 @@ from autotune.journal.entry import Entry
 from autotune.journal.result import CellResult
 from autotune.journal.store import Store
 from autotune.measure.evaluator import Clock, Evaluator, Fault, Sample
+from autotune.measure.launch_overhead import is_nearly_launch_bound
 from autotune.outcome import TrialOutcome
 from autotune.search.deciding.choose import gain_margin
 from autotune.search.deciding.contenders import contenders
 from autotune.search.deciding.final import MOST_RESERVED, Final, reserve_s
 from autotune.search.proposing.beliefs import FAILED, Beliefs
 from autotune.search.proposing.design import Design
-from autotune.search.proposing.enqueued import compiled_plans, first_plans, lean_plans, plainer_plans
+from autotune.search.proposing.enqueued import (
+    compiled_plans,
+    first_plans,
+    graph_plans,
+    graphed,
+    lean_plans,
+    plainer_plans,
+)
 from autotune.search.proposing.sampler import SurrogateSampler
 from autotune.search.proposing.samplers import sampler_of
 from autotune.space.space import Space, distance
+from ringattn.tunables import LAUNCHES
 from ringattn.workload import Tunables, Workload
 
 from .budget import CellNeed, Deadline
@@ -76,6 +85,8 @@ class CellSearch:
         knobs = dict(space.knobs)
         if settings.preset.compile_finalists:
             knobs["compile"] = (False, True)
+        if settings.graphs:
+            knobs["launch"] = LAUNCHES
         study = store.study(space.workload, pruner=RacePruner(lambda: self.state.sigma()))
         self.study = CellStudy(study, space.workload, knobs, store.sync)
         seed = zlib.crc32(f"{settings.seed}|{space.workload}|{len(study.get_trials(deepcopy=False))}".encode())
@@ -106,7 +117,7 @@ class CellSearch:
         noted = self.study.noted("default")
         default = space.default if noted is None else self.study.parameters.plan(noted)
         self.state.recall(self.study.recalled.values(), self.study.blocks, default)
-        self.beliefs = Beliefs(self.state, lambda: self.space, space)
+        self.beliefs = Beliefs(self.state, lambda: self.space, replace(space, knobs=knobs))
 
     @property
     def space(self) -> Space:
@@ -167,6 +178,20 @@ class CellSearch:
             return kernels != {"math"}, distance(self.cell, plan, space.default)
 
         yield from sorted(mains, key=order)
+
+    def _graph_plans(self) -> list[Tunables]:
+        """Return the default launched as a graph where its host is the slower one, or nearly: then all plans may be.
+
+        What a graph launches is over when the device is, so that such a cell is searched by the device's time.
+        """
+        known, plan = self.state.checked_default(), graphed(self.state.default)
+        if not self.settings.graphs or known is None or not is_nearly_launch_bound(known.call_ms, known.host_us):
+            return []
+        if plan == self.state.default or not self._whole_space.valid(plan):
+            return []
+        self._whole_space = replace(self._whole_space, knobs={**self._whole_space.knobs, "launch": LAUNCHES})
+        self._space_now = None
+        return [plan]
 
     def look_again(self) -> None:
         """Time a call of the default once more: its check ran beside something that is over now.
@@ -287,7 +312,8 @@ class CellSearch:
 
     def _search(self, deadline: Deadline) -> None:
         self.listener.stage(self.cell, "search")
-        self._queue = first_plans(self.space, self.state, self.state.seeds)
+        self._queue = self._graph_plans()
+        self._queue += first_plans(self.space, self.state, self.state.seeds)
         most_s = MOST_RESERVED * deadline.remaining_s()
         began_s = deadline.remaining_s()
         lean_left = True
@@ -302,6 +328,7 @@ class CellSearch:
             if lean_left and elapsed > LEAN_AT:
                 lean_left = False
                 self._queue += lean_plans(self.space, self.state, self.beliefs)
+                self._queue += graph_plans(self.space, self.state, self.beliefs)
             elif elapsed > PLAINER_AT and not self._queue:
                 self._queue += plainer_plans(self.space, self.state, self.beliefs)
             before = len(self.state.entries)
@@ -309,7 +336,8 @@ class CellSearch:
             wanted = [e for e in (*contenders(self.state, self.beliefs, fresh), *fresh) if e.failure is None]
             if not wanted and len(self.state.entries) == before:
                 now = self.space, self.state, self.beliefs
-                more = [plan for plan in (*lean_plans(*now), *plainer_plans(*now)) if plan not in offered]
+                wishes = (*lean_plans(*now), *graph_plans(*now), *plainer_plans(*now))
+                more = [plan for plan in wishes if plan not in offered]
                 if not more:
                     more = compiled_plans(*now)
                 if not more:

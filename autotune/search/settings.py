@@ -18,8 +18,8 @@ class SearchSettings:
     """Settings of every cell. ``hang_s``: no call is given up before (compilation takes its time).
 
     ``asynchronous``: the device works while the host goes on, so that either may be waited for, and ``launch`` says
-    which time is minimised. ``sampler`` is auto, tpe, gp, random, grid, or ``package.module:Class`` of any Optuna
-    sampler.
+    which time is minimised. ``graphs``: plans may be launched from CUDA graphs of their own. ``sampler`` is auto, tpe,
+    gp, random, grid, or ``package.module:Class`` of any Optuna sampler.
     """
 
     preset: EffortPreset
@@ -29,6 +29,7 @@ class SearchSettings:
     hang_s: float = 10.0
     asynchronous: bool = False
     launch: Launch = "eager"
+    graphs: bool = False
     sampler: str = "auto"
 
 

@@ -15,6 +15,7 @@ from autotune.measure.evaluator import Checked, Proven, Sample, largest_of_each
 from autotune.search.budget import Deadline
 from autotune.search.cell import CellState
 from autotune.search.proposing.beliefs import Beliefs
+from autotune.search.proposing.enqueued import graphed
 from autotune.search.readings import Readings
 from autotune.search.suspects import GIVEN_UP
 from autotune.search.transfer import parts_of
@@ -81,13 +82,11 @@ class Final:
         state = self.state
         state.deadline = self.deadline
         self._study.note("final since", self.since)
-        entries = [self.default, *map(state.entry, finalists(state, self._beliefs))]
-        racing = self.deadline.earlier_by(
-            min(
-                validation_kept_s(state, self.deadline, self._validations_wanted(entries)),
-                MOST_RESERVED * self.deadline.remaining_s(),
-            )
-        )
+        entries = [self.default, *filter(state.check, map(state.entry, finalists(state, self._beliefs)))]
+        # Whatever is left, one validation is worth more than more blocks: without it no gain counts.
+        most_s = max(MOST_RESERVED * self.deadline.remaining_s(), VALIDATION_MARGIN * state.validation_s())
+        kept_s = validation_kept_s(state, self.deadline, self._validations_wanted(entries))
+        racing = self.deadline.earlier_by(min(kept_s, most_s))
         retime(state, entries, self.since, racing)
         beyond_s = min(state.undecided_s, state.end.remaining_s() - self.deadline.remaining_s())
         if beyond_s > 0 and math.isfinite(beyond_s) and self._noise_hides_a_gain(entries):
@@ -217,7 +216,7 @@ class Final:
         left = [c for plan, c in finals.items() if state.is_main(plan) and not state.entry(plan).failure]
         while True:
             if not self.deadline.allows(state.validation_s()):
-                left = self._validated_already(left)
+                left = [candidate for candidate in left if self._has_passed(candidate.tunables)]
             try:
                 best = choose(
                     state.workload,
@@ -229,9 +228,14 @@ class Final:
                 )
             except NothingAllowed:
                 return None
-            if best is default or state.validate(best.tunables) is None:
+            if best is default or self._has_passed(best.tunables) or state.validate(best.tunables) is None:
                 return best
             left.remove(best)
+
+    def _has_passed(self, plan: Tunables) -> bool:
+        """Return whether it was validated, or a graph of its launches was."""
+        known = [self.state.entries.get(p) for p in (plan, graphed(plan))]
+        return any(entry is not None and isinstance(entry.validated, Proven) for entry in known)
 
     def _hoped(self, candidate: Candidate) -> Interval:
         """The candidate's gain, as far as it is likely to pass."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from autotune.search.cell import CellState
 from autotune.search.proposing.beliefs import Beliefs
@@ -49,7 +50,11 @@ def _of_the_other_way(state: CellState, known: Sequence[Tunables]) -> list[Tunab
     """The best plan for calls that are launched in the other way, where none of ``known`` is as good."""
     found = []
     for readings in state.ways()[1:]:
-        timed = {e.tunables: readings.median(e) for e in readings.timed() if readings.may_be_chosen(e)}
+        timed: dict[Tunables, float] = {}
+        for entry in filter(lambda e: state.may_be_chosen(state.entry(e.tunables)), readings.timed()):
+            # Inside another capture a graph's launches are what counts, which may never have been tried one by one.
+            plan = entry.tunables if readings.suits(entry.tunables) else replace(entry.tunables, launch="eager")
+            timed[plan] = min(readings.median(entry), timed.get(plan, math.inf))
         best = min(timed, key=timed.__getitem__, default=state.default)
         if timed.get(best, 0.0) < min([0.0, *(timed[plan] for plan in known if plan in timed)]) - TIE:
             found.append(best)

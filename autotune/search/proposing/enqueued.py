@@ -46,6 +46,22 @@ def lean_plans(space: Space, state: CellState, beliefs: Beliefs) -> list[Tunable
     return [plan for plan in moves if not state.knows(plan) and space.valid(plan)]
 
 
+def graphed(plan: Tunables) -> Tunables:
+    """Return the plan launched as a CUDA graph, which keeps what checkpoint selective keeps."""
+    return replace(plan, launch="graph", checkpoint="selective")
+
+
+def graph_plans(space: Space, state: CellState, beliefs: Beliefs) -> list[Tunables]:
+    """The best plan, and that of the device's time, launched as CUDA graphs, where the space has such plans."""
+    if len(space.knobs.get("launch", ())) < 2:
+        return []
+    device = state.under("captured")
+    timed = [entry for entry in device.timed() if device.may_be_chosen(entry)]
+    fastest = min(timed, key=device.median, default=state.entry(state.default))
+    plans = dict.fromkeys(graphed(plan) for plan in (fastest.tunables, beliefs.best()))
+    return [plan for plan in plans if not state.knows(plan) and space.valid(plan)]
+
+
 def compiled_plans(space: Space, state: CellState, beliefs: Beliefs) -> list[Tunables]:
     """The best plan compiled, once: it costs seconds a plan."""
     compiled = replace(beliefs.best(), compile=True)

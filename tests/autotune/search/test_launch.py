@@ -7,12 +7,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from machines import Setting, Trial, by_kernels, plan, workload
+from machines import MIB, Setting, Trial, by_kernels, plan, workload
 
 from autotune.journal.store import Store
 from autotune.measure.launch_overhead import waited_ms
-from autotune.measure.simulated import Trouble
+from autotune.measure.simulated import REPLAY_US, Trouble
 from autotune.probe.output.writer import entry_of
+from autotune.search.limits import Limits
 from autotune.search.settings import SearchSettings
 from ringattn.planning.preference import Launch
 from ringattn.profile.schema import PlanEntry
@@ -119,3 +120,47 @@ def test_a_captured_answer_goes_through_a_file() -> None:
 
 def test_settings_say_eager_where_nobody_asks() -> None:
     assert SearchSettings.__dataclass_fields__["launch"].default == "eager"
+
+
+# --- CUDA graphs --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_where_the_host_is_the_slower_one_the_fastest_device_time_is_replayed_from_a_graph(seed: int) -> None:
+    trial = searched(300.0, quick_us=150.0, graphs=True, seed=seed, trouble=NOISE)
+    entry = entry_of(trial.result)
+    assert entry.choice is not None
+    assert (entry.choice.tunables.branches[0].forward, entry.choice.tunables.launch) == ("swift", "graph")
+    assert entry.evidence is not None
+    assert entry.evidence.default_ratio == pytest.approx(1 / 3, abs=0.01)
+    assert entry.evidence.host_us == REPLAY_US["infer"]
+    assert entry.captured is not None
+    assert entry.captured.tunables == SWIFT
+
+
+@pytest.mark.parametrize("quick_us", [20.0, 49.0])
+def test_where_the_device_is_the_slower_one_by_far_no_graph_is_tried(quick_us: float) -> None:
+    trial = searched(20.0, quick_us=quick_us, graphs=True)
+    assert not any(plan_.launch == "graph" for plan_ in trial.search.state.entries)
+
+
+def test_where_the_host_is_nearly_as_slow_graphs_are_tried_and_a_plan_that_gains_nothing_is_not_chosen() -> None:
+    trial = searched(45.0, quick_us=60.0, graphs=True)
+    assert any(plan_.launch == "graph" for plan_ in trial.search.state.entries)
+    assert trial.result.choice is not None
+    assert trial.result.choice.tunables == SWIFT
+
+
+def test_a_graph_that_holds_too_much_is_not_chosen() -> None:
+    trial = searched(300.0, quick_us=150.0, graphs=True, limits=Limits(int(1.5 * MIB)))
+    assert trial.result.choice is not None
+    assert trial.result.choice.tunables.launch == "eager"
+
+
+def test_a_training_step_is_replayed_with_the_checkpoint_that_a_graph_keeps() -> None:
+    cell = workload(pattern=Pattern())
+    rows = {"base_ms": 0.1, "host_us": lambda tunables: 400.0}
+    default = plan(cell, "quick", checkpoint="full")
+    trial = Setting(cell, TRUTH, default, rows=rows, asynchronous=True, graphs=True).run()
+    assert trial.result.choice is not None
+    assert (trial.result.choice.tunables.launch, trial.result.choice.tunables.checkpoint) == ("graph", "selective")

@@ -141,6 +141,7 @@ class Setting:
     rows: Mapping[str, object] = field(default_factory=dict)
     asynchronous: bool = False
     launch: Launch = "eager"
+    graphs: bool = False
     sampler: str = "auto"
     unproven: Mapping[Tunables, Fault] = field(default_factory=dict)
 
@@ -168,6 +169,7 @@ class Setting:
             hang_s=2.0,
             asynchronous=self.asynchronous,
             launch=self.launch,
+            graphs=self.graphs,
             sampler=self.sampler,
         )
         search = CellSearch(

@@ -48,6 +48,7 @@ class CellResult:
     choice: Measured | None = None
     captured: Measured | None = None  # of least device time, where that is another plan; its gain is the device's
     default: Measured | None = None
+    torch: Measured | None = None  # the kernel to which torch dispatches the workload
     runners_up: tuple[Measured, ...] = ()
     auto: Measured | None = None
     front: tuple[Measured, ...] = ()
@@ -104,6 +105,7 @@ class CellResult:
             choice=one(document["choice"]),
             captured=one(document["captured"]),
             default=one(document["default"]),
+            torch=one(document["torch"]),
             runners_up=several(document["runners_up"]),
             auto=one(document["auto"]),
             front=several(document["front"]),
@@ -116,6 +118,6 @@ class CellResult:
         )
 
 
-_ONE = ("choice", "captured", "default", "auto")
+_ONE = ("choice", "captured", "default", "torch", "auto")
 _SEVERAL = ("runners_up", "front", "singles")
 assert {*_ONE, *_SEVERAL} < {f.name for f in dataclasses.fields(CellResult)}

@@ -36,7 +36,7 @@ from .evaluator import Checked, Interference, Proven, Sample
 from .interference import InterferenceMonitor
 from .launch_overhead import may_be_launch_bound
 from .messages import LinkReading
-from .module_calls import build_module, caller, graph_bytes, results_of, settled
+from .module_calls import build_module, caller, graph_bytes, results_of, settled, torch_name
 from .rank_agreement import RankGroup, SingleRank, measure_links
 from .stopwatch import LaunchOverhead, Stopwatch
 from .timers import FEWEST, CudaTimer, HostTimer, cpu_peak_bytes, warm_up_device
@@ -112,11 +112,20 @@ class DeviceBench:
         if pace_ms is not None and waited_ms > SLOW * pace_ms:
             call_ms, host_us = self._first_look(module, workload, inputs, waited_ms)
             if call_ms > SLOW * pace_ms:
-                return Checked(call_ms, error, peak_bytes, cold_ms, host_us)
+                return Checked(call_ms, error, peak_bytes, cold_ms, host_us, torch_kernel=torch_name(workload, inputs))
+        varies = self._varies(module, workload, inputs)
         if self.settings.varied_lengths:
             self._first_calls[workload, tunables] = self._first_call_ms(module, workload, tunables, inputs)
         runner = self._runner(workload, tunables, module, waited_ms)
-        return Checked(runner.call_ms, error, peak_bytes, cold_ms, runner.host_us)
+        times = runner.call_ms, error, peak_bytes, cold_ms, runner.host_us
+        return Checked(*times, varies, torch_name(workload, inputs))
+
+    def _varies(self, module: RingAttention, workload: Workload, inputs: Inputs) -> bool:
+        """Return whether two calls differ in some bit on some rank: atomic additions come in any order."""
+        (out, _, grads), (again, _, grads_again) = (results_of(module, inputs, workload.train) for _ in range(2))
+        same = all(map(torch.equal, (out, *grads), (again, *grads_again)))
+        (differs,) = self._peers.max_over_ranks(float(not same))
+        return bool(differs)
 
     def validate(self, workload: Workload, tunables: Tunables, phase: Phase, part: tuple[int, int] = (0, 1)) -> Proven:
         """Check it at its own length with adversarial inputs, and at random ragged ones of the bucket.

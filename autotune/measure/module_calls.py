@@ -10,6 +10,7 @@ from torch import Tensor
 
 from autotune.accuracy.inputs import Inputs
 from ringattn.attention import RingAttention
+from ringattn.kernels.torch_entry import torch_kernel
 from ringattn.profile.schema import Profile
 from ringattn.runtime.graphed import CALLS_BEFORE_REPLAY, GraphedProgram
 from ringattn.workload import Tunables, Workload
@@ -55,6 +56,14 @@ def graph_bytes(module: RingAttention) -> int:
     """Return the bytes that the CUDA graphs of a module keep between calls."""
     programs = module._programs.values()
     return sum(program.held_bytes() for program in programs if isinstance(program, GraphedProgram))
+
+
+def torch_name(workload: Workload, inputs: Inputs) -> str:
+    """Return the kernel that torch's own function runs for dense attention on one rank; empty for any other."""
+    if not workload.pattern.dense or workload.world > 1:
+        return ""
+    tensors = (x.detach().requires_grad_(workload.train) for x in (inputs.q, inputs.k, inputs.v))
+    return torch_kernel(workload.causal, *tensors)
 
 
 def caller(module: RingAttention, inputs: Inputs, train: bool) -> Callable[[], None]:

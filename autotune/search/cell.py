@@ -108,6 +108,7 @@ class CellState(Readings):
         self.note = ""
         self.owes_validation = False  # of the default, which stays, at other lengths
         self.seeds: Sequence[Tunables] = ()  # winners of cells nearby
+        self.torch: Tunables | None = None  # the plan to which torch dispatches, where that is in the space
         self.undecided_s = 0.0  # beyond its time, that a final may take which noise keeps from an answer
         self._listener = listener
         self._patience_s = 0.0  # left for blocks that are thrown away

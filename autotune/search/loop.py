@@ -31,6 +31,7 @@ from autotune.search.proposing.enqueued import (
     graphed,
     lean_plans,
     plainer_plans,
+    torch_plan,
 )
 from autotune.search.proposing.sampler import SurrogateSampler
 from autotune.search.proposing.samplers import sampler_of
@@ -312,7 +313,9 @@ class CellSearch:
 
     def _search(self, deadline: Deadline) -> None:
         self.listener.stage(self.cell, "search")
-        self._queue = self._graph_plans()
+        self.state.torch = torch_plan(self._whole_space, self.state)
+        self._queue = [self.state.torch] if self.state.torch is not None else []
+        self._queue += self._graph_plans()
         self._queue += first_plans(self.space, self.state, self.state.seeds)
         most_s = MOST_RESERVED * deadline.remaining_s()
         began_s = deadline.remaining_s()
@@ -402,7 +405,7 @@ class CellSearch:
             branch.gather != own.gather for branch, own in zip(plan.branches, self.state.default.branches, strict=True)
         ):
             return False
-        if len(self.state.entries) < 2 * BATCH or plan in self.state.seeds:
+        if len(self.state.entries) < 2 * BATCH or plan in self.state.seeds or plan == self.state.torch:
             return False
         surrogate = self.beliefs.surrogate()
         mean, deviation = surrogate.predict(self.beliefs.coder.row(plan)[None])
@@ -411,6 +414,8 @@ class CellSearch:
     def _may_be_timed(self, entry: Entry) -> bool:
         """Return whether it keeps the limits and its check was not far slower than the best's; else it is told so."""
         look = self.state.first_look(entry)
+        if entry.tunables == self.state.torch:  # what everything is held against has a paired reading
+            return True
         if not self.state.keeps_limits(entry):
             self.leave(entry, "breaks a limit, not timed in pairs")
         elif look is not None and all(self._is_far_slower(entry, readings) for readings in self.state.ways()):

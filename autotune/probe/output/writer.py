@@ -37,6 +37,7 @@ def choice_of(measured: Measured) -> Choice:
             first_call_ms=_rounded(measured.first_call_ms),
             host_us=_rounded(measured.host_us),
             blocks=measured.gain.count,
+            reproducible=not measured.checked.varies,
         ),
     )
 
@@ -63,9 +64,18 @@ def entry_of(result: CellResult) -> PlanEntry:
         auto=choice_of(result.auto) if result.auto is not None else None,
         front=tuple(choice_of(m) for m in result.front) if len(result.front) > 1 else (),
         default=choice_of(result.default) if result.default is not None else None,
+        torch=_torch_of(result),
         singles=tuple(choice_of(m) for m in result.singles if m.tunables != result.choice.tunables),
         failures=tuple(failures[:FAILURES_KEPT]),
     )
+
+
+def _torch_of(result: CellResult) -> Choice | None:
+    """Return torch's own plan, with its evidence unless the row has that as its choice or default."""
+    if result.torch is None:
+        return None
+    known = {measured.tunables for measured in (result.choice, result.default) if measured is not None}
+    return Choice(result.torch.tunables) if result.torch.tunables in known else choice_of(result.torch)
 
 
 def _failure(plan: Tunables, fault: Fault) -> Failure:

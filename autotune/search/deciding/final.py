@@ -122,7 +122,7 @@ class Final:
     def _candidate(self, entry: Entry, gain: Interval) -> Candidate:
         checked = entry.checked
         assert checked is not None
-        return Candidate(entry.tunables, gain, checked.peak_bytes, self.state.keeps_limits(entry))
+        return Candidate(entry.tunables, gain, checked.peak_bytes, self.state.keeps_limits(entry), checked.varies)
 
     @property
     def _eager(self) -> Readings:
@@ -156,6 +156,8 @@ class Final:
         result.choice, result.default = self._measured(winner), self._measured(default)
         captured = self._captured(entries, default)
         result.captured = self._measured(captured) if captured and captured.tunables != winner.tunables else None
+        torch = self._torch(default)
+        result.torch = self._measured(torch) if torch is not None else None
         narrow = self._narrow(winner)
         result.auto = self._measured(narrow) if narrow is not None else None
         result.front = tuple(map(self._measured, self._front([default, *usable])))
@@ -188,6 +190,7 @@ class Final:
                 usual=state.seeds,
             )
             winner = next((c for c in left if c.tunables == winner.tunables), winner)
+            winner = self._no_slower_than_torch(self._eager, winner, left)
             if winner is default and self.default.validated is None:
                 state.owes_validation = not self.deadline.allows(state.validation_s())
                 if state.owes_validation:
@@ -228,9 +231,28 @@ class Final:
                 )
             except NothingAllowed:
                 return None
+            best = self._no_slower_than_torch(readings, best, left)
             if best is default or self._has_passed(best.tunables) or state.validate(best.tunables) is None:
                 return best
             left.remove(best)
+
+    def _no_slower_than_torch(self, readings: Readings, winner: Candidate, others: Sequence[Candidate]) -> Candidate:
+        """The winner, or torch's own plan where that is surely faster: nobody should pay for a preference."""
+        state = self.state
+        torch = next((c for c in others if c.tunables == state.torch and c.allowed), None)
+        if torch is None or winner.tunables == torch.tunables or state.settings.prefer != "time":
+            return winner
+        mine, theirs = (readings.entry(candidate.tunables) for candidate in (winner, torch))
+        apart = readings.difference(mine, theirs, self.since)
+        if len(apart) < 2:
+            return winner
+        behind = statistics.interval_of(apart, seed=state.settings.seed)
+        return torch if behind.low > 0 and behind.median > TIE else winner
+
+    def _torch(self, default: Candidate) -> Candidate | None:
+        """What was measured of torch's own plan."""
+        known = [default, *self._timed(list(self.gains.values()))]
+        return next((c for c in known if c.tunables == self.state.torch), None)
 
     def _has_passed(self, plan: Tunables) -> bool:
         """Return whether it was validated, or a graph of its launches was."""

@@ -19,10 +19,12 @@ CONTENDER = math.log(1.15)  # a plan this much slower than the best is no finali
 def finalists(state: CellState, beliefs: Beliefs) -> list[Tunables]:
     """At most FINALISTS - 1 beside the default: the best believed, its plainest equal, and the best narrow one.
 
-    Beyond these the best for calls that are launched in the other way.
+    Beyond these the best for calls that are launched in the other way, and torch's own plan.
     """
     found = _finalists(state, beliefs)
-    return found + _of_the_other_way(state, found)
+    found += _of_the_other_way(state, found)
+    torch = [plan for plan in (state.torch,) if plan is not None and plan not in (state.default, *found)]
+    return found + [plan for plan in torch if state.entry(plan).failure is None]
 
 
 def _finalists(state: CellState, beliefs: Beliefs) -> list[Tunables]:

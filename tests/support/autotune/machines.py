@@ -96,6 +96,7 @@ def row_of(
     peak: Callable[[Tunables], int] = lambda tunables: MIB,
     error: Callable[[Tunables], float] = lambda tunables: 1e-3,
     host_us: Callable[[Tunables], float] = lambda tunables: 20.0,
+    torch_kernel: str = "",
     faults: Mapping[Tunables, Fault] | None = None,
     unproven: Mapping[Tunables, Fault] | None = None,
 ) -> Callable[[Workload, Tunables], Row]:
@@ -106,7 +107,7 @@ def row_of(
         if fault is not None:
             return Row(tunables, fault=fault)
         ms = base_ms * math.exp(log_ratio(cell, tunables))
-        checked = Checked(ms, error(tunables), peak(tunables), ms, host_us(tunables))
+        checked = Checked(ms, error(tunables), peak(tunables), ms, host_us(tunables), torch_kernel=torch_kernel)
         return Row(tunables, (ms,), checked, unproven=(unproven or {}).get(tunables))
 
     return row

@@ -36,7 +36,7 @@ from .evaluator import Checked, Interference, Proven, Sample
 from .interference import InterferenceMonitor
 from .launch_overhead import may_be_launch_bound
 from .messages import LinkReading
-from .module_calls import build_module, caller, results_of
+from .module_calls import build_module, caller, graph_bytes, results_of, settled, torch_name
 from .rank_agreement import RankGroup, SingleRank, measure_links
 from .stopwatch import LaunchOverhead, Stopwatch
 from .timers import FEWEST, CudaTimer, HostTimer, cpu_peak_bytes, warm_up_device
@@ -107,16 +107,25 @@ class DeviceBench:
         inputs = self._timing_inputs(workload)
         module = self._module(workload, tunables)
         error, cold_ms = self._check_against_reference(module, workload, tunables, workload.total, "ordinary", phase)
-        peak_bytes, taken_ms = self._peak_bytes(module, workload, inputs)
+        peak_bytes, taken_ms = self._peak_bytes(module, workload, inputs)  # replayed, where it is a graph
         (waited_ms,) = self._peers.max_over_ranks(taken_ms)
         if pace_ms is not None and waited_ms > SLOW * pace_ms:
             call_ms, host_us = self._first_look(module, workload, inputs, waited_ms)
             if call_ms > SLOW * pace_ms:
-                return Checked(call_ms, error, peak_bytes, cold_ms, host_us)
+                return Checked(call_ms, error, peak_bytes, cold_ms, host_us, torch_kernel=torch_name(workload, inputs))
+        varies = self._varies(module, workload, inputs)
         if self.settings.varied_lengths:
-            self._first_calls[workload, tunables] = self._first_call_ms(module, workload, inputs)
+            self._first_calls[workload, tunables] = self._first_call_ms(module, workload, tunables, inputs)
         runner = self._runner(workload, tunables, module, waited_ms)
-        return Checked(runner.call_ms, error, peak_bytes, cold_ms, runner.host_us)
+        times = runner.call_ms, error, peak_bytes, cold_ms, runner.host_us
+        return Checked(*times, varies, torch_name(workload, inputs))
+
+    def _varies(self, module: RingAttention, workload: Workload, inputs: Inputs) -> bool:
+        """Return whether two calls differ in some bit on some rank: atomic additions come in any order."""
+        (out, _, grads), (again, _, grads_again) = (results_of(module, inputs, workload.train) for _ in range(2))
+        same = all(map(torch.equal, (out, *grads), (again, *grads_again)))
+        (differs,) = self._peers.max_over_ranks(float(not same))
+        return bool(differs)
 
     def validate(self, workload: Workload, tunables: Tunables, phase: Phase, part: tuple[int, int] = (0, 1)) -> Proven:
         """Check it at its own length with adversarial inputs, and at random ragged ones of the bucket.
@@ -132,12 +141,12 @@ class DeviceBench:
             self._check_against_reference(module, workload, tunables, total, kind, phase)
         if parts > 1:
             return Proven(0.0)
-        return Proven(self._first_call_ms(module, workload, self._timing_inputs(workload)))
+        return Proven(self._first_call_ms(module, workload, tunables, self._timing_inputs(workload)))
 
     def _check_against_reference(
         self, module: RingAttention, workload: Workload, tunables: Tunables, length: int, kind: str, phase: Phase
     ) -> tuple[float, float]:
-        """Return the relative error and the ms of the call; raise WrongAnswer with what is needed to reproduce it.
+        """Return the relative error and the ms of the first call; raise WrongAnswer with what reproduces it.
 
         ``length`` is the whole sequence's. A wrong row on one rank is a wrong answer on all.
         """
@@ -145,21 +154,23 @@ class DeviceBench:
         inputs, sampled, expected = self._references.get(workload, length, kind, tunables)
         self._peers.barrier()  # the candidate's time does not run while another rank still works on its reference
         phase("candidate")
-        return self._answer(module, workload, length, inputs, sampled, expected)
+        return self._answer(module, workload, tunables, length, inputs, sampled, expected)
 
     def _answer(
         self,
         module: RingAttention,
         workload: Workload,
+        tunables: Tunables,
         length: int,
         inputs: Inputs,
         sampled: Sampled,
         expected: Expected,
     ) -> tuple[float, float]:
-        """Compare one call with the reference that is there."""
+        """Compare one call with the reference that is there: of graphs a replay, after all that makes them."""
         ragged = length != workload.world * inputs.q.shape[1] or length % workload.world
         call: Callable[..., Any] = partial(module, total_length=length) if workload.world > 1 and ragged else module
-        (out, lse, grads), taken_ms = self._timed(partial(results_of, call, inputs, workload.train))
+        results = partial(results_of, call, inputs, workload.train)
+        (out, lse, grads), taken_ms = self._timed(lambda: settled(results, tunables))
         got = pick_rows(workload, sampled, out, lse, grads)
         whole = [("out", out), ("lse", lse), *zip(("dq", "dk", "dv"), grads, strict=False)]
         checked = check_rows(expected, got, whole)
@@ -170,18 +181,19 @@ class DeviceBench:
             raise WrongAnswer(text) if checked.fault else PeerWrong(f"rank {rank}: {text}")
         return checked.error, taken_ms
 
-    def _first_call_ms(self, module: RingAttention, workload: Workload, inputs: Inputs) -> float:
-        """Time a call at a length this process has not run: some kernels build a plan for every new shape."""
+    def _first_call_ms(self, module: RingAttention, workload: Workload, tunables: Tunables, inputs: Inputs) -> float:
+        """Time the first call at a new length: some kernels build a plan for every shape, and graphs are captured."""
         self._new_length += 1
         length = max(1, workload.seq_len - self._new_length % 61)
         shorter = replace(inputs, **{name: getattr(inputs, name)[:, :length] for name in ("q", "k", "v", "dout")})
-        return self._timed(caller(module, shorter, workload.train))[1]
+        call = caller(module, shorter, workload.train)
+        return self._timed(lambda: settled(call, tunables))[1]
 
     def first_call(self, workload: Workload, tunables: Tunables) -> Proven:
         """Call at the workload's length and at a ragged one, which compiles what there is to compile."""
         module, inputs = self._module(workload, tunables), self._timing_inputs(workload)
         caller(module, inputs, workload.train)()
-        return Proven(self._first_call_ms(module, workload, inputs))
+        return Proven(self._first_call_ms(module, workload, tunables, inputs))
 
     def run_profile(self, workload: Workload, profile_path: str) -> Tunables:
         """Return the plan that the runtime takes when it reads the file itself, after running it once."""
@@ -206,7 +218,8 @@ class DeviceBench:
         typical = self._stopwatch.read(runner.call, runner.launches, min(repeats, MOST_REPEATS), limit_s)
         runner.call_ms, runner.host_us = typical.ms, typical.host_us
         first_ms = self._first_calls.get((workload, tunables), 0.0) if self.settings.varied_lengths else 0.0
-        return Sample(typical.ms + first_ms / VARIED_CALLS, typical.host_us)
+        first_ms /= VARIED_CALLS  # which host and device wait for
+        return Sample(typical.ms + first_ms, typical.host_us + 1e3 * first_ms)
 
     def begin_block(self, pool_processes: int = 0) -> None:
         """Begin a block; ``pool_processes`` of the pool wait on the same device."""
@@ -269,6 +282,8 @@ class DeviceBench:
                 self._runners.popitem(last=False)
             module = module or self._module(workload, tunables)
             runner = Runner(caller(module, inputs, workload.train))
+            if waited_ms is None:
+                settled(runner.call, tunables)
             self._warm(runner, waited_ms)
             self._runners[key] = runner
         self._runners.move_to_end(key)
@@ -308,7 +323,7 @@ class DeviceBench:
     def _peak_bytes(self, module: RingAttention, workload: Workload, inputs: Inputs) -> tuple[int, float]:
         """Return the most that two calls in a row hold beyond the inputs, and the ms of the second.
 
-        The buffers of the pool count, as they stay, and so does what peers write into.
+        The buffers of the pool count, as they stay, and so does what peers write into and what graphs hold.
         """
         call = caller(module, inputs, workload.train)
         taken_ms = 0.0
@@ -324,8 +339,8 @@ class DeviceBench:
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         twice()
-        peak_bytes = torch.cuda.max_memory_allocated(self.device) - before + module.peer_workspace_bytes()
-        return max(0, peak_bytes), taken_ms
+        held = module.peer_workspace_bytes() + graph_bytes(module)
+        return max(0, torch.cuda.max_memory_allocated(self.device) - before + held), taken_ms
 
     def _timed(self, call: Callable[[], Result]) -> tuple[Result, float]:
         """Call and wait for the device; return the result and the ms that took."""

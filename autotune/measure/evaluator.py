@@ -116,7 +116,9 @@ class Checked:
 
     ``call_ms`` is a warm call, good to plan with but not to compare; ``error`` the relative 2-norm against float64
     on ordinary inputs, the worst of out and the gradients; ``peak_bytes`` what one call holds beyond the inputs;
-    ``cold_ms`` the very first call, with whatever had to be loaded, built or compiled for it.
+    ``cold_ms`` the very first call, with whatever had to be loaded, built or compiled for it. ``varies``: two calls
+    differed in some bit of the output or the gradients. ``torch_kernel`` is the kernel to which torch dispatches the
+    workload, whatever the candidate runs; empty where torch knows no such attention.
     """
 
     call_ms: float
@@ -124,6 +126,8 @@ class Checked:
     peak_bytes: int
     cold_ms: float
     host_us: float
+    varies: bool = False
+    torch_kernel: str = ""
 
 
 @dataclass(frozen=True, slots=True)

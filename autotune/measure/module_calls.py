@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from autotune.accuracy.inputs import Inputs
 from ringattn.attention import RingAttention
+from ringattn.kernels.torch_entry import torch_kernel
 from ringattn.profile.schema import Profile
-from ringattn.workload import Workload
+from ringattn.runtime.graphed import CALLS_BEFORE_REPLAY, GraphedProgram
+from ringattn.workload import Tunables, Workload
+
+Result = TypeVar("Result")
 
 
 def build_module(
@@ -39,6 +43,27 @@ def build_module(
         process_group=group,
         layout=layout,
     )
+
+
+def settled(call: Callable[[], Result], tunables: Tunables) -> Result:
+    """Call until a plan launched from CUDA graphs is replayed, other plans once; return what the last call did."""
+    for _ in range(CALLS_BEFORE_REPLAY if tunables.launch == "graph" else 0):
+        call()
+    return call()
+
+
+def graph_bytes(module: RingAttention) -> int:
+    """Return the bytes that the CUDA graphs of a module keep between calls."""
+    programs = module._programs.values()
+    return sum(program.held_bytes() for program in programs if isinstance(program, GraphedProgram))
+
+
+def torch_name(workload: Workload, inputs: Inputs) -> str:
+    """Return the kernel that torch's own function runs for dense attention on one rank; empty for any other."""
+    if not workload.pattern.dense or workload.world > 1:
+        return ""
+    tensors = (x.detach().requires_grad_(workload.train) for x in (inputs.q, inputs.k, inputs.v))
+    return torch_kernel(workload.causal, *tensors)
 
 
 def caller(module: RingAttention, inputs: Inputs, train: bool) -> Callable[[], None]:

@@ -17,21 +17,32 @@ from autotune.journal.entry import Entry
 from autotune.journal.result import CellResult
 from autotune.journal.store import Store
 from autotune.measure.evaluator import Clock, Evaluator, Fault, Sample
+from autotune.measure.launch_overhead import is_nearly_launch_bound
 from autotune.outcome import TrialOutcome
 from autotune.search.deciding.choose import gain_margin
 from autotune.search.deciding.contenders import contenders
 from autotune.search.deciding.final import MOST_RESERVED, Final, reserve_s
 from autotune.search.proposing.beliefs import FAILED, Beliefs
 from autotune.search.proposing.design import Design
-from autotune.search.proposing.enqueued import compiled_plans, first_plans, lean_plans, plainer_plans
+from autotune.search.proposing.enqueued import (
+    compiled_plans,
+    first_plans,
+    graph_plans,
+    graphed,
+    lean_plans,
+    plainer_plans,
+    torch_plan,
+)
 from autotune.search.proposing.sampler import SurrogateSampler
 from autotune.search.proposing.samplers import sampler_of
 from autotune.space.space import Space, distance
+from ringattn.tunables import LAUNCHES
 from ringattn.workload import Tunables, Workload
 
 from .budget import CellNeed, Deadline
 from .cell import CellState, DefaultBroken
 from .pruner import RacePruner
+from .readings import Readings
 from .settings import Listener, SearchSettings
 from .transfer import Transfer, parts_of, without, without_inert
 
@@ -75,6 +86,8 @@ class CellSearch:
         knobs = dict(space.knobs)
         if settings.preset.compile_finalists:
             knobs["compile"] = (False, True)
+        if settings.graphs:
+            knobs["launch"] = LAUNCHES
         study = store.study(space.workload, pruner=RacePruner(lambda: self.state.sigma()))
         self.study = CellStudy(study, space.workload, knobs, store.sync)
         seed = zlib.crc32(f"{settings.seed}|{space.workload}|{len(study.get_trials(deepcopy=False))}".encode())
@@ -102,11 +115,10 @@ class CellSearch:
             main_dtypes=main_dtypes,
             transfer=self.transfer,
         )
-        self.state.recall(self.study.recalled.values(), self.study.blocks)
-        self.beliefs = Beliefs(self.state, lambda: self.space, space)
-        default = self.study.noted("default")
-        if default is not None:
-            self.state.default = self.study.parameters.plan(default)
+        noted = self.study.noted("default")
+        default = space.default if noted is None else self.study.parameters.plan(noted)
+        self.state.recall(self.study.recalled.values(), self.study.blocks, default)
+        self.beliefs = Beliefs(self.state, lambda: self.space, replace(space, knobs=knobs))
 
     @property
     def space(self) -> Space:
@@ -167,6 +179,20 @@ class CellSearch:
             return kernels != {"math"}, distance(self.cell, plan, space.default)
 
         yield from sorted(mains, key=order)
+
+    def _graph_plans(self) -> list[Tunables]:
+        """Return the default launched as a graph where its host is the slower one, or nearly: then all plans may be.
+
+        What a graph launches is over when the device is, so that such a cell is searched by the device's time.
+        """
+        known, plan = self.state.checked_default(), graphed(self.state.default)
+        if not self.settings.graphs or known is None or not is_nearly_launch_bound(known.call_ms, known.host_us):
+            return []
+        if plan == self.state.default or not self._whole_space.valid(plan):
+            return []
+        self._whole_space = replace(self._whole_space, knobs={**self._whole_space.knobs, "launch": LAUNCHES})
+        self._space_now = None
+        return [plan]
 
     def look_again(self) -> None:
         """Time a call of the default once more: its check ran beside something that is over now.
@@ -287,7 +313,10 @@ class CellSearch:
 
     def _search(self, deadline: Deadline) -> None:
         self.listener.stage(self.cell, "search")
-        self._queue = first_plans(self.space, self.state, self.state.seeds)
+        self.state.torch = torch_plan(self._whole_space, self.state)
+        self._queue = [self.state.torch] if self.state.torch is not None else []
+        self._queue += self._graph_plans()
+        self._queue += first_plans(self.space, self.state, self.state.seeds)
         most_s = MOST_RESERVED * deadline.remaining_s()
         began_s = deadline.remaining_s()
         lean_left = True
@@ -302,6 +331,7 @@ class CellSearch:
             if lean_left and elapsed > LEAN_AT:
                 lean_left = False
                 self._queue += lean_plans(self.space, self.state, self.beliefs)
+                self._queue += graph_plans(self.space, self.state, self.beliefs)
             elif elapsed > PLAINER_AT and not self._queue:
                 self._queue += plainer_plans(self.space, self.state, self.beliefs)
             before = len(self.state.entries)
@@ -309,7 +339,8 @@ class CellSearch:
             wanted = [e for e in (*contenders(self.state, self.beliefs, fresh), *fresh) if e.failure is None]
             if not wanted and len(self.state.entries) == before:
                 now = self.space, self.state, self.beliefs
-                more = [plan for plan in (*lean_plans(*now), *plainer_plans(*now)) if plan not in offered]
+                wishes = (*lean_plans(*now), *graph_plans(*now), *plainer_plans(*now))
+                more = [plan for plan in wishes if plan not in offered]
                 if not more:
                     more = compiled_plans(*now)
                 if not more:
@@ -374,7 +405,7 @@ class CellSearch:
             branch.gather != own.gather for branch, own in zip(plan.branches, self.state.default.branches, strict=True)
         ):
             return False
-        if len(self.state.entries) < 2 * BATCH or plan in self.state.seeds:
+        if len(self.state.entries) < 2 * BATCH or plan in self.state.seeds or plan == self.state.torch:
             return False
         surrogate = self.beliefs.surrogate()
         mean, deviation = surrogate.predict(self.beliefs.coder.row(plan)[None])
@@ -383,21 +414,27 @@ class CellSearch:
     def _may_be_timed(self, entry: Entry) -> bool:
         """Return whether it keeps the limits and its check was not far slower than the best's; else it is told so."""
         look = self.state.first_look(entry)
+        if entry.tunables == self.state.torch:  # what everything is held against has a paired reading
+            return True
         if not self.state.keeps_limits(entry):
             self.leave(entry, "breaks a limit, not timed in pairs")
-        elif look is not None and look > self._best_look(entry) + DISMISSED:
+        elif look is not None and all(self._is_far_slower(entry, readings) for readings in self.state.ways()):
             self.leave(entry, "far slower at its first look, not timed in pairs")
         else:
             return True
         return False
 
-    def _best_look(self, entry: Entry) -> float:
+    def _is_far_slower(self, entry: Entry, readings: Readings) -> bool:
+        """Return whether its first look says so, as a program that launches as ``readings`` has it waits."""
+        look = readings.first_look(readings.entry(entry.tunables))
         looks = [
-            look
-            for other in self.state.entries.values()
-            if other is not entry and self.state.may_be_chosen(other) and (look := self.state.first_look(other))
+            found
+            for other in readings.entries.values()
+            if other.tunables != entry.tunables
+            and readings.may_be_chosen(other)
+            and (found := readings.first_look(other))
         ]
-        return min(looks, default=0.0)
+        return look is not None and look > min(looks, default=0.0) + DISMISSED
 
     def _value(self, entry: Entry) -> float | None:
         """Return the median log-ratio of a plan, before its first block that of its check; None without either."""

@@ -33,7 +33,9 @@ def ringtune(problem: Problem, seed: int, clock: SimulatedClock) -> Choice:
         problem.space,
         problem.evaluator(clock, seed),
         Store(None),
-        SearchSettings(EFFORTS["standard"], seed, hang_s=HANG_S),
+        SearchSettings(
+            EFFORTS["standard"], seed, hang_s=HANG_S, asynchronous=problem.asynchronous, graphs=problem.asynchronous
+        ),
         NoListener(),
         clock,
         main_dtypes=(problem.space.default.dtype,),

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autotune.measure.evaluator import Checked, Fault
-from autotune.measure.simulated import Part, Row, parts_of
+from autotune.measure.simulated import REPLAY_US, Part, Row, parts_of
 from autotune.space.space import Assignment, Space, Value, encode
 from ringattn.workload import BranchTunables, Tunables, Workload
 
@@ -79,10 +79,9 @@ class PartsMachine:
         if self.too_large in plan.kernels:
             return Row(plan, fault=Fault("oom", "out of memory"))
         device_ms, host_us = self.total(plan)
-        ms = max(device_ms, host_us / 1e3)
-        checked = Checked(ms, 1e-3, 2**24, ms + COLD_MS, host_us)
+        checked = Checked(device_ms, 1e-3, 2**24, device_ms + COLD_MS, host_us)
         unproven = Fault("wrong", "out errs at other lengths") if self.unproven in ran else None
-        return Row(plan, (ms,), checked, unproven=unproven)
+        return Row(plan, (device_ms,), checked, unproven=unproven)
 
     def is_right(self, plan: Tunables) -> bool:
         row = self.row(self.space.workload, plan)
@@ -168,8 +167,12 @@ class PartsMachine:
             needs_copy = whole.get("checkpoint") == "none"
             sums = [point for copies, front in fronts[seen].items() if copies or not needs_copy for point in front]
             totals = [self._total(device, host, whole) for device, host in sums]
-            best = min([best, *(max(device_ms, us / 1e3) for device_ms, us in totals)])
+            replayed_us = [REPLAY_US[self.space.workload.mode] if self._may_be_a_graph(whole) else math.inf]
+            best = min([best, *(max(ms, min(us, *replayed_us) / 1e3) for ms, us in totals)])
         return best
+
+    def _may_be_a_graph(self, whole: Mapping[str, Value]) -> bool:
+        return not self.space.workload.train or whole.get("checkpoint", "selective") == "selective"
 
     def _wholes(self) -> Iterator[Assignment]:
         names = [name for name in self.space.knobs if "." not in name or name.startswith("param:")]

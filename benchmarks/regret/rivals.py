@@ -16,10 +16,13 @@ import numpy as np
 import optuna
 
 from autotune.measure.evaluator import Checked, Fault, Proven, Sample
+from autotune.measure.launch_overhead import waited_ms
 from autotune.measure.simulated import ReplayEvaluator, SimulatedClock, parts_of
 from autotune.search.deciding.choose import gain_margin
 from autotune.space.space import decode, encode
 from autotune.statistics import interval_of
+from ringattn.planning.preference import Launch
+from ringattn.tunables import LAUNCHES
 from ringattn.workload import Tunables
 
 from .problems import CELL_BUDGET_S, HANG_S, Problem
@@ -83,7 +86,9 @@ class Rival:
         study = optuna.create_study(sampler=sampler)
         distributions = {
             name: optuna.distributions.CategoricalDistribution(values)
-            for name, values in space.knobs.items()
+            for name, values in (
+                {**space.knobs, "launch": LAUNCHES} if self.problem.asynchronous else space.knobs
+            ).items()
             if len(values) > 1
         }
         for plan in space.kernel_plans:
@@ -136,7 +141,12 @@ class Rival:
     def _block(self, plans: Sequence[Tunables]) -> None:
         order = self._order.sample([self._default, *plans], 1 + len(plans))
         block = self.evaluator.block(self._workload, order, timeout_s=HANG_S + HUNG_CALLS * self.call_s)
-        ms = {plan: result.ms for plan, result in zip(order, block.results, strict=True) if isinstance(result, Sample)}
+        launch: Launch = "eager" if self.problem.asynchronous else "captured"
+        ms = {
+            plan: waited_ms(result.ms, result.host_us, launch)
+            for plan, result in zip(order, block.results, strict=True)
+            if isinstance(result, Sample)
+        }
         for plan in plans:
             if plan in ms and self._default in ms:
                 self.ratios.setdefault(plan, []).append(math.log(ms[plan] / ms[self._default]))

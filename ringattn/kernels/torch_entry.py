@@ -16,8 +16,25 @@ from torch.nn.attention import SDPBackend
 from .parts import FLASH_2_MAX_ELEMENTS, MAX_GRID, flash_2_elements
 
 _BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+_NAMES = {
+    SDPBackend.MATH.value: "math",
+    SDPBackend.FLASH_ATTENTION.value: "flash",
+    SDPBackend.EFFICIENT_ATTENTION.value: "efficient",
+    SDPBackend.CUDNN_ATTENTION.value: "cudnn",
+}
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def torch_kernel(causal: bool, q: Tensor, k: Tensor, v: Tensor) -> str:
+    """Return the kernel to which ``F.scaled_dot_product_attention`` dispatches tensors (B, S, heads, D), by our name.
+
+    Tensors that require a gradient say that it is a training step.
+    """
+    grouped = q.shape[2] != k.shape[2]
+    query, key, value = (x.transpose(1, 2) for x in (q, k, v))
+    name = _NAMES[torch._fused_sdp_choice(query, key, value, None, 0.0, causal, enable_gqa=grouped)]
+    return "flash-cpu" if name == "flash" and q.device.type == "cpu" else name
 
 
 def torch_entry(kernel: str, causal: bool, scale: float, q: Tensor, k: Tensor, v: Tensor, train: bool) -> Attend | None:

@@ -25,6 +25,8 @@ from .program import ALL, Grads, Kept, Program, Wanted
 
 # Directions of shapes that a program keeps captured; who meets more captures the least recently used anew, in 50 ms.
 MOST_GRAPHS = 16
+# Calls of a shape before all of it is replayed: the forward runs, is captured, and its backward after that.
+CALLS_BEFORE_REPLAY = 3
 
 Step = Callable[..., Sequence[Tensor]]
 Key = tuple[object, ...]

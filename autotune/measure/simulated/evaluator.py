@@ -18,7 +18,7 @@ from ringattn.workload import Tunables, Workload
 
 from .clock import SimulatedClock
 from .first_calls import FirstCalls, Part, parts_of
-from .tables import Row, TrueTime
+from .tables import Row, TrueTime, with_graphs
 from .trouble import QUIET, Noise, Trouble
 
 
@@ -48,6 +48,7 @@ class ReplayEvaluator:
     _noise: Noise = field(init=False)
 
     def __post_init__(self) -> None:
+        self.truth = with_graphs(self.truth)
         self._rng = np.random.default_rng(self.seed)
         self._noise = Noise(self.trouble, self.seed, self._rng)
 

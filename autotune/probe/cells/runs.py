@@ -155,6 +155,9 @@ class CellRuns:
             limits=Limits(None if limit is None else limit * 2**20, request.max_error),
             prefer=request.prefer,
             asynchronous=self.task.environment.facts.vendor != "cpu",
+            launch=request.launch,
+            # A graph is of one length, and of no use inside another capture.
+            graphs=request.launch == "eager" and not request.varied_lengths,
             hang_s=hang_s(self.task.environment.facts.vendor, preset.budget_s, request.ranks),
             sampler=request.sampler,
         )

@@ -35,8 +35,9 @@ def choice_of(measured: Measured) -> Choice:
             peak_bytes=measured.checked.peak_bytes,
             error=_rounded(measured.checked.error),
             first_call_ms=_rounded(measured.first_call_ms),
-            host_us=_rounded(measured.checked.host_us),
+            host_us=_rounded(measured.host_us),
             blocks=measured.gain.count,
+            reproducible=not measured.checked.varies,
         ),
     )
 
@@ -58,13 +59,23 @@ def entry_of(result: CellResult) -> PlanEntry:
     return PlanEntry(
         workload=result.workload,
         choice=choice_of(result.choice),
+        captured=choice_of(result.captured) if result.captured is not None else None,
         runners_up=tuple(choice_of(m) for m in result.runners_up),
         auto=choice_of(result.auto) if result.auto is not None else None,
         front=tuple(choice_of(m) for m in result.front) if len(result.front) > 1 else (),
         default=choice_of(result.default) if result.default is not None else None,
+        torch=_torch_of(result),
         singles=tuple(choice_of(m) for m in result.singles if m.tunables != result.choice.tunables),
         failures=tuple(failures[:FAILURES_KEPT]),
     )
+
+
+def _torch_of(result: CellResult) -> Choice | None:
+    """Return torch's own plan, with its evidence unless the row has that as its choice or default."""
+    if result.torch is None:
+        return None
+    known = {measured.tunables for measured in (result.choice, result.default) if measured is not None}
+    return Choice(result.torch.tunables) if result.torch.tunables in known else choice_of(result.torch)
 
 
 def _failure(plan: Tunables, fault: Fault) -> Failure:

@@ -18,6 +18,7 @@ from ringattn.workload import Tunables, Workload
 GAIN_MARGIN = 0.01  # the interval of the gain must exclude this much
 NOISY_GAIN_MARGIN = 0.02
 STANDARD_ERROR = 1.25  # of a median of normal readings, times their deviation over the root of their number
+REPRODUCIBLE = math.log(1.02)  # what a plan may be slower that gives the same bits in every call
 MOST_DOUBT = 0.02  # log-ratio by which a plan may seem slower than the best, and be kept
 NOISY_SIGMA = 0.03  # standard deviation of one paired log-ratio from which a machine counts as noisy
 
@@ -34,6 +35,7 @@ class Candidate:
     gain: Interval
     peak_bytes: int
     allowed: bool = True  # keeps the limits on memory and error
+    varies: bool = False  # from call to call, in some bit
 
 
 def gain_margin(*, noisy: bool) -> float:
@@ -53,6 +55,8 @@ def choose(
 ) -> Candidate:
     """The plan to run; a ``noisy`` machine needs the wider margin.
 
+    A plan whose results vary from call to call gives way to one of about its time whose do not.
+
     ``usual`` are the winners of cells nearby, nearest first. One of them stays as long as it cannot be told from the
     best, where one log-ratio has a noise of ``sigma``. A default that breaks a limit does not stay. Raises
     NothingAllowed where nothing else is left.
@@ -68,8 +72,18 @@ def choose(
         # Leaner plans need not be faster than the default, but faster ones must be so beyond doubt.
         leaner = [c for c in allowed if c.gain.high < margin or c.peak_bytes < default.peak_bytes]
         allowed = [default, *leaner]
-    stays = _usual(allowed, sigma, usual) if prefer == "time" else None
-    return stays or _preferred(workload, allowed, default, prefer)
+
+    def best_of(candidates: Sequence[Candidate]) -> Candidate:
+        stays = _usual(candidates, sigma, usual) if prefer == "time" else None
+        return stays or _preferred(workload, candidates, default, prefer)
+
+    best = best_of(allowed)
+    if not best.varies:
+        return best
+    most = cost(prefer, best.gain.median, best.peak_bytes) + REPRODUCIBLE
+    steady = [c for c in {id(c): c for c in (*allowed, default)}.values() if c.allowed and not c.varies]
+    steady = [c for c in steady if cost(prefer, c.gain.median, c.peak_bytes) <= most]
+    return best_of(steady) if steady else best
 
 
 def _usual(candidates: Sequence[Candidate], sigma: float, usual: Sequence[Tunables]) -> Candidate | None:

@@ -9,7 +9,7 @@ from autotune.search.cell import CellState
 from autotune.search.transfer import parts_of
 from autotune.space.space import Space, distance
 from ringattn.planning.preference import TIE
-from ringattn.workload import Tunables
+from ringattn.workload import BranchTunables, Tunables
 
 from .beliefs import Beliefs
 
@@ -44,6 +44,32 @@ def lean_plans(space: Space, state: CellState, beliefs: Beliefs) -> list[Tunable
     best = replace(beliefs.best(), compile=False)
     moves = [m.tunables for m in space.neighbours(best) if m.knob in LEAN_KNOBS]
     return [plan for plan in moves if not state.knows(plan) and space.valid(plan)]
+
+
+def torch_plan(space: Space, state: CellState) -> Tunables | None:
+    """Return the plan of the kernel to which torch dispatches, where the space has it."""
+    known = state.checked_default()
+    if known is None or not known.torch_kernel:
+        return None
+    kernel, cell = known.torch_kernel, space.workload
+    plan = Tunables(cell.dtype, (BranchTunables(kernel, kernel if cell.train else ""),))
+    return plan if space.holds(plan) else None
+
+
+def graphed(plan: Tunables) -> Tunables:
+    """Return the plan launched as a CUDA graph, which keeps what checkpoint selective keeps."""
+    return replace(plan, launch="graph", checkpoint="selective")
+
+
+def graph_plans(space: Space, state: CellState, beliefs: Beliefs) -> list[Tunables]:
+    """The best plan, and that of the device's time, launched as CUDA graphs, where the space has such plans."""
+    if len(space.knobs.get("launch", ())) < 2:
+        return []
+    device = state.under("captured")
+    timed = [entry for entry in device.timed() if device.may_be_chosen(entry)]
+    fastest = min(timed, key=device.median, default=state.entry(state.default))
+    plans = dict.fromkeys(graphed(plan) for plan in (fastest.tunables, beliefs.best()))
+    return [plan for plan in plans if not state.knows(plan) and space.valid(plan)]
 
 
 def compiled_plans(space: Space, state: CellState, beliefs: Beliefs) -> list[Tunables]:

@@ -20,7 +20,7 @@ from autotune.search.loop import CellSearch
 from autotune.search.settings import NoListener, SearchSettings
 from autotune.space.space import Machine, Space, build_space, distance
 from ringattn.hardware.facts import HardwareFacts
-from ringattn.planning.preference import Preference
+from ringattn.planning.preference import Launch, Preference
 from ringattn.profile.schema import Policy
 from ringattn.workload import BranchTunables, Mode, Pattern, Tunables, Workload
 
@@ -96,6 +96,7 @@ def row_of(
     peak: Callable[[Tunables], int] = lambda tunables: MIB,
     error: Callable[[Tunables], float] = lambda tunables: 1e-3,
     host_us: Callable[[Tunables], float] = lambda tunables: 20.0,
+    torch_kernel: str = "",
     faults: Mapping[Tunables, Fault] | None = None,
     unproven: Mapping[Tunables, Fault] | None = None,
 ) -> Callable[[Workload, Tunables], Row]:
@@ -106,7 +107,7 @@ def row_of(
         if fault is not None:
             return Row(tunables, fault=fault)
         ms = base_ms * math.exp(log_ratio(cell, tunables))
-        checked = Checked(ms, error(tunables), peak(tunables), ms, host_us(tunables))
+        checked = Checked(ms, error(tunables), peak(tunables), ms, host_us(tunables), torch_kernel=torch_kernel)
         return Row(tunables, (ms,), checked, unproven=(unproven or {}).get(tunables))
 
     return row
@@ -140,6 +141,8 @@ class Setting:
     trouble: Trouble = QUIET
     rows: Mapping[str, object] = field(default_factory=dict)
     asynchronous: bool = False
+    launch: Launch = "eager"
+    graphs: bool = False
     sampler: str = "auto"
     unproven: Mapping[Tunables, Fault] = field(default_factory=dict)
 
@@ -166,6 +169,8 @@ class Setting:
             self.prefer,
             hang_s=2.0,
             asynchronous=self.asynchronous,
+            launch=self.launch,
+            graphs=self.graphs,
             sampler=self.sampler,
         )
         search = CellSearch(

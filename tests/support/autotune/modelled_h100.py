@@ -18,7 +18,7 @@ import numpy as np
 from machines import H100, environment_of
 
 from autotune.measure.evaluator import Block, Checked, Fault, Sample
-from autotune.measure.simulated import Part, ReplayEvaluator, Row, SimulatedClock, Trouble, parts_of
+from autotune.measure.simulated import REPLAY_US, Part, ReplayEvaluator, Row, SimulatedClock, Trouble, parts_of
 from autotune.probe.environment import Environment
 from autotune.space.space import machine_of
 from ringattn.profile.yaml_io import load_profile
@@ -84,7 +84,7 @@ def device_ms(cell: Workload, plan: Tunables) -> float:
     ms *= 1.03 if plan.window_tokens else 1.0
     ms *= WIDE_DTYPES if plan.dtype in ("fp32", "tf32") else 1.0
     ms *= math.prod(1 + 0.01 * _own(name, value) for name, value in plan.params)
-    return ms * (1 + 0.006 * _own(str(cell), plan))
+    return ms * (1 + 0.006 * _own(str(cell), replace(plan, launch="eager")))
 
 
 def host_us(cell: Workload, plan: Tunables) -> float:
@@ -95,6 +95,12 @@ def host_us(cell: Workload, plan: Tunables) -> float:
     if not cell.pattern.dense:
         us += 240 if cell.train else 80
     return us * (1.0 if plan.pattern_cache else 1.6) * (1.1 if plan.pool_threshold_mib else 1.0)
+
+
+def eager_ms(cell: Workload, plan: Tunables, slowness: float) -> float:
+    """What a loop of calls waits for: the longer of host and device."""
+    us = slowness * host_us(cell, plan)
+    return max(device_ms(cell, plan), (min(us, REPLAY_US[cell.mode]) if plan.launch == "graph" else us) / 1e3)
 
 
 def _row_bytes(cell: Workload) -> int:
@@ -125,7 +131,7 @@ class ModelledH100(ReplayEvaluator):
         return super()._reading(cell, plan, timeout_s)
 
     def _waited_s(self, cell: Workload, plan: Tunables) -> float:
-        return max(0.0, self.host_slowness * host_us(cell, plan) / 1e6 - device_ms(cell, plan) / 1e3)
+        return max(0.0, eager_ms(cell, plan, self.host_slowness) - device_ms(cell, plan)) / 1e3
 
 
 def row_of_plan(slowness: float, hangs: Part | None, cell: Workload, plan: Tunables) -> Row:

@@ -218,7 +218,7 @@ def _print_result(result: ProbeResult, as_json: bool) -> None:
                 "It has all these cells: they would be verified, and only stale ones searched; --fresh searches all"
             )
     elif result.profile is not None:
-        from autotune.report.summary import terminal_summary
+        from autotune.report.terminal import terminal_summary
 
         print_answer(terminal_summary(result.profile))
         done = "verified" if result.verified else "written"

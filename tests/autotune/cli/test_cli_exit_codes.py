@@ -9,7 +9,7 @@ import pytest
 from cli_runs import engine, one_line_error, ringtune
 from report_samples import gpu_profile
 
-from autotune.exit_codes import DeviceBusy, ExitCode, NothingMeasured, NoDevice, ProbeFailure, UsageFailure
+from autotune.exit_codes import DeviceBusy, ExitCode, NoDevice, NothingMeasured, ProbeFailure, UsageFailure
 from autotune.probe.request import CellReport, ProbeObserver, ProbeResult
 from ringattn.errors import DeviceError, PlanError, ProfileError
 from ringattn.workload import Workload

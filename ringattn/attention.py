@@ -22,7 +22,7 @@ from ringattn.geometry.layout import Shard, Span, check_dim, positions, resolve_
 from ringattn.hardware.kernel_faults import Combination
 from ringattn.planning.missed import count_calls, meet, record_path
 from ringattn.planning.plan import Conditions, Plan
-from ringattn.planning.preference import Preference, check_preference
+from ringattn.planning.preference import Launch, Preference, check_preference
 from ringattn.planning.self_check import asked_of_kernels, faults_of
 from ringattn.planning.setup import (
     Setup,
@@ -31,7 +31,6 @@ from ringattn.planning.setup import (
     group_size,
     say_once,
     set_up,
-    warn_of_empty_heads,
     wishes_of,
 )
 from ringattn.planning.table import ModuleShape, PlanTable, Row, build_table
@@ -87,6 +86,8 @@ class RingAttention(nn.Module):
             causal dense attention in a ring, else contiguous. See ``shard``, ``unshard`` and ``positions``.
         prefer: of the plans that the profile holds for a length the fastest (``"time"``), the leanest (``"memory"``)
             or ``"balanced"``, where half the memory is worth a factor sqrt(2) in time; None: the one its probe chose.
+        launch: ``"eager"`` takes the plan whose call is over first, host and device; ``"captured"`` the one that needs
+            the device the shortest, for calls in a CUDA graph or a compiled model, which hide the host.
 
     Raises:
         InputError: an argument that makes no sense.
@@ -115,6 +116,7 @@ class RingAttention(nn.Module):
         process_group: Any = None,
         layout: str = "auto",
         prefer: Preference | None = None,
+        launch: Launch = "eager",
     ) -> None:
         super().__init__()
         world = group_size(process_group)
@@ -130,18 +132,16 @@ class RingAttention(nn.Module):
             max_seq_len = None if max_seq_len is None else integer("max_seq_len", max_seq_len)
             if num_heads % num_kv_heads:
                 raise InputError(f"num_heads is {num_heads}, not a multiple of num_kv_heads, {num_kv_heads}")
-            check_preference(prefer)
+            check_preference(prefer, launch)
             pattern = Pattern.of(segment_lengths, dilation_rates, head_offset)
             self.layout = resolve_layout(layout, pattern, causal)  # refuses before a profile is read
             self.shape = shape = ModuleShape(num_heads, num_kv_heads, head_dim, causal, pattern, max_seq_len, world)
             self.scale = 1.0 / math.sqrt(head_dim) if scale is None else float(scale)
             deterministic = torch.are_deterministic_algorithms_enabled()
-
             layout_with = partial(shape.layout, layout)
 
             def resolve() -> tuple[Setup, PlanTable]:
-                setup = set_up(profile, device, shape)
-                of_ranks = ("", "")
+                setup, of_ranks = set_up(profile, device, shape), ("", "")
                 if self._ring is not None:
                     of_ranks = layout_with(setup.entries, setup.facts), self._ring.watchdog.hosts_reason()
                 table = build_table(
@@ -153,6 +153,7 @@ class RingAttention(nn.Module):
                     wishes=wishes_of(backend, dtype, checkpoint),
                     auto_dtype=dtype == "auto",
                     prefer=prefer,
+                    launch=launch,
                     strict=setup.named,
                     place_of=setup.place_of,
                 )
@@ -162,7 +163,7 @@ class RingAttention(nn.Module):
                 self._setup, self.plan = resolve()
             else:
                 asked = {"scale": self.scale, "layout": layout, "prefer": prefer, "dropout": float(dropout)}
-                asked |= {"backend": backend, "dtype": dtype, "checkpoint": checkpoint}
+                asked |= {"backend": backend, "dtype": dtype, "checkpoint": checkpoint, "launch": launch}
                 asked |= {"use_deterministic_algorithms": deterministic}
                 self._setup, self.plan = self._ring.plan_together(resolve, layout_with, shape, asked)
                 self.layout = self._ring.layout
@@ -183,7 +184,6 @@ class RingAttention(nn.Module):
         self._record_path = record_path(profile, self.plan.wishes) if self._logs else ""
         if self._logs:
             self._setup.announce()
-            warn_of_empty_heads(shape)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, return_lse: bool = False, total_length: int | None = None

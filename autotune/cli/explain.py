@@ -15,6 +15,7 @@ from .options import (
     check_shape,
     device_option,
     json_option,
+    launch_option,
     pattern_options,
     profile_argument,
     ranks_asked,
@@ -41,6 +42,7 @@ from .options import (
     type=DtypeChoice(["bf16", "fp16", "fp32", "fp64"]),
     help="Input dtype.  [default: bf16 on a GPU, fp32 on a CPU]",
 )
+@launch_option
 @device_option
 @world_option
 @json_option
@@ -89,6 +91,7 @@ def explain(profile: Path | None, as_json: bool, **asked: Any) -> None:
         setup.policy,
         setup.facts,
         conditions=Conditions(layout=shape.layout("auto", setup.entries, setup.facts) if ranks > 1 else ""),
+        launch=asked["launch"],
         strict=setup.named and not foreign,
         place_of=setup.place_of,
     )

@@ -107,6 +107,14 @@ def seed_option(text: str) -> Callable[[Command], Command]:
     return click.option("--seed", type=click.IntRange(min=0), metavar="N", default=0, show_default=True, help=text)
 
 
+launch_option = click.option(
+    "--launch",
+    type=click.Choice(["eager", "captured"]),
+    default="eager",
+    show_default=True,
+    help="How calls are launched: one by one by the host, whose time counts, or in a CUDA graph or compiled model.",
+)
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 
 device_option = click.option(

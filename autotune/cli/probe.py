@@ -21,6 +21,7 @@ from .options import (
     device_option,
     effort_option,
     json_option,
+    launch_option,
     like_option,
     mebibytes,
     model_option,
@@ -96,6 +97,7 @@ MODES: dict[str, tuple[Mode, ...]] = {"train": ("train",), "infer": ("infer",), 
     show_default=True,
     help="Which end of the time/memory front to choose.",
 )
+@launch_option
 @seed_option("Fixes order, inputs, sampling.")
 @click.option(
     "--sampler",

@@ -16,11 +16,11 @@ from optuna.samplers import BaseSampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
-from autotune.measure.evaluator import Checked, Fault, Proven
+from autotune.measure.evaluator import Checked, Fault, Proven, Sample
 from autotune.space.space import Value
 from ringattn.workload import Tunables, Workload, describe
 
-from .entry import Entry
+from .entry import Entry, PairedBlock
 from .parameters import Parameters
 
 RUNS = "runs"  # the constraint every trial has: above 0 where the plan gave no number
@@ -44,7 +44,7 @@ class CellStudy:
         self.study = study
         self.parameters = Parameters(workload, knobs)
         self.recalled: dict[Tunables, Entry] = {}
-        self.blocks: dict[int, tuple[float, float | None]] = {}  # the default's ms, and log of one reading over another
+        self.blocks: dict[int, PairedBlock] = {}
         self._sync = sync
         self._trials: dict[Tunables, Trial] = {}  # that are running
         self._numbers: dict[Tunables, int] = {}  # of each plan's first trial
@@ -53,9 +53,6 @@ class CellStudy:
     # --- what is there --------------------------------------------------------------------------------------------
 
     def _recall(self) -> None:
-        for name, value in self.study.user_attrs.items():
-            if name.startswith(_BLOCK):
-                self.blocks[int(name.removeprefix(_BLOCK))] = (value[0], value[1])
         self._fail_waiting()
         for frozen in self.study.get_trials(deepcopy=False):
             if frozen.state == TrialState.FAIL:
@@ -65,6 +62,11 @@ class CellStudy:
                     self.study.tell(frozen.number, state=TrialState.FAIL)
                 continue
             self._recall_trial(frozen)
+        plans = {number: plan for plan, number in self._numbers.items()}
+        for name, value in self.study.user_attrs.items():
+            if name.startswith(_BLOCK):
+                samples = {plans[int(n)]: tuple(Sample(*s) for s in each) for n, each in value["samples"].items()}
+                self.blocks[int(name.removeprefix(_BLOCK))] = PairedBlock(plans[value["default"]], samples)
 
     def _fail_waiting(self) -> None:
         """End the trials that a killed run, or somebody else, left waiting: ``ask`` would give one for another plan."""
@@ -77,9 +79,6 @@ class CellStudy:
             return
         entry = self.recalled.setdefault(plan, Entry(plan))
         self._numbers.setdefault(plan, frozen.number)
-        entry.log_ratios |= {
-            block: ratio for block, ratio in frozen.intermediate_values.items() if block in self.blocks
-        }
         attrs = frozen.user_attrs
         if "checked" in attrs:
             entry.checked = Checked(**attrs["checked"])
@@ -195,10 +194,11 @@ class CellStudy:
         self._trial(entry).set_user_attr("validation", plain)
         self._sync()
 
-    def block(self, number: int, default_ms: float, repeated: float | None) -> None:
-        """The default's own time in a block whose ratios are about to be told."""
-        self.blocks[number] = default_ms, repeated
-        self.study.set_user_attr(f"{_BLOCK}{number}", [default_ms, repeated])
+    def block(self, number: int, block: PairedBlock) -> None:
+        """Every plan's times of device and host, by trial, in a block whose ratios are about to be told."""
+        self.blocks[number] = block
+        samples = {str(self.number_of(p)): [[s.ms, s.host_us] for s in each] for p, each in block.samples.items()}
+        self.study.set_user_attr(f"{_BLOCK}{number}", {"default": self.number_of(block.default), "samples": samples})
 
     def reading(self, entry: Entry, block: int, log_ratio: float) -> None:
         self._trial(entry).report(log_ratio, block)

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autotune.measure.evaluator import Checked, Fault, Proven
+from autotune.measure.evaluator import Checked, Fault, Proven, Sample
 from ringattn.workload import Tunables
+
+
+@dataclass(frozen=True, slots=True)
+class PairedBlock:
+    """Samples of one block, by plan; of ``default``, against which the others are held, there are up to two."""
+
+    default: Tunables
+    samples: Mapping[Tunables, tuple[Sample, ...]]
 
 
 @dataclass(slots=True, eq=False)
@@ -17,7 +26,6 @@ class Entry:
     fault: Fault | None = None
     validated: Proven | Fault | None = None
     log_ratios: dict[int, float] = field(default_factory=dict)
-    host_us: list[float] = field(default_factory=list)  # of every block
     deaths: int = 0  # while timed, after it had been checked
     open: bool = False  # its trial is running
     told: bool = False  # a trial of it has ended

@@ -23,7 +23,8 @@ class Measured:
     tunables: Tunables
     checked: Checked
     gain: Interval  # of log(t / t_default); a count of 0 says it was never timed
-    median_ms: float
+    median_ms: float  # of the device
+    host_us: float
     first_call_ms: float  # at a length never met before
 
     def plain(self, number_of: Callable[[Tunables], int]) -> dict[str, Any]:
@@ -33,6 +34,7 @@ class Measured:
             "trial": number_of(self.tunables),
             "log_ratio": gain,
             "median_ms": self.median_ms,
+            "host_us": self.host_us,
             "first_call_ms": self.first_call_ms,
         }
 
@@ -44,6 +46,7 @@ class CellResult:
     workload: Workload
     state: CellState
     choice: Measured | None = None
+    captured: Measured | None = None  # of least device time, where that is another plan; its gain is the device's
     default: Measured | None = None
     runners_up: tuple[Measured, ...] = ()
     auto: Measured | None = None
@@ -88,7 +91,8 @@ class CellResult:
             tunables, checked = plan_of(plain["trial"])
             low, median, high, count = plain["log_ratio"]
             gain = Interval(float(low), median, float(high), count)
-            return Measured(tunables, checked, gain, plain["median_ms"], plain["first_call_ms"])
+            times = plain["median_ms"], plain["host_us"], plain["first_call_ms"]
+            return Measured(tunables, checked, gain, *times)
 
         def several(plain: Sequence[Mapping[str, Any]]) -> tuple[Measured, ...]:
             return tuple(found for each in plain if (found := one(each)) is not None)
@@ -98,6 +102,7 @@ class CellResult:
             workload,
             document["state"],
             choice=one(document["choice"]),
+            captured=one(document["captured"]),
             default=one(document["default"]),
             runners_up=several(document["runners_up"]),
             auto=one(document["auto"]),
@@ -111,6 +116,6 @@ class CellResult:
         )
 
 
-_ONE = ("choice", "default", "auto")
+_ONE = ("choice", "captured", "default", "auto")
 _SEVERAL = ("runners_up", "front", "singles")
 assert {*_ONE, *_SEVERAL} < {f.name for f in dataclasses.fields(CellResult)}

@@ -206,7 +206,8 @@ class DeviceBench:
         typical = self._stopwatch.read(runner.call, runner.launches, min(repeats, MOST_REPEATS), limit_s)
         runner.call_ms, runner.host_us = typical.ms, typical.host_us
         first_ms = self._first_calls.get((workload, tunables), 0.0) if self.settings.varied_lengths else 0.0
-        return Sample(typical.ms + first_ms / VARIED_CALLS, typical.host_us)
+        first_ms /= VARIED_CALLS  # which host and device wait for
+        return Sample(typical.ms + first_ms, typical.host_us + 1e3 * first_ms)
 
     def begin_block(self, pool_processes: int = 0) -> None:
         """Begin a block; ``pool_processes`` of the pool wait on the same device."""

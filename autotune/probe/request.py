@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from autotune.outcome import TrialOutcome
-from ringattn.planning.preference import Preference
+from ringattn.planning.preference import Launch, Preference
 from ringattn.workload import Mode, Tunables, Workload
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ class ProbeRequest:
     varied_lengths: bool = False  # lengths vary between calls: first-call cost counts in the score
     memory_limit_mib: int | None = None  # workspace beyond the inputs
     prefer: Preference = "time"
+    launch: Launch = "eager"
     seed: int = 0
     sampler: str = "auto"  # tpe, gp, random, grid, or package.module:Class of an Optuna sampler
     storage: str | None = None  # URL of an Optuna storage; None: the journal beside the profile

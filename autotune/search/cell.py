@@ -13,8 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from autotune import statistics
-from autotune.journal.entry import Entry
+from autotune.journal.entry import Entry, PairedBlock
 from autotune.measure.evaluator import Block, Checked, Evaluator, Fault, Interference, Proven, Sample
 from autotune.measure.launch_overhead import sample_ms
 from autotune.outcome import TrialOutcome
@@ -52,7 +51,7 @@ class Record(Protocol):
 
     def validated(self, entry: Entry) -> None: ...
 
-    def block(self, number: int, default_ms: float, repeated: float | None) -> None: ...
+    def block(self, number: int, block: PairedBlock) -> None: ...
 
     def reading(self, entry: Entry, block: int, log_ratio: float) -> None: ...
 
@@ -74,7 +73,7 @@ class NoRecord:
 
     def validated(self, entry: Entry) -> None: ...
 
-    def block(self, number: int, default_ms: float, repeated: float | None) -> None: ...
+    def block(self, number: int, block: PairedBlock) -> None: ...
 
     def reading(self, entry: Entry, block: int, log_ratio: float) -> None: ...
 
@@ -244,8 +243,8 @@ class CellState(Readings):
 
     # --- blocks ---------------------------------------------------------------------------------------------------
 
-    def recall(self, entries: Iterable[Entry], blocks: Mapping[int, tuple[float, float | None]]) -> None:
-        """Take over what an earlier run measured."""
+    def recall(self, entries: Iterable[Entry], blocks: Mapping[int, PairedBlock], default: Tunables) -> None:
+        """Take over what an earlier run measured; ``default`` is what it paired with at its end."""
         for entry in entries:
             self.entries[entry.tunables] = entry
             result = entry.fault or entry.checked
@@ -253,8 +252,10 @@ class CellState(Readings):
                 self._learn(entry, result)
             if entry.validated is not None:
                 self._learn_validation(entry)
-        for number, (default_ms, repeated) in sorted(blocks.items()):
-            self.keep_block(number, default_ms, repeated)
+        for number, block in sorted(blocks.items()):
+            self.replace_default(block.default)
+            self.keep_block(number, block)
+        self.replace_default(default)
 
     def be_patient(self, left_s: float) -> None:
         """Blocks may be thrown away again, in a cell that has so much time left."""
@@ -277,52 +278,37 @@ class CellState(Readings):
         self.transfer.pace.learn(clock.now() - began, samples_s)
         if block.disturbances and not self._accepts(block, clock.now() - began):
             return False
-        times, faults = self._split(order, block)
+        samples, faults = self._split(order, block)
         self._handle_faults(faults, timed)
-        readings = times.get(self.default, [])
-        if not readings:
+        if self.default not in samples:
             self._default_faults += 1
             fault = faults.get(self.default, Fault("error", "gave no time"))
             if self._default_faults >= DEFAULT_ATTEMPTS:
                 raise DefaultBroken(fault)
             return False
         self._default_faults = 0
-        logs = [math.log(ms) for ms in readings]
-        # A slow default makes everything else in its block look fast.
-        default_log = statistics.settled(logs, self.noise_sigma())
-        repeated = logs[0] - logs[1] if len(logs) == 2 else None
-        self.keep_block(number, math.exp(default_log), repeated)
-        self.record.block(number, math.exp(default_log), repeated)
+        paired = PairedBlock(self.default, samples)
+        self.keep_block(number, paired)
+        self.record.block(number, paired)
         for entry in entries:
-            if entry.tunables == self.default:
-                self._keep(entry, number, 0.0)
-            elif entry.tunables in times:
-                self._keep(entry, number, self._log_ratio(entry, times[entry.tunables][0], default_log))
+            if number in entry.log_ratios:
+                self.record.reading(entry, number, entry.log_ratios[number])
         return True
-
-    def _keep(self, entry: Entry, block: int, log_ratio: float) -> None:
-        entry.log_ratios[block] = log_ratio
-        self.record.reading(entry, block, log_ratio)
-
-    def _log_ratio(self, entry: Entry, ms: float, default_log: float) -> float:
-        mine, other = (statistics.median(e.host_us) for e in (entry, self.entry(self.default)))
-        return math.log(self.judged_ms_of(ms, mine, math.exp(default_log), other)) - default_log
 
     def _split(
         self, order: Sequence[Tunables], block: Block
-    ) -> tuple[dict[Tunables, list[float]], dict[Tunables, Fault]]:
-        """Return the times of each plan in ms, and its fault."""
-        times: dict[Tunables, list[float]] = {}
+    ) -> tuple[dict[Tunables, tuple[Sample, ...]], dict[Tunables, Fault]]:
+        """Return the samples of each plan, and its fault."""
+        samples: dict[Tunables, tuple[Sample, ...]] = {}
         faults: dict[Tunables, Fault] = {}
         for plan, result in zip(order, block.results, strict=True):
             if isinstance(result, Sample) and not is_a_time(result.ms):
                 faults[plan] = no_time(result.ms)
             elif isinstance(result, Sample):
-                times.setdefault(plan, []).append(result.ms)
-                self.entry(plan).host_us.append(result.host_us)
+                samples[plan] = (*samples.get(plan, ()), result)
             else:
                 faults[plan] = result
-        return times, faults
+        return samples, faults
 
     def _accepts(self, block: Block, took_s: float) -> bool:
         """Return whether a disturbed block counts: not while there is time to repeat it."""

@@ -32,6 +32,7 @@ from ringattn.workload import Tunables, Workload
 from .budget import CellNeed, Deadline
 from .cell import CellState, DefaultBroken
 from .pruner import RacePruner
+from .readings import Readings
 from .settings import Listener, SearchSettings
 from .transfer import Transfer, parts_of, without, without_inert
 
@@ -102,11 +103,10 @@ class CellSearch:
             main_dtypes=main_dtypes,
             transfer=self.transfer,
         )
-        self.state.recall(self.study.recalled.values(), self.study.blocks)
+        noted = self.study.noted("default")
+        default = space.default if noted is None else self.study.parameters.plan(noted)
+        self.state.recall(self.study.recalled.values(), self.study.blocks, default)
         self.beliefs = Beliefs(self.state, lambda: self.space, space)
-        default = self.study.noted("default")
-        if default is not None:
-            self.state.default = self.study.parameters.plan(default)
 
     @property
     def space(self) -> Space:
@@ -385,19 +385,23 @@ class CellSearch:
         look = self.state.first_look(entry)
         if not self.state.keeps_limits(entry):
             self.leave(entry, "breaks a limit, not timed in pairs")
-        elif look is not None and look > self._best_look(entry) + DISMISSED:
+        elif look is not None and all(self._is_far_slower(entry, readings) for readings in self.state.ways()):
             self.leave(entry, "far slower at its first look, not timed in pairs")
         else:
             return True
         return False
 
-    def _best_look(self, entry: Entry) -> float:
+    def _is_far_slower(self, entry: Entry, readings: Readings) -> bool:
+        """Return whether its first look says so, as a program that launches as ``readings`` has it waits."""
+        look = readings.first_look(readings.entry(entry.tunables))
         looks = [
-            look
-            for other in self.state.entries.values()
-            if other is not entry and self.state.may_be_chosen(other) and (look := self.state.first_look(other))
+            found
+            for other in readings.entries.values()
+            if other.tunables != entry.tunables
+            and readings.may_be_chosen(other)
+            and (found := readings.first_look(other))
         ]
-        return min(looks, default=0.0)
+        return look is not None and look > min(looks, default=0.0) + DISMISSED
 
     def _value(self, entry: Entry) -> float | None:
         """Return the median log-ratio of a plan, before its first block that of its check; None without either."""

@@ -1,19 +1,22 @@
 """Readings of one cell's plans, and the numbers that are made of them.
 
 Every reading is log(t / t_default) in a block that holds the default too (twice: the two readings give the noise for
-nothing), so that drift of the clock and load that lasts longer than a block cancel.
+nothing), so that drift of the clock and load that lasts longer than a block cancel. t is what a program waits for,
+which depends on how it launches: of both ways there are readings, made of the same samples.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from autotune import statistics
-from autotune.journal.entry import Entry
-from autotune.measure.evaluator import Checked, Fault
-from autotune.measure.launch_overhead import judged_ms
+from autotune.journal.entry import Entry, PairedBlock
+from autotune.measure.evaluator import Checked, Fault, Sample
+from autotune.measure.launch_overhead import waited_ms
 from autotune.statistics import Interval
+from ringattn.planning.preference import Launch
 from ringattn.workload import Tunables, Workload
 
 from .settings import SearchSettings
@@ -41,11 +44,13 @@ class Readings:
         self.main_dtypes = frozenset(main_dtypes)
         self.transfer = transfer
         self.entries: dict[Tunables, Entry] = {}
+        self.blocks: dict[int, PairedBlock] = {}
         self.default_ms: dict[int, float] = {}  # by block
         self.repeated: list[float] = []  # log of one of the default's two readings over the other
         self.loaded = False  # foreign load did not end: what was timed under it counts, with a wider margin
         self.measured = 0  # counts whatever is learned, so that what is worked out of it is worked out once
         self._noise: tuple[int, float] | None = None  # of so many repeated readings
+        self._other: Readings | None = None  # of the other way to launch
 
     # --- questions ----------------------------------------------------------------------------------------------
 
@@ -68,7 +73,12 @@ class Readings:
 
     def may_be_chosen(self, entry: Entry) -> bool:
         """Return whether it is right as far as is known, within the limits, and of a dtype that may win."""
-        return self.is_main(entry.tunables) and self.keeps_limits(entry) and entry.failure is None
+        plan = entry.tunables
+        return self.suits(plan) and self.is_main(plan) and self.keeps_limits(entry) and entry.failure is None
+
+    def suits(self, plan: Tunables) -> bool:
+        """Return whether it is a plan of its own: a graph steps aside inside another capture."""
+        return self.settings.launch == "eager" or plan.launch == "eager"
 
     def failures(self) -> dict[Tunables, Fault]:
         return {plan: entry.failure for plan, entry in self.entries.items() if entry.failure is not None}
@@ -103,11 +113,41 @@ class Readings:
         """Blocks count from 1: reading 0 of a trial is that of its check."""
         return max(self.default_ms, default=0) + 1
 
-    def keep_block(self, number: int, default_ms: float, repeated: float | None) -> None:
-        self.default_ms[number] = default_ms
+    def keep_block(self, number: int, block: PairedBlock) -> None:
+        """Take the samples of a block; of a default that ran twice both say how noisy it is here."""
+        logs = [math.log(self._waited_ms(sample)) for sample in block.samples[block.default]]
+        # A slow default makes everything else in its block look fast.
+        default_log = statistics.settled(logs, self.noise_sigma())
+        self.blocks[number] = block
+        self.default_ms[number] = math.exp(default_log)
         self.measured += 1
-        if repeated is not None:
-            self.repeated.append(repeated)
+        if len(logs) == 2:
+            self.repeated.append(logs[0] - logs[1])
+        for plan, samples in block.samples.items():
+            log = default_log if plan == block.default else math.log(self._waited_ms(samples[0]))
+            self.entry(plan).log_ratios[number] = log - default_log
+
+    def under(self, launch: Launch) -> Readings:
+        """Return the same samples as a program that launches so waits for them; itself where there is one way."""
+        if launch == self.settings.launch or not self.settings.asynchronous:
+            return self
+        if self._other is None:
+            settings = replace(self.settings, launch=launch)
+            self._other = Readings(self.workload, self.default, settings, tuple(self.main_dtypes), self.transfer)
+        other = self._other
+        other.replace_default(self.default)
+        other.loaded = self.loaded
+        for plan, entry in self.entries.items():
+            there = other.entry(plan)
+            there.checked, there.fault, there.validated = entry.checked, entry.fault, entry.validated
+        for number in sorted(self.blocks.keys() - other.blocks.keys()):
+            other.keep_block(number, self.blocks[number])
+        return other
+
+    def ways(self) -> tuple[Readings, ...]:
+        """Return the readings of every way to launch, those that are searched by first."""
+        found = (self.under("eager"), self.under("captured"))
+        return tuple(dict.fromkeys((self, *found)))
 
     # --- another default --------------------------------------------------------------------------------------------
 
@@ -116,15 +156,19 @@ class Readings:
         if plan == self.default:
             return
         self.default = plan
+        self.blocks.clear()
         self.default_ms.clear()
         for entry in self.entries.values():
             entry.log_ratios.clear()
 
     # --- numbers ----------------------------------------------------------------------------------------------------
 
-    def judged_ms_of(self, ms: float, host_us: float, default_ms: float, default_host_us: float) -> float:
+    def _waited_ms(self, sample: Sample) -> float:
         """Return what a call counts as: its own time where the host waits for all of it."""
-        return judged_ms(ms, host_us, default_ms, default_host_us) if self.settings.asynchronous else ms
+        return waited_ms(sample.ms, sample.host_us, self.settings.launch) if self.settings.asynchronous else sample.ms
+
+    def _looked_ms(self, checked: Checked) -> float:
+        return self._waited_ms(Sample(checked.call_ms, checked.host_us))
 
     def first_look(self, entry: Entry) -> float | None:
         """log(t / t_default) by the call of its check: unpaired, and good enough to doubt a single reading."""
@@ -133,25 +177,20 @@ class Readings:
             return None
         # A default whose one call was disturbed would make every first look a promise; its blocks tell.
         known_ms = [statistics.median(self.default_ms.values())] if self.default_ms else []
-        default_ms = min([other.call_ms, *known_ms])
-        return math.log(self.judged_ms_of(mine.call_ms, mine.host_us, default_ms, other.host_us) / default_ms)
-
-    def launches_too_long(self, entry: Entry) -> bool:
-        """Return whether it was judged by how long the host takes to launch it, which says nothing of longer calls."""
-        mine, other = entry.checked, self.checked_default()
-        if mine is None or other is None:
-            return False
-        return self.judged_ms_of(mine.call_ms, mine.host_us, other.call_ms, other.host_us) > mine.call_ms
+        return math.log(self._looked_ms(mine) / min([self._looked_ms(other), *known_ms]))
 
     def median(self, entry: Entry, since: int = 0) -> float:
         """log(t / t_default) from a block on, see ``statistics.settled``; infinite before the first."""
         ratios = [ratio for block, ratio in entry.log_ratios.items() if block >= since]
         return statistics.settled(ratios, self.noise_sigma(), self.first_look(entry)) if ratios else math.inf
 
+    def typical(self, entry: Entry, since: int = 0) -> Sample:
+        """Return the median times of device and host in the blocks that held a plan, from one on."""
+        samples = [s for b in entry.log_ratios if b >= since for s in self.blocks[b].samples[entry.tunables]]
+        return Sample(statistics.median([s.ms for s in samples]), statistics.median([s.host_us for s in samples]))
+
     def median_ms(self, entry: Entry, since: int = 0) -> float:
-        return statistics.median(
-            [self.default_ms[b] * math.exp(ratio) for b, ratio in entry.log_ratios.items() if b >= since]
-        )
+        return self._waited_ms(self.typical(entry, since))
 
     def intervals(self, entries: Iterable[Entry], since: int = 0) -> list[Interval]:
         """log(t / t_default) of each from a block on, the misreadings of the default taken out."""
@@ -171,8 +210,8 @@ class Readings:
         """
         ratios = {
             entry: {block: ratio for block, ratio in entry.log_ratios.items() if block >= since}
-            for entry in self.entries.values()
-            if entry.fault is None
+            for plan, entry in self.entries.items()
+            if entry.fault is None and plan != self.default
         }
         ratios = {entry: by_block for entry, by_block in ratios.items() if by_block}
         medians = {entry: self.median(entry, since) for entry in ratios}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from autotune.outcome import TrialOutcome
-from ringattn.planning.preference import Preference
+from ringattn.planning.preference import Launch, Preference
 from ringattn.workload import Tunables, Workload
 
 from .budget import EffortPreset
@@ -17,8 +17,9 @@ from .limits import Limits
 class SearchSettings:
     """Settings of every cell. ``hang_s``: no call is given up before (compilation takes its time).
 
-    ``asynchronous``: the device works while the host goes on, so that either may be waited for. ``sampler`` is auto,
-    tpe, gp, random, grid, or ``package.module:Class`` of any Optuna sampler.
+    ``asynchronous``: the device works while the host goes on, so that either may be waited for, and ``launch`` says
+    which time is minimised. ``sampler`` is auto, tpe, gp, random, grid, or ``package.module:Class`` of any Optuna
+    sampler.
     """
 
     preset: EffortPreset
@@ -27,6 +28,7 @@ class SearchSettings:
     prefer: Preference = "time"
     hang_s: float = 10.0
     asynchronous: bool = False
+    launch: Launch = "eager"
     sampler: str = "auto"
 
 

@@ -78,7 +78,7 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """What a finished cell timed: log(t / t_best) of plans, but of those that launches decided, which say nothing."""
+    """What a finished cell timed: log(t / t_best) of plans, by the device."""
 
     cell: Workload
     behind: dict[Tunables, float]

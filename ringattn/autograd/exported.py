@@ -64,7 +64,9 @@ def _lean(entry: PlanEntry, *, evidence: bool) -> PlanEntry:
         runners_up=each(entry.runners_up),
         auto=one(entry.auto),
         front=each(entry.front),
+        captured=one(entry.captured),
         default=None,
+        torch=None,
         singles=(),
         failures=(),
     )

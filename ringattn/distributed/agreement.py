@@ -187,6 +187,7 @@ def _try_table(
             wishes=like.wishes,
             auto_dtype=like.auto_dtype,
             prefer=like.prefer,
+            launch=like.launch,
             strict=bool(entries),  # a profile that gives way to the heuristic here is no common plan
         )
     except PlanError as error:

@@ -84,7 +84,7 @@ class Setup:
     def announce(self) -> None:
         """Says once a process which profile serves: INFO for a profile, WARNING for the bare heuristic.
 
-        And at WARNING that this torch is newer than any that was tested.
+        And at WARNING that this torch is newer than any that was tested, and which heads never attend to anything.
         """
         torch_version = dict(self.facts.software).get("torch", "")
         if newer_than_tested(torch_version):
@@ -104,6 +104,7 @@ class Setup:
                 f"{self.facts.device_name}: no plan was measured for this workload, using the heuristic; "
                 f"`ringtune probe {probe_options(self.shape)}` measures one",
             )
+        warn_of_empty_heads(self.shape)
 
     def dropout_refusal(self, dropout: float) -> PlanError:
         """Return the error for dropout in training, with why each kernel that could otherwise run cannot do it."""

@@ -22,7 +22,7 @@ from .fused_steps import FUSED_STEPS
 from .heuristic import NO_WISHES, Wishes, heuristic_tunables
 from .matching import entry_for
 from .plan import ORDINARY, Conditions, Origin, Plan, build_plan, rejection_reasons
-from .preference import Preference, by_preference
+from .preference import Launch, Preference, by_preference
 from .ring import exchanges_heads
 
 # Where no length was measured a row is made for this one, to know at init whether anything can run at all.
@@ -143,6 +143,7 @@ class Question:
     wishes: Wishes
     auto_dtype: bool
     prefer: Preference | None = None  # None: the plan that the profile's own probe preferred
+    launch: Launch = "eager"
 
     @property
     def question(self) -> Question:
@@ -243,6 +244,9 @@ class PlanTable(Question):
         if entry is None or entry.choice is None:
             return []
         listed = [entry.choice, *entry.runners_up, *entry.front]
+        if self.launch == "captured":  # a graph of its own steps aside there, and such a plan was chosen for the graph
+            captured = [entry.captured] if entry.captured is not None else []
+            listed = captured + [choice for choice in listed if choice.tunables.launch == "eager"]
         if self.auto_dtype and entry.auto is not None:
             listed.insert(0, entry.auto)
         elif self.wishes.dtype is None:
@@ -251,7 +255,7 @@ class PlanTable(Question):
             listed += [entry.auto] if entry.auto is not None else []
             listed = [choice for choice in listed if choice.tunables.dtype == self.wishes.dtype]
         listed = [_with_wishes(choice, self.wishes, workload.train) for choice in listed]
-        return listed if self.prefer is None else by_preference(listed, self.prefer)
+        return listed if self.prefer is None else by_preference(listed, self.prefer, self.launch)
 
     def _entry(self, workload: Workload) -> PlanEntry | None:
         return entry_for(self.entries, workload, self.facts.sm_count)
@@ -300,6 +304,7 @@ def build_table(
     wishes: Wishes = NO_WISHES,
     auto_dtype: bool = False,
     prefer: Preference | None = None,
+    launch: Launch = "eager",
     strict: bool = False,
     place_of: Callable[[PlanEntry], str] | None = None,
 ) -> PlanTable:
@@ -309,7 +314,7 @@ def build_table(
     choice that cannot run gives way to the next and to the heuristic. PlanError too when *no* row can run.
     ``place_of`` says where an entry is written, for that error.
     """
-    question = Question(shape, entries, policy, facts, conditions, wishes, auto_dtype, prefer)
+    question = Question(shape, entries, policy, facts, conditions, wishes, auto_dtype, prefer, launch)
     return table_of(question, strict=strict, place_of=place_of)
 
 

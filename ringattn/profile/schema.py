@@ -116,10 +116,11 @@ class Fingerprint:
 class Evidence:
     """Measurements of one choice.
 
-    ``default_ratio`` is t / t_default, paired block by block (below 1: faster than the default plan), and
-    ``ratio_low``..``ratio_high`` its 95 % bootstrap interval. ``error`` is the relative 2-norm against float64,
-    ``peak_bytes`` what is allocated beyond the inputs, ``host_us`` the host's time for a call, ``blocks`` the number
-    of paired repetitions.
+    ``median_ms`` is the device's time for a call, ``host_us`` the host's. ``default_ratio`` is t / t_default, paired
+    block by block (below 1: faster than the default plan), and ``ratio_low``..``ratio_high`` its 95 % bootstrap
+    interval, where t is the longer of the two times; of an entry's ``captured`` it is the device's. ``error`` is the
+    relative 2-norm against float64, ``peak_bytes`` what is allocated beyond the inputs, ``blocks`` the number of paired
+    repetitions. ``reproducible``: two calls gave the same bits, gradients included; None where that was not compared.
     """
 
     median_ms: float
@@ -131,11 +132,12 @@ class Evidence:
     first_call_ms: float
     host_us: float
     blocks: int
+    reproducible: bool | None = None
 
     def __post_init__(self) -> None:
         for f in fields(self):
             value = getattr(self, f.name)
-            if not math.isfinite(value) or value < 0:
+            if value is not None and (not math.isfinite(value) or value < 0):
                 raise FieldError(f"is {value!r}; it must be a finite number >= 0", field=f.name)
         if self.ratio_low > self.ratio_high:
             raise FieldError(f"is {self.ratio_low!r}, above ratio_high, {self.ratio_high!r}", field="ratio_low")
@@ -168,17 +170,25 @@ class Failure:
 class PlanEntry:
     """One row of the table: a workload and what to run for it, or the reason why nothing can (``refusal``).
 
+    ``choice`` is for calls of an eager loop, which last as long as the slower of host and device. ``captured`` is for
+    calls in a CUDA graph or a compiled model, which hide the host: the plan of least device time, where that is
+    another one. Ratios in its evidence are the device's; all others are of the longer of host and device time.
+
     ``auto`` is the fastest choice with a narrower compute dtype, for ``dtype="auto"``; ``front`` the Pareto front of
-    time and memory; ``default`` what the winner was paired against; ``singles`` the fastest plan of each kernel used
-    alone, in every branch and direction, that no other field holds: reports compare with them, nothing runs them.
+    time and memory; ``default`` what the winner was paired against; ``torch`` the kernel to which
+    ``F.scaled_dot_product_attention`` dispatches this workload, without evidence where ``choice`` or ``default`` is
+    that plan and has it; ``singles`` the fastest plan of each kernel used alone, in every branch and direction, that no
+    other field holds: reports compare with these three, nothing runs them.
     """
 
     workload: Workload
     choice: Choice | None = None
     runners_up: tuple[Choice, ...] = ()
+    captured: Choice | None = None
     auto: Choice | None = None
     front: tuple[Choice, ...] = ()
     default: Choice | None = None
+    torch: Choice | None = None
     singles: tuple[Choice, ...] = ()
     failures: tuple[Failure, ...] = ()
     refusal: str = ""
@@ -188,6 +198,10 @@ class PlanEntry:
             raise FieldError(
                 "must say why where choice is absent, and be absent where choice is present", field="refusal"
             )
+        if self.captured is not None and (self.choice is None or self.captured.tunables == self.choice.tunables):
+            raise FieldError("must be another plan than choice; leave it out", field="captured")
+        if self.captured is not None and self.captured.tunables.launch == "graph":
+            raise FieldError("has launch graph, which a capture around it undoes; use eager", field="captured")
         if len(self.runners_up) > RUNNERS_UP:
             raise FieldError(f"holds {len(self.runners_up)} choices; keep at most {RUNNERS_UP}", field="runners_up")
         branches = max(1, len(self.workload.pattern.branches))
@@ -206,6 +220,21 @@ class PlanEntry:
         return None if self.choice is None else self.choice.evidence
 
     @property
+    def torch_evidence(self) -> Evidence | None:
+        """The evidence of torch's own plan, also where it is that of ``choice`` or ``default``; None without any."""
+        known = [choice for choice in (self.torch, self.choice, self.default) if choice is not None and choice.evidence]
+        return next((c.evidence for c in known if self.torch is not None and c.tunables == self.torch.tunables), None)
+
+    @property
+    def torch_ratio(self) -> float | None:
+        """t / t_torch of the choice, each paired with the default; None where either was not measured.
+
+        Below 1 the choice is faster than ``F.scaled_dot_product_attention``. t is the longer of host and device time.
+        """
+        torch, mine = self.torch_evidence, self.evidence
+        return mine.default_ratio / torch.default_ratio if mine and torch and torch.default_ratio else None
+
+    @property
     def measured(self) -> tuple[Choice, ...]:
         """Every choice that has evidence, and so was held against float64."""
         return tuple(choice for _, choices in self._choices() for choice in choices if choice.evidence is not None)
@@ -216,10 +245,12 @@ class PlanEntry:
 
         return (
             ("choice", one(self.choice)),
+            ("captured", one(self.captured)),
             ("runners_up", self.runners_up),
             ("auto", one(self.auto)),
             ("front", self.front),
             ("default", one(self.default)),
+            ("torch", one(self.torch)),
             ("singles", self.singles),
         )
 

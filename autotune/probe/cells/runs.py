@@ -155,6 +155,7 @@ class CellRuns:
             limits=Limits(None if limit is None else limit * 2**20, request.max_error),
             prefer=request.prefer,
             asynchronous=self.task.environment.facts.vendor != "cpu",
+            launch=request.launch,
             hang_s=hang_s(self.task.environment.facts.vendor, preset.budget_s, request.ranks),
             sampler=request.sampler,
         )

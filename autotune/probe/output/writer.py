@@ -35,7 +35,7 @@ def choice_of(measured: Measured) -> Choice:
             peak_bytes=measured.checked.peak_bytes,
             error=_rounded(measured.checked.error),
             first_call_ms=_rounded(measured.first_call_ms),
-            host_us=_rounded(measured.checked.host_us),
+            host_us=_rounded(measured.host_us),
             blocks=measured.gain.count,
         ),
     )
@@ -58,6 +58,7 @@ def entry_of(result: CellResult) -> PlanEntry:
     return PlanEntry(
         workload=result.workload,
         choice=choice_of(result.choice),
+        captured=choice_of(result.captured) if result.captured is not None else None,
         runners_up=tuple(choice_of(m) for m in result.runners_up),
         auto=choice_of(result.auto) if result.auto is not None else None,
         front=tuple(choice_of(m) for m in result.front) if len(result.front) > 1 else (),

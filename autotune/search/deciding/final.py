@@ -11,16 +11,17 @@ from autotune.journal.cell_study import CellStudy
 from autotune.journal.entry import Entry
 from autotune.journal.result import AT_PAR, CellResult, Measured
 from autotune.journal.result import CellState as State
-from autotune.measure.evaluator import Proven, largest_of_each
+from autotune.measure.evaluator import Checked, Proven, Sample, largest_of_each
 from autotune.search.budget import Deadline
 from autotune.search.cell import CellState
 from autotune.search.proposing.beliefs import Beliefs
+from autotune.search.readings import Readings
 from autotune.search.suspects import GIVEN_UP
 from autotune.search.transfer import parts_of
 from autotune.space.space import Space
 from autotune.statistics import Interval
 from ringattn.planning.preference import TIE, cost
-from ringattn.workload import describe
+from ringattn.workload import Tunables, describe
 
 from .choose import NOISY_SIGMA, Candidate, NothingAllowed, choose, gain_margin, pareto_front
 from .finalists import FINALISTS, finalists
@@ -99,14 +100,23 @@ class Final:
         return sum(block >= self.since for block in entry.log_ratios)
 
     def _validations_wanted(self, entries: Sequence[Entry]) -> int:
-        """Count those of the choice, a narrower one and a leaner plan: a front of one leaves nothing to prefer."""
+        """Count those of the choices, a narrower one and a leaner plan: a front of one leaves nothing to prefer."""
         open_ = {self.state.is_main(entry.tunables) for entry in entries if entry.validated is None}
         # A kernel that nobody validated here may fail, and then another choice has to pass.
         new = any(
             not parts_of(entry.tunables) <= self.state.validations.passed | parts_of(self.state.default)
             for entry in entries
         )
-        return len(open_) + self._has_leaner() + new
+        return len(open_) + self._has_leaner() + new + self._ways_differ(entries)
+
+    def _ways_differ(self, entries: Sequence[Entry]) -> bool:
+        """Return whether another of these plans is the best where calls are launched in the other way."""
+        best = set()
+        for readings in self.state.ways():
+            there = [readings.entry(entry.tunables) for entry in entries]
+            usable = [e for e in there if readings.may_be_chosen(e) and e.log_ratios]
+            best.add(min(usable, key=readings.median).tunables if usable else self.state.default)
+        return len(best) > 1
 
     # --- the choice -------------------------------------------------------------------------------------------------
 
@@ -115,17 +125,25 @@ class Final:
         assert checked is not None
         return Candidate(entry.tunables, gain, checked.peak_bytes, self.state.keeps_limits(entry))
 
+    @property
+    def _eager(self) -> Readings:
+        """What a profile's ratios are of, whichever time was searched by."""
+        return self.state.under("eager")
+
+    def _finals(self, readings: Readings, entries: Sequence[Entry]) -> dict[Tunables, Candidate]:
+        """The re-timed plans other than the default, by the time that a program waits which launches so."""
+        plans = [e.tunables for e in entries if e is not self.default and e.fault is None and self._count(e) >= 2]
+        timed = [readings.entry(plan) for plan in plans if readings.suits(plan)]
+        gains = readings.intervals(timed, self.since)
+        return {e.tunables: self._candidate(e, gain) for e, gain in zip(timed, gains, strict=True)}
+
     def _decide(self, entries: Sequence[Entry]) -> CellResult:
         state = self.state
-        sigma = state.noise_sigma()
+        sigma = self._eager.noise_sigma()
         if sigma > REFUSED_SIGMA:
             return self.inconclusive(f"one plan timed twice differs by {100 * sigma:.0f} % here; quieten the machine")
-        noisy = state.is_noisy(NOISY_SIGMA)
-        timed = [e for e in entries if e is not self.default and e.fault is None and self._count(e) >= 2]
-        self.gains = {
-            entry.tunables: self._candidate(entry, gain)
-            for entry, gain in zip(timed, state.intervals(timed, self.since), strict=True)
-        }
+        noisy = self._eager.is_noisy(NOISY_SIGMA)
+        self.gains = self._finals(self._eager, entries)
         default = self._candidate(self.default, replace(AT_PAR, count=self._count(self.default)))
         others = [c for plan, c in self.gains.items() if state.is_main(plan) and not state.entry(plan).failure]
         try:
@@ -137,6 +155,8 @@ class Final:
         usable = [c for c in others if state.entry(c.tunables).failure is None]
         result = self.result("default" if winner is default else "tuned")
         result.choice, result.default = self._measured(winner), self._measured(default)
+        captured = self._captured(entries, default)
+        result.captured = self._measured(captured) if captured and captured.tunables != winner.tunables else None
         narrow = self._narrow(winner)
         result.auto = self._measured(narrow) if narrow is not None else None
         result.front = tuple(map(self._measured, self._front([default, *usable])))
@@ -165,7 +185,7 @@ class Final:
                 free,
                 noisy=noisy,
                 prefer=state.settings.prefer,
-                sigma=state.sigma(),
+                sigma=self._eager.sigma(),
                 usual=state.seeds,
             )
             winner = next((c for c in left if c.tunables == winner.tunables), winner)
@@ -187,6 +207,31 @@ class Final:
             until = self.deadline if default.allowed else state.end
             if not until.allows(state.validation_s()):
                 left = self._validated_already(left)
+
+    def _captured(self, entries: Sequence[Entry], default: Candidate) -> Candidate | None:
+        """The choice by the device's time; None where that is the only one, or nothing is right within the limits."""
+        state, readings = self.state, self.state.under("captured")
+        if readings is self._eager:
+            return None
+        finals = self._finals(readings, entries)
+        left = [c for plan, c in finals.items() if state.is_main(plan) and not state.entry(plan).failure]
+        while True:
+            if not self.deadline.allows(state.validation_s()):
+                left = self._validated_already(left)
+            try:
+                best = choose(
+                    state.workload,
+                    default,
+                    left,
+                    noisy=readings.is_noisy(NOISY_SIGMA),
+                    prefer=state.settings.prefer,
+                    sigma=readings.sigma(),
+                )
+            except NothingAllowed:
+                return None
+            if best is default or state.validate(best.tunables) is None:
+                return best
+            left.remove(best)
 
     def _hoped(self, candidate: Candidate) -> Interval:
         """The candidate's gain, as far as it is likely to pass."""
@@ -215,13 +260,14 @@ class Final:
                 if not state.knows(plan) and state.is_main(plan) and state.end.allows(state.sample_s()):
                     state.check(state.entry(plan))
             right = [entry for entry in state.entries.values() if state.may_be_chosen(entry)]
-        timed = [entry for entry in right if entry.log_ratios]
-        gains = dict(zip(timed, state.intervals(timed), strict=True))
-        return [self._candidate(e, gains.get(e) or self._by_look(e)) for e in right if e is not self.default]
+        eager = self._eager
+        timed = [eager.entry(entry.tunables) for entry in right if entry.log_ratios]
+        gains = {e.tunables: gain for e, gain in zip(timed, eager.intervals(timed), strict=True)}
+        return [self._candidate(e, gains.get(e.tunables) or self._by_look(e)) for e in right if e is not self.default]
 
     def _by_look(self, entry: Entry) -> Interval:
         """Return what the call of a check says, which is no evidence."""
-        look = self.state.first_look(entry)
+        look = self._eager.first_look(entry)
         return Interval(-math.inf, look if look is not None else 0.0, math.inf, 0)
 
     def _validated_already(self, candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -232,12 +278,9 @@ class Final:
         fault = self.default.failure
         assert fault is not None
         at_par = replace(winner, gain=replace(AT_PAR, count=winner.gain.count))
-        entry = self.state.entry(winner.tunables)
-        assert entry.checked is not None
-        ms = self.state.median_ms(entry) if entry.log_ratios else entry.checked.call_ms
         self.state.note = f"the default failed ({fault.kind}: {fault.message}); {describe(winner.tunables)} stands in"
         result = self.result("default")
-        result.choice = result.default = replace(self._measured(at_par), median_ms=ms)
+        result.choice = result.default = self._measured(at_par)
         return result
 
     def _measured(self, candidate: Candidate) -> Measured:
@@ -246,12 +289,17 @@ class Final:
         checked = entry.checked
         assert checked is not None
         first_ms = entry.validated.first_call_ms if isinstance(entry.validated, Proven) else checked.cold_ms
-        if self._count(entry):
-            ms = self.state.median_ms(entry, self.since)
-        else:
-            default_ms = self.state.median_ms(self.default) if self.default.log_ratios else checked.call_ms
-            ms = default_ms * candidate.gain.ratio
-        return Measured(candidate.tunables, checked, candidate.gain, ms, first_ms)
+        times = self._times(entry, checked)
+        return Measured(candidate.tunables, checked, candidate.gain, times.ms, times.host_us, first_ms)
+
+    def _times(self, entry: Entry, checked: Checked) -> Sample:
+        """Times of device and host: in the final's blocks, or by the ratio to the default in earlier ones."""
+        state, device = self.state, self.state.under("captured")
+        if self._count(entry) or not entry.log_ratios:
+            return state.typical(entry, self.since) if entry.log_ratios else Sample(checked.call_ms, checked.host_us)
+        default_ms = state.typical(self.default).ms
+        ms = default_ms * math.exp(device.median(device.entry(entry.tunables)))
+        return Sample(ms, state.typical(entry).host_us)
 
     # --- beside the choice ------------------------------------------------------------------------------------------
 
@@ -259,10 +307,11 @@ class Final:
         """Return what may be chosen: ``finals``, and of what was timed before all that they do not hold."""
         state = self.state
         known = {candidate.tunables: candidate for candidate in finals}
+        eager = self._eager
         entries = [
-            e for e in state.timed() if e.tunables not in known and len(e.log_ratios) >= 2 and state.may_be_chosen(e)
+            e for e in eager.timed() if e.tunables not in known and len(e.log_ratios) >= 2 and eager.may_be_chosen(e)
         ]
-        for entry, gain in zip(entries, state.intervals(entries), strict=True):
+        for entry, gain in zip(entries, eager.intervals(entries), strict=True):
             known[entry.tunables] = self._candidate(entry, gain)
         if self.default.tunables not in known and state.may_be_chosen(self.default):
             known[self.default.tunables] = self._candidate(self.default, AT_PAR)
@@ -374,9 +423,10 @@ class Final:
         Two outliers in six blocks of a modelled H100 gave way to a plan that was 5 % slower, and surely faster than
         the default.
         """
-        state = self.state
+        state, eager = self.state, self._eager
         rivals = [e for e in entries if e is not self.default and self._count(e) >= 2 and state.may_be_chosen(e)]
-        gains, least = state.intervals(rivals, self.since), gain_margin(noisy=state.is_noisy(NOISY_SIGMA))
+        least = gain_margin(noisy=eager.is_noisy(NOISY_SIGMA))
+        gains = eager.intervals([eager.entry(entry.tunables) for entry in rivals], self.since)
         if not gains or min(gains, key=lambda gain: gain.median).high < least:
             return False
         best = min(gain.median for gain in gains)
@@ -399,7 +449,7 @@ class Final:
             notes.append(f"{why} what may be a gain of up to {-100 * missed.gain.low:.0f} %")
         elif noisy:
             why = "under foreign load" if self.state.loaded else "noisy"
-            notes.append(f"timed {why}: {100 * self.state.noise_sigma():.1f} % a pair")
+            notes.append(f"timed {why}: {100 * self._eager.noise_sigma():.1f} % a pair")
         if winner.tunables != self.state.default and prefers_time:
             sure = [c for c in others if c is not winner and c.allowed and c.gain.high < gain_margin(noisy=noisy)]
             twins = sorted((c for c in sure if c.gain.low < winner.gain.high), key=lambda c: c.gain.median)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from autotune.search.cell import CellState
 from autotune.search.proposing.beliefs import Beliefs
@@ -15,7 +16,15 @@ CONTENDER = math.log(1.15)  # a plan this much slower than the best is no finali
 
 
 def finalists(state: CellState, beliefs: Beliefs) -> list[Tunables]:
-    """At most FINALISTS - 1 beside the default: the best believed, its plainest equal, and the best narrow one."""
+    """At most FINALISTS - 1 beside the default: the best believed, its plainest equal, and the best narrow one.
+
+    Beyond these the best for calls that are launched in the other way.
+    """
+    found = _finalists(state, beliefs)
+    return found + _of_the_other_way(state, found)
+
+
+def _finalists(state: CellState, beliefs: Beliefs) -> list[Tunables]:
     default = state.entry(state.default)
     believed = {plan: found for plan, found in beliefs.believed().items() if plan != state.default}
     narrow = _narrow(state, min([found[0] for found in believed.values()], default=0.0))
@@ -34,6 +43,17 @@ def finalists(state: CellState, beliefs: Beliefs) -> list[Tunables]:
     if default.failure is not None:
         wanted.sort(key=lambda plan: -state.validations.odds(plan))
     return wanted[: FINALISTS - 1 - len(narrow)] + narrow
+
+
+def _of_the_other_way(state: CellState, known: Sequence[Tunables]) -> list[Tunables]:
+    """The best plan for calls that are launched in the other way, where none of ``known`` is as good."""
+    found = []
+    for readings in state.ways()[1:]:
+        timed = {e.tunables: readings.median(e) for e in readings.timed() if readings.may_be_chosen(e)}
+        best = min(timed, key=timed.__getitem__, default=state.default)
+        if timed.get(best, 0.0) < min([0.0, *(timed[plan] for plan in known if plan in timed)]) - TIE:
+            found.append(best)
+    return found
 
 
 def _narrow(state: CellState, best: float) -> list[Tunables]:

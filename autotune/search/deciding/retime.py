@@ -8,7 +8,9 @@ from autotune import statistics
 from autotune.journal.entry import Entry
 from autotune.search.budget import Deadline
 from autotune.search.cell import CellState
+from autotune.search.readings import Readings
 from autotune.statistics import Interval
+from ringattn.workload import Tunables
 
 from .choose import gain_margin
 
@@ -40,27 +42,41 @@ def retime(state: CellState, entries: Sequence[Entry], since: int, deadline: Dea
 
 
 def _in_question(state: CellState, entries: Sequence[Entry], since: int) -> list[Entry]:
-    """Without what is surely slower than the best by more than the final can tell apart; the default stays."""
-    leader = min(filter(state.keeps_limits, entries), key=lambda e: state.median(e, since), default=None)
-    if leader is None or state.next_block() - since < state.settings.preset.final_min_blocks:
+    """Without what is surely slower than the best, however calls are launched; the default stays."""
+    if state.next_block() - since < state.settings.preset.final_min_blocks:
         return list(entries)
-    kept = []
-    for entry in entries:
-        apart = state.difference(entry, leader, since)
+    plans = [entry.tunables for entry in entries]
+    slower = frozenset.intersection(*(_slower(readings, plans, since) for readings in state.ways()))
+    return [entry for entry in entries if entry.tunables == state.default or entry.tunables not in slower]
+
+
+def _slower(readings: Readings, plans: Sequence[Tunables], since: int) -> frozenset[Tunables]:
+    """The plans that are surely slower than the best by more than the final can tell apart, or can never be it."""
+    suited = [readings.entry(plan) for plan in plans if readings.suits(plan)]
+    leader = min(filter(readings.keeps_limits, suited), key=lambda e: readings.median(e, since), default=None)
+    if leader is None:
+        return frozenset()
+    near = set()
+    for entry in suited:
+        apart = readings.difference(entry, leader, since)
         surely = (
             len(apart) >= SURE_BLOCKS
-            and (statistics.interval_of(apart, seed=state.settings.seed, level=LOOKED_OFTEN).low) > FINAL_PRECISION
+            and (statistics.interval_of(apart, seed=readings.settings.seed, level=LOOKED_OFTEN).low) > FINAL_PRECISION
         )
-        if entry is leader or entry.tunables == state.default or not surely:
-            kept.append(entry)
-    return kept
+        if entry is leader or not surely:
+            near.add(entry.tunables)
+    return frozenset(plans) - near
 
 
 def _decided(state: CellState, entries: Sequence[Entry], since: int) -> bool:
     """Return whether more blocks change nothing: each rival is known well enough, or cannot be chosen any more."""
-    rivals = [entry for entry in entries if entry.tunables != state.default]
+    rivals = [entry.tunables for entry in entries if entry.tunables != state.default]
     precision = FINAL_PRECISION if len(rivals) > 1 else ALONE_PRECISION
-    return all(is_settled(interval, precision) for interval in state.intervals(rivals, since))
+    return all(
+        is_settled(interval, precision)
+        for readings in state.ways()
+        for interval in readings.intervals([readings.entry(plan) for plan in rivals if readings.suits(plan)], since)
+    )
 
 
 def is_settled(gain: Interval, precision: float) -> bool:

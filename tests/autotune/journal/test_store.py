@@ -22,7 +22,7 @@ from optuna.trial import TrialState, create_trial
 from autotune.cli.main import exit_code_of
 from autotune.exit_codes import DeviceBusy, ExitCode, ProbeFailure
 from autotune.journal.cell_study import QUEUE, SAMPLER, CellStudy
-from autotune.journal.entry import Entry
+from autotune.journal.entry import Entry, PairedBlock
 from autotune.journal.file import JournalFile, journal_path
 from autotune.journal.parameters import Parameters
 from autotune.journal.store import Store
@@ -35,6 +35,7 @@ from autotune.measure.evaluator import (
     Killed,
     PeerFailed,
     Proven,
+    Sample,
     Stopped,
 )
 from autotune.probe.device_lock import device_lock
@@ -54,14 +55,21 @@ def study_of(store: Store) -> CellStudy:
     return CellStudy(store.study(CELL), CELL, SPACE.knobs, store.sync)
 
 
+def tell(study: CellStudy, entry: Entry, number: int, ratio: float) -> PairedBlock:
+    """A block with a reading of one plan."""
+    block = PairedBlock(entry.tunables, {entry.tunables: (Sample(5.0, 20.0), Sample(5.5, 21.0))})
+    study.block(number, block)
+    study.reading(entry, number, ratio)
+    return block
+
+
 def finish_one(study: CellStudy, tunables: Tunables = QUICK) -> None:
     """One plan with two readings, told."""
     entry = Entry(tunables, CHECKED)
     study.open(entry, SAMPLER)
     study.checked(entry)
     for number, ratio in ((1, 0.1), (2, 0.2)):
-        study.block(number, 5.0, None)
-        study.reading(entry, number, ratio)
+        tell(study, entry, number, ratio)
     study.complete(entry, 0.15, {"memory": -0.5}, "stood to the end")
 
 
@@ -73,8 +81,7 @@ def test_everything_told_is_found_again(tmp_path: Path) -> None:
         study.failed(Entry(SWIFT), Fault("crash", "killed by SIGSEGV"))
         half = Entry(MATH, CHECKED)
         study.checked(half)
-        study.block(3, 5.0, 0.01)
-        study.reading(half, 3, 0.7)
+        told = tell(study, half, 3, 0.7)
         half.validated = Proven(8.0)
         study.validated(half)
         study.note("fact of the cell", [1])
@@ -84,16 +91,18 @@ def test_everything_told_is_found_again(tmp_path: Path) -> None:
         assert store.recall("fact") == {"x": 1}
         study = study_of(store)
         quick, swift, half = (study.recalled[p] for p in (QUICK, SWIFT, MATH))
-        assert (quick.open, quick.log_ratios, quick.checked) == (False, {1: 0.1, 2: 0.2}, CHECKED)
+        assert (quick.open, quick.checked) == (False, CHECKED)
         assert (swift.open, swift.fault) == (False, Fault("crash", "killed by SIGSEGV"))
-        assert (half.open, half.log_ratios, half.validated) == (True, {3: 0.7}, Proven(8.0))
-        assert study.blocks == {1: (5.0, None), 2: (5.0, None), 3: (5.0, 0.01)}
+        assert (half.open, half.validated) == (True, Proven(8.0))
+        assert list(study.blocks) == [1, 2, 3]
+        assert study.blocks[3] == told
         assert study.noted("fact of the cell") == [1]
-        study.block(4, 5.0, None)
-        study.reading(half, 4, 0.8)  # it goes on where it was
+        tell(study, half, 4, 0.8)  # it goes on where it was
         study.complete(half, 0.75, {}, "")
     with Store(path, identity="a") as store:
-        assert study_of(store).recalled[MATH].log_ratios == {3: 0.7, 4: 0.8}
+        study = study_of(store)
+        assert [n for n, block in study.blocks.items() if MATH in block.samples] == [3, 4]
+        assert study.study.trials[study.number_of(MATH)].intermediate_values == {3: 0.7, 4: 0.8}
 
 
 def test_a_plan_that_is_timed_again_has_a_second_trial_for_the_further_readings(tmp_path: Path) -> None:
@@ -101,13 +110,12 @@ def test_a_plan_that_is_timed_again_has_a_second_trial_for_the_further_readings(
         study = study_of(store)
         finish_one(study)
         entry = Entry(QUICK, CHECKED)
-        study.block(3, 5.0, None)
-        study.reading(entry, 3, 0.3)
+        tell(study, entry, 3, 0.3)
         study.complete(entry, 0.2, {}, "final")
         assert [trial.intermediate_values for trial in study.study.trials] == [{1: 0.1, 2: 0.2}, {3: 0.3}]
         assert study.study.trials[1].user_attrs["repeats"] == 0
     with Store(tmp_path / "p.journal") as store:
-        assert study_of(store).recalled[QUICK].log_ratios == {1: 0.1, 2: 0.2, 3: 0.3}
+        assert [n for n, block in study_of(store).blocks.items() if QUICK in block.samples] == [1, 2, 3]
 
 
 CAUSES: dict[str, Cause] = {
@@ -142,8 +150,7 @@ def test_outcomes_are_told_in_fields_that_plain_optuna_reads(tmp_path: Path) -> 
         study = study_of(store)
         over = Entry(QUICK, CHECKED)
         study.checked(over)
-        study.block(1, 5.0, None)
-        study.reading(over, 1, 0.3)
+        tell(study, over, 1, 0.3)
         study.complete(over, 0.3, {"memory": 0.25}, "breaks a limit")
         study.failed(Entry(SWIFT), Fault("oom", "out of memory"))
         left = Entry(MATH)
@@ -207,7 +214,7 @@ def test_another_storage_is_opened_by_its_url_and_one_that_cannot_be_says_so(tmp
     assert str(CELL) in optuna.get_all_study_names(url)
     with Store(tmp_path / "p.journal", identity="a", url=url) as store:
         assert store.resumed
-        assert study_of(store).recalled[QUICK].log_ratios == {1: 0.1, 2: 0.2}
+        assert list(study_of(store).blocks) == [1, 2]
     optuna.create_study(study_name="somebody else's", storage=url)
     with pytest.raises(ProbeFailure, match="holds the studies of another machine, software or request; name another"):
         Store(tmp_path / "p.journal", identity="b", url=url)
@@ -261,9 +268,8 @@ def test_a_journal_cut_at_any_byte_opens_and_goes_on(tmp_path: Path) -> None:
             study = study_of(store)
             found = study.recalled.get(QUICK)
             if found is None or found.open:
-                study.block(9, 5.0, None)
                 entry = found or Entry(QUICK, CHECKED)
-                study.reading(entry, 9, 0.1)
+                tell(study, entry, 9, 0.1)
                 study.complete(entry, 0.1, {}, "")
         with Store(path, identity="a") as store:
             assert not study_of(store).recalled[QUICK].open
@@ -381,7 +387,7 @@ WRITER = """
     import sys
     from pathlib import Path
     sys.path[:0] = [{here!r}, {tests!r}, {repo!r}]
-    from test_store import CELL, SPACE, CHECKED, study_of
+    from test_store import CELL, SPACE, CHECKED, study_of, tell
     from autotune.journal.entry import Entry
     from autotune.journal.store import Store
     with Store(Path({path!r}), identity="a") as store:
@@ -389,8 +395,7 @@ WRITER = """
         for number, plan in enumerate(move.tunables for move in SPACE.neighbours(SPACE.default)):
             entry = Entry(plan, CHECKED)
             study.checked(entry)
-            study.block(number + 1, 5.0, None)
-            study.reading(entry, number + 1, 0.01 * number)
+            tell(study, entry, number + 1, 0.01 * number)
             study.complete(entry, 0.01 * number, {{}}, "")
             print(number, flush=True)
 """
@@ -408,10 +413,11 @@ def test_a_killed_writer_loses_no_finished_trial(tmp_path: Path, after: int) -> 
     writer.send_signal(signal.SIGKILL)
     writer.wait()
     with Store(path, identity="a") as store:
-        finished = [entry for entry in study_of(store).recalled.values() if not entry.open]
-        assert {ratio for entry in finished for ratio in entry.log_ratios.values()} >= {
-            0.01 * number for number in told
-        }
+        study = study_of(store)
+        finished = [trial for trial in study.study.trials if trial.state.is_finished()]
+        ratios = {ratio for trial in finished for ratio in trial.intermediate_values.values()}
+        assert ratios >= {0.01 * number for number in told}
+        assert study.blocks.keys() >= {number + 1 for number in told}
 
 
 def test_a_trial_that_was_left_waiting_is_given_to_no_other_plan(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ QUICK, SWIFT, MATH = (plan(CELL, name) for name in ("quick", "swift", "math"))
 
 def measured(tunables: Tunables, log_ratio: float, count: int = 9) -> Measured:
     interval = Interval(log_ratio - 0.01, log_ratio, log_ratio + 0.02, count)
-    return Measured(tunables, Checked(4.0, 2e-3, 3 * MIB, 80.0, 25.0), interval, 4.5, 70.0)
+    return Measured(tunables, Checked(4.0, 2e-3, 3 * MIB, 80.0, 25.0), interval, 4.5, 25.0, 70.0)
 
 
 RESULT = CellResult(

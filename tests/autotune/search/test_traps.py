@@ -180,13 +180,15 @@ def test_a_kernel_that_was_slow_in_place_and_fast_on_copies_is_not_hopeless() ->
     assert Transfer(finished=[timed]).hopeless(space) == set()
 
 
-def test_what_launches_decided_says_nothing_of_another_length() -> None:
+def test_a_plan_that_is_launched_slowly_is_a_hint_for_longer_calls() -> None:
     host_us = lambda t: 2000.0 if t.branches[0].forward == "swift" else 20.0  # noqa: E731
     trial = Setting(
         DENSE, by_kernels(quick=0.0, swift=-0.5, math=1.0), plan(DENSE), rows={"base_ms": 0.05, "host_us": host_us},
         asynchronous=True,
     ).run()  # fmt: skip
-    state = trial.search.state
-    launched = [plan_ for plan_, entry in state.entries.items() if state.launches_too_long(entry)]
-    assert launched
-    assert not set(launched) & set(trial.search.beliefs.timed().behind)
+    swift = plan(DENSE, "swift")
+    assert trial.result.choice is not None
+    assert trial.result.choice.tunables.branches[0].forward == "quick"
+    timed = trial.search.beliefs.timed()
+    assert timed.behind[swift] == pytest.approx(0.0, abs=1e-6)
+    assert timed.behind[plan(DENSE)] == pytest.approx(1.0, abs=0.01)

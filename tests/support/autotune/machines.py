@@ -20,7 +20,7 @@ from autotune.search.loop import CellSearch
 from autotune.search.settings import NoListener, SearchSettings
 from autotune.space.space import Machine, Space, build_space, distance
 from ringattn.hardware.facts import HardwareFacts
-from ringattn.planning.preference import Preference
+from ringattn.planning.preference import Launch, Preference
 from ringattn.profile.schema import Policy
 from ringattn.workload import BranchTunables, Mode, Pattern, Tunables, Workload
 
@@ -140,6 +140,7 @@ class Setting:
     trouble: Trouble = QUIET
     rows: Mapping[str, object] = field(default_factory=dict)
     asynchronous: bool = False
+    launch: Launch = "eager"
     sampler: str = "auto"
     unproven: Mapping[Tunables, Fault] = field(default_factory=dict)
 
@@ -166,6 +167,7 @@ class Setting:
             self.prefer,
             hang_s=2.0,
             asynchronous=self.asynchronous,
+            launch=self.launch,
             sampler=self.sampler,
         )
         search = CellSearch(

@@ -97,6 +97,11 @@ def host_us(cell: Workload, plan: Tunables) -> float:
     return us * (1.0 if plan.pattern_cache else 1.6) * (1.1 if plan.pool_threshold_mib else 1.0)
 
 
+def eager_ms(cell: Workload, plan: Tunables, slowness: float) -> float:
+    """What a loop of calls waits for: the longer of host and device."""
+    return max(device_ms(cell, plan), slowness * host_us(cell, plan) / 1e3)
+
+
 def _row_bytes(cell: Workload) -> int:
     return cell.seq_len * cell.heads * cell.head_dim * 2
 

@@ -15,7 +15,7 @@ from jinja2 import Template
 from markupsafe import Markup
 
 from autotune.formats import escape, format_bytes, format_factor, format_length, format_ms, plain
-from ringattn.planning.table import ModuleShape, probe_options
+from ringattn.planning.missed import probe_options
 from ringattn.wording import plural
 from ringattn.workload import Workload, describe
 
@@ -189,9 +189,10 @@ def uncovered(profile: Profile) -> list[tuple[str, str]]:
         shapes.setdefault(replace(family.workload, mode="train", seq_len=1), []).append(family)
     for siblings in shapes.values():
         w = siblings[0].workload
-        module = ModuleShape(w.heads, w.kv_heads, w.head_dim, w.causal, w.pattern, w.world)
-        shape = f"ringtune probe {probe_options(module)}"
+        shape = f"ringtune probe {probe_options(w)}"
         shape += f" --batch-size {w.batch}" if w.batch > 1 else ""
+        usual = "fp32" if profile.fingerprint.vendor == "cpu" else "bf16"  # of a probe that is told no precision
+        shape += f" --precision {w.dtype}" if w.dtype != usual else ""
         name = siblings[0].title.partition(", ")[2]
         for family in siblings:
             unmeasured = [entry.workload.seq_len for entry in family.entries if entry.choice and not entry.evidence]

@@ -5,29 +5,25 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import optuna
 import pytest
 from cli_runs import one_line_error, ringtune
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
 from probed_machine import Machine, Watching, request_for
 
 from autotune.exit_codes import ProbeFailure
 from autotune.probe.tuning import run_probe
 from autotune.report.history import search_histories
-from ringattn.profile.schema import Profile
 from ringattn.profile.yaml_io import load_profile, save_profile
 from ringattn.workload import describe
 
 
-def probed(folder: Path, storage: str | None = None) -> tuple[Profile, Path]:
-    """A profile that a probe in simulated time wrote to ``folder``, and its path."""
-    path = folder / "m.yaml"
-    run_probe(request_for(path, storage=storage), Watching(), Machine(folder).environment)
-    return load_profile(path), path
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A profile that a probe in simulated time wrote, and its journal."""
     place = tmp_path_factory.mktemp("probed")
-    probed(place)
+    run_probe(request_for(place / "m.yaml"), Watching(), Machine(place).environment)
     return place
 
 
@@ -49,10 +45,13 @@ def test_every_workload_has_the_trials_that_its_probe_made(folder: Path) -> None
     assert journal.read_bytes() == before, "reading writes nothing"
 
 
-def test_an_optuna_storage_serves_as_well(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path}/studies.db"
-    profile, _ = probed(tmp_path, url)
-    assert len(search_histories(profile, url)) == len(profile.plans)
+def test_an_optuna_storage_serves_as_well(tmp_path: Path, folder: Path) -> None:
+    profile, url = load_profile(folder / "m.yaml"), f"sqlite:///{tmp_path}/studies.db"
+    journal = JournalStorage(JournalFileBackend(str(folder / "m.yaml.journal")))
+    name = str(profile.plans[0].workload)
+    optuna.copy_study(from_study_name=name, from_storage=journal, to_storage=url)
+    (copied,) = search_histories(profile, url)
+    assert copied == search_histories(profile, str(folder / "m.yaml.journal"))[0]
 
 
 def test_the_record_of_another_probe_is_refused(folder: Path) -> None:

@@ -531,6 +531,17 @@ def test_other_plans_come_in_the_order_of_time_each_once() -> None:
         assert all("runner-up" in named[choice.tunables] for choice in e.runners_up)
 
 
+def test_the_plan_for_a_cuda_graph_is_told_beside_that_of_an_eager_loop() -> None:
+    first = gpu_profile().plans[0]
+    captured = Choice(plan("efficient", "efficient", pattern_cache=False), evidence(0.0123, 0.25, 3))
+    profile = dataclasses.replace(gpu_profile(), plans=(dataclasses.replace(first, captured=captured),))
+    assert ("in a CUDA graph", captured) in other_plans(profile.plans[0])
+    for text in (summary_text(profile), " ".join(read(html_report(profile)).text)):
+        assert "in a CUDA graph" in text
+        assert "12.3 us" in text
+    assert "4.00x" in summary_text(profile)
+
+
 def test_rates_count_two_products_forward_and_five_backward() -> None:
     w = Workload("infer", False, 1000, 2, 100, "bf16")
     tera = Rates("TFLOP/s", 1.0)

@@ -12,7 +12,7 @@ from autotune.exit_codes import ProbeFailure
 from .options import check_writable, device_option, json_option, profile_argument
 
 if TYPE_CHECKING:
-    from autotune.report.history import SearchHistory
+    from autotune.journal.history import SearchHistory
     from ringattn.profile.schema import Profile
 
 
@@ -91,7 +91,7 @@ def report(
 
 def _histories(profile: Profile, source: Path, storage: str | None) -> tuple[SearchHistory, ...]:
     """Return the history in the storage that is named, else in the journal beside the profile, if it has one."""
-    from autotune.report.history import search_histories
+    from autotune.journal.history import search_histories
 
     from .console import warn
 

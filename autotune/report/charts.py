@@ -16,6 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from autotune.formats import format_factor, plain
+from autotune.journal.history import TimedTrial
 
 WIDTH, HISTORY_WIDTH = 460, 300
 LEFT, TOP, LEGEND_ROW = 34, 12, 15
@@ -55,15 +56,6 @@ class Bar:
     name: str
     color: str
     value: float
-    tip: str
-
-
-@dataclass(frozen=True, slots=True)
-class TimedTrial:
-    """One trial of a search: when it ended, its speed-up over the default, or None where it gave no time."""
-
-    elapsed_s: float
-    speedup: float | None
     tip: str
 
 

@@ -15,12 +15,12 @@ from jinja2 import Template
 from markupsafe import Markup
 
 from autotune.formats import escape, format_bytes, format_factor, format_length, format_ms, plain
+from autotune.journal.history import SearchHistory
 from ringattn.planning.missed import probe_options
 from ringattn.wording import plural
 from ringattn.workload import Workload, describe
 
 from .charts import Bar, bar_chart, color_class, environment, history_chart
-from .history import SearchHistory
 from .plan_text import pieces
 from .summary import (
     FAILURE_MEANINGS,
@@ -126,11 +126,11 @@ def _tiles(profile: Profile) -> list[tuple[str, str, str]]:
     tiles = [("With a plan", str(numbers.cells - numbers.refused), without)]
     kept = f"{numbers.unmeasured} at the default, not measured" if numbers.unmeasured else "every plan was"
     tiles.append(("Measured", str(numbers.measured), kept))
-    tiles.append(("Plan is not the default", str(numbers.changed), f"of {numbers.measured} measured"))
+    tiles.append(("Not the default", str(numbers.changed), f"of {numbers.measured} measured"))
     if numbers.over_torch is not None:
-        tiles.append(("Faster than torch", format_factor(numbers.over_torch), "median of dense workloads"))
+        tiles.append(("Over torch", format_factor(numbers.over_torch), "median, where timed"))
     if numbers.median_speedup is not None and numbers.changed:
-        tiles.append(("Faster than the default", format_factor(numbers.median_speedup), "median"))
+        tiles.append(("Over the default", format_factor(numbers.median_speedup), "median"))
     if numbers.best is not None:
         workload, best = numbers.best
         kind = "dense" if workload.pattern.dense else "dilated"

@@ -222,7 +222,7 @@ def other_plans(entry: PlanEntry) -> tuple[tuple[str, Choice], ...]:
     """
     if entry.choice is None:
         return ()
-    listed = [("runner-up", choice) for choice in entry.runners_up]
+    listed: list[tuple[str, Choice | None]] = [("runner-up", choice) for choice in entry.runners_up]
     listed += [("torch", entry.torch), ("default", entry.default), ("in a CUDA graph", entry.captured)]
     listed += [('dtype="auto"', entry.auto), *(("leaner", choice) for choice in entry.front)]
     listed += [(f"{name} alone", choice) for name, choice in single_backends(entry).items()]
@@ -231,7 +231,7 @@ def other_plans(entry: PlanEntry) -> tuple[tuple[str, Choice], ...]:
     for kind, choice in listed:
         if choice is not None and choice.tunables != entry.choice.tunables:
             kinds.setdefault(choice.tunables, []).append(kind)
-            if found.setdefault(choice.tunables, choice).evidence is None:
+            if choice.evidence is not None or choice.tunables not in found:
                 found[choice.tunables] = choice
     ordered = sorted(found.values(), key=lambda c: c.evidence.median_ms if c.evidence is not None else math.inf)
     return tuple((", ".join(kinds[choice.tunables]), choice) for choice in ordered)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -93,7 +94,6 @@ class _FamilyTable:
 def _rows(entry: PlanEntry, vendor: str) -> Iterator[dict[str, Text]]:
     """Return by column the cells of an entry's plan, and those of its plan in a CUDA graph if this is another one."""
     gain = over_torch(entry)
-    style = "dim" if entry.evidence is None or kept_default(entry) else "green"
     host_ms = waiting_host_ms(entry.evidence, vendor) if entry.evidence is not None else None
     yield {
         "Length": Text(format_length(entry.workload.seq_len)),
@@ -101,20 +101,16 @@ def _rows(entry: PlanEntry, vendor: str) -> Iterator[dict[str, Text]]:
         "Time": Text(format_ms(entry.evidence.median_ms) if entry.evidence else "-"),
         "Host, if longer": Text(format_ms(host_ms) if host_ms else "", style="yellow"),
         "Faster than torch": Text(format_factor(gain), style="green" if gain > 1 else "yellow") if gain else Text(""),
-        "Faster than default": Text(speedup_text(entry), style=style),
+        "Faster than default": Text(
+            speedup_text(entry), style="dim" if entry.evidence is None or kept_default(entry) else "green"
+        ),
         "Peak": Text(format_bytes(entry.evidence.peak_bytes) if entry.evidence else "-"),
     }
-    if entry.captured is not None and entry.captured.evidence is not None:
-        known = entry.captured.evidence
-        yield {
-            "Length": Text(""),
-            "Plan": PlanText(f"in a CUDA graph: {plain(describe(entry.captured.tunables))}", style="dim"),
-            "Time": Text(format_ms(known.median_ms)),
-            "Host, if longer": Text(""),
-            "Faster than torch": Text(""),
-            "Faster than default": Text(str(Speedup.of(known)), style="dim"),
-            "Peak": Text(format_bytes(known.peak_bytes)),
-        }
+    if entry.captured is not None and (known := entry.captured.evidence) is not None:
+        cells = {"Plan": f"in a CUDA graph: {plain(describe(entry.captured.tunables))}"}
+        cells |= {"Time": format_ms(known.median_ms), "Faster than default": str(Speedup.of(known))}
+        cells["Peak"] = format_bytes(known.peak_bytes)
+        yield defaultdict(Text, {name: PlanText(text, style="dim") for name, text in cells.items()})
 
 
 def _table(rows: Sequence[dict[str, Text]], columns: Sequence[str]) -> Table:

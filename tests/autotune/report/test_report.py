@@ -19,10 +19,10 @@ from rich.console import Console
 
 from autotune.cli.probe import probe as probe_command
 from autotune.formats import escape, format_bytes, format_duration, format_length, format_ms, plain
+from autotune.journal.history import SearchHistory, TimedTrial
 from autotune.report import page as page_module
-from autotune.report.charts import SERIES, Bar, TimedTrial, bar_chart, color_class, history_chart
+from autotune.report.charts import SERIES, Bar, bar_chart, color_class, history_chart
 from autotune.report.comparison import comparison_page
-from autotune.report.history import SearchHistory
 from autotune.report.page import html_report, uncovered
 from autotune.report.summary import (
     Rates,

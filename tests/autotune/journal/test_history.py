@@ -13,8 +13,8 @@ from optuna.storages.journal import JournalFileBackend
 from probed_machine import Machine, Watching, request_for
 
 from autotune.exit_codes import ProbeFailure
+from autotune.journal.history import search_histories
 from autotune.probe.tuning import run_probe
-from autotune.report.history import search_histories
 from ringattn.profile.yaml_io import load_profile, save_profile
 from ringattn.workload import describe
 
@@ -77,7 +77,7 @@ def test_a_file_that_is_not_there_is_not_made(tmp_path: Path, folder: Path) -> N
     line = one_line_error(
         ringtune("report", folder / "m.yaml", "--storage", missing, "--output", tmp_path / "r.html"), 1
     )
-    assert "no such file" in line
+    assert line.startswith(f"Error: {missing}: no such file; ")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -12,8 +12,6 @@ from autotune.exit_codes import ProbeFailure
 from autotune.formats import format_factor
 from ringattn.workload import Workload, describe
 
-from .charts import TimedTrial
-
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage
     from optuna.trial import FrozenTrial
@@ -22,6 +20,15 @@ if TYPE_CHECKING:
 
 
 NO_JOURNAL = (LookupError, TypeError, ValueError, AssertionError, AttributeError)  # what Optuna ends with on one
+
+
+@dataclass(frozen=True, slots=True)
+class TimedTrial:
+    """One trial of a search: when it ended, its speed-up over the default, or None where it gave no time."""
+
+    elapsed_s: float
+    speedup: float | None
+    tip: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +56,10 @@ def search_histories(profile: Profile, storage: str) -> tuple[SearchHistory, ...
     """
     import optuna
 
-    opened = _opened(storage)
+    from .store import without_password
+
+    shown = without_password(storage)
+    opened = _opened(storage, shown)
     known = set(optuna.get_all_study_names(opened))
     found = []
     for entry in profile.plans:
@@ -60,36 +70,32 @@ def search_histories(profile: Profile, storage: str) -> tuple[SearchHistory, ...
             history = SearchHistory(entry.workload, _timed(trials))
             found += [history] if history.trials else []
     if not found:
-        raise ProbeFailure(f"{storage}: holds no search of this profile's plans; name the storage of its probe")
+        raise ProbeFailure(f"{shown}: holds no search of this profile's plans; name the storage of its probe")
     return tuple(found)
 
 
-def _opened(storage: str) -> BaseStorage:
+def _opened(storage: str, shown: str) -> BaseStorage:
     import optuna
     from optuna.exceptions import OptunaError
     from optuna.storages.journal import JournalFileBackend
     from sqlalchemy.exc import SQLAlchemyError
 
-    from autotune.journal.store import without_password
-
+    if "://" not in storage and not Path(storage).is_file():  # Optuna would make one
+        raise ProbeFailure(f"{storage}: no such file; --storage names the journal of a probe, or an Optuna URL")
     try:
         if "://" in storage:
             return optuna.storages.get_storage(storage)
-        if not Path(storage).is_file():  # which Optuna would make
-            raise ProbeFailure(f"{storage}: no such file; --storage names a journal of a probe, or an Optuna URL")
         return optuna.storages.JournalStorage(JournalFileBackend(storage))
     except (ImportError, OSError, OptunaError, SQLAlchemyError, *NO_JOURNAL) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0].replace(storage, without_password(storage))
-        raise ProbeFailure(
-            f"--storage {without_password(storage)}: cannot be read ({reason}); name the storage of a probe"
-        ) from error
+        reason = (str(error) or type(error).__name__).splitlines()[0].replace(storage, shown)
+        raise ProbeFailure(f"{shown}: cannot be read ({reason}); name the storage of a probe") from error
 
 
 def _timed(trials: Sequence[FrozenTrial]) -> tuple[TimedTrial, ...]:
     """Return what ended with a time or a failure; plans that were asked for and never run are neither."""
     # Probes check the default of every workload first, minutes before most are searched.
     starts = sorted(trial.datetime_start.timestamp() for trial in trials if trial.datetime_start is not None)
-    began = starts[min(1, len(starts) - 1)]
+    began = starts[:2][-1] if starts else 0.0
     made = []
     for trial in trials:
         plan, kind = trial.user_attrs.get("plan"), trial.user_attrs.get("kind")

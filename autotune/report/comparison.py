@@ -24,6 +24,10 @@ class _Row:
     ms: tuple[float | None, float | None]
 
     @property
+    def times(self) -> dict[str, float]:
+        return {side: ms for side, ms in zip("AB", self.ms, strict=True) if ms is not None}
+
+    @property
     def ratio(self) -> float | None:
         mine, other = self.ms
         return other / mine if mine and other is not None else None
@@ -62,7 +66,7 @@ def comparison_page(profiles: tuple[Profile, Profile], names: tuple[str, str]) -
         tiles=tiles,
         families=joined,
         charts=[
-            (title, speed_chart(f"both{n}", title, [(row.workload, _sides(row)) for row in rows], rates))
+            (title, speed_chart(f"both{n}", title, [(row.workload, row.times) for row in rows], rates))
             for n, (title, rows) in enumerate(joined)
         ],
         rates=rates,
@@ -82,10 +86,6 @@ def _joined(
         _Row(one.workload, (plan_text(one), plan_text(two)), (ms(one, profiles[0]), ms(two, profiles[1])))
         for one, two in pairs
     )
-
-
-def _sides(row: _Row) -> dict[str, float]:
-    return {side: ms for side, ms in zip("AB", row.ms, strict=True) if ms is not None}
 
 
 def _only(profile: Profile, others: Mapping[Workload, PlanEntry]) -> list[str]:

@@ -1,8 +1,6 @@
 """A profile as one self-contained HTML page: no scripts, no network, every word of the profile escaped.
 
-The page answers, from top to bottom: what was measured, what won and how surely, how fast that is beside torch, the
-default and every single kernel, every plan with its evidence, how the search got there, what is not covered and how to
-measure it, and every failure. What it says is gathered here, how it says it is in ``templates``.
+What the page says is gathered here, how it says it is in ``templates``.
 """
 
 from __future__ import annotations
@@ -136,8 +134,7 @@ def _tiles(profile: Profile) -> list[tuple[str, str, str]]:
         kind = "dense" if workload.pattern.dense else "dilated"
         where = f"{workload.mode}, {kind}, {format_length(workload.seq_len)}"
         tiles.append(("At best", format_factor(best.middle), where))
-    failed = sum(count for _, count in numbers.failures)
-    if failed:
+    if failed := sum(count for _, count in numbers.failures):
         tiles.append(("Failed candidates", str(failed), ", ".join(f"{n} {kind}" for kind, n in numbers.failures)))
     return tiles
 
@@ -197,21 +194,18 @@ def uncovered(profile: Profile) -> list[tuple[str, str]]:
         for family in siblings:
             unmeasured = [entry.workload.seq_len for entry in family.entries if entry.choice and not entry.evidence]
             if unmeasured:
-                what = f"{family.workload.mode}, {name}, at {_lengths(unmeasured)}: could not be measured"
+                lengths = ", ".join(map(format_length, unmeasured))
+                what = f"{family.workload.mode}, {name}, at {lengths}: could not be measured"
                 found.append((what, f"{shape} --mode {family.workload.mode}{_options(unmeasured)}"))
         if len(siblings) == 1:
             missing = "infer" if w.train else "train"
-            lengths = [entry.workload.seq_len for entry in siblings[0].entries]
-            found.append((f"{missing}, {name}", f"{shape} --mode {missing}{_options(lengths)}"))
+            options = _options([entry.workload.seq_len for entry in siblings[0].entries])
+            found.append((f"{missing}, {name}", f"{shape} --mode {missing}{options}"))
         longest = max(entry.workload.seq_len for family in siblings for entry in family.entries)
         mode = "both" if len(siblings) > 1 else w.mode
         beyond = f"{name}, longer than {int(longest * 2**0.5):,}"
         found.append((beyond, f"{shape} --mode {mode}{_options([2 * longest])}"))
     return found
-
-
-def _lengths(lengths: Sequence[int]) -> str:
-    return ", ".join(format_length(length) for length in lengths)
 
 
 def _options(lengths: Sequence[int]) -> str:

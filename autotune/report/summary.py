@@ -22,6 +22,7 @@ from ringattn.workload import Tunables, Workload, describe
 if TYPE_CHECKING:
     from ringattn.profile.schema import Evidence, Failure, PlanEntry, Policy, Profile
 
+IN_A_GRAPH = "in a CUDA graph"
 FAILURE_MEANINGS = {
     "wrong": "the answer differed from float64 by more than the error bound",
     "crash": "the worker process died",
@@ -153,9 +154,7 @@ class Rates:
 
 def plan_text(entry: PlanEntry) -> str:
     """Return the plan of an entry in one line, or why there is none."""
-    if entry.choice is None:
-        return f"refused: {entry.refusal}"
-    return describe(entry.choice.tunables)
+    return f"refused: {entry.refusal}" if entry.choice is None else describe(entry.choice.tunables)
 
 
 def headline(profile: Profile) -> Headline:
@@ -165,6 +164,7 @@ def headline(profile: Profile) -> Headline:
     faster = [pair for pair in measured if pair[1].middle > 1]
     beside_torch = [gain for entry in profile.plans if (gain := over_torch(entry)) is not None]
     refused = sum(entry.choice is None for entry in profile.plans)
+    failed = Counter(f.kind for entry in profile.plans for f in entry.failures if f.kind != "rejected")
     return Headline(
         cells=len(profile.plans),
         measured=len(measured),
@@ -174,9 +174,7 @@ def headline(profile: Profile) -> Headline:
         over_torch=statistics.median(beside_torch) if beside_torch else None,
         median_speedup=statistics.median(s.middle for _, s in measured) if measured else None,
         best=max(faster, key=lambda pair: pair[1].middle) if faster else None,
-        failures=tuple(
-            Counter(f.kind for e in profile.plans for f in e.failures if f.kind != "rejected").most_common()
-        ),
+        failures=tuple(failed.most_common()),
     )
 
 
@@ -198,13 +196,9 @@ def recorded_choices(entry: PlanEntry) -> tuple[Choice, ...]:
 def single_backends(entry: PlanEntry) -> dict[str, Choice]:
     """Return the fastest recorded plan of every kernel that was used alone."""
     best: dict[str, Choice] = {}
-    for choice in recorded_choices(entry):
-        name = sole_kernel(choice.tunables)
-        if name is None:
-            continue
-        rival = best.get(name)
-        if rival is None or _ratio(choice) < _ratio(rival):
-            best[name] = choice
+    for choice in sorted(recorded_choices(entry), key=_ratio):
+        if (name := sole_kernel(choice.tunables)) is not None:
+            best.setdefault(name, choice)
     return best
 
 
@@ -216,30 +210,31 @@ def series_of(entry: PlanEntry) -> dict[str, Choice]:
 
 
 def other_plans(entry: PlanEntry) -> tuple[tuple[str, Choice], ...]:
-    """Return the recorded plans of an entry beside its own, each once with all that it is, in the order of time.
-
-    Those that were not measured come last.
-    """
+    """Return the plans of an entry beside its own, each once with all that it is, in the order of time."""
     if entry.choice is None:
         return ()
     listed: list[tuple[str, Choice | None]] = [("runner-up", choice) for choice in entry.runners_up]
-    listed += [("torch", entry.torch), ("default", entry.default), ("in a CUDA graph", entry.captured)]
-    listed += [('dtype="auto"', entry.auto), *(("leaner", choice) for choice in entry.front)]
+    listed += [("torch", entry.torch), ("default", entry.default), ('dtype="auto"', entry.auto)]
+    listed += [("leaner", choice) for choice in entry.front]
     listed += [(f"{name} alone", choice) for name, choice in single_backends(entry).items()]
+    listed.append((IN_A_GRAPH, entry.captured))  # last: ratios of the same plan to an eager default come first
     kinds: dict[Tunables, list[str]] = {}
     found: dict[Tunables, Choice] = {}
     for kind, choice in listed:
         if choice is not None and choice.tunables != entry.choice.tunables:
             kinds.setdefault(choice.tunables, []).append(kind)
-            if choice.evidence is not None or choice.tunables not in found:
+            if choice.tunables not in found or found[choice.tunables].evidence is None:
                 found[choice.tunables] = choice
     ordered = sorted(found.values(), key=lambda c: c.evidence.median_ms if c.evidence is not None else math.inf)
     return tuple((", ".join(kinds[choice.tunables]), choice) for choice in ordered)
 
 
 def relative_time(choice: Choice, entry: PlanEntry) -> float | None:
-    """Return the time of ``choice`` over that of the entry's plan, both paired with one default."""
-    if entry.choice is None or entry.choice.evidence is None or choice.evidence is None:
+    """Return the time of ``choice`` over that of the entry's plan, both paired with one default.
+
+    None without evidence, and for ``captured``, whose ratios are those of the device alone.
+    """
+    if entry.choice is None or entry.choice.evidence is None or choice.evidence is None or choice is entry.captured:
         return None
     relative = _ratio(choice) * _inverse(_ratio(entry.choice))
     return relative if math.isfinite(relative) else None

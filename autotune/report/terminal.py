@@ -19,6 +19,7 @@ from ringattn.workload import describe
 
 from .plan_text import PlanText, longest_piece
 from .summary import (
+    IN_A_GRAPH,
     Family,
     Speedup,
     families,
@@ -38,11 +39,11 @@ NOTES_SHOWN = 4
 _PLAN_PADDING = 3  # columns around the plans in their table
 
 
-def speedup_text(entry: PlanEntry) -> str:
+def speedup_text(entry: PlanEntry) -> Text:
     """Return ``1.18x (1.15-1.21)``, ``default``, or that the plan was not measured; a dash where there is none."""
     if entry.evidence is None:
-        return "-" if entry.choice is None else "not measured"
-    return "default" if kept_default(entry) else str(Speedup.of(entry.evidence))
+        return Text("-" if entry.choice is None else "not measured", style="dim")
+    return Text("default", style="dim") if kept_default(entry) else Text(str(Speedup.of(entry.evidence)), style="green")
 
 
 def terminal_summary(profile: Profile) -> RenderableType:
@@ -101,13 +102,11 @@ def _rows(entry: PlanEntry, vendor: str) -> Iterator[dict[str, Text]]:
         "Time": Text(format_ms(entry.evidence.median_ms) if entry.evidence else "-"),
         "Host, if longer": Text(format_ms(host_ms) if host_ms else "", style="yellow"),
         "Faster than torch": Text(format_factor(gain), style="green" if gain > 1 else "yellow") if gain else Text(""),
-        "Faster than default": Text(
-            speedup_text(entry), style="dim" if entry.evidence is None or kept_default(entry) else "green"
-        ),
+        "Faster than default": speedup_text(entry),
         "Peak": Text(format_bytes(entry.evidence.peak_bytes) if entry.evidence else "-"),
     }
     if entry.captured is not None and (known := entry.captured.evidence) is not None:
-        cells = {"Plan": f"in a CUDA graph: {plain(describe(entry.captured.tunables))}"}
+        cells = {"Plan": f"{IN_A_GRAPH}: {plain(describe(entry.captured.tunables))}"}
         cells |= {"Time": format_ms(known.median_ms), "Faster than default": str(Speedup.of(known))}
         cells["Peak"] = format_bytes(known.peak_bytes)
         yield defaultdict(Text, {name: PlanText(text, style="dim") for name, text in cells.items()})

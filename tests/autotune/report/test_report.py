@@ -540,6 +540,21 @@ def test_the_plan_for_a_cuda_graph_is_told_beside_that_of_an_eager_loop() -> Non
         assert "in a CUDA graph" in text
         assert "12.3 us" in text
     assert "4.00x" in summary_text(profile)
+    assert relative_time(captured, profile.plans[0]) is None, "its ratio is that of the device alone"
+
+
+def test_a_runner_up_that_is_the_plan_for_a_cuda_graph_too_keeps_its_own_figures() -> None:
+    first = gpu_profile().plans[0]
+    runner_up = first.runners_up[0]
+    captured = dataclasses.replace(runner_up, evidence=evidence(0.0001, 0.01, 1))
+    ((which, choice),) = [
+        pair
+        for pair in other_plans(dataclasses.replace(first, captured=captured))
+        if pair[1].tunables == captured.tunables
+    ]
+    assert which.startswith("runner-up")
+    assert which.endswith("in a CUDA graph")
+    assert choice is runner_up
 
 
 def test_rates_count_two_products_forward_and_five_backward() -> None:

@@ -1,7 +1,6 @@
 """Charts of the report as inline SVG: no scripts, colours by CSS class, a title and a description in each.
 
-Pure: numbers and names in, escaped markup out. Places are worked out here and drawn by ``templates/charts.html``.
-Coordinates are in user units, about the pixels that a page has for a chart, so that its text stays readable.
+Places are worked out here, in about the pixels that a page has for a chart, and drawn by ``templates/charts.html``.
 """
 
 from __future__ import annotations

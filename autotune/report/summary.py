@@ -110,10 +110,7 @@ def over_torch(entry: PlanEntry) -> float | None:
 
 
 def waiting_host_ms(evidence: Evidence, vendor: str) -> float | None:
-    """Return the host's time for a call where it is the longer, and so what an eager loop waits for; else None.
-
-    On a CPU a call's time is the host's.
-    """
+    """Return the host's time for a call where it is the longer, which an eager loop waits for; else, or on a CPU, None."""
     host_ms = evidence.host_us / 1e3
     return host_ms if vendor != "cpu" and host_ms > evidence.median_ms else None
 
@@ -125,11 +122,7 @@ def call_ms(evidence: Evidence, vendor: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Operations a second in one unit for a whole page, on each device.
-
-    Counted as papers do: two products of matrices in a forward and five in a backward, half of each if causal, whatever
-    a plan computes again.
-    """
+    """Operations a second of a device in the unit of a page, without what a plan computes again; see ``call_gflop``."""
 
     unit: str
     per_tera: float

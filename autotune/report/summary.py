@@ -110,7 +110,7 @@ def over_torch(entry: PlanEntry) -> float | None:
 
 
 def waiting_host_ms(evidence: Evidence, vendor: str) -> float | None:
-    """Return the host's time for a call where it is the longer, which an eager loop waits for; else, or on a CPU, None."""
+    """Return the host's time for a call if it is the longer, so that an eager loop waits for it; None on a CPU."""
     host_ms = evidence.host_us / 1e3
     return host_ms if vendor != "cpu" and host_ms > evidence.median_ms else None
 

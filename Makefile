@@ -61,9 +61,10 @@ $(VENV)/.ringtune-ready-%: pyproject.toml constraints.txt | $(VENV)/bin/pip
 	@$(PIP_INSTALL) --no-build-isolation --editable '.[$*]'
 	@touch $(VENV)/.ringtune-ready $@
 
-# 6 is no failure of make's: cells that could not be measured keep their default, and the command has said which.
+# 6 is no failure: a profile was written, in which cells that could not be measured keep their default.
 probe: $(READY)
-	@$(RUN) -m autotune probe $(PROBE_ARGS) || [ $$? -eq 6 ]
+	@$(RUN) -m autotune probe $(PROBE_ARGS) || { code=$$?; [ $$code -eq 6 ] || exit $$code; }
+	$(if $(findstring --dry-run,$(PROBE_ARGS)),,@echo "to look at it: $(RUN) -m autotune show, or report for a web page" >&2)
 
 # Most tests take turns on all cores, those of a file on one worker, as they share what is costly; those that measure
 # have the machine to themselves. Both parts run, whatever fails.

@@ -14,7 +14,8 @@ class ExitCode(IntEnum):
     NO_DEVICE = 3
     NO_PROFILE = 4
     STALE = 5
-    INCONCLUSIVE = 6
+    INCONCLUSIVE = 6  # in part: what was measured stands
+    NOTHING_MEASURED = 7
     BUSY = 75
     INTERRUPTED = 130
 
@@ -41,10 +42,10 @@ class NoDevice(ProbeFailure):
     exit_code = ExitCode.NO_DEVICE
 
 
-class Inconclusive(ProbeFailure):
-    """The machine was too noisy, throttled or shared for any number to be believed."""
+class NothingMeasured(ProbeFailure):
+    """The machine was too noisy, throttled or shared for any number to be believed; no profile was written."""
 
-    exit_code = ExitCode.INCONCLUSIVE
+    exit_code = ExitCode.NOTHING_MEASURED
 
 
 class DeviceBusy(ProbeFailure):

@@ -19,14 +19,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from autotune.formats import escape  # noqa: E402
-from autotune.report.charts import WIDTH, Point, Series, relative_chart  # noqa: E402
+from autotune.formats import escape, format_factor, format_length  # noqa: E402
+from autotune.report.charts import WIDTH, Bar, bar_chart, color_class  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 PICTURE = ROOT / "docs" / "dense.svg"
 CARDS = ("h100", "h200")
-KERNELS = ("flash-attn-4", "cudnn", "triton", "flash", "efficient")  # not the mixed pair, which has no colour
-WORK = re.compile(r"dense causal B1 S(?P<length>\d+) H16 D128 bf16 (?P<direction>forward\S*)")
+# Not the mixed pair, which has no colour.
+SERIES = {"tuned": "module"} | {name: name for name in ("flash-attn-4", "cudnn", "triton", "flash", "efficient")}
+WORK = re.compile(r"dense causal B1 S(?P<length>\d+) H16 D128 bf16 forward\+backward")
 CAPTION_HEIGHT, MARGIN = 40, 12
 
 
@@ -54,23 +55,20 @@ def picture(records: dict[str, dict[str, Any]]) -> str:
 
 
 def _chart(card: str, record: dict[str, Any]) -> str:
-    """Forward and backward of each kernel over length, relative to the module; below, the module's own kernels."""
-    times: dict[int, dict[str, float]] = {}
-    strips: dict[str, list[tuple[int, str]]] = {"forward": [], "forward+backward": []}
+    """Forward and backward of the module and of each kernel at each length, relative to the module."""
+    groups = []
     for row in record["rows"]:
         if not (work := WORK.fullmatch(row["work"])):
             continue
-        length, kernels = int(work["length"]), row["plan"].split(": ")[1].split()[0]
-        strips[work["direction"]].append((length, kernels.split("/")[-1]))
-        if work["direction"] == "forward+backward":
-            times[length] = row["ms"]
-    series = []
-    for kernel in KERNELS:
-        ratios = [(length, ms[kernel] / ms["module"]) for length, ms in sorted(times.items())]
-        series.append(Series(kernel, tuple(Point(length, ratio, ratio, ratio) for length, ratio in ratios)))
+        length = format_length(int(work["length"]))
+        ratios = {name: row["ms"][kernel] / row["ms"]["module"] for name, kernel in SERIES.items()}
+        tips = {
+            name: f"{name}, {length}: {format_factor(ratio)} the time of RingAttention"
+            for name, ratio in ratios.items()
+        }
+        groups.append((length, [Bar(name, color_class(name), ratio, tips[name]) for name, ratio in ratios.items()]))
     title = f"{record['machine']['device']}: time of forward and backward, relative to RingAttention"
-    below = (("forward", strips["forward"]), ("backward", strips["forward+backward"]))
-    return relative_chart(card, title, series, below)
+    return bar_chart(card, title, groups, format_factor)
 
 
 def committed() -> dict[str, dict[str, Any]]:

@@ -139,10 +139,11 @@ def probe(as_json: bool, nproc: str | None, model: Path | None, like: Path | Non
 
     With several ranks lengths are those of one rank.
 
-    Exit code 6 says that some cells could not be measured, or that none
-    could, and then that no profile was written. torchrun makes 1 and a
-    traceback of its own of any code but 0; started by it, a probe that wrote
-    its profile ends with 0. Where the code matters, use --nproc.
+    Exit code 6 says that a profile was written and some of its cells could
+    not be measured, 7 that none could and no profile was written. torchrun
+    makes 1 and a traceback of its own of any code but 0; started by it, a
+    probe that wrote its profile ends with 0. Where the code matters, use
+    --nproc.
 
     Beside the profile stays PROFILE.journal, with which an interrupted probe
     goes on, and PROFILE.journal.writer, which keeps two probes from writing
@@ -219,13 +220,14 @@ def _print_result(result: ProbeResult, as_json: bool) -> None:
                 "It has all these cells: they would be verified, and only stale ones searched; --fresh searches all"
             )
     elif result.profile is not None:
-        from autotune.report.summary import terminal_summary
+        from autotune.report.terminal import terminal_summary
 
         print_answer(terminal_summary(result.profile))
         done = "verified" if result.verified else "written"
         click.echo(f"\nProfile {done} in {format_duration(result.elapsed_s)}: {result.profile_path}")
         assert result.profile_path is not None
-        click.echo(f"{_how_to_use(result.profile_path)}; 'ringtune report {result.profile_path}' makes a page of it.")
+        click.echo(f"{_how_to_use(result.profile_path)}.")
+        click.echo(f"'ringtune show {result.profile_path}' prints it again, 'ringtune report' makes a web page of it.")
     for line in result.inconclusive:
         warn(f"inconclusive: {line}")
     without = sum(cell.status == "inconclusive" and cell.chosen is None for cell in result.cells)

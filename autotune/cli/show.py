@@ -23,7 +23,7 @@ def show(profile: Path | None, device: str | None, as_json: bool) -> None:
         ringtune show
         ringtune show this-machine.yaml
     """
-    from autotune.report.summary import terminal_summary
+    from autotune.report.terminal import terminal_summary
     from ringattn.profile.yaml_io import load_profile
 
     from .console import emit_json, print_answer

@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from autotune.exit_codes import Inconclusive
+from autotune.exit_codes import NothingMeasured
 from autotune.journal.file import journal_path
 from autotune.journal.store import Store
 from autotune.measure.evaluator import Evaluator, KnowsLinks
@@ -94,7 +94,7 @@ class ProbeRun:
         )
         if len(inconclusive) == len(rows.reports):
             store.remember("finished", True)  # the next run must measure anew, not read the same numbers again
-            raise Inconclusive(f"no cell could be measured; {inconclusive[0]}")
+            raise NothingMeasured(f"no cell could be measured; {inconclusive[0]}")
         rows.notes.extend(getattr(evaluator, "unmonitored", ()))
         pending = sum(report.validation_pending for report in rows.reports.values())
         if pending:

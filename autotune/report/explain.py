@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
-    from ringattn.hardware.facts import HardwareFacts
-    from ringattn.planning.setup import Setup
-    from ringattn.planning.table import PlanTable, Row
-    from ringattn.profile.schema import Choice, Evidence, Failure, PlanEntry, Profile
-    from ringattn.workload import Tunables, Workload
+from autotune.formats import format_bytes, format_factor, format_length, format_ms, plain
+from ringattn.hardware.facts import OPTIONAL_PACKAGES, HardwareFacts
+from ringattn.kernels.registry import KERNELS
+from ringattn.planning.plan import ORDINARY, kernel_need, kernel_needs, kernel_reasons
+from ringattn.planning.setup import Setup
+from ringattn.planning.table import PlanTable, Row
+from ringattn.profile.resolve import TraceLine, mismatch
+from ringattn.profile.schema import Choice, Evidence, Failure, PlanEntry, Profile
+from ringattn.wording import plural
+from ringattn.workload import Tunables, Workload, describe, kernels_described
+
+from .plan_text import PlanText
+from .summary import Speedup, kept_default, other_plans, over_torch, recorded_choices, relative_time, waiting_host_ms
 
 Direction = Literal["forward", "backward", "both"]
 
@@ -25,6 +36,7 @@ class KernelVerdict:
     direction: Direction
     reasons: tuple[str, ...]
     evidence: str = ""  # what the profile knows of it, for a kernel that could run
+    relative_time: float | None = None  # of its fastest recorded plan over the chosen plan, where one was timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +59,18 @@ class Explanation:
     why: str
     foreign: str = ""  # why the profile would not be used here; then all else is as on the machine it is of
     other_heads: str = ""  # that the plan was measured with other numbers of heads, and with which
+    over_torch: float | None = None  # times as fast as F.scaled_dot_product_attention, where that was timed
+    host_ms: float | None = None  # of a call, where the host takes longer than the device
+    runners_up: tuple[str, ...] = ()  # the next plans in the order of time, with their times
 
 
 def why_foreign(profile: Profile, facts: HardwareFacts) -> str:
     """Return why a measured profile is of another kind of machine than this; empty for one that serves it."""
-    from ringattn.profile.resolve import mismatch
-
     return mismatch(profile, facts) if profile.source == "measured" else ""
 
 
 def facts_of(profile: Profile) -> HardwareFacts:
     """Return the machine on which ``profile`` was measured, with the packages that it names or has timed."""
-    from ringattn.hardware.facts import OPTIONAL_PACKAGES, HardwareFacts
-    from ringattn.kernels.registry import KERNELS
-
-    from .summary import recorded_choices
-
     made = {
         f.name: getattr(profile.fingerprint, f.name) for f in fields(profile.fingerprint) if f.name != "link_speeds"
     }
@@ -99,7 +107,23 @@ def explain_workload(workload: Workload, setup: Setup, table: PlanTable, foreign
         why=_why(row, setup, entry, chosen),
         foreign=foreign,
         other_heads=_other_heads(workload, row, entry),
+        over_torch=over_torch(entry) if entry is not None and chosen is entry.choice else None,
+        host_ms=waiting_host_ms(chosen.evidence, setup.facts.vendor) if chosen and chosen.evidence else None,
+        runners_up=_runners_up(entry, tunables),
     )
+
+
+def _runners_up(entry: PlanEntry | None, tunables: Tunables | None) -> tuple[str, ...]:
+    """Return each runner-up of a row whose own plan is used, with its time."""
+    if entry is None or entry.choice is None or entry.choice.tunables != tunables:
+        return ()
+    found = []
+    for which, choice in other_plans(entry):
+        if "runner-up" in which and choice.evidence is not None:
+            ratio = relative_time(choice, entry)
+            times = f", {format_factor(ratio)} the time" if ratio is not None else ""
+            found.append(f"{describe(choice.tunables)}: {format_ms(choice.evidence.median_ms)}{times}")
+    return tuple(found)
 
 
 def _other_heads(workload: Workload, row: Row, entry: PlanEntry | None) -> str:
@@ -116,8 +140,6 @@ def _other_heads(workload: Workload, row: Row, entry: PlanEntry | None) -> str:
 
 def _trace(setup: Setup, foreign: str) -> tuple[str, ...]:
     """Return the trace; a foreign profile's line says what it is here, not what it would be there."""
-    from ringattn.profile.resolve import TraceLine
-
     if not foreign or setup.resolution is None:
         return setup.trace
     path = setup.resolution.path
@@ -151,10 +173,6 @@ def _choice_of(entry: PlanEntry | None, tunables: Tunables | None) -> Choice | N
 
 
 def _why(row: Row, setup: Setup, entry: PlanEntry | None, chosen: Choice | None) -> str:
-    from autotune.formats import format_length
-
-    from .summary import Speedup, kept_default
-
     lengths = sorted(
         {e.workload.seq_len for e in setup.entries if (e.workload.dtype, e.workload.mode) == (row.dtype, row.mode)}
     )
@@ -188,8 +206,6 @@ def _kernel_verdicts(
     workload: Workload, tunables: Tunables | None, setup: Setup, entry: PlanEntry | None
 ) -> tuple[KernelVerdict, ...]:
     """Return every kernel of the table and direction that the plan does not use."""
-    from ringattn.kernels.registry import KERNELS
-
     directions: tuple[Direction, ...] = ("forward", "backward") if workload.train else ("forward",)
     verdicts = []
     for direction in directions:
@@ -198,16 +214,17 @@ def _kernel_verdicts(
             if name in used:
                 continue
             reasons = _reasons(name, direction, workload, tunables, setup)
-            known = "" if reasons else _known_of(name, direction, entry)
-            verdicts.append(KernelVerdict(name, direction, reasons, known))
-    return _merged(verdicts)
+            known, ratio = ("", None) if reasons else _known_of(name, direction, entry)
+            verdicts.append(KernelVerdict(name, direction, reasons, known, ratio))
+    # What could run comes first, the fastest at the top.
+    return tuple(sorted(_merged(verdicts), key=lambda v: (bool(v.reasons), v.relative_time or math.inf)))
 
 
 def _merged(verdicts: list[KernelVerdict]) -> tuple[KernelVerdict, ...]:
     """Merge the rows of a kernel for which both directions say the same."""
-    merged: dict[tuple[str, tuple[str, ...], str], KernelVerdict] = {}
+    merged: dict[KernelVerdict, KernelVerdict] = {}
     for verdict in verdicts:
-        key = (verdict.kernel, verdict.reasons, verdict.evidence)
+        key = replace(verdict, direction="both")
         merged[key] = replace(verdict, direction="both") if key in merged else verdict
     return tuple(merged.values())
 
@@ -216,8 +233,6 @@ def _reasons(
     name: str, direction: Direction, workload: Workload, tunables: Tunables | None, setup: Setup
 ) -> tuple[str, ...]:
     """Return why a kernel cannot serve every branch in this direction, in the plan's dtype; each reason once."""
-    from ringattn.planning.plan import ORDINARY, kernel_need, kernel_needs, kernel_reasons
-
     facts, backward = setup.facts, direction == "backward"
     found: list[str] = []
     for number in range(len(workload.pattern.resolved(workload.seq_len))):
@@ -230,15 +245,10 @@ def _reasons(
     return tuple(dict.fromkeys(found))
 
 
-def _known_of(name: str, direction: Direction, entry: PlanEntry | None) -> str:
-    """Return what the profile recorded of a kernel in one direction: its best plan, a failure, or nothing."""
-    from autotune.formats import format_factor
-    from ringattn.workload import describe, kernels_described
-
-    from .summary import recorded_choices, relative_time
-
+def _known_of(name: str, direction: Direction, entry: PlanEntry | None) -> tuple[str, float | None]:
+    """Return what the profile recorded of a kernel in one direction, and the relative time of its best plan if any."""
     if entry is None:
-        return "could run; nothing was measured for this workload"
+        return "could run; nothing was measured for this workload", None
     best: tuple[float, Choice] | None = None
     for choice in recorded_choices(entry):
         ratio = relative_time(choice, entry)
@@ -247,31 +257,19 @@ def _known_of(name: str, direction: Direction, entry: PlanEntry | None) -> str:
         if best is None or ratio < best[0]:
             best = (ratio, choice)
     if best is not None:
-        return (
-            f"could run; measured {format_factor(best[0])} the time of the chosen plan ({describe(best[1].tunables)})"
-        )
+        told = f"could run; measured {format_factor(best[0])} the time of the chosen plan"
+        return f"{told} ({describe(best[1].tunables)})", best[0]
     failures = [f for f in entry.failures if f.kind != "rejected" and name in kernels_described(f.candidate)]
     failed = min(failures, key=lambda f: len(kernels_described(f.candidate)), default=None)
     if failed is not None:
-        return f"could run, but failed when measured: {failed.kind}: {failed.message}"
+        return f"could run, but failed when measured: {failed.kind}: {failed.message}", None
     if entry.choice is not None and entry.evidence is None:
-        return "could run; not measured here"
-    return "could run; slower when measured, and not kept in the profile"
+        return "could run; not measured here", None
+    return "could run; slower when measured, and not kept in the profile", None
 
 
 def explanation_summary(explanation: Explanation) -> RenderableType:
     """Return the explanation as tables for the terminal."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    from autotune.formats import format_bytes, format_ms, plain
-    from ringattn.wording import plural
-    from ringattn.workload import describe
-
-    from .plan_text import PlanText
-
     e = explanation
     plan = describe(e.tunables) if e.tunables is not None else f"refused: {e.refusal}"
     rows = [
@@ -289,12 +287,17 @@ def explanation_summary(explanation: Explanation) -> RenderableType:
             f"{format_ms(v.median_ms)} (first call {format_ms(v.first_call_ms)}), {plural(v.blocks, 'paired block')}"
         )
         rows.append(("Evidence", f"{measured}, peak {format_bytes(v.peak_bytes)}, error {v.error:.1e}"))
+    if e.over_torch is not None:
+        rows.append(("Over torch", f"{format_factor(e.over_torch)} as fast as F.scaled_dot_product_attention"))
+    if e.host_ms is not None:
+        rows.append(("Host", f"{format_ms(e.host_ms)} a call, longer than the device: an eager loop waits for it"))
+    rows += [("Runner-up", text) for text in e.runners_up]
     if e.gave_way:
         rows.append(("Gave way", e.gave_way))
     head = Table.grid(padding=(0, 2))
     for label, value in rows:
         # A path is no use cut off.
-        shown = PlanText(plain(value)) if label == "Plan" else Text(plain(value), overflow="fold")
+        shown = PlanText(plain(value)) if label in ("Plan", "Runner-up") else Text(plain(value), overflow="fold")
         head.add_row(Text(label, style="bold"), shown)
     parts: list[RenderableType] = [head, Text(""), Text("Which profile, and why", style="bold")]
     trace = Table.grid(padding=(0, 1))  # so that long lines hang

@@ -1,6 +1,6 @@
-"""Digest of a profile for every reader: the terminal summary here, the page in ``report.page``.
+"""Digest of a profile for every reader: the terminal's in ``report.terminal``, the page's in ``report.page``.
 
-Pure: a Profile in, plain data or a rich renderable out.
+Pure: a Profile in, plain data out.
 """
 
 from __future__ import annotations
@@ -12,21 +12,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from autotune.formats import format_bytes, format_factor, format_length, format_ms, plain
+from autotune.formats import format_bytes, format_duration, format_factor, format_length, plain
+from autotune.probe.recorded import call_gflop
 from ringattn.errors import KernelReason
+from ringattn.profile.schema import Choice
 from ringattn.wording import plural
 from ringattn.workload import Tunables, Workload, describe
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-    from rich.table import Table
-    from rich.text import Text
+    from ringattn.profile.schema import Evidence, Failure, PlanEntry, Policy, Profile
 
-    from ringattn.profile.schema import Choice, Evidence, Failure, PlanEntry, Profile
-
-NOTES_SHOWN = 4
-_PLAN_PADDING = 3  # columns around the plans in their table
-
+IN_A_GRAPH = "in a CUDA graph"
 FAILURE_MEANINGS = {
     "wrong": "the answer differed from float64 by more than the error bound",
     "crash": "the worker process died",
@@ -85,21 +81,13 @@ class Headline:
 
     cells: int
     measured: int  # cells whose plan has evidence
+    unmeasured: int  # cells whose plan has none
     changed: int  # measured cells whose plan is not the default
     refused: int
     median_speedup: float | None
+    over_torch: float | None  # median, where torch's own kernel was timed
     best: tuple[Workload, Speedup] | None
     failures: tuple[tuple[str, int], ...]  # kind and count, most frequent first; refused before running is no failure
-
-
-@dataclass(frozen=True, slots=True)
-class FailureGroup:
-    """One candidate that failed in one way, and every workload where it did."""
-
-    kind: str
-    candidate: str
-    message: str
-    workloads: tuple[Workload, ...]
 
 
 def families(profile: Profile) -> tuple[Family, ...]:
@@ -116,21 +104,70 @@ def kept_default(entry: PlanEntry) -> bool:
     return entry.choice is not None and entry.default is not None and entry.choice.tunables == entry.default.tunables
 
 
+def over_torch(entry: PlanEntry) -> float | None:
+    """Return how many times as fast as torch's own kernel the plan of an entry is; None where that was not timed."""
+    return None if entry.torch_ratio is None else _inverse(entry.torch_ratio)
+
+
+def waiting_host_ms(evidence: Evidence, vendor: str) -> float | None:
+    """Return the host's time for a call if it is the longer, so that an eager loop waits for it; None on a CPU."""
+    host_ms = evidence.host_us / 1e3
+    return host_ms if vendor != "cpu" and host_ms > evidence.median_ms else None
+
+
+def call_ms(evidence: Evidence, vendor: str) -> float:
+    """Return what an eager loop waits for a call: the device, or the host where it takes longer."""
+    return waiting_host_ms(evidence, vendor) or evidence.median_ms
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Operations a second of a device in the unit of a page, without what a plan computes again; see ``call_gflop``."""
+
+    unit: str
+    per_tera: float
+
+    @classmethod
+    def of(cls, entries: Iterable[PlanEntry]) -> Rates:
+        """Return the unit in which the fastest plan has at least one digit before the point."""
+        tera = cls("TFLOP/s", 1.0)
+        known = (tera.value(e.workload, e.evidence.median_ms) for e in entries if e.evidence is not None)
+        return tera if max((value for value in known if value is not None), default=1.0) >= 1 else cls("GFLOP/s", 1e3)
+
+    def value(self, workload: Workload, ms: float) -> float | None:
+        """Return the rate of a call of ``workload`` that takes ``ms``; None where no device is so fast or so slow."""
+        whole = replace(workload, seq_len=workload.total, world=1, total_length=0)
+        rate = self.per_tera * call_gflop(whole) / workload.world / ms if ms > 0 else math.inf
+        return rate if 1e-9 < rate < 1e9 else None
+
+    def text(self, value: float | None) -> str:
+        """Return three digits of a rate, or a dash."""
+        return "-" if value is None else f"{value:.0f}" if value >= 99.95 else f"{value:#.3g}"
+
+
+def plan_text(entry: PlanEntry) -> str:
+    """Return the plan of an entry in one line, or why there is none."""
+    return f"refused: {entry.refusal}" if entry.choice is None else describe(entry.choice.tunables)
+
+
 def headline(profile: Profile) -> Headline:
     """Return the numbers for the first line of a report."""
     measured = [(entry.workload, Speedup.of(entry.evidence)) for entry in profile.plans if entry.evidence is not None]
     kept = {entry.workload for entry in profile.plans if kept_default(entry)}
     faster = [pair for pair in measured if pair[1].middle > 1]
+    beside_torch = [gain for entry in profile.plans if (gain := over_torch(entry)) is not None]
+    refused = sum(entry.choice is None for entry in profile.plans)
+    failed = Counter(f.kind for entry in profile.plans for f in entry.failures if f.kind != "rejected")
     return Headline(
         cells=len(profile.plans),
         measured=len(measured),
+        unmeasured=len(profile.plans) - len(measured) - refused,
         changed=sum(workload not in kept for workload, _ in measured),
-        refused=sum(entry.choice is None for entry in profile.plans),
+        refused=refused,
+        over_torch=statistics.median(beside_torch) if beside_torch else None,
         median_speedup=statistics.median(s.middle for _, s in measured) if measured else None,
         best=max(faster, key=lambda pair: pair[1].middle) if faster else None,
-        failures=tuple(
-            Counter(f.kind for e in profile.plans for f in e.failures if f.kind != "rejected").most_common()
-        ),
+        failures=tuple(failed.most_common()),
     )
 
 
@@ -143,7 +180,7 @@ def sole_kernel(tunables: Tunables) -> str | None:
 def recorded_choices(entry: PlanEntry) -> tuple[Choice, ...]:
     """Return every plan with evidence that an entry records, each once, the chosen one first."""
     kept: dict[Tunables, Choice] = {}
-    for choice in (entry.choice, entry.default, *entry.runners_up, *entry.front, *entry.singles):
+    for choice in (entry.choice, entry.default, *entry.runners_up, entry.torch, *entry.front, *entry.singles):
         if choice is not None and choice.evidence is not None:
             kept.setdefault(choice.tunables, choice)
     return tuple(kept.values())
@@ -152,19 +189,45 @@ def recorded_choices(entry: PlanEntry) -> tuple[Choice, ...]:
 def single_backends(entry: PlanEntry) -> dict[str, Choice]:
     """Return the fastest recorded plan of every kernel that was used alone."""
     best: dict[str, Choice] = {}
-    for choice in recorded_choices(entry):
-        name = sole_kernel(choice.tunables)
-        if name is None:
-            continue
-        rival = best.get(name)
-        if rival is None or _ratio(choice) < _ratio(rival):
-            best[name] = choice
+    for choice in sorted(recorded_choices(entry), key=_ratio):
+        if (name := sole_kernel(choice.tunables)) is not None:
+            best.setdefault(name, choice)
     return best
 
 
+def series_of(entry: PlanEntry) -> dict[str, Choice]:
+    """Return what a plan is compared with, the plan itself first: torch, the default and every kernel used alone."""
+    torch = entry.torch and Choice(entry.torch.tunables, entry.torch_evidence)
+    named = {"tuned": entry.choice, "torch": torch, "default": entry.default, **single_backends(entry)}
+    return {name: choice for name, choice in named.items() if choice is not None and choice.evidence is not None}
+
+
+def other_plans(entry: PlanEntry) -> tuple[tuple[str, Choice], ...]:
+    """Return the plans of an entry beside its own, each once with all that it is, in the order of time."""
+    if entry.choice is None:
+        return ()
+    listed: list[tuple[str, Choice | None]] = [("runner-up", choice) for choice in entry.runners_up]
+    listed += [("torch", entry.torch), ("default", entry.default), ('dtype="auto"', entry.auto)]
+    listed += [("leaner", choice) for choice in entry.front]
+    listed += [(f"{name} alone", choice) for name, choice in single_backends(entry).items()]
+    listed.append((IN_A_GRAPH, entry.captured))  # last: ratios of the same plan to an eager default come first
+    kinds: dict[Tunables, list[str]] = {}
+    found: dict[Tunables, Choice] = {}
+    for kind, choice in listed:
+        if choice is not None and choice.tunables != entry.choice.tunables:
+            kinds.setdefault(choice.tunables, []).append(kind)
+            if choice.tunables not in found or found[choice.tunables].evidence is None:
+                found[choice.tunables] = choice
+    ordered = sorted(found.values(), key=lambda c: c.evidence.median_ms if c.evidence is not None else math.inf)
+    return tuple((", ".join(kinds[choice.tunables]), choice) for choice in ordered)
+
+
 def relative_time(choice: Choice, entry: PlanEntry) -> float | None:
-    """Return the time of ``choice`` over that of the entry's plan, both paired with one default."""
-    if entry.choice is None or entry.choice.evidence is None or choice.evidence is None:
+    """Return the time of ``choice`` over that of the entry's plan, both paired with one default.
+
+    None without evidence, and for ``captured``, whose ratios are those of the device alone.
+    """
+    if entry.choice is None or entry.choice.evidence is None or choice.evidence is None or choice is entry.captured:
         return None
     relative = _ratio(choice) * _inverse(_ratio(entry.choice))
     return relative if math.isfinite(relative) else None
@@ -182,22 +245,17 @@ def ruled_out(rejections: Iterable[tuple[str, str]]) -> dict[str, tuple[str, ...
     return {name: tuple(reasons) for name, reasons in found.items()}
 
 
-def failure_groups(profile: Profile) -> dict[str, tuple[FailureGroup, ...]]:
+def failure_groups(profile: Profile) -> dict[str, dict[Failure, list[Workload]]]:
     """Group recorded failures by kind, the same candidate and message once with all its workloads.
 
     What was refused before it ran is no failure, see ``ruled_out``.
     """
-    found: dict[Failure, list[Workload]] = {}
+    grouped: dict[str, dict[Failure, list[Workload]]] = {kind: {} for kind in FAILURE_MEANINGS}
     for entry in profile.plans:
         for failure in entry.failures:
             if failure.kind != "rejected":
-                found.setdefault(failure, []).append(entry.workload)
-    grouped: dict[str, list[FailureGroup]] = {}
-    for failure, workloads in found.items():
-        group = FailureGroup(failure.kind, failure.candidate, failure.message, tuple(workloads))
-        grouped.setdefault(failure.kind, []).append(group)
-    order = list(FAILURE_MEANINGS)
-    return {kind: tuple(grouped[kind]) for kind in sorted(grouped, key=lambda k: order.index(k) if k in order else 99)}
+                grouped[failure.kind].setdefault(failure, []).append(entry.workload)
+    return {kind: found for kind, found in grouped.items() if found}
 
 
 def machine_facts(profile: Profile) -> tuple[tuple[str, str], ...]:
@@ -220,13 +278,38 @@ def machine_facts(profile: Profile) -> tuple[tuple[str, str], ...]:
     return tuple((label, plain(value)) for label, value in rows if value)
 
 
+def machine_title(profile: Profile) -> str:
+    """Return the device, with how many GPUs hold one sequence where it is not one: ``4x NVIDIA H200``."""
+    f = profile.fingerprint
+    worlds = sorted({entry.workload.world for entry in profile.plans})
+    many = "" if worlds in ([], [1]) or f.vendor == "cpu" else f"{' and '.join(f'{world}x' for world in worlds)} "
+    return plain(many + (f.device_name or f"Any {f.vendor} device"))
+
+
 def provenance_line(profile: Profile) -> str:
-    """Return date, versions and effort in one line."""
+    """Return date, version, effort and time taken in one line."""
     p = profile.provenance
     parts = [f"{profile.source} {p.date}".strip(), f"ringtune {p.tool_version}" if p.tool_version else ""]
     if profile.source == "measured":
         parts += [f"effort {p.effort}" if p.effort else "", f"seed {p.seed}" if p.seed is not None else ""]
+        parts.append(f"took {format_duration(p.elapsed_s)}" if p.elapsed_s is not None else "")
     return plain(", ".join(part for part in parts if part))
+
+
+def policy_facts(policy: Policy) -> tuple[tuple[str, str], ...]:
+    """Return the rules of a policy as labels and values."""
+    dtypes = ", ".join(given if given == used else f"{given} in {used}" for given, used in policy.compute_dtype)
+    rows = [
+        ("Forward, best first", ", ".join(policy.forward)),
+        ("Backward, best first", ", ".join(policy.backward)),
+        ("Computes", dtypes),
+        ("Dilated heads", f"read in place below rate {policy.copy_from_rate}, gathered by one copy from it on"),
+    ]
+    if policy.launch_bound is not None:
+        few = policy.launch_bound
+        pair = f"{', '.join(few.forward)} / {', '.join(few.backward)}"
+        rows.append((f"Below {few.below_gflop:g} GFLOP", pair))
+    return tuple(rows)
 
 
 def verdict(profile: Profile) -> str:
@@ -237,133 +320,22 @@ def verdict(profile: Profile) -> str:
     won = (
         f"; another plan than the default won in {numbers.changed}" if numbers.changed else "; the default stays in all"
     )
-    total = f"{numbers.measured} of " if numbers.measured < numbers.cells else ""
-    text = f"{total}{plural(numbers.cells, 'workload')} measured{won if numbers.measured else ''}."
+    some = f"{numbers.measured} of them" if numbers.measured < numbers.cells else "all"
+    text = f"{plural(numbers.cells, 'workload')}, {some} measured{won if numbers.measured else ''}."
+    if numbers.unmeasured:
+        text += f" {numbers.unmeasured} could not be measured and keep the default."
     if numbers.refused:
         text += f" {numbers.refused} without a plan."
+    if numbers.over_torch is not None:
+        text += f" Median speed-up over torch's own dispatch {format_factor(numbers.over_torch)}."
     if numbers.median_speedup is not None and numbers.changed:
         text += f" Median speed-up over the default {format_factor(numbers.median_speedup)}"
         if numbers.best is not None:
             workload, speedup = numbers.best
-            where = f"{workload.mode}, {workload.pattern}, {format_length(workload.seq_len)}"
-            text += f", at best {format_factor(speedup.middle)} ({where})"
+            text += f", at best {format_factor(speedup.middle)} ({workload.mode}, {workload.pattern}, "
+            text += f"{format_length(workload.seq_len)})"
         text += "."
     return text
-
-
-def plan_text(entry: PlanEntry) -> str:
-    """Return the plan of an entry in one line, or why there is none."""
-    if entry.choice is None:
-        return f"refused: {entry.refusal}"
-    return describe(entry.choice.tunables)
-
-
-def speedup_text(entry: PlanEntry) -> str:
-    """Return ``1.18x (1.15-1.21)``, ``default``, or a dash without evidence."""
-    if entry.evidence is None:
-        return "-"
-    return "default" if kept_default(entry) else str(Speedup.of(entry.evidence))
-
-
-def terminal_summary(profile: Profile) -> RenderableType:
-    """Return the profile as a few lines and one table per family, for ``show`` and the end of ``probe``."""
-    from rich.console import Group
-    from rich.text import Text
-
-    facts = dict(machine_facts(profile))
-    title = facts.pop("Device", "") or f"Any {profile.fingerprint.vendor} device"
-    facts.pop("CPU flags", None)
-    details = "  ".join(
-        f"{value}" if label in ("Class", "Architecture") else f"{label} {value}" for label, value in facts.items()
-    )
-    parts: list[RenderableType] = [Text(title, style="bold")]
-    parts += [Text(line, style="dim") for line in (details, provenance_line(profile)) if line]
-    parts += [Text(""), Text(plain(verdict(profile)))]
-    for family in families(profile):
-        parts += [Text(""), Text(plain(family.title), style="bold"), _FamilyTable(family)]
-    if profile.policy is not None:
-        parts += [Text(""), *_policy_lines(profile)]
-    failures = headline(profile).failures
-    if failures:
-        counts = ", ".join(f"{count} {kind}" for kind, count in failures)
-        parts += [Text(""), Text(f"Candidates that failed and were left out: {plain(counts)}", style="yellow")]
-    notes = profile.provenance.notes
-    parts += [Text(f"Note: {plain(note)}", style="dim") for note in notes[:NOTES_SHOWN]]
-    if len(notes) > NOTES_SHOWN:
-        parts.append(Text(f"and {plural(len(notes) - NOTES_SHOWN, 'more note')}, see `ringtune report`", style="dim"))
-    return Group(*parts)
-
-
-@dataclass(frozen=True, slots=True)
-class _FamilyTable:
-    """Table of a family; where its plans would not fit beside their figures, they follow in a table of their own."""
-
-    family: Family
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        from rich.measure import Measurement
-
-        from .plan_text import longest_piece
-
-        narrow = self._figures(plans=False)
-        needed = max(longest_piece(plain(plan_text(entry))) for entry in self.family.entries)
-        if Measurement.get(console, options, narrow).maximum + needed + _PLAN_PADDING <= options.max_width:
-            yield self._figures(plans=True)
-        else:
-            yield narrow
-            yield self._plans()
-
-    def _figures(self, *, plans: bool) -> Table:
-        from rich.box import SIMPLE_HEAD
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-        table.add_column("Length", justify="right", no_wrap=True)
-        if plans:
-            table.add_column("Plan")
-        table.add_column("Time", justify="right", no_wrap=True)
-        table.add_column("Faster than default", justify="right", no_wrap=True)
-        table.add_column("Peak", justify="right", no_wrap=True)
-        for entry in self.family.entries:
-            evidence = entry.choice.evidence if entry.choice is not None else None
-            table.add_row(
-                format_length(entry.workload.seq_len),
-                *([_plan_of(entry)] if plans else []),
-                format_ms(evidence.median_ms) if evidence else "-",
-                Text(speedup_text(entry), style="dim" if evidence is None or kept_default(entry) else "green"),
-                format_bytes(evidence.peak_bytes) if evidence else "-",
-            )
-        return table
-
-    def _plans(self) -> Table:
-        from rich.box import SIMPLE_HEAD
-        from rich.table import Table
-
-        table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-        table.add_column("Length", justify="right", no_wrap=True)
-        table.add_column("Plan")
-        for entry in self.family.entries:
-            table.add_row(format_length(entry.workload.seq_len), _plan_of(entry))
-        return table
-
-
-def _plan_of(entry: PlanEntry) -> Text:
-    from .plan_text import PlanText
-
-    return PlanText(plain(plan_text(entry)), style="" if entry.choice is not None else "yellow")
-
-
-def _policy_lines(profile: Profile) -> Iterable[RenderableType]:
-    from rich.text import Text
-
-    policy = profile.policy
-    assert policy is not None
-    dtypes = ", ".join(given if given == used else f"{given} in {used}" for given, used in policy.compute_dtype)
-    yield Text("Where nothing was measured:", style="bold")
-    yield Text(f"  forward   {plain(', '.join(policy.forward))}")
-    yield Text(f"  backward  {plain(', '.join(policy.backward))}")
-    yield Text(f"  computes  {plain(dtypes)}")
 
 
 def _ratio(choice: Choice) -> float:

@@ -59,6 +59,23 @@ class _Line:
             raise InputError(f"schema is {self.schema}, and this version reads {_SCHEMA}")
 
 
+def probe_options(workload: Workload) -> str:
+    """Return what to tell `ringtune probe` so that it measures this shape; length, dtype and mode apart."""
+    options = [f"--heads {workload.heads}", f"--head-dim {workload.head_dim}"]
+    if workload.kv_heads != workload.heads:
+        options.insert(1, f"--kv-heads {workload.kv_heads}")
+    options.append("--causal" if workload.causal else "--no-causal")
+    if workload.pattern.dense:
+        options.append("--dense")
+    else:
+        segments = ",".join(str(branch.segment) for branch in workload.pattern.branches)
+        rates = ",".join(str(branch.rate) for branch in workload.pattern.branches)
+        options += [f"--segment-lengths {segments}", f"--dilation-rates {rates}"]
+    if workload.world > 1:
+        options.append(f"--nproc {workload.world}")
+    return " ".join(options)
+
+
 def record_path(profile: object, wishes: Wishes) -> str:
     """Return the absolute path of the file to record to.
 

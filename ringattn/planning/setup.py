@@ -27,8 +27,9 @@ from ringattn.wording import plural
 
 from .heuristic import Wishes
 from .matching import entries_for
+from .missed import probe_options
 from .plan import kernel_need
-from .table import ModuleShape, probe_options
+from .table import ModuleShape
 from .validation_memory import user_memory
 
 logger = logging.getLogger("ringattn")
@@ -102,7 +103,7 @@ class Setup:
             say_once(
                 logging.WARNING,
                 f"{self.facts.device_name}: no plan was measured for this workload, using the heuristic; "
-                f"`ringtune probe {probe_options(self.shape)}` measures one",
+                f"`ringtune probe {probe_options(self.shape.workload(1, 'bf16', True))}` measures one",
             )
         warn_of_empty_heads(self.shape)
 

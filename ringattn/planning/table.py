@@ -21,6 +21,7 @@ from ringattn.workload import INPUT_DTYPES, Mode, Pattern, Tunables, Workload, d
 from .fused_steps import FUSED_STEPS
 from .heuristic import NO_WISHES, Wishes, heuristic_tunables
 from .matching import entry_for
+from .missed import probe_options
 from .plan import ORDINARY, Conditions, Origin, Plan, build_plan, rejection_reasons
 from .preference import Launch, Preference, by_preference
 from .ring import exchanges_heads
@@ -70,23 +71,6 @@ class ModuleShape:
             world=self.world,
             total_length=total_length,
         )
-
-
-def probe_options(shape: ModuleShape) -> str:
-    """Return what to tell `ringtune probe` so that it measures this module's workload."""
-    options = [f"--heads {shape.heads}", f"--head-dim {shape.head_dim}"]
-    if shape.kv_heads != shape.heads:
-        options.insert(1, f"--kv-heads {shape.kv_heads}")
-    options.append("--causal" if shape.causal else "--no-causal")
-    if shape.pattern.dense:
-        options.append("--dense")
-    else:
-        segments = ",".join(str(branch.segment) for branch in shape.pattern.branches)
-        rates = ",".join(str(branch.rate) for branch in shape.pattern.branches)
-        options += [f"--segment-lengths {segments}", f"--dilation-rates {rates}"]
-    if shape.world > 1:
-        options.append(f"--nproc {shape.world}")
-    return " ".join(options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,15 +173,16 @@ class PlanTable(Question):
         if not self.entries or row.origin.source == "profile":
             return ""
         measured = _buckets(self.entries, row.dtype, row.mode)
+        shape = self.shape.workload(1, row.dtype, row.mode == "train")
         if row.bucket is not None or not measured:
             if row.dtype == "fp64":  # a probe's reference has no better dtype to hold it against
                 return f"{what}: not measured; a heuristic plan serves"
-            options = f"{probe_options(self.shape)} --mode {row.mode} --precision {row.dtype}"
+            options = f"{probe_options(shape)} --mode {row.mode} --precision {row.dtype}"
             return f"{what}: not measured; a heuristic plan serves; `ringtune probe {options}` measures it"
         lengths = f"from {measured[0]} to {measured[-1]}" if len(measured) > 1 else f"at {measured[0]}"
         return (
             f"{what}: measured {lengths} positions; outside, a heuristic plan serves; "
-            f"`ringtune probe {probe_options(self.shape)} --seq-len LENGTH` measures one more"
+            f"`ringtune probe {probe_options(shape)} --seq-len LENGTH` measures one more"
         )
 
     def _build(self, entry: PlanEntry | None, workload: Workload) -> Row:

@@ -9,7 +9,7 @@ import pytest
 from cli_runs import engine, one_line_error, ringtune
 from report_samples import gpu_profile
 
-from autotune.exit_codes import DeviceBusy, ExitCode, Inconclusive, NoDevice, ProbeFailure, UsageFailure
+from autotune.exit_codes import DeviceBusy, ExitCode, NoDevice, NothingMeasured, ProbeFailure, UsageFailure
 from autotune.probe.request import CellReport, ProbeObserver, ProbeResult
 from ringattn.errors import DeviceError, PlanError, ProfileError
 from ringattn.workload import Workload
@@ -21,7 +21,7 @@ FAULTS = [
     (DeviceError("device is 'mps'"), 3),
     (ProbeFailure("no profile", ExitCode.NO_PROFILE), 4),
     (ProbeFailure("stale", ExitCode.STALE), 5),
-    (Inconclusive("too noisy"), 6),
+    (NothingMeasured("too noisy"), 7),
     (DeviceBusy("another probe"), 75),
     (ProfileError("f.yaml", "broken", "plans[0]"), 1),
     (PlanError("nothing fits", {"math": ("no",)}), 1),

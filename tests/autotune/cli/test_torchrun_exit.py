@@ -14,7 +14,7 @@ from report_samples import gpu_profile
 
 import autotune.probe.tuning
 from autotune.cli.main import cli
-from autotune.exit_codes import ExitCode, Inconclusive
+from autotune.exit_codes import ExitCode, NothingMeasured
 from autotune.probe.request import ProbeObserver, ProbeRequest, ProbeResult
 
 ROOT = Path(__file__).parents[3]
@@ -67,8 +67,8 @@ def test_elsewhere_they_are_exit_code_6(monkeypatch: pytest.MonkeyPatch, variabl
 
 def test_a_probe_that_wrote_nothing_fails_under_torchrun_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing(request: ProbeRequest, observer: ProbeObserver) -> ProbeResult:
-        raise Inconclusive("no cell could be measured")
+        raise NothingMeasured("no cell could be measured")
 
     monkeypatch.setattr(autotune.probe.tuning, "run_probe", nothing)
     result = CliRunner(env={"TORCHELASTIC_RUN_ID": "a"}).invoke(cli, ["probe"])
-    assert result.exit_code == ExitCode.INCONCLUSIVE
+    assert result.exit_code == ExitCode.NOTHING_MEASURED

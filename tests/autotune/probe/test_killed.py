@@ -148,7 +148,8 @@ def test_the_real_probe_killed_with_its_whole_group_goes_on(tmp_path: Path) -> N
             assert load_profile(profile).plans
     last = start()
     _, told = last.communicate(timeout=LIMIT_S)
-    assert last.returncode in (ExitCode.OK, ExitCode.INCONCLUSIVE), told  # the latter on a machine that is busy
+    busy = (ExitCode.INCONCLUSIVE, ExitCode.NOTHING_MEASURED)  # of a machine that others use as well
+    assert last.returncode in (ExitCode.OK, *busy), told
     assert finished > 0
     assert whole_lines(journal).startswith(kept)
     if last.returncode == ExitCode.OK:

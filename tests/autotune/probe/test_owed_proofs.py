@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from machines import MIB, Setting, environment_of, invented, plan, row_of, workload
 
-from autotune.exit_codes import Inconclusive
+from autotune.exit_codes import NothingMeasured
 from autotune.journal.store import Store
 from autotune.measure.evaluator import Checked, Fault, Proven
 from autotune.measure.simulated import FirstCalls, ReplayEvaluator, SimulatedClock
@@ -364,7 +364,7 @@ def test_without_time_for_a_plan_within_the_limits_nothing_is_refused(tmp_path: 
     """The default is over the limit, and what is within it fails its proof, or has no time left for it."""
     house = House(tmp_path, names=("flash-cpu", "math"), new_shape_s=0.13)
     house.peak = lambda tunables: 100 * MIB if "flash-cpu" in kernels(tunables) else MIB
-    with pytest.raises(Inconclusive, match="no time was left"):
+    with pytest.raises(NothingMeasured, match="no time was left"):
         house.probe(4.0, memory_limit_mib=20)
     result = house.probe(60.0, memory_limit_mib=20, resume=False)
     assert all(report.chosen is not None and kernels(report.chosen) == {"math"} for report in result.cells)

@@ -11,7 +11,7 @@ import pytest
 from machines import invented, row_of
 from probed_machine import Machine, Unfinished, Watching, request_for, truth
 
-from autotune.exit_codes import ExitCode, Inconclusive, ProbeFailure, UsageFailure
+from autotune.exit_codes import ExitCode, NothingMeasured, ProbeFailure, UsageFailure
 from autotune.measure.evaluator import Fault
 from autotune.measure.simulated import ReplayEvaluator, Trouble
 from autotune.probe.request import ProbeRequest
@@ -200,9 +200,9 @@ def test_a_profile_the_runtime_does_not_obey_is_never_written(
 
 def test_when_every_cell_is_inconclusive_nothing_is_written(tmp_path: Path) -> None:
     machine = Machine(tmp_path, Trouble(sigma=0.8))
-    with pytest.raises(Inconclusive) as caught:
+    with pytest.raises(NothingMeasured) as caught:
         run_probe(request_for(tmp_path / "m.yaml"), Watching(), machine.environment)
-    assert caught.value.exit_code == ExitCode.INCONCLUSIVE
+    assert caught.value.exit_code == ExitCode.NOTHING_MEASURED
     assert not (tmp_path / "m.yaml").exists()
     quiet = Machine(tmp_path)
     run_probe(request_for(tmp_path / "m.yaml"), Watching(), quiet.environment)  # the same command measures anew
@@ -216,7 +216,7 @@ def test_a_default_that_is_too_slow_names_a_remedy(tmp_path: Path) -> None:
 
     probed = Machine(tmp_path)
     environment = replace(probed.environment, evaluator=lambda *_: Slow(row_of(truth), probed.clock))
-    with pytest.raises(Inconclusive, match=r"within 9\.0 s; give a larger --budget or a shorter --seq-len"):
+    with pytest.raises(NothingMeasured, match=r"within 9\.0 s; give a larger --budget or a shorter --seq-len"):
         run_probe(request_for(tmp_path / "m.yaml"), Watching(), environment)
 
 

@@ -9,31 +9,41 @@ import os
 import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
 from browser import Page, chromium, headless_page
-from report_samples import LENGTHS, cpu_profile, evidence, gpu_profile, heuristic_profile, plan
+from report_samples import cpu_profile, evidence, gpu_profile, heuristic_profile, plan
 from rich.console import Console
 
+from autotune.cli.probe import probe as probe_command
 from autotune.formats import escape, format_bytes, format_duration, format_length, format_ms, plain
-from autotune.report.charts import Point, Series, front_chart, interval_bar, relative_chart
-from autotune.report.page import html_report
+from autotune.journal.history import SearchHistory, TimedTrial
+from autotune.report import page as page_module
+from autotune.report.charts import SERIES, Bar, bar_chart, color_class, history_chart
+from autotune.report.comparison import comparison_page
+from autotune.report.page import html_report, uncovered
 from autotune.report.summary import (
+    Rates,
     Speedup,
     failure_groups,
     families,
     headline,
+    machine_title,
+    other_plans,
     recorded_choices,
     relative_time,
     ruled_out,
+    series_of,
     single_backends,
     sole_kernel,
-    terminal_summary,
     verdict,
+    waiting_host_ms,
 )
+from autotune.report.terminal import terminal_summary
 from ringattn.errors import KernelReason
+from ringattn.kernels.registry import KERNELS
 from ringattn.profile.schema import Choice, Failure, PlanEntry, Profile
 from ringattn.workload import BranchTunables, Tunables, Workload, describe, kernels_described
 
@@ -120,8 +130,8 @@ def test_headline_counts() -> None:
 def test_failures_are_grouped_by_kind_and_candidate() -> None:
     groups = failure_groups(gpu_profile())
     assert list(groups) == ["wrong", "oom"]
-    (wrong,) = groups["wrong"]
-    assert len(wrong.workloads) == 4
+    ((_, workloads),) = groups["wrong"].items()
+    assert len(workloads) == 4
 
 
 def test_what_was_ruled_out_is_told_once_a_kernel() -> None:
@@ -156,10 +166,11 @@ def test_the_summary_shows_a_few_notes_and_counts_the_rest() -> None:
 
 
 def test_verdict_of_a_profile_whose_default_stays() -> None:
-    assert verdict(cpu_profile()) == "4 workloads measured; the default stays in all."
+    assert verdict(cpu_profile()) == "4 workloads, all measured; the default stays in all."
     refused = PlanEntry(Workload("train", True, 64, 4, 64, "fp32"), refusal="none of 3 plans keeps the memory limit")
     assert (
-        verdict(dataclasses.replace(cpu_profile(), plans=(refused,))) == "0 of 1 workload measured. 1 without a plan."
+        verdict(dataclasses.replace(cpu_profile(), plans=(refused,)))
+        == "1 workload, 0 of them measured. 1 without a plan."
     )
 
 
@@ -208,7 +219,7 @@ def test_the_summary_lets_no_profile_steer_the_terminal() -> None:
 class Reader(HTMLParser):
     """Reads a page as a strict reader would: balanced tags, unique ids, and what it refers to."""
 
-    VOID = frozenset({"meta", "br", "link", "img", "input", "hr"})
+    VOID = frozenset({"meta", "br", "link", "img", "input", "hr", "wbr"})
 
     def __init__(self) -> None:
         super().__init__()
@@ -360,36 +371,290 @@ def test_evidence_at_the_edges_of_what_a_profile_may_hold_still_makes_a_page() -
     assert "1 length" not in summary_text(profile)
 
 
-def test_a_chart_holds_every_point_inside_its_frame() -> None:
-    series = [Series("flash", tuple(Point(n, 1 + i * 7.0, 1 + i * 6.0, 2 + i * 8.0) for i, n in enumerate(LENGTHS)))]
-    names = [(n, "a-kernel-with-a-very-long-name") for n in LENGTHS]
-    svg = relative_chart("c", "title", series, [("forward", names)])
+def check_inside(svg: str) -> None:
     width, height = map(float, re.search(r'viewBox="0 0 (\d+) (\d+)"', svg).groups())  # type: ignore[union-attr]
     for name, limit in (("x", width), ("cx", width), ("x1", width), ("x2", width), ("y", height), ("cy", height)):
-        for value in re.findall(rf' {name}="([-\d.]+)"', svg):
-            assert 0 <= float(value) <= limit, f"{name}={value}"
+        found = [float(value) for value in re.findall(rf' {name}="([-\d.]+)"', svg)]
+        assert all(0 <= value <= limit for value in found), f"{name} in {found}"
+    for x, _, w, h in bars_of(svg):
+        assert x + w <= width + 0.1
+        assert h >= 1
 
 
-def test_end_labels_do_not_overlap() -> None:
-    series = [
-        Series(name, (Point(1024, 1.0, 1.0, 1.0),)) for name in ("cudnn", "flash", "efficient", "math", "default")
+def bars_of(svg: str) -> list[tuple[float, float, float, float]]:
+    """x, y, width and height of the bars, without the swatches of the legend."""
+    found = re.findall(r'<rect class="bar [^"]*" x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" height="([\d.]+)">', svg)
+    return [(float(x), float(y), float(w), float(h)) for x, y, w, h in found]
+
+
+@pytest.mark.parametrize("groups", [1, 3, 9])
+@pytest.mark.parametrize("scale", [1e-6, 0.7, 640.0, 1e5])
+def test_bars_stay_in_their_frame_and_show_their_values(groups: int, scale: float) -> None:
+    names = [*SERIES, "a kernel that no style sheet knows"]
+    given = [
+        (
+            f"{n}K",
+            [Bar(name, color_class(name), scale * (place + 1) / (n + 1), "tip") for place, name in enumerate(names)],
+        )
+        for n in range(groups)
     ]
-    svg = relative_chart("c", "t", series, [("forward", [(1024, "cudnn")])])
-    ends = sorted(
-        float(y)
-        for y in re.findall(r'<text class="label [^"]*" x="282.0" y="([\d.]+)"', svg.replace('x="282"', 'x="282.0"'))
+    svg = bar_chart("c", "title", given, lambda value: f"{value:.3g}")
+    check_inside(svg)
+    drawn = bars_of(svg)
+    assert len(drawn) == groups * len(names)
+    (_, _, _, first), (_, _, _, last) = drawn[4], drawn[9]  # of the first group, tall enough for rounding not to matter
+    assert last / first == pytest.approx(2.0, rel=0.02)
+    for (x, _, w, _), (following, *_) in pairwise(drawn):
+        assert x + w <= following + 0.1
+    assert svg.count('class="value"') == groups
+
+
+def test_a_chart_of_nothing_and_of_zeros_is_drawn() -> None:
+    assert bars_of(bar_chart("c", "t", [("1K", [])], str)) == []
+    assert len(bars_of(bar_chart("c", "t", [("1K", [Bar("tuned", "k-tuned", 0.0, "tip")])], str))) == 1
+
+
+def test_a_history_draws_what_was_timed_and_marks_the_rest() -> None:
+    trials = [TimedTrial(1.0 * n, 1 + n / 10, f"plan {n}") for n in range(5)]
+    trials += [TimedTrial(6.0, None, "oom"), TimedTrial(7.0, 0.001, "slow"), TimedTrial(9.0, 1e6, "far")]
+    svg = history_chart("h", "title", trials)
+    check_inside(svg)
+    assert (svg.count('class="trial"'), svg.count('class="failed"'), svg.count('class="slow"')) == (6, 1, 1)
+    best = re.search(r'class="best" d="([^"]+)"', svg)
+    assert best is not None
+    assert best[1].count("V") == 5, "one step for each that beat those before, the first at 1x is none"
+    check_inside(history_chart("h", "title", [TimedTrial(0.0, 1.0, "default")]))
+
+
+def test_every_kernel_has_a_colour_that_differs_from_all_others_in_both_schemes() -> None:
+    style = (Path(page_module.__file__).parent / "templates" / "report.css").read_text()
+    assert set(KERNELS) | {"tuned", "torch", "default"} == set(SERIES)
+    schemes = re.findall(r":root \{(.*?)\}", style, re.DOTALL)
+    assert len(schemes) == 2, "light and dark"
+    for scheme in schemes:
+        colors = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", scheme))
+        labs = {name: oklab(colors[name]) for name in SERIES}
+        for one, other in combinations(SERIES, 2):
+            assert math.dist(labs[one], labs[other]) > 0.07, f"{one} and {other} look alike"
+    for name in SERIES:
+        assert f".{color_class(name)} {{ --c: var(--{name}); }}" in style
+
+
+def oklab(color: str) -> tuple[float, float, float]:
+    """Coordinates in which distances are those that eyes see (Ottosson 2020); two greys a shade apart are 0.02."""
+    linear = [(v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4) for v in bytes_of(color)]
+    cones = [sum(a * b for a, b in zip(row, linear, strict=True)) ** (1 / 3) for row in TO_CONES]
+    one, two, three = (sum(a * b for a, b in zip(row, cones, strict=True)) for row in TO_LAB)
+    return one, two, three
+
+
+def bytes_of(color: str) -> list[float]:
+    return [value / 255 for value in bytes.fromhex(color.removeprefix("#"))]
+
+
+TO_CONES = ((0.41222, 0.53633, 0.05145), (0.21190, 0.68070, 0.10740), (0.08830, 0.28172, 0.62998))
+TO_LAB = ((0.21045, 0.79362, -0.00407), (1.97800, -2.42859, 0.45059), (0.02590, 0.78277, -0.80868))
+
+
+# --- torch, the host, the search, what is missing -----------------------------------------------------------------
+
+
+def with_torch(profile: Profile) -> Profile:
+    """The same with torch's own dispatch recorded in the dense cells: 1.2 times as slow as the default."""
+
+    def beside(entry: PlanEntry) -> PlanEntry:
+        if entry.default is None or not entry.workload.pattern.dense:
+            return entry
+        assert entry.default.evidence is not None
+        ms = 1.2 * entry.default.evidence.median_ms
+        torch = Choice(
+            plan("efficient", "efficient" if entry.workload.train else "", pattern_cache=False), evidence(ms, 1.2, 9)
+        )
+        return dataclasses.replace(entry, torch=torch)
+
+    return dataclasses.replace(profile, plans=tuple(map(beside, profile.plans)))
+
+
+def test_the_gain_over_torch_is_told_where_it_was_recorded() -> None:
+    assert "Over torch" not in " ".join(read(html_report(gpu_profile())).text)
+    assert "torch" not in summary_text(gpu_profile())
+    profile = with_torch(gpu_profile())
+    numbers = headline(profile)
+    dense = [e for e in profile.plans if e.torch is not None]
+    gains = sorted(1.2 / e.choice.evidence.default_ratio for e in dense if e.choice and e.choice.evidence)
+    assert numbers.over_torch == pytest.approx((gains[4] + gains[5]) / 2)
+    page, text = " ".join(read(html_report(profile)).text), summary_text(profile)
+    assert "Faster than torch" in text
+    for gain in gains:
+        assert f"{gain:.2f}x" in page
+        assert f"{gain:.2f}x" in text
+    assert list(series_of(dense[0]))[:3] == ["tuned", "torch", "default"]
+
+
+def test_a_plan_slower_than_torch_is_no_gain() -> None:
+    profile = with_torch(cpu_profile())
+    entry = profile.plans[0]
+    assert entry.torch is not None
+    assert entry.torch.evidence is not None
+    fast = dataclasses.replace(entry.torch, evidence=dataclasses.replace(entry.torch.evidence, default_ratio=0.5))
+    slower = dataclasses.replace(profile, plans=(dataclasses.replace(entry, torch=fast),))
+    assert headline(slower).over_torch == pytest.approx(0.5)
+    assert re.search(r'<span class="bad">0\.50x</span>', html_report(slower))
+
+
+def test_the_hosts_time_is_shown_where_it_is_the_longer() -> None:
+    known = dataclasses.replace(evidence(0.05, 1.0, 1), host_us=70.0)
+    assert waiting_host_ms(known, "nvidia") == pytest.approx(0.07)
+    assert waiting_host_ms(dataclasses.replace(known, host_us=40.0), "nvidia") is None
+    assert waiting_host_ms(known, "cpu") is None, "its calls are timed on the host"
+    short = min(gpu_profile().plans, key=lambda e: e.evidence.median_ms if e.evidence else math.inf)
+    assert short.evidence is not None
+    slow_host = dataclasses.replace(short.evidence, host_us=4321.0)
+    assert short.choice is not None
+    profile = dataclasses.replace(
+        gpu_profile(), plans=(dataclasses.replace(short, choice=dataclasses.replace(short.choice, evidence=slow_host)),)
     )
-    assert len(ends) == 6
-    assert min(b - a for a, b in pairwise(ends)) >= 12
+    assert "4.32 ms" in summary_text(profile)
+    assert "host 4.32 ms" in " ".join(read(html_report(profile)).text)
 
 
-def test_one_length_and_one_front_point_are_charts_too() -> None:
-    assert "NaN" not in relative_chart("c", "t", [], [("forward", [(1024, "cudnn")])])
-    with pytest.raises(ValueError, match="empty"):
-        front_chart("c", "t", [])
-    assert interval_bar(1.2, 1.1, math.nextafter(1.3, 2), (1.0, 2.0)).count("faster") == 2
-    assert interval_bar(1.0, 0.9, 1.1, (0.5, 2.0)).count("same") == 2
-    assert interval_bar(0.8, 0.7, 0.9, (0.5, 2.0)).count("slower") == 2
+def test_other_plans_come_in_the_order_of_time_each_once() -> None:
+    for e in with_torch(gpu_profile()).plans:
+        others = other_plans(e)
+        times = [choice.evidence.median_ms for _, choice in others if choice.evidence is not None]
+        assert times == sorted(times)
+        tunables = [choice.tunables for _, choice in others]
+        assert len(tunables) == len(set(tunables))
+        assert e.choice is None or e.choice.tunables not in tunables
+        named = {choice.tunables: which for which, choice in others}
+        assert e.default is None or "default" in named.get(e.default.tunables, "the plan itself is the default")
+        assert all("runner-up" in named[choice.tunables] for choice in e.runners_up)
+
+
+def test_the_plan_for_a_cuda_graph_is_told_beside_that_of_an_eager_loop() -> None:
+    first = gpu_profile().plans[0]
+    captured = Choice(plan("efficient", "efficient", pattern_cache=False), evidence(0.0123, 0.25, 3))
+    profile = dataclasses.replace(gpu_profile(), plans=(dataclasses.replace(first, captured=captured),))
+    assert ("in a CUDA graph", captured) in other_plans(profile.plans[0])
+    for text in (summary_text(profile), " ".join(read(html_report(profile)).text)):
+        assert "in a CUDA graph" in text
+        assert "12.3 us" in text
+    assert "4.00x" in summary_text(profile)
+    assert relative_time(captured, profile.plans[0]) is None, "its ratio is that of the device alone"
+
+
+def test_a_runner_up_that_is_the_plan_for_a_cuda_graph_too_keeps_its_own_figures() -> None:
+    first = gpu_profile().plans[0]
+    runner_up = first.runners_up[0]
+    captured = dataclasses.replace(runner_up, evidence=evidence(0.0001, 0.01, 1))
+    ((which, choice),) = [
+        pair
+        for pair in other_plans(dataclasses.replace(first, captured=captured))
+        if pair[1].tunables == captured.tunables
+    ]
+    assert which.startswith("runner-up")
+    assert which.endswith("in a CUDA graph")
+    assert choice is runner_up
+
+
+def test_rates_count_two_products_forward_and_five_backward() -> None:
+    w = Workload("infer", False, 1000, 2, 100, "bf16")
+    tera = Rates("TFLOP/s", 1.0)
+    assert tera.value(w, 1.0) == pytest.approx(4 * 2 * 1000**2 * 100 / 1e-3 / 1e12)
+    assert tera.value(dataclasses.replace(w, mode="train", causal=True), 1.0) == pytest.approx(0.8 * 3.5 / 2)
+    assert tera.value(dataclasses.replace(w, world=4), 1.0) == pytest.approx(0.8 * 4), "a rank's rows meet all keys"
+    assert tera.value(w, 0.0) is None
+    assert Rates.of(gpu_profile().plans).unit == "TFLOP/s"
+    assert Rates.of(cpu_profile().plans).unit == "GFLOP/s"
+
+
+def test_the_title_says_how_many_gpus_hold_a_sequence() -> None:
+    one = gpu_profile()
+    name = one.fingerprint.device_name
+    four = tuple(dataclasses.replace(e, workload=dataclasses.replace(e.workload, world=4)) for e in one.plans)
+    assert machine_title(one) == name
+    assert machine_title(dataclasses.replace(one, plans=four)) == f"4x {name}"
+    assert machine_title(dataclasses.replace(one, plans=(*one.plans, *four))) == f"1x and 4x {name}"
+    assert f"<h1>4x {name}</h1>" in html_report(dataclasses.replace(one, plans=four))
+    assert summary_text(dataclasses.replace(one, plans=four)).startswith(f"4x {name}\n")
+
+
+def bare(workload: Workload) -> PlanEntry:
+    """An entry that could not be measured: its default, without evidence."""
+    return PlanEntry(workload, Choice(plan("math", "math", dtype="fp32")))
+
+
+def test_a_plan_that_was_not_measured_is_told_apart_from_one_that_was() -> None:
+    profile = cpu_profile()
+    mixed = dataclasses.replace(profile, plans=(*profile.plans, bare(profile.plans[0].workload.at(9999))))
+    assert verdict(mixed).startswith("5 workloads, 4 of them measured; ")
+    assert "1 could not be measured and keep the default." in verdict(mixed)
+    assert re.search(r"9,999 .* not measured", summary_text(mixed))
+    text = " ".join(" ".join(read(html_report(mixed)).text).split())
+    assert "With a plan 5 every workload has one Measured 4 1 at the default, not measured" in text
+
+
+def test_every_command_for_what_is_not_covered_is_one_that_probe_takes() -> None:
+    profile = gpu_profile()
+    lone = dataclasses.replace(profile.plans[0].workload, head_dim=64, kv_heads=4, batch=3)
+    mixed = dataclasses.replace(profile, plans=(*profile.plans, bare(lone)))
+    found = uncovered(mixed)
+    for _, command in found:
+        words = command.split()
+        assert words[:2] == ["ringtune", "probe"]
+        with probe_command.make_context("probe", words[2:]) as context:
+            assert context.params["heads"] == 16
+    mine = [command for _, command in found if "--batch-size 3" in command]
+    options = "--heads 16 --kv-heads 4 --head-dim 64 --causal --dense --batch-size 3"
+    assert [command.removeprefix(f"ringtune probe {options} ") for command in mine] == [
+        f"--mode train --seq-len {lone.seq_len}",
+        f"--mode infer --seq-len {lone.seq_len}",
+        f"--mode train --seq-len {2 * lone.seq_len}",
+    ]
+    page = html_report(mixed)
+    assert all(escape(command) in page for _, command in found)
+
+
+def test_the_page_draws_the_history_of_the_search() -> None:
+    profile = gpu_profile()
+    history = SearchHistory(profile.plans[0].workload, (TimedTrial(1.0, 1.3, HOSTILE), TimedTrial(2.0, None, "oom")))
+    page = html_report(profile, (history,))
+    text = " ".join(read(page).text)
+    assert f"{profile.plans[0].workload} 2 trials, 1 without a time" in " ".join(text.split())
+    assert page.count('class="trial"') == 1
+    assert "How the search went" not in " ".join(read(html_report(profile)).text)
+
+
+# --- two profiles -------------------------------------------------------------------------------------------------
+
+
+def test_two_profiles_are_joined_by_workload() -> None:
+    a = gpu_profile()
+    slower = tuple(
+        dataclasses.replace(
+            e, choice=dataclasses.replace(e.choice, evidence=evidence(2 * e.evidence.median_ms, 1.0, 5))
+        )
+        for e in a.plans[1:]
+        if e.choice is not None and e.evidence is not None
+    )
+    added = bare(Workload("infer", False, 777, 4, 64, "fp32"))
+    b = dataclasses.replace(cpu_profile(), plans=(*slower, added))
+    page = comparison_page((a, b), ("one", HOSTILE))
+    assert "<script>" not in page
+    text = " ".join(" ".join(read(page).text).split())
+    assert f"{len(slower)} workloads in both, {len(slower)} of them measured in both. B is faster in 0" in text
+    assert page.count(">2.00x<") == len(slower) + 1, "each row, and the median"
+    only_a, only_b = re.search(r"Only in A (.*?) Only in B (.*?) The machines", text).groups()  # type: ignore[union-attr]
+    assert "at 1K" in only_a
+    assert "head_dim 512" not in only_b
+    assert "at 777" in only_b
+    assert a.fingerprint.device_name in text
+    assert b.fingerprint.device_name in text
+
+
+def test_two_profiles_with_nothing_in_common_are_a_page() -> None:
+    page = comparison_page((cpu_profile(), heuristic_profile()), ("a", "b"))
+    assert "No workload is in both." in " ".join(read(page).text)
 
 
 # --- a real browser ----------------------------------------------------------------------------------------------
@@ -407,7 +672,7 @@ def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 
 
 @pytest.mark.parametrize("name", [*SAMPLES, "hostile"])
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("width", [390, 500, 1280])
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_a_browser_shows_the_page(tab: Page, tmp_path: Path, name: str, width: int, dark: bool) -> None:
     profile = hostile_profile() if name == "hostile" else SAMPLES[name]()
@@ -425,6 +690,10 @@ def test_a_browser_shows_the_page(tab: Page, tmp_path: Path, name: str, width: i
         ".map(e => e.tagName + '.' + e.className)"
     )
     assert wide == []
+    scrolled = tab.evaluate(
+        "[...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth).length"
+    )
+    assert scrolled == 0 or name == "hostile", "every column is in sight, but for a kernel whose name is a script"
     shown = tab.evaluate("document.body.innerText")
     assert plain(profile.fingerprint.device_name or "sm_100+") in shown
     sizes = tab.evaluate("[...document.querySelectorAll('svg.chart')].map(e => e.getBoundingClientRect().width)")

@@ -20,8 +20,9 @@ from ringattn.errors import InputError, PlanError, ProfileError
 from ringattn.hardware.facts import HardwareFacts, detect
 from ringattn.planning import setup
 from ringattn.planning.heuristic import NO_WISHES, Wishes
+from ringattn.planning.missed import probe_options
 from ringattn.planning.plan import Conditions, Origin
-from ringattn.planning.table import ModuleShape, PlanTable, Row, as_wished, build_table, fitted, probe_options
+from ringattn.planning.table import ModuleShape, PlanTable, Row, as_wished, build_table, fitted
 from ringattn.profile.schema import Choice, Fingerprint, PlanEntry, Policy
 from ringattn.profile.yaml_io import save_profile
 from ringattn.workload import BranchTunables, Tunables, Workload, nearest_bucket, not_narrower
@@ -551,4 +552,5 @@ def test_dtype_auto_computes_in_what_was_measured_to_be_good_enough() -> None:
     ],
 )
 def test_the_hint_asks_for_this_module_and_nothing_else(changes: dict[str, Any], options: str) -> None:
-    assert probe_options(replace(ModuleShape(4, 4, 32, True, DENSE), **changes)) == options
+    shape = replace(ModuleShape(4, 4, 32, True, DENSE), **changes)
+    assert probe_options(shape.workload(1, "bf16", True)) == options

@@ -1,0 +1,112 @@
+"""Search histories: the trials that a probe recorded in its Optuna storage, for the workloads of a profile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autotune.exit_codes import ProbeFailure
+from autotune.formats import format_factor
+from ringattn.workload import Workload, describe
+
+if TYPE_CHECKING:
+    from optuna.storages import BaseStorage
+    from optuna.trial import FrozenTrial
+
+    from ringattn.profile.schema import Profile
+
+
+NO_JOURNAL = (LookupError, TypeError, ValueError, AssertionError, AttributeError)  # what Optuna ends with on one
+
+
+@dataclass(frozen=True, slots=True)
+class TimedTrial:
+    """One trial of a search: when it ended, its speed-up over the default, or None where it gave no time."""
+
+    elapsed_s: float
+    speedup: float | None
+    tip: str
+
+
+@dataclass(frozen=True, slots=True)
+class SearchHistory:
+    """The trials of one workload, in the order in which they ended.
+
+    ``elapsed_s`` is since the search of it began, with the first plan beside the default.
+    """
+
+    workload: Workload
+    trials: tuple[TimedTrial, ...]
+
+    @property
+    def timed(self) -> int:
+        """Return the number of trials that gave a time."""
+        return sum(trial.speedup is not None for trial in self.trials)
+
+
+def search_histories(profile: Profile, storage: str) -> tuple[SearchHistory, ...]:
+    """Return the recorded search of each workload of ``profile``, in its order.
+
+    ``storage`` is the path of a journal, or the URL of an Optuna storage. A study in which the profile's plan was never
+    tried is of another probe, and left out. Raises ProbeFailure for a storage that cannot be read or holds no study of
+    this profile.
+    """
+    import optuna
+
+    from .store import without_password
+
+    shown = without_password(storage)
+    opened = _opened(storage, shown)
+    known = set(optuna.get_all_study_names(opened))
+    found = []
+    for entry in profile.plans:
+        if str(entry.workload) not in known or entry.choice is None:
+            continue
+        trials = optuna.load_study(study_name=str(entry.workload), storage=opened).get_trials(deepcopy=False)
+        if any(trial.user_attrs.get("plan") == describe(entry.choice.tunables) for trial in trials):
+            history = SearchHistory(entry.workload, _timed(trials))
+            found += [history] if history.trials else []
+    if not found:
+        raise ProbeFailure(f"{shown}: holds no search of this profile's plans; name the storage of its probe")
+    return tuple(found)
+
+
+def _opened(storage: str, shown: str) -> BaseStorage:
+    import optuna
+    from optuna.exceptions import OptunaError
+    from optuna.storages.journal import JournalFileBackend
+    from sqlalchemy.exc import SQLAlchemyError
+
+    if "://" not in storage and not Path(storage).is_file():  # Optuna would make one
+        raise ProbeFailure(f"{storage}: no such file; --storage names the journal of a probe, or an Optuna URL")
+    try:
+        if "://" in storage:
+            return optuna.storages.get_storage(storage)
+        return optuna.storages.JournalStorage(JournalFileBackend(storage))
+    except (ImportError, OSError, OptunaError, SQLAlchemyError, *NO_JOURNAL) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0].replace(storage, shown)
+        raise ProbeFailure(f"{shown}: cannot be read ({reason}); name the storage of a probe") from error
+
+
+def _timed(trials: Sequence[FrozenTrial]) -> tuple[TimedTrial, ...]:
+    """Return what ended with a time or a failure; plans that were asked for and never run are neither."""
+    # Probes check the default of every workload first, minutes before most are searched.
+    starts = sorted(trial.datetime_start.timestamp() for trial in trials if trial.datetime_start is not None)
+    began = starts[:2][-1] if starts else 0.0
+    made = []
+    for trial in trials:
+        plan, kind = trial.user_attrs.get("plan"), trial.user_attrs.get("kind")
+        if plan is None or trial.datetime_complete is None or kind == "rejected":
+            continue
+        over = [name for name, value in trial.constraints.items() if value > 0]
+        speedup = None
+        if trial.state.name == "COMPLETE" and trial.value is not None and not over:
+            speedup = math.exp(-trial.value)
+        elif kind is None and not over:
+            continue
+        ending = format_factor(speedup) if speedup is not None else kind or f"over a limit: {', '.join(over)}"
+        made.append(TimedTrial(max(0.0, trial.datetime_complete.timestamp() - began), speedup, f"{plan}: {ending}"))
+    return tuple(sorted(made, key=lambda trial: trial.elapsed_s))

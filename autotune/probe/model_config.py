@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from autotune.exit_codes import UsageFailure
+from ringattn.profile.whole_file import read_regular
+from ringattn.workload import LONGEST as MOST
 
+MOST_BYTES = 16 * 2**20  # of a config.json, which has some KiB
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
 HEAD_DIM = ("head_dim", "d_kv", "kv_channels")
@@ -120,15 +123,15 @@ class _Where:
         return self._integer(name, sides[0]), self._integer(name, sides[1])
 
     def _integer(self, name: str, value: object) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UsageFailure(f"{self.path}: {name} is {value!r}; it must be an integer >= 1")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
+            raise UsageFailure(f"{self.path}: {name} is {value!r}; it must be an integer >= 1 and <= 2**40")
         return value
 
 
 def _load(path: Path) -> tuple[dict[str, Any], Path]:
     path = path / "config.json" if path.is_dir() else path
     try:
-        config = json.loads(path.read_bytes())
+        config = json.loads(read_regular(path, MOST_BYTES))
     except OSError as error:
         raise UsageFailure(
             f"{path}: cannot be read ({error.strerror}); --model names a config.json or the folder it is in"

@@ -108,7 +108,9 @@ def effort_option(default: str, text: str) -> Callable[[Command], Command]:
 
 def seed_option(text: str) -> Callable[[Command], Command]:
     """Return the option --seed of a command with its own help text."""
-    return click.option("--seed", type=click.IntRange(min=0, max=2**63 - 1), metavar="N", default=0, show_default=True, help=text)
+    return click.option(
+        "--seed", type=click.IntRange(min=0, max=2**63 - 1), metavar="N", default=0, show_default=True, help=text
+    )
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")

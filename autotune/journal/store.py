@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import optuna
-from optuna.exceptions import OptunaError
+from optuna.exceptions import OptunaError, StorageInternalError
 from optuna.pruners import BasePruner
 from optuna.samplers import BaseSampler
 from optuna.storages import BaseStorage, InMemoryStorage, JournalStorage
@@ -21,8 +21,10 @@ from ringattn.wording import plural
 from ringattn.workload import Workload
 
 from .file import JournalFile, WriterLock, check_regular, clear_optuna_locks, cut_to_whole_lines, is_foreign
+from .lease import Lease
 
 HEADER = "probe"
+_STORAGE_ERRORS = (ImportError, OptunaError, SQLAlchemyError, RuntimeError, ValueError)  # of a URL that is not usable
 
 
 class Store:
@@ -35,36 +37,65 @@ class Store:
         started over. Raises DeviceBusy when another process writes it, OSError when it cannot be written, ProbeFailure
         for a ``url`` that Optuna cannot open.
         """
+        assert url is None or path is not None
         self.path = path
         self.notes: list[str] = []
         self._url = url
+        self._identity = identity
         self._lock: WriterLock | None = None
+        self._lease: Lease | None = None
         self._file: JournalFile | None = None
         self._storage: BaseStorage = InMemoryStorage()
         if path is not None:
             self._lock = WriterLock(path)  # also beside another storage: two probes must not write one profile
-            try:
-                self._storage = self._open_journal(path, fresh) if url is None else _open_url(url)
-            except BaseException:
-                self._lock.release()
-                raise
-        if url is not None and fresh:
-            self._delete_studies()
-        self._header = self._study(HEADER)
-        self._identity = identity
-        self.resumed = "identity" in self._header.user_attrs
-        if not self.resumed:
-            self._header.set_user_attr("identity", identity)
-        elif self._header.user_attrs["identity"] != identity:
-            assert path is not None, "a store in memory is always new"
+        try:
             if url is not None:
-                self.close()
-                raise ProbeFailure(
-                    f"--storage {without_password(url)}: holds the studies of another machine, software or request; "
-                    "name another database, or give --fresh to delete them"
-                )
-            self.notes.append(f"{path.name}: of another machine, software or request; starting over")
-            self.start_over()
+                self._open_url(url)
+            elif path is not None:
+                self._storage = self._open_journal(path, fresh)
+            if url is not None and fresh:
+                self._delete_studies()
+            self._header = self._study(HEADER)
+            self.resumed = self._resume()
+        except BaseException as error:
+            self.close()
+            self._translate(error)
+            raise
+
+    def _resume(self) -> bool:
+        """Return whether the header is of this very probe; one that has none gets it."""
+        if "identity" not in self._header.user_attrs:
+            self._header.set_user_attr("identity", self._identity)
+            return False
+        if self._header.user_attrs["identity"] == self._identity:
+            return True
+        assert self.path is not None, "a store in memory is always new"
+        if self._url is not None:
+            raise ProbeFailure(
+                f"{self.place}: holds the studies of another machine, software or request; "
+                "name another database, or give --fresh to delete them"
+            )
+        self.notes.append(f"{self.path.name}: of another machine, software or request; starting over")
+        self.start_over()
+        return False
+
+    @property
+    def place(self) -> str:
+        """Return where the studies are, in words."""
+        if self._url is not None:
+            return f"--storage {without_password(self._url)}"
+        return str(self.path) if self.path is not None else "memory"
+
+    def _open_url(self, url: str) -> None:
+        """Open the storage of a URL, which can be read and written and which no other probe holds."""
+        try:
+            with _quiet_optuna():
+                self._storage = optuna.storages.get_storage(url)
+                self._lease = Lease(url, self.place)
+        except _STORAGE_ERRORS as error:
+            raise ProbeFailure(
+                f"{self.place}: cannot be opened ({_reason(error, url)}); give a URL that Optuna takes"
+            ) from error
 
     def start_over(self) -> None:
         """Forget everything; the lock stays held."""
@@ -144,6 +175,8 @@ class Store:
         """Put on the disk what was told so far."""
         if self._file is not None:
             self._file.sync()
+        if self._lease is not None:
+            self._lease.check()
 
     def recall(self, name: str) -> Any:
         return self._header.user_attrs.get(name)
@@ -152,6 +185,9 @@ class Store:
         if self._file is not None:
             self._file.close()
             self._file = None
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -159,8 +195,18 @@ class Store:
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self.close()
+        if error is not None:
+            self._translate(error)
+
+    def _translate(self, error: BaseException) -> None:
+        """Raise ProbeFailure for what a database, but no mistake of ours, ends with."""
+        if self._url is not None and isinstance(error, StorageInternalError | SQLAlchemyError):
+            reason = _reason(error.__cause__ or error, self._url)
+            raise ProbeFailure(
+                f"{self.place}: cannot be used any more ({reason}); run the same command to go on when it can"
+            ) from error
 
 
 def without_password(url: str) -> str:
@@ -168,18 +214,9 @@ def without_password(url: str) -> str:
     return re.sub(r"(//[^:/@]*):[^@/]*@", r"\1:***@", url)
 
 
-def _open_url(url: str) -> BaseStorage:
-    """Return the storage of a URL, which can be read and written."""
-    try:
-        with _quiet_optuna():
-            storage = optuna.storages.get_storage(url)
-            optuna.create_study(study_name=HEADER, storage=storage, load_if_exists=True)
-            return storage
-    except (ImportError, OptunaError, SQLAlchemyError, RuntimeError, ValueError) as error:
-        reason = str(error).splitlines()[0].replace(url, without_password(url))
-        raise ProbeFailure(
-            f"--storage {without_password(url)}: cannot be opened ({reason}); give a URL that Optuna takes"
-        ) from error
+def _reason(error: BaseException, url: str) -> str:
+    """Return the first line of what an error says, without the password of the URL."""
+    return (str(error).splitlines() or [type(error).__name__])[0].replace(url, without_password(url))
 
 
 @contextlib.contextmanager

@@ -13,17 +13,19 @@ from optuna.exceptions import OptunaError, StorageInternalError
 from optuna.pruners import BasePruner
 from optuna.samplers import BaseSampler
 from optuna.storages import BaseStorage, InMemoryStorage, JournalStorage
-from optuna.study import Study
+from optuna.study import Study, StudyDirection
 from sqlalchemy.exc import SQLAlchemyError
 
 from autotune.exit_codes import ProbeFailure
 from ringattn.wording import plural
 from ringattn.workload import Workload
 
+from .attributes import BadStudy, attribute, read_by_optuna, required
 from .file import JournalFile, WriterLock, check_regular, clear_optuna_locks, cut_to_whole_lines, is_foreign
 from .lease import Lease
 
 HEADER = "probe"
+_CELLS = "cells"  # names of the studies of a database that are this probe's
 _STORAGE_ERRORS = (ImportError, OptunaError, SQLAlchemyError, RuntimeError, ValueError)  # of a URL that is not usable
 
 
@@ -63,11 +65,13 @@ class Store:
             raise
 
     def _resume(self) -> bool:
-        """Return whether the header is of this very probe; one that has none gets it."""
-        if "identity" not in self._header.user_attrs:
+        """Return whether the header is of this very probe; a new one becomes it."""
+        with read_by_optuna(_where(HEADER)):
+            attrs = self._header.user_attrs
+        if not attrs:
             self._header.set_user_attr("identity", self._identity)
             return False
-        if self._header.user_attrs["identity"] == self._identity:
+        if required(attrs, "identity", str, _where(HEADER)) == self._identity:
             return True
         assert self.path is not None, "a store in memory is always new"
         if self._url is not None:
@@ -118,7 +122,9 @@ class Store:
         names = set(optuna.get_all_study_names(self._storage))
         if HEADER in names:
             kept = optuna.load_study(study_name=HEADER, storage=self._storage).user_attrs
-            for name in names & {HEADER, *kept.get("cells", ())}:
+            required(kept, "identity", str, _where(HEADER))  # or it is somebody else's
+            cells: tuple[str, ...] = attribute(kept, _CELLS, tuple[str, ...], _where(HEADER)) or ()
+            for name in names & {HEADER, *cells}:
                 optuna.delete_study(study_name=name, storage=self._storage)
 
     def _open_journal(self, path: Path, fresh: bool) -> JournalStorage:
@@ -150,7 +156,7 @@ class Store:
 
     def _study(self, name: str, sampler: BaseSampler | None = None, pruner: BasePruner | None = None) -> Study:
         with _quiet_optuna():
-            return optuna.create_study(
+            study = optuna.create_study(
                 study_name=name,
                 storage=self._storage,
                 sampler=sampler or optuna.samplers.RandomSampler(seed=0),
@@ -158,13 +164,18 @@ class Store:
                 direction="minimize",
                 load_if_exists=True,
             )
+        if study.directions != [StudyDirection.MINIMIZE]:
+            directions = ", ".join(direction.name.lower() for direction in study.directions)
+            raise BadStudy(_where(name), f"its directions are {directions}, and not minimize alone")
+        return study
 
     def study(self, cell: Workload, sampler: BaseSampler | None = None, pruner: BasePruner | None = None) -> Study:
         """The study of a cell, with everything an earlier run recorded in it."""
         name = str(cell)
-        if self._url is not None and name not in (known := self._header.user_attrs.get("cells", [])):
-            self._header.set_user_attr("cells", [*known, name])
-        return self._study(name, sampler, pruner)
+        if self._url is not None and name not in (known := self.recall(_CELLS, tuple[str, ...]) or ()):
+            self._header.set_user_attr(_CELLS, [*known, name])
+        with read_by_optuna(_where(name)):
+            return self._study(name, sampler, pruner)
 
     def remember(self, name: str, value: Any) -> None:
         """A fact of the whole probe (JSON), such as a cell that is done."""
@@ -178,8 +189,9 @@ class Store:
         if self._lease is not None:
             self._lease.check()
 
-    def recall(self, name: str) -> Any:
-        return self._header.user_attrs.get(name)
+    def recall(self, name: str, hint: Any) -> Any:
+        """Return a fact of the whole probe as a value of the type ``hint``, None where there is none; or BadStudy."""
+        return attribute(self._header.user_attrs, name, hint, _where(HEADER))
 
     def close(self) -> None:
         if self._file is not None:
@@ -207,6 +219,10 @@ class Store:
             raise ProbeFailure(
                 f"{self.place}: cannot be used any more ({reason}); run the same command to go on when it can"
             ) from error
+
+
+def _where(name: str) -> str:
+    return f"study {name!r}"
 
 
 def without_password(url: str) -> str:

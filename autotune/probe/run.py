@@ -64,7 +64,7 @@ class ProbeRun:
         journal = journal_path(self._path, environment.environ, environment.home)
         identity = journal_identity(task.request, environment.facts)
         with Store(journal, identity=identity, fresh=not task.request.resume, url=task.request.storage) as store:
-            if store.recall("finished"):  # of an earlier probe that came to its end: nothing to go on with
+            if store.recall("finished", bool):  # of an earlier probe that came to its end: nothing to go on with
                 store.start_over()
             for note in store.notes:
                 task.observer.note(note)
@@ -128,8 +128,8 @@ def _link_speed(store: Store, evaluator: Evaluator) -> LinkSpeed | None:
     """Return how fast the ranks exchange messages, once a probe; an interrupted one has it in its journal."""
     if not isinstance(evaluator, KnowsLinks):
         return None
-    kept = store.recall("links")
+    kept: LinkSpeed | None = store.recall("links", LinkSpeed)
     if kept is None:
-        kept = dataclasses.asdict(evaluator.links())
-        store.remember("links", kept)
-    return LinkSpeed(**kept)
+        kept = evaluator.links()
+        store.remember("links", dataclasses.asdict(kept))
+    return kept

@@ -122,7 +122,7 @@ def test_a_holder_that_was_asleep_too_long_writes_no_more(
     first.remember("a fact", 1)
     taken = optuna.load_study(study_name=RUNS, storage=url)
     taken._storage.set_trial_state_values(taken.trials[0]._trial_id, TrialState.FAIL)  # as who takes it over does
-    with Store(tmp_path / "q.journal", identity="a", url=url) as second:
+    with Store(tmp_path / "q.journal", identity="a", url=url):
         monkeypatch.setattr(lease, "LAPSE_S", 0)  # its thread has not beaten for longer
         with pytest.raises(ProbeFailure, match="another one has taken over; wait for that, then run the same command"):
             first.remember("another fact", 2)
@@ -162,9 +162,12 @@ def test_every_study_is_made_once(tmp_path: Path, url: str, monkeypatch: pytest.
 
 
 def test_a_database_that_breaks_meanwhile_is_one_line(tmp_path: Path, url: str) -> None:
-    with pytest.raises(ProbeFailure, match=r"studies.db: cannot be used any more \(.*no such table.*\)"):
+    def lose_a_table() -> None:
         with Store(tmp_path / "p.journal", url=url) as store:
             with sqlite3.connect(tmp_path / "studies.db") as database:
                 database.execute("drop table study_user_attributes")
             database.close()
             store.remember("a fact", 1)
+
+    with pytest.raises(ProbeFailure, match=r"studies.db: cannot be used any more \(.*no such table.*\)"):
+        lose_a_table()

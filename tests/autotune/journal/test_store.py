@@ -81,14 +81,14 @@ def test_everything_told_is_found_again(tmp_path: Path) -> None:
         store.remember("fact", {"x": 1})
     with Store(path, identity="a") as store:
         assert store.resumed
-        assert store.recall("fact") == {"x": 1}
+        assert store.recall("fact", tuple[tuple[str, int], ...]) == (("x", 1),)
         study = study_of(store)
         quick, swift, half = (study.recalled[p] for p in (QUICK, SWIFT, MATH))
         assert (quick.open, quick.log_ratios, quick.checked) == (False, {1: 0.1, 2: 0.2}, CHECKED)
         assert (swift.open, swift.fault) == (False, Fault("crash", "killed by SIGSEGV"))
         assert (half.open, half.log_ratios, half.validated) == (True, {3: 0.7}, Proven(8.0))
         assert study.blocks == {1: (5.0, None), 2: (5.0, None), 3: (5.0, 0.01)}
-        assert study.noted("fact of the cell") == [1]
+        assert study.study.user_attrs["fact of the cell"] == [1]
         study.block(4, 5.0, None)
         study.reading(half, 4, 0.8)  # it goes on where it was
         study.complete(half, 0.75, {}, "")
@@ -262,7 +262,10 @@ def test_a_journal_cut_at_any_byte_opens_and_goes_on(tmp_path: Path) -> None:
             found = study.recalled.get(QUICK)
             if found is None or found.open:
                 study.block(9, 5.0, None)
-                entry = found or Entry(QUICK, CHECKED)
+                entry = found or Entry(QUICK)
+                if entry.checked is None:
+                    entry.checked = CHECKED
+                    study.checked(entry)
                 study.reading(entry, 9, 0.1)
                 study.complete(entry, 0.1, {}, "")
         with Store(path, identity="a") as store:
@@ -361,11 +364,11 @@ def test_another_identity_or_fresh_starts_over(tmp_path: Path) -> None:
         store.remember("fact", 1)
     with Store(path, identity="b") as store:
         assert not store.resumed
-        assert store.recall("fact") is None
+        assert store.recall("fact", int) is None
         assert any("starting over" in note for note in store.notes)
         store.remember("fact", 2)
     with Store(path, identity="b", fresh=True) as store:
-        assert store.recall("fact") is None
+        assert store.recall("fact", int) is None
 
 
 def test_the_journal_lies_beside_the_profile_or_in_the_state_folder(tmp_path: Path) -> None:

@@ -187,14 +187,15 @@ model_option = click.option(
     "--model",
     type=click.Path(path_type=Path),
     metavar="PATH",
-    help="A Hugging Face config.json, or the folder it is in: probe what that model runs. Other options win over it.",
+    help="A Hugging Face config.json, or the folder it is in: probe what that model runs, in the dtype it names. Other "
+    "options win over it.",
 )
 
 like_option = click.option(
     "--like",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="What a program with RINGTUNE_RECORD=FILE recorded: probe the workloads that cost it most.",
+    help="What a program with RINGTUNE_RECORD=FILE recorded, a regular file: probe the workloads that cost it most.",
 )
 
 _SHAPE = {

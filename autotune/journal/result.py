@@ -40,7 +40,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRecord:
-    """A plan with its numbers in a study: ``trial`` is the plan's, a bound of ``log_ratio`` that is None is infinite."""
+    """A plan with its numbers in a study: ``trial`` is the plan's; a bound that is None is infinite."""
 
     trial: int
     log_ratio: float

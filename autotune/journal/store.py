@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import optuna
+import sqlalchemy
 from optuna.exceptions import OptunaError, StorageInternalError
 from optuna.pruners import BasePruner
 from optuna.samplers import BaseSampler
@@ -21,10 +22,13 @@ from ringattn.wording import plural
 from ringattn.workload import Workload
 
 from .attributes import BadStudy, attribute, read_by_optuna, required
+from .cell_study import RESULT
 from .file import JournalFile, WriterLock, check_regular, clear_optuna_locks, cut_to_whole_lines, is_foreign
 from .lease import Lease
 
 HEADER = "probe"
+_USED = "used_s"
+COUNTED_EVERY_S = 5.0
 _CELLS = "cells"  # names of the studies of a database that are this probe's
 _STORAGE_ERRORS = (ImportError, OptunaError, SQLAlchemyError, RuntimeError, ValueError)  # of a URL that is not usable
 
@@ -48,6 +52,7 @@ class Store:
         self._lease: Lease | None = None
         self._file: JournalFile | None = None
         self._storage: BaseStorage = InMemoryStorage()
+        self._count: Callable[[], None] = lambda: None
         if path is not None:
             self._lock = WriterLock(path)  # also beside another storage: two probes must not write one profile
         try:
@@ -97,9 +102,7 @@ class Store:
                 self._storage = optuna.storages.get_storage(url)
                 self._lease = Lease(url, self.place)
         except _STORAGE_ERRORS as error:
-            raise ProbeFailure(
-                f"{self.place}: cannot be opened ({_reason(error, url)}); give a URL that Optuna takes"
-            ) from error
+            raise _not_opened(url, error) from error
 
     def start_over(self) -> None:
         """Forget everything; the lock stays held."""
@@ -182,8 +185,40 @@ class Store:
         self._header.set_user_attr(name, value)
         self.sync()
 
+    def finished(self, cells: Iterable[Workload]) -> int:
+        """Return how many of the cells an earlier run came to a result of."""
+        names = {str(cell) for cell in cells}
+        studies = self._storage.get_all_studies()
+        return sum(study.study_name in names and RESULT in study.user_attrs for study in studies)
+
+    @property
+    def used_s(self) -> float:
+        """Return the seconds that earlier runs used; of one that was killed its last COUNTED_EVERY_S may be missing."""
+        used: float = self.recall(_USED, float) or 0.0
+        return used
+
+    @contextlib.contextmanager
+    def counting(self, elapsed_s: Callable[[], float]) -> Iterator[None]:
+        """Count the seconds of a run until the block is left."""
+        before_s, counted_s = self.used_s, 0.0
+
+        def count(*, at_end: bool = False) -> None:
+            nonlocal counted_s
+            now_s = elapsed_s()
+            if at_end or now_s - counted_s >= COUNTED_EVERY_S:
+                counted_s = now_s
+                self._header.set_user_attr(_USED, round(before_s + now_s, 1))
+
+        self._count = count
+        try:
+            yield
+        finally:
+            self._count = lambda: None
+            count(at_end=True)
+
     def sync(self) -> None:
         """Put on the disk what was told so far."""
+        self._count()
         if self._file is not None:
             self._file.sync()
         if self._lease is not None:
@@ -223,6 +258,25 @@ class Store:
 
 def _where(name: str) -> str:
     return f"study {name!r}"
+
+
+def check_url(url: str) -> None:
+    """Raise ProbeFailure for a URL that no storage can be opened at; nothing is written, and no SQLite file made."""
+    try:
+        engine = sqlalchemy.create_engine(url)
+        file = engine.url.database if engine.dialect.name == "sqlite" else None
+        if file is None or file in ("", ":memory:") or Path(file).exists():
+            engine.connect().close()
+        elif not Path(file).absolute().parent.is_dir():
+            raise ValueError(f"the folder of {file} does not exist")
+        engine.dispose()
+    except _STORAGE_ERRORS as error:
+        raise _not_opened(url, error) from error
+
+
+def _not_opened(url: str, error: Exception) -> ProbeFailure:
+    reason = _reason(error, url)
+    return ProbeFailure(f"--storage {without_password(url)}: cannot be opened ({reason}); give a URL that Optuna takes")
 
 
 def without_password(url: str) -> str:

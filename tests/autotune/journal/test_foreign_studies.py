@@ -1,4 +1,4 @@
-"""Studies that somebody edited, or another program wrote: one line with the study, the field and --fresh, or a result."""
+"""Studies that somebody edited: one line with the study, the field and --fresh, or a result."""
 
 from __future__ import annotations
 
@@ -69,9 +69,11 @@ def resume(folder: Path, lines: list[str]) -> str:
     try:
         run_probe(request_for(folder / "p.yaml", dense=True), None, BoundedMachine(folder).environment)
     except ProbeFailure as failure:
-        assert "\n" not in str(failure)
-        return str(failure)
-    return ""
+        told = str(failure)
+    else:
+        told = ""
+    assert "\n" not in told
+    return told
 
 
 def edited(lines: list[str], where: Callable[[dict[str, Any]], bool], edit: Callable[[dict[str, Any]], None]) -> Any:

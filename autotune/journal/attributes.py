@@ -101,7 +101,7 @@ def validation(value: object, where: str) -> Proven | Fault:
     return made
 
 
-def _within(number: Any, least: float, most: float, where: str) -> Any:
+def _within(number: float, least: float, most: float, where: str) -> float:
     if not least <= number <= most:
         raise BadStudy(where, f"is {number}; it must be from {least:g} to {most:g}")
     return number

@@ -72,8 +72,7 @@ class Final:
         self.default = state.entry(state.default)
         since = study.noted_final()
         # What failed its validation is not what the earlier final compared with.
-        anew = since is None or self.default.failure is not None
-        self.since: int = state.next_block() if anew else since
+        self.since = state.next_block() if since is None or self.default.failure is not None else since
 
     def run(self) -> CellResult:
         """Re-time, choose, validate; a choice that fails gives way to the next that does not share its traits."""

@@ -17,6 +17,7 @@ from click.core import ParameterSource
 from autotune.exit_codes import ProbeFailure
 from ringattn.arguments import dtype_name
 from ringattn.wording import plural
+from ringattn.workload import LONGEST
 
 if TYPE_CHECKING:
     from ringattn.hardware.facts import HardwareFacts
@@ -44,9 +45,12 @@ def integer_list(value: str | tuple[int, ...]) -> tuple[int, ...]:
     return numbers
 
 
+_DIGITS = 12  # of a number that counts bytes, devices or ranks: no machine has more
+
+
 def mebibytes(value: str | int) -> int:
     """Parse a memory size in MiB; a unit may be given: ``512``, ``512MiB``, ``24GiB``."""
-    match = re.fullmatch(r"(\d+)\s*(mib|gib)?", str(value).strip(), re.IGNORECASE)
+    match = re.fullmatch(rf"(\d{{1,{_DIGITS}}})\s*(mib|gib)?", str(value).strip(), re.IGNORECASE)
     if match is None or int(match[1]) == 0:
         raise click.BadParameter(f"{value!r} is not a memory size such as 512 (MiB), 512MiB or 24GiB")
     return int(match[1]) * (1024 if (match[2] or "").lower() == "gib" else 1)
@@ -55,9 +59,9 @@ def mebibytes(value: str | int) -> int:
 def device_name(value: str) -> str:
     """Parse a torch device. Only its spelling is checked here; the machine is asked later whether it exists."""
     text = value.strip().lower()
-    if text.isdecimal():
+    if re.fullmatch(rf"\d{{1,{_DIGITS}}}", text):
         return f"cuda:{int(text)}"
-    if not re.fullmatch(r"(cpu|cuda|mps|xpu|hip|rocm)(:\d+)?", text):
+    if not re.fullmatch(rf"(cpu|cuda|mps|xpu|hip|rocm)(:\d{{1,{_DIGITS}}})?", text):
         raise click.BadParameter(f"{value!r} is not a device; use cpu, cuda, cuda:N or the number N of a GPU")
     return text
 
@@ -93,7 +97,7 @@ budget_option = click.option(
     help="Seconds to spend once torch is loaded; 90s and 3m work, too.  [default: what --effort says]",
 )
 
-POSITIVE = click.IntRange(min=1)
+POSITIVE = click.IntRange(min=1, max=LONGEST)
 
 
 def effort_option(default: str, text: str) -> Callable[[Command], Command]:
@@ -104,7 +108,9 @@ def effort_option(default: str, text: str) -> Callable[[Command], Command]:
 
 def seed_option(text: str) -> Callable[[Command], Command]:
     """Return the option --seed of a command with its own help text."""
-    return click.option("--seed", type=click.IntRange(min=0), metavar="N", default=0, show_default=True, help=text)
+    return click.option(
+        "--seed", type=click.IntRange(min=0, max=2**63 - 1), metavar="N", default=0, show_default=True, help=text
+    )
 
 
 launch_option = click.option(
@@ -128,7 +134,7 @@ device_option = click.option(
 def process_count(value: str) -> str:
     """Parse a number of processes, or ``gpu`` for one on each GPU of this host."""
     text = value.strip().lower()
-    if text != "gpu" and not (text.isdecimal() and int(text) >= 1):
+    if text != "gpu" and not (re.fullmatch(rf"\d{{1,{_DIGITS}}}", text) and int(text) >= 1):
         raise click.BadParameter(f"{value!r} is no number of processes; use an integer >= 1, or gpu for all GPUs")
     return text
 
@@ -189,14 +195,15 @@ model_option = click.option(
     "--model",
     type=click.Path(path_type=Path),
     metavar="PATH",
-    help="A Hugging Face config.json, or the folder it is in: probe what that model runs. Other options win over it.",
+    help="A Hugging Face config.json, or the folder it is in: probe what that model runs, in the dtype it names. Other "
+    "options win over it.",
 )
 
 like_option = click.option(
     "--like",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="What a program with RINGTUNE_RECORD=FILE recorded: probe the workloads that cost it most.",
+    help="What a program with RINGTUNE_RECORD=FILE recorded, a regular file: probe the workloads that cost it most.",
 )
 
 _SHAPE = {

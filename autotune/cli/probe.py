@@ -77,7 +77,8 @@ MODES: dict[str, tuple[Mode, ...]] = {"train": ("train",), "infer": ("infer",), 
     type=DtypeChoice(["auto", "bf16", "fp16", "tf32", "fp32"]),
     default="auto",
     show_default=True,
-    help="Dtype to compute in; auto measures all that pass the error bound.",
+    help="Dtype to compute in; auto measures all that pass the error bound, for inputs in the dtype of --model or the "
+    "device's usual one.",
 )
 @click.option(
     "--max-error", type=positive_number, metavar="RATIO", help="Largest relative error against float64 to accept."
@@ -106,7 +107,12 @@ MODES: dict[str, tuple[Mode, ...]] = {"train": ("train",), "infer": ("infer",), 
     show_default=True,
     help="Optuna sampler that proposes plans: auto, tpe, gp, random, grid, or package.module:Class.",
 )
-@click.option("--storage", metavar="URL", help="Optuna storage that the studies go to.  [default: PROFILE.journal]")
+@click.option(
+    "--storage",
+    metavar="URL",
+    help="Database that Optuna's studies go to, such as sqlite:///studies.db; one probe at a time uses it.  "
+    "[default: PROFILE.journal]",
+)
 @device_option
 @nproc_option
 @click.option(
@@ -117,9 +123,16 @@ MODES: dict[str, tuple[Mode, ...]] = {"train": ("train",), "infer": ("infer",), 
     help="How a sequence lies over several ranks; auto as RingAttention's own.",
 )
 @click.option(
-    "--resume/--fresh", default=True, show_default=True, help="Go on from an interrupted probe, or start over."
+    "--resume/--fresh",
+    default=True,
+    show_default=True,
+    help="Go on from an interrupted probe, or delete its studies and start over, also where they cannot be read.",
 )
-@click.option("--dry-run", is_flag=True, help="Print the cells, the space and the estimate; measure nothing.")
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Check the request as a probe does, print the cells, the space and the estimate; measure nothing.",
+)
 @json_option
 def probe(as_json: bool, nproc: str | None, model: Path | None, like: Path | None, **options: Any) -> None:
     """Measure attention on this machine and write its hardware profile.
@@ -193,7 +206,7 @@ def _shape_from_files(model: Path | None, like: Path | None, options: dict[str, 
 
         given = {name: options[name] for name in ("heads", "kv_heads", "head_dim", "causal")}
         shape = read_model(model, **given, needs_length=not options["seq_lens"])
-        options |= {name: getattr(shape, name) for name in (*given, "longest")}
+        options |= {name: getattr(shape, name) for name in (*given, "longest", "input_dtype")}
         options["dense"] = options["segment_lengths"] is None
         return shape.notes
     if like is not None:
@@ -228,13 +241,27 @@ def _print_result(result: ProbeResult, as_json: bool) -> None:
         assert result.profile_path is not None
         click.echo(f"{_how_to_use(result.profile_path)}.")
         click.echo(f"'ringtune show {result.profile_path}' prints it again, 'ringtune report' makes a web page of it.")
+    if noise := noise_line(result):
+        warn(noise)
     for line in result.inconclusive:
         warn(f"inconclusive: {line}")
-    without = sum(cell.status == "inconclusive" and cell.chosen is None for cell in result.cells)
-    if kept := len(result.inconclusive) - without:
-        warn(f"the profile leaves {plural(kept, 'cell')} at the default; probe again when the machine is quiet")
-    if without:
+    unsure = [cell for cell in result.cells if cell.status == "inconclusive"]
+    if kept := sum(cell.chosen is not None for cell in unsure):
+        warn(f"the profile leaves {plural(kept, 'cell')} at the default, for the reasons above")
+    if without := sum(cell.chosen is None for cell in unsure):
         warn(f"the profile has no row for {plural(without, 'cell')}, whose default is over a limit or was not checked")
+
+
+def noise_line(result: ProbeResult) -> str:
+    """Return how much two timings of one plan differ here, in the median cell and in the worst; "" where unknown."""
+    import statistics
+
+    known = [(cell.noise, cell.workload) for cell in result.cells if cell.noise is not None]
+    if not known:
+        return ""
+    worst, where = max(known, key=lambda pair: pair[0])
+    middle = statistics.median(noise for noise, _ in known)
+    return f"noise of one timing against the default's: {middle:.1%} in the median cell, at most {worst:.1%} ({where})"
 
 
 def _how_to_use(path: Path) -> str:

@@ -16,15 +16,20 @@ from optuna.samplers import BaseSampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
-from autotune.measure.evaluator import Checked, Fault, Proven, Sample
+from autotune.measure.evaluator import Checked, Fault, Sample
 from autotune.space.space import Value
+from ringattn.errors import InputError
 from ringattn.workload import Tunables, Workload, describe
 
+from . import attributes
+from .attributes import BadStudy, attribute, read_by_optuna
 from .entry import Entry, PairedBlock
 from .parameters import Parameters
+from .result import ResultRecord
 
 RUNS = "runs"  # the constraint every trial has: above 0 where the plan gave no number
 SAMPLER, QUEUE = "sampler", "queue"
+RESULT, DEFAULT, FINAL = "result", "default", "final since"  # facts of the whole cell
 _BLOCK = "block "
 
 
@@ -46,6 +51,9 @@ class CellStudy:
         self.recalled: dict[Tunables, Entry] = {}
         self.blocks: dict[int, PairedBlock] = {}
         self._sync = sync
+        self._where = f"study {study.study_name!r}"
+        with read_by_optuna(self._where):
+            self._attrs = study.user_attrs
         self._trials: dict[Tunables, Trial] = {}  # that are running
         self._numbers: dict[Tunables, int] = {}  # of each plan's first trial
         self._recall()
@@ -53,20 +61,42 @@ class CellStudy:
     # --- what is there --------------------------------------------------------------------------------------------
 
     def _recall(self) -> None:
-        self._fail_waiting()
-        for frozen in self.study.get_trials(deepcopy=False):
+        with read_by_optuna(self._where):
+            self._fail_waiting()
+            trials = self.study.get_trials(deepcopy=False)
+        abandoned: dict[Tunables, Checked] = {}  # whose check is told nowhere else
+        for frozen in trials:
             if frozen.state == TrialState.FAIL:
+                if "checked" in frozen.user_attrs:
+                    where = self._where_of(frozen)
+                    plan = self._plan_of_params(frozen.params, where)
+                    abandoned[plan] = attributes.checked(frozen.user_attrs["checked"], f"{where}: checked")
                 continue
             if "plan" not in frozen.user_attrs:  # cut off before all of its parameters were told
                 if not frozen.state.is_finished():
                     self.study.tell(frozen.number, state=TrialState.FAIL)
                 continue
             self._recall_trial(frozen)
-        plans = {number: plan for plan, number in self._numbers.items()}
-        for name, value in self.study.user_attrs.items():
+        for plan, entry in self.recalled.items():
+            entry.checked = entry.checked or abandoned.get(plan)
+        plans = {trial: plan for plan, trial in self._numbers.items()}
+        for name, value in self._attrs.items():
             if name.startswith(_BLOCK):
-                samples = {plans[int(n)]: tuple(Sample(*s) for s in each) for n, each in value["samples"].items()}
-                self.blocks[int(name.removeprefix(_BLOCK))] = PairedBlock(plans[value["default"]], samples)
+                self._recall_block(name, value, plans)
+
+    def _recall_block(self, name: str, value: object, plans: Mapping[int, Tunables]) -> None:
+        where = f"{self._where}: {name}"
+        number, default, by_trial = attributes.block(name.removeprefix(_BLOCK), value, where)
+        samples: dict[Tunables, tuple[Sample, ...]] = {}
+        for trial, read in by_trial.items():
+            plan = plans.get(trial)
+            if plan is None or self.recalled[plan].checked is None:
+                raise BadStudy(where, f"names trial {trial}, which is none with a check")
+            samples[plan] = read
+        self.blocks[number] = PairedBlock(plans[default], samples)
+
+    def _where_of(self, frozen: FrozenTrial) -> str:
+        return f"{self._where}, trial {frozen.number}"
 
     def _fail_waiting(self) -> None:
         """End the trials that a killed run, or somebody else, left waiting: ``ask`` would give one for another plan."""
@@ -74,23 +104,37 @@ class CellStudy:
             self.study._storage.set_trial_state_values(frozen._trial_id, TrialState.FAIL)
 
     def _recall_trial(self, frozen: FrozenTrial) -> None:
-        plan = self.parameters.plan(frozen.params)
-        if "kind" in frozen.user_attrs and frozen.user_attrs["kind"] == "rejected":
+        attrs, where = frozen.user_attrs, self._where_of(frozen)
+        if attrs.get("kind") == "rejected":
             return
+        plan = self._plan_of_params(frozen.params, where)
         entry = self.recalled.setdefault(plan, Entry(plan))
         self._numbers.setdefault(plan, frozen.number)
-        attrs = frozen.user_attrs
         if "checked" in attrs:
-            entry.checked = Checked(**attrs["checked"])
+            entry.checked = attributes.checked(attrs["checked"], f"{where}: checked")
         if "kind" in attrs:
-            entry.fault = Fault.of({"message": "", **attrs})
+            entry.fault = attributes.fault(attrs, where)
         if "validation" in attrs:
-            told = attrs["validation"]
-            entry.validated = Fault.of(told) if "kind" in told else Proven(**told)
+            entry.validated = attributes.validation(attrs["validation"], f"{where}: validation")
         entry.told |= frozen.state.is_finished()
         if not frozen.state.is_finished():
             self._trials[plan] = Trial(self.study, frozen._trial_id)
             entry.open = True
+
+    def _plan_of_params(self, params: Mapping[str, Any], where: str) -> Tunables:
+        """Return the plan of a trial's parameters, which must be exactly those of a plan of this cell."""
+        for name, value in params.items():
+            distribution = self.parameters.distributions.get(name)
+            if distribution is None:
+                raise BadStudy(where, f"{name} is no parameter of its plans")
+            if value not in distribution.choices:  # type: ignore[attr-defined]
+                raise BadStudy(where, f"{name} is {str(value)[:60]}, which is none of its values")
+        try:
+            return self.parameters.plan(params)
+        except KeyError as error:
+            raise BadStudy(where, f"parameter {error.args[0]} is missing") from None
+        except InputError as error:
+            raise BadStudy(where, f"its parameters are no plan ({error})") from None
 
     def number_of(self, plan: Tunables) -> int:
         """The number of a plan's first trial; one is made for a plan that has none."""
@@ -99,11 +143,12 @@ class CellStudy:
         return self._numbers[plan]
 
     def plan_of(self, number: int) -> tuple[Tunables, Checked]:
-        """The plan of a trial, and its check."""
-        plan = self.parameters.plan(self.study.get_trials(deepcopy=False)[number].params)
-        checked = self.recalled[plan].checked
-        assert checked is not None
-        return plan, checked
+        """The plan of a trial, and its check; BadStudy where the result names a trial that has none."""
+        known = next((plan for plan, first in self._numbers.items() if first == number), None)
+        found = None if known is None else self.recalled[known].checked
+        if known is None or found is None:
+            raise BadStudy(self._where, f"{RESULT} names trial {number}, which is none with a check")
+        return known, found
 
     # --- trials begin -----------------------------------------------------------------------------------------------
 
@@ -242,7 +287,27 @@ class CellStudy:
     def note(self, name: str, value: Any) -> None:
         """A fact of the whole cell (JSON), such as its result."""
         self.study.set_user_attr(name, value)
+        self._attrs[name] = value
         self._sync()
 
-    def noted(self, name: str) -> Any:
-        return self.study.user_attrs.get(name)
+    def noted_result(self) -> ResultRecord | None:
+        """Return the result that the cell came to, if any."""
+        record: ResultRecord | None = attribute(self._attrs, RESULT, ResultRecord, self._where)
+        return record
+
+    def noted_default(self) -> Tunables | None:
+        """Return the plan that stands in for the default of the heuristic, if any."""
+        if DEFAULT not in self._attrs:
+            return None
+        where = f"{self._where}: {DEFAULT}"
+        if not isinstance(params := self._attrs[DEFAULT], dict):
+            raise BadStudy(where, "must be a mapping of parameters")
+        return self._plan_of_params(params, where)
+
+    def noted_final(self) -> int | None:
+        """Return the first block of the final, if that has begun."""
+        since: int | None = attribute(self._attrs, FINAL, int, self._where)
+        most = max(self.blocks, default=0) + 1
+        if since is not None and not 1 <= since <= most:
+            raise BadStudy(f"{self._where}: {FINAL}", f"is {since}; it must be from 1 to {most}, the next block")
+        return since

@@ -54,7 +54,7 @@ class WriterLock:
     def __init__(self, journal: Path) -> None:
         path = journal.with_name(journal.name + ".writer")
         check_regular(path)
-        holder = path.read_text()[:16].strip() if path.exists() else ""
+        holder = _first_bytes(path) if path.exists() else ""
         self._lock = FileLock(path)
         try:
             self._lock.acquire(timeout=0)
@@ -67,6 +67,11 @@ class WriterLock:
 
     def release(self) -> None:
         self._lock.release()
+
+
+def _first_bytes(path: Path) -> str:
+    with path.open("rb") as file:
+        return file.read(16).decode("ascii", "replace").strip()
 
 
 def is_foreign(path: Path) -> bool:

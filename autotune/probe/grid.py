@@ -174,7 +174,11 @@ def _patterns(request: ProbeRequest, on_cpu: bool) -> tuple[Pattern, ...]:
 def _input_dtypes(request: ProbeRequest, facts: HardwareFacts) -> tuple[str, ...]:
     if request.precision in ("bf16", "fp16"):
         return (request.precision,)
-    if request.precision in ("fp32", "tf32") or facts.vendor == "cpu":
+    if request.precision in ("fp32", "tf32"):
+        return ("fp32",)
+    if request.input_dtype is not None:
+        return (request.input_dtype,)
+    if facts.vendor == "cpu":
         return ("fp32",)
     sm = int(facts.arch.removeprefix("sm_"))
     usual = "bf16" if sm >= 80 else "fp16" if sm >= 70 else "fp32"

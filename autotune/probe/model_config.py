@@ -12,12 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from autotune.exit_codes import UsageFailure
+from ringattn.arguments import dtype_name
+from ringattn.profile.whole_file import read_regular
+from ringattn.workload import LONGEST as MOST
 
+MOST_BYTES = 16 * 2**20  # of a config.json, which has some KiB
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
 HEAD_DIM = ("head_dim", "d_kv", "kv_channels")
 WIDTH = ("hidden_size", "n_embd", "d_model", "dim", "embed_dim")
 LONGEST = ("max_position_embeddings", "n_positions", "max_source_positions", "n_ctx", "max_seq_len", "seq_length")
+DTYPES = ("dtype", "torch_dtype")
 WINDOWS = ("sliding_window", "attention_chunk_size", "attention_window", "local_attention")
 # Configs of several models in one, the first of which is taken where the outer one names no heads.
 NESTED = ("text_config", "llm_config", "language_config", "vision_config")
@@ -39,13 +44,18 @@ FULL_TYPES = """
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Attention of a model. ``longest`` is None where a length was given; ``notes`` say what is not probed."""
+    """Attention of a model.
+
+    ``longest`` is None where a length was given, ``input_dtype`` where the config names no dtype of inputs; ``notes``
+    say what is taken from the config beside the shape, and what is not probed.
+    """
 
     heads: int
     kv_heads: int
     head_dim: int
     causal: bool
     longest: int | None
+    input_dtype: str | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -64,6 +74,7 @@ def read_model(
     where the config does not tell.
     """
     config, path = _load(path)
+    outer = config
     notes = []
     if _first(config, HEADS) is None:
         for name in NESTED:
@@ -92,7 +103,9 @@ def read_model(
         notes.append(
             f"{path}: {window}: sliding windows are no pattern of RingAttention; the full attention is probed instead"
         )
-    return ModelShape(heads, kv_heads, head_dim, causal, longest, tuple(notes))
+    input_dtype, note = _input_dtype(outer, config, path)
+    notes += [note] if note else []
+    return ModelShape(heads, kv_heads, head_dim, causal, longest, input_dtype, tuple(notes))
 
 
 class _Where:
@@ -120,15 +133,15 @@ class _Where:
         return self._integer(name, sides[0]), self._integer(name, sides[1])
 
     def _integer(self, name: str, value: object) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UsageFailure(f"{self.path}: {name} is {value!r}; it must be an integer >= 1")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
+            raise UsageFailure(f"{self.path}: {name} is {value!r}; it must be an integer >= 1 and <= 2**40")
         return value
 
 
 def _load(path: Path) -> tuple[dict[str, Any], Path]:
     path = path / "config.json" if path.is_dir() else path
     try:
-        config = json.loads(path.read_bytes())
+        config = json.loads(read_regular(path, MOST_BYTES))
     except OSError as error:
         raise UsageFailure(
             f"{path}: cannot be read ({error.strerror}); --model names a config.json or the folder it is in"
@@ -187,6 +200,21 @@ def _causal(where: _Where) -> bool:
         f"{where.path}: does not say whether the attention is causal (is_decoder, architectures, a known model_type); "
         "give --causal or --no-causal"
     )
+
+
+def _input_dtype(outer: Mapping[str, Any], config: Mapping[str, Any], path: Path) -> tuple[str | None, str]:
+    """Return the dtype of the weights, which that of the inputs follows, and what to say of it.
+
+    A model in several has one in its own part, or one for all of them.
+    """
+    for part in (config, outer):
+        if (name := _first(part, DTYPES)) is None or part[name] == "auto":
+            continue
+        taken = dtype_name(part[name])
+        if taken is not None and taken != "fp64":  # against which the others are checked
+            return taken, f"{path}: inputs are {taken} ({name}); --precision names another dtype"
+        return None, f"{path}: {name} is {str(part[name])[:40]!r}, no dtype that is probed; the device's usual one is"
+    return None, ""
 
 
 def _window(config: Mapping[str, Any]) -> str:

@@ -34,8 +34,9 @@ def read_workloads(path: Path) -> tuple[tuple[tuple[Workload, int], ...], tuple[
     """Return the workloads of a record with their calls, and a note on each line skipped; or UsageFailure."""
     try:
         calls, notes = read_record(path)
-    except OSError as error:
-        raise UsageFailure(f"{path}: cannot be read ({error.strerror}); --like names a file") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        why = getattr(error, "strerror", None) or error
+        raise UsageFailure(f"{path}: cannot be read ({why}); --like names a file that a program recorded") from None
     if not calls:
         why = f" ({notes[0]})" if notes else ""
         raise UsageFailure(f"{path}: holds no workloads{why}; run your program with RINGTUNE_RECORD={path}")

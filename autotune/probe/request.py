@@ -5,13 +5,14 @@ Everything here is plain data and imports neither torch nor optuna; ``autotune.p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from autotune.outcome import TrialOutcome
 from ringattn.planning.preference import Launch, Preference
+from ringattn.wording import plural
 from ringattn.workload import Mode, Tunables, Workload
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class ProbeRequest:
     segment_lengths: tuple[int, ...] | None = None
     dilation_rates: tuple[int, ...] | None = None
     dense: bool = False  # without the grid's dilated pattern
+    input_dtype: str | None = None  # of a model's weights; None: the device's usual one. A precision wins over it
     precision: Precision = "auto"
     max_error: float | None = None  # relative 2-norm against float64; None: the accuracy check alone decides
     varied_lengths: bool = False  # lengths vary between calls: first-call cost counts in the score
@@ -77,11 +79,26 @@ class CellReport:
     elapsed_s: float = 0.0
     note: str = ""
     validation_pending: bool = False
+    noise: float | None = (
+        None  # standard deviation of one paired log-ratio; None where fewer than two blocks were timed
+    )
 
     @property
     def text(self) -> str:
         """Return the note, and whether validation is pending, in words."""
         return "; ".join(filter(None, (self.note, VALIDATION_PENDING if self.validation_pending else "")))
+
+
+def inconclusive_lines(reports: Iterable[CellReport]) -> tuple[str, ...]:
+    """Return why cells are inconclusive, each reason once with all of its cells."""
+    cells: dict[str, list[str]] = {}
+    for report in reports:
+        if report.status == "inconclusive":
+            cells.setdefault(report.text, []).append(str(report.workload))
+    return tuple(
+        f"{of[0]}: {reason}" if len(of) == 1 else f"{plural(len(of), 'cell')}: {reason} ({', '.join(of)})"
+        for reason, of in cells.items()
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +125,7 @@ class DryRun:
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """Result of a probe; ``inconclusive`` holds one line per cell whose numbers could not be believed.
+    """Result of a probe; ``inconclusive`` says why numbers could not be believed, each reason with its cells.
 
     ``profile_path`` is where the profile is, or where a dry run would have written it.
     """

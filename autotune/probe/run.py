@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autotune.exit_codes import NothingMeasured
+from autotune.formats import format_duration
 from autotune.journal.file import journal_path
 from autotune.journal.store import Store
 from autotune.measure.evaluator import Evaluator, KnowsLinks
@@ -30,7 +31,7 @@ from ringattn.wording import plural
 from ringattn.workload import Workload
 
 from .grid import Cell
-from .request import VALIDATION_PENDING, ProbeRequest, ProbeResult
+from .request import VALIDATION_PENDING, ProbeRequest, ProbeResult, inconclusive_lines
 from .task import Task
 
 
@@ -64,10 +65,14 @@ class ProbeRun:
         journal = journal_path(self._path, environment.environ, environment.home)
         identity = journal_identity(task.request, environment.facts)
         with Store(journal, identity=identity, fresh=not task.request.resume, url=task.request.storage) as store:
-            if store.recall("finished"):  # of an earlier probe that came to its end: nothing to go on with
+            if store.recall("finished", bool):  # of an earlier probe that came to its end: nothing to go on with
                 store.start_over()
             for note in store.notes:
                 task.observer.note(note)
+            if store.resumed:
+                done = f"{store.finished(cell.workload for cell in cells)} of {plural(len(cells), 'cell')}"
+                used = format_duration(store.used_s)
+                task.observer.note(f"continues {store.place}: {done} done, {used} used")
             evaluator = environment.evaluator(environment.facts, task.request, task.preset)
             try:
                 spent_s = environment.clock.now() - began
@@ -75,11 +80,12 @@ class ProbeRun:
                 budget = Budget(task.preset.budget_s, environment.clock, reserve_s=RESERVE_S, spent_s=spent_s)
                 rows = Rows(task, merged_speeds(old, speed))
                 runs = CellRuns(task, cells, rows, store, evaluator, budget, layout_of)
-                runs.run()
-                validate_pending(runs)  # before finer anchors: what the profile holds already should be proven
-                if task.preset.refine_anchors:
-                    refine(runs)
-                    validate_pending(runs)
+                with store.counting(budget.elapsed_s):
+                    runs.run()
+                    validate_pending(runs)  # before finer anchors: what the profile holds already should be proven
+                    if task.preset.refine_anchors:
+                        refine(runs)
+                        validate_pending(runs)
                 result = self._end(runs, store, evaluator, old)
             finally:
                 evaluator.close()
@@ -89,12 +95,10 @@ class ProbeRun:
     def _end(self, runs: CellRuns, store: Store, evaluator: Evaluator, old: Profile | None) -> ProbeResult:
         """Write the profile with the new rows beside those of ``old``."""
         rows, budget = runs.rows, runs.budget
-        inconclusive = tuple(
-            f"{report.workload}: {report.text}" for report in rows.reports.values() if report.status == "inconclusive"
-        )
-        if len(inconclusive) == len(rows.reports):
+        inconclusive = inconclusive_lines(rows.reports.values())
+        if all(report.status == "inconclusive" for report in rows.reports.values()):
             store.remember("finished", True)  # the next run must measure anew, not read the same numbers again
-            raise NothingMeasured(f"no cell could be measured; {inconclusive[0]}")
+            raise NothingMeasured(f"no cell could be measured, so no profile was written: {'; '.join(inconclusive)}")
         rows.notes.extend(getattr(evaluator, "unmonitored", ()))
         pending = sum(report.validation_pending for report in rows.reports.values())
         if pending:
@@ -128,8 +132,8 @@ def _link_speed(store: Store, evaluator: Evaluator) -> LinkSpeed | None:
     """Return how fast the ranks exchange messages, once a probe; an interrupted one has it in its journal."""
     if not isinstance(evaluator, KnowsLinks):
         return None
-    kept = store.recall("links")
+    kept: LinkSpeed | None = store.recall("links", LinkSpeed)
     if kept is None:
-        kept = dataclasses.asdict(evaluator.links())
-        store.remember("links", kept)
-    return LinkSpeed(**kept)
+        kept = evaluator.links()
+        store.remember("links", dataclasses.asdict(kept))
+    return kept

@@ -29,15 +29,15 @@ def run_probe(
     when every cell is inconclusive, when another probe holds the profile; KeyboardInterrupt passes through after the
     journal is safe.
     """
+    from .checks import check_request
     from .device_lock import device_lock
     from .dry_run import dry_run
     from .environment import this_machine
-    from .grid import check_lengths
     from .run import ProbeRun
     from .task import Task
 
     observer = observer or ProbeObserver()
-    check_lengths(request)
+    check_request(request)
     if request.dry_run:
         environment = environment or this_machine(request)
         environment = replace(environment, facts=facts_of_ranks(environment.facts, request.ranks, environment.environ))
@@ -53,13 +53,16 @@ def run_probe(
 
 def _asked(request: ProbeRequest, observer: ProbeObserver, environment: Environment) -> tuple[Path, tuple[Cell, ...]]:
     """Where the profile goes, and what is measured for it; what is not is said."""
+    from .checks import check_output
     from .environment import default_profile_path
     from .grid import cells_for, left_out
 
     cells = cells_for(request, environment.facts)
     if large := left_out(request, environment.facts):
         observer.note(large)
-    return request.output or default_profile_path(environment, request.ranks), cells
+    path = request.output or default_profile_path(environment, request.ranks)
+    check_output(path)
+    return path, cells
 
 
 def verify_profile(

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from autotune.journal.cell_study import QUEUE, SAMPLER, CellStudy
+from autotune.journal.cell_study import DEFAULT, QUEUE, RESULT, SAMPLER, CellStudy
 from autotune.journal.entry import Entry
 from autotune.journal.result import CellResult
 from autotune.journal.store import Store
@@ -36,6 +36,7 @@ from autotune.search.proposing.enqueued import (
 from autotune.search.proposing.sampler import SurrogateSampler
 from autotune.search.proposing.samplers import sampler_of
 from autotune.space.space import Space, distance
+from ringattn.profile.yaml_io import to_plain
 from ringattn.tunables import LAUNCHES
 from ringattn.workload import Tunables, Workload
 
@@ -115,9 +116,7 @@ class CellSearch:
             main_dtypes=main_dtypes,
             transfer=self.transfer,
         )
-        noted = self.study.noted("default")
-        default = space.default if noted is None else self.study.parameters.plan(noted)
-        self.state.recall(self.study.recalled.values(), self.study.blocks, default)
+        self.state.recall(self.study.recalled.values(), self.study.blocks, self.study.noted_default() or space.default)
         self.beliefs = Beliefs(self.state, lambda: self.space, replace(space, knobs=knobs))
 
     @property
@@ -156,7 +155,7 @@ class CellSearch:
                     self.state.note = f"the default failed ({known.kind}: {known.message}); compared with another plan"
                 if plan != self.state.default:
                     self.state.replace_default(plan)
-                    self.study.note("default", self.study.parameters.of(plan))
+                    self.study.note(DEFAULT, self.study.parameters.of(plan))
                 return None
             assert entry.failure is not None
             if plan == self._whole_space.default or fault.message == "there is no plan to try":
@@ -233,10 +232,10 @@ class CellSearch:
 
     def recalled(self) -> CellResult | None:
         """The result that an earlier run came to."""
-        document = self.study.noted("result")
-        if document is None:
+        record = self.study.noted_result()
+        if record is None:
             return None
-        return CellResult.of(self.cell, document, self.study.plan_of, self.state.failures())
+        return CellResult.of(self.cell, record, self.study.plan_of, self.state.failures())
 
     def run(self, deadline: Deadline, *, seeds: Sequence[Tunables] = ()) -> CellResult:
         """The cell's result; never raises for what a candidate or the machine did.
@@ -255,7 +254,7 @@ class CellSearch:
             if entry.open:
                 self.leave(entry, "stood to the end")
         result.validation_pending = self.state.owes_validation
-        self.study.note("result", result.plain(self.study.number_of))
+        self.study.note(RESULT, to_plain(result.record(self.study.number_of)))
         return result
 
     def _run(self, deadline: Deadline) -> CellResult:
@@ -298,9 +297,9 @@ class CellSearch:
         """Validate the default, which it stayed without; a Fault says that it may not."""
         self.state.owes_validation = False
         fault = self.state.validate(self.state.default)
-        document = self.study.noted("result")
-        if fault is None and document is not None:
-            self.study.note("result", {**document, "validation_pending": False})
+        record = self.study.noted_result()
+        if fault is None and record is not None:
+            self.study.note(RESULT, to_plain(replace(record, validation_pending=False)))
         return fault
 
     def run_without_default(self, deadline: Deadline) -> CellResult:

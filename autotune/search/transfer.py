@@ -31,6 +31,15 @@ def parts_of(plan: Tunables) -> frozenset[Part]:
     return frozenset(forward | {("backward", branch.backward) for branch in plan.branches if branch.backward})
 
 
+@dataclass(frozen=True, slots=True)
+class LostKernel:
+    """One kernel in one direction that nobody asks for again, as a study holds it."""
+
+    direction: str
+    kernel: str
+    reason: str
+
+
 @dataclass(slots=True)
 class Traps:
     """Kernels, by direction, that hung, crashed or cannot be loaded, and why; nobody asks for them again.
@@ -101,13 +110,15 @@ class Transfer:
 
     def __post_init__(self) -> None:
         if self.store is not None:
-            self.traps.lost |= {(way, kernel): why for way, kernel, why in self.store.recall(_TRAPS) or ()}
+            lost: tuple[LostKernel, ...] = self.store.recall(_TRAPS, tuple[LostKernel, ...]) or ()
+            self.traps.lost |= {(each.direction, each.kernel): each.reason for each in lost}
 
     # --- traps --------------------------------------------------------------------------------------------------
 
     def learn(self, plan: Tunables, result: Checked | Fault) -> None:
         if self.traps.learn(plan, result) and self.store is not None:
-            self.store.remember(_TRAPS, [[*part, why] for part, why in self.traps.lost.items()])
+            lost = [dataclasses.asdict(LostKernel(*part, why)) for part, why in self.traps.lost.items()]
+            self.store.remember(_TRAPS, lost)
 
     def usual_sigma(self, assumed: float) -> float:
         """Noise that a cell may expect which has timed nothing; ``assumed`` where no other cell has either."""

@@ -311,7 +311,7 @@ def build_space(workload: Workload, machine: Machine, default: Tunables, dtypes:
         else:
             plans.append(plan)
     plans += [plan for plan in schedule_plans(workload, default) if space.valid(plan)]
-    knobs = _within_reach(knobs, workload, plans)
+    knobs = _usable(_within_reach(knobs, workload, plans), space, plans)
     return Space(workload, machine, default, knobs, tuple(space.distinct(iter(plans))), tuple(rejected))
 
 
@@ -332,3 +332,24 @@ def _within_reach(
         elif not name.startswith(_PARAM) or _owner(name) in parts:
             reached[name] = tuple(dict.fromkeys((*values, *taken.get(name, ()))))
     return reached
+
+
+def _usable(
+    knobs: Mapping[str, tuple[Value, ...]], space: Space, plans: Sequence[Tunables]
+) -> dict[str, tuple[Value, ...]]:
+    """Return the knobs without values that this machine refuses in every plan, such as offload to the host on a CPU.
+
+    A value may need another one beside it: to keep gathered rows, some must be gathered.
+    """
+
+    def is_usable(name: str, value: Value) -> bool:
+        if any(space.combine(plan, {name: value}) is not None for plan in plans):
+            return True
+        return any(
+            space.combine(space.default, {name: value, other: beside}) is not None
+            for other, others in knobs.items()
+            if other != name
+            for beside in others
+        )
+
+    return {name: tuple(value for value in values if is_usable(name, value)) for name, values in knobs.items()}

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from ringattn.errors import InputError, ProfileError
+from ringattn.profile.whole_file import check_regular, read_regular
 from ringattn.profile.yaml_io import from_plain, to_plain
 from ringattn.workload import Workload
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 VARIABLE = "RINGTUNE_RECORD"
 _SCHEMA = 1
+MOST_BYTES = 64 * 2**20  # of a record that is read: a line of one workload has 150 bytes, one of sixteen 2 KiB
 # A line is due at so many new workloads, whenever the number of calls has doubled, and at exit: a killed process loses
 # at most half of its calls, and a million calls are 21 lines.
 _NEW_WORKLOADS_PER_LINE = 16
@@ -191,8 +193,11 @@ class Record:
         self._new_workloads = 0
         line = line_of(unwritten).encode()
         try:
-            file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            # O_NONBLOCK: a pipe without a reader is an error, and not waited for.
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+            file = os.open(self._path, flags, 0o644)
             try:
+                check_regular(file, Path(self._path))
                 written = os.write(file, line)
             finally:
                 os.close(file)
@@ -219,11 +224,11 @@ def read_record(path: Path) -> tuple[dict[Workload, int], tuple[str, ...]]:
     """Return the calls of every workload of a record, in the order met, and a note on each line that is skipped.
 
     A line that cannot be read, as a full disk or a killed process leaves one, is skipped. OSError where the file cannot
-    be read.
+    be read, is no regular one or has more than ``MOST_BYTES``; ValueError for a name with a NUL.
     """
     calls: dict[Workload, int] = {}
     notes = []
-    for number, text in enumerate(path.read_bytes().split(b"\n"), 1):
+    for number, text in enumerate(read_regular(path, MOST_BYTES).split(b"\n"), 1):
         if not text.strip():
             continue
         place = f"{path}, line {number}"

@@ -1,10 +1,45 @@
-"""Writes files whole or not at all."""
+"""Reads and writes files, whole or not at all."""
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
+import stat
 from pathlib import Path
+
+
+def check_regular(descriptor: int, path: Path) -> os.stat_result:
+    """Return the status of an open file; OSError, whose ``strerror`` says what it is, for no regular one."""
+    status = os.fstat(descriptor)
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, "it is a directory", str(path))
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return status
+
+
+def read_regular(path: Path, most_bytes: int) -> bytes:
+    """Return the content of a regular file of at most ``most_bytes``.
+
+    OSError, whose ``strerror`` says why, for anything else: no pipe is waited for, no device read, and no more than
+    ``most_bytes`` are. ValueError for a name with a NUL.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # waits for no writer of a pipe
+    try:
+        _check_size(check_regular(descriptor, path).st_size, most_bytes, path)
+    except OSError:
+        os.close(descriptor)
+        raise
+    with os.fdopen(descriptor, "rb") as file:
+        content = file.read(most_bytes + 1)
+    _check_size(len(content), most_bytes, path)  # it may have grown
+    return content
+
+
+def _check_size(size: int, most_bytes: int, path: Path) -> None:
+    if size > most_bytes:
+        raise OSError(errno.EFBIG, f"it has {size} bytes, more than {most_bytes}", str(path))
 
 
 def replace_file(target: Path, content: bytes, *, lasting: bool = True) -> None:

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import re
-import stat
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,9 +25,10 @@ from ringattn.workload import Branch, HeadOffset, Pattern
 
 from .schema import SCHEMA_VERSION, Profile
 from .strict_yaml import Quoted, YamlError, read_yaml, write_yaml
-from .whole_file import replace_file
+from .whole_file import read_regular, replace_file
 
 MAX_FILE_BYTES = 4 * 2**20
+MOST_INTEGER = 2**63 - 1
 
 # The order in the file; the checksum comes last, so that a file cut short has none.
 _TOP_LEVEL = ("schema", "source", "fingerprint", "software", "policy", "provenance", "plans")
@@ -76,28 +76,15 @@ def url_in(text: str) -> str:
 
 
 def _read_bounded(path: Path) -> bytes:
-    """Return the bytes of a regular file of at most MAX_FILE_BYTES; the size is looked at before anything is read."""
+    """Return the bytes of a regular file of at most MAX_FILE_BYTES."""
     try:
-        status = path.stat()
-        if stat.S_ISDIR(status.st_mode):
-            raise ProfileError(str(path), "is a directory; name a profile file in it")
-        if not stat.S_ISREG(status.st_mode):
-            raise ProfileError(str(path), "is not a regular file")
-        if status.st_size > MAX_FILE_BYTES:
-            raise ProfileError(str(path), f"has {status.st_size} bytes; a profile has at most {MAX_FILE_BYTES}")
-        with path.open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
+        return read_regular(path, MAX_FILE_BYTES)
     except FileNotFoundError:
         if url := url_in(str(path)):
             raise ProfileError(url, NOT_A_FILE) from None
         raise ProfileError(str(path), "no such file; write one with `ringtune probe --output FILE`") from None
-    except ProfileError:
-        raise
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise ProfileError(str(path), f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    if len(content) > MAX_FILE_BYTES:
-        raise ProfileError(str(path), f"has more than {MAX_FILE_BYTES} bytes; a profile has fewer")
-    return content
 
 
 # --- text to profile and back -----------------------------------------------------------------------------------
@@ -248,8 +235,10 @@ def _decode_fields(cls: Any, value: object, key: str) -> Any:
 
 
 def _decode_scalar(hint: Any, value: Any, key: str) -> Any:
+    if type(value) is int and abs(value) > MOST_INTEGER:
+        raise _Fault(key, "is an integer of more than 64 bits")
     if hint is float and type(value) is int:
-        return float(value)  # cannot overflow: read_yaml takes no number that long
+        return float(value)
     if type(value) is not hint:  # not isinstance: True is an int to Python, and not to a profile
         _refuse(key, value, {int: "an integer", float: "a number", str: "text", bool: "true or false"}[hint])
     if hint is float and not math.isfinite(value):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -98,6 +99,7 @@ def report_of(result: CellResult, elapsed_s: float) -> CellReport:
         elapsed_s=elapsed_s,
         note=result.note,
         validation_pending=result.validation_pending,
+        noise=result.noise_sigma if math.isfinite(result.noise_sigma) else None,
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autotune import statistics
-from autotune.journal.cell_study import CellStudy
+from autotune.journal.cell_study import FINAL, CellStudy
 from autotune.journal.entry import Entry
 from autotune.journal.result import AT_PAR, CellResult, Measured
 from autotune.journal.result import CellState as State
@@ -72,16 +72,15 @@ class Final:
         self.state, self.deadline = state, deadline
         self._beliefs, self._study, self._space = beliefs, study, space
         self.default = state.entry(state.default)
-        since = study.noted("final since")
+        since = study.noted_final()
         # What failed its validation is not what the earlier final compared with.
-        anew = since is None or self.default.failure is not None
-        self.since: int = state.next_block() if anew else since
+        self.since = state.next_block() if since is None or self.default.failure is not None else since
 
     def run(self) -> CellResult:
         """Re-time, choose, validate; a choice that fails gives way to the next that does not share its traits."""
         state = self.state
         state.deadline = self.deadline
-        self._study.note("final since", self.since)
+        self._study.note(FINAL, self.since)
         entries = [self.default, *filter(state.check, map(state.entry, finalists(state, self._beliefs)))]
         # Whatever is left, one validation is worth more than more blocks: without it no gain counts.
         most_s = max(MOST_RESERVED * self.deadline.remaining_s(), VALIDATION_MARGIN * state.validation_s())

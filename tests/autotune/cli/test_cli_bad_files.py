@@ -103,13 +103,67 @@ def test_every_shipped_profile_is_valid() -> None:
 def test_a_file_that_may_not_be_read_is_an_error_and_not_misuse(
     command: str, gpu_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ordinary = Path.open
+    ordinary = os.open
 
-    def refuse(path: Path, *args: Any, **kwargs: Any) -> Any:
+    def refuse(path: Any, *args: Any, **kwargs: Any) -> int:
         if path == gpu_file:
             raise PermissionError(13, "Permission denied", str(path))
         return ordinary(path, *args, **kwargs)
 
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # tests may run as root, who may read all
-    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(os, "open", refuse)
     assert "cannot be read: Permission denied" in one_line_error(ringtune(command, gpu_file), 1)
+
+
+def no_files(folder: Path) -> dict[str, tuple[Path, str]]:
+    """Paths that are no regular file of a usual size, with what is said of each."""
+    os.mkfifo(folder / "pipe")
+    (folder / "folder").mkdir()
+    with (folder / "huge").open("wb") as file:
+        file.truncate(2**31)
+    return {
+        "pipe": (folder / "pipe", "it is not a regular file"),
+        "device": (Path("/dev/zero"), "it is not a regular file"),
+        "folder": (folder / "folder" / "..", "it is a directory"),
+        "huge": (folder / "huge", "it has 2147483648 bytes, more than"),
+        "missing": (folder / "none", "No such file or directory"),
+    }
+
+
+@pytest.mark.parametrize("option", ["--like", "--model"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "huge", "missing"])
+def test_what_is_no_file_of_a_usual_size_is_refused_unread(tmp_path: Path, option: str, kind: str) -> None:
+    path, why = no_files(tmp_path)[kind]
+    if option == "--model" and kind == "folder":  # a folder is one with a config.json in it
+        path, why = tmp_path / "folder", "No such file or directory"
+    line = one_line_error(ringtune("probe", option, path), 2)
+    assert f"cannot be read ({why}" in line
+    assert option in line
+
+
+def test_a_folder_of_a_model_whose_config_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    assert "config.json: cannot be read (it is not a regular file)" in one_line_error(
+        ringtune("probe", "--model", tmp_path), 2
+    )
+
+
+@pytest.mark.parametrize("option", ["--like", "--model"])
+def test_standard_input_is_no_file(option: str) -> None:
+    assert "-: cannot be read (No such file or directory)" in one_line_error(ringtune("probe", option, "-"), 2)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--seq-len", 10**13), ("--heads", 10**19), ("--head-dim", 10**19), ("--batch-size", 10**400),
+        ("--segment-lengths", 10**400), ("--memory-limit", 10**19), ("--memory-limit", "9" * 5000),
+        ("--seed", 2**63), ("--seed", 10**400), ("--nproc", "9" * 5000), ("--nproc", 10**19), ("--device", "9" * 5000),
+        ("--device", "cuda:" + "9" * 5000), ("--max-error", "1e999"), ("--budget", "1e999"), ("--budget", "nan"),
+    ],
+)  # fmt: skip
+def test_a_number_beyond_all_bounds_is_a_usage_error(option: str, value: object) -> None:
+    result = ringtune("probe", "--dry-run", option, str(value))
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert isinstance(result.exception, SystemExit)
+    assert option in result.stderr

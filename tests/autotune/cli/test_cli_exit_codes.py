@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from cli_runs import engine, one_line_error, ringtune
-from report_samples import gpu_profile
+from report_samples import gpu_profile, plan
 
 from autotune.exit_codes import DeviceBusy, ExitCode, NoDevice, NothingMeasured, ProbeFailure, UsageFailure
 from autotune.probe.request import CellReport, ProbeObserver, ProbeResult
@@ -83,13 +83,18 @@ def test_ctrl_c_says_that_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_inconclusive_cells_still_show_the_profile_and_exit_6(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = ProbeResult(Path("p.yaml"), gpu_profile(), (), 9.0, inconclusive=("train dense S1024: noise 12 %",))
+    profile = gpu_profile()
+    cell = profile.plans[0].workload
+    kept = CellReport(cell, "inconclusive", chosen=plan("math", "math", dtype="fp32"), noise=0.12)
+    quiet = CellReport(cell.at(7), "default", chosen=plan("math", "math", dtype="fp32"), noise=0.02)
+    result = ProbeResult(Path("p.yaml"), profile, (kept, quiet), 9.0, ("train dense S1024: noise 12 %",))
     engine(monkeypatch, lambda observer: result)
     shown = ringtune("probe")
     assert shown.exit_code == 6
     assert "NVIDIA H100" in shown.stdout
     assert "inconclusive: train dense S1024: noise 12 %" in shown.stderr
-    assert "the profile leaves 1 cell at the default" in shown.stderr
+    assert "the profile leaves 1 cell at the default, for the reasons above" in shown.stderr
+    assert f"7.0% in the median cell, at most 12.0% ({cell})" in shown.stderr
     assert "no row" not in shown.stderr
 
 

@@ -67,7 +67,7 @@ def test_output_reaches_the_engine(asked: list[ProbeRequest], tmp_path: Path) ->
 
 def test_every_field_of_the_request_can_be_asked_for() -> None:
     covered = {name for _, expected in LIVE for name in expected} | {"output"}
-    covered |= {"longest", "recorded"}  # by --model and --like, see test_recorded.py
+    covered |= {"longest", "input_dtype", "recorded"}  # by --model and --like, see test_recorded.py
     assert covered == {f.name for f in fields(ProbeRequest)}
 
 

@@ -88,7 +88,7 @@ def test_everything_told_is_found_again(tmp_path: Path) -> None:
         store.remember("fact", {"x": 1})
     with Store(path, identity="a") as store:
         assert store.resumed
-        assert store.recall("fact") == {"x": 1}
+        assert store.recall("fact", tuple[tuple[str, int], ...]) == (("x", 1),)
         study = study_of(store)
         quick, swift, half = (study.recalled[p] for p in (QUICK, SWIFT, MATH))
         assert (quick.open, quick.checked) == (False, CHECKED)
@@ -96,7 +96,7 @@ def test_everything_told_is_found_again(tmp_path: Path) -> None:
         assert (half.open, half.validated) == (True, Proven(8.0))
         assert list(study.blocks) == [1, 2, 3]
         assert study.blocks[3] == told
-        assert study.noted("fact of the cell") == [1]
+        assert study.study.user_attrs["fact of the cell"] == [1]
         tell(study, half, 4, 0.8)  # it goes on where it was
         study.complete(half, 0.75, {}, "")
     with Store(path, identity="a") as store:
@@ -268,7 +268,10 @@ def test_a_journal_cut_at_any_byte_opens_and_goes_on(tmp_path: Path) -> None:
             study = study_of(store)
             found = study.recalled.get(QUICK)
             if found is None or found.open:
-                entry = found or Entry(QUICK, CHECKED)
+                entry = found or Entry(QUICK)
+                if entry.checked is None:
+                    entry.checked = CHECKED
+                    study.checked(entry)
                 tell(study, entry, 9, 0.1)
                 study.complete(entry, 0.1, {}, "")
         with Store(path, identity="a") as store:
@@ -293,6 +296,11 @@ def test_a_pipe_in_the_place_of_the_journal_is_refused_and_not_waited_for(tmp_pa
     os.mkfifo(tmp_path / name)
     with pytest.raises(ProbeFailure, match=f"{name}: is not a regular file"):
         Store(tmp_path / "p.journal")
+
+
+def test_a_writer_s_file_of_something_else_keeps_nobody_out(tmp_path: Path) -> None:
+    (tmp_path / "p.journal.writer").write_bytes(b"\x82\xff" * 1000)
+    Store(tmp_path / "p.journal").close()
 
 
 def test_a_full_disk_is_told_with_the_name_of_the_journal(tmp_path: Path) -> None:
@@ -367,11 +375,11 @@ def test_another_identity_or_fresh_starts_over(tmp_path: Path) -> None:
         store.remember("fact", 1)
     with Store(path, identity="b") as store:
         assert not store.resumed
-        assert store.recall("fact") is None
+        assert store.recall("fact", int) is None
         assert any("starting over" in note for note in store.notes)
         store.remember("fact", 2)
     with Store(path, identity="b", fresh=True) as store:
-        assert store.recall("fact") is None
+        assert store.recall("fact", int) is None
 
 
 def test_the_journal_lies_beside_the_profile_or_in_the_state_folder(tmp_path: Path) -> None:

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from machines import FACTS
 
 from autotune.exit_codes import UsageFailure
+from autotune.probe.grid import cells_for
 from autotune.probe.model_config import ModelShape, read_model
+from autotune.probe.request import ProbeRequest
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32,
@@ -152,3 +155,39 @@ def test_any_config_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory,
         return
     assert min(shape.heads, shape.kv_heads, shape.head_dim, shape.longest or 0) >= 1
     assert shape.heads % shape.kv_heads == 0
+
+
+@pytest.mark.parametrize(
+    ("plain", "dtype", "said"),
+    [
+        (LLAMA | {"torch_dtype": "bfloat16"}, "bf16", "inputs are bf16 (torch_dtype); --precision names another"),
+        (LLAMA | {"dtype": "float16"}, "fp16", "inputs are fp16 (dtype)"),
+        (LLAMA | {"dtype": "float32", "torch_dtype": "float16"}, "fp32", "inputs are fp32 (dtype)"),
+        (LLAMA | {"torch_dtype": "auto"}, None, ""),
+        (LLAMA | {"torch_dtype": None}, None, ""),
+        (LLAMA | {"torch_dtype": "float8_e4m3fn"}, None, "torch_dtype is 'float8_e4m3fn', no dtype that is probed"),
+        (LLAMA | {"torch_dtype": "float64"}, None, "torch_dtype is 'float64', no dtype that is probed"),
+        (LLAMA | {"torch_dtype": ["bfloat16"]}, None, "no dtype that is probed"),
+        ({"text_config": LLAMA, "torch_dtype": "bfloat16"}, "bf16", "inputs are bf16"),
+        ({"text_config": LLAMA | {"dtype": "float16"}, "torch_dtype": "bfloat16"}, "fp16", "inputs are fp16"),
+    ],
+)
+def test_the_dtype_of_the_weights_is_that_of_the_inputs(
+    tmp_path: Path, plain: dict[str, Any], dtype: str | None, said: str
+) -> None:
+    shape = read_model(config(tmp_path, plain))
+    assert shape.input_dtype == dtype
+    notes = [note for note in shape.notes if "dtype" in note.rpartition("config.json: ")[2]]
+    assert [said in note for note in notes] == [True] * bool(said)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("auto", "bf16"), ("fp16", "fp16"), ("fp32", "fp32")])
+def test_a_precision_wins_over_the_dtype_of_the_model(precision: str, dtype: str) -> None:
+    asked = ProbeRequest(seq_lens=(512,), dense=True, input_dtype="bf16", precision=precision)  # type: ignore[arg-type]
+    assert {cell.workload.dtype for cell in cells_for(asked, FACTS)} == {dtype}
+
+
+@pytest.mark.parametrize("name", ["num_attention_heads", "max_position_embeddings", "hidden_size"])
+def test_a_number_that_no_model_has_is_told(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageFailure, match=f"{name} is 2000000000000; it must be an integer >= 1 and <="):
+        read_model(config(tmp_path, LLAMA | {name: 2 * 10**12}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +12,10 @@ import pytest
 from machines import FACTS, row_of
 from probed_machine import Machine, Watching, request_for, truth, winners
 
-from autotune.exit_codes import DeviceBusy, ExitCode, ProbeFailure
+from autotune.exit_codes import DeviceBusy, ExitCode, Inconclusive, ProbeFailure
 from autotune.measure.evaluator import Checked, Fault, Killed
 from autotune.measure.simulated import ReplayEvaluator, Trouble
+from autotune.probe.grid import cells_for
 from autotune.probe.request import ProbeRequest, ProbeResult
 from autotune.probe.tuning import run_probe, verify_profile
 from ringattn.errors import ProfileError
@@ -319,3 +321,32 @@ def test_two_probes_of_one_device_do_not_run_at_once(machine: Machine, tmp_path:
 
     run_probe(request_for(tmp_path / "m.yaml", seq_lens=(512,)), Meddling(), machine.environment)
     assert [failure.exit_code for failure in inner] == [ExitCode.BUSY]
+
+
+def test_a_resumed_probe_says_what_it_goes_on_from(machine: Machine, tmp_path: Path) -> None:
+    path = tmp_path / "p.yaml"
+    machine.interrupt_after = 30
+    with pytest.raises(KeyboardInterrupt):
+        run_probe(request_for(path), None, machine.environment)
+    machine.interrupt_after, heard = None, Watching()
+    run_probe(request_for(path), heard, machine.environment)
+    (said,) = [note for note in heard.notes if note.startswith("continues ")]
+    found = re.fullmatch(rf"continues {re.escape(str(path))}.journal: (\d) of 4 cells done, (.*) used", said)
+    assert found is not None, said
+    assert int(found[1]) >= 1
+    assert found[2] != "0 s"
+    again = Watching()
+    run_probe(request_for(path, resume=False), again, machine.environment)
+    assert not [note for note in again.notes if note.startswith("continues ")]
+
+
+def test_a_probe_that_measured_nothing_says_why_of_every_cell(machine: Machine, tmp_path: Path) -> None:
+    """Each reason once, with its cells."""
+    with pytest.raises(Inconclusive) as caught:
+        run_probe(request_for(tmp_path / "p.yaml", budget_s=0.01), None, machine.environment)
+    told = str(caught.value)
+    assert told.startswith("no cell could be measured, so no profile was written: ")
+    assert told.count("give a larger --budget") < 4
+    for cell in cells_for(request_for(tmp_path / "p.yaml"), FACTS):
+        assert str(cell.workload) in told
+    assert not (tmp_path / "p.yaml").exists()

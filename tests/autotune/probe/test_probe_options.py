@@ -7,11 +7,14 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
+from probed_machine import Machine, request_for
 
 from autotune.cli.main import cli
 from autotune.cli.options import seconds
+from autotune.exit_codes import ProbeFailure
 from autotune.journal.file import journal_path
 from autotune.journal.store import Store
+from autotune.probe.tuning import run_probe
 
 
 @pytest.mark.parametrize(
@@ -42,3 +45,43 @@ def test_the_files_beside_a_profile_are_those_that_the_help_names(tmp_path: Path
     assert left == ["PROFILE.journal", "PROFILE.journal.writer"]
     for name in left:
         assert f"{name}," in shown
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"sampler": "nonsense"}, "--sampler nonsense: it has no colon"),
+        ({"sampler": "json:JSONDecoder"}, "--sampler json:JSONDecoder: is no optuna.samplers.BaseSampler"),
+        ({"storage": "nonsense"}, "--storage nonsense: cannot be opened"),
+        ({"storage": "nosuch://me:secret@host/x"}, r"--storage nosuch://me:\*\*\*@host/x: cannot be opened"),
+        ({"storage": "sqlite:////nowhere/at/all.db"}, "cannot be opened .the folder of /nowhere/at/all.db does not"),
+        ({"storage": "redis://localhost"}, "cannot be opened"),
+        ({"output": Path("/dev/null/p.yaml")}, "/dev/null/p.yaml: cannot be written, as /dev/null is no folder"),
+        ({"output": Path("/dev/null")}, "/dev/null: is not a regular file"),
+    ],
+)
+def test_a_dry_run_refuses_what_a_probe_refuses(
+    tmp_path: Path, machine: Machine, changes: dict[str, object], told: str, dry_run: bool
+) -> None:
+    with pytest.raises(ProbeFailure, match=told):
+        run_probe(request_for(tmp_path / "p.yaml", dry_run=dry_run, **changes), None, machine.environment)
+    assert machine.made == []
+    assert not list(tmp_path.glob("p.yaml*"))
+
+
+@pytest.mark.parametrize("sampler", ["auto", "tpe", "random", "grid", "optuna.samplers:RandomSampler"])
+def test_a_dry_run_takes_every_sampler_and_makes_no_database(tmp_path: Path, machine: Machine, sampler: str) -> None:
+    request = request_for(tmp_path / "p.yaml", dry_run=True, sampler=sampler, storage=f"sqlite:///{tmp_path}/s.db")
+    assert run_probe(request, None, machine.environment).dry_run is not None
+    assert not (tmp_path / "s.db").exists()
+
+
+def test_a_default_place_that_cannot_be_written_is_told_before_anything_is_measured(
+    tmp_path: Path, machine: Machine
+) -> None:
+    (tmp_path / "config").touch()  # stands for a folder that is read-only, which root could write
+    for dry_run in (False, True):
+        with pytest.raises(ProbeFailure, match="config is no folder; name a file with --output"):
+            run_probe(request_for(tmp_path, output=None, dry_run=dry_run), None, machine.environment)
+    assert machine.made == []

@@ -106,9 +106,9 @@ def test_a_gain_is_hidden_by_noise_where_the_best_could_not_be_taken(
         may_be_chosen=lambda entry: True,
         entry=lambda tunables: None,
     )
-    study = SimpleNamespace(noted=lambda name: 1)
+    study = SimpleNamespace(noted_final=lambda: 1)
     final = Final.__new__(Final)
-    final.state, final.default, final.since = state, SimpleNamespace(), study.noted("final since")  # type: ignore[assignment]
+    final.state, final.default, final.since = state, SimpleNamespace(), study.noted_final()  # type: ignore[assignment]
     assert final._noise_hides_a_gain(rivals) == hidden  # type: ignore[arg-type]
 
 

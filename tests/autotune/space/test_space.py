@@ -203,3 +203,13 @@ def test_blocks_of_the_fused_steps_are_tried_where_the_step_is_taken(
     assert dict(copied.params).get("gather.block") == (32 if steps else None)
     if mode == "infer":  # without a copy the parameter means nothing and goes
         assert space.combine(copied, {"gather.1": "view"}) == default
+
+
+def test_a_value_that_the_machine_refuses_in_every_plan_is_no_choice() -> None:
+    """On a CPU offload is refused whatever is beside it; keeping gathered rows only where none are gathered."""
+    cell = workload(dtype="fp32")
+    default = plan(cell, "flash-cpu", dtype="fp32")
+    space = build_space(cell, machine_of(CPU), default, ("fp32",))
+    assert set(space.knobs["checkpoint"]) == {"selective", "none", "full"}
+    assert "offload" in knobs_of(cell, machine_of(CPU), ("fp32",))["checkpoint"]
+    assert all(encode(cell, default)[name] in values for name, values in space.knobs.items() if name[:6] != "param:")

@@ -21,6 +21,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from machine_samples import EVIDENCE
+from patience import LIMIT_S
 
 import ringattn
 from ringattn import Profile, RingAttention, Workload, detect
@@ -352,3 +353,64 @@ def test_a_line_of_another_kind_is_told_of(change: dict[str, Any], told: str, tm
     assert calls == {INFER: 3}
     assert re.search(told, note), note
     assert note.startswith(f"{path}, line 1")
+
+
+def test_a_pipe_is_neither_waited_for_nor_written(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In a process of its own, which is ended where it waits."""
+    pipe = path.with_name("pipe")
+    os.mkfifo(pipe)
+    code = (
+        "import sys, logging; logging.basicConfig(format='%(message)s')\n"
+        "from ringattn import RingAttention\n"
+        "import torch\n"
+        "module = RingAttention(4, 8, device='cpu')\n"
+        "module(*[torch.randn(1, 8, 4, 8) for _ in range(3)])\n"
+    )
+    environ = {**os.environ, VARIABLE: str(pipe), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=LIMIT_S, check=True
+    )
+    (told,) = [line for line in done.stderr.splitlines() if "are not recorded" in line]
+    assert f"{pipe}: workloads that no measured plan serves are not recorded" in told
+
+
+@pytest.mark.parametrize("device", ["/dev/null", "/dev/full"])
+def test_a_device_is_no_record(device: str, caplog: pytest.LogCaptureFixture) -> None:
+    record = Record(device)
+    record.meet(INFER)
+    with caplog.at_level(logging.WARNING, logger="ringattn"):
+        record.write()
+        record.write()
+    (told,) = caplog.messages
+    assert f"{device}: workloads that no measured plan serves are not recorded (it is not a regular file)" in told
+
+
+def test_a_record_is_read_from_a_regular_file_of_a_bounded_size_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(OSError, match="it is not a regular file"):
+            read_record(path)
+    with pytest.raises(IsADirectoryError, match="it is a directory"):
+        read_record(tmp_path)
+    with pytest.raises(ValueError, match="null"):
+        read_record(Path("a\0b"))
+    large = tmp_path / "large"
+    with large.open("wb") as file:
+        file.truncate(missed.MOST_BYTES + 1)
+    monkeypatch.setattr(os, "fdopen", None)  # it is not opened for reading
+    with pytest.raises(OSError, match=f"it has {missed.MOST_BYTES + 1} bytes, more than"):
+        read_record(large)
+
+
+@pytest.mark.parametrize("name", ["calls", "seq_len", "heads", "head_dim", "batch", "world", "total_length"])
+@pytest.mark.parametrize("number", [10**19, -(10**30), 10**400])
+def test_no_number_is_longer_than_64_bits(name: str, number: int, tmp_path: Path) -> None:
+    plain = json.loads(line_of({INFER: 2}))
+    of = plain["missed"][0] if name == "calls" else plain["missed"][0]["workload"]
+    of[name] = number
+    (tmp_path / "record").write_text(json.dumps(plain))
+    calls, (note,) = read_record(tmp_path / "record")
+    assert calls == {}
+    assert re.search(rf"{name}: is an integer of more than 64 bits; line skipped", note)

@@ -70,8 +70,8 @@ def test_a_huge_file_is_refused_before_it_is_read(tmp_path: Path, monkeypatch: p
     file = tmp_path / "huge.yaml"
     with file.open("wb") as sparse:
         sparse.truncate(100 * 2**20)
-    monkeypatch.setattr(Path, "open", None)
-    with pytest.raises(ProfileError, match=f"has 104857600 bytes; a profile has at most {MAX_FILE_BYTES}"):
+    monkeypatch.setattr(os, "fdopen", None)
+    with pytest.raises(ProfileError, match=f"has 104857600 bytes, more than {MAX_FILE_BYTES}"):
         load_profile(file)
 
 
@@ -79,7 +79,7 @@ def test_a_file_that_grows_meanwhile_is_refused(tmp_path: Path, monkeypatch: pyt
     file = tmp_path / "p.yaml"
     file.write_bytes(b" " * (MAX_FILE_BYTES + 1))
     small = os.stat_result((stat.S_IFREG, 0, 0, 1, 0, 0, 10, 0, 0, 0))
-    monkeypatch.setattr(Path, "stat", lambda self: small)
+    monkeypatch.setattr(os, "fstat", lambda descriptor: small)
     with pytest.raises(ProfileError, match="more than"):
         load_profile(file)
 

@@ -1,0 +1,33 @@
+"""Checks of a request that need no measurement: a dry run and a probe refuse the same, before anything is started."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import optuna
+
+from autotune.exit_codes import ProbeFailure
+from autotune.journal.store import check_url
+from autotune.search.proposing.samplers import sampler_of
+
+from .grid import check_lengths
+from .request import ProbeRequest
+
+
+def check_request(request: ProbeRequest) -> None:
+    """Raise ProbeFailure (UsageFailure) for a length, a sampler or a storage that the search would refuse."""
+    check_lengths(request)
+    sampler_of(request.sampler, request.seed % 2**32, {}, optuna.samplers.RandomSampler)
+    if request.storage is not None:
+        check_url(request.storage)
+
+
+def check_output(path: Path) -> None:
+    """Raise ProbeFailure where no profile can be written at ``path``, whose folder is made when it is."""
+    there = next(folder for folder in path.absolute().parents if folder.exists())
+    if path.exists() and not path.is_file():
+        raise ProbeFailure(f"{path}: is not a regular file; choose another --output")
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        why = "is read-only" if there.is_dir() else "is no folder"
+        raise ProbeFailure(f"{path}: cannot be written, as {there} {why}; name a file with --output")

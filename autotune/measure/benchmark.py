@@ -13,7 +13,7 @@ import gc
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -208,8 +208,8 @@ class DeviceBench:
         first_ms = self._first_calls.get((workload, tunables), 0.0) if self.settings.varied_lengths else 0.0
         return Sample(typical.ms + first_ms / VARIED_CALLS, typical.host_us)
 
-    def begin_block(self, pool_processes: int = 0) -> None:
-        """Begin a block; ``pool_processes`` of the pool wait on the same device."""
+    def begin_block(self, pool_processes: Sequence[int] = ()) -> None:
+        """Begin a block; ``pool_processes`` of this probe are on the same device."""
         gc.collect()
         gc.freeze()  # what lives on is not looked at again: with torch alone that took 130 ms, beside 70 of samples
         gc.disable()

@@ -92,9 +92,10 @@ class WorkerEvaluator:
         self.lost_s = 0.0  # went into attempts that ended without an answer, and into new workers after them
 
     @property
-    def is_running(self) -> bool:
-        """Return whether there is a worker process; asked while it has nothing to do."""
-        return self._process is not None and self._process.poll() is None
+    def running_pid(self) -> int | None:
+        """Return the id of the worker process, which may be at work; None where there is none."""
+        process = self._process
+        return process.pid if process is not None and process.poll() is None else None
 
     def check(
         self, cell: Workload, candidate: Tunables, *, timeout_s: float, pace_ms: float | None = None
@@ -151,9 +152,9 @@ class WorkerEvaluator:
                     results.append(died.fault)
         return Block(tuple(results), disturbances)
 
-    def _pool_processes(self) -> int:
-        """Return how many other processes of this probe are on the device."""
-        return 0
+    def _pool_processes(self) -> tuple[int, ...]:
+        """Return the ids of the other processes of this probe on the device."""
+        return ()
 
     def _collect(self, results: list[Sample | Fault], timeout_s: float) -> tuple[Interference, ...]:
         """Add the worker's results of a block to ``results``, and return its interference; raises WorkerDied."""

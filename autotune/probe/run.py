@@ -18,7 +18,7 @@ from autotune.measure.evaluator import Evaluator, KnowsLinks
 from autotune.probe.cells.pending_validation import validate_pending
 from autotune.probe.cells.refining import refine
 from autotune.probe.cells.rows import Rows
-from autotune.probe.cells.runs import CellRuns
+from autotune.probe.cells.runs import STILL_COMPILING, CellRuns
 from autotune.probe.output.earlier_profile import earlier_profile, verified_instead
 from autotune.probe.output.joined_layout import joined_layout
 from autotune.probe.output.writer import merged, merged_speeds, save_loaded
@@ -81,6 +81,7 @@ class ProbeRun:
                     refine(runs)
                     validate_pending(runs)
                 result = self._end(runs, store, evaluator, old)
+                runs.end_compilers()
             finally:
                 evaluator.close()
         task.observer.finished(result)
@@ -100,6 +101,8 @@ class ProbeRun:
         if pending:
             rows.notes.append(f"{plural(pending, 'cell')}: {VALIDATION_PENDING}")
         rows.notes.extend(f"not tried any further: {why}" for why in runs.transfer.traps.lost.values())
+        if compiling := runs.transfer.compilers.waited_for():
+            rows.notes.append(f"{STILL_COMPILING}: {', '.join(compiling)}")
         # A row without a plan makes the runtime refuse: only what nothing can run may be one.
         entries = {
             workload: entry

@@ -21,6 +21,7 @@ from autotune.outcome import TrialOutcome
 from ringattn.workload import Tunables, Workload
 
 from .budget import Deadline
+from .compilers import judged
 from .readings import Readings
 from .settings import SearchSettings
 from .suspects import GIVEN_UP, Suspects
@@ -159,10 +160,17 @@ class CellState(Readings):
         lost: float = getattr(self.evaluator, "lost_s", 0.0)
         return lost + self.transfer.one_off_s
 
-    def timeout_s(self) -> float:
-        """Seconds after which a plan counts as hung: never so many that the cell, or the probe, would end with it."""
+    def timeout_s(self, first: Tunables | None = None) -> float:
+        """Seconds after which a plan counts as hung: never so many that the cell, or the probe, would end with it.
+
+        The first call of a plan, ``first``, may have to compile, which has a limit of its own.
+        """
         affordable_s = max(LEAST_HANG_S, HANG_SHARE * self.deadline.remaining_s())
-        return min(self.settings.hang_s, affordable_s) + CALLS_BEFORE_HANG * self.call_s()
+        hang_s = min(self.settings.hang_s, affordable_s) + CALLS_BEFORE_HANG * self.call_s()
+        return hang_s if first is None else max(hang_s, self._compile_limit_s(first))
+
+    def _compile_limit_s(self, plan: Tunables) -> float:
+        return self.transfer.compilers.limit_s(self.workload, plan, self.end.remaining_s())
 
     # --- checks ---------------------------------------------------------------------------------------------------
 
@@ -170,12 +178,18 @@ class CellState(Readings):
         """Hold a plan against float64, once; whether it may be timed."""
         if entry.checked is None and entry.fault is None:
             default = self.checked_default()
+            may_compile = self._compile_limit_s(entry.tunables) > 0
+            limit_s = self.timeout_s(entry.tunables) if timeout_s is None else timeout_s
             result = self.evaluator.check(
                 self.workload,
                 entry.tunables,
-                timeout_s=self.timeout_s() if timeout_s is None else timeout_s,
+                timeout_s=limit_s,
                 pace_ms=default.call_ms if default is not None else None,
             )
+            if isinstance(result, Fault):
+                result = judged(result, limit_s, may_compile=may_compile)
+            else:
+                self.transfer.compilers.ran(self.workload, entry.tunables)
             if isinstance(result, Checked) and not is_a_time(result.call_ms):
                 result = no_time(result.call_ms)
             if isinstance(result, Fault):
@@ -210,7 +224,9 @@ class CellState(Readings):
         entry = self.entry(plan)
         if entry.validated is None:
             began = self.deadline.clock.now()
-            entry.validated = self.evaluator.validate(self.workload, plan, timeout_s=self.timeout_s())
+            compiled = self.transfer.has_validated(self.workload, plan)
+            limit_s = self.timeout_s() if compiled else self.timeout_s(plan)
+            entry.validated = self.evaluator.validate(self.workload, plan, timeout_s=limit_s)
             self.record.validated(entry)
             self.measured += 1
             self._learn_validation(entry)

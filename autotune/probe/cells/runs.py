@@ -12,6 +12,7 @@ from autotune.probe.grid import Cell
 from autotune.probe.observer import SearchObserver
 from autotune.probe.task import Task
 from autotune.search.budget import Budget, Progress, allot, spare_s
+from autotune.search.compilers import Compilers
 from autotune.search.limits import Limits
 from autotune.search.loop import CellSearch
 from autotune.search.settings import SearchSettings
@@ -23,21 +24,19 @@ from ringattn.workload import Workload
 from .rows import Rows
 from .space import space_or_refusal
 
-AHEAD_SHARE = 0.05  # of the budget may be waited for more first calls once the defaults are checked
 # Of the time that no cell needs, for one that noise keeps from an answer: two ranks of a CPU gave up after 15 of 30 s.
 # The rest is for proofs that are owed.
 UNDECIDED_SHARE = 0.5
 UNDECIDED_MORE = 0.3  # of its own share it may have in any case: of eight blocks two are outliers in one cell of 100
-HANG_S = {"cpu": 6.0, "nvidia": 25.0}  # a GPU kernel may have to be compiled first
-# Over ranks nothing compiles ahead. flash-attn-4's forward took 11 s, its import included: after 3 of 30 s it counted
-# as hung, and was lost to the probe.
-COMPILES_S, COMPILES_SHARE = {"cpu": 0.0, "nvidia": 12.0}, 0.4
+HANG_S = {"cpu": 6.0, "nvidia": 25.0}  # cuDNN makes a plan for every shape
 
 
-def hang_s(vendor: str, budget_s: float, ranks: int) -> float:
-    """Seconds before which no call counts as hung: in a short probe a tenth of it, more where kernels compile."""
-    compiles_s = min(COMPILES_S[vendor], COMPILES_SHARE * budget_s) if ranks > 1 else 0.0
-    return min(HANG_S[vendor], max(0.1 * budget_s, compiles_s))
+def hang_s(vendor: str, budget_s: float) -> float:
+    """Seconds before which no call counts as hung that has nothing to compile: in a short probe a tenth of it."""
+    return min(HANG_S[vendor], 0.1 * budget_s)
+
+
+STILL_COMPILING = "still being compiled when the time was over, and not tried; the next probe has what was finished"
 
 
 class CellRuns:
@@ -58,7 +57,8 @@ class CellRuns:
         self.cells = tuple(cells)
         self.rows = rows
         self.budget = budget
-        self.transfer = Transfer(store)
+        ahead = evaluator if isinstance(evaluator, CallsAhead) else None
+        self.transfer = Transfer(store, Compilers(task.environment.machine.just_in_time, ahead))
         self.observer = SearchObserver(task.observer, task.environment.clock)
         self.searched: list[CellSearch] = []
         self.recalled: list[CellSearch] = []  # that an earlier run finished
@@ -74,7 +74,12 @@ class CellRuns:
         new = [(cell, search) for cell, search in made if not self.recall(search)]
         # Patterns last: what they compile, 11 s of a first probe of an H100, helpers have compiled until then.
         new.sort(key=lambda pair: not pair[0].workload.pattern.dense)
-        searches = self._settle_beside_first_calls(new)
+        self.transfer.compilers.begin(calls_worth_making(search.space for _, search in new))
+        compiled_beside = self.transfer.compilers.at_work
+        searches = self._settle(new)
+        self._try_while_compiling(list(searches.values()))
+        if compiled_beside:
+            self._looked_too_early = frozenset(searches)
         self.observer.expect(Progress(self.budget, {workload: search.need() for workload, search in searches.items()}))
         order = sorted(searches, key=lambda w: (w.seq_len, w.mode, not w.pattern.dense, str(w.pattern)))
         for index, workload in enumerate(order):
@@ -97,18 +102,27 @@ class CellRuns:
         self.rows.finish(result, 0.0)
         return True
 
-    def _settle_beside_first_calls(self, new: Sequence[tuple[Cell, CellSearch]]) -> dict[Workload, CellSearch]:
-        """What compiles at its first call does so meanwhile; it is over before anything is timed."""
-        calls = calls_worth_making(search.space for _, search in new)
-        if not calls or not isinstance(self._evaluator, CallsAhead):
-            return self._settle(new)
-        self._evaluator.begin_first_calls(calls)
-        searches = self._settle(new)
-        waits_s = min(AHEAD_SHARE * self.task.preset.budget_s, self.budget.available_s())
-        if note := self._evaluator.end_first_calls(waits_s):
+    def _try_while_compiling(self, searches: Sequence[CellSearch]) -> None:
+        """Try what needs no compiler at work, and wait for those, as long as the cells have what any answer takes."""
+        while self._compiling() and (left_s := self._left_beside_answers_s(searches)) > 0:
+            deadline = self.budget.deadline(left_s)
+            tried = sum(search.try_meanwhile(deadline) for search in searches)  # one block of each
+            if not tried:
+                self.transfer.compilers.wait(min(left_s, self._left_beside_answers_s(searches)))
+
+    def end_compilers(self) -> None:
+        """Let what is being compiled end, as far as the budget goes and a little longer, and say what failed."""
+        if kernels := self.transfer.compilers.waited_for():
+            self.task.observer.note(f"{STILL_COMPILING}: {', '.join(kernels)}")
+        if note := self.transfer.compilers.end(self.budget.available_s()):
             self.task.observer.note(note)
-        self._looked_too_early = frozenset(searches)
-        return searches
+
+    def _compiling(self) -> bool:
+        self.transfer.hear_of_compilers()
+        return self.transfer.compilers.at_work
+
+    def _left_beside_answers_s(self, searches: Sequence[CellSearch]) -> float:
+        return self.budget.available_s() - sum(search.need().base_s for search in searches)
 
     def _settle(self, new: Sequence[tuple[Cell, CellSearch]]) -> dict[Workload, CellSearch]:
         """The default of every cell, checked and proven: the yardstick of the budget, and of everything else."""
@@ -155,7 +169,7 @@ class CellRuns:
             limits=Limits(None if limit is None else limit * 2**20, request.max_error),
             prefer=request.prefer,
             asynchronous=self.task.environment.facts.vendor != "cpu",
-            hang_s=hang_s(self.task.environment.facts.vendor, preset.budget_s, request.ranks),
+            hang_s=hang_s(self.task.environment.facts.vendor, preset.budget_s),
             sampler=request.sampler,
         )
 

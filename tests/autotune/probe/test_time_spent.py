@@ -51,13 +51,10 @@ def test_what_was_checked_is_timed_also_where_its_block_was_disturbed() -> None:
     assert sum(not entry.log_ratios for entry in right) <= BATCH + 1
 
 
-def test_a_short_probe_over_ranks_gives_a_kernel_the_time_to_compile() -> None:
-    """On one GPU helpers compile ahead, and three kernels that hang must not take all of a small budget."""
-    assert hang_s("nvidia", 30.0, 4) > 11
-    assert hang_s("nvidia", 10.0, 4) == 4.0
-    assert hang_s("nvidia", 30.0, 1) == 3.0
-    assert hang_s("nvidia", 1800.0, 4) == hang_s("nvidia", 1800.0, 1) == 25.0
-    assert hang_s("cpu", 50.0, 2) == 5.0
+def test_three_kernels_that_hang_do_not_take_all_of_a_small_budget() -> None:
+    assert hang_s("nvidia", 30.0) == 3.0
+    assert hang_s("nvidia", 1800.0) == 25.0
+    assert hang_s("cpu", 50.0) == 5.0
 
 
 @pytest.mark.parametrize("budget_s", [3.0, 6.0])

@@ -25,7 +25,7 @@ from .compilers import judged
 from .readings import Readings
 from .settings import SearchSettings
 from .suspects import GIVEN_UP, Suspects
-from .transfer import Transfer
+from .transfer import Transfer, costs_a_worker
 
 CALLS_BEFORE_HANG = 15  # a call may take this many times the default's before it counts as hung
 HANG_SHARE = 0.2  # of the time that is left, at most, goes into waiting for one plan
@@ -109,6 +109,7 @@ class CellState(Readings):
         self.validations.clear(default)
         self.note = ""
         self.owes_validation = False  # of the default, which stays, at other lengths
+        self.standing: Sequence[Tunables] = ()  # what served the cell before this probe
         self.seeds: Sequence[Tunables] = ()  # winners of cells nearby
         self.undecided_s = 0.0  # beyond its time, that a final may take which noise keeps from an answer
         self._listener = listener
@@ -202,8 +203,12 @@ class CellState(Readings):
         return entry.fault is None
 
     def _learn(self, entry: Entry, result: Checked | Fault) -> None:
-        """Note what it says of other plans, here and in other cells."""
-        self.transfer.learn(entry.tunables, result)
+        """Note what it says of other plans, here and in other cells.
+
+        A standing plan comes before any that has one new kernel, so that nobody knows what one is lost by.
+        """
+        if isinstance(result, Checked) or entry.tunables not in self.standing or not costs_a_worker(result):
+            self.transfer.learn(entry.tunables, result)
         if isinstance(result, Checked):
             self.checks.clear(entry.tunables)
         elif not result.ended_from_outside:

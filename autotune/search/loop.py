@@ -60,11 +60,13 @@ class CellSearch:
         main_dtypes: Sequence[str],
         transfer: Transfer | None = None,
         end: Deadline | None = None,
+        standing: Sequence[Tunables] = (),
     ) -> None:
         """``main_dtypes`` are the compute dtypes that may win; others compete for ``auto`` only.
 
         ``transfer`` is what the other cells of the probe taught. ``end`` is the probe's: a cell may run into the time
-        of others, but nothing it starts goes beyond that.
+        of others, but nothing it starts goes beyond that. ``standing`` is what served the cell before: it is tried
+        first, and timed to the end.
         """
         self._whole_space = space = without_inert(space)
         self.cell: Workload = space.workload
@@ -103,6 +105,7 @@ class CellSearch:
             main_dtypes=main_dtypes,
             transfer=self.transfer,
         )
+        self.state.standing = [plan for plan in dict.fromkeys(standing) if space.holds(plan)]
         self.state.recall(self.study.recalled.values(), self.study.blocks)
         self.beliefs = Beliefs(self.state, lambda: self.space, space)
         default = self.study.noted("default")
@@ -262,7 +265,10 @@ class CellSearch:
         return self._final(deadline).run()
 
     def inconclusive(self, why: str) -> CellResult:
-        """A result without a search: the default stays, unmeasured."""
+        """A result without a search: what served before stays, if it is right, or the default, unmeasured."""
+        for plan in self.state.standing[:1]:
+            if self.end.allows(self._check_s()):
+                self.state.check(self.state.entry(plan))
         return self._final(self.end).inconclusive(why)
 
     def refused(self, why: str) -> CellResult:
@@ -301,8 +307,12 @@ class CellSearch:
 
     def _enqueued(self) -> list[Tunables]:
         """The plans to try first; of them those last that compile for seconds, or for what is left if they hang."""
-        plans = first_plans(self.space, self.state, self.state.seeds)
-        return sorted(plans, key=lambda plan: self.transfer.compilers.compiles_here(self.cell, plan))
+        plans = first_plans(self.space, self.state, [*self.state.standing, *self.state.seeds])
+
+        def turn(plan: Tunables) -> bool:
+            return plan not in self.state.standing and self.transfer.compilers.compiles_here(self.cell, plan)
+
+        return sorted(plans, key=turn)
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 

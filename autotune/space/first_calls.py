@@ -74,12 +74,13 @@ def steps_compiled(workload: Workload, plan: Tunables, just_in_time: frozenset[s
     return frozenset(found)
 
 
-def calls_worth_making(spaces: Iterable[Space]) -> tuple[Call, ...]:
+def calls_worth_making(spaces: Iterable[Space], standing: Sequence[Call] = ()) -> tuple[Call, ...]:
     """Return the plans that between them need most of what a probe of these spaces compiles, the slowest first.
 
     What is compiled depends on the kernels and on which branches copy, not on the length, but for whether segments
     end with it: one length is enough that all segments divide. Only flash-attn-4 compiles once more, 5 s at a time,
-    where segments are clipped to a short sequence.
+    where segments are clipped to a short sequence. Before all others go ``standing`` plans, which won here before, as
+    far as one compiles a kernel that those before it do not.
     """
     spaces = list(spaces)
     alike: dict[Workload, list[Space]] = {}
@@ -99,7 +100,14 @@ def calls_worth_making(spaces: Iterable[Space]) -> tuple[Call, ...]:
                     covered |= needed
     defaults = [space.default for space in spaces]
     calls.sort(key=lambda call: (_turn(call[1], defaults), _depth(call, examples), call[0].pattern.dense))
-    return tuple(calls[:MOST_CALLS])
+    first: list[Call] = []
+    known = set[CompiledKernel]()
+    just_in_time = frozenset().union(*(space.machine.just_in_time for space in spaces))
+    for cell, plan in standing:
+        if needed := kernels_compiled(cell, plan, just_in_time) - known:
+            first.append((cell, plan))
+            known |= needed
+    return tuple(dict.fromkeys([*first, *calls]))[:MOST_CALLS]
 
 
 def _turn(plan: Tunables, defaults: Sequence[Tunables]) -> int:

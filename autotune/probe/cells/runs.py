@@ -10,6 +10,7 @@ from autotune.journal.store import Store
 from autotune.measure.evaluator import CallsAhead, Evaluator
 from autotune.probe.grid import Cell
 from autotune.probe.observer import SearchObserver
+from autotune.probe.output.earlier_profile import plans_before
 from autotune.probe.task import Task
 from autotune.search.budget import Budget, Progress, allot, spare_s
 from autotune.search.compilers import Compilers
@@ -19,7 +20,8 @@ from autotune.search.settings import SearchSettings
 from autotune.search.transfer import Transfer
 from autotune.space.first_calls import calls_worth_making
 from ringattn.errors import PlanError
-from ringattn.workload import Workload
+from ringattn.profile.schema import Profile
+from ringattn.workload import Tunables, Workload
 
 from .rows import Rows
 from .space import space_or_refusal
@@ -51,8 +53,9 @@ class CellRuns:
         evaluator: Evaluator,
         budget: Budget,
         layout_of: Callable[[Workload], str],
+        before: Sequence[Profile] = (),
     ) -> None:
-        """``layout_of`` says in which layout over several ranks a cell is searched."""
+        """``layout_of`` says in which layout over several ranks a cell is searched; ``before`` are earlier profiles."""
         self.task = task
         self.cells = tuple(cells)
         self.rows = rows
@@ -65,6 +68,8 @@ class CellRuns:
         self._store = store
         self._evaluator = evaluator
         self._layout_of = layout_of
+        self._before = tuple(before)
+        self._nearby: dict[Workload, tuple[Tunables, ...]] = {}  # plans of earlier profiles
         self._looked_too_early: frozenset[Workload] = frozenset()  # their defaults, beside first calls
 
     def run(self) -> None:
@@ -74,7 +79,8 @@ class CellRuns:
         new = [(cell, search) for cell, search in made if not self.recall(search)]
         # Patterns last: what they compile, 11 s of a first probe of an H100, helpers have compiled until then.
         new.sort(key=lambda pair: not pair[0].workload.pattern.dense)
-        self.transfer.compilers.begin(calls_worth_making(search.space for _, search in new))
+        standing = [(search.cell, plan) for _, search in new for plan in search.state.standing]
+        self.transfer.compilers.begin(calls_worth_making([search.space for _, search in new], standing))
         compiled_beside = self.transfer.compilers.at_work
         searches = self._settle(new)
         self._try_while_compiling(list(searches.values()))
@@ -144,12 +150,15 @@ class CellRuns:
 
     def new_search(self, cell: Cell) -> CellSearch | None:
         """None where nothing can run the cell; its row says so then."""
-        space = space_or_refusal(cell, self.task.environment, self._layout_of(cell.workload))
+        layout = self._layout_of(cell.workload)
+        space = space_or_refusal(cell, self.task.environment, layout)
         if isinstance(space, PlanError):
             self.rows.refuse(cell.workload, space)
             return None
+        standing, nearby = plans_before(cell.workload, self._before, self.task.environment, layout)
+        self._nearby[cell.workload] = nearby
         return CellSearch(
-            space,
+            space.including((*standing, *nearby)),
             self._evaluator,
             self._store,
             self._settings(),
@@ -158,6 +167,7 @@ class CellRuns:
             main_dtypes=cell.main_dtypes,
             transfer=self.transfer,
             end=self.budget.deadline(math.inf),
+            standing=standing,
         )
 
     def _settings(self) -> SearchSettings:
@@ -182,7 +192,7 @@ class CellRuns:
             self.finish(search.inconclusive("no time was left for it; give a larger --budget"), 0.0)
             return
         deadline = self.budget.working_deadline(share_s, lambda: state.lost_s, spare_s)
-        result = search.run(deadline, seeds=self.rows.seeds(cell))
+        result = search.run(deadline, seeds=(*self._nearby[cell], *self.rows.seeds(cell)))
         taken_s = clock.now() - began
         self.observer.end(cell, max(0.0, taken_s - (state.lost_s - lost_before_s)))
         self.transfer.finished.append(search.beliefs.timed())

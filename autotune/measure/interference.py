@@ -92,6 +92,15 @@ def host_disturbances(before: HostReading, after: HostReading, cpu_count: int) -
     return tuple(found)
 
 
+def free_cpus(before: HostReading, after: HostReading, cpu_count: int) -> int | None:
+    """Return how many CPUs others left between two readings, at least one; None where they are too close to say."""
+    seconds = after.at_s - before.at_s
+    if seconds < SHORTEST_S:
+        return None
+    foreign_s = (after.busy_s - before.busy_s) - (after.own_s - before.own_s) + (after.steal_s - before.steal_s)
+    return max(1, min(cpu_count, round(cpu_count - foreign_s / seconds)))
+
+
 def throttle_reasons(bits: int) -> tuple[Interference, ...]:
     """Return the clock event reasons that spoil a timing."""
     return tuple(Interference(kind) for bit, kind in _THROTTLE_BITS.items() if bits & bit)
@@ -137,6 +146,8 @@ class InterferenceMonitor:
             except pynvml.NVMLError as error:
                 self.unmonitored.append(f"throttling of the GPU cannot be seen: {error}")
         self._before: HostReading | None = None
+        self._looked: HostReading | None = None  # for CPUs that are free
+        self._free = len(self._cpus)
 
     def _read(self) -> HostReading:
         stat = _PROC_STAT.read_text() if _PROC_STAT.exists() else ""
@@ -162,6 +173,14 @@ class InterferenceMonitor:
     def _ours(self) -> int:
         """Return how many processes the driver may count: other ranks here, too, once messages went card to card."""
         return 1 + len(self._siblings) + len(self._pool)
+
+    def free_cpus(self) -> int:
+        """Return how many CPUs others have left free since this was asked last."""
+        now = self._read()
+        found = free_cpus(self._looked, now, len(self._cpus)) if self._looked is not None else None
+        if self._looked is None or found is not None:
+            self._looked, self._free = now, found or self._free
+        return self._free
 
     def end(self) -> tuple[Interference, ...]:
         """Return the interference since ``begin``."""

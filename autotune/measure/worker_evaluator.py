@@ -89,6 +89,8 @@ class WorkerEvaluator:
         self._interrupted = False
         self.unmonitored: tuple[str, ...] = ()
         self.starts = 0
+        self.reference_s: dict[Workload, float] = {}  # what the slowest reference of a workload took
+        self.start_s = 0.0  # what starting the worker took
         self.lost_s = 0.0  # went into attempts that ended without an answer, and into new workers after them
 
     @property
@@ -205,7 +207,10 @@ class WorkerEvaluator:
     def _answer(self, request: Request, timeout_s: float) -> Any:
         limit, phase = timeout_s, ""
         while True:
+            began = time.monotonic()
             message = self._receive(limit, phase)
+            if phase == "reference" and (cell := request.workload) is not None:
+                self.reference_s[cell] = max(self.reference_s.get(cell, 0.0), time.monotonic() - began)
             if message.kind == "phase":
                 phase = message.value
                 limit = timeout_s + (self._reference_s(request) if phase == "reference" else 0.0)
@@ -241,7 +246,8 @@ class WorkerEvaluator:
         self._kill()
         began, replaces = time.monotonic(), self.starts > 0
         self._start()
-        self.lost_s += time.monotonic() - began if replaces else 0.0
+        self.start_s = time.monotonic() - began
+        self.lost_s += self.start_s if replaces else 0.0
 
     def _receive(self, timeout_s: float, phase: str = "") -> Message:
         assert self._connection is not None

@@ -30,6 +30,8 @@ from .transfer import Transfer, costs_a_worker
 CALLS_BEFORE_HANG = 15  # a call may take this many times the default's before it counts as hung
 HANG_SHARE = 0.2  # of the time that is left, at most, goes into waiting for one plan
 LEAST_HANG_S = 2.5
+# Of what starting a worker takes, which follows: a busy CPU gave a plan up after 4.4 s, and took 25 for the new worker.
+HANG_OF_START = 0.5
 PATIENCE = 0.15  # of a cell's time may go into blocks thrown away for foreign load; then the machine counts as loaded
 DEFAULT_ATTEMPTS = 2  # blocks in a row whose default failed, before it counts as broken
 
@@ -153,7 +155,9 @@ class CellState(Readings):
         lengths = math.ceil((1 + self.settings.preset.ragged_lengths) / validation_workers)
         compiled = plan is not None and self.transfer.has_validated(self.workload, plan)
         known = plan if plan is not None and compiled else self.default
-        return self.transfer.validation_s(self.workload, known, self.call_s(), lengths)
+        references: Mapping[Workload, float] = getattr(self.evaluator, "reference_s", {})
+        reference_s = references.get(self.workload, 0.0)
+        return self.transfer.validation_s(self.workload, known, self.call_s(), lengths, reference_s)
 
     @property
     def lost_s(self) -> float:
@@ -167,7 +171,9 @@ class CellState(Readings):
         The first call of a plan, ``first``, may have to compile, which has a limit of its own.
         """
         affordable_s = max(LEAST_HANG_S, HANG_SHARE * self.deadline.remaining_s())
-        hang_s = min(self.settings.hang_s, affordable_s) + CALLS_BEFORE_HANG * self.call_s()
+        start_s: float = getattr(self.evaluator, "start_s", 0.0)
+        hang_s = max(min(self.settings.hang_s, affordable_s), HANG_OF_START * start_s)
+        hang_s += CALLS_BEFORE_HANG * self.call_s()
         return hang_s if first is None else max(hang_s, self._compile_limit_s(first))
 
     def _compile_limit_s(self, plan: Tunables) -> float:

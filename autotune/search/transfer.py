@@ -162,8 +162,12 @@ class Transfer:
         """Return whether all of its kernels passed in this cell, and so are compiled for odd lengths and strides."""
         return parts_of(plan) <= self._validated.get(cell, set())
 
-    def validation_s(self, cell: Workload, plan: Tunables, call_s: float, lengths: int) -> float:
+    def validation_s(
+        self, cell: Workload, plan: Tunables, call_s: float, lengths: int, reference_s: float = 0.0
+    ) -> float:
         """About what validating the plan takes: what it took at another length, or a first call at each ragged one.
+
+        Before the first of a cell a reference at each length is added: on a CPU these take most of it.
 
         What it took says nothing of a plan whose kernels are compiled: on an H200 the first validation of a
         flash-attn-4 plan around 262144 positions took 10.7 s, the second 0.7 s.
@@ -173,7 +177,8 @@ class Transfer:
             return seconds + lengths * 2 * max(0.0, call_s - then_s)
         known_s = self._first_call_s.get((cell.at(1), _kernels(plan)), math.inf)
         first_s = min(known_s, NEW_SHAPE_S * _shapes(plan))
-        return 0.3 + lengths * (first_s + 2 * call_s)
+        references = 0 if cell in self._validated else lengths
+        return 0.3 + lengths * (first_s + 2 * call_s) + references * reference_s
 
     # --- plans --------------------------------------------------------------------------------------------------
 

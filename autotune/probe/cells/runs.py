@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from autotune.journal.result import CellResult
 from autotune.journal.store import Store
@@ -11,8 +12,9 @@ from autotune.measure.evaluator import CallsAhead, Evaluator
 from autotune.probe.grid import Cell
 from autotune.probe.observer import SearchObserver
 from autotune.probe.output.earlier_profile import plans_before
+from autotune.probe.recorded import call_gflop
 from autotune.probe.task import Task
-from autotune.search.budget import Budget, Progress, allot, spare_s
+from autotune.search.budget import Budget, CellNeed, Progress, allot, spare_s
 from autotune.search.compilers import Compilers
 from autotune.search.limits import Limits
 from autotune.search.loop import CellSearch
@@ -38,7 +40,27 @@ def hang_s(vendor: str, budget_s: float) -> float:
     return min(HANG_S[vendor], 0.1 * budget_s)
 
 
+LEAST_OF_BASE = (
+    0.4  # of what an answer takes in comfort, two blocks of the default and what is nearest to it take so much
+)
+KEPT_OF_SETTLING = 0.25
+LARGER = "; give a larger --budget"
 STILL_COMPILING = "still being compiled when the time was over, and not tried; the next probe has what was finished"
+
+
+def affordable(needs: Mapping[Workload, CellNeed], available_s: float) -> list[Workload]:
+    """Return the cells to share the time: all, in their order, or as many of the cheapest as can have an answer.
+
+    On a busy CPU 60 s, half of them gone into the defaults of 20 cells, were too little for any but three.
+    """
+    cheapest = sorted(needs, key=lambda workload: needs[workload].base_s)
+    spent_s = itertools.accumulate(LEAST_OF_BASE * needs[workload].base_s for workload in cheapest)
+    count = max(1, sum(seconds <= available_s for seconds in spent_s))
+    return list(needs) if count >= len(cheapest) else cheapest[:count]
+
+
+def _needs(searches: Mapping[Workload, CellSearch]) -> dict[Workload, CellNeed]:
+    return {workload: search.need() for workload, search in searches.items()}
 
 
 class CellRuns:
@@ -77,8 +99,9 @@ class CellRuns:
         self.task.observer.plan([cell.workload for cell in self.cells], self.task.preset.budget_s)
         made = [(cell, search) for cell in self.cells if (search := self.new_search(cell)) is not None]
         new = [(cell, search) for cell, search in made if not self.recall(search)]
-        # Patterns last: what they compile, 11 s of a first probe of an H100, helpers have compiled until then.
-        new.sort(key=lambda pair: not pair[0].workload.pattern.dense)
+        # Patterns last: what they compile, 11 s of a first probe of an H100, helpers have compiled until then. And the
+        # cheapest first, as on a busy machine there may be no time for all.
+        new.sort(key=lambda pair: (not pair[0].workload.pattern.dense, call_gflop(pair[0].workload)))
         standing = [(search.cell, plan) for _, search in new for plan in search.state.standing]
         self.transfer.compilers.begin(calls_worth_making([search.space for _, search in new], standing))
         compiled_beside = self.transfer.compilers.at_work
@@ -86,14 +109,19 @@ class CellRuns:
         self._try_while_compiling(list(searches.values()))
         if compiled_beside:
             self._looked_too_early = frozenset(searches)
-        self.observer.expect(Progress(self.budget, {workload: search.need() for workload, search in searches.items()}))
+        self.observer.expect(Progress(self.budget, _needs(searches)))
         order = sorted(searches, key=lambda w: (w.seq_len, w.mode, not w.pattern.dense, str(w.pattern)))
-        for index, workload in enumerate(order):
+        while order:
+            available_s = self.budget.available_s()
+            needs = {other: searches[other].need() for other in order}  # each finished cell shows how noisy it is here
+            chosen = affordable(needs, available_s)
+            workload = chosen[0]
+            order.remove(workload)
             if workload in self._looked_too_early:
                 searches[workload].look_again()
-            needs = [searches[other].need() for other in order[index:]]  # each finished cell shows how noisy it is here
-            available_s = self.budget.available_s()
-            shares = allot(needs, available_s)
+                needs[workload] = searches[workload].need()
+                available_s = self.budget.available_s()
+            shares = allot([needs[other] for other in chosen], available_s)
             unneeded_s = UNDECIDED_SHARE * max(0.0, available_s - sum(shares))
             searches[workload].state.undecided_s = max(unneeded_s, UNDECIDED_MORE * shares[0])
             self.search(searches[workload], shares[0], spare_s(shares, available_s))
@@ -133,11 +161,16 @@ class CellRuns:
     def _settle(self, new: Sequence[tuple[Cell, CellSearch]]) -> dict[Workload, CellSearch]:
         """The default of every cell, checked and proven: the yardstick of the budget, and of everything else."""
         searches: dict[Workload, CellSearch] = {}
+        worker_started_s = self.budget.elapsed_s()
         kept_s = 0.5 * self.task.preset.budget_s  # half of the time, at most, may go into yardsticks
         for number, (cell, search) in enumerate(new):
+            if len(affordable(_needs(searches), self.budget.available_s())) < len(searches):
+                self.finish(search.inconclusive(f"no time was left for it{LARGER}"), 0.0)
+                continue
             fault = search.settle(self.budget.deadline(max(0.0, self.budget.available_s() - kept_s)))
             if number == 0:  # the worker was started for it, which is nobody's yardstick
                 kept_s = min(kept_s, 0.5 * self.budget.available_s())
+                worker_started_s = self.budget.elapsed_s()
             if fault is None:
                 searches[cell.workload] = search
             elif fault.from_outside:  # no verdict on any plan
@@ -146,6 +179,8 @@ class CellRuns:
             else:
                 refused = search.refused(f"no plan could be run: {fault.message}")
                 self.finish(refused, 0.0)
+        # The rows are run once more at the end, which takes longer on a busy machine, as the checks did.
+        self.budget.keep(KEPT_OF_SETTLING * (self.budget.elapsed_s() - worker_started_s))
         return searches
 
     def new_search(self, cell: Cell) -> CellSearch | None:
@@ -189,7 +224,7 @@ class CellRuns:
         began, lost_before_s = clock.now(), state.lost_s
         self.observer.begin(cell)
         if share_s < search.least_s():
-            self.finish(search.inconclusive("no time was left for it; give a larger --budget"), 0.0)
+            self.finish(search.inconclusive(f"no time was left for it{LARGER}"), 0.0)
             return
         deadline = self.budget.working_deadline(share_s, lambda: state.lost_s, spare_s)
         result = search.run(deadline, seeds=(*self._nearby[cell], *self.rows.seeds(cell)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -39,7 +39,7 @@ class Bench(Protocol):
 
     def sample(self, workload: Workload, tunables: Tunables) -> Sample: ...
 
-    def begin_block(self, pool_processes: int = 0) -> None: ...
+    def begin_block(self, pool_processes: Sequence[int] = ()) -> None: ...
 
     def end_block(self) -> tuple[Interference, ...]: ...
 

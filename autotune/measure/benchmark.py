@@ -9,11 +9,12 @@ Legend: B batch, S length, H query heads, G key/value heads, D head dimension.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -46,6 +47,9 @@ WARM_LIMIT_S = 0.5
 STEADY = 0.10  # two successive calls this close (relative) are a steady state
 SLOW = 2.5  # times the pace: a candidate like that is let go after the first look
 OVERLONG = 4.0  # times its target is where a sample ends early; ranks count the same calls whatever they last
+# Times as long a sample is where others take CPUs: their turns of 3 to 10 ms are as long as a sample, and one plan
+# timed twice differed by 57 to 156 % beside a busy loop on each core.
+LONGER = 5.0
 MOST_REPEATS = 256  # calls in one sample
 RUNNERS_KEPT = 24
 VARIED_CALLS = 32  # with varied lengths, how often a length is met: its first call is spread over so many
@@ -151,7 +155,8 @@ class DeviceBench:
         ``length`` is the whole sequence's. A wrong row on one rank is a wrong answer on all.
         """
         phase("reference")
-        inputs, sampled, expected = self._references.get(workload, length, kind, tunables)
+        with self._free_cpus_alone():
+            inputs, sampled, expected = self._references.get(workload, length, kind, tunables)
         self._peers.barrier()  # the candidate's time does not run while another rank still works on its reference
         phase("candidate")
         return self._answer(module, workload, tunables, length, inputs, sampled, expected)
@@ -171,9 +176,10 @@ class DeviceBench:
         call: Callable[..., Any] = partial(module, total_length=length) if workload.world > 1 and ragged else module
         results = partial(results_of, call, inputs, workload.train)
         (out, lse, grads), taken_ms = self._timed(lambda: settled(results, tunables))
-        got = pick_rows(workload, sampled, out, lse, grads)
-        whole = [("out", out), ("lse", lse), *zip(("dq", "dk", "dv"), grads, strict=False)]
-        checked = check_rows(expected, got, whole)
+        with self._free_cpus_alone():
+            got = pick_rows(workload, sampled, out, lse, grads)
+            whole = [("out", out), ("lse", lse), *zip(("dq", "dk", "dv"), grads, strict=False)]
+            checked = check_rows(expected, got, whole)
         found = self._peers.first_rank_at_fault(checked.fault)
         if found is not None:
             rank, fault = found
@@ -181,8 +187,25 @@ class DeviceBench:
             raise WrongAnswer(text) if checked.fault else PeerWrong(f"rank {rank}: {text}")
         return checked.error, taken_ms
 
+    @contextlib.contextmanager
+    def _free_cpus_alone(self) -> Iterator[None]:
+        """Work on our own things with no more threads than there are CPUs that others leave.
+
+        Threads wait for each other after every operation. Beside a busy loop on each of two cores the references of a
+        validation took 39.5 s on two threads, and 3.0 s on one.
+        """
+        threads = torch.get_num_threads()
+        if self._cuda or threads == 1:
+            yield
+            return
+        torch.set_num_threads(min(threads, self._monitor.free_cpus()))
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+
     def _first_call_ms(self, module: RingAttention, workload: Workload, tunables: Tunables, inputs: Inputs) -> float:
-        """Time the first call at a new length: some kernels build a plan for every shape, and graphs are captured."""
+        """Time a call at a new length: some kernels build a plan for it, and graphs are captured."""
         self._new_length += 1
         length = max(1, workload.seq_len - self._new_length % 61)
         shorter = replace(inputs, **{name: getattr(inputs, name)[:, :length] for name in ("q", "k", "v", "dout")})
@@ -211,18 +234,24 @@ class DeviceBench:
         runner = self._runner(workload, tunables)
         call_ms, host_us = self._peers.max_over_ranks(runner.call_ms, runner.host_us)  # and all begin together
         waits_us = max(host_us, runner.launches.us)  # the same on all ranks
-        repeats = self._timer.calls_for(self.settings.sample_target_ms, call_ms, waits_us)
+        target_ms = self.settings.sample_target_ms * (LONGER if self._is_busy() else 1.0)
+        repeats = self._timer.calls_for(target_ms, call_ms, waits_us)
         # Calls of a fifth of a ms take twenty where another process is on a core that their threads wait for.
         alone = self.settings.rendezvous is None
-        limit_s = OVERLONG * self.settings.sample_target_ms / 1e3 if alone else math.inf
+        limit_s = OVERLONG * target_ms / 1e3 if alone else math.inf
         typical = self._stopwatch.read(runner.call, runner.launches, min(repeats, MOST_REPEATS), limit_s)
         runner.call_ms, runner.host_us = typical.ms, typical.host_us
         first_ms = self._first_calls.get((workload, tunables), 0.0) if self.settings.varied_lengths else 0.0
         first_ms /= VARIED_CALLS  # which host and device wait for
         return Sample(typical.ms + first_ms, typical.host_us + 1e3 * first_ms)
 
-    def begin_block(self, pool_processes: int = 0) -> None:
-        """Begin a block; ``pool_processes`` of the pool wait on the same device."""
+    def _is_busy(self) -> bool:
+        """Return whether others leave less than all of the CPUs that the calls of a CPU run on."""
+        alone = self.settings.rendezvous is None
+        return alone and not self._cuda and self._monitor.free_cpus() < torch.get_num_threads()
+
+    def begin_block(self, pool_processes: Sequence[int] = ()) -> None:
+        """Begin a block; ``pool_processes`` of this probe are on the same device."""
         gc.collect()
         gc.freeze()  # what lives on is not looked at again: with torch alone that took 130 ms, beside 70 of samples
         gc.disable()

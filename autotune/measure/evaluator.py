@@ -61,7 +61,12 @@ class PeerFailed:
     """A rank failed only because another did, whose own fault is the one to record."""
 
 
-Cause = Killed | Stopped | Ended | KernelUnavailable | PeerFailed
+@dataclass(frozen=True, slots=True)
+class StillCompiling:
+    """The time was over before the first call had compiled what it needs: no verdict on the plan."""
+
+
+Cause = Killed | Stopped | Ended | KernelUnavailable | PeerFailed | StillCompiling
 
 # Names in the journal, which outlive those of the classes.
 _CAUSES: Mapping[str, type[Cause]] = {
@@ -70,6 +75,7 @@ _CAUSES: Mapping[str, type[Cause]] = {
     "ended": Ended,
     "kernel-unavailable": KernelUnavailable,
     "peer-failed": PeerFailed,
+    "still-compiling": StillCompiling,
 }
 
 
@@ -204,8 +210,18 @@ class CallsAhead(Protocol):
 
     def begin_first_calls(self, calls: Sequence[tuple[Workload, Tunables]]) -> None: ...
 
+    def unfinished_calls(self) -> Sequence[tuple[Workload, Tunables]]:
+        """Return the calls that have not ended, begun or not."""
+        ...
+
+    def failed_calls(self) -> Mapping[tuple[Workload, Tunables], Fault]: ...
+
+    def wait_for_first_call(self, timeout_s: float) -> None:
+        """Wait until one more has ended, at most so long."""
+        ...
+
     def end_first_calls(self, timeout_s: float) -> str:
-        """Wait for them, at most so long; return what failed."""
+        """Begin no more, wait for those begun, at most so long, and end them; return what failed."""
         ...
 
 

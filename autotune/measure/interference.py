@@ -59,9 +59,9 @@ def cpu_seconds(stat: str, cpus: frozenset[int], ticks_per_s: int) -> tuple[floa
 
 
 def process_seconds(stat: str, ticks_per_s: int) -> float:
-    """Return seconds of all threads of a process, out of the text of /proc/PID/stat."""
+    """Return seconds of all threads of a process and of its ended children, out of the text of /proc/PID/stat."""
     fields = stat.rpartition(")")[2].split()  # the second field, a name in brackets, may hold spaces
-    return (int(fields[11]) + int(fields[12])) / ticks_per_s
+    return sum(map(int, fields[11:15])) / ticks_per_s
 
 
 def throttled_seconds(cpu_stat: str) -> float:
@@ -92,6 +92,15 @@ def host_disturbances(before: HostReading, after: HostReading, cpu_count: int) -
     return tuple(found)
 
 
+def free_cpus(before: HostReading, after: HostReading, cpu_count: int) -> int | None:
+    """Return how many CPUs others left between two readings, at least one; None where they are too close to say."""
+    seconds = after.at_s - before.at_s
+    if seconds < SHORTEST_S:
+        return None
+    foreign_s = (after.busy_s - before.busy_s) - (after.own_s - before.own_s) + (after.steal_s - before.steal_s)
+    return max(1, min(cpu_count, round(cpu_count - foreign_s / seconds)))
+
+
 def throttle_reasons(bits: int) -> tuple[Interference, ...]:
     """Return the clock event reasons that spoil a timing."""
     return tuple(Interference(kind) for bit, kind in _THROTTLE_BITS.items() if bits & bit)
@@ -117,7 +126,8 @@ class Nvml:
 class InterferenceMonitor:
     """Reads the host, and one GPU where there is one, before and after a block.
 
-    ``siblings`` are the processes of the other ranks on this host, whose load is not foreign.
+    ``siblings`` are the processes of the other ranks on this host. Neither their load is foreign nor that of this
+    probe's pool, which compiles while blocks are timed.
     """
 
     def __init__(self, gpu_uuid: str | None = None, siblings: Sequence[int] = ()) -> None:
@@ -126,7 +136,7 @@ class InterferenceMonitor:
         self._cpus = frozenset(os.sched_getaffinity(0))
         self._ticks = os.sysconf("SC_CLK_TCK")
         self._nvml: Nvml | None = None
-        self._pool_processes = 0
+        self._pool: tuple[int, ...] = ()
         self._foreign: int | None = None  # processes of others on the GPU, once blocks have begun
         if not _PROC_STAT.exists():
             self.unmonitored.append("foreign load on the host cannot be seen: no /proc/stat")
@@ -136,31 +146,41 @@ class InterferenceMonitor:
             except pynvml.NVMLError as error:
                 self.unmonitored.append(f"throttling of the GPU cannot be seen: {error}")
         self._before: HostReading | None = None
+        self._looked: HostReading | None = None  # for CPUs that are free
+        self._free = len(self._cpus)
 
     def _read(self) -> HostReading:
         stat = _PROC_STAT.read_text() if _PROC_STAT.exists() else ""
         busy, steal = cpu_seconds(stat, self._cpus, self._ticks)
         quota = throttled_seconds(_CGROUP_STAT.read_text()) if _CGROUP_STAT.exists() else 0.0
-        own = time.process_time() + sum(self._sibling_seconds(pid) for pid in self._siblings)
+        own = time.process_time() + sum(self._process_seconds(pid) for pid in (*self._siblings, *self._pool))
         return HostReading(time.perf_counter(), busy, steal, own, quota)
 
-    def _sibling_seconds(self, pid: int) -> float:
+    def _process_seconds(self, pid: int) -> float:
         """Return seconds that a process has used; 0 for one that is gone, which ends the block by itself."""
         try:
             return process_seconds(Path(f"/proc/{pid}/stat").read_text(), self._ticks)
         except OSError:
             return 0.0
 
-    def begin(self, pool_processes: int = 0) -> None:
-        """Begin a block while ``pool_processes`` of this probe wait on the same GPU."""
-        self._pool_processes = pool_processes
+    def begin(self, pool_processes: Sequence[int] = ()) -> None:
+        """Begin a block while ``pool_processes`` of this probe are on the same GPU."""
+        self._pool = tuple(pool_processes)
         if self._nvml is not None and self._foreign is None:
             self._foreign = max(0, self._nvml.processes() - self._ours())
         self._before = self._read()
 
     def _ours(self) -> int:
         """Return how many processes the driver may count: other ranks here, too, once messages went card to card."""
-        return 1 + len(self._siblings) + self._pool_processes
+        return 1 + len(self._siblings) + len(self._pool)
+
+    def free_cpus(self) -> int:
+        """Return how many CPUs others have left free since this was asked last."""
+        now = self._read()
+        found = free_cpus(self._looked, now, len(self._cpus)) if self._looked is not None else None
+        if self._looked is None or found is not None:
+            self._looked, self._free = now, found or self._free
+        return self._free
 
     def end(self) -> tuple[Interference, ...]:
         """Return the interference since ``begin``."""

@@ -20,9 +20,9 @@ MessageKind = Literal["ready", "phase", "result", "done", "no-device", "bug"]
 class Request:
     """Request to a worker; a block times all of ``plans`` in order.
 
-    ``part`` (i, n) of a validation is every n-th of its lengths from the i-th on. ``pool_processes`` wait on the same
-    device while a block is timed. ``lockstep``: other ranks do the same, so a block ends at the first plan that fails,
-    and nothing is tried again. A kernel alone is checked as ``combination`` at ``rows``.
+    ``part`` (i, n) of a validation is every n-th of its lengths from the i-th on. ``pool_processes`` are those of this
+    probe on the same device while a block is timed. ``lockstep``: other ranks do the same, so a block ends at the first
+    plan that fails, and nothing is tried again. A kernel alone is checked as ``combination`` at ``rows``.
     """
 
     action: Action
@@ -32,7 +32,7 @@ class Request:
     pace_ms: float | None = None
     lockstep: bool = False
     part: tuple[int, int] = (0, 1)
-    pool_processes: int = 0
+    pool_processes: tuple[int, ...] = ()
     combination: Combination | None = None
     rows: int = 0
 

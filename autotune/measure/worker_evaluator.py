@@ -89,12 +89,15 @@ class WorkerEvaluator:
         self._interrupted = False
         self.unmonitored: tuple[str, ...] = ()
         self.starts = 0
+        self.reference_s: dict[Workload, float] = {}  # what the slowest reference of a workload took
+        self.start_s = 0.0  # what starting the worker took
         self.lost_s = 0.0  # went into attempts that ended without an answer, and into new workers after them
 
     @property
-    def is_running(self) -> bool:
-        """Return whether there is a worker process; asked while it has nothing to do."""
-        return self._process is not None and self._process.poll() is None
+    def running_pid(self) -> int | None:
+        """Return the id of the worker process, which may be at work; None where there is none."""
+        process = self._process
+        return process.pid if process is not None and process.poll() is None else None
 
     def check(
         self, cell: Workload, candidate: Tunables, *, timeout_s: float, pace_ms: float | None = None
@@ -151,9 +154,9 @@ class WorkerEvaluator:
                     results.append(died.fault)
         return Block(tuple(results), disturbances)
 
-    def _pool_processes(self) -> int:
-        """Return how many other processes of this probe are on the device."""
-        return 0
+    def _pool_processes(self) -> tuple[int, ...]:
+        """Return the ids of the other processes of this probe on the device."""
+        return ()
 
     def _collect(self, results: list[Sample | Fault], timeout_s: float) -> tuple[Interference, ...]:
         """Add the worker's results of a block to ``results``, and return its interference; raises WorkerDied."""
@@ -204,7 +207,10 @@ class WorkerEvaluator:
     def _answer(self, request: Request, timeout_s: float) -> Any:
         limit, phase = timeout_s, ""
         while True:
+            began = time.monotonic()
             message = self._receive(limit, phase)
+            if phase == "reference" and (cell := request.workload) is not None:
+                self.reference_s[cell] = max(self.reference_s.get(cell, 0.0), time.monotonic() - began)
             if message.kind == "phase":
                 phase = message.value
                 limit = timeout_s + (self._reference_s(request) if phase == "reference" else 0.0)
@@ -240,7 +246,8 @@ class WorkerEvaluator:
         self._kill()
         began, replaces = time.monotonic(), self.starts > 0
         self._start()
-        self.lost_s += time.monotonic() - began if replaces else 0.0
+        self.start_s = time.monotonic() - began
+        self.lost_s += self.start_s if replaces else 0.0
 
     def _receive(self, timeout_s: float, phase: str = "") -> Message:
         assert self._connection is not None

@@ -21,7 +21,7 @@ from autotune.search.budget import EffortPreset
 from autotune.space.space import Machine, machine_of
 from ringattn.errors import DeviceError
 from ringattn.hardware.facts import HardwareFacts, detect, fingerprint_name
-from ringattn.profile.locations import collect, home_folder, user_folder
+from ringattn.profile.locations import FILE_VARIABLE, Located, collect, home_folder, user_folder
 from ringattn.profile.resolve import resolve
 from ringattn.profile.schema import Policy
 
@@ -42,6 +42,7 @@ class Environment:
     environ: Mapping[str, str]
     home: Path
     today: datetime.date
+    profiles: tuple[Located, ...] = ()  # that a program would find here, whatever RINGTUNE_PROFILE names
 
     def at_effort(self, preset: EffortPreset) -> Environment:
         """Return the environment of an effort; only the full one tries tile shapes and fusion.
@@ -65,7 +66,7 @@ def this_machine(request: ProbeRequest) -> Environment:
 
 def environment_of(facts: HardwareFacts, evaluator: EvaluatorFactory) -> Environment:
     """Return this user's environment around a machine with these facts."""
-    located, _ = collect(heuristics_only=True)
+    located, _ = collect(environ={name: value for name, value in os.environ.items() if name != FILE_VARIABLE})
     policy = resolve(located, facts).heuristic.policy
     assert policy is not None
     return Environment(
@@ -77,6 +78,7 @@ def environment_of(facts: HardwareFacts, evaluator: EvaluatorFactory) -> Environ
         environ=os.environ,
         home=home_folder(),
         today=datetime.datetime.now(tz=datetime.UTC).date(),
+        profiles=located,
     )
 
 

@@ -19,8 +19,8 @@ from autotune.measure.evaluator import Evaluator, KnowsLinks
 from autotune.probe.cells.pending_validation import validate_pending
 from autotune.probe.cells.refining import refine
 from autotune.probe.cells.rows import Rows
-from autotune.probe.cells.runs import CellRuns
-from autotune.probe.output.earlier_profile import earlier_profile, verified_instead
+from autotune.probe.cells.runs import STILL_COMPILING, CellRuns
+from autotune.probe.output.earlier_profile import earlier_profile, profiles_before, verified_instead
 from autotune.probe.output.joined_layout import joined_layout
 from autotune.probe.output.writer import merged, merged_speeds, save_loaded
 from autotune.search.budget import RESERVE_S, Budget
@@ -63,7 +63,8 @@ class ProbeRun:
                 return outcome
             cells = outcome
         journal = journal_path(self._path, environment.environ, environment.home)
-        identity = journal_identity(task.request, environment.facts)
+        before = profiles_before(self._path, environment, task.request.ranks)
+        identity = journal_identity(task.request, environment.facts, before)
         with Store(journal, identity=identity, fresh=not task.request.resume, url=task.request.storage) as store:
             if store.recall("finished", bool):  # of an earlier probe that came to its end: nothing to go on with
                 store.start_over()
@@ -79,7 +80,7 @@ class ProbeRun:
                 speed = _link_speed(store, evaluator)  # starts the ranks' workers, which the budget does not pay for
                 budget = Budget(task.preset.budget_s, environment.clock, reserve_s=RESERVE_S, spent_s=spent_s)
                 rows = Rows(task, merged_speeds(old, speed))
-                runs = CellRuns(task, cells, rows, store, evaluator, budget, layout_of)
+                runs = CellRuns(task, cells, rows, store, evaluator, budget, layout_of, before)
                 with store.counting(budget.elapsed_s):
                     runs.run()
                     validate_pending(runs)  # before finer anchors: what the profile holds already should be proven
@@ -87,6 +88,7 @@ class ProbeRun:
                         refine(runs)
                         validate_pending(runs)
                 result = self._end(runs, store, evaluator, old)
+                runs.end_compilers()
             finally:
                 evaluator.close()
         task.observer.finished(result)
@@ -104,6 +106,8 @@ class ProbeRun:
         if pending:
             rows.notes.append(f"{plural(pending, 'cell')}: {VALIDATION_PENDING}")
         rows.notes.extend(f"not tried any further: {why}" for why in runs.transfer.traps.lost.values())
+        if compiling := runs.transfer.compilers.waited_for():
+            rows.notes.append(f"{STILL_COMPILING}: {', '.join(compiling)}")
         # A row without a plan makes the runtime refuse: only what nothing can run may be one.
         entries = {
             workload: entry
@@ -121,10 +125,11 @@ class ProbeRun:
         return ProbeResult(self._path, profile, tuple(rows.reports.values()), budget.elapsed_s(), inconclusive)
 
 
-def journal_identity(request: ProbeRequest, facts: HardwareFacts) -> str:
-    """Hash what a journal belongs to: machine, software, request and the version of the tool."""
+def journal_identity(request: ProbeRequest, facts: HardwareFacts, before: Sequence[Profile] = ()) -> str:
+    """Hash what a journal belongs to: machine, software, request, earlier profiles and the version of the tool."""
     asked = dataclasses.asdict(dataclasses.replace(request, output=None, resume=True, dry_run=False))
-    text = json.dumps([__version__, asked, dataclasses.asdict(facts)], sort_keys=True, default=str)
+    plans = [dataclasses.asdict(profile)["plans"] for profile in before]
+    text = json.dumps([__version__, asked, dataclasses.asdict(facts), plans], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -133,6 +133,10 @@ class Budget:
         self._clock = clock
         self._start = clock.now() - spent_s
 
+    def keep(self, seconds: float) -> None:
+        """Keep at least so much for the end, as far as a quarter of the whole goes."""
+        self.reserve_s = min(max(self.reserve_s, seconds), self.total_s / 4)
+
     def elapsed_s(self) -> float:
         return self._clock.now() - self._start
 

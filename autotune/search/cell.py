@@ -20,14 +20,17 @@ from autotune.outcome import TrialOutcome
 from ringattn.workload import Tunables, Workload
 
 from .budget import Deadline
+from .compilers import judged
 from .readings import Readings
 from .settings import SearchSettings
 from .suspects import GIVEN_UP, Suspects
-from .transfer import Transfer
+from .transfer import Transfer, costs_a_worker
 
 CALLS_BEFORE_HANG = 15  # a call may take this many times the default's before it counts as hung
 HANG_SHARE = 0.2  # of the time that is left, at most, goes into waiting for one plan
 LEAST_HANG_S = 2.5
+# Of what starting a worker takes, which follows: a busy CPU gave a plan up after 4.4 s, and took 25 for the new worker.
+HANG_OF_START = 0.5
 PATIENCE = 0.15  # of a cell's time may go into blocks thrown away for foreign load; then the machine counts as loaded
 DEFAULT_ATTEMPTS = 2  # blocks in a row whose default failed, before it counts as broken
 
@@ -107,6 +110,7 @@ class CellState(Readings):
         self.validations.clear(default)
         self.note = ""
         self.owes_validation = False  # of the default, which stays, at other lengths
+        self.standing: Sequence[Tunables] = ()  # what served the cell before this probe
         self.seeds: Sequence[Tunables] = ()  # winners of cells nearby
         self.torch: Tunables | None = None  # the plan to which torch dispatches, where that is in the space
         self.undecided_s = 0.0  # beyond its time, that a final may take which noise keeps from an answer
@@ -151,7 +155,9 @@ class CellState(Readings):
         lengths = math.ceil((1 + self.settings.preset.ragged_lengths) / validation_workers)
         compiled = plan is not None and self.transfer.has_validated(self.workload, plan)
         known = plan if plan is not None and compiled else self.default
-        return self.transfer.validation_s(self.workload, known, self.call_s(), lengths)
+        references: Mapping[Workload, float] = getattr(self.evaluator, "reference_s", {})
+        reference_s = references.get(self.workload, 0.0)
+        return self.transfer.validation_s(self.workload, known, self.call_s(), lengths, reference_s)
 
     @property
     def lost_s(self) -> float:
@@ -159,10 +165,19 @@ class CellState(Readings):
         lost: float = getattr(self.evaluator, "lost_s", 0.0)
         return lost + self.transfer.one_off_s
 
-    def timeout_s(self) -> float:
-        """Seconds after which a plan counts as hung: never so many that the cell, or the probe, would end with it."""
+    def timeout_s(self, first: Tunables | None = None) -> float:
+        """Seconds after which a plan counts as hung: never so many that the cell, or the probe, would end with it.
+
+        The first call of a plan, ``first``, may have to compile, which has a limit of its own.
+        """
         affordable_s = max(LEAST_HANG_S, HANG_SHARE * self.deadline.remaining_s())
-        return min(self.settings.hang_s, affordable_s) + CALLS_BEFORE_HANG * self.call_s()
+        start_s: float = getattr(self.evaluator, "start_s", 0.0)
+        hang_s = max(min(self.settings.hang_s, affordable_s), HANG_OF_START * start_s)
+        hang_s += CALLS_BEFORE_HANG * self.call_s()
+        return hang_s if first is None else max(hang_s, self._compile_limit_s(first))
+
+    def _compile_limit_s(self, plan: Tunables) -> float:
+        return self.transfer.compilers.limit_s(self.workload, plan, self.end.remaining_s())
 
     # --- checks ---------------------------------------------------------------------------------------------------
 
@@ -170,12 +185,18 @@ class CellState(Readings):
         """Hold a plan against float64, once; whether it may be timed."""
         if entry.checked is None and entry.fault is None:
             default = self.checked_default()
+            may_compile = self._compile_limit_s(entry.tunables) > 0
+            limit_s = self.timeout_s(entry.tunables) if timeout_s is None else timeout_s
             result = self.evaluator.check(
                 self.workload,
                 entry.tunables,
-                timeout_s=self.timeout_s() if timeout_s is None else timeout_s,
+                timeout_s=limit_s,
                 pace_ms=default.call_ms if default is not None else None,
             )
+            if isinstance(result, Fault):
+                result = judged(result, limit_s, may_compile=may_compile)
+            else:
+                self.transfer.compilers.ran(self.workload, entry.tunables)
             if isinstance(result, Checked) and not is_a_time(result.call_ms):
                 result = no_time(result.call_ms)
             if isinstance(result, Fault):
@@ -188,8 +209,12 @@ class CellState(Readings):
         return entry.fault is None
 
     def _learn(self, entry: Entry, result: Checked | Fault) -> None:
-        """Note what it says of other plans, here and in other cells."""
-        self.transfer.learn(entry.tunables, result)
+        """Note what it says of other plans, here and in other cells.
+
+        A standing plan comes before any that has one new kernel, so that nobody knows what one is lost by.
+        """
+        if isinstance(result, Checked) or entry.tunables not in self.standing or not costs_a_worker(result):
+            self.transfer.learn(entry.tunables, result)
         if isinstance(result, Checked):
             self.checks.clear(entry.tunables)
         elif not result.ended_from_outside:
@@ -210,7 +235,9 @@ class CellState(Readings):
         entry = self.entry(plan)
         if entry.validated is None:
             began = self.deadline.clock.now()
-            entry.validated = self.evaluator.validate(self.workload, plan, timeout_s=self.timeout_s())
+            compiled = self.transfer.has_validated(self.workload, plan)
+            limit_s = self.timeout_s() if compiled else self.timeout_s(plan)
+            entry.validated = self.evaluator.validate(self.workload, plan, timeout_s=limit_s)
             self.record.validated(entry)
             self.measured += 1
             self._learn_validation(entry)

@@ -7,6 +7,7 @@ would have.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import zlib
 from collections.abc import Iterable, Sequence
@@ -71,11 +72,13 @@ class CellSearch:
         main_dtypes: Sequence[str],
         transfer: Transfer | None = None,
         end: Deadline | None = None,
+        standing: Sequence[Tunables] = (),
     ) -> None:
         """``main_dtypes`` are the compute dtypes that may win; others compete for ``auto`` only.
 
         ``transfer`` is what the other cells of the probe taught. ``end`` is the probe's: a cell may run into the time
-        of others, but nothing it starts goes beyond that.
+        of others, but nothing it starts goes beyond that. ``standing`` is what served the cell before: it is tried
+        first, and timed to the end.
         """
         self._whole_space = space = without_inert(space)
         self.cell: Workload = space.workload
@@ -116,6 +119,7 @@ class CellSearch:
             main_dtypes=main_dtypes,
             transfer=self.transfer,
         )
+        self.state.standing = [plan for plan in dict.fromkeys(standing) if space.holds(plan)]
         self.state.recall(self.study.recalled.values(), self.study.blocks, self.study.noted_default() or space.default)
         self.beliefs = Beliefs(self.state, lambda: self.space, replace(space, knobs=knobs))
 
@@ -147,7 +151,7 @@ class CellSearch:
             if entry.checked is None and not deadline.allows(self.state.sample_s()):
                 return Fault("timeout", "no time was left to check its default")
             patience_s = min(
-                DEFAULT_PATIENCE * self.state.timeout_s(), max(self.state.timeout_s(), deadline.remaining_s())
+                DEFAULT_PATIENCE * self.state.timeout_s(plan), max(self.state.timeout_s(plan), deadline.remaining_s())
             )
             if entry.failure is None and self.state.check(entry, patience_s):
                 if plan != self._whole_space.default:
@@ -286,7 +290,10 @@ class CellSearch:
         return self._final(deadline).run()
 
     def inconclusive(self, why: str) -> CellResult:
-        """A result without a search: the default stays, unmeasured."""
+        """A result without a search: what served before stays, if it is right, or the default, unmeasured."""
+        for plan in self.state.standing[:1]:
+            if self.end.allows(self._check_s()):
+                self.state.check(self.state.entry(plan))
         return self._final(self.end).inconclusive(why)
 
     def refused(self, why: str) -> CellResult:
@@ -308,14 +315,38 @@ class CellSearch:
         self.state.deadline = deadline
         return self._keep(self.final(deadline))
 
+    def try_meanwhile(self, deadline: Deadline) -> bool:
+        """Time the next of the plans to try first that need no compiler at work; return whether there was one.
+
+        A default that fails in it is met again, and replaced, when the cell is searched.
+        """
+        self.state.deadline = deadline
+        known = len(self.state.entries)
+        ready = (plan for plan in self._enqueued() if not self.transfer.waits_for_compiler(self.cell, plan))
+        self._queue = list(ready)
+        fresh = self._ask(deadline, sampled=False)
+        if fresh and deadline.allows(self.state.block_s(entry.tunables for entry in fresh)):
+            with contextlib.suppress(DefaultBroken):
+                self.state.block(fresh)
+        return len(self.state.entries) > known
+
+    def _enqueued(self) -> list[Tunables]:
+        """The plans to try first; of them those last that compile for seconds, or for what is left if they hang."""
+        self.state.torch = torch_plan(self._whole_space, self.state)
+        torch = [] if self.state.torch is None else [self.state.torch]
+        graphs = self._graph_plans()
+        plans = [*self.state.standing, *torch, *graphs, *first_plans(self.space, self.state, self.state.seeds)]
+
+        def turn(plan: Tunables) -> bool:
+            return plan not in self.state.standing and self.transfer.compilers.compiles_here(self.cell, plan)
+
+        return sorted(plans, key=turn)
+
     # --- the loop ---------------------------------------------------------------------------------------------------
 
     def _search(self, deadline: Deadline) -> None:
         self.listener.stage(self.cell, "search")
-        self.state.torch = torch_plan(self._whole_space, self.state)
-        self._queue = [self.state.torch] if self.state.torch is not None else []
-        self._queue += self._graph_plans()
-        self._queue += first_plans(self.space, self.state, self.state.seeds)
+        self._queue = self._enqueued()
         most_s = MOST_RESERVED * deadline.remaining_s()
         began_s = deadline.remaining_s()
         lean_left = True
@@ -342,6 +373,9 @@ class CellSearch:
                 more = [plan for plan in wishes if plan not in offered]
                 if not more:
                     more = compiled_plans(*now)
+                if not more and any(self.transfer.waits_for_compiler(self.cell, plan) for plan in self._queue):
+                    self.transfer.compilers.wait(searching.remaining_s())
+                    continue
                 if not more:
                     return
                 offered.update(more)
@@ -355,24 +389,29 @@ class CellSearch:
             else:
                 disturbed = fresh  # what was checked is timed, also where its block was thrown away
 
-    def _ask(self, deadline: Deadline) -> list[Entry]:
-        """Up to BATCH new plans that may be timed."""
+    def _ask(self, deadline: Deadline, *, sampled: bool = True) -> list[Entry]:
+        """Up to BATCH new plans that may be timed; of the queue alone where none are to be ``sampled``."""
         fresh: list[Entry] = []
+        compiling: list[Tunables] = []
         before = len(self.state.entries)
         while (asked := len(self.state.entries) - before) < BATCH and deadline.allows(self._check_s()):
             if self._queue:
                 plan = self._queue.pop(0)
                 if self.state.knows(plan) or self.state.is_trap(plan) or self._is_far_behind(plan):
                     continue
+                if self.transfer.waits_for_compiler(self.cell, plan):
+                    compiling.append(plan)
+                    continue
                 entry = self.state.entry(plan)
                 self.study.open(entry, QUEUE)
             else:
-                found = self._ask_sampler(BATCH - asked)
+                found = self._ask_sampler(BATCH - asked) if sampled else None
                 if found is None:
                     break
                 entry = found
             if self.state.check(entry) and self._may_be_timed(entry):
                 fresh.append(entry)
+        self._queue = [*compiling, *self._queue]
         self.state.measured += 1
         return fresh
 

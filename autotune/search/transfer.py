@@ -9,9 +9,11 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from autotune.journal.store import Store
-from autotune.measure.evaluator import Checked, Fault, KernelUnavailable
+from autotune.measure.evaluator import Checked, Fault, KernelUnavailable, StillCompiling
 from autotune.space.space import Space
 from ringattn.workload import Tunables, Workload
+
+from .compilers import Compilers
 
 # Per branch and direction: cuDNN's plan for a new shape takes 0.06 to 0.13 s on an H100. Much more than that went into
 # loading or compiling, which nobody pays for again; and a single first call does not say how much of it was that.
@@ -98,6 +100,7 @@ class Transfer:
     """What the cells of a probe teach each other. ``one_off_s`` went into loading and compiling, for all of them."""
 
     store: Store | None = None
+    compilers: Compilers = field(default_factory=Compilers)
     traps: Traps = field(default_factory=Traps)
     one_off_s: float = 0.0
     pace: Pace = field(default_factory=Pace)  # of blocks
@@ -116,9 +119,30 @@ class Transfer:
     # --- traps --------------------------------------------------------------------------------------------------
 
     def learn(self, plan: Tunables, result: Checked | Fault) -> None:
-        if self.traps.learn(plan, result) and self.store is not None:
-            lost = [dataclasses.asdict(LostKernel(*part, why)) for part, why in self.traps.lost.items()]
-            self.store.remember(_TRAPS, lost)
+        if not self.traps.learn(plan, result) or self.store is None:
+            return
+        if isinstance(result, Fault) and isinstance(result.cause, StillCompiling):
+            return  # a probe that goes on with this one has time anew
+        lost = [dataclasses.asdict(LostKernel(*part, why)) for part, why in self.traps.lost.items()]
+        self.store.remember(_TRAPS, lost)
+
+    # --- compilers ----------------------------------------------------------------------------------------------
+
+    def hear_of_compilers(self) -> None:
+        """Learn of the first calls that have ended beside the probe.
+
+        What one failed of is no verdict, as its plan is checked here; but one that hung is not waited for once more.
+        """
+        for called, fault in self.compilers.news():
+            if fault is None:
+                self.traps.ran |= parts_of(called)
+            elif fault.kind == "timeout":
+                self.learn(called, fault)
+
+    def waits_for_compiler(self, cell: Workload, plan: Tunables) -> bool:
+        """Return whether the plan is to be tried later, as a kernel of it is being compiled beside the probe."""
+        self.hear_of_compilers()
+        return self.compilers.waits(cell, plan)
 
     def usual_sigma(self, assumed: float) -> float:
         """Noise that a cell may expect which has timed nothing; ``assumed`` where no other cell has either."""
@@ -149,8 +173,12 @@ class Transfer:
         """Return whether all of its kernels passed in this cell, and so are compiled for odd lengths and strides."""
         return parts_of(plan) <= self._validated.get(cell, set())
 
-    def validation_s(self, cell: Workload, plan: Tunables, call_s: float, lengths: int) -> float:
+    def validation_s(
+        self, cell: Workload, plan: Tunables, call_s: float, lengths: int, reference_s: float = 0.0
+    ) -> float:
         """About what validating the plan takes: what it took at another length, or a first call at each ragged one.
+
+        Before the first of a cell a reference at each length is added: on a CPU these take most of it.
 
         What it took says nothing of a plan whose kernels are compiled: on an H200 the first validation of a
         flash-attn-4 plan around 262144 positions took 10.7 s, the second 0.7 s.
@@ -160,7 +188,8 @@ class Transfer:
             return seconds + lengths * 2 * max(0.0, call_s - then_s)
         known_s = self._first_call_s.get((cell.at(1), _kernels(plan)), math.inf)
         first_s = min(known_s, NEW_SHAPE_S * _shapes(plan))
-        return 0.3 + lengths * (first_s + 2 * call_s)
+        references = 0 if cell in self._validated else lengths
+        return 0.3 + lengths * (first_s + 2 * call_s) + references * reference_s
 
     # --- plans --------------------------------------------------------------------------------------------------
 

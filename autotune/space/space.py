@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 import json
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -200,7 +200,7 @@ class Space:
         """Return whether every value of the plan is one of its knob here, and it can run."""
         there = encode(self.workload, tunables)
         known = all(there.get(name, values[0]) in values for name, values in self.knobs.items())
-        return known and self.valid(tunables)
+        return known and decode(self.workload, there) == tunables and self.valid(tunables)
 
     def valid(self, tunables: Tunables) -> bool:
         return self.identity(tunables) is not None
@@ -211,6 +211,21 @@ class Space:
             runs = not self.machine.reasons(self.workload, tunables)
             self._identities[tunables] = self.machine.identity(self.workload, tunables) if runs else None
         return self._identities[tunables]
+
+    def including(self, plans: Iterable[Tunables]) -> Space:
+        """Return the space with the values of further plans, as far as those can run in its dtypes."""
+        knobs = dict(self.knobs)
+        for plan in plans:
+            there, own = encode(self.workload, plan), encode(self.workload, self.default)
+            fixed = [name for name in there if name not in knobs and not name.startswith(_PARAM)]
+            if plan.dtype not in knobs["dtype"] or any(there[name] != own[name] for name in fixed):
+                continue
+            if not plan.kernels <= {*self.machine.kernels}:
+                continue
+            if decode(self.workload, there) == plan and self.valid(plan):
+                for name in there.keys() - set(fixed):
+                    knobs[name] = tuple(dict.fromkeys((*knobs.get(name, (None,)), there[name])))
+        return replace(self, knobs=knobs)
 
     def distinct(self, plans: Iterator[Tunables]) -> Iterator[Tunables]:
         """Yield those of ``plans`` that can run, each once however it is spelled."""

@@ -1,6 +1,8 @@
 """A simulated machine in place of a real one: trial tables, simulated time, and trouble laid on top."""
 
 from .clock import SimulatedClock as SimulatedClock
+from .compilers import CompilingEvaluator as CompilingEvaluator
+from .compilers import SimulatedCompilers as SimulatedCompilers
 from .evaluator import ReplayEvaluator as ReplayEvaluator
 from .first_calls import FirstCalls as FirstCalls
 from .first_calls import Part as Part

@@ -1,17 +1,26 @@
-"""The profile at a probe's output path: whether its rows stay, and whether they are searched again."""
+"""Earlier profiles: whether the rows at a probe's output path stay, and the plans that served its workloads before."""
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from autotune.probe.environment import Environment
 from autotune.probe.grid import Cell
 from autotune.probe.request import CellReport, ProbeResult
 from autotune.probe.task import Task
 from autotune.probe.verify import verify_cells
 from ringattn.errors import ProfileError
+from ringattn.planning.heuristic import NO_WISHES
+from ringattn.planning.matching import entries_for
+from ringattn.planning.plan import Conditions
+from ringattn.planning.table import ModuleShape, PlanTable, fitted
+from ringattn.profile.resolve import mismatch, resolve
 from ringattn.profile.schema import PlanEntry, Profile
 from ringattn.profile.yaml_io import load_profile
+from ringattn.workload import Tunables, Workload
 
 from .writer import same_machine
 
@@ -60,3 +69,45 @@ def verified_instead(old: Profile, task: Task, path: Path, cells: Sequence[Cell]
         for cell in outcome.cells
     )
     return ProbeResult(path, old, reports, outcome.elapsed_s, outcome.inconclusive, verified=True)
+
+
+def profiles_before(path: Path, environment: Environment, ranks: int) -> tuple[Profile, ...]:
+    """Return the measured profiles that may have served this machine before a probe: that at its output path first.
+
+    Also one of other software, whose rows the probe replaces.
+    """
+    found = []
+    with contextlib.suppress(ProfileError):  # earlier_profile raises it, or says that it replaces the file
+        found += [load_profile(path)] if path.exists() else []
+    taken = resolve(environment.profiles, environment.facts, world=ranks).profile
+    found += [taken] if taken is not None else []
+    return tuple(
+        profile for profile in found if profile.source == "measured" and not mismatch(profile, environment.facts)
+    )
+
+
+def plans_before(
+    workload: Workload, profiles: Sequence[Profile], environment: Environment, layout: str
+) -> tuple[tuple[Tunables, ...], tuple[Tunables, ...]]:
+    """Return the plans of earlier profiles that served a workload, and those that they have for the nearest length.
+
+    ``layout`` is that of the sequence over several ranks.
+    """
+    conditions = Conditions(layout="" if layout == "auto" else layout)
+    shape = ModuleShape.of(workload)
+    served: list[Tunables] = []
+    nearest: list[Tunables] = []
+    for profile in profiles:
+        entries, _ = entries_for(profile, workload)
+        table = PlanTable(
+            shape, entries, environment.policy, environment.facts, conditions, NO_WISHES, auto_dtype=False
+        )
+        row = table.plan_at(workload.seq_len, workload.dtype, workload.train, workload.batch)
+        if row.plan is not None and row.origin.source == "profile":
+            served.append(row.plan.tunables)
+        alike = [
+            entry for entry in entries if (entry.workload.mode, entry.workload.dtype) == (workload.mode, workload.dtype)
+        ]
+        alike.sort(key=lambda entry: abs(math.log2(entry.workload.seq_len / workload.seq_len)))
+        nearest += [fitted(entry.choice.tunables, workload) for entry in alike[:1] if entry.choice is not None]
+    return tuple(dict.fromkeys(served)), tuple(dict.fromkeys(nearest))

@@ -170,12 +170,12 @@ def merged_speeds(old: Profile | None, new: LinkSpeed | None) -> tuple[LinkSpeed
 
 
 def save_loaded(profile: Profile, path: Path, new: Iterable[PlanEntry], evaluator: Evaluator) -> None:
-    """Save the profile once the runtime has read it, run every new row and planned the same."""
+    """Save the profile once the runtime has read it, run every new row that was measured and planned the same."""
     with tempfile.TemporaryDirectory(prefix="ringtune-") as folder:
         rehearsal = Path(folder) / path.name
         save_profile(profile, rehearsal)
         for entry in new:
-            if entry.choice is not None:
+            if entry.evidence is not None:
                 check_loaded(entry, evaluator.run_profile(entry.workload, str(rehearsal), timeout_s=60.0))
     save_profile(profile, path)
 

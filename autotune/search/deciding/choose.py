@@ -52,14 +52,16 @@ def choose(
     prefer: Preference = "time",
     sigma: float = 0.0,
     usual: Sequence[Tunables] = (),
+    standing: Tunables | None = None,
 ) -> Candidate:
     """The plan to run; a ``noisy`` machine needs the wider margin.
 
     A plan whose results vary from call to call gives way to one of about its time whose do not.
 
     ``usual`` are the winners of cells nearby, nearest first. One of them stays as long as it cannot be told from the
-    best, where one log-ratio has a noise of ``sigma``. A default that breaks a limit does not stay. Raises
-    NothingAllowed where nothing else is left.
+    best, where one log-ratio has a noise of ``sigma``. ``standing`` is the plan that served here before: it stays where
+    it seems faster than the default, sure or not, until something faster is found. A default that breaks a limit does
+    not stay. Raises NothingAllowed where nothing else is left.
     """
     allowed = [candidate for candidate in others if candidate.allowed]
     margin = gain_margin(noisy=noisy)
@@ -67,7 +69,9 @@ def choose(
         if not allowed:
             raise NothingAllowed
     elif prefer == "time":
-        allowed = [candidate for candidate in allowed if candidate.gain.high < margin] or [default]
+        stands = [c for c in allowed if c.tunables == standing and c.gain.median < 0]
+        surely = [candidate for candidate in allowed if candidate.gain.high < margin]
+        allowed = [*surely, *(c for c in stands if c not in surely)] if surely else [default, *stands]
     else:
         # Leaner plans need not be faster than the default, but faster ones must be so beyond doubt.
         leaner = [c for c in allowed if c.gain.high < margin or c.peak_bytes < default.peak_bytes]

@@ -186,7 +186,8 @@ class Final:
                 noisy=noisy,
                 prefer=state.settings.prefer,
                 sigma=self._eager.sigma(),
-                usual=state.seeds,
+                usual=[*state.standing, *state.seeds],
+                standing=next(iter(state.standing), None),
             )
             winner = next((c for c in left if c.tunables == winner.tunables), winner)
             winner = self._no_slower_than_torch(self._eager, winner, left)
@@ -418,6 +419,15 @@ class Final:
             assert self.default.checked is not None
             result.default = replace(self._measured(untimed), median_ms=self.default.checked.call_ms)
             result.choice = result.default
+        return self._with_standing(result)
+
+    def _with_standing(self, result: CellResult) -> CellResult:
+        """Return the result without evidence with the plan that served before, where that is right here."""
+        for entry in map(self.state.entry, self.state.standing[:1]):
+            if self.state.may_be_chosen(entry):
+                assert entry.checked is not None
+                untimed = self._candidate(entry, Interval(0.0, 0.0, 0.0, 0))
+                result.choice = replace(self._measured(untimed), median_ms=entry.checked.call_ms)
         return result
 
     def _without_choice(self) -> CellResult:
@@ -469,7 +479,7 @@ class Final:
         missed = min(doubtful, key=lambda candidate: candidate.gain.low, default=None)
         notes = [result.note]
         if missed is not None and -missed.gain.low > WIDE and result.state == "default":
-            result.state = "inconclusive"
+            result = self._with_standing(replace(result, state="inconclusive"))
             why = "noise hides" if missed.gain.high >= gain_margin(noisy=noisy) else "no time was left to prove"
             notes.append(f"{why} what may be a gain of up to {-100 * missed.gain.low:.0f} %")
         elif noisy:

@@ -40,9 +40,10 @@ def _finalists(state: CellState, beliefs: Beliefs) -> list[Tunables]:
         near = ranked
     equal = [p for p in near if believed[p][0] <= best + max(TIE, math.hypot(doubt, believed[p][1]))]
     plainest = sorted(equal, key=lambda plan: distance(state.workload, plan, state.default))[:1]
+    standing = [plan for plan in state.standing if plan in near][:1]
     usual = [plan for plan in state.seeds if plan in equal][:1]
     lucky = [entry.tunables for entry in beliefs.surprising()[:1]]
-    wanted = list(dict.fromkeys([*near[:1], *usual, *plainest, *lucky, *near]))
+    wanted = list(dict.fromkeys([*near[:1], *standing, *usual, *plainest, *lucky, *near]))
     if default.failure is not None:
         wanted.sort(key=lambda plan: -state.validations.odds(plan))
     return wanted[: FINALISTS - 1 - len(narrow)] + narrow

@@ -175,7 +175,11 @@ class Beliefs:
             list(state.entries),
             hopeless,
             state.validations.odds,
-            lambda plan: state.is_trap(plan) or not state.is_main(plan),
+            lambda plan: (
+                state.is_trap(plan)
+                or not state.is_main(plan)
+                or state.transfer.waits_for_compiler(state.workload, plan)
+            ),
         )
 
     def timed(self) -> Timed:

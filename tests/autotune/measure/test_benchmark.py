@@ -403,10 +403,10 @@ def test_another_process_on_the_gpu_is_foreign_unless_it_is_of_the_pool_or_was_t
         monitor, driver = health.InterferenceMonitor(), Driver()
         monitor._nvml = driver  # type: ignore[assignment]
         driver.count = before
-        monitor.begin(beside)
+        monitor.begin(range(beside))
         monitor.end()
         driver.count = after
-        monitor.begin(later_beside)
+        monitor.begin(range(later_beside))
         return Interference(InterferenceKind.FOREIGN_PROCESS) in monitor.end()
 
     assert disturbed(1, 0, 2, 0)
@@ -420,16 +420,17 @@ def test_another_process_on_the_gpu_is_foreign_unless_it_is_of_the_pool_or_was_t
 
 
 @pytest.mark.alone
-def test_the_load_of_the_other_ranks_is_not_foreign() -> None:
+def test_the_load_of_the_other_ranks_and_of_the_pool_is_not_foreign() -> None:
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
         try:
-            watches = (health.InterferenceMonitor(siblings=(other.pid,)), health.InterferenceMonitor())
+            watches = [health.InterferenceMonitor(siblings=(other.pid,)), *(health.InterferenceMonitor() for _ in "..")]
+            watches[1].begin([other.pid])  # a worker that compiles while a block is timed
             before = [monitor._read().own_s for monitor in watches]
             time.sleep(0.8)
-            ours, alone = (monitor._read().own_s - begin for monitor, begin in zip(watches, before, strict=True))
+            ours, pool, alone = (monitor._read().own_s - begin for monitor, begin in zip(watches, before, strict=True))
         finally:
             other.kill()
-    assert ours > alone + 0.1
+    assert min(ours, pool) > alone + 0.1
     assert health.InterferenceMonitor(siblings=(other.pid,))._read().own_s < 1e6  # one that is gone counts nothing
 
 
@@ -464,3 +465,33 @@ def test_the_gradients_that_are_checked_are_those_of_the_calls_that_are_timed() 
     assert differentiated == [False]
     assert [x.requires_grad for x in (out, lse)] == [False, False]
     assert len(grads) == 3
+
+
+# --- CPUs that others leave -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("busy_s", "own_s", "steal_s", "free"),
+    [(2.0, 2.0, 0.0, 4), (2.0, 0.1, 0.0, 2), (4.0, 0.5, 0.0, 1), (1.0, 1.0, 3.0, 1), (0.0, 0.0, 0.0, 4)],
+)
+def test_the_cpus_that_others_leave(busy_s: float, own_s: float, steal_s: float, free: int) -> None:
+    before = health.HostReading(10.0, 5.0, 1.0, 2.0, 0.0)
+    after = health.HostReading(11.0, 5.0 + busy_s, 1.0 + steal_s, 2.0 + own_s, 0.0)
+    assert health.free_cpus(before, after, 4) == free
+    assert health.free_cpus(before, replace(after, at_s=10.05), 4) is None
+
+
+def test_references_leave_the_candidate_its_threads(bench: DeviceBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside busy loops they take one thread, and the candidate what the user has given torch."""
+    monkeypatch.setattr(bench._monitor, "free_cpus", lambda: 1)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with bench._free_cpus_alone():
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 2
+        assert bench._is_busy()
+        monkeypatch.setattr(bench._monitor, "free_cpus", lambda: 2)
+        assert not bench._is_busy()
+    finally:
+        torch.set_num_threads(threads)

@@ -1,4 +1,4 @@
-"""Helpers pool_processes the measuring worker: what they do is as if one had done it, and nothing of them stays."""
+"""Workers beside the measuring one: what they do is as if one had done it, and nothing of them stays."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def evaluator() -> PooledEvaluator:
 
 
 def of(*kernels: str) -> list[Call]:
-    return [(CELL, plan(CELL, kernel)) for kernel in kernels]
+    return [(CELL.at(512 + number), plan(CELL, kernel)) for number, kernel in enumerate(kernels)]
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_worker_that_is_ended_while_it_starts_is_not_started_again(
     monkeypatch.setattr(subprocess, "Popen", launch_and_end)
     assert isinstance(worker.first_call(CELL, plan(CELL, "hang"), timeout_s=3600.0), Fault)
     assert worker.starts == 1
-    assert not worker.is_running
+    assert worker.running_pid is None
 
 
 def test_a_check_that_lacks_memory_beside_first_calls_is_made_again_without_them(
@@ -139,14 +139,14 @@ def test_a_check_that_lacks_memory_beside_first_calls_is_made_again_without_them
 ) -> None:
     monkeypatch.setenv("CROWD_FOLDER", str(tmp_path))
     made = pooled(2, CROWDED)
-    made.begin_first_calls(of("hang") * 5)
+    made.begin_first_calls(of(*["hang"] * 5))
     until = time.monotonic() + LIMIT_S
     while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < until:
         time.sleep(0.02)
     assert isinstance(made.check(CELL, plan(CELL, "quick"), timeout_s=LIMIT_S), Checked)
     assert made.end_first_calls(0.0) == ""
     assert made.validation_workers == 1
-    assert made._pool_processes() == 0
+    assert made._pool_processes() == ()
 
 
 def test_a_first_call_is_of_the_real_module() -> None:
@@ -162,7 +162,7 @@ def test_a_first_call_is_of_the_real_module() -> None:
 
 def started(workers: int, bench: str) -> PooledEvaluator:
     made = pooled(workers, bench)
-    made.begin_first_calls(of("quick") * workers)
+    made.begin_first_calls(of(*["quick"] * workers))
     until = time.monotonic() + LIMIT_S
     while made.validation_workers <= workers and time.monotonic() < until:
         time.sleep(0.02)
@@ -191,7 +191,7 @@ def test_a_worker_of_the_pool_that_ended_waits_beside_nobody() -> None:
     worker = made._workers[0]
     fault = worker.do(lambda worker: worker.first_call(CELL, plan(CELL, "segfault"), timeout_s=LIMIT_S)).result()
     assert isinstance(fault, Fault)
-    assert made._pool_processes() == 1
+    assert len(made._pool_processes()) == 1
 
 
 @pytest.mark.parametrize("wrong_part", [None, 0, 1, 2])

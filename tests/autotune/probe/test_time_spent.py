@@ -9,11 +9,13 @@ import pytest
 from machines import Setting, by_kernels, far_from, plan, workload
 
 from autotune.measure.evaluator import Fault
-from autotune.measure.simulated import Trouble
-from autotune.probe.cells.runs import hang_s
+from autotune.measure.simulated import SimulatedClock, Trouble
+from autotune.probe.cells.runs import LEAST_OF_BASE, affordable, hang_s
+from autotune.search.budget import Budget, CellNeed
 from autotune.search.deciding.final import Final
 from autotune.search.deciding.retime import ALONE_PRECISION, FINAL_PRECISION, is_settled
 from autotune.search.loop import BATCH
+from autotune.search.transfer import Transfer
 from autotune.statistics import Interval
 from ringattn.workload import Pattern, Tunables, Workload
 
@@ -51,13 +53,10 @@ def test_what_was_checked_is_timed_also_where_its_block_was_disturbed() -> None:
     assert sum(not entry.log_ratios for entry in right) <= BATCH + 1
 
 
-def test_a_short_probe_over_ranks_gives_a_kernel_the_time_to_compile() -> None:
-    """On one GPU helpers compile ahead, and three kernels that hang must not take all of a small budget."""
-    assert hang_s("nvidia", 30.0, 4) > 11
-    assert hang_s("nvidia", 10.0, 4) == 4.0
-    assert hang_s("nvidia", 30.0, 1) == 3.0
-    assert hang_s("nvidia", 1800.0, 4) == hang_s("nvidia", 1800.0, 1) == 25.0
-    assert hang_s("cpu", 50.0, 2) == 5.0
+def test_three_kernels_that_hang_do_not_take_all_of_a_small_budget() -> None:
+    assert hang_s("nvidia", 30.0) == 3.0
+    assert hang_s("nvidia", 1800.0) == 25.0
+    assert hang_s("cpu", 50.0) == 5.0
 
 
 @pytest.mark.parametrize("budget_s", [3.0, 6.0])
@@ -128,3 +127,51 @@ def test_where_noise_hides_a_gain_the_final_takes_time_that_nobody_needs(undecid
     assert trial.clock.now() <= 3.3 + undecided_s
     assert (blocks > 40) == (undecided_s > 0), blocks
     assert setting.run(undecided_s=undecided_s, end_s=3.0).clock.now() <= 3.3  # but never beyond the probe's
+
+
+def needs(*base_s: float) -> dict[Workload, CellNeed]:
+    return {DENSE.at(number + 1): CellNeed(seconds, 100.0) for number, seconds in enumerate(base_s)}
+
+
+@pytest.mark.parametrize(
+    ("base_s", "available_s", "lengths"),
+    [
+        ([4.0, 2.0, 1.0], 7.0, [1, 2, 3]),  # all, in their order
+        ([4.0, 2.0, 1.0], 7.0 * LEAST_OF_BASE, [1, 2, 3]),
+        ([4.0, 2.0, 1.0], 3.1 * LEAST_OF_BASE, [3, 2]),  # the cheapest
+        ([4.0, 2.0, 1.0], 0.0, [3]),
+        ([], 5.0, []),
+    ],
+)
+def test_where_time_is_short_the_cheapest_cells_share_it(
+    base_s: list[float], available_s: float, lengths: list[int]
+) -> None:
+    """Split among the 20 cells of a busy CPU it was too little for any but three."""
+    assert [cell.seq_len for cell in affordable(needs(*base_s), available_s)] == lengths
+
+
+def test_a_validation_takes_the_references_of_its_lengths() -> None:
+    """A CPU began one of 52.9 s, 39.5 of them references, where it expected a few calls."""
+    transfer = Transfer()
+    alone_s = transfer.validation_s(DENSE, plan(DENSE), 0.01, 9)
+    assert transfer.validation_s(DENSE, plan(DENSE), 0.01, 9, 4.0) == pytest.approx(alone_s + 9 * 4.0)
+    transfer.validated(DENSE, plan(DENSE), 0.01, 2.0)
+    assert transfer.validation_s(DENSE, plan(DENSE), 0.01, 9, 4.0) == pytest.approx(alone_s)
+
+
+def test_no_plan_is_given_up_before_half_of_what_a_new_worker_takes() -> None:
+    trial = Setting(DENSE, by_kernels(quick=0.0, swift=0.1, math=0.2), plan(DENSE)).run()
+    state = trial.search.state
+    short_s = state.timeout_s()
+    state.evaluator = SimpleNamespace(start_s=30.0)  # type: ignore[assignment]
+    assert state.timeout_s() == pytest.approx(short_s - 2.5 + 15.0, abs=0.6)
+
+
+def test_what_is_kept_for_the_end_grows_up_to_a_quarter() -> None:
+    budget = Budget(60.0, SimulatedClock(), reserve_s=4.0)
+    budget.keep(1.0)
+    assert budget.available_s() == 56.0
+    budget.keep(9.0)
+    assert budget.available_s() == 51.0
+    budget.keep(40.0)
+    assert budget.available_s() == 45.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from machines import FACTS, H100, row_of
 from machines import environment_of as replayed_edge
 
-from autotune.measure.evaluator import Evaluator
+from autotune.measure.evaluator import Evaluator, Fault
 from autotune.measure.simulated import ReplayEvaluator, SimulatedClock
 from autotune.probe.cells.space import space_or_refusal
 from autotune.probe.environment import environment_of
@@ -41,7 +41,12 @@ def spaces(facts: HardwareFacts, **asked: object) -> list[Space]:
 def test_every_compiled_kernel_and_every_gather_is_called_once_for_all_lengths_and_modes() -> None:
     calls = calls_worth_making(spaces(COMPILING))
     assert len(set(calls)) == len(calls)
-    assert {cell.mode for cell, _ in calls} == {"train"}  # its forward is inference's
+    forwards = [(cell, made) for cell, made in calls if not cell.train]
+    assert all(len(made.kernels) == 1 for _, made in forwards)  # it compiles beside its backward, not before it
+    for dense in (True, False):
+        alone = {made.branches[0].forward for cell, made in forwards if cell.pattern.dense == dense}
+        assert alone == {"flash-attn-4", "triton"}
+    calls = tuple((cell, made) for cell, made in calls if cell.train)
     dilated = [made for cell, made in calls if not cell.pattern.dense and cell.seq_len == 32768]  # segments divide it
     clipped = [made for cell, made in calls if not cell.pattern.dense and cell.seq_len != 32768]
     assert {(b.forward, b.backward) for made in clipped for b in made.branches} == {
@@ -117,10 +122,22 @@ class Calling(ReplayEvaluator):
         super().__init__(row_of(lambda cell, plan: 0.0), clock, 0)
         self.log, self.note = log, note
         self.asked: Sequence[Call] = ()
+        self.left: Sequence[Call] = ()
 
     def begin_first_calls(self, calls: Sequence[Call]) -> None:
         self.log.append("begin")
-        self.asked = calls
+        self.asked = self.left = calls
+
+    def unfinished_calls(self) -> Sequence[Call]:
+        return self.left
+
+    def failed_calls(self) -> Mapping[Call, Fault]:
+        return {}
+
+    def wait_for_first_call(self, timeout_s: float) -> None:
+        assert timeout_s >= 0
+        self.log.append("wait")
+        self.left = self.left[1:]
 
     def end_first_calls(self, timeout_s: float) -> str:
         assert timeout_s >= 0
@@ -136,7 +153,7 @@ class Calling(ReplayEvaluator):
         return super().block(*arguments, **more)
 
 
-def test_they_are_made_beside_the_defaults_and_over_before_anything_is_timed(tmp_path: Path) -> None:
+def test_they_are_made_beside_the_defaults_and_beside_plans_that_compile_nothing(tmp_path: Path) -> None:
     clock, log = SimulatedClock(), list[str]()
     evaluator = Calling(clock, log, "1 first call made ahead failed")
     environment = replayed_edge(tmp_path, lambda: evaluator, clock)
@@ -152,10 +169,12 @@ def test_they_are_made_beside_the_defaults_and_over_before_anything_is_timed(tmp
     assert evaluator.asked
     assert all("math" in (made.branches[0].forward, made.branches[0].backward) for _, made in evaluator.asked)
     assert log[0] == "begin"
-    assert log[: log.index("end")].count("check") == 4  # the defaults: two lengths, both modes
-    assert "block" not in log[: log.index("end")]
-    assert log[log.index("end") + 1] == "block"  # the default's again: what ran beside it is over
-    assert "check" in log[log.index("end") :]
+    waits = [number for number, what in enumerate(log) if what == "wait"]
+    assert log[1 : waits[0]].count("check") >= 4  # the defaults: two lengths, both modes
+    assert len(waits) == len(evaluator.asked)
+    assert log[waits[-1] + 1] == "block"  # the default's again: what ran beside it is over
+    assert "check" in log[waits[-1] :]
+    assert log[-1] == "end"
     assert "1 first call made ahead failed" in notes
 
 

@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from autotune.measure.bench import BenchSettings, Phase, WrongAnswer
@@ -43,10 +44,10 @@ class FaultyBench:
 
     def sample(self, workload: Workload, tunables: Tunables) -> Sample:
         if tunables.branches[0].forward == "who-else":
-            return Sample(1.0, float(self.pool_processes))
+            return Sample(1.0, float(len(self.pool_processes)))
         return Sample(self._obey(tunables.branches[0].forward), 10.0)
 
-    def begin_block(self, pool_processes: int = 0) -> None:
+    def begin_block(self, pool_processes: Sequence[int] = ()) -> None:
         self.pool_processes = pool_processes
 
     def end_block(self) -> tuple[Interference, ...]:

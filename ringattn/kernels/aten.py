@@ -21,7 +21,7 @@ from torch import Tensor
 
 from . import math as kernels_math
 from .contract import BlockKernel, BoundKernel, Grads, KernelConfig, KernelNeed
-from .parts import (
+from .grid_limits import (
     FLASH_2_MAX_ELEMENTS,
     MAX_GRID,
     cutlass_empty_rows,

@@ -27,7 +27,7 @@ from ringattn.profile.locations import home_folder
 
 from .aten import cuda_reasons, far_rows_faults, flash_2_backward_faults, flash_2_reads_out_of_bounds
 from .contract import BlockKernel, BoundKernel, Grads, KernelConfig, KernelNeed, Params
-from .parts import MAX_GRID, cutlass_empty_rows, flash_2_empty_rows, in_parts, without_empty_rows
+from .grid_limits import MAX_GRID, cutlass_empty_rows, flash_2_empty_rows, in_parts, without_empty_rows
 from .recorded_launch import RecordedLaunch
 
 # --- loading -----------------------------------------------------------------------------------------------------

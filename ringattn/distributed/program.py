@@ -23,12 +23,13 @@ from ringattn.geometry.layout import Shard, grouped, length_of
 from ringattn.geometry.pattern import Call, HeadRun
 from ringattn.geometry.ring_geometry import HeadRange, RingGeometry, ring_geometry
 from ringattn.geometry.ring_schedules import ulysses_degree
-from ringattn.kernels.contract import BoundKernel, Differentiable, KernelConfig, not_differentiable
+from ringattn.kernels.contract import BoundKernel, KernelConfig
 from ringattn.kernels.registry import KERNELS
 from ringattn.planning.fused_steps import FUSED_STEPS
 from ringattn.planning.plan import Plan
+from ringattn.runtime.executor import ALL, Executor, Grads, Kept, Triple, Wanted, as_wanted
 from ringattn.runtime.merge import accumulator_dtype
-from ringattn.runtime.program import ALL, Grads, Kept, Program, Triple, Wanted, as_wanted
+from ringattn.runtime.program import Program
 from ringattn.workload import BranchTunables
 
 from .chunk_rows import merge_block
@@ -43,7 +44,7 @@ from .watchdog import Watchdog
 Result = TypeVar("Result")
 
 
-class RingProgram:
+class RingProgram(Executor):
     """Executor of ``plan`` for sequences of which rank i holds ``shards[i]``, at one batch size."""
 
     def __init__(
@@ -64,7 +65,6 @@ class RingProgram:
         tunables, workload = plan.tunables, plan.workload
         self.plan, self.checkpoint = plan, tunables.checkpoint
         self.dtype = TORCH_DTYPES[tunables.dtype]
-        self.differentiable: Differentiable = not_differentiable
         self._watchdog, self._comm, self._module, self._calls = watchdog, comm, module, calls
         degree = ulysses_degree(tunables, comm.size)
         ring_place, place = divmod(comm.rank, degree)
@@ -112,37 +112,24 @@ class RingProgram:
             self._rings.append(Ring(setting, geometry))
 
     def of_this_call(self) -> RingProgram:
-        """Return the program for the forward that begins now, and for its backward, whenever that runs."""
         program, call = copy.copy(self), self._calls()
         program._calls = lambda: call
         return program
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kept: Kept | None = None) -> tuple[Tensor, Tensor]:
-        """Return out (B, S, H, D) in the input dtype and lse (B, H, S) of this rank's rows.
-
-        ``kept``, if given, receives what Ulysses brought here, so that the backward need not bring it again.
-        """
         forward = self._ulysses_forward if self._exchanges_heads else self._ring_forward
         out, lse = self._in_step(lambda: forward(q, k, v, kept), backward=False)
         return out.to(q.dtype), lse
 
     def gradients(
-        self,
-        dout: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        kept: Sequence[Tensor] = (),
-        wanted: Wanted = ALL,
-        dlse: Tensor | None = None,
+        self, dout: Tensor | None, saved: Sequence[Tensor], wanted: Wanted = ALL, dlse: Tensor | None = None
     ) -> Grads:
-        """Return dq, dk, dv of this rank's rows in the input dtype, None where not wanted.
+        """Return dq, dk, dv of this rank's rows.
 
         All three are computed and travel whatever is wanted: what one rank has frozen another may have not. For the
         same reason lse has no gradient here: it takes a second backward, which all ranks would have to make.
         """
+        q, k, v, out, lse, *kept = saved
         assert dout is not None
         assert dlse is None, "refused before the first message"
         dout, out, lse = dout.contiguous(), out.contiguous(), lse.contiguous()
@@ -154,7 +141,6 @@ class RingProgram:
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes that a call took at most of memory that peers write into."""
         return self._exchange.workspace_bytes
 
     def refuse(self, error: Exception) -> None:

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from ringattn.geometry.ring_schedules import Chunk, Hop, Rectangle, Transfer
 from ringattn.kernels.contract import Backward, Forward
+from ringattn.runtime.executor import Triple
 from ringattn.runtime.merge import accumulator_dtype
-from ringattn.runtime.program import BackwardRows, Program, Triple
+from ringattn.runtime.program import BackwardRows, Program
 
 from .chunk_rows import gather_rows
 from .comm import Comm, Message

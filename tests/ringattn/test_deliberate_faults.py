@@ -95,7 +95,7 @@ def test_in_the_merge_of_a_ring_step() -> None:
 
 def _other_inputs(program: Any, saved: Sequence[Tensor], on_host: Any) -> Sequence[Tensor]:
     q, k, v = saved
-    return checkpoint._from_rerun(program, (q, v, k), on_host)
+    return q, v, k, *program.attend(q, v, k)
 
 
 def _not_restored(program: Any, saved: Sequence[Tensor], on_host: Any) -> Sequence[Tensor]:
@@ -106,7 +106,7 @@ def _not_restored(program: Any, saved: Sequence[Tensor], on_host: Any) -> Sequen
 @pytest.mark.parametrize(("mode", "fault"), [("full", _other_inputs), ("selective", _not_restored)])
 def test_in_a_checkpoint(mode: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     check(checkpoint=mode)
-    monkeypatch.setitem(checkpoint.MODES, mode, checkpoint.MODES[mode]._replace(restore=fault))
+    monkeypatch.setattr(checkpoint, "restore", fault)
     with pytest.raises(AssertionError):
         check(checkpoint=mode)
 

@@ -15,7 +15,7 @@ from recorder import Record, record, saved_tensors
 from torch import Tensor
 
 from ringattn import Pattern
-from ringattn.autograd.checkpoint import MODES, HostCopies
+from ringattn.autograd.checkpoint import HostCopies
 from ringattn.autograd.function import differentiable
 from ringattn.errors import PlanError, RingAttentionError
 from ringattn.reference import dilated_attention_reference
@@ -37,10 +37,6 @@ def plan(pattern: Pattern, checkpoint: str, dtype: str = "fp64", **changes: Any)
 @pytest.fixture
 def executed(monkeypatch: pytest.MonkeyPatch) -> Record:
     return record(monkeypatch)
-
-
-def test_the_modes() -> None:
-    assert tuple(MODES) == CHECKPOINTS
 
 
 @pytest.mark.parametrize("pattern", [DENSE, pattern_of([8], [1]), pattern_of([8], [2]), MANY, NESTED], ids=str)

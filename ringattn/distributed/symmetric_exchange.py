@@ -81,9 +81,6 @@ class BufferPool:
         """Note that all ranks have begun what follows the last ``release``."""
         self._read.clear()
 
-    def held_bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in (*self._free, *self._in_use))
-
 
 class SymmetricExchange(HeadExchange):
     """``shards`` are what all ranks of the group hold; ``members`` exchange, in ``groups`` of heads."""
@@ -213,10 +210,7 @@ class SymmetricExchange(HeadExchange):
         return [(self._me + step) % count for step in range(1, count + 1)]
 
     def _copy(self, source: Tensor, target: Tensor, place: int) -> None:
-        far = place != self._me
-        self._buffers.memory.copy(source, target, far=far)
-        if far:
-            self._comm.sent_bytes += source.nbytes
+        self._buffers.memory.copy(source, target, far=place != self._me)
 
 
 def _rows_first(memory: Tensor, dtype: torch.dtype, shape: tuple[int, int, int, int]) -> Tensor:

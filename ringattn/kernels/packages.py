@@ -332,10 +332,7 @@ def load_xformers(config: KernelConfig) -> BoundKernel:
         lse = lse[:, :, : q.shape[1]]  # CUTLASS pads its rows to a multiple of 32
         return out, cutlass_empty_rows(lse, q, k, scale) if cutlass else flash_2_empty_rows(lse)
 
-    def backward(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /, grads: Grads | None = None
-    ) -> Grads:
-        assert grads is None, "this kernel cannot write into given gradients"
+    def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /) -> Grads:
         # out is read as if its rows were H * D apart, as in kernels_aten's "efficient".
         lse = without_empty_rows(_contiguous_lse(lse))
         result = bwd(dout, out.contiguous(), lse, q, k, v, attn_bias=bias, scale=scale, op=backward_op)

@@ -68,7 +68,7 @@ def _shared(device: torch.device) -> _Device:
 
 
 class _Graph:
-    """One direction of one shape, captured. ``held_bytes`` is what it keeps allocated, temporary memory included.
+    """One direction of one shape, captured.
 
     ``inputs`` are copied at every replay; ``placed`` are tensors of another graph, read where they are.
     """
@@ -78,13 +78,9 @@ class _Graph:
         self._placed = placed  # alive as long as what reads them
         _copy(inputs, self.inputs)
         step(*self.inputs, *placed)  # kernels are compiled for these strides outside of the capture
-        before = torch.cuda.memory_reserved(shared.device)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, pool=shared.pool, capture_error_mode="thread_local"):
             self.results = list(step(*self.inputs, *placed))
-        grown = max(0, torch.cuda.memory_reserved(shared.device) - before)
-        held = sum(x.untyped_storage().nbytes() for x in self.inputs)
-        self.held_bytes = held + max(grown, sum(x.untyped_storage().nbytes() for x in self.results))
 
     def replay(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         _copy(inputs, self.inputs)
@@ -150,10 +146,6 @@ class GraphedProgram(Program):
             found = iter(step(dout, *saved) if graph is None else graph.replay(inputs))
         dq, dk, dv = (next(found) if each else None for each in wanted)
         return dq, dk, dv
-
-    def held_bytes(self) -> int:
-        """Return the bytes that captured graphs keep allocated between calls."""
-        return sum(graph.held_bytes for graph in self._graphs.values() if graph is not None)
 
     def _graph(
         self, key: Key, step: Step, inputs: Sequence[Tensor], placed: Sequence[Tensor], shared: _Device

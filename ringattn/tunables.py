@@ -36,7 +36,7 @@ Stage = Literal["kernels", "memory", "housekeeping", "finalists", "ranks"]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What the rules of an entry are asked about: a workload in plain numbers, and the choices made for it.
+    """Question to the rules of an entry: a workload in plain numbers, and the choices made for it.
 
     ``segments`` and ``rates`` are the pattern's, one each per branch; a dense one is one segment of the sequence.
     Over several ranks ``degree`` is the number of ranks that exchange heads, 0 where the tunables give none, and
@@ -250,7 +250,7 @@ def _check(choices: Tunables | BranchTunables, entries: tuple[Tunable, ...]) -> 
 
 @dataclass(frozen=True, slots=True)
 class BranchTunables:
-    """How one branch runs: the kernels of its two directions and how dilated rows reach them.
+    """Choices for one branch: the kernels of its two directions and how dilated rows reach them.
 
     A plan for inference holds no ``backward``, the empty string.
     """

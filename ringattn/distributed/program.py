@@ -59,8 +59,9 @@ class RingProgram(Executor):
         calls: Callable[[], int] = lambda: 0,
         pool: Callable[[], BufferPool] | None = None,
     ) -> None:
-        """``module`` is its number among those of the group, ``calls`` how many calls of it were begun, ``pool`` gives
-        the blocks of a symmetric exchange.
+        """Load ``plan``; ``module`` is its number among those of the group, ``calls`` how many of its calls were begun.
+
+        ``pool`` gives the blocks of a symmetric exchange.
         """
         tunables, workload = plan.tunables, plan.workload
         self.plan, self.checkpoint = plan, tunables.checkpoint

@@ -28,7 +28,7 @@ _MOST_EXCESS = 4  # a buffer serves what needs at least this part of it
 
 
 class PeerBuffer(Protocol):
-    """``nbytes`` of every rank: ``of`` are their bytes as this rank reaches them, ``own`` its own."""
+    """Buffer of ``nbytes`` on every rank: ``of`` are their bytes as this rank reaches them, ``own`` its own."""
 
     nbytes: int
     own: Tensor
@@ -83,7 +83,7 @@ class BufferPool:
 
 
 class SymmetricExchange(HeadExchange):
-    """``shards`` are what all ranks of the group hold; ``members`` exchange, in ``groups`` of heads."""
+    """Exchange among ``members``, of ranks that hold ``shards`` all together, in ``groups`` of heads."""
 
     PREFETCHED = 1  # copy engines work beside any kernel
     IN_FLIGHT = 2  # one result leaves while the one before it is brought where it belongs
@@ -214,7 +214,7 @@ class SymmetricExchange(HeadExchange):
 
 
 def _rows_first(memory: Tensor, dtype: torch.dtype, shape: tuple[int, int, int, int]) -> Tensor:
-    """(B, rows, heads, D) at the beginning of ``memory``; where D is 1 a head's rows lie side by side, as of an LSE."""
+    """View (B, rows, heads, D) at the beginning of ``memory``; where D is 1 a head's rows lie side by side, as of an LSE."""
     batch, rows, heads, head_dim = shape
     flat = memory[: prod(shape) * dtype.itemsize].view(dtype)
     if head_dim == 1:

@@ -32,7 +32,7 @@ Key = tuple[object, ...]
 
 
 class _Device:
-    """What the graphs of a device share: a memory pool, and the stream that was the last to replay one.
+    """Memory pool that the graphs of a device share, and the stream that was the last to replay one.
 
     Temporary memory of one graph is reused by the next, so they never run side by side.
     """

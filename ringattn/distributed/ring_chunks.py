@@ -80,7 +80,7 @@ class RunningChunk:
     def __init__(
         self, setting: RingSetting, chunk: Chunk, rows: Triple, wired: tuple[Tensor, Tensor] | None = None
     ) -> None:
-        """Take ``rows`` of q, k and v in the compute dtype; ``wired`` are this rank's k and v as they came, if given."""
+        """Take ``rows`` of q, k and v in the compute dtype; ``wired`` are this rank's k and v as they came."""
         self.setting, self.chunk = setting, chunk
         self.kernels = setting.kernels[chunk.branch]
         self.q, self.k, self.v = rows

@@ -214,7 +214,7 @@ class SymmetricExchange(HeadExchange):
 
 
 def _rows_first(memory: Tensor, dtype: torch.dtype, shape: tuple[int, int, int, int]) -> Tensor:
-    """View (B, rows, heads, D) at the beginning of ``memory``; where D is 1 a head's rows lie side by side, as of an LSE."""
+    """View (B, rows, heads, D) at the beginning of ``memory``; where D is 1 (an LSE) a head's rows lie side by side."""
     batch, rows, heads, head_dim = shape
     flat = memory[: prod(shape) * dtype.itemsize].view(dtype)
     if head_dim == 1:

@@ -10,16 +10,13 @@ import importlib.util
 import inspect
 import json
 import linecache
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fused_cases import FusedCase, FusedCheck
+from interpreted_triton import interpreted, patch_once
 from oracle import Case, assert_equal_to, exact, found, pattern_of
 from torch import Tensor
 
@@ -163,15 +160,11 @@ SMALL = FusedCase("small", ((4, 1, "view"), (8, 2, "copy")), 20, 1, 4, 2, head_d
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the triton package")
 def test_in_the_fused_steps() -> None:
-    root = Path(__file__).parents[2]
-    paths = os.pathsep.join((str(root), str(root / "tests" / "support" / "ringattn")))
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-4000:]
-    assert json.loads(run.stdout) == FUSED_FAULTS
+    assert json.loads(interpreted(__file__)) == FUSED_FAULTS
 
 
 def _fused_main() -> None:
+    patch_once()
     from ringattn.runtime import fused_kernels, merge_triton
 
     right_words = merge_triton.stride_words

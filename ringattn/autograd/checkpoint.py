@@ -29,13 +29,18 @@ class Saved(NamedTuple):
     on_host: HostCopies | None = None
 
 
+def checkpoint_of(program: Executor) -> str:
+    return program.plan.tunables.checkpoint
+
+
 def forward(program: Executor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Saved]:
     """Run the forward of a call; return out, lse and what to keep for its backward."""
-    rows: Kept | None = [] if program.checkpoint == "none" else None
+    mode = checkpoint_of(program)
+    rows: Kept | None = [] if mode == "none" else None
     out, lse = program.attend(q, k, v, rows)
-    if program.checkpoint == "full":
+    if mode == "full":
         return out, lse, Saved((q, k, v))
-    if program.checkpoint == "offload":
+    if mode == "offload":
         return out, lse, Saved((), HostCopies.of((q, k, v, out, lse)))
     return out, lse, Saved((q, k, v, out, lse, *(rows or ())))
 
@@ -44,7 +49,7 @@ def restore(program: Executor, tensors: Sequence[Tensor], on_host: HostCopies | 
     """Return q, k, v, out, lse and gathered rows of a forward from what was kept of it."""
     if on_host is not None:
         return on_host.fetch()
-    if program.checkpoint == "full":
+    if checkpoint_of(program) == "full":
         q, k, v = tensors
         return q, k, v, *program.attend(q, k, v)
     return tensors

@@ -24,6 +24,7 @@ from ringattn.errors import RingAttentionError
 from ringattn.planning.setup import say_once
 from ringattn.runtime.graphed import GraphedProgram
 
+from .checkpoint import checkpoint_of
 from .exported import ExportedAttention, configuration_text
 from .function import unit_stride_rows
 
@@ -100,11 +101,11 @@ def traced_program(source: ProgramSource, q: Tensor, k: Tensor, v: Tensor, train
         if isinstance(program, GraphedProgram):
             program = program.without_graphs()  # a compiled graph has its own way to launch
         source.traced[key] = program
-        if train and program.checkpoint != "selective":
+        if train and not program.plan.tunables.keeps_inputs_and_results:
             say_once(
                 logging.WARNING,
                 "under torch.compile and torch.func the plan does not decide what is kept for the backward: its "
-                f"checkpoint {program.checkpoint} is not followed",
+                f"checkpoint {checkpoint_of(program)} is not followed",
             )
     return program
 

@@ -22,7 +22,6 @@ from ringattn.geometry.calls import LayoutKey, build_geometry
 from ringattn.geometry.layout import Shard, grouped, length_of
 from ringattn.geometry.pattern import Call, HeadRun
 from ringattn.geometry.ring_geometry import HeadRange, RingGeometry, ring_geometry
-from ringattn.geometry.ring_schedules import ulysses_degree
 from ringattn.kernels.contract import BoundKernel, KernelConfig
 from ringattn.kernels.registry import KERNELS
 from ringattn.planning.fused_steps import FUSED_STEPS
@@ -64,10 +63,10 @@ class RingProgram(Executor):
         ``pool`` gives the blocks of a symmetric exchange.
         """
         tunables, workload = plan.tunables, plan.workload
-        self.plan, self.checkpoint = plan, tunables.checkpoint
+        self.plan = plan
         self.dtype = TORCH_DTYPES[tunables.dtype]
         self._watchdog, self._comm, self._module, self._calls = watchdog, comm, module, calls
-        degree = ulysses_degree(tunables, comm.size)
+        degree = tunables.exchange_degree(comm.size)
         ring_place, place = divmod(comm.rank, degree)
         members = tuple(range(ring_place * degree, (ring_place + 1) * degree))
         groups = max(1, tunables.head_groups) if degree > 1 else 1
@@ -92,8 +91,8 @@ class RingProgram(Executor):
                 ring_place,
                 batch,
                 heads,
-                "all-gather" if tunables.schedule == "all-gather" else "ring",
-                max(1, tunables.head_groups) if tunables.schedule == "all-gather" else 1,
+                tunables.transport,
+                tunables.transport_groups,
             )
             joining = _joining_program(plan, geometry, scale, length_of(shards[comm.rank]), batch)
             setting = RingSetting(
@@ -313,14 +312,14 @@ def _joining_program(plan: Plan, geometry: RingGeometry, scale: float, length: i
     branches = tuple(
         replace(branch, gather="copy") if n in travelling else branch for n, branch in enumerate(tunables.branches)
     )
-    gathers = tuple(branch.gather for branch in branches)
+    joined = replace(tunables, branches=branches)
     for folds in (True, False):
-        key = LayoutKey(workload.pattern, gathers, None, batch, length, workload.heads, workload.kv_heads, folds)
+        key = LayoutKey(workload.pattern, joined.gathers, None, batch, length, workload.heads, workload.kv_heads, folds)
         (window,) = build_geometry(key).windows
         away = [(placed.branch, [_plain(placed.call)]) for placed in window.calls if placed.branch in travelling]
         if away != [(chunk.branch, [_plain(call) for call in chunk.calls]) for chunk in geometry.chunks]:
             return None
-    return Program(replace(plan, tunables=replace(tunables, branches=branches)), scale, travelling)
+    return Program(replace(plan, tunables=joined), scale, travelling)
 
 
 def _plain(call: Call) -> Call:

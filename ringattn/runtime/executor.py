@@ -34,7 +34,6 @@ class Executor:
     """
 
     plan: Plan
-    checkpoint: str
     dtype: torch.dtype
     differentiable: Differentiable = staticmethod(not_differentiable)
 

@@ -95,7 +95,7 @@ class GraphedProgram(Program):
 
     def __init__(self, plan: Plan, scale: float) -> None:
         super().__init__(plan, scale)
-        assert self.checkpoint == "selective"
+        assert plan.tunables.keeps_inputs_and_results
         self.differentiable = not_differentiable
         self._graphs: OrderedDict[Key, _Graph | None] = OrderedDict()  # None: met once
         # The graph that ran the latest forward, and the address of the out that was copied from it

@@ -32,7 +32,7 @@ def is_one_op(plan: Plan) -> bool:
     """Tell whether training runs one kernel both ways on the tensors themselves, keeping what autograd would."""
     tunables, workload = plan.tunables, plan.workload
     one_kernel = all(branch.forward == branch.backward for branch in tunables.branches)
-    return workload.pattern.dense and workload.world == 1 and one_kernel and tunables.checkpoint == "selective"
+    return workload.pattern.dense and workload.world == 1 and one_kernel and tunables.keeps_inputs_and_results
 
 
 def may_be_torchs(plan: Plan) -> bool:

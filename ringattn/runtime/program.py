@@ -7,14 +7,14 @@ M rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from ringattn.dtypes import TORCH_DTYPES
 from ringattn.geometry.calls import Geometry, LayoutKey, PlacedCall, Window, build_geometry, cached_geometry
-from ringattn.kernels.contract import not_differentiable
+from ringattn.kernels.contract import WritingBackward, not_differentiable
 from ringattn.kernels.registry import KERNELS
 from ringattn.kernels.torch_entry import Attend, torch_entry
 from ringattn.planning.plan import Plan
@@ -50,9 +50,8 @@ class Program(Executor):
         self.plan = plan
         self._travelling = travelling
         self.dtype = TORCH_DTYPES[tunables.dtype]
-        self.checkpoint = tunables.checkpoint
         self._pattern, self._dense = plan.workload.pattern, plan.workload.pattern.dense
-        self._gathers = tuple(branch.gather for branch in tunables.branches)
+        self._gathers = tunables.gathers
         self._window = tunables.window_tokens
         self._geometry_of = cached_geometry if tunables.pattern_cache else build_geometry
         self._pool = (tunables.pool_threshold_mib, tunables.pool_strategy)
@@ -223,8 +222,8 @@ class Program(Executor):
             rows = self._backward_rows(geometry, placed, inputs, results, lease, held)
             backward = self._backward[placed.branch]
             if placed.branch == self._writer:
-                in_place = self._rows(geometry, placed, grads, lease)
-                parts = backward(rows.dout, *rows.inputs, rows.out, rows.lse, grads=in_place)
+                in_place, writing = self._rows(geometry, placed, grads, lease), cast(WritingBackward, backward)
+                parts = writing(rows.dout, *rows.inputs, rows.out, rows.lse, grads=in_place)
             else:
                 parts = backward(rows.dout, *rows.inputs, rows.out, rows.lse)
             found.append((placed, parts))

@@ -138,8 +138,8 @@ RIGHT = {
 
 @pytest.mark.parametrize("fault", [None, "sum", "gather"])
 def test_in_the_steps_that_a_plan_takes(fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def faulty(workload: Workload, branches: Sequence[BranchTunables]) -> dict[str, str]:
-        found = dict(steps_not_taken(workload, branches))
+    def faulty(workload: Workload, tunables: Tunables) -> dict[str, str]:
+        found = dict(steps_not_taken(workload, tunables))
         found.pop(fault or "", None)
         return found
 

@@ -22,11 +22,10 @@ from ringattn.geometry.calls import LayoutKey, build_geometry
 from ringattn.geometry.layout import Shard, grouped, length_of
 from ringattn.geometry.pattern import Call, HeadRun
 from ringattn.geometry.ring_geometry import HeadRange, RingGeometry, ring_geometry
-from ringattn.kernels.contract import BoundKernel, KernelConfig
-from ringattn.kernels.registry import KERNELS
 from ringattn.planning.fused_steps import FUSED_STEPS
 from ringattn.planning.plan import Plan
 from ringattn.runtime.executor import ALL, Executor, Grads, Kept, Triple, Wanted, as_wanted
+from ringattn.runtime.loading import bind
 from ringattn.runtime.merge import accumulator_dtype
 from ringattn.runtime.program import Program
 from ringattn.workload import BranchTunables
@@ -282,17 +281,12 @@ def _merge_of(plan: Plan) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
 
 
 def _kernels(plan: Plan, branch: BranchTunables, scale: float) -> BranchKernels:
-    def load(name: str, causal: bool) -> BoundKernel:
-        deterministic, params = plan.conditions.deterministic, plan.tunables.params_of(name)
-        return KERNELS[name].load(KernelConfig(causal, scale, deterministic, params, plan.tunables.dtype))
-
-    causal = plan.workload.causal
-    backward = [load(branch.backward, causal), load(branch.backward, False)] if branch.backward else None
+    forward, backward = branch.forward, branch.backward
     return BranchKernels(
-        diagonal_forward=load(branch.forward, causal).forward,
-        full_forward=load(branch.forward, False).forward,
-        diagonal_backward=backward[0].backward if backward else None,
-        full_backward=backward[1].backward if backward else None,
+        diagonal_forward=bind(plan, forward, scale).forward,
+        full_forward=bind(plan, forward, scale, full=True).forward,
+        diagonal_backward=bind(plan, backward, scale).backward if backward else None,
+        full_backward=bind(plan, backward, scale, full=True).backward if backward else None,
     )
 
 

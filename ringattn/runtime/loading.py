@@ -43,8 +43,9 @@ def may_be_torchs(plan: Plan) -> bool:
     return not workload.train or (is_one_op(plan) and not plan.conditions.deterministic)
 
 
-def bind(plan: Plan, name: str, scale: float) -> BoundKernel:
-    causal, deterministic = plan.workload.causal, plan.conditions.deterministic
+def bind(plan: Plan, name: str, scale: float, *, full: bool = False) -> BoundKernel:
+    """Return a kernel with the parameters of the plan; without a mask where blocks are ``full``."""
+    causal, deterministic = plan.workload.causal and not full, plan.conditions.deterministic
     return KERNELS[name].load(
         KernelConfig(causal, scale, deterministic, plan.tunables.params_of(name), plan.tunables.dtype)
     )

@@ -1,7 +1,6 @@
 """The fused steps between kernels on one GPU: what they move a second, against a plain copy, and their host time.
 
-    python benchmarks/fused_ops.py [--output FOLDER] [--lengths 65536 262144] [--blocks 16 32 64] [--warps 4 8]
-        [--access 64 128]
+    python benchmarks/fused_ops.py [--output FOLDER] [--lengths 65536 262144] [--blocks 16 32 64]
 
 LongNet's segments 2048..32768 and rates 1..16, H16 D128 bf16, the two highest rates copied, windows of 65536: gather
 of q, k, v for the copied calls, gather of dout, out and lse for calls of rate > 1, merge of all partial results, sum
@@ -11,7 +10,6 @@ of all partial gradients. Bytes are counted once each: every row read, every row
 from __future__ import annotations
 
 import argparse
-import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -101,17 +99,17 @@ def _placed(partials: Sequence, window: Window) -> list:
     return [partial._replace(placed=placed) for partial, placed in zip(partials, window.calls, strict=True)]
 
 
-def measure(record: Record, clock: Clock, length: int, variants: list[tuple[int, int, int]]) -> None:
+def measure(record: Record, clock: Clock, length: int, blocks: list[int]) -> None:
     work = Work(length)
     source, target = torch.empty_like(work.q), torch.empty_like(work.q)
     steps: dict[str, Step] = {"copy": lambda: target.copy_(source)}
     moved = {"copy": 2 * source.nbytes}
-    for block, warps, access in variants:
+    for block in blocks:
         chosen = block or None
-        ops = TritonOps(merge_block=chosen, sum_block=chosen, gather_block=chosen, warps=warps, access_bytes=access)
+        ops = TritonOps(merge_block=chosen, sum_block=chosen, gather_block=chosen)
         for name, (step, nbytes) in work.steps(ops).items():
-            steps[f"{name} block={block} warps={warps} access={access}"] = step
-            moved[f"{name} block={block} warps={warps} access={access}"] = nbytes
+            steps[f"{name} block={block}"] = step
+            moved[f"{name} block={block}"] = nbytes
     times = clock.blocks_ms(steps, blocks=7, warmup=2)
     copy_rate = moved["copy"] / median(times["copy"])
     for name in sorted(times):
@@ -151,15 +149,13 @@ def main() -> None:
     parser.add_argument("--output", help="folder for fused_ops.json")
     parser.add_argument("--lengths", type=int, nargs="+", default=[65536, 262144], help="multiples of 65536")
     parser.add_argument("--blocks", type=int, nargs="+", default=[16, 32, 64])
-    parser.add_argument("--warps", type=int, nargs="+", default=[4, 8])
-    parser.add_argument("--access", type=int, nargs="+", default=[64, 128], help="bytes of a row read side by side")
     args = parser.parse_args()
     need_gpus()
     torch.manual_seed(0)
     record, clock = Record("fused_ops", args.output), Clock()
     measure_host(record)
     for length in args.lengths:
-        measure(record, clock, length, list(itertools.product([0, *args.blocks], args.warps, args.access)))
+        measure(record, clock, length, [0, *args.blocks])
         torch.cuda.empty_cache()
 
 

@@ -303,7 +303,7 @@ class RingAttention(nn.Module):
         if (note := self.plan.fallback_note(row)) and self._logs:
             say_once(logging.WARNING, note)
         meet(self._record_path, plan)
-        ring = None if plan.tunables.schedule == "local" else self._ring
+        ring = None if plan.tunables.is_local else self._ring
         # A program over several ranks is made for one shape.
         key = (plan.tunables, plan.workload.mode if ring is None else plan.workload)
         program = self._programs.get(key)

@@ -36,7 +36,7 @@ Stage = Literal["kernels", "memory", "housekeeping", "finalists", "ranks"]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What the rules of an entry are asked about: a workload in plain numbers, and the choices made for it.
+    """Question to the rules of an entry: a workload in plain numbers, and the choices made for it.
 
     ``segments`` and ``rates`` are the pattern's, one each per branch; a dense one is one segment of the sequence.
     Over several ranks ``degree`` is the number of ranks that exchange heads, 0 where the tunables give none, and
@@ -250,7 +250,7 @@ def _check(choices: Tunables | BranchTunables, entries: tuple[Tunable, ...]) -> 
 
 @dataclass(frozen=True, slots=True)
 class BranchTunables:
-    """How one branch runs: the kernels of its two directions and how dilated rows reach them.
+    """Choices for one branch: the kernels of its two directions and how dilated rows reach them.
 
     A plan for inference holds no ``backward``, the empty string.
     """
@@ -373,6 +373,35 @@ class Tunables:
     def kernels(self) -> frozenset[str]:
         """The names of all kernels of the plan, of either direction."""
         return frozenset(name for b in self.branches for name in (b.forward, b.backward) if name)
+
+    @property
+    def gathers(self) -> tuple[str, ...]:
+        """The way of rows to the kernels of each branch."""
+        return tuple(branch.gather for branch in self.branches)
+
+    @property
+    def is_local(self) -> bool:
+        """True where every rank computes on its own rows, without a message."""
+        return self.schedule == "local"
+
+    @property
+    def transport(self) -> str:
+        """The way of keys and values between ranks, "ring" or "all-gather"."""
+        return "all-gather" if self.schedule == "all-gather" else "ring"
+
+    @property
+    def transport_groups(self) -> int:
+        """The groups of heads that an all-gather goes in; 1 where keys and values go in a ring."""
+        return max(1, self.head_groups) if self.transport == "all-gather" else 1
+
+    def exchange_degree(self, world: int) -> int:
+        """Return how many consecutive ranks exchange heads; 1 where none do."""
+        return {"ulysses": world, "ulysses-ring": self.ulysses}.get(self.schedule, 1)
+
+    @property
+    def keeps_inputs_and_results(self) -> bool:
+        """True where q, k, v, out and lse are what is kept for the backward, as autograd itself would."""
+        return self.checkpoint == "selective"
 
     def params_of(self, kernel: str) -> dict[str, ParamValue]:
         """Return the parameters meant for ``kernel``, without its prefix."""

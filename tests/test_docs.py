@@ -23,8 +23,6 @@ from ringattn.profile.yaml_io import parse_profile
 from ringattn.versions import TESTED_TORCH
 from ringattn.workload import Workload
 
-pytestmark = pytest.mark.alone
-
 DOCS = ROOT / "docs"
 OVER_RANKS = DOCS / "howto" / "ring.md"
 DOCUMENTS = (*PAGES, ROOT / "CONTRIBUTING.md")
@@ -49,6 +47,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.alone  # some probe
 @pytest.mark.parametrize("command", commands(*PAGES))
 def test_commands_run(command: str, home: Path) -> None:
     if command.startswith("pip install"):

@@ -17,8 +17,6 @@ from autotune.probe.request import ProbeRequest
 from ringattn.hardware.facts import detect
 from ringattn.planning.plan import Origin
 
-pytestmark = pytest.mark.alone
-
 TEXT = text_of(README)
 (TEN_LINES,) = blocks("python", README)
 

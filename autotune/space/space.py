@@ -137,7 +137,7 @@ def decode(workload: Workload, assignment: Mapping[str, Value]) -> Tunables:
     named = {name: value for name, value in assignment.items() if name.startswith(_PARAM) and value is not None}
     if not named:
         return plan
-    used = plan.kernels.union(FUSED_STEPS).difference(steps_not_taken(workload, plan.branches))
+    used = plan.kernels.union(FUSED_STEPS).difference(steps_not_taken(workload, plan))
     params = [(name.removeprefix(_PARAM), value) for name, value in named.items() if _owner(name) in used]
     return replace(plan, params=tuple(sorted(params)))
 

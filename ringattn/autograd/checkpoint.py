@@ -11,81 +11,48 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ringattn.errors import DeviceError, RingAttentionError, one_line
-from ringattn.runtime.program import Kept, Program
-
-if TYPE_CHECKING:
-    from ringattn.distributed.program import RingProgram
-
-AnyProgram: TypeAlias = "Program | RingProgram"
+from ringattn.runtime.executor import Executor, Kept
 
 
 class Saved(NamedTuple):
-    """Tensors that autograd keeps, and those kept on the host (offload)."""
+    """Tensors that autograd keeps for a backward, and those kept on the host (offload)."""
 
     tensors: tuple[Tensor, ...]
     on_host: HostCopies | None = None
 
 
-class Mode(NamedTuple):
-    """One checkpoint mode.
-
-    ``forward`` returns out, lse and what to save of a call with q, k and v; ``restore`` returns q, k, v, out, lse and
-    gathered rows from what was saved.
-    """
-
-    forward: Callable[[AnyProgram, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Saved]]
-    restore: Callable[[AnyProgram, Sequence[Tensor], HostCopies | None], Sequence[Tensor]]
+def checkpoint_of(program: Executor) -> str:
+    return program.plan.tunables.checkpoint
 
 
-def _keep_all(program: AnyProgram, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Saved]:
-    kept: Kept = []
-    out, lse = program.attend(q, k, v, kept)
-    return out, lse, Saved((q, k, v, out, lse, *kept))
+def forward(program: Executor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Saved]:
+    """Run the forward of a call; return out, lse and what to keep for its backward."""
+    mode = checkpoint_of(program)
+    rows: Kept | None = [] if mode == "none" else None
+    out, lse = program.attend(q, k, v, rows)
+    if mode == "full":
+        return out, lse, Saved((q, k, v))
+    if mode == "offload":
+        return out, lse, Saved((), HostCopies.of((q, k, v, out, lse)))
+    return out, lse, Saved((q, k, v, out, lse, *(rows or ())))
 
 
-def _keep_results(program: AnyProgram, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Saved]:
-    out, lse = program.attend(q, k, v)
-    return out, lse, Saved((q, k, v, out, lse))
-
-
-def _keep_inputs(program: AnyProgram, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Saved]:
-    out, lse = program.attend(q, k, v)
-    return out, lse, Saved((q, k, v))
-
-
-def _keep_on_host(program: AnyProgram, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Saved]:
-    out, lse = program.attend(q, k, v)
-    return out, lse, Saved((), HostCopies.of((q, k, v, out, lse)))
-
-
-def _from_saved(program: AnyProgram, saved: Sequence[Tensor], on_host: HostCopies | None) -> Sequence[Tensor]:
-    return saved
-
-
-def _from_rerun(program: AnyProgram, saved: Sequence[Tensor], on_host: HostCopies | None) -> Sequence[Tensor]:
-    q, k, v = saved
-    return q, k, v, *program.attend(q, k, v)
-
-
-def _from_host(program: AnyProgram, saved: Sequence[Tensor], on_host: HostCopies | None) -> Sequence[Tensor]:
-    assert on_host is not None
-    return on_host.fetch()
-
-
-MODES = {
-    "none": Mode(_keep_all, _from_saved),
-    "selective": Mode(_keep_results, _from_saved),
-    "full": Mode(_keep_inputs, _from_rerun),
-    "offload": Mode(_keep_on_host, _from_host),
-}
+def restore(program: Executor, tensors: Sequence[Tensor], on_host: HostCopies | None) -> Sequence[Tensor]:
+    """Return q, k, v, out, lse and gathered rows of a forward from what was kept of it."""
+    if on_host is not None:
+        return on_host.fetch()
+    if checkpoint_of(program) == "full":
+        q, k, v = tensors
+        return q, k, v, *program.attend(q, k, v)
+    return tensors
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,19 +52,16 @@ def configuration_text(table: PlanTable, scale: float) -> str:
 def _lean(entry: PlanEntry, *, evidence: bool) -> PlanEntry:
     """Return the entry without what decides no plan: reports, and evidence where no preference weighs it."""
 
-    def one(choice: Choice | None) -> Choice | None:
-        return choice if choice is None or evidence else Choice(choice.tunables)
-
-    def each(choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
-        return choices if evidence else tuple(Choice(choice.tunables) for choice in choices)
+    def lean(choice: Choice) -> Choice:
+        return choice if evidence else Choice(choice.tunables)
 
     return replace(
         entry,
-        choice=one(entry.choice),
-        runners_up=each(entry.runners_up),
-        auto=one(entry.auto),
-        front=each(entry.front),
-        captured=one(entry.captured),
+        choice=entry.choice and lean(entry.choice),
+        captured=entry.captured and lean(entry.captured),
+        runners_up=tuple(map(lean, entry.runners_up)),
+        auto=entry.auto and lean(entry.auto),
+        front=tuple(map(lean, entry.front)),
         default=None,
         torch=None,
         singles=(),

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ringattn.errors import RingAttentionError
 from ringattn.geometry.layout import check_own
-from ringattn.runtime.program import Grads, Program
+from ringattn.runtime.executor import Executor, Grads
 
-from .checkpoint import MODES
-
-if TYPE_CHECKING:
-    from ringattn.distributed.program import RingProgram
+from . import checkpoint
 
 # (q, k, v) -> out and lse; None in its place where a call asked for none and its kernel gives none
 Runner = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Any]]
@@ -25,12 +22,9 @@ class _Attend(torch.autograd.Function):
     """Forward by the plan; backward of every partial against the final out and LSE, saving what its checkpoint says."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, program: Program | RingProgram, with_lse: bool
-    ) -> tuple[Tensor, Tensor]:
-        if not isinstance(program, Program):
-            program = program.of_this_call()  # ranks tell the backward of this call from those of others
-        out, lse, saved = MODES[program.checkpoint].forward(program, q, k, v)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, program: Executor, with_lse: bool) -> tuple[Tensor, Tensor]:
+        program = program.of_this_call()  # ranks tell the backward of this call from those of others
+        out, lse, saved = checkpoint.forward(program, q, k, v)
         if not with_lse:  # autograd lets a view be changed in place only if it is the one output with a gradient
             ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)  # zeros for a gradient of lse that nobody asked for would cost a backward
@@ -43,11 +37,7 @@ class _Attend(torch.autograd.Function):
         some = dlse if dout is None else dout
         if some is None:
             return None, None, None, None, None
-        program: Program | RingProgram = ctx.program
-        if isinstance(program, Program):
-            saved = _saved(ctx, dout)
-        else:
-            saved = _saved_over_ranks(ctx, dout, dlse, program)
+        saved = _saved(ctx, dout, dlse)
         if torch.is_autocast_enabled(some.device.type):
             with torch.autocast(some.device.type, enabled=False):
                 grads = _gradients(ctx, dout, dlse, saved)
@@ -56,45 +46,42 @@ class _Attend(torch.autograd.Function):
         return *grads, None, None
 
 
-def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, saved: Sequence[Tensor]) -> Grads:
-    program: Program | RingProgram = ctx.program
-    q, k, v, out, lse, *kept = MODES[program.checkpoint].restore(program, saved, ctx.on_host)
-    return program.gradients(dout, q, k, v, out, lse, kept, ctx.needs_input_grad[:3], dlse)
+def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, kept: Sequence[Tensor]) -> Grads:
+    program: Executor = ctx.program
+    saved = checkpoint.restore(program, kept, ctx.on_host)
+    return program.gradients(dout, saved, ctx.needs_input_grad[:3], dlse)
 
 
-def _saved(ctx: Any, dout: Tensor | None) -> Sequence[Tensor]:
-    if torch.is_grad_enabled():  # only under create_graph=True
-        raise RingAttentionError(
-            "double backward (create_graph=True) is not supported: the kernels have no second derivative"
-        )
-    if dout is not None and type(dout) is not Tensor:
-        check_own("dout", dout)
-    saved: tuple[Tensor, ...] = ctx.saved_tensors
-    return saved
-
-
-def _saved_over_ranks(ctx: Any, dout: Tensor | None, dlse: Tensor | None, program: RingProgram) -> Sequence[Tensor]:
-    """Return the saved tensors; the other ranks are told of an error, as they wait for this one's messages."""
+def _saved(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Sequence[Tensor]:
+    """Return the saved tensors; other ranks are told of an error, as they wait for this one's messages."""
+    program: Executor = ctx.program
     try:
-        if dlse is not None:
+        if dlse is not None and program.plan.workload.world > 1:
             raise RingAttentionError(
                 "lse takes part in the loss, but over several ranks it has no gradient: use lse.detach(), or "
                 "process_group=None on ranks that hold whole sequences"
             )
-        return _saved(ctx, dout)
+        if torch.is_grad_enabled():  # only under create_graph=True
+            raise RingAttentionError(
+                "double backward (create_graph=True) is not supported: the kernels have no second derivative"
+            )
+        if dout is not None and type(dout) is not Tensor:
+            check_own("dout", dout)
+        saved: tuple[Tensor, ...] = ctx.saved_tensors
     except Exception as error:
         program.refuse(error)
         raise
+    return saved
 
 
-def runner_of(program: Program | RingProgram, q: Tensor, k: Tensor, v: Tensor, train: bool, with_lse: bool) -> Runner:
+def runner_of(program: Executor, q: Tensor, k: Tensor, v: Tensor, train: bool, with_lse: bool) -> Runner:
     """Return the function that runs ``program`` on tensors of these shapes, strides and dtype.
 
     With ``train`` autograd can come back, to lse too if ``with_lse``.
     """
     run = differentiable(program, q, with_lse) if train else program.attend
     if all(x.stride(-1) == 1 or x.shape[-1] == 1 for x in (q, k, v)):
-        if isinstance(program, Program) and not with_lse and q.dtype is program.dtype:
+        if not with_lse and q.dtype is program.dtype:
             entry = program.torch_entry(q, k, v)
             if entry is not None:
                 return lambda q, k, v: (entry(q, k, v), None)
@@ -127,7 +114,7 @@ def _unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def differentiable(program: Program | RingProgram, q: Tensor, with_lse: bool) -> Runner:
+def differentiable(program: Executor, q: Tensor, with_lse: bool) -> Runner:
     """Return the function that runs ``program`` on tensors like q so that autograd can come back, to lse if asked."""
     one_op = program.differentiable(q.shape) if q.dtype is program.dtype and not with_lse else None
     if one_op is not None:

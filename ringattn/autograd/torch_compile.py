@@ -24,13 +24,13 @@ from ringattn.errors import RingAttentionError
 from ringattn.planning.setup import say_once
 from ringattn.runtime.graphed import GraphedProgram
 
+from .checkpoint import checkpoint_of
 from .exported import ExportedAttention, configuration_text
 from .function import unit_stride_rows
 
 if TYPE_CHECKING:
-    from ringattn.distributed.program import RingProgram
     from ringattn.planning.table import ModuleShape, PlanTable
-    from ringattn.runtime.program import Program
+    from ringattn.runtime.executor import Executor
 
 # Shapes whose program or runner is remembered; who meets more forgets them all and looks them up again.
 MOST_SHAPES = 4096
@@ -46,7 +46,7 @@ class ProgramSource(Protocol):
 
     traced: dict[Any, Any]
 
-    def program_for(self, q: Tensor, k: Tensor, v: Tensor, train: bool, /) -> Program | RingProgram: ...
+    def program_for(self, q: Tensor, k: Tensor, v: Tensor, train: bool, /) -> Executor: ...
 
 
 class Module(ProgramSource, Protocol):
@@ -90,10 +90,10 @@ def _program_source(module: str, device: torch.device) -> ProgramSource:
     return loaded
 
 
-def traced_program(source: ProgramSource, q: Tensor, k: Tensor, v: Tensor, train: bool) -> Program | RingProgram:
+def traced_program(source: ProgramSource, q: Tensor, k: Tensor, v: Tensor, train: bool) -> Executor:
     """Return ``program_for``, remembered, for a caller that decides itself what is kept for the backward."""
     key = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, train)
-    program: Program | RingProgram | None = source.traced.get(key)
+    program: Executor | None = source.traced.get(key)
     if program is None:
         if len(source.traced) >= MOST_SHAPES:
             source.traced.clear()
@@ -101,11 +101,11 @@ def traced_program(source: ProgramSource, q: Tensor, k: Tensor, v: Tensor, train
         if isinstance(program, GraphedProgram):
             program = program.without_graphs()  # a compiled graph has its own way to launch
         source.traced[key] = program
-        if train and program.checkpoint != "selective":
+        if train and not program.plan.tunables.keeps_inputs_and_results:
             say_once(
                 logging.WARNING,
                 "under torch.compile and torch.func the plan does not decide what is kept for the backward: its "
-                f"checkpoint {program.checkpoint} is not followed",
+                f"checkpoint {checkpoint_of(program)} is not followed",
             )
     return program
 
@@ -138,7 +138,7 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv, contiguous."""
     program = traced_program(_program_source(module, q.device), q, k, v, True)
-    dq, dk, dv = program.gradients(dout, *unit_stride_rows(q, k, v), out, lse, dlse=dlse)
+    dq, dk, dv = program.gradients(dout, (*unit_stride_rows(q, k, v), out, lse), dlse=dlse)
     assert dq is not None
     assert dk is not None
     assert dv is not None

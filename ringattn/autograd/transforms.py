@@ -93,7 +93,7 @@ class _Gradients(torch.autograd.Function):
         dout, q, k, v, out, lse, source, dlse = inputs
         program = traced_program(source, q, k, v, True)
         with torch.autocast(q.device.type, enabled=False):
-            return program.gradients(dout, *unit_stride_rows(q, k, v), out, lse, dlse=dlse)
+            return program.gradients(dout, (*unit_stride_rows(q, k, v), out, lse), dlse=dlse)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

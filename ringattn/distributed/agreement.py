@@ -50,7 +50,9 @@ def plan_together(
     build: Callable[[], tuple[Setup, PlanTable]],
     layout_with: Callable[[Entries, HardwareFacts], str],
 ) -> tuple[Setup, PlanTable]:
-    """``build`` on every rank, and one common result. ``layout_with`` says which layout goes with a profile's rows.
+    """Run ``build`` on every rank, and return one common result.
+
+    ``layout_with`` says which layout goes with a profile's rows.
 
     Raises the rank's own error, or PeerError with that of another; InputError for unequal arguments, versions or
     architectures; PlanError where no plan runs on every rank.

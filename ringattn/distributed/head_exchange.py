@@ -20,7 +20,7 @@ from .comm import Comm, Pending
 
 
 class HeadExchange:
-    """``members`` are the ranks that exchange, ``shards`` what each of them holds, in ``groups`` of heads."""
+    """Exchange among ``members``, ranks that hold ``shards``, in ``groups`` of heads."""
 
     # Head groups under way before they are needed. A message that is sent while a kernel holds every processor of a
     # GPU waits for that kernel: with two under way the next group is there all the same.
@@ -90,7 +90,7 @@ class HeadExchange:
         return self._start(sent, arriving, self._lengths, mine, [lambda: place.copy_(arriving)])
 
     def _by_member(self, x: Tensor, group: int) -> Tensor:
-        """(B, S, M, heads of the group, D) of a (B, S, all heads, D) tensor, in place."""
+        """View (B, S, M, heads of the group, D) of a (B, S, all heads, D) tensor, in place."""
         return torch.unflatten(x, 2, (len(self._members), self._groups, -1))[:, :, :, group]
 
     def _in_order(self, batch: int) -> bool:
@@ -118,7 +118,7 @@ class HeadExchange:
         rows_from: Sequence[int],
         after: Sequence[Callable[[], object]],
     ) -> Pending:
-        """``rows_to`` and ``rows_from`` are how many rows go to and come from each member."""
+        """Start a message; ``rows_to`` and ``rows_from`` are how many rows go to and come from each member."""
         row_bytes = sent.nbytes // sum(rows_to)
 
         def by_rank(rows: Sequence[int]) -> list[int]:

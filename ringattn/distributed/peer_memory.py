@@ -51,7 +51,7 @@ class _Operation(ctypes.Structure):
 
 
 class SymmetricBuffer:
-    """``nbytes`` at the same place of every rank's memory; ``of`` gives each rank's as bytes of this device."""
+    """Buffer of ``nbytes`` at the same place of every rank's memory; ``of`` gives each as bytes of this device."""
 
     def __init__(self, own: Tensor, of: Sequence[Tensor], handle: Any = None) -> None:
         self.own, self.of, self.handle = own, of, handle

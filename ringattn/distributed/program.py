@@ -22,13 +22,12 @@ from ringattn.geometry.calls import LayoutKey, build_geometry
 from ringattn.geometry.layout import Shard, grouped, length_of
 from ringattn.geometry.pattern import Call, HeadRun
 from ringattn.geometry.ring_geometry import HeadRange, RingGeometry, ring_geometry
-from ringattn.geometry.ring_schedules import ulysses_degree
-from ringattn.kernels.contract import BoundKernel, Differentiable, KernelConfig, not_differentiable
-from ringattn.kernels.registry import KERNELS
 from ringattn.planning.fused_steps import FUSED_STEPS
 from ringattn.planning.plan import Plan
+from ringattn.runtime.executor import ALL, Executor, Grads, Kept, Triple, Wanted, as_wanted
+from ringattn.runtime.loading import bind
 from ringattn.runtime.merge import accumulator_dtype
-from ringattn.runtime.program import ALL, Grads, Kept, Program, Triple, Wanted, as_wanted
+from ringattn.runtime.program import Program
 from ringattn.workload import BranchTunables
 
 from .chunk_rows import merge_block
@@ -43,7 +42,7 @@ from .watchdog import Watchdog
 Result = TypeVar("Result")
 
 
-class RingProgram:
+class RingProgram(Executor):
     """Executor of ``plan`` for sequences of which rank i holds ``shards[i]``, at one batch size."""
 
     def __init__(
@@ -58,15 +57,15 @@ class RingProgram:
         calls: Callable[[], int] = lambda: 0,
         pool: Callable[[], BufferPool] | None = None,
     ) -> None:
-        """``module`` is its number among those of the group, ``calls`` how many calls of it were begun, ``pool`` gives
-        the blocks of a symmetric exchange.
+        """Load ``plan``; ``module`` is its number among those of the group, ``calls`` how many of its calls were begun.
+
+        ``pool`` gives the blocks of a symmetric exchange.
         """
         tunables, workload = plan.tunables, plan.workload
-        self.plan, self.checkpoint = plan, tunables.checkpoint
+        self.plan = plan
         self.dtype = TORCH_DTYPES[tunables.dtype]
-        self.differentiable: Differentiable = not_differentiable
         self._watchdog, self._comm, self._module, self._calls = watchdog, comm, module, calls
-        degree = ulysses_degree(tunables, comm.size)
+        degree = tunables.exchange_degree(comm.size)
         ring_place, place = divmod(comm.rank, degree)
         members = tuple(range(ring_place * degree, (ring_place + 1) * degree))
         groups = max(1, tunables.head_groups) if degree > 1 else 1
@@ -91,8 +90,8 @@ class RingProgram:
                 ring_place,
                 batch,
                 heads,
-                "all-gather" if tunables.schedule == "all-gather" else "ring",
-                max(1, tunables.head_groups) if tunables.schedule == "all-gather" else 1,
+                tunables.transport,
+                tunables.transport_groups,
             )
             joining = _joining_program(plan, geometry, scale, length_of(shards[comm.rank]), batch)
             setting = RingSetting(
@@ -112,37 +111,24 @@ class RingProgram:
             self._rings.append(Ring(setting, geometry))
 
     def of_this_call(self) -> RingProgram:
-        """Return the program for the forward that begins now, and for its backward, whenever that runs."""
         program, call = copy.copy(self), self._calls()
         program._calls = lambda: call
         return program
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kept: Kept | None = None) -> tuple[Tensor, Tensor]:
-        """Return out (B, S, H, D) in the input dtype and lse (B, H, S) of this rank's rows.
-
-        ``kept``, if given, receives what Ulysses brought here, so that the backward need not bring it again.
-        """
         forward = self._ulysses_forward if self._exchanges_heads else self._ring_forward
         out, lse = self._in_step(lambda: forward(q, k, v, kept), backward=False)
         return out.to(q.dtype), lse
 
     def gradients(
-        self,
-        dout: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        kept: Sequence[Tensor] = (),
-        wanted: Wanted = ALL,
-        dlse: Tensor | None = None,
+        self, dout: Tensor | None, saved: Sequence[Tensor], wanted: Wanted = ALL, dlse: Tensor | None = None
     ) -> Grads:
-        """Return dq, dk, dv of this rank's rows in the input dtype, None where not wanted.
+        """Return dq, dk, dv of this rank's rows.
 
         All three are computed and travel whatever is wanted: what one rank has frozen another may have not. For the
         same reason lse has no gradient here: it takes a second backward, which all ranks would have to make.
         """
+        q, k, v, out, lse, *kept = saved
         assert dout is not None
         assert dlse is None, "refused before the first message"
         dout, out, lse = dout.contiguous(), out.contiguous(), lse.contiguous()
@@ -154,7 +140,6 @@ class RingProgram:
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes that a call took at most of memory that peers write into."""
         return self._exchange.workspace_bytes
 
     def refuse(self, error: Exception) -> None:
@@ -296,17 +281,12 @@ def _merge_of(plan: Plan) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
 
 
 def _kernels(plan: Plan, branch: BranchTunables, scale: float) -> BranchKernels:
-    def load(name: str, causal: bool) -> BoundKernel:
-        deterministic, params = plan.conditions.deterministic, plan.tunables.params_of(name)
-        return KERNELS[name].load(KernelConfig(causal, scale, deterministic, params, plan.tunables.dtype))
-
-    causal = plan.workload.causal
-    backward = [load(branch.backward, causal), load(branch.backward, False)] if branch.backward else None
+    forward, backward = branch.forward, branch.backward
     return BranchKernels(
-        diagonal_forward=load(branch.forward, causal).forward,
-        full_forward=load(branch.forward, False).forward,
-        diagonal_backward=backward[0].backward if backward else None,
-        full_backward=backward[1].backward if backward else None,
+        diagonal_forward=bind(plan, forward, scale).forward,
+        full_forward=bind(plan, forward, scale, full=True).forward,
+        diagonal_backward=bind(plan, backward, scale).backward if backward else None,
+        full_backward=bind(plan, backward, scale, full=True).backward if backward else None,
     )
 
 
@@ -326,14 +306,14 @@ def _joining_program(plan: Plan, geometry: RingGeometry, scale: float, length: i
     branches = tuple(
         replace(branch, gather="copy") if n in travelling else branch for n, branch in enumerate(tunables.branches)
     )
-    gathers = tuple(branch.gather for branch in branches)
+    joined = replace(tunables, branches=branches)
     for folds in (True, False):
-        key = LayoutKey(workload.pattern, gathers, None, batch, length, workload.heads, workload.kv_heads, folds)
+        key = LayoutKey(workload.pattern, joined.gathers, None, batch, length, workload.heads, workload.kv_heads, folds)
         (window,) = build_geometry(key).windows
         away = [(placed.branch, [_plain(placed.call)]) for placed in window.calls if placed.branch in travelling]
         if away != [(chunk.branch, [_plain(call) for call in chunk.calls]) for chunk in geometry.chunks]:
             return None
-    return Program(replace(plan, tunables=replace(tunables, branches=branches)), scale, travelling)
+    return Program(replace(plan, tunables=joined), scale, travelling)
 
 
 def _plain(call: Call) -> Call:

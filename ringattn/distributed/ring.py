@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ringattn.geometry.ring_geometry import RingGeometry
 from ringattn.geometry.ring_schedules import Chunk
+from ringattn.runtime.executor import Triple
 from ringattn.runtime.merge import accumulator_dtype
-from ringattn.runtime.program import BackwardRows, Triple
+from ringattn.runtime.program import BackwardRows
 
 from .chunk_rows import add_rows, gather_lse, gather_rows, lse_of_all, merge_rows, set_rows
 from .comm import NOTHING, Comm, Pending

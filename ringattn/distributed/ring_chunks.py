@@ -18,8 +18,9 @@ from torch import Tensor
 
 from ringattn.geometry.ring_schedules import Chunk, Hop, Rectangle, Transfer
 from ringattn.kernels.contract import Backward, Forward
+from ringattn.runtime.executor import Triple
 from ringattn.runtime.merge import accumulator_dtype
-from ringattn.runtime.program import BackwardRows, Program, Triple
+from ringattn.runtime.program import BackwardRows, Program
 
 from .chunk_rows import gather_rows
 from .comm import Comm, Message
@@ -79,7 +80,7 @@ class RunningChunk:
     def __init__(
         self, setting: RingSetting, chunk: Chunk, rows: Triple, wired: tuple[Tensor, Tensor] | None = None
     ) -> None:
-        """``rows`` of q, k and v in the compute dtype; ``wired`` are this rank's k and v as they came, if given."""
+        """Take ``rows`` of q, k and v in the compute dtype; ``wired`` are this rank's k and v as they came."""
         self.setting, self.chunk = setting, chunk
         self.kernels = setting.kernels[chunk.branch]
         self.q, self.k, self.v = rows
@@ -127,7 +128,7 @@ class RunningChunk:
         return torch.empty((blocks, rows, 2 * heads, head_dim), dtype=dtype, device=self.k.device)
 
     def _receive_into(self, target: Tensor, transfer: Transfer, batch: Batch) -> None:
-        """In place where the rows are contiguous, else by way of a buffer."""
+        """Receive in place where the rows are contiguous, else by way of a buffer."""
         if target.is_contiguous():
             batch.receives.append(Message(target, self.rank(transfer.peer)))
             return
@@ -137,7 +138,7 @@ class RunningChunk:
 
 
 class ForwardChunk(RunningChunk):
-    """``out`` (N, M, J * G, D) and ``lse`` (N, J * G, M): the merge of what was computed so far."""
+    """Chunk of a forward: ``out`` (N, M, J * G, D), ``lse`` (N, J * G, M) are the merge of what was computed so far."""
 
     out: Tensor
     lse: Tensor
@@ -162,7 +163,10 @@ class ForwardChunk(RunningChunk):
 
 
 class BackwardChunk(RunningChunk):
-    """``grads``: dq (N, M, J * G, D), dk and dv (N, M, J, D), the sums of what was computed and came home so far."""
+    """Chunk of a backward: ``grads`` are the sums of what was computed and came home so far.
+
+    dq is (N, M, J * G, D), dk and dv (N, M, J, D).
+    """
 
     grads: Triple
 
@@ -223,11 +227,11 @@ class BackwardChunk(RunningChunk):
 
 
 def own_copy(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Contiguous and not shared with a kernel's result."""
+    """Return a contiguous copy, not shared with a kernel's result."""
     return torch.empty(x.shape, dtype=dtype, device=x.device).copy_(x)
 
 
 def _own_copies(given: list[Tensor], dtype: torch.dtype) -> Triple:
-    """Copies of three tensors, each of which is let go before the next is copied."""
+    """Return copies of three tensors, each of which is let go before the next is copied."""
     q, k, v = (own_copy(given.pop(0), dtype) for _ in range(3))
     return q, k, v

@@ -15,7 +15,7 @@ _MOST_COPIES = 64  # each costs the host 14 us
 
 
 class Copy2D(NamedTuple):
-    """``height`` rows of ``width`` bytes; offsets and pitches (from row to row) in bytes."""
+    """Copy of ``height`` rows of ``width`` bytes; offsets and pitches (from row to row) in bytes."""
 
     source_offset: int
     target_offset: int
@@ -57,7 +57,7 @@ def copies_2d(
 def _joined(
     shape: Sequence[int], source: Sequence[int], target: Sequence[int], itemsize: int
 ) -> list[tuple[int, int, int]]:
-    """(size, source stride, target stride) from the innermost dimension on, neighbours that are one joined."""
+    """Return (size, source stride, target stride) from the innermost dimension on, neighbours that are one joined."""
     dims = sorted((dim for dim in zip(shape, source, target, strict=True) if dim[0] > 1), key=lambda dim: dim[1:])
     found: list[tuple[int, int, int]] = []
     for size, there, here in dims:

@@ -28,7 +28,7 @@ _MOST_EXCESS = 4  # a buffer serves what needs at least this part of it
 
 
 class PeerBuffer(Protocol):
-    """``nbytes`` of every rank: ``of`` are their bytes as this rank reaches them, ``own`` its own."""
+    """Buffer of ``nbytes`` on every rank: ``of`` are their bytes as this rank reaches them, ``own`` its own."""
 
     nbytes: int
     own: Tensor
@@ -81,12 +81,9 @@ class BufferPool:
         """Note that all ranks have begun what follows the last ``release``."""
         self._read.clear()
 
-    def held_bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in (*self._free, *self._in_use))
-
 
 class SymmetricExchange(HeadExchange):
-    """``shards`` are what all ranks of the group hold; ``members`` exchange, in ``groups`` of heads."""
+    """Exchange among ``members``, of ranks that hold ``shards`` all together, in ``groups`` of heads."""
 
     PREFETCHED = 1  # copy engines work beside any kernel
     IN_FLIGHT = 2  # one result leaves while the one before it is brought where it belongs
@@ -213,14 +210,11 @@ class SymmetricExchange(HeadExchange):
         return [(self._me + step) % count for step in range(1, count + 1)]
 
     def _copy(self, source: Tensor, target: Tensor, place: int) -> None:
-        far = place != self._me
-        self._buffers.memory.copy(source, target, far=far)
-        if far:
-            self._comm.sent_bytes += source.nbytes
+        self._buffers.memory.copy(source, target, far=place != self._me)
 
 
 def _rows_first(memory: Tensor, dtype: torch.dtype, shape: tuple[int, int, int, int]) -> Tensor:
-    """(B, rows, heads, D) at the beginning of ``memory``; where D is 1 a head's rows lie side by side, as of an LSE."""
+    """View (B, rows, heads, D) at the beginning of ``memory``; where D is 1 (an LSE) a head's rows lie side by side."""
     batch, rows, heads, head_dim = shape
     flat = memory[: prod(shape) * dtype.itemsize].view(dtype)
     if head_dim == 1:

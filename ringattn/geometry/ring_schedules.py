@@ -19,8 +19,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ringattn.workload import Tunables
-
 from .layout import Shard, Span, length_of
 from .pattern import Call
 
@@ -87,11 +85,6 @@ class Chunk:
     @property
     def segments(self) -> int:
         return self.calls[0].segments
-
-
-def ulysses_degree(tunables: Tunables, world: int) -> int:
-    """Return how many consecutive ranks exchange heads; 1 where none do."""
-    return {"ulysses": world, "ulysses-ring": tunables.ulysses}.get(tunables.schedule, 1)
 
 
 def needed(chunk: Chunk, reader: int, owner: int, causal: bool) -> int:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from . import math as kernels_math
 from .contract import BlockKernel, BoundKernel, Grads, KernelConfig, KernelNeed
-from .parts import (
+from .grid_limits import (
     FLASH_2_MAX_ELEMENTS,
     MAX_GRID,
     cutlass_empty_rows,
@@ -50,6 +50,16 @@ def _sum_heads(grad_NMHD: Tensor, kv_heads: int) -> Tensor:
     return grad_NMHD.view(n, m, kv_heads, heads // kv_heads, d).sum(3, dtype=wide).to(grad_NMHD.dtype)
 
 
+def _heads_first(*tensors_NMHD: Tensor) -> list[Tensor]:
+    return [x.transpose(1, 2) for x in tensors_NMHD]
+
+
+@functools.cache
+def _random_state(numbers: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the philox state of dropout: never read without it, but it must be a tensor."""
+    return torch.zeros(numbers, dtype=dtype, device=device)
+
+
 # --- flash-cpu ---------------------------------------------------------------------------------------------------
 
 
@@ -63,19 +73,15 @@ def _flash_cpu(config: KernelConfig) -> BoundKernel:
     causal, scale = config.causal, config.scale
 
     def forward(q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
-        out, lse = forward_op(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, causal, scale=scale)
+        out, lse = forward_op(*_heads_first(q, k, v), 0.0, causal, scale=scale)
         out = out.transpose(1, 2)
         # 2 us where a call of 64 rows and 8 heads takes 226, and 15 where one of 2048 and 16 takes 224,000
         if type(lse) is Tensor and int(torch.count_nonzero(lse)) != lse.numel():  # a FakeTensor has no values
             return _decided_by_math(q, k, v, out, lse, causal, scale)
         return out, lse
 
-    def backward(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /, grads: Grads | None = None
-    ) -> Grads:
-        assert grads is None, "this kernel cannot write into given gradients"
-        heads = [x.transpose(1, 2) for x in (dout, q, k, v, out)]
-        dq, dk, dv = backward_op(*heads, without_empty_rows(lse), 0.0, causal, scale=scale)
+    def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /) -> Grads:
+        dq, dk, dv = backward_op(*_heads_first(dout, q, k, v, out), without_empty_rows(lse), 0.0, causal, scale=scale)
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
     return BoundKernel(forward, backward, lambda shape: forward)
@@ -130,7 +136,6 @@ def _flash(config: KernelConfig) -> BoundKernel:
     forward_op = _aten._flash_attention_forward.default
     backward_op = _aten._flash_attention_backward.default
     causal, scale = config.causal, config.scale
-    unused: dict[torch.device, Tensor] = {}  # philox state: never read without dropout, but it must be a tensor
 
     def attend(q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
         result = forward_op(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale)
@@ -140,13 +145,8 @@ def _flash(config: KernelConfig) -> BoundKernel:
         out, lse = attend(q, k, v)
         return out, flash_2_empty_rows(lse)
 
-    def backward(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /, grads: Grads | None = None
-    ) -> Grads:
-        assert grads is None, "this kernel cannot write into given gradients"
-        state = unused.get(q.device)
-        if state is None:
-            state = unused[q.device] = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /) -> Grads:
+        state = _random_state(2, torch.uint64, q.device)
         rows, keys = q.shape[1], k.shape[1]
         grads = backward_op(dout, q, k, v, out, lse, None, None, rows, keys, 0.0, causal, state, state, scale=scale)
         return grads[0], grads[1], grads[2]
@@ -165,32 +165,23 @@ def _cudnn(config: KernelConfig) -> BoundKernel:
     forward_op = _aten._scaled_dot_product_cudnn_attention.default
     backward_op = _aten._scaled_dot_product_cudnn_attention_backward.default
     causal, scale = config.causal, config.scale
-    unused: dict[torch.device, Tensor] = {}
 
     def forward(q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
         if q.shape[1] == 1:
             return one_row.forward(q, k, v)
-        result = forward_op(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, True, 0.0, causal, False, scale=scale
-        )
+        result = forward_op(*_heads_first(q, k, v), None, True, 0.0, causal, False, scale=scale)
         lse = result[1]
         return result[0].transpose(1, 2), lse.view(lse.shape[:3])
 
-    def backward(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /, grads: Grads | None = None
-    ) -> Grads:
-        assert grads is None, "this kernel cannot write into given gradients"
+    def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /) -> Grads:
         rows, keys = q.shape[1], k.shape[1]
         if rows == 1:
             return one_row.backward(dout, q, k, v, out, lse)
         if not causal and rows % 128 == 64:
             tail = one_row if _flash_2_head_dim_is_unsafe(q.shape[3]) else odd_tail
             return tail.backward(dout, q, k, v, out, lse)
-        state = unused.get(q.device)
-        if state is None:
-            state = unused[q.device] = torch.zeros(1, dtype=torch.int64, device=q.device)
-        heads = [x.transpose(1, 2) for x in (dout, q, k, v, out)]
-        lse = without_empty_rows(lse)
+        state = _random_state(1, torch.int64, q.device)
+        heads, lse = _heads_first(dout, q, k, v, out), without_empty_rows(lse)
         dq, dk, dv = backward_op(
             *heads, lse.unsqueeze(-1), state, state, None, None, None, rows, keys, 0.0, causal, scale=scale
         )
@@ -203,22 +194,16 @@ def _efficient(config: KernelConfig) -> BoundKernel:
     forward_op = _aten._scaled_dot_product_efficient_attention.default
     backward_op = _aten._scaled_dot_product_efficient_attention_backward.default
     causal, scale = config.causal, config.scale
-    unused = torch.zeros((), dtype=torch.int64)
-    wanted = [True, True, True, False]
+    unused, wanted = torch.zeros((), dtype=torch.int64), [True, True, True, False]
 
     def forward(q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
         rows, heads = q.shape[1], q.shape[2]
         k, v = _expand_heads(k, heads), _expand_heads(v, heads)
-        out, lse, _, _ = forward_op(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, True, 0.0, causal, scale=scale
-        )
+        out, lse, _, _ = forward_op(*_heads_first(q, k, v), None, True, 0.0, causal, scale=scale)
         lse = lse[:, :, :rows]  # it pads the rows of its LSE to a multiple of 32
         return out.transpose(1, 2), cutlass_empty_rows(lse, q, k, scale)
 
-    def backward(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /, grads: Grads | None = None
-    ) -> Grads:
-        assert grads is None, "this kernel cannot write into given gradients"
+    def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /) -> Grads:
         rows, heads, kv_heads = q.shape[1], q.shape[2], k.shape[2]
         padded = -(-rows // 32) * 32
         # The kernel reads out as if its rows were H * D apart, whatever its strides say. Of an out laid out by heads,
@@ -229,10 +214,8 @@ def _efficient(config: KernelConfig) -> BoundKernel:
             padded_lse[:, :, :rows] = lse
             lse = padded_lse
         k, v = _expand_heads(k, heads), _expand_heads(v, heads)
-        args = [x.transpose(1, 2) for x in (dout, q, k, v)]
-        dq, dk, dv, _ = backward_op(
-            *args, None, out.transpose(1, 2), lse, unused, unused, 0.0, wanted, causal, scale=scale
-        )
+        *inputs, out = _heads_first(dout, q, k, v, out)
+        dq, dk, dv, _ = backward_op(*inputs, None, out, lse, unused, unused, 0.0, wanted, causal, scale=scale)
         dk, dv = _sum_heads(dk.transpose(1, 2), kv_heads), _sum_heads(dv.transpose(1, 2), kv_heads)
         return dq.transpose(1, 2), dk, dv
 

@@ -75,8 +75,16 @@ class Forward(Protocol):
 class Backward(Protocol):
     """Maps dout, q, k, v and the merged out and lse to dq, dk, dv of the block.
 
-    lse is contiguous; dout and out too, unless the kernel says ``strided_backward``. ``grads`` are tensors, possibly
-    strided, to write into and return: given only to a kernel that says ``writes_grads``.
+    lse is contiguous; dout and out too, unless the kernel says ``strided_backward``.
+    """
+
+    def __call__(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /) -> Grads: ...
+
+
+class WritingBackward(Backward, Protocol):
+    """Backward of a kernel that says ``writes_grads``: ``grads``, if given, are written into and returned.
+
+    They may be strided.
     """
 
     def __call__(

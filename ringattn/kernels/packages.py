@@ -27,7 +27,7 @@ from ringattn.profile.locations import home_folder
 
 from .aten import cuda_reasons, far_rows_faults, flash_2_backward_faults, flash_2_reads_out_of_bounds
 from .contract import BlockKernel, BoundKernel, Grads, KernelConfig, KernelNeed, Params
-from .parts import MAX_GRID, cutlass_empty_rows, flash_2_empty_rows, in_parts, without_empty_rows
+from .grid_limits import MAX_GRID, cutlass_empty_rows, flash_2_empty_rows, in_parts, without_empty_rows
 from .recorded_launch import RecordedLaunch
 
 # --- loading -----------------------------------------------------------------------------------------------------
@@ -332,10 +332,7 @@ def load_xformers(config: KernelConfig) -> BoundKernel:
         lse = lse[:, :, : q.shape[1]]  # CUTLASS pads its rows to a multiple of 32
         return out, cutlass_empty_rows(lse, q, k, scale) if cutlass else flash_2_empty_rows(lse)
 
-    def backward(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /, grads: Grads | None = None
-    ) -> Grads:
-        assert grads is None, "this kernel cannot write into given gradients"
+    def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /) -> Grads:
         # out is read as if its rows were H * D apart, as in kernels_aten's "efficient".
         lse = without_empty_rows(_contiguous_lse(lse))
         result = bwd(dout, out.contiguous(), lse, q, k, v, attn_bias=bias, scale=scale, op=backward_op)

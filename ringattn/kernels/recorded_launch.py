@@ -77,7 +77,7 @@ class _Recipe:
 
 
 class RecordedLaunch:
-    """``function`` of ``module``, whose functions keep their compiled kernels in attributes ``compile_cache``.
+    """Calls ``function`` of ``module``, whose functions keep their compiled kernels in attributes ``compile_cache``.
 
     Called with tensors by position, then with those of ``into`` by name; ``keywords`` are the same at every call.
     Returns the first ``results`` of what the function returns. A shape is recorded when it comes for the second time,

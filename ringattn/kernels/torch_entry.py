@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from .parts import FLASH_2_MAX_ELEMENTS, MAX_GRID, flash_2_elements
+from .grid_limits import FLASH_2_MAX_ELEMENTS, MAX_GRID, flash_2_elements
 
 _BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 _NAMES = {

@@ -169,7 +169,7 @@ def _check_here(combinations: Sequence[Combination], device: torch.device) -> di
 
 
 def _apart(work: Callable[[], Result], device: torch.device) -> Result:
-    """``work`` in a new thread and on a stream of its own.
+    """Run ``work`` in a new thread and on a stream of its own.
 
     Autocast, grad mode, torch's function and dispatch modes (FakeTensorMode, a default device, what functorch and
     torch.compile trace with) are the thread's that set them.

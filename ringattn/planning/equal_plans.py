@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ringattn.geometry.ring_schedules import ulysses_degree
 from ringattn.tunables import TABLE, Case, Tunable, Tunables
 from ringattn.workload import Workload
 
@@ -33,7 +32,7 @@ def case_of(workload: Workload, tunables: Tunables) -> Case:
     )
     if workload.world == 1:
         return case
-    degree = ulysses_degree(tunables, workload.world)
+    degree = tunables.exchange_degree(workload.world)
     return replace(case, degree=degree, travelling=travelling_branches(workload, tunables))
 
 

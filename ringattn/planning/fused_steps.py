@@ -6,17 +6,17 @@ dim and the segments.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from ringattn.workload import BranchTunables, Workload
+from ringattn.workload import Tunables, Workload
 
 BLOCKS = (16, 32, 64, 128)
 FUSED_PARAMS: Mapping[str, tuple[int, ...]] = {"merge.block": BLOCKS, "gather.block": BLOCKS, "sum.block": BLOCKS}
 FUSED_STEPS = tuple(name.partition(".")[0] for name in FUSED_PARAMS)
 
 
-def steps_not_taken(workload: Workload, branches: Sequence[BranchTunables]) -> dict[str, str]:
-    """Return each step that a plan with these branches does not take, and why; the others of ``FUSED_STEPS`` it takes.
+def steps_not_taken(workload: Workload, tunables: Tunables) -> dict[str, str]:
+    """Return each step that a plan of these tunables does not take, and why; the others of ``FUSED_STEPS`` it takes.
 
     Rows are gathered for a branch that copies them; in training dout, out and lse are for every rate above 1.
     """
@@ -26,6 +26,6 @@ def steps_not_taken(workload: Workload, branches: Sequence[BranchTunables]) -> d
     if not workload.train:
         missing["sum"] = "only training sums gradients"
     dilated = any(branch.rate > 1 for branch in workload.pattern.resolved(workload.seq_len))
-    if not any(branch.gather == "copy" for branch in branches) and not (workload.train and dilated):
+    if "copy" not in tunables.gathers and not (workload.train and dilated):
         missing["gather"] = "no rows are gathered"
     return missing

@@ -135,7 +135,7 @@ def kernel_needs(
         tunables.dtype,
         arch=facts.arch,
         vendor=facts.vendor,
-        gather=tunables.branches[branch].gather,
+        gather=tunables.gathers[branch],
         window_tokens=tunables.window_tokens,
         backward=backward,
         conditions=conditions,
@@ -259,8 +259,7 @@ def _memory_reasons(workload: Workload, tunables: Tunables, facts: HardwareFacts
     window = tunables.window_tokens
     if window is not None and not nests(workload.pattern, window):
         reasons.append(f"window_tokens {window} is not a multiple of every segment of the pattern {workload.pattern}")
-    gathers = any(branch.gather == "copy" for branch in tunables.branches)
-    if tunables.checkpoint == "none" and tunables.schedule == "local" and not gathers:
+    if tunables.checkpoint == "none" and tunables.is_local and "copy" not in tunables.gathers:
         reasons.append("checkpoint none keeps gathered rows, and no branch gathers; use selective")
     if tunables.checkpoint == "offload" and facts.vendor == "cpu":
         reasons.append("checkpoint offload moves tensors to the host, where a CPU has them already")
@@ -278,7 +277,7 @@ def _fused_param_reasons(
         return [f"parameter {name}: the steps between kernels are not fused here"]
     if name not in FUSED_PARAMS:
         return [f"parameter {name}: no step between kernels has it; there are {', '.join(FUSED_PARAMS)}"]
-    not_taken = steps_not_taken(workload, tunables.branches).get(name.partition(".")[0])
+    not_taken = steps_not_taken(workload, tunables).get(name.partition(".")[0])
     if not_taken:
         return [f"parameter {name}: {not_taken}"]
     if isinstance(value, bool) or value not in FUSED_PARAMS[name]:

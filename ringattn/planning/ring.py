@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ringattn.geometry.layout import Shard, grouped, no_shard_reason, shards_of
 from ringattn.geometry.ring_geometry import HeadRange, ring_geometry, stays
-from ringattn.geometry.ring_schedules import ulysses_degree
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.wording import plural
 from ringattn.workload import Pattern, Tunables, Workload
@@ -35,7 +34,7 @@ class Ranks:
     @classmethod
     def of(cls, workload: Workload, tunables: Tunables) -> Ranks:
         parts = shards_of(tunables.layout, workload.total, workload.world)
-        degree = ulysses_degree(tunables, workload.world)
+        degree = tunables.exchange_degree(workload.world)
         return cls(grouped(parts, degree), degree)
 
     def travelling(self, workload: Workload) -> tuple[int, ...]:
@@ -48,8 +47,8 @@ class Ranks:
 
 def travelling_branches(workload: Workload, tunables: Tunables) -> tuple[int, ...]:
     """Return the branches whose rows go from rank to rank; none where the tunables cannot be laid out at all."""
-    degree, layout = ulysses_degree(tunables, workload.world), tunables.layout
-    if tunables.schedule == "local" or not layout or degree < 1 or workload.world % degree:
+    degree, layout = tunables.exchange_degree(workload.world), tunables.layout
+    if tunables.is_local or not layout or degree < 1 or workload.world % degree:
         return ()
     if no_shard_reason(layout, workload.total, workload.world):
         return ()
@@ -70,18 +69,17 @@ def ring_reasons(workload: Workload, tunables: Tunables, layout: str) -> list[st
     reasons = _degree_reasons(workload, tunables)
     if reasons:
         return reasons
-    alone = replace(tunables, schedule="ring", ulysses=0)
-    crossing = Ranks.of(workload, alone).travelling(workload)
-    if tunables.schedule == "local" and crossing:
+    crossing = Ranks(shards_of(tunables.layout, workload.total, workload.world), 1).travelling(workload)
+    if tunables.is_local and crossing:
         segments = ", ".join(str(b.segment) for n, b in enumerate(workload.pattern.branches) if n in crossing)
         reasons.append(f"schedule local: {f'segments of {segments}' if segments else 'dense attention'} crosses ranks")
-    if tunables.schedule != "local" and not crossing:
+    if not tunables.is_local and not crossing:
         reasons.append(f"schedule {tunables.schedule}: every segment stays on one rank; use local")
     return reasons
 
 
 def _degree_reasons(workload: Workload, tunables: Tunables) -> list[str]:
-    degree = ulysses_degree(tunables, workload.world)
+    degree = tunables.exchange_degree(workload.world)
     if tunables.schedule == "ulysses-ring" and (not 1 < degree < workload.world or workload.world % degree):
         return [f"ulysses {degree} is no divisor of {workload.world} ranks other than 1 and all"]
     return [
@@ -111,8 +109,8 @@ def exchange_reasons(world: int, exchange: str, facts: HardwareFacts, apart: str
 def blocks_of(workload: Workload, tunables: Tunables) -> tuple[Block, ...]:
     """Return the blocks that kernels meet on the first, a middle and the last member of the ring."""
     ranks = Ranks.of(workload, tunables)
-    groups, gathers = max(1, tunables.head_groups), tunables.schedule == "all-gather"
-    own = workload.kv_heads // ranks.degree // (1 if gathers else groups)
+    exchanged_groups = max(1, tunables.head_groups) // tunables.transport_groups  # those that a rank computes in turn
+    own = workload.kv_heads // ranks.degree // exchanged_groups
     return _blocks(
         workload.pattern,
         workload.causal,
@@ -120,8 +118,8 @@ def blocks_of(workload: Workload, tunables: Tunables) -> tuple[Block, ...]:
         workload.batch,
         workload.heads // workload.kv_heads,
         HeadRange(0, own, workload.kv_heads),
-        "all-gather" if gathers else "ring",
-        groups if gathers else 1,
+        tunables.transport,
+        tunables.transport_groups,
     )
 
 

@@ -34,7 +34,7 @@ _HOME = re.compile(r"(?<![\w.~/-])(?:[A-Za-z]:)?[/\\](?:home|Users)[/\\][^\s/\\:
 
 
 def shareable_text(text: str) -> str:
-    """``text`` as one bounded line that may leave this machine: file names keep no directories, which name users.
+    """Return ``text`` as one bounded line that may leave this machine: file names keep no folders, which name users.
 
     Idempotent, so a loaded profile equals the dumped one.
     """

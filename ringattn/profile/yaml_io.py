@@ -108,7 +108,7 @@ def parse_profile(content: str | bytes, source: str) -> Profile:
 
 
 def dump_profile(profile: Profile) -> str:
-    """``profile`` as YAML, with its checksum: ``parse_profile`` gives back an equal one. Raises ProfileError."""
+    """Return ``profile`` as YAML, with its checksum: ``parse_profile`` gives back an equal one. Raises ProfileError."""
     encoded = _encode_fields(profile, "")
     plain = {name: encoded[name] for name in _TOP_LEVEL if name in encoded}
     assert len(plain) == len(encoded), f"_TOP_LEVEL lacks {encoded.keys() - plain.keys()}"
@@ -134,7 +134,7 @@ def from_plain(cls: Any, plain: object, source: str) -> Any:
 
 
 def checksum_of(plain: dict[str, Any]) -> str:
-    """``sha256:`` over the content as canonical JSON, so that comments and layout are free."""
+    """Return ``sha256:`` over the content as canonical JSON, so that comments and layout are free."""
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return "sha256:" + hashlib.sha256(text.encode("ascii")).hexdigest()
 

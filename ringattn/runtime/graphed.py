@@ -21,7 +21,8 @@ from torch import Tensor
 from ringattn.kernels.contract import not_differentiable
 from ringattn.planning.plan import Plan
 
-from .program import ALL, Grads, Kept, Program, Wanted
+from .executor import ALL, Grads, Kept, Wanted
+from .program import Program
 
 # Directions of shapes that a program keeps captured; who meets more captures the least recently used anew, in 50 ms.
 MOST_GRAPHS = 16
@@ -33,7 +34,7 @@ Key = tuple[object, ...]
 
 
 class _Device:
-    """What the graphs of a device share: a memory pool, and the stream that was the last to replay one.
+    """Memory pool that the graphs of a device share, and the stream that was the last to replay one.
 
     Temporary memory of one graph is reused by the next, so they never run side by side.
     """
@@ -100,7 +101,7 @@ class GraphedProgram(Program):
 
     def __init__(self, plan: Plan, scale: float) -> None:
         super().__init__(plan, scale)
-        assert self.checkpoint == "selective"
+        assert plan.tunables.keeps_inputs_and_results
         self.differentiable = not_differentiable
         self._graphs: OrderedDict[Key, _Graph | None] = OrderedDict()  # None: met once
         # The graph that ran the latest forward, and the address of the out that was copied from it
@@ -126,28 +127,20 @@ class GraphedProgram(Program):
         return out, lse
 
     def gradients(
-        self,
-        dout: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        kept: Sequence[Tensor] = (),
-        wanted: Wanted = ALL,
-        dlse: Tensor | None = None,
+        self, dout: Tensor | None, saved: Sequence[Tensor], wanted: Wanted = ALL, dlse: Tensor | None = None
     ) -> Grads:
         run = super().gradients
         # A loss of lse is rare, and its scaling is a matter of the call.
         if dout is None or dlse is not None or torch.cuda.is_current_stream_capturing():
-            return run(dout, q, k, v, out, lse, kept, wanted, dlse)
+            return run(dout, saved, wanted, dlse)
 
-        def step(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> list[Tensor]:
-            return [grad for grad in run(dout, q, k, v, out, lse, (), wanted) if grad is not None]
+        def step(dout: Tensor, *saved: Tensor) -> list[Tensor]:
+            return [grad for grad in run(dout, saved, wanted) if grad is not None]
 
+        q, out = saved[0], saved[3]
         shared = _shared(q.device)
         with shared.lock, torch.cuda.device(q.device):
-            inputs: tuple[Tensor, ...] = (dout, q, k, v, out, lse)
+            inputs: tuple[Tensor, ...] = (dout, *saved)
             placed: Sequence[Tensor] = ()
             key = _key(wanted, inputs)
             latest = self._latest  # read once: a forward in another thread forgets it before it waits for the lock
@@ -156,7 +149,7 @@ class GraphedProgram(Program):
                 forward = latest[0]
                 inputs, placed, key = (dout,), (*forward.inputs, *forward.results), (forward, *key)
             graph = self._graph(key, step, inputs, placed, shared)
-            found = iter(step(dout, q, k, v, out, lse) if graph is None else graph.replay(inputs))
+            found = iter(step(dout, *saved) if graph is None else graph.replay(inputs))
         dq, dk, dv = (next(found) if each else None for each in wanted)
         return dq, dk, dv
 

@@ -32,7 +32,7 @@ def is_one_op(plan: Plan) -> bool:
     """Tell whether training runs one kernel both ways on the tensors themselves, keeping what autograd would."""
     tunables, workload = plan.tunables, plan.workload
     one_kernel = all(branch.forward == branch.backward for branch in tunables.branches)
-    return workload.pattern.dense and workload.world == 1 and one_kernel and tunables.checkpoint == "selective"
+    return workload.pattern.dense and workload.world == 1 and one_kernel and tunables.keeps_inputs_and_results
 
 
 def may_be_torchs(plan: Plan) -> bool:
@@ -43,8 +43,9 @@ def may_be_torchs(plan: Plan) -> bool:
     return not workload.train or (is_one_op(plan) and not plan.conditions.deterministic)
 
 
-def bind(plan: Plan, name: str, scale: float) -> BoundKernel:
-    causal, deterministic = plan.workload.causal, plan.conditions.deterministic
+def bind(plan: Plan, name: str, scale: float, *, full: bool = False) -> BoundKernel:
+    """Return a kernel with the parameters of the plan; without a mask where blocks are ``full``."""
+    causal, deterministic = plan.workload.causal and not full, plan.conditions.deterministic
     return KERNELS[name].load(
         KernelConfig(causal, scale, deterministic, plan.tunables.params_of(name), plan.tunables.dtype)
     )

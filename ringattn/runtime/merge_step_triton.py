@@ -45,7 +45,7 @@ def _merge_block(
 
 
 def merge_block(total: Tensor, total_lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """``chunk_rows.merge_block`` for (N, M, H, D) with contiguous D: ``total`` float32, ``part`` of any dtype.
+    """Do as ``chunk_rows.merge_block``, for (N, M, H, D) with contiguous D: ``total`` float32, ``part`` of any dtype.
 
     The LSEs are (N, M, H) in float32, of any strides.
     """

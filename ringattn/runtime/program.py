@@ -7,35 +7,22 @@ M rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from ringattn.dtypes import TORCH_DTYPES
 from ringattn.geometry.calls import Geometry, LayoutKey, PlacedCall, Window, build_geometry, cached_geometry
-from ringattn.kernels.contract import Differentiable, not_differentiable
+from ringattn.kernels.contract import WritingBackward, not_differentiable
 from ringattn.kernels.registry import KERNELS
 from ringattn.kernels.torch_entry import Attend, torch_entry
 from ringattn.planning.plan import Plan
 
+from .executor import ALL, Executor, Grads, Kept, Triple, Wanted, as_wanted
 from .loading import bind, is_one_op, load_ops, may_be_torchs, writing_branch
 from .merge import GradJob, GradPartial, Partial, accumulator_dtype, as_view
 from .workspace import Lease
-
-if TYPE_CHECKING:
-    pass
-
-# Gathered q, k, v of the copied calls, in call order: what checkpoint "none" keeps for the backward.
-Kept = list[Tensor]
-
-# q, k and v, or their gradients
-Triple = tuple[Tensor, Tensor, Tensor]
-Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
-
-# Which of dq, dk and dv are needed.
-Wanted = tuple[bool, bool, bool]
-ALL: Wanted = (True, True, True)
 
 
 class BackwardRows(NamedTuple):
@@ -53,7 +40,7 @@ TravelForward = Callable[[list[Triple]], Callable[[], list[tuple[Tensor, Tensor]
 TravelBackward = Callable[[list[BackwardRows]], Callable[[], list[Triple]]]
 
 
-class Program:
+class Program(Executor):
     """Plan with its kernels loaded; stateless between calls, so one serves any number of threads."""
 
     def __init__(self, plan: Plan, scale: float, travelling: frozenset[int] = frozenset()) -> None:
@@ -63,9 +50,8 @@ class Program:
         self.plan = plan
         self._travelling = travelling
         self.dtype = TORCH_DTYPES[tunables.dtype]
-        self.checkpoint = tunables.checkpoint
         self._pattern, self._dense = plan.workload.pattern, plan.workload.pattern.dense
-        self._gathers = tuple(branch.gather for branch in tunables.branches)
+        self._gathers = tunables.gathers
         self._window = tunables.window_tokens
         self._geometry_of = cached_geometry if tunables.pattern_cache else build_geometry
         self._pool = (tunables.pool_threshold_mib, tunables.pool_strategy)
@@ -76,44 +62,26 @@ class Program:
         self._backward = [kernel.backward for kernel in backward]
         self._strided = [KERNELS[b.backward].strided_backward for b in tunables.branches if b.backward]
         self._writer = writing_branch(plan, travelling) if backward else None
-        # The forward, for inputs in the compute dtype, of a plan that autograd needs no help with
-        self.differentiable: Differentiable = backward[0].differentiable if is_one_op(plan) else not_differentiable
+        self.differentiable = backward[0].differentiable if is_one_op(plan) else not_differentiable
         self._scale = scale
         self._of_torch = tunables.branches[0].forward if may_be_torchs(plan) else ""
 
     def torch_entry(self, q: Tensor, k: Tensor, v: Tensor) -> Attend | None:
-        """Return torch's own function for calls like this one that ask for no lse; None where it does something else.
-
-        q, k and v are in the compute dtype.
-        """
         if not self._of_torch:
             return None
         workload = self.plan.workload
         return torch_entry(self._of_torch, workload.causal, self._scale, q, k, v, workload.train)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kept: Kept | None = None) -> tuple[Tensor, Tensor]:
-        """Run ``forward`` on inputs of any dtype: computed in the plan's dtype, out in the input dtype."""
         if q.dtype is self.dtype:
             return self.forward(q, k, v, kept)
         out, lse = self.forward(q.to(self.dtype), k.to(self.dtype), v.to(self.dtype), kept)
         return out.to(q.dtype), lse
 
     def gradients(
-        self,
-        dout: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        kept: Sequence[Tensor] = (),
-        wanted: Wanted = ALL,
-        dlse: Tensor | None = None,
+        self, dout: Tensor | None, saved: Sequence[Tensor], wanted: Wanted = ALL, dlse: Tensor | None = None
     ) -> Grads:
-        """Run ``backward`` on tensors of any dtype and layout; gradients in the input dtype, None where not wanted.
-
-        dout and dlse are None where out, or lse, has no gradient, but not both.
-        """
+        q, k, v, out, lse, *kept = saved
         out, lse = out.contiguous(), lse.contiguous()
         narrow, wide = q.dtype, self.dtype
         if narrow is not wide:
@@ -254,8 +222,8 @@ class Program:
             rows = self._backward_rows(geometry, placed, inputs, results, lease, held)
             backward = self._backward[placed.branch]
             if placed.branch == self._writer:
-                in_place = self._rows(geometry, placed, grads, lease)
-                parts = backward(rows.dout, *rows.inputs, rows.out, rows.lse, grads=in_place)
+                in_place, writing = self._rows(geometry, placed, grads, lease), cast(WritingBackward, backward)
+                parts = writing(rows.dout, *rows.inputs, rows.out, rows.lse, grads=in_place)
             else:
                 parts = backward(rows.dout, *rows.inputs, rows.out, rows.lse)
             found.append((placed, parts))
@@ -334,15 +302,6 @@ class Program:
         rows = self._backward_rows(geometry, placed, inputs, results, _unpooled(q.device))
         dq, dk, dv = self._backward[0](rows.dout, *rows.inputs, rows.out, rows.lse)
         return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
-
-
-def as_wanted(grads: Triple, dtype: torch.dtype, wanted: Wanted) -> Grads:
-    """Return dq, dk and dv in the dtype of the inputs, None where not wanted."""
-    dq, dk, dv = grads
-    if wanted == ALL and dq.dtype is dk.dtype is dv.dtype is dtype:  # else a microsecond each, for nothing
-        return grads
-    made = [grad.to(dtype) if want else None for grad, want in zip(grads, wanted, strict=True)]
-    return made[0], made[1], made[2]
 
 
 def _empty_like(x: Tensor) -> Tensor:

@@ -32,25 +32,17 @@ class WorkspacePool:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._free: defaultdict[_Key, list[Tensor]] = defaultdict(list)
-        self.reused = 0
-        self.allocated = 0
 
     def take(self, key: _Key) -> Tensor:
         with self._lock:
             kept = self._free.get(key)
             if kept:
-                self.reused += 1
                 return kept.pop()
-            self.allocated += 1
         return torch.empty(key[2], dtype=torch.uint8, device=key[0])
 
     def give(self, key: _Key, buffer: Tensor) -> None:
         with self._lock:
             self._free[key].append(buffer)
-
-    def held_bytes(self) -> int:
-        with self._lock:
-            return sum(buffer.nbytes for kept in self._free.values() for buffer in kept)
 
     def clear(self) -> None:
         """Give every idle buffer back to the caching allocator."""

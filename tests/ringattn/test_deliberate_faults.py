@@ -10,16 +10,13 @@ import importlib.util
 import inspect
 import json
 import linecache
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fused_cases import FusedCase, FusedCheck
+from interpreted_triton import interpreted, patch_once
 from oracle import Case, assert_equal_to, exact, found, pattern_of
 from torch import Tensor
 
@@ -95,7 +92,7 @@ def test_in_the_merge_of_a_ring_step() -> None:
 
 def _other_inputs(program: Any, saved: Sequence[Tensor], on_host: Any) -> Sequence[Tensor]:
     q, k, v = saved
-    return checkpoint._from_rerun(program, (q, v, k), on_host)
+    return q, v, k, *program.attend(q, v, k)
 
 
 def _not_restored(program: Any, saved: Sequence[Tensor], on_host: Any) -> Sequence[Tensor]:
@@ -106,7 +103,7 @@ def _not_restored(program: Any, saved: Sequence[Tensor], on_host: Any) -> Sequen
 @pytest.mark.parametrize(("mode", "fault"), [("full", _other_inputs), ("selective", _not_restored)])
 def test_in_a_checkpoint(mode: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     check(checkpoint=mode)
-    monkeypatch.setitem(checkpoint.MODES, mode, checkpoint.MODES[mode]._replace(restore=fault))
+    monkeypatch.setattr(checkpoint, "restore", fault)
     with pytest.raises(AssertionError):
         check(checkpoint=mode)
 
@@ -141,8 +138,8 @@ RIGHT = {
 
 @pytest.mark.parametrize("fault", [None, "sum", "gather"])
 def test_in_the_steps_that_a_plan_takes(fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def faulty(workload: Workload, branches: Sequence[BranchTunables]) -> dict[str, str]:
-        found = dict(steps_not_taken(workload, branches))
+    def faulty(workload: Workload, tunables: Tunables) -> dict[str, str]:
+        found = dict(steps_not_taken(workload, tunables))
         found.pop(fault or "", None)
         return found
 
@@ -163,15 +160,11 @@ SMALL = FusedCase("small", ((4, 1, "view"), (8, 2, "copy")), 20, 1, 4, 2, head_d
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the triton package")
 def test_in_the_fused_steps() -> None:
-    root = Path(__file__).parents[2]
-    paths = os.pathsep.join((str(root), str(root / "tests" / "support" / "ringattn")))
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-4000:]
-    assert json.loads(run.stdout) == FUSED_FAULTS
+    assert json.loads(interpreted(__file__)) == FUSED_FAULTS
 
 
 def _fused_main() -> None:
+    patch_once()
     from ringattn.runtime import fused_kernels, merge_triton
 
     right_words = merge_triton.stride_words

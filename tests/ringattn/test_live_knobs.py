@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from counted_pool import CountedPool
 from oracle import DENSE, Case, assert_equal_to, exact, found, pattern_of
 from recorder import Allocations, Record, record, saved_tensors
 from torch import Tensor
@@ -18,7 +19,6 @@ from ringattn.geometry.pattern import window_bounds
 from ringattn.kernels.contract import BlockKernel, KernelConfig, KernelNeed
 from ringattn.kernels.registry import KERNELS
 from ringattn.runtime import merge, workspace
-from ringattn.runtime.workspace import WorkspacePool
 from ringattn.workload import BranchTunables, Tunables
 
 PATTERN = pattern_of([16, 32], [1, 2])
@@ -33,8 +33,8 @@ def executed(monkeypatch: pytest.MonkeyPatch) -> Record:
 
 
 @pytest.fixture
-def pool(monkeypatch: pytest.MonkeyPatch) -> WorkspacePool:
-    fresh = WorkspacePool()
+def pool(monkeypatch: pytest.MonkeyPatch) -> CountedPool:
+    fresh = CountedPool()
     monkeypatch.setattr(workspace, "POOL", fresh)
     return fresh
 
@@ -135,7 +135,7 @@ def test_pattern_cache(executed: Record, monkeypatch: pytest.MonkeyPatch) -> Non
         assert calls.cached_geometry.cache_info().currsize == (1 if cached else 0)
 
 
-def test_pool_threshold(pool: WorkspacePool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pool_threshold(pool: CountedPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workspace, "_MIB", 2048)  # so that small tensors are on both sides of "1 MiB"
 
     def lent(threshold: int | None) -> tuple[int, int]:
@@ -168,7 +168,7 @@ def test_a_pool_saves_allocations() -> None:
     assert asked_for(None) - asked_for(0) == rows * (4 + 2 + 2) + weights
 
 
-def test_pool_strategy(pool: WorkspacePool) -> None:
+def test_pool_strategy(pool: CountedPool) -> None:
     def allocated(strategy: str) -> int:
         pool.clear()
         pool.allocated = 0
@@ -210,7 +210,7 @@ def test_window(executed: Record) -> None:
     assert largest[None] >= 3 * largest[32]
 
 
-def test_window_bounds_the_workspace(pool: WorkspacePool) -> None:
+def test_window_bounds_the_workspace(pool: CountedPool) -> None:
     held = {}
     for window in (None, 32):
         pool.clear()

@@ -17,12 +17,13 @@ some = settings(max_examples=max(10, settings.default.max_examples // 2))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("forward", "backward"), PAIRS)
 @some
 @given(cases(longest=40))
-def test_small_shapes(forward: str, backward: str, dtype: torch.dtype, case: Case) -> None:
+def test_small_shapes(dtype: torch.dtype, case: Case) -> None:
     # The rule counts roundings of products and sums; those of logits of 10 and more weigh more than that in exp.
-    assert_within_rule(replace(case, scale=None), forward, backward, dtype)
+    case = replace(case, scale=None)
+    for forward, backward in PAIRS:
+        assert_within_rule(case, forward, backward, dtype)
 
 
 LONG = [

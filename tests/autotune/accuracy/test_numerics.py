@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -209,6 +210,15 @@ def test_right_kernels_pass(
         assert verdict.error < {"fp32": 1e-5, "bf16": 5e-2, "fp16": 5e-3}[dtype]
 
 
+@lru_cache
+def _of_flash_cpu(cell: Workload) -> RingAttention:
+    branches = tuple(BranchTunables("flash-cpu", "flash-cpu") for _ in cell.pattern.branches)
+    profile = Profile.single(detect("cpu"), cell, Tunables("bf16", branches))
+    return RingAttention(
+        2, 128, segment_lengths=[64, 64], dilation_rates=[1, 2], causal=True, profile=profile, device="cpu"
+    )
+
+
 @pytest.mark.parametrize("seed", range(150))
 def test_a_right_kernel_passes_where_one_row_is_all_of_a_dk(seed: int) -> None:
     """Query 1 alone has a gradient, and only key 0 is looked at: by luck the modelled out is hardly rounded there."""
@@ -218,11 +228,7 @@ def test_a_right_kernel_passes_where_one_row_is_all_of_a_dk(seed: int) -> None:
     only = torch.arange(64) == 1
     inputs = replace(ordinary, dout=ordinary.dout * only[:, None, None], active=only)
     sampled = Sampled((0, 0), ((1,), (1,)), (1,), ((0,),))  # the odd head, whose second branch holds query 1 too
-    branches = tuple(BranchTunables("flash-cpu", "flash-cpu") for _ in pattern.branches)
-    profile = Profile.single(detect("cpu"), cell, Tunables("bf16", branches))
-    module = RingAttention(
-        2, 128, segment_lengths=[64, 64], dilation_rates=[1, 2], causal=True, profile=profile, device="cpu"
-    )
+    module = _of_flash_cpu(cell)
     q, k, v = (x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
     out, lse = module(q, k, v, return_lse=True)
     grads = torch.autograd.grad(out, (q, k, v), inputs.dout)

@@ -125,7 +125,7 @@ def ring_plan(cell: Workload, schedule: str, layout: str, **changes: object) -> 
 
 def test_real_ranks_check_prove_and_time_every_schedule_in_step(coordinator: Coordinator) -> None:
     evaluator = evaluator_of(coordinator, REAL_BENCH)
-    evaluator._settings = BenchSettings("cpu", coordinator.facts, seed=0, sample_target_ms=1.0, ragged_lengths=4)
+    evaluator._settings = BenchSettings("cpu", coordinator.facts, seed=0, sample_target_ms=1.0, ragged_lengths=2)
     assert evaluator.links().ring_gb_s > 0
     dense = Workload("train", True, 96, 2, 16, "fp32", world=2)
     dilated = Workload("train", True, 96, 2, 16, "fp32", world=2, pattern=Pattern.of([64, 128], [1, 2]))

@@ -317,7 +317,6 @@ def test_a_watch_sees_this_machine_and_names_what_it_cannot_see(monkeypatch: pyt
     assert any("throttling" in spot for spot in health.InterferenceMonitor("GPU-no-such-card").unmonitored)
 
 
-@pytest.mark.alone
 def test_a_sample_ends_when_its_calls_have_become_a_hundred_times_slower(
     bench: DeviceBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,7 +333,7 @@ def test_a_sample_ends_when_its_calls_have_become_a_hundred_times_slower(
     monkeypatch.setattr(runner, "call", slow)
     sample = bench.sample(CELL, plan())
     assert len(calls) == FEWEST
-    assert sample.ms == pytest.approx(20, rel=0.5)
+    assert sample.ms >= 20
     bench.release_all()  # the others have a runner of their own
 
 
@@ -419,14 +418,14 @@ def test_another_process_on_the_gpu_is_foreign_unless_it_is_of_the_pool_or_was_t
     assert not disturbed(0, 0, 0, 0)  # a driver that counts none
 
 
-@pytest.mark.alone
 def test_the_load_of_the_other_ranks_and_of_the_pool_is_not_foreign() -> None:
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
         try:
             watches = [health.InterferenceMonitor(siblings=(other.pid,)), *(health.InterferenceMonitor() for _ in "..")]
             watches[1].begin([other.pid])  # a worker that compiles while a block is timed
-            before = [monitor._read().own_s for monitor in watches]
-            time.sleep(0.8)
+            before, deadline = [monitor._read().own_s for monitor in watches], time.monotonic() + LIMIT_S
+            while watches[0]._read().own_s < before[0] + 0.5 and time.monotonic() < deadline:
+                time.sleep(0.05)
             ours, pool, alone = (monitor._read().own_s - begin for monitor, begin in zip(watches, before, strict=True))
         finally:
             other.kill()

@@ -151,8 +151,7 @@ def test_a_winner_that_the_machine_let_down_is_not_called_stale(machine: Machine
     assert max(limits_s) < 5  # of a budget of ten
 
 
-@pytest.mark.parametrize("check_s", [0.5, 3.0, 6.0, 7.5])
-@pytest.mark.parametrize("starts_s", [0.0, 9.0])
+@pytest.mark.parametrize(("check_s", "starts_s"), [(0.5, 0.0), (3.0, 9.0), (6.0, 0.0), (7.5, 9.0)])
 def test_verify_keeps_its_budget_whatever_a_check_takes(
     machine: Machine, tmp_path: Path, check_s: float, starts_s: float
 ) -> None:
@@ -249,7 +248,7 @@ def test_a_broken_file_at_the_output_is_not_overwritten_unseen(machine: Machine,
 # --- interrupted -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("after", [0, 1, 5, 17, 40, 60])
+@pytest.mark.parametrize("after", [0, 5, 17, 60])
 def test_an_interrupted_probe_goes_on_where_it_stopped(tmp_path: Path, after: int) -> None:
     """Whatever moment it is stopped at: no finished trial is told twice, and the end is as if nothing had happened."""
     path = tmp_path / "m.yaml"

@@ -282,8 +282,11 @@ def test_dropout_in_training_is_refused() -> None:
 # --- the operators ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["plain", "heads_first", "last_strided"])
-@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+@pytest.mark.parametrize(
+    ("pattern", "layout"),
+    list(zip(PATTERNS, ("plain", "heads_first", "last_strided"), strict=False)),
+    ids=str,
+)
 def test_the_operators_are_what_torch_expects_of_one(pattern: Pattern, layout: str) -> None:
     case = replace(CASE, pattern=pattern, layout=layout)
     module = case.module()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from oracle import DENSE, Case, pattern_of
 from pool import Pool
 from ring_cases import RingCase
+from shared_memory import SharedMemory
 
 from ringattn import Pattern
 
@@ -21,12 +25,38 @@ def _sent(ring: RingCase, dtype: torch.dtype = torch.float64, compute: str = "fp
     q, k, v = ring.case.inputs(dtype)
     module = ring.module(dtype, compute)
     assert module._ring is not None
-    comm = module._ring.comm
     leaves = [module.shard(x.detach()).clone().requires_grad_() for x in (q, k, v)]
-    out = module(*leaves)
-    forward = comm.sent_bytes
-    torch.autograd.grad(out, leaves, module.shard(ring.case.dout(dtype)))
-    return forward, comm.sent_bytes
+    with _sent_bytes(module._ring.comm.rank) as sent:
+        out = module(*leaves)
+        forward = sum(sent)
+        torch.autograd.grad(out, leaves, module.shard(ring.case.dout(dtype)))
+    return forward, sum(sent)
+
+
+@contextmanager
+def _sent_bytes(own: int) -> Iterator[list[int]]:
+    """Collects the bytes of rows that rank ``own`` sends to others; the numbers that ranks compare are none."""
+    sent: list[int] = []
+    start_messages, start_exchange = dist.batch_isend_irecv, dist.all_to_all_single
+    start_copy = SharedMemory.copy
+
+    def messages(operations: Any) -> Any:
+        sent.extend(o.tensor.nbytes for o in operations if o.op is dist.isend and o.tensor.dtype is not torch.int64)
+        return start_messages(operations)
+
+    def exchange(theirs: Any, mine: Any, receive_bytes: Any, send_bytes: Any, **more: Any) -> Any:
+        sent.append(sum(send_bytes) - send_bytes[own])
+        return start_exchange(theirs, mine, receive_bytes, send_bytes, **more)
+
+    def copy(memory: SharedMemory, source: Any, target: Any, *, far: bool) -> None:
+        sent.append(source.nbytes * far)
+        start_copy(memory, source, target, far=far)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SharedMemory, "copy", copy)
+        patch.setattr(dist, "batch_isend_irecv", messages)
+        patch.setattr(dist, "all_to_all_single", exchange)
+        yield sent
 
 
 def _case(kv_heads: int = HEADS, causal: bool = False, pattern: Pattern = DENSE) -> Case:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from interpreted_triton import interpreted, patch_once
 
 from ringattn.distributed.chunk_rows import merge_block
 
@@ -55,10 +51,7 @@ def check_equal_values(device: str) -> None:
 
 def test_under_the_interpreter() -> None:
     pytest.importorskip("triton")
-    root = Path(__file__).parents[3]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
+    interpreted(__file__)
 
 
 @pytest.mark.gpu
@@ -68,5 +61,6 @@ def test_on_a_gpu() -> None:
 
 
 if __name__ == "__main__":
+    patch_once()
     check_fused_merge("cpu")
     check_equal_values("cpu")

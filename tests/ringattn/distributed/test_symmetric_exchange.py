@@ -16,7 +16,7 @@ from oracle import DENSE, Case, pattern_of
 from patience import LIMIT_S
 from pool import TIMES, Pool, kill_self
 from ring_cases import RingCase
-from shared_memory import check_symmetric, copy_as_engine, pool_of, use_shared_memory
+from shared_memory import check_symmetric, copy_as_engine, held_bytes, pool_of, use_shared_memory
 from test_ring_bytes import _sent
 from torch import Tensor
 
@@ -68,8 +68,8 @@ def _calls(ring: RingCase, calls: int) -> list[tuple[int, int]]:
         leaves = [module.shard(x.detach()).clone().requires_grad_() for x in (q, k, v)]
         before = memory.barriers
         torch.autograd.grad(module(*leaves), leaves, module.shard(ring.case.dout()))
-        seen.append((pool.held_bytes(), memory.barriers - before))
-    assert pool.held_bytes() == module.peer_workspace_bytes()
+        seen.append((held_bytes(pool), memory.barriers - before))
+    assert held_bytes(pool) == module.peer_workspace_bytes()
     return seen
 
 

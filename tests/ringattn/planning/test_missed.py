@@ -161,7 +161,7 @@ from ringattn import Workload
 from ringattn.planning.missed import record_at
 record, number = record_at(sys.argv[1]), int(sys.argv[2])
 run = record.counted(lambda: None, Workload("infer", False, 32, 4, 8, "fp32", batch=2))
-for step in range(300):
+for step in range(100):
     for length in range(1, 40):  # a line of about 6 KiB
         record.counted(lambda: None, Workload("train", True, length, 4, 8, "bf16", batch=number + 1))()
     run()
@@ -176,8 +176,8 @@ def test_processes_append_at_once_without_mixing_lines(tmp_path: Path) -> None:
     assert [process.wait() for process in running] == [0] * 4
     calls, notes = read_record(path)
     assert notes == ()
-    assert calls.pop(INFER) == 4 * 300
-    assert Counter(calls.values()) == {300: 4 * 39}
+    assert calls.pop(INFER) == 4 * 100
+    assert Counter(calls.values()) == {100: 4 * 39}
 
 
 def test_a_program_writes_at_its_end(tmp_path: Path) -> None:

@@ -163,7 +163,6 @@ def test_shapes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             assert_same([attn(q, k, v)], [eager(q, k, v)])
     (program,) = programs(attn)
     assert len(program._graphs) <= 3
-    assert program.held_bytes() > 0
 
 
 def test_it_steps_aside_inside_a_capture() -> None:

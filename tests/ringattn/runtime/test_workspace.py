@@ -6,20 +6,21 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from counted_pool import CountedPool
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import Case, assert_equal_to, exact, found, pattern_of
 
 from ringattn.runtime import workspace
-from ringattn.runtime.workspace import Lease, WorkspacePool, size_class
+from ringattn.runtime.workspace import Lease, size_class
 from ringattn.workload import BranchTunables, Tunables
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def pool(monkeypatch: pytest.MonkeyPatch) -> WorkspacePool:
-    fresh = WorkspacePool()
+def pool(monkeypatch: pytest.MonkeyPatch) -> CountedPool:
+    fresh = CountedPool()
     monkeypatch.setattr(workspace, "POOL", fresh)
     return fresh
 
@@ -46,7 +47,7 @@ def test_a_lent_tensor_is_what_was_asked_for(dtype: torch.dtype, strategy: str) 
     lease.close()
 
 
-def test_what_came_back_is_lent_again(pool: WorkspacePool) -> None:
+def test_what_came_back_is_lent_again(pool: CountedPool) -> None:
     lease = Lease(CPU, 0, "shape")
     address = lease.empty((64,), torch.float32).data_ptr()
     lease.close()
@@ -60,7 +61,7 @@ def test_what_came_back_is_lent_again(pool: WorkspacePool) -> None:
     assert pool.held_bytes() == 0
 
 
-def test_by_shape_only_the_same_size_is_reused_by_bucket_a_near_one(pool: WorkspacePool) -> None:
+def test_by_shape_only_the_same_size_is_reused_by_bucket_a_near_one(pool: CountedPool) -> None:
     for strategy, allocated in (("shape", 2), ("bucket", 1)):
         pool.clear()
         pool.allocated = 0
@@ -71,7 +72,7 @@ def test_by_shape_only_the_same_size_is_reused_by_bucket_a_near_one(pool: Worksp
         assert pool.allocated == allocated
 
 
-def test_below_the_threshold_and_without_one_nothing_is_pooled(pool: WorkspacePool) -> None:
+def test_below_the_threshold_and_without_one_nothing_is_pooled(pool: CountedPool) -> None:
     for threshold in (None, 1):
         lease = Lease(CPU, threshold, "shape")
         lease.empty((2**18 - 1,), torch.float32)
@@ -83,12 +84,12 @@ def test_below_the_threshold_and_without_one_nothing_is_pooled(pool: WorkspacePo
     assert (pool.allocated, pool.held_bytes()) == (1, 2**20)
 
 
-def test_nothing_is_lent_for_no_elements(pool: WorkspacePool) -> None:
+def test_nothing_is_lent_for_no_elements(pool: CountedPool) -> None:
     assert Lease(CPU, 0, "bucket").empty((0, 4), torch.float32).shape == (0, 4)
     assert pool.allocated == 0
 
 
-def test_after_an_error_the_buffers_just_die(pool: WorkspacePool) -> None:
+def test_after_an_error_the_buffers_just_die(pool: CountedPool) -> None:
     lease = Lease(CPU, 0, "shape")
     lease.empty((64,), torch.float32)
     del lease
@@ -112,7 +113,7 @@ def pooled_case() -> tuple[Case, Tunables]:
     )
 
 
-def test_inference_then_training_on_one_pool(pool: WorkspacePool) -> None:
+def test_inference_then_training_on_one_pool(pool: CountedPool) -> None:
     case, tunables = pooled_case()
     module = case.running(tunables)
     q, k, v = case.inputs()
@@ -124,7 +125,7 @@ def test_inference_then_training_on_one_pool(pool: WorkspacePool) -> None:
     assert pool.reused > 0
 
 
-def test_no_result_and_nothing_saved_lies_in_the_pool(pool: WorkspacePool) -> None:
+def test_no_result_and_nothing_saved_lies_in_the_pool(pool: CountedPool) -> None:
     case, tunables = pooled_case()
     module = case.running(tunables)
     q, k, v = case.inputs()
@@ -149,7 +150,7 @@ def test_no_result_and_nothing_saved_lies_in_the_pool(pool: WorkspacePool) -> No
     assert all(torch.equal(x, y) for x, y in zip(results, again, strict=True))
 
 
-def test_threads_are_never_lent_one_buffer(pool: WorkspacePool) -> None:
+def test_threads_are_never_lent_one_buffer(pool: CountedPool) -> None:
     def work(number: int) -> None:
         for _ in range(200):
             lease = Lease(CPU, 0, "shape")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 import sys
 import time
 import traceback
@@ -47,6 +48,21 @@ def _start_server() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(folders + sys.path))
         forkserver.ensure_running()
+
+
+def forked(function: Callable[..., None], *arguments: Any) -> Any:
+    """A process that runs ``function``, forked from the server."""
+    _start_server()
+    process = _context.Process(target=function, args=arguments, daemon=True)
+    process.start()
+    return process
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
 
 
 def _rank_main(

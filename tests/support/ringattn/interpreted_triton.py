@@ -33,14 +33,43 @@ class Call(NamedTuple):
     limits: dict[str, Any] | None = None
 
 
+def interpreted(script: str, *arguments: object) -> str:
+    """What a script printed that ran under the interpreter; it calls ``patch_once`` before any kernel."""
+    here = Path(__file__).parent
+    paths = os.pathsep.join((str(here.parents[2]), str(here)))
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, script, *map(str, arguments)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-4000:]
+    return run.stdout
+
+
+def patch_once() -> None:
+    """Have Triton's interpreter replace the functions of ``triton.language`` once, not in every function of a kernel.
+
+    That was half of its time. Nothing but kernels may use ``triton.language`` in this process from now on.
+    """
+    from triton.runtime import interpreter
+
+    patch, nothing_to_restore = interpreter._patch_lang, interpreter._LangPatchScope()
+    patched: set[object] = set()
+
+    def patch_new(fn: Any) -> Any:
+        used = (interpreter.tl, interpreter.tl.core)
+        languages = frozenset(name for name, x in fn.__globals__.items() if any(x is each for each in used))
+        if languages not in patched:
+            patched.add(languages)
+            patch(fn)
+        return nothing_to_restore
+
+    interpreter._patch_lang = patch_new
+
+
 def run_interpreted(calls: list[Call], folder: Path) -> list[tuple[Tensor, ...]]:
     """The results of ``calls``, computed on the CPU by the real kernels in another process."""
     given, made = folder / "calls.pt", folder / "results.pt"
     torch.save([tuple(call) for call in calls], given)
-    root = Path(__file__).parents[3]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run([sys.executable, __file__, given, made], env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-4000:]
+    interpreted(__file__, given, made)
     results: list[tuple[Tensor, ...]] = torch.load(made)
     return results
 
@@ -63,4 +92,5 @@ def _run(call: Call) -> tuple[Tensor, ...]:
 
 
 if __name__ == "__main__":
+    patch_once()
     torch.save([_run(Call(*call)) for call in torch.load(sys.argv[1])], sys.argv[2])

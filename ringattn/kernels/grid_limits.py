@@ -64,36 +64,27 @@ def in_parts(kernel: BoundKernel, *, flash_2_backward: bool = False) -> BoundKer
         parts = [whole_forward(q[part], k[part], v[part]) for part in _parts(q.shape[0], MAX_GRID)]
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
-    def backward(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /, grads: Grads | None = None
-    ) -> Grads:
-        blocks, rows, heads, head_dim = q.shape
-        most = most_blocks(rows, heads, head_dim)
+    def backward(*tensors: Tensor, **into: Grads) -> Grads:
+        blocks, *row_shape = tensors[1].shape
+        most = most_blocks(*row_shape)
         if blocks <= most:
-            return (
-                whole_backward(dout, q, k, v, out, lse)
-                if grads is None
-                else whole_backward(dout, q, k, v, out, lse, grads=grads)
-            )
+            return whole_backward(*tensors, **into)
         made: list[Grads] = []
         for part in _parts(blocks, most):
-            inputs = (dout[part], q[part], k[part], v[part], out[part], lse[part])
-            if grads is None:
-                made.append(whole_backward(*inputs))
-            else:
-                whole_backward(*inputs, grads=(grads[0][part], grads[1][part], grads[2][part]))
-        if grads is not None:
-            return grads
-        return (
-            torch.cat([dq for dq, _, _ in made]),
-            torch.cat([dk for _, dk, _ in made]),
-            torch.cat([dv for _, _, dv in made]),
-        )
+            inputs = [x[part] for x in tensors]
+            made.append(whole_backward(*inputs, **{name: _part_of(grads, part) for name, grads in into.items()}))
+        dq, dk, dv = into.get("grads") or map(torch.cat, zip(*made, strict=True))
+        return dq, dk, dv
 
     def differentiable(shape: Sequence[int], /) -> Forward | None:
         return whole_differentiable(shape) if shape[0] <= most_blocks(*shape[1:]) else None
 
     return BoundKernel(forward, backward, differentiable)
+
+
+def _part_of(grads: Grads, part: slice) -> Grads:
+    dq, dk, dv = grads
+    return dq[part], dk[part], dv[part]
 
 
 def _parts(blocks: int, most: int) -> list[slice]:

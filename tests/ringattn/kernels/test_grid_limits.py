@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ringattn.kernels import parts as kernel_parts
+from ringattn.kernels import grid_limits
 from ringattn.kernels.contract import BoundKernel, KernelConfig
 from ringattn.kernels.registry import KERNELS
 
@@ -41,11 +41,11 @@ def blocks_of(count: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 8])
 @pytest.mark.parametrize("given", [False, True])
 def test_parts_join_to_the_whole(monkeypatch: pytest.MonkeyPatch, most: int, given: bool) -> None:
-    monkeypatch.setattr(kernel_parts, "MAX_GRID", most)
+    monkeypatch.setattr(grid_limits, "MAX_GRID", most)
     torch.manual_seed(0)
     q, k, v, dout = blocks_of(7)
     counted = Counted()
-    parted = kernel_parts.in_parts(BoundKernel(counted.forward, counted.backward))
+    parted = grid_limits.in_parts(BoundKernel(counted.forward, counted.backward))
     whole = KERNELS["math"].load(_CONFIG)
     out, lse = parted.forward(q, k, v)
     for mine, right in zip((out, lse), whole.forward(q, k, v), strict=True):
@@ -64,12 +64,12 @@ def test_parts_join_to_the_whole(monkeypatch: pytest.MonkeyPatch, most: int, giv
 
 
 def test_flash_2s_backward_is_parted_at_its_32_bit_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = kernel_parts.flash_2_elements(1, 5, 2, 4)
+    one = grid_limits.flash_2_elements(1, 5, 2, 4)
     assert one == 2 * 128 * 32
-    monkeypatch.setattr(kernel_parts, "FLASH_2_MAX_ELEMENTS", 3 * one + 1)
+    monkeypatch.setattr(grid_limits, "FLASH_2_MAX_ELEMENTS", 3 * one + 1)
     q, k, v, dout = blocks_of(7)
     counted = Counted()
-    parted = kernel_parts.in_parts(BoundKernel(counted.forward, counted.backward), flash_2_backward=True)
+    parted = grid_limits.in_parts(BoundKernel(counted.forward, counted.backward), flash_2_backward=True)
     out, lse = parted.forward(q, k, v)
     parted.backward(dout, q, k, v, out, lse)
     assert counted.forwards == [7]
@@ -80,10 +80,10 @@ def test_flash_2s_backward_is_parted_at_its_32_bit_offsets(monkeypatch: pytest.M
 def test_autograd_is_not_left_alone_with_what_runs_in_parts(
     monkeypatch: pytest.MonkeyPatch, flash_2: bool, most: int
 ) -> None:
-    monkeypatch.setattr(kernel_parts, "FLASH_2_MAX_ELEMENTS", 3 * kernel_parts.flash_2_elements(1, 5, 2, 4) + 1)
-    monkeypatch.setattr(kernel_parts, "MAX_GRID", 5)
+    monkeypatch.setattr(grid_limits, "FLASH_2_MAX_ELEMENTS", 3 * grid_limits.flash_2_elements(1, 5, 2, 4) + 1)
+    monkeypatch.setattr(grid_limits, "MAX_GRID", 5)
     counted = Counted()
     whole = BoundKernel(counted.forward, counted.backward, lambda shape: counted.forward)
-    parted = kernel_parts.in_parts(whole, flash_2_backward=flash_2)
+    parted = grid_limits.in_parts(whole, flash_2_backward=flash_2)
     assert parted.differentiable((most, 5, 2, 4)) == counted.forward
     assert parted.differentiable((most + 1, 5, 2, 4)) is None

@@ -42,6 +42,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One home for all commands, so that what one writes the next one finds, as for a reader who has these files."""
     folder = tmp_path_factory.mktemp("home")
     (folder / "my-model").mkdir()
+    (folder / "shared").mkdir()
     model = {"model_type": "gpt2", "n_head": 2, "n_embd": 64, "n_positions": 256}
     (folder / "my-model" / "config.json").write_text(json.dumps(model), encoding="utf-8")
     missed = line_of({Workload("infer", True, 128, 2, 32, "fp32"): 1})

@@ -125,7 +125,7 @@ def _resolution(device: str | None) -> dict[str, object]:
     from .locate import resolve_here
 
     try:
-        resolution, _ = resolve_here(device)
+        resolution, _, _ = resolve_here(device)
     except ProfileError as error:
         return {"path": "", "tier": "", "error": str(error)}
     return {"path": resolution.path, "tier": resolution.tier, "error": ""}
@@ -143,7 +143,7 @@ def ranks_here(facts: HardwareFacts, device: str | None) -> dict[str, object]:
     found: dict[str, object] = {"count": facts.device_count, "link": facts.link, "link_speeds": ()}
     if facts.device_count > 1:
         try:
-            resolution, _ = resolve_here(device, facts.device_count)
+            resolution, _, _ = resolve_here(device, facts.device_count)
         except ProfileError:
             return found  # the resolution for one rank says what is wrong with it
         if resolution.profile is not None:

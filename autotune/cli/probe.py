@@ -30,6 +30,7 @@ from .options import (
     seed_option,
     shape_options,
 )
+from .store.options import check_if_missing, if_missing_option, store_option, wait_option, written_store
 
 if TYPE_CHECKING:
     from autotune.probe.request import DryRun, ProbeResult
@@ -118,8 +119,20 @@ MODES: dict[str, tuple[Mode, ...]] = {"train": ("train",), "infer": ("infer",), 
     "--resume/--fresh", default=True, show_default=True, help="Go on from an interrupted probe, or start over."
 )
 @click.option("--dry-run", is_flag=True, help="Print the cells, the space and the estimate; measure nothing.")
+@store_option
+@if_missing_option
+@wait_option
 @json_option
-def probe(as_json: bool, nproc: str | None, model: Path | None, like: Path | None, **options: Any) -> None:
+def probe(
+    as_json: bool,
+    nproc: str | None,
+    model: Path | None,
+    like: Path | None,
+    stores: tuple[str, ...],
+    if_missing: bool,
+    wait_s: float | None,
+    **options: Any,
+) -> None:
     """Measure attention on this machine and write its hardware profile.
 
     With no options it covers a sensible grid: several lengths, training and
@@ -134,6 +147,10 @@ def probe(as_json: bool, nproc: str | None, model: Path | None, like: Path | Non
         ringtune probe --seq-len 8192 --heads 32 --kv-heads 8 --head-dim 128 --causal
         ringtune probe --nproc gpu
         torchrun --standalone --nproc-per-node 4 -m autotune probe
+        ringtune probe --if-missing --wait --store /shared/ringtune
+
+    With --store the profile is also put into that store. With --if-missing
+    nothing is measured where a store has a profile of this kind of machine.
 
     With several ranks lengths are those of one rank.
 
@@ -151,6 +168,7 @@ def probe(as_json: bool, nproc: str | None, model: Path | None, like: Path | Non
     if model is None:
         check_shape(options["heads"], options["kv_heads"])
     check_pattern(options["segment_lengths"], options["dilation_rates"])
+    check_if_missing(if_missing, wait_s, options)
     if options["dense"] and options["segment_lengths"] is not None:
         raise click.UsageError("--dense and --segment-lengths ask for different attention; give one of them")
     if options["output"] is not None:
@@ -172,12 +190,20 @@ def probe(as_json: bool, nproc: str | None, model: Path | None, like: Path | Non
         return
     notes = _shape_from_files(model, like, options)
     request = ProbeRequest(ranks=ranks, **options)
+    if if_missing:
+        from .store.once_command import probe_if_missing
+
+        probe_if_missing(request, stores, wait_s, notes, as_json)
+        return
+    store = written_store(stores) if stores and not request.dry_run else None
     with probe_observer() as observer:
         if ranks > 1 and not request.dry_run:
             observer.note(f"starting {ranks} ranks and measuring the links between them")
         for note in notes:
             observer.note(note)
         result = run_probe(request, observer)
+    if store is not None and result.profile is not None:
+        store.push(result.profile, str(result.profile_path))
     _print_result(result, as_json)
     if result.inconclusive and not started_by_torchrun(os.environ):
         raise click.exceptions.Exit(ExitCode.INCONCLUSIVE)

@@ -1,0 +1,69 @@
+"""Every profile that could serve this machine, with its tier and what differs: ``ringtune which --verbose``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ringattn.hardware.facts import HardwareFacts
+
+OTHER_KINDS = 32  # of one vendor in a store, of which a profile is read to say in what they differ
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One measured profile: where it is, how it was found, its tier here (empty: none), and what differs."""
+
+    path: str
+    origin: str
+    tier: str
+    why: str
+
+
+def candidates(facts: HardwareFacts, world: int, stores: tuple[str, ...], notes: list[str]) -> list[Candidate]:
+    """Return all measured profiles of the search order, the best tiers first, then those of other kinds in stores."""
+    from ringattn.profile.resolve import TIERS, tier_of
+    from ringattn.store.lookup import find_profiles
+
+    located, _ = find_profiles(None, facts, world=world, places=stores or None)
+    found = []
+    for entry in located:
+        if entry.profile.source == "measured":
+            tier, why = tier_of(entry.profile, facts, world)
+            lacks = "" if entry.profile.covers(world) else f"; holds no plans for world {world}"
+            found.append(Candidate(entry.path, entry.origin, tier or "", why + lacks))
+    found += _of_other_kinds(facts, world, stores, notes)
+    return sorted(found, key=lambda candidate: TIERS.index(candidate.tier) if candidate.tier else len(TIERS))  # type: ignore[arg-type]
+
+
+def _of_other_kinds(facts: HardwareFacts, world: int, stores: tuple[str, ...], notes: list[str]) -> Iterator[Candidate]:
+    """Yield one profile for each other kind of this vendor in the stores, which the runtime does not look at."""
+    from ringattn.errors import RingAttentionError
+    from ringattn.profile.resolve import tier_of
+    from ringattn.profile.schema import Fingerprint
+    from ringattn.store.backend import open_backend
+    from ringattn.store.lookup import store_places
+    from ringattn.store.names import kind_of
+    from ringattn.store.store import Store
+
+    here = kind_of(Fingerprint.of(facts))
+    for place in stores or store_places(os.environ):
+        try:
+            store = Store(open_backend(place))
+            others = {name.kind: name for name in store.names() if name.world == world and name.kind != here}
+            alike = [name for kind, name in sorted(others.items()) if kind.startswith(f"{facts.vendor}-")]
+            for name in alike[:OTHER_KINDS]:
+                tier, why = tier_of(store.profile(name), facts, world)
+                near = f"not looked at, of another kind; would be {tier}" if tier else "not looked at, of another kind"
+                yield Candidate(f"{store.url}/{name}", "store", "", f"{near}: {why}")
+        except (FileNotFoundError, RingAttentionError) as error:
+            notes.append(str(error))
+
+
+def candidate_lines(found: list[Candidate]) -> Iterator[str]:
+    """Yield a line for each candidate."""
+    for candidate in found:
+        yield f"{candidate.tier or 'none':<13} {candidate.path} ({candidate.origin}): {candidate.why}"

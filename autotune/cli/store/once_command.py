@@ -1,0 +1,64 @@
+"""The part of ``ringtune probe --if-missing`` that reads this machine and prints."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from autotune.formats import plain
+
+from .once import OncePerKind
+from .options import places_of
+
+if TYPE_CHECKING:
+    from autotune.probe.request import ProbeRequest
+
+
+def probe_if_missing(
+    request: ProbeRequest, stores: tuple[str, ...], wait_s: float | None, notes: tuple[str, ...], as_json: bool
+) -> None:
+    """Print the file of the profile that every node of this kind takes from the first store.
+
+    It is measured into the cache folder: a file in the user's folder would come before the store's for ever.
+    """
+    from autotune.probe import tuning
+    from autotune.probe.ranks_environment import facts_of_ranks
+    from ringattn.hardware.facts import detect
+    from ringattn.profile.locations import cache_folder, home_folder
+    from ringattn.profile.schema import Fingerprint
+    from ringattn.store.backend import open_backend
+    from ringattn.store.names import kind_of
+    from ringattn.store.store import Store
+
+    from ..console import emit_json, warn
+    from ..progress import probe_observer
+
+    place = places_of(stores)[0]
+    facts = facts_of_ranks(detect(request.device), request.ranks, os.environ)
+    cache = cache_folder(os.environ, home_folder())
+    once = OncePerKind(Store(open_backend(place)), place, cache, facts, request.ranks, lambda note: warn(note))
+
+    def measure() -> Path:
+        folder = cache / "measured"
+        folder.mkdir(parents=True, exist_ok=True)
+        output = folder / f"{kind_of(Fingerprint.of(facts))}-x{request.ranks}.yaml"
+        with probe_observer() as observer:
+            for note in notes:
+                observer.note(note)
+            result = tuning.run_probe(replace(request, output=output), observer)
+        for line in result.inconclusive:
+            warn(f"inconclusive: {line}")
+        assert result.profile_path is not None, "a probe that measured nothing raises"
+        return result.profile_path
+
+    path = once.run(measure, wait_s)
+    if as_json:
+        emit_json({"profile_path": path, "measured": once.measured, "store": once.store.url})
+    elif path is None:
+        click.echo("measured elsewhere now; the heuristic serves here until then")
+    else:
+        click.echo(f"{plain(path)}: {'measured here' if once.measured else 'taken from the store'}")

@@ -79,11 +79,11 @@ class StoreError(RingAttentionError, RuntimeError):
     """Store of profiles, or a file in it, that cannot be used: the store's URL, and the fault."""
 
     def __init__(self, url: str, message: str) -> None:
-        self.url, self._message = url, message
+        self.url, self.problem = url, one_line(message)
         super().__init__(one_line(f"{url}: {message}"))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.url, self._message)
+        return type(self), (self.url, self.problem)
 
 
 class PlanError(RingAttentionError, RuntimeError):

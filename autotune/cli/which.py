@@ -60,7 +60,7 @@ def which(
     path, tier = (resolution.path, resolution.tier) if measured else (resolution.heuristic_path, "heuristic")
     found = candidates(facts, resolution.world, stores, notes) if verbose else []
     if report:
-        _leave_beacon(resolution, facts, tier, stores)
+        _leave_beacon(resolution, facts, tier, skipped, stores)
     for note in notes:
         warn(f"warning: {note}")
     if as_json:
@@ -87,18 +87,25 @@ def which(
         raise click.exceptions.Exit(ExitCode.NO_PROFILE)
 
 
-def _leave_beacon(resolution: Resolution, facts: HardwareFacts, tier: str, stores: tuple[str, ...]) -> None:
-    """Write what this node runs into the first store; where it is the heuristic, with the first reason."""
+def _leave_beacon(
+    resolution: Resolution, facts: HardwareFacts, tier: str, skipped: tuple[str, ...], stores: tuple[str, ...]
+) -> None:
+    """Write what this node runs into the first store; where it is the heuristic, why.
+
+    That is a file or store that was skipped, if any was; else that there is nothing for it.
+    """
     import datetime
     from pathlib import Path
 
     from ringattn.profile.schema import Fingerprint
     from ringattn.store.beacon import Beacon, this_node
     from ringattn.store.names import kind_of
+    from ringattn.wording import plural
 
     from .store.options import written_store
 
     serves = tier != "heuristic"
+    lacks = f"no plans for {plural(resolution.world, 'rank')}" if resolution.profile else "no measured profile fits"
     Beacon(
         node=this_node(),
         kind=kind_of(Fingerprint.of(facts)),
@@ -106,6 +113,6 @@ def _leave_beacon(resolution: Resolution, facts: HardwareFacts, tier: str, store
         world=resolution.world,
         tier=tier,
         profile=Path(resolution.path).name if serves else "",
-        why="" if serves else str(resolution.trace[0]) if resolution.profile else "no measured profile of this kind",
+        why="" if serves else "; ".join((lacks, *skipped[:1])),
         day=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
     ).leave(written_store(stores).backend)

@@ -72,7 +72,7 @@ class Folder:
 
     def put(self, name: str, content: bytes) -> None:
         parent, _ = os.path.split(checked(name, self.url))
-        with self._telling(name):
+        with self._telling(name, writing=True):
             with self._opened(parent, make=True):
                 pass  # it is there, and no link
             target = self.root / name
@@ -81,7 +81,7 @@ class Folder:
 
     def create(self, name: str, content: bytes) -> bool:
         parent, leaf = os.path.split(checked(name, self.url))
-        with self._telling(name), self._opened(parent, make=True) as descriptor:
+        with self._telling(name, writing=True), self._opened(parent, make=True) as descriptor:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             try:
                 made = os.open(leaf, flags, 0o666, dir_fd=descriptor)
@@ -121,12 +121,13 @@ class Folder:
             os.close(descriptor)
 
     @contextmanager
-    def _telling(self, name: str) -> Iterator[None]:
+    def _telling(self, name: str, *, writing: bool = False) -> Iterator[None]:
+        """Turn an OSError into one line; a file that is not there stays FileNotFoundError where one is not written."""
         try:
             yield
-        except FileNotFoundError:
-            raise
         except OSError as error:
+            if isinstance(error, FileNotFoundError) and not writing:
+                raise
             links = isinstance(error, NotADirectoryError) or error.errno == errno.ELOOP
             why = "is a link or lies behind one, which a store may not hold" if links else error.strerror
             raise StoreError(self.url, f"{name}: {why}") from error

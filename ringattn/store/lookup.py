@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 
-from ringattn.errors import RingAttentionError, StoreError
+from ringattn.errors import ProfileError, RingAttentionError, StoreError
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.profile.locations import FILE_VARIABLE, Located, cache_folder, collect, home_folder
 from ringattn.profile.schema import Fingerprint, Profile
@@ -94,8 +94,8 @@ def stored_profiles(
             found = copy.kept(kind, world)
             count = plural(len(found.profiles), "profile")
             notes.append(f"{fault}; {f'{count} read of it before will do' if found.profiles else 'skipped'}")
-        notes += found.notes
         located += copy.merged(found, world)
+        notes += found.notes
     return tuple(located), tuple(notes)
 
 
@@ -118,8 +118,8 @@ class LocalCopy:
     def fetch(self, source: Store, kind: str, world: int) -> Fetched:
         """Return the profiles of one kind in the store, and make the copy agree with it.
 
-        What the copy has is not asked for; a damaged file of it is fetched again. Where no copy can be kept a note
-        says so. Raises StoreError where the store cannot be listed.
+        What the copy has is not asked for; a damaged file of it is fetched again. Raises StoreError where
+        the store cannot be listed.
         """
         found = Fetched()
         listed = source.names(kind, world)
@@ -129,21 +129,19 @@ class LocalCopy:
                 "`ringtune merge` removes those that no longer count"
             )
             listed = listed[:MAX_FILES_OF_A_KIND]
-        keeps = self._can_keep(found)
         for name in listed:
             content = self._kept_content(name)
-            path = str(self.root / str(name)) if content or keeps else f"{source.url}/{name}"
+            path = str(self.root / str(name))
             try:
                 if content is None:
                     content = source.content(name)
-                    if keeps:
-                        self.store.backend.put(str(name), content)
+                    path = self._keep(str(name), content, found) or f"{source.url}/{name}"
                 found.profiles[path] = parsed(content, name, path)
             except FileNotFoundError:
                 continue  # forgotten since it was listed
             except RingAttentionError as error:
                 found.notes.append(f"{error} (skipped)")
-        if keeps:
+        if self.root.is_dir():
             self.store.forget([name for name in self.store.names(kind, world) if name not in listed])
         return found
 
@@ -152,8 +150,11 @@ class LocalCopy:
         found = Fetched()
         for name in self.store.names(kind, world) if self.root.is_dir() else ():
             path = str(self.root / str(name))
-            if content := self._kept_content(name):
-                found.profiles[path] = parsed(content, name, path)
+            try:
+                if content := self._kept_content(name):
+                    found.profiles[path] = parsed(content, name, path)
+            except ProfileError as error:
+                found.notes.append(f"{error} (skipped)")
         return found
 
     def merged(self, found: Fetched, world: int) -> list[Located]:
@@ -162,16 +163,25 @@ class LocalCopy:
         files = {id(profile): path for path, profile in found.profiles.items()}
         for group in same_machine_groups(found.profiles.values()):
             profile = merge_profiles(group).profile
-            path = files.get(id(profile)) or self._written(profile, world) or files[id(group[-1])]
+            path = files.get(id(profile)) or self._written(profile, world, found) or files[id(group[-1])]
             located.append(Located(path, profile, "store"))
         return located
 
-    def _written(self, profile: Profile, world: int) -> str:
-        if not self._can_keep(Fetched()):
-            return ""
+    def _written(self, profile: Profile, world: int, found: Fetched) -> str:
         content = dump_profile(profile).encode("utf-8")
         name = str(ProfileName.of(profile.fingerprint, world, content)).replace(PROFILES, "merged", 1)
-        self.store.backend.put(name, content)
+        return self._keep(name, content, found)
+
+    def _keep(self, name: str, content: bytes, found: Fetched) -> str:
+        """Write a file of the copy and return its path; where that fails a note says so, and "" is returned."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            self.store.backend.put(name, content)
+        except (OSError, StoreError) as error:
+            why = error.strerror if isinstance(error, OSError) else error.problem
+            note = f"{self.root}: cannot be written ({why}), so {self.url} is read by every process"
+            found.notes += [] if note in found.notes else [note]
+            return ""
         return str(self.root / name)
 
     def _kept_content(self, name: ProfileName) -> bytes | None:
@@ -179,11 +189,3 @@ class LocalCopy:
             return self.store.content(name)
         except (FileNotFoundError, StoreError):  # not there, damaged, or no cache folder at all: the store has it
             return None
-
-    def _can_keep(self, found: Fetched) -> bool:
-        try:
-            self.root.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            found.notes.append(f"{self.root}: cannot be made ({error.strerror}), so {self.url} is read each time")
-            return False
-        return True

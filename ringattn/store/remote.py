@@ -61,7 +61,7 @@ class Remote:
         return content
 
     def put(self, name: str, content: bytes) -> None:
-        with self._telling(checked(name, self.url)):
+        with self._telling(checked(name, self.url), writing=True):
             files, root = self._connected
             if self._scheme in _OBJECT_STORES:
                 files.pipe_file(f"{root}/{name}", content)
@@ -73,7 +73,7 @@ class Remote:
             files.mv(temporary, f"{root}/{name}")
 
     def create(self, name: str, content: bytes) -> bool:
-        with self._telling(checked(name, self.url)):
+        with self._telling(checked(name, self.url), writing=True):
             files, root = self._connected
             try:
                 files.pipe_file(f"{root}/{name}", content, mode="create")
@@ -97,12 +97,17 @@ class Remote:
         return ""
 
     @contextmanager
-    def _telling(self, name: str) -> Iterator[None]:
-        """Turn whatever the package raises into one line: each has exceptions of its own."""
+    def _telling(self, name: str, *, writing: bool = False) -> Iterator[None]:
+        """Turn whatever the package raises into one line: each has exceptions of its own.
+
+        A file that is not there stays FileNotFoundError where one is not written.
+        """
         try:
             yield
-        except (FileNotFoundError, StoreError):
+        except StoreError:
             raise
         except Exception as error:
+            if isinstance(error, FileNotFoundError) and not writing:
+                raise
             why = " ".join(str(error).split()) or type(error).__name__
             raise StoreError(self.url, f"{name}: {why[:300]}") from error

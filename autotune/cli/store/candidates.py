@@ -36,7 +36,7 @@ def candidates(facts: HardwareFacts, world: int, stores: tuple[str, ...], notes:
             lacks = "" if entry.profile.covers(world) else f"; holds no plans for world {world}"
             found.append(Candidate(entry.path, entry.origin, tier or "", why + lacks))
     found += _of_other_kinds(facts, world, stores, notes)
-    return sorted(found, key=lambda candidate: TIERS.index(candidate.tier) if candidate.tier else len(TIERS))  # type: ignore[arg-type]
+    return sorted(found, key=lambda candidate: TIERS.index(candidate.tier) if candidate.tier else len(TIERS))
 
 
 def _of_other_kinds(facts: HardwareFacts, world: int, stores: tuple[str, ...], notes: list[str]) -> Iterator[Candidate]:

@@ -36,7 +36,7 @@ def list_store(kind: str | None, fleet: bool, stores: tuple[str, ...], as_json: 
     if fleet:
         if kind is not None:
             raise click.UsageError("--fleet is about every kind; leave KIND out")
-        columns = ("Kind", "Ranks", "Nodes", "Tier", "Profile, or why there is none")
+        columns: tuple[str, ...] = ("Kind", "Ranks", "Nodes", "Tier", "Profile, or why there is none")
         rows = [row for store in opened for row in fleet_rows(store, notes)]
     elif kind is not None:
         columns = ("Name", "Rows", "Effort", "Day", "Software")

@@ -47,7 +47,7 @@ def merge(files: tuple[Path, ...], output: Path | None, stores: tuple[str, ...],
     removed: tuple[str, ...] = ()
     if output is not None:
         check_writable(output)
-        joined = (merged_files([(path, load_profile(path)) for path in files]),)
+        joined: tuple[Merged, ...] = (merged_files([(path, load_profile(path)) for path in files]),)
         save_profile(joined[0].profile, output)
     else:
         joined, removed = tidied(written_store(stores))

@@ -20,15 +20,14 @@ if TYPE_CHECKING:
     from ringattn.hardware.facts import HardwareFacts
 
 POLL_S = 2.0
-FITTING = ("exact", "same-silicon")  # what is measured on other silicon does not make a probe needless
+SAME_SILICON = ("exact", "same-silicon")  # what is measured on other silicon does not make a probe needless
 
 
 @dataclass(slots=True)
 class OncePerKind:
     """Search for a profile of one kind of machine in a store, and the right to measure it where there is none.
 
-    ``cache`` is the user's cache folder, ``measure`` returns the file of a profile measured here, ``say`` takes notes
-    for people.
+    ``cache`` is the user's cache folder, ``say`` takes notes for people.
     """
 
     store: Store
@@ -40,12 +39,15 @@ class OncePerKind:
     lease_of: Callable[..., Lease] = Lease
     sleep: Callable[[float], None] = time.sleep
     clock: Callable[[], float] = time.monotonic
+    exact: bool = False  # a profile of other software versions does for a node that does not wait, and is renewed
     measured: bool = False  # this node did
 
-    def run(self, measure: Callable[[], Path], wait_s: float | None) -> Path | None:
+    def run(self, measure: Callable[[Path | None], Path], wait_s: float | None) -> Path | None:
         """Return the file of the profile that all nodes of this kind take.
 
-        ``wait_s`` None: another node measures, and this one does not wait for it. ProbeFailure where the time is over.
+        ``measure`` returns the file of what it measured here; it gets that of an earlier profile of this silicon, if
+        there is one. ``wait_s`` None: this node does not wait for another that measures.
+        ProbeFailure where the time to wait is over.
         """
         if found := self.found():
             return found
@@ -60,7 +62,7 @@ class OncePerKind:
                 told = holder
             left_s = end_s - self.clock()
             if wait_s is None:
-                return None
+                return self.found(SAME_SILICON)
             if left_s <= 0:
                 raise ProbeFailure(
                     f"{self.store.url}: no profile of {kind} after {wait_s:.0f} s; the heuristic serves meanwhile",
@@ -72,7 +74,7 @@ class OncePerKind:
         with lease.kept():
             if found := self.found():  # measured and freed between the two looks
                 return found
-            self._push(measure())
+            push_measured(self.store, measure(self.found(SAME_SILICON)))
             self.measured = True
         if lease.lost:
             self.say(f"{self.store.url}: the lease could not be kept: {lease.lost}; the profile is there all the same")
@@ -81,27 +83,31 @@ class OncePerKind:
             raise ProbeFailure(f"{self.store.url}: the profile of {kind} that was put there is gone again")
         return found
 
-    def found(self) -> Path | None:
-        """Return the file of the best profile of this silicon and number of ranks in the store, copied to the cache."""
+    def found(self, tiers: tuple[str, ...] = ()) -> Path | None:
+        """Return the file of the best profile for this node in the store, copied to the cache.
+
+        It is of one of these tiers; without them of those that make a probe needless.
+        """
         from ringattn.profile.resolve import resolve, tier_of
 
         copy = LocalCopy(self.place, self.cache)
         fetched = copy.fetch(self.store, kind_of(Fingerprint.of(self.facts)), self.world)
         for note in fetched.notes:
             self.say(note)
+        tiers = tiers or (("exact",) if self.exact else SAME_SILICON)
         located = [
             entry
             for entry in copy.merged(fetched, self.world)
-            if tier_of(entry.profile, self.facts, self.world)[0] in FITTING
+            if tier_of(entry.profile, self.facts, self.world)[0] in tiers
         ]
         return Path(resolve(located, self.facts, world=self.world).path) if located else None
 
-    def _push(self, path: Path) -> None:
-        """Put what was measured into the store; minutes of measuring are not lost to one failed request."""
-        from ringattn.profile.yaml_io import load_profile
 
-        profile = load_profile(path)
-        try:
-            self.store.push(profile, str(path))
-        except StoreError as error:
-            raise ProbeFailure(f"{error}; what was measured is in {path}: `ringtune push {path}` sends it") from error
+def push_measured(store: Store, path: Path) -> None:
+    """Put what was just measured into a store; minutes of measuring are not lost to one failed request."""
+    from ringattn.profile.yaml_io import load_profile
+
+    try:
+        store.push(load_profile(path), str(path))
+    except StoreError as error:
+        raise ProbeFailure(f"{error}; what was measured is in {path}: `ringtune push {path}` sends it") from error

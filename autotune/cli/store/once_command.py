@@ -19,36 +19,46 @@ if TYPE_CHECKING:
 
 
 def probe_if_missing(
-    request: ProbeRequest, stores: tuple[str, ...], wait_s: float | None, notes: tuple[str, ...], as_json: bool
+    request: ProbeRequest,
+    stores: tuple[str, ...],
+    if_stale: bool,
+    wait_s: float | None,
+    notes: tuple[str, ...],
+    as_json: bool,
 ) -> None:
     """Print the file of the profile that every node of this kind takes from the first store.
 
-    It is measured into the cache folder: a file in the user's folder would come before the store's for ever.
+    With ``if_stale`` one of other software versions is renewed. It is measured into the cache folder: a file in the
+    user's folder would come before the store's for ever.
     """
     from autotune.probe import tuning
     from autotune.probe.ranks_environment import facts_of_ranks
     from ringattn.hardware.facts import detect
     from ringattn.profile.locations import cache_folder, home_folder
     from ringattn.profile.schema import Fingerprint
+    from ringattn.profile.yaml_io import load_profile
     from ringattn.store.backend import open_backend
     from ringattn.store.names import kind_of
     from ringattn.store.store import Store
 
     from ..console import emit_json, warn
     from ..progress import probe_observer
+    from .renew import can_renew, renew
 
     place = places_of(stores)[0]
     facts = facts_of_ranks(detect(request.device), request.ranks, os.environ)
     cache = cache_folder(os.environ, home_folder())
-    once = OncePerKind(Store(open_backend(place)), place, cache, facts, request.ranks, lambda note: warn(note))
+    once = OncePerKind(Store(open_backend(place)), place, cache, facts, request.ranks, warn, exact=if_stale)
 
-    def measure() -> Path:
+    def measure(earlier: Path | None) -> Path:
         folder = cache / "measured"
         folder.mkdir(parents=True, exist_ok=True)
         output = folder / f"{kind_of(Fingerprint.of(facts))}-x{request.ranks}.yaml"
         with probe_observer() as observer:
             for note in notes:
                 observer.note(note)
+            if earlier is not None and can_renew(load_profile(earlier), facts):
+                return renew(earlier, output, request, facts, observer)
             result = tuning.run_probe(replace(request, output=output), observer)
         for line in result.inconclusive:
             warn(f"inconclusive: {line}")

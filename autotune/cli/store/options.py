@@ -41,6 +41,13 @@ if_missing_option = click.option(
     help="Measure only what the store lacks for this kind of machine, and on one node of all that start this at once.",
 )
 
+if_stale_option = click.option(
+    "--if-stale",
+    is_flag=True,
+    help="As --if-missing; where software versions have changed since, verify the winners and search only those that "
+    "lost.",
+)
+
 WAIT_S = 3600.0
 
 wait_option = click.option(
@@ -50,23 +57,24 @@ wait_option = click.option(
     flag_value=str(int(WAIT_S)),
     type=seconds,
     metavar="[SECONDS]",
-    help="With --if-missing: wait for the node that measures, for an hour unless said.  [default: go on at once]",
+    help="With --if-missing or --if-stale: wait for the node that measures, an hour unless said.  "
+    "[default: go on at once]",
 )
 
 
 def check_if_missing(if_missing: bool, wait_s: float | None, options: dict[str, Any]) -> None:
-    """Raise UsageError where --wait or --if-missing come with what they cannot go with."""
+    """Raise UsageError where --wait, --if-missing or --if-stale come with what they cannot go with."""
     if wait_s is not None and not if_missing:
-        raise click.UsageError("--wait is for the node that measures in your place; it goes with --if-missing")
+        raise click.UsageError("--wait is for what another node measures; it goes with --if-missing or --if-stale")
     if not if_missing:
         return
     from autotune.distributed.launcher import started_by_torchrun, torchrun_rank
 
     if options["output"] is not None or options["dry_run"]:
         other = "--dry-run" if options["dry_run"] else "--output"
-        raise click.UsageError(f"--if-missing ends with the store's profile; leave {other} out, or --if-missing")
+        raise click.UsageError(f"--if-missing and --if-stale end with the store's profile; leave {other} out, or them")
     if started_by_torchrun(os.environ) or torchrun_rank(os.environ) is not None:
-        raise click.UsageError("--if-missing starts its ranks itself; use --nproc in place of torchrun")
+        raise click.UsageError("--if-missing and --if-stale start their ranks; use --nproc in place of torchrun")
 
 
 def places_of(stores: tuple[str, ...]) -> tuple[str, ...]:
@@ -90,6 +98,17 @@ def opened_stores(stores: tuple[str, ...]) -> tuple[Store, ...]:
 def written_store(stores: tuple[str, ...]) -> Store:
     """Return the store that a command writes: the first."""
     return opened_stores(places_of(stores)[:1])[0]
+
+
+def check_store_writable(store: Store) -> None:
+    """Raise StoreError now rather than after minutes of measuring, when the store cannot be written."""
+    import secrets
+
+    from ringattn.store.names import LEASES
+
+    trial = f"{LEASES}/trial-{secrets.token_hex(8)}"
+    store.backend.put(trial, b"")
+    store.backend.delete(trial)
 
 
 def is_store_name(text: str) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -192,7 +195,49 @@ def test_without_a_cache_folder_the_store_is_read_each_time(shared: Store, tmp_p
     located, notes = stored_profiles((str(tmp_path / "shared"),), KIND, 1, tmp_path / "cache")
     (entry,) = located
     assert load_profile(entry.path) == entry.profile
-    assert any("is read each time" in note for note in notes)
+    assert any("is read by every process" in note for note in notes)
+
+
+def test_a_copy_of_a_later_schema_is_skipped_offline_too(shared: Store, tmp_path: Path) -> None:
+    (name,) = shared.push(measured(H100, dense_entry()))
+    content = shared.content(name).replace(b"schema: 1", b"schema: 2")
+    later = replace(name, digest=hashlib.sha256(content).hexdigest())
+    shared.backend.put(str(later), content)
+    for found, notes in (ask(tmp_path), ask(tmp_path)):
+        assert found == [measured(H100, dense_entry())]
+        assert any("schema: is 2" in note for note in notes)
+        if (tmp_path / "shared").exists():
+            (tmp_path / "shared").rename(tmp_path / "gone")
+
+
+def test_a_copy_that_cannot_be_written_costs_no_profile(
+    shared: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for length in (1024, 2048):
+        shared.push(measured(H100, dense_entry(length)))
+
+    def full(self: Folder, name: str, content: bytes) -> None:
+        raise StoreError(self.url, f"{name}: No space left on device")
+
+    monkeypatch.setattr(Folder, "put", full)
+    located, notes = stored_profiles((str(tmp_path / "shared"),), KIND, 1, tmp_path / "cache")
+    (entry,) = located
+    assert len(entry.profile.plans) == 2
+    assert Path(entry.path).exists()
+    assert all("No space left on device" in note for note in notes)
+
+
+def test_fsspec_is_imported_for_a_url_alone() -> None:
+    code = """
+import sys
+import ringattn.store.lookup as lookup
+lookup.open_backend("/tmp")
+assert not {"fsspec", "torch", "autotune"} & set(sys.modules)
+lookup.open_backend("memory://x")
+assert "fsspec" in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 class Blocked(Folder):

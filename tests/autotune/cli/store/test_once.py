@@ -18,7 +18,7 @@ from machine_samples import H100, H100_PCIE, dense_entry, measured
 import autotune.probe.tuning
 from autotune.cli.store.once import OncePerKind
 from autotune.exit_codes import ProbeFailure
-from autotune.probe.request import ProbeObserver, ProbeRequest, ProbeResult
+from autotune.probe.request import ProbeObserver, ProbeRequest, ProbeResult, VerifiedCell, VerifyResult
 from ringattn.errors import StoreError
 from ringattn.profile.yaml_io import load_profile, save_profile
 from ringattn.store.folder import Folder
@@ -43,7 +43,7 @@ from ringattn.store.store import Store
 
 shared, own, hang = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "hang"
 
-def measure():
+def measure(earlier):
     with (shared.parent / "measured.txt").open("a") as file:
         file.write(f"{os.getpid()}\\n")
     print("measuring", flush=True)
@@ -116,12 +116,12 @@ def once(shared: Path, tmp_path: Path, **changes: Any) -> OncePerKind:
     return replace(made, **changes)
 
 
-def never() -> Path:
+def never(earlier: Path | None) -> Path:
     raise AssertionError("measured")
 
 
 def measuring(tmp_path: Path, *entries: Any) -> Any:
-    def measure() -> Path:
+    def measure(earlier: Path | None) -> Path:
         save_profile(measured(H100, *entries), tmp_path / "measured.yaml")
         return tmp_path / "measured.yaml"
 
@@ -144,7 +144,7 @@ def test_other_silicon_and_other_ranks_are_measured(shared: Path, tmp_path: Path
     Store(Folder(shared)).push(measured(H100, dense_entry()))
     asked = once(shared, tmp_path, **changes)
 
-    def measure() -> Path:
+    def measure(earlier: Path | None) -> Path:
         save_profile(measured(asked.facts, dense_entry(world=asked.world)), tmp_path / "measured.yaml")
         return tmp_path / "measured.yaml"
 
@@ -176,7 +176,7 @@ def test_waiting_ends_with_one_line(shared: Path, tmp_path: Path) -> None:
 
 
 def test_a_failed_measurement_frees_the_lease(shared: Path, tmp_path: Path) -> None:
-    def fail() -> Path:
+    def fail(earlier: Path | None) -> Path:
         raise ProbeFailure("no numbers")
 
     with pytest.raises(ProbeFailure, match="no numbers"):
@@ -198,6 +198,28 @@ def test_what_was_measured_is_not_lost_to_a_failed_request(
     ):
         asked.run(measure, None)
     assert (tmp_path / "measured.yaml").exists()
+
+
+def test_a_profile_of_other_versions_is_handed_on_to_be_renewed(shared: Path, tmp_path: Path) -> None:
+    old = replace(measured(H100, dense_entry()), software=(("torch", "0.0.1"),))
+    Store(Folder(shared)).push(old)
+    given: list[Path | None] = []
+
+    def measure(earlier: Path | None) -> Path:
+        given.append(earlier)
+        return Path(measuring(tmp_path, dense_entry(2048))(earlier))
+
+    holder = Lease(Folder(shared), f"{KIND}-x1")
+    assert holder.acquire()
+    served = once(shared, tmp_path, exact=True).run(never, None)  # it serves until another node has renewed it
+    assert served is not None
+    assert load_profile(served) == old
+    holder.release()
+    found = once(shared, tmp_path, exact=True).run(measure, None)
+    assert given == [served]
+    assert found is not None
+    assert load_profile(found) == measured(H100, dense_entry(2048))
+    assert once(shared, tmp_path, exact=True).run(never, None) == found
 
 
 # --- the command ------------------------------------------------------------------------------------------------
@@ -239,16 +261,55 @@ def test_the_command_measures_once_and_both_nodes_print_one_file(
     assert "taken from the store" in ringtune("probe", "--if-missing", "--device", "cpu").stdout
 
 
+def test_a_store_that_cannot_be_written_is_told_before_measuring(requests: list[ProbeRequest], tmp_path: Path) -> None:
+    line = one_line_error(ringtune("probe", "--store", tmp_path / "absent", "--device", "cpu"), 1)
+    assert "no such folder; mount it" in line
+    assert requests == []
+
+
 def test_a_probe_with_a_store_pushes(requests: list[ProbeRequest], shared: Path) -> None:
     assert ringtune("probe", "--store", shared, "--device", "cpu").exit_code == 0
     assert len(Store(Folder(shared)).names()) == 1
     assert len(requests) == 1
 
 
+def test_winners_of_other_versions_are_verified_and_the_lost_ones_searched(
+    requests: list[ProbeRequest], shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = profile_of_this_machine(measured_entry(512), measured_entry(1024), measured_entry(2048))
+    Store(Folder(shared)).push(replace(old, software=(("torch", "0.0.1"),)))
+    verified: list[Path] = []
+
+    def verify(path: Path, request: ProbeRequest, observer: ProbeObserver) -> VerifyResult:
+        verified.append(path)
+        cells = []
+        for entry in old.plans[:2]:
+            assert entry.choice is not None
+            plan = entry.choice.tunables
+            lost = entry.workload.seq_len == 512  # which the engine of the fixture measures anew
+            cells.append(VerifiedCell(entry.workload, plan, plan, 0.8, 0.7, 0.9, stale=lost))
+        return VerifyResult(("512 lost",), tuple(cells), inconclusive=("2048: too busy",))
+
+    monkeypatch.setattr(autotune.probe.tuning, "verify_profile", verify)
+    ask = ("probe", "--if-stale", "--store", shared, "--device", "cpu", "--json")
+    first, second = ringtune(*ask), ringtune(*ask)
+    assert (first.exit_code, second.exit_code) == (0, 0), first.output + second.output
+    path = json.loads(first.stdout)["profile_path"]
+    assert json.loads(second.stdout) == {"profile_path": path, "measured": False, "store": str(shared)}
+    assert len(verified) == 1
+    assert [[workload.seq_len for workload, _ in request.recorded] for request in requests] == [[512]]
+    renewed = load_profile(path)
+    assert {entry.workload: entry for entry in renewed.plans} == {entry.workload: entry for entry in old.plans}
+    assert renewed.software == old.software
+    assert renewed.provenance.notes == ("1 row of an earlier day verified, 1 searched again, 1 not judged",)
+    assert ringtune("probe", "--if-missing", "--store", shared, "--device", "cpu").exit_code == 0
+    assert len(verified) == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("--wait",), "it goes with --if-missing"),
+        (("--wait",), "it goes with --if-missing or --if-stale"),
         (("--if-missing",), "no store is named"),
         (("--if-missing", "--output", "x.yaml", "--store", "s"), "leave --output out"),
         (("--if-missing", "--dry-run", "--store", "s"), "leave --dry-run out"),

@@ -206,7 +206,7 @@ def test_nodes_report_what_they_run_and_the_fleet_is_listed(place: str, mine: Pa
     (row,) = document("list", "--fleet")
     assert (row["kind"], row["ranks"], row["tier"]) == (kind, 1, "heuristic")
     assert row["nodes"] == f"1: {os.uname().nodename}"
-    assert row["profile"] == "no measured profile of this kind"
+    assert row["profile"] == "no measured profile fits"
     assert ringtune("push", mine).exit_code == 0
     stored_profiles.cache_clear()
     assert ringtune("which", "--report", "--device", "cpu").exit_code == 0

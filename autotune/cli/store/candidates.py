@@ -63,6 +63,25 @@ def _of_other_kinds(facts: HardwareFacts, world: int, stores: tuple[str, ...], n
             notes.append(str(error))
 
 
+def store_contents(facts: HardwareFacts) -> list[dict[str, object]]:
+    """Return each store of RINGTUNE_STORE as a place of the search order, with this kind's profiles, for ``doctor``."""
+    from pathlib import Path
+
+    from ringattn.profile.locations import cache_folder, home_folder
+    from ringattn.profile.schema import Fingerprint
+    from ringattn.store.lookup import store_places, stored_profiles
+    from ringattn.store.names import kind_of, shown_url
+
+    kind, cache = kind_of(Fingerprint.of(facts)), cache_folder(os.environ, home_folder())
+    places: list[dict[str, object]] = []
+    for place in store_places(os.environ):
+        located, notes = stored_profiles((place,), kind, 1, cache)
+        files = [{"file": Path(entry.path).name, "source": entry.profile.source, "error": ""} for entry in located]
+        error = "; ".join(notes)
+        places.append({"origin": "store", "path": shown_url(place), "exists": True, "error": error, "files": files})
+    return places
+
+
 def candidate_lines(found: list[Candidate]) -> Iterator[str]:
     """Yield a line for each candidate."""
     for candidate in found:

@@ -13,6 +13,9 @@ import pytest
 from cli_runs import measured_entry, one_line_error, profile_of_this_machine, ringtune
 from machine_samples import A100, H100, dense_entry, measured
 
+from autotune.cli.doctor import search_path_contents
+from autotune.cli.store.candidates import store_contents
+from ringattn.hardware.facts import detect
 from ringattn.profile.schema import Fingerprint, Profile, Provenance
 from ringattn.profile.yaml_io import load_profile, save_profile
 from ringattn.store.backend import open_backend
@@ -198,6 +201,20 @@ def test_which_prints_every_candidate_and_what_differs(folder: Path, mine: Path,
     assert "not looked at, of another kind; would be nearest: sm_count" in last["why"]
     assert last["why"] in result.stdout
     assert ringtune("which", "-v", "--path-only").exit_code == 2
+
+
+def test_doctor_lists_the_stores_in_search_order(
+    place: str, mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (pushed,) = document("push", mine)["pushed"]
+    monkeypatch.setenv("RINGTUNE_STORE", f"{place} {tmp_path / 'absent'}")
+    here, gone = store_contents(detect("cpu"))
+    assert here["files"] == [{"file": Path(pushed["name"]).name, "source": "measured", "error": ""}]
+    assert (here["error"], gone["files"]) == ("", [])
+    assert "no such folder" in str(gone["error"])
+    order = [told["origin"] for told in search_path_contents([here, gone])]
+    assert order[:3] == ["user", "store", "store"]
+    assert order[-1] == "shipped"
 
 
 def test_nodes_report_what_they_run_and_the_fleet_is_listed(place: str, mine: Path) -> None:

@@ -45,7 +45,10 @@ class Remote:
         try:
             with self._telling(folder):
                 files, root = self._connected
-                found = files.find(f"{root}/{folder}", maxdepth=MAX_DEPTH)
+                # An object store lists what is below a prefix at once. Others are walked, and would leave out what
+                # cannot be reached.
+                how = {} if self._scheme in _OBJECT_STORES else {"maxdepth": MAX_DEPTH, "on_error": "raise"}
+                found = files.find(f"{root}/{folder}", **how)
         except FileNotFoundError:
             return ()
         inner = (path.removeprefix(f"{root}/") for path in found if path.startswith(f"{root}/"))

@@ -155,6 +155,21 @@ def test_a_fault_of_the_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> 
         store.names("profiles")
 
 
+def test_a_server_that_is_gone_is_no_empty_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fsspec leaves out what it cannot list unless it is told otherwise."""
+    fsspec = pytest.importorskip("fsspec")
+
+    class Gone(fsspec.AbstractFileSystem):  # type: ignore[name-defined, misc]
+        protocol = "gone"
+
+        def ls(self, path: str, detail: bool = True, **keywords: object) -> list[object]:
+            raise ConnectionRefusedError("nobody listens")
+
+    fsspec.register_implementation("gone", Gone, clobber=True)
+    with pytest.raises(StoreError, match="gone://server/x: profiles: nobody listens"):
+        open_backend("gone://server/x").names("profiles")
+
+
 KILLED = """
 import os, signal, sys
 from pathlib import Path

@@ -155,6 +155,18 @@ def test_other_silicon_and_other_ranks_are_measured(shared: Path, tmp_path: Path
     assert len(Store(Folder(shared)).names()) == 2
 
 
+def test_what_another_measured_between_two_looks_is_taken(shared: Path, tmp_path: Path) -> None:
+    class Late(Lease):
+        def acquire(self) -> bool:
+            Store(self._backend).push(measured(H100, dense_entry()))
+            return super().acquire()
+
+    asked = once(shared, tmp_path, lease_of=Late)
+    assert asked.run(never, None) is not None
+    assert not asked.measured
+    assert Lease(Folder(shared), f"{KIND}-x1").acquire()  # it was freed
+
+
 def test_without_waiting_one_goes_on(shared: Path, tmp_path: Path) -> None:
     assert Lease(Folder(shared), f"{KIND}-x1", node="node07").acquire()
     said: list[str] = []

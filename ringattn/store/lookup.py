@@ -28,6 +28,7 @@ from .folder import Folder
 from .merge import merge_profiles, same_machine_groups
 from .names import PROFILES, ProfileName, kind_of, shown_url
 from .store import MAX_FILES_OF_A_KIND, Store, parsed
+from .trust import CHECKSUM, Trust, trust_of
 
 STORE_VARIABLE = "RINGTUNE_STORE"
 ANSWER_S = 1.0
@@ -60,22 +61,23 @@ def find_profiles(
         asked = store_places(os.environ) if places is None else tuple(places)
         if asked:
             cache = cache_folder(os.environ, home_folder())
-            stored, notes = stored_profiles(asked, kind_of(Fingerprint.of(facts)), world, cache)
+            trust = trust_of(os.environ, home_folder())
+            stored, notes = stored_profiles(asked, kind_of(Fingerprint.of(facts)), world, cache, trust)
     located, more = collect(named, heuristics_only=heuristics_only, stored=stored)
     return located, (*more, *notes)
 
 
 @lru_cache(maxsize=64)
 def stored_profiles(
-    places: tuple[str, ...], kind: str, world: int, cache: Path
+    places: tuple[str, ...], kind: str, world: int, cache: Path, trust: Trust = CHECKSUM
 ) -> tuple[tuple[Located, ...], tuple[str, ...]]:
     """Return the profiles of one kind and number of ranks in stores, in order; asked once a process, all at once."""
-    copies = [LocalCopy(place, cache) for place in places]
+    copies = [LocalCopy(place, cache, trust) for place in places]
     notes: list[str] = []
     asked: list[tuple[LocalCopy, Pending[Fetched] | None]] = []
     for copy in copies:
         try:
-            asked.append((copy, Pending(partial(copy.fetch, Store(open_backend(copy.place)), kind, world))))
+            asked.append((copy, Pending(partial(copy.fetch, Store(open_backend(copy.place), trust), kind, world))))
         except StoreError as error:
             notes.append(f"{error} (skipped)")
             asked.append((copy, None))
@@ -110,10 +112,10 @@ class Fetched:
 class LocalCopy:
     """Copy of what was read of a store, in the user's cache folder: it serves where the store does not answer."""
 
-    def __init__(self, place: str, cache: Path) -> None:
+    def __init__(self, place: str, cache: Path, trust: Trust = CHECKSUM) -> None:
         self.place, self.url = place, shown_url(place)
         self.root = cache / "stores" / hashlib.sha256(place.encode()).hexdigest()[:16]
-        self.store = Store(Folder(self.root))
+        self.store = Store(Folder(self.root), trust)
 
     def fetch(self, source: Store, kind: str, world: int) -> Fetched:
         """Return the profiles of one kind in the store, and make the copy agree with it.
@@ -135,6 +137,9 @@ class LocalCopy:
             try:
                 if content is None:
                     content = source.content(name)
+                    signature = source.signature(name) if source.trust.asks_for_signatures else None
+                    if signature is not None:
+                        self._keep(name.signature, signature, found)
                     path = self._keep(str(name), content, found) or f"{source.url}/{name}"
                 found.profiles[path] = parsed(content, name, path)
             except FileNotFoundError:

@@ -3,6 +3,7 @@
 ::
 
     profiles/KIND/xRANKS-SHA256.yaml     a profile of one kind of machine for one number of ranks
+    profiles/KIND/xRANKS-SHA256.yaml.sig its signature, if it has one
     leases/KIND-xRANKS/NUMBER            who measures that kind; the highest number counts
     beacons/KIND/NODE.json               what a node runs
 
@@ -57,6 +58,11 @@ class ProfileName:
 
     def __str__(self) -> str:
         return f"{PROFILES}/{self.kind}/x{self.world}-{self.digest}.yaml"
+
+    @property
+    def signature(self) -> str:
+        """The file beside it that holds its signature."""
+        return f"{self}.sig"
 
     @property
     def short(self) -> str:

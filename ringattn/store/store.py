@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ringattn.errors import ProfileError, StoreError
 from ringattn.profile.schema import Profile
@@ -13,15 +14,18 @@ from ringattn.wording import plural
 
 from .backend import Backend
 from .names import PROFILES, ProfileName, checked, kind_of
+from .ssh_signature import MAX_BYTES, SignatureFault, sign
+from .trust import CHECKSUM, Trust
 
 MAX_FILES_OF_A_KIND = 64  # for one number of ranks; each takes a request and some 20 ms to read
 
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Profiles in one back end."""
+    """Profiles in one back end, of which those are read that ``trust`` believes."""
 
     backend: Backend
+    trust: Trust = CHECKSUM
 
     @property
     def url(self) -> str:
@@ -47,13 +51,36 @@ class Store:
         raise StoreError(self.url, f"{text}: {many}; `ringtune list` prints the names")
 
     def content(self, name: ProfileName) -> bytes:
-        """Return a profile's bytes, which are those of its name; StoreError else, FileNotFoundError for none."""
+        """Return a profile's bytes, which are those of its name, and signed where that is asked for.
+
+        StoreError for others, FileNotFoundError for none.
+        """
         content = self.backend.read(str(name), MAX_FILE_BYTES)
         if hashlib.sha256(content).hexdigest() != name.digest:
             raise StoreError(
                 self.url, f"{name}: its content is not that of its name; `ringtune forget {name.short}` removes it"
             )
+        if self.trust.asks_for_signatures:
+            try:
+                self.trust.signer(content, self.signature(name))
+            except SignatureFault as fault:
+                raise StoreError(self.url, f"{name}: {fault}") from None
         return content
+
+    def signature(self, name: ProfileName) -> bytes | None:
+        """Return the signature that lies beside a profile; None where there is none."""
+        try:
+            return self.backend.read(name.signature, MAX_BYTES)
+        except FileNotFoundError:
+            return None
+
+    def sign(self, name: ProfileName, key_file: Path) -> None:
+        """Put a signature beside a profile, in place of an earlier one; StoreError where the key cannot be used."""
+        content = replace(self, trust=CHECKSUM).content(name)
+        try:
+            self.backend.put(name.signature, sign(content, key_file))
+        except SignatureFault as fault:
+            raise StoreError(self.url, f"{name.short}: cannot be signed: {fault}") from None
 
     def profile(self, name: ProfileName) -> Profile:
         """Return a profile, of the kind and ranks that its name says; ProfileError or StoreError else."""
@@ -80,6 +107,7 @@ class Store:
         """Remove profiles; whoever has one may push it again."""
         for name in names:
             self.backend.delete(str(name))
+            self.backend.delete(name.signature)
 
 
 def parsed(content: bytes, name: ProfileName, source: str) -> Profile:

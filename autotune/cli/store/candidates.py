@@ -42,17 +42,19 @@ def candidates(facts: HardwareFacts, world: int, stores: tuple[str, ...], notes:
 def _of_other_kinds(facts: HardwareFacts, world: int, stores: tuple[str, ...], notes: list[str]) -> Iterator[Candidate]:
     """Yield one profile for each other kind of this vendor in the stores, which the runtime does not look at."""
     from ringattn.errors import RingAttentionError
+    from ringattn.profile.locations import home_folder
     from ringattn.profile.resolve import tier_of
     from ringattn.profile.schema import Fingerprint
     from ringattn.store.backend import open_backend
     from ringattn.store.lookup import store_places
     from ringattn.store.names import kind_of
     from ringattn.store.store import Store
+    from ringattn.store.trust import trust_of
 
-    here = kind_of(Fingerprint.of(facts))
+    here, trust = kind_of(Fingerprint.of(facts)), trust_of(os.environ, home_folder())
     for place in stores or store_places(os.environ):
         try:
-            store = Store(open_backend(place))
+            store = Store(open_backend(place), trust)
             others = {name.kind: name for name in store.names() if name.world == world and name.kind != here}
             alike = [name for kind, name in sorted(others.items()) if kind.startswith(f"{facts.vendor}-")]
             for name in alike[:OTHER_KINDS]:
@@ -71,11 +73,13 @@ def store_contents(facts: HardwareFacts) -> list[dict[str, object]]:
     from ringattn.profile.schema import Fingerprint
     from ringattn.store.lookup import store_places, stored_profiles
     from ringattn.store.names import kind_of, shown_url
+    from ringattn.store.trust import trust_of
 
+    trust = trust_of(os.environ, home_folder())
     kind, cache = kind_of(Fingerprint.of(facts)), cache_folder(os.environ, home_folder())
     places: list[dict[str, object]] = []
     for place in store_places(os.environ):
-        located, notes = stored_profiles((place,), kind, 1, cache)
+        located, notes = stored_profiles((place,), kind, 1, cache, trust)
         files = [{"file": Path(entry.path).name, "source": entry.profile.source, "error": ""} for entry in located]
         error = "; ".join(notes)
         places.append({"origin": "store", "path": shown_url(place), "exists": True, "error": error, "files": files})

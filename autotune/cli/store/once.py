@@ -16,6 +16,8 @@ from ringattn.store.lookup import LocalCopy
 from ringattn.store.names import kind_of
 from ringattn.store.store import Store
 
+from .options import push_signed
+
 if TYPE_CHECKING:
     from ringattn.hardware.facts import HardwareFacts
 
@@ -90,7 +92,7 @@ class OncePerKind:
         """
         from ringattn.profile.resolve import resolve, tier_of
 
-        copy = LocalCopy(self.place, self.cache)
+        copy = LocalCopy(self.place, self.cache, self.store.trust)
         fetched = copy.fetch(self.store, kind_of(Fingerprint.of(self.facts)), self.world)
         for note in fetched.notes:
             self.say(note)
@@ -108,6 +110,6 @@ def push_measured(store: Store, path: Path) -> None:
     from ringattn.profile.yaml_io import load_profile
 
     try:
-        store.push(load_profile(path), str(path))
+        push_signed(store, load_profile(path), str(path))
     except StoreError as error:
         raise ProbeFailure(f"{error}; what was measured is in {path}: `ringtune push {path}` sends it") from error

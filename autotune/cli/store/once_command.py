@@ -12,7 +12,7 @@ import click
 from autotune.formats import plain
 
 from .once import OncePerKind
-from .options import places_of
+from .options import places_of, signing_key, written_store
 
 if TYPE_CHECKING:
     from autotune.probe.request import ProbeRequest
@@ -37,18 +37,20 @@ def probe_if_missing(
     from ringattn.profile.locations import cache_folder, home_folder
     from ringattn.profile.schema import Fingerprint
     from ringattn.profile.yaml_io import load_profile
-    from ringattn.store.backend import open_backend
     from ringattn.store.names import kind_of
-    from ringattn.store.store import Store
 
     from ..console import emit_json, warn
     from ..progress import probe_observer
     from .renew import can_renew, renew
 
-    place = places_of(stores)[0]
+    place, store = places_of(stores)[0], written_store(stores)
+    if store.trust.asks_for_signatures and signing_key() is None:
+        raise click.UsageError(
+            "RINGTUNE_TRUST is signed, so that nobody would believe what this node measures; set RINGTUNE_SIGNING_KEY"
+        )
     facts = facts_of_ranks(detect(request.device), request.ranks, os.environ)
     cache = cache_folder(os.environ, home_folder())
-    once = OncePerKind(Store(open_backend(place)), place, cache, facts, request.ranks, warn, exact=if_stale)
+    once = OncePerKind(store, place, cache, facts, request.ranks, warn, exact=if_stale)
 
     def measure(earlier: Path | None) -> Path:
         folder = cache / "measured"

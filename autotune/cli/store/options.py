@@ -12,6 +12,8 @@ import click
 from ..options import seconds
 
 if TYPE_CHECKING:
+    from ringattn.profile.schema import Profile
+    from ringattn.store.names import ProfileName
     from ringattn.store.store import Store
 
 
@@ -89,15 +91,35 @@ def places_of(stores: tuple[str, ...]) -> tuple[str, ...]:
 
 def opened_stores(stores: tuple[str, ...]) -> tuple[Store, ...]:
     """Return every store that a command reads."""
+    from ringattn.profile.locations import home_folder
     from ringattn.store.backend import open_backend
     from ringattn.store.store import Store
+    from ringattn.store.trust import trust_of
 
-    return tuple(Store(open_backend(place)) for place in places_of(stores))
+    trust = trust_of(os.environ, home_folder())
+    return tuple(Store(open_backend(place), trust) for place in places_of(stores))
 
 
 def written_store(stores: tuple[str, ...]) -> Store:
     """Return the store that a command writes: the first."""
     return opened_stores(places_of(stores)[:1])[0]
+
+
+def signing_key() -> Path | None:
+    """Return the key of RINGTUNE_SIGNING_KEY, with which what is pushed is signed."""
+    from ringattn.store.trust import KEY_VARIABLE
+
+    named = os.environ.get(KEY_VARIABLE)
+    return Path(named) if named else None
+
+
+def push_signed(store: Store, profile: Profile, source: str) -> tuple[ProfileName, ...]:
+    """Push a profile, and sign it where a key is named."""
+    names = store.push(profile, source)
+    if (key := signing_key()) is not None:
+        for name in names:
+            store.sign(name, key)
+    return names
 
 
 def check_store_writable(store: Store) -> None:

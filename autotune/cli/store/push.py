@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from ..options import device_option, json_option
-from .options import store_option, written_store
+from .options import push_signed, store_option, written_store
 
 
 @click.command(short_help="Put profiles into a store.")
@@ -19,7 +19,8 @@ def push(files: tuple[Path, ...], stores: tuple[str, ...], device: str | None, a
     """Put FILEs into the first store, one file for each number of ranks.
 
     Without FILE it is the profile that this machine resolves. What is in the
-    store stays: whoever reads it merges the rows of one kind of machine.
+    store stays: whoever reads it merges the rows of one kind of machine. With a
+    key in RINGTUNE_SIGNING_KEY it is signed.
 
     \b
         ringtune push --store /shared/ringtune this-machine.yaml
@@ -33,7 +34,7 @@ def push(files: tuple[Path, ...], stores: tuple[str, ...], device: str | None, a
     store = written_store(stores)
     chosen = files or (chosen_profile_path(None, device),)
     profiles = [(path, load_profile(path)) for path in chosen]  # all of them, before anything is written
-    pushed = [(path, name) for path, profile in profiles for name in store.push(profile, str(path))]
+    pushed = [(path, name) for path, profile in profiles for name in push_signed(store, profile, str(path))]
     if as_json:
         emit_json({"store": store.url, "pushed": [{"file": path, "name": str(name)} for path, name in pushed]})
         return

@@ -75,6 +75,17 @@ class ProfileError(RingAttentionError, ValueError):
         return type(self), (self.source, self._message, self.key)
 
 
+class StoreError(RingAttentionError, RuntimeError):
+    """Store of profiles, or a file in it, that cannot be used: the store's URL, and the fault."""
+
+    def __init__(self, url: str, message: str) -> None:
+        self.url, self.problem = url, one_line(message)
+        super().__init__(one_line(f"{url}: {message}"))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.url, self.problem)
+
+
 class PlanError(RingAttentionError, RuntimeError):
     """Workload that no candidate can run; holds every candidate with its reasons."""
 

@@ -124,7 +124,15 @@ def test_hard_dependencies_are_few_and_need_no_cuda(wheel: Path) -> None:
     required = metadata.get_all("Requires-Dist") or []
     hard = {re.match(r"[\w.-]+", line).group() for line in required if "extra ==" not in line}  # type: ignore[union-attr]
     assert hard == {"torch", "pyyaml", "optuna", "click", "rich", "jinja2", "filelock", "nvidia-ml-py"}
-    assert set(metadata.get_all("Provides-Extra") or []) == {"flash", "flash4", "xformers", "dev", "docs"}
+    assert set(metadata.get_all("Provides-Extra") or []) == {
+        "flash",
+        "flash4",
+        "xformers",
+        "store",
+        "sign",
+        "dev",
+        "docs",
+    }
 
 
 def test_installed_wheel_loads_every_shipped_profile(installed: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from ringattn.wording import plural
 
 from .numerics import head_dim_list, numerics_of
 from .options import device_option, json_option, seconds
+from .store.candidates import store_contents
 
 if TYPE_CHECKING:
     from ringattn.hardware.facts import HardwareFacts
@@ -80,7 +81,7 @@ def doctor(
 
     facts = detect(device)
     diagnoses = diagnose(facts, lambda attempts: sweep(attempts, facts, device))
-    places = search_path_contents()
+    places = search_path_contents(store_contents(facts))
     ranks = ranks_here(facts, device)
     if as_json:
         resolution = _resolution(device)
@@ -93,8 +94,11 @@ def doctor(
         raise click.exceptions.Exit(ExitCode.ERROR)
 
 
-def search_path_contents() -> list[dict[str, object]]:
-    """List every place that profiles are looked for, in order, with its files and whether each can be read."""
+def search_path_contents(stores: list[dict[str, object]]) -> list[dict[str, object]]:
+    """List every place that profiles are looked for, in order, with its files and whether each can be read.
+
+    ``stores`` come after the user's folder.
+    """
     from ringattn.errors import ProfileError
     from ringattn.profile.locations import home_folder, search_paths
     from ringattn.profile.yaml_io import load_profile
@@ -107,6 +111,7 @@ def search_path_contents() -> list[dict[str, object]]:
             )
         except OSError as error:
             places.append({"origin": origin, "path": str(place), "exists": True, "error": error.strerror, "files": []})
+            places += stores if origin == "user" else []
             continue
         contents = []
         for file in files:
@@ -115,6 +120,7 @@ def search_path_contents() -> list[dict[str, object]]:
             except ProfileError as error:
                 contents.append({"file": file.name, "source": "", "error": error.problem})
         places.append({"origin": origin, "path": str(place), "exists": place.exists(), "error": "", "files": contents})
+        places += stores if origin == "user" else []
     return places
 
 
@@ -125,7 +131,7 @@ def _resolution(device: str | None) -> dict[str, object]:
     from .locate import resolve_here
 
     try:
-        resolution, _ = resolve_here(device)
+        resolution, _, _ = resolve_here(device)
     except ProfileError as error:
         return {"path": "", "tier": "", "error": str(error)}
     return {"path": resolution.path, "tier": resolution.tier, "error": ""}
@@ -143,7 +149,7 @@ def ranks_here(facts: HardwareFacts, device: str | None) -> dict[str, object]:
     found: dict[str, object] = {"count": facts.device_count, "link": facts.link, "link_speeds": ()}
     if facts.device_count > 1:
         try:
-            resolution, _ = resolve_here(device, facts.device_count)
+            resolution, _, _ = resolve_here(device, facts.device_count)
         except ProfileError:
             return found  # the resolution for one rank says what is wrong with it
         if resolution.profile is not None:

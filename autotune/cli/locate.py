@@ -25,21 +25,22 @@ TIER_MEANINGS = {
 
 
 def resolve_here(
-    device: str | None, ranks: int | Callable[[HardwareFacts], int] = 1
-) -> tuple[Resolution, tuple[str, ...]]:
-    """Return what this machine resolves, and notes on files that were skipped. Imports torch, for the facts.
+    device: str | None, ranks: int | Callable[[HardwareFacts], int] = 1, stores: tuple[str, ...] = ()
+) -> tuple[Resolution, HardwareFacts, tuple[str, ...]]:
+    """Return what this machine resolves, its facts, and notes on files that were skipped. Imports torch for them.
 
-    ``ranks`` may be made of them.
+    ``ranks`` may be made of them. ``stores`` are asked instead of those of RINGTUNE_STORE.
     """
     from autotune.probe.ranks_environment import facts_of_ranks
     from ringattn.hardware.facts import detect
-    from ringattn.profile.locations import collect
     from ringattn.profile.resolve import resolve
+    from ringattn.store.lookup import find_profiles
 
-    located, notes = collect()
     facts = detect(device)
     world = ranks if isinstance(ranks, int) else ranks(facts)
-    return resolve(located, facts_of_ranks(facts, world, os.environ), world=world), notes
+    facts = facts_of_ranks(facts, world, os.environ)
+    located, notes = find_profiles(None, facts, world=world, places=stores or None)
+    return resolve(located, facts, world=world), facts, notes
 
 
 def chosen_profile_path(named: Path | None, device: str | None, ranks: int = 1) -> Path:
@@ -49,7 +50,7 @@ def chosen_profile_path(named: Path | None, device: str | None, ranks: int = 1) 
     """
     if named is not None:
         return named
-    resolution, _ = resolve_here(device, ranks)
+    resolution, _, _ = resolve_here(device, ranks)
     if resolution.profile is None:
         raise ProbeFailure(
             "no measured profile serves this machine; run `ringtune probe` first, or name a file", ExitCode.NO_PROFILE

@@ -21,6 +21,13 @@ from .explain import explain
 from .probe import probe
 from .report import report
 from .show import show
+from .store.diff import diff
+from .store.forget import forget
+from .store.listing import list_store
+from .store.merge import merge
+from .store.pull import pull
+from .store.push import push
+from .store.sign import sign, verify_signature
 from .validate import validate
 from .verify import verify
 from .which import which
@@ -141,7 +148,10 @@ def cli(verbose: bool) -> None:
     _configure_logging(verbose)
 
 
-for _command in (probe, show, report, explain, which, validate, verify, doctor):
+for _command in (
+    *(probe, show, report, explain, which, validate, verify, doctor),
+    *(push, pull, list_store, merge, diff, forget, sign, verify_signature),
+):
     cli.add_command(_command)
 
 

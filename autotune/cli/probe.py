@@ -31,6 +31,15 @@ from .options import (
     seed_option,
     shape_options,
 )
+from .store.options import (
+    check_if_missing,
+    check_store_writable,
+    if_missing_option,
+    if_stale_option,
+    store_option,
+    wait_option,
+    written_store,
+)
 
 if TYPE_CHECKING:
     from autotune.probe.request import DryRun, ProbeResult
@@ -133,8 +142,22 @@ MODES: dict[str, tuple[Mode, ...]] = {"train": ("train",), "infer": ("infer",), 
     is_flag=True,
     help="Check the request as a probe does, print the cells, the space and the estimate; measure nothing.",
 )
+@store_option
+@if_missing_option
+@if_stale_option
+@wait_option
 @json_option
-def probe(as_json: bool, nproc: str | None, model: Path | None, like: Path | None, **options: Any) -> None:
+def probe(
+    as_json: bool,
+    nproc: str | None,
+    model: Path | None,
+    like: Path | None,
+    stores: tuple[str, ...],
+    if_missing: bool,
+    if_stale: bool,
+    wait_s: float | None,
+    **options: Any,
+) -> None:
     """Measure attention on this machine and write its hardware profile.
 
     With no options it covers a sensible grid: several lengths, training and
@@ -149,6 +172,10 @@ def probe(as_json: bool, nproc: str | None, model: Path | None, like: Path | Non
         ringtune probe --seq-len 8192 --heads 32 --kv-heads 8 --head-dim 128 --causal
         ringtune probe --nproc gpu
         torchrun --standalone --nproc-per-node 4 -m autotune probe
+        ringtune probe --if-missing --wait --store /shared/ringtune
+
+    With --store the profile is also put into that store. With --if-missing
+    nothing is measured where a store has a profile of this kind of machine.
 
     With several ranks lengths are those of one rank.
 
@@ -167,6 +194,7 @@ def probe(as_json: bool, nproc: str | None, model: Path | None, like: Path | Non
     if model is None:
         check_shape(options["heads"], options["kv_heads"])
     check_pattern(options["segment_lengths"], options["dilation_rates"])
+    check_if_missing(if_missing or if_stale, wait_s, options)
     if options["dense"] and options["segment_lengths"] is not None:
         raise click.UsageError("--dense and --segment-lengths ask for different attention; give one of them")
     if options["output"] is not None:
@@ -178,6 +206,7 @@ def probe(as_json: bool, nproc: str | None, model: Path | None, like: Path | Non
     from autotune.probe.tuning import run_probe
 
     from .progress import probe_observer
+    from .store.once import push_measured
 
     ranks = ranks_of(nproc, options["device"])
     if ranks == 1 and options["layout"] != "auto":
@@ -188,12 +217,22 @@ def probe(as_json: bool, nproc: str | None, model: Path | None, like: Path | Non
         return
     notes = _shape_from_files(model, like, options)
     request = ProbeRequest(ranks=ranks, **options)
+    if if_missing or if_stale:
+        from .store.once_command import probe_if_missing
+
+        probe_if_missing(request, stores, if_stale, wait_s, notes, as_json)
+        return
+    store = written_store(stores) if stores and not request.dry_run else None
+    if store is not None:
+        check_store_writable(store)
     with probe_observer() as observer:
         if ranks > 1 and not request.dry_run:
             observer.note(f"starting {ranks} ranks and measuring the links between them")
         for note in notes:
             observer.note(note)
         result = run_probe(request, observer)
+    if store is not None and result.profile_path is not None:
+        push_measured(store, result.profile_path)
     _print_result(result, as_json)
     if result.inconclusive and not started_by_torchrun(os.environ):
         raise click.exceptions.Exit(ExitCode.INCONCLUSIVE)

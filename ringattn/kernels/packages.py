@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ringattn.errors import KernelLoadError
-from ringattn.profile.locations import home_folder
+from ringattn.profile.locations import cache_folder, home_folder
 
 from .aten import cuda_reasons, far_rows_faults, flash_2_backward_faults, flash_2_reads_out_of_bounds
 from .contract import BlockKernel, BoundKernel, Grads, KernelConfig, KernelNeed, Params
@@ -193,7 +193,7 @@ def _keep_compiled_kernels() -> None:
     configured = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not configured.is_absolute() and not home_folder().is_dir():
         return
-    folder = (configured if configured.is_absolute() else home_folder() / ".cache") / "ringtune" / "flash-attn-4"
+    folder = cache_folder(os.environ, home_folder()) / "flash-attn-4"
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder))
 

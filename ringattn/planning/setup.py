@@ -18,9 +18,10 @@ from ringattn.geometry.pattern import heads_without_rows
 from ringattn.hardware.facts import HardwareFacts, detect
 from ringattn.hardware.kernel_faults import join_faults
 from ringattn.kernels.registry import KERNELS
-from ringattn.profile.locations import FILE_VARIABLE, Located, collect
+from ringattn.profile.locations import FILE_VARIABLE, Located
 from ringattn.profile.resolve import Resolution, resolve
 from ringattn.profile.schema import PlanEntry, Policy, Profile
+from ringattn.store.lookup import find_profiles
 from ringattn.tunables import CHECKPOINTS
 from ringattn.versions import TESTED_TORCH, newer_than_tested
 from ringattn.wording import plural
@@ -143,7 +144,8 @@ def set_up_for(facts: HardwareFacts, profile: Any, target: torch.device, shape: 
     if not (profile is None or named or profile == "auto"):
         raise InputError(f"profile is {profile!r}; use 'auto', a path, a Profile, or None for the heuristic alone")
     path = None if profile is None or profile == "auto" or isinstance(profile, Profile) else profile
-    located, notes = collect(path, heuristics_only=profile is None or isinstance(profile, Profile))
+    bare = profile is None or isinstance(profile, Profile)
+    located, notes = find_profiles(path, facts, world=shape.world, heuristics_only=bare)
     if isinstance(profile, Profile):
         located = (Located(_GIVEN, profile, "argument"), *located)
     resolution = resolve(located, facts, world=shape.world)

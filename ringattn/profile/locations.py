@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -16,7 +16,7 @@ from .schema import Profile
 from .yaml_io import load_profile
 
 # In search order; the first two name one file each and bind.
-Origin = Literal["argument", "env", "env-path", "user", "system", "shipped", "built-in"]
+Origin = Literal["argument", "env", "env-path", "user", "store", "system", "shipped", "built-in"]
 
 FILE_VARIABLE = "RINGTUNE_PROFILE"
 PATH_VARIABLE = "RINGTUNE_PROFILE_PATH"
@@ -63,6 +63,12 @@ def user_folder(environ: Mapping[str, str], home: Path) -> Path:
     return base / "ringtune"
 
 
+def cache_folder(environ: Mapping[str, str], home: Path) -> Path:
+    """Return the user's cache folder: ``$XDG_CACHE_HOME/ringtune``, or ``~/.cache/ringtune``. Need not exist."""
+    configured = environ.get("XDG_CACHE_HOME", "")
+    return (Path(configured) if Path(configured).is_absolute() else home / ".cache") / "ringtune"
+
+
 def home_folder() -> Path:
     """Return the user's home, or /nonexistent for a user without one (a number without a name, in a container)."""
     try:
@@ -82,14 +88,15 @@ def collect(
     named: str | os.PathLike[str] | None = None,
     *,
     heuristics_only: bool = False,
+    stored: Sequence[Located] = (),
     environ: Mapping[str, str] | None = None,
     home: Path | None = None,
 ) -> tuple[tuple[Located, ...], tuple[str, ...]]:
     """Read every profile of the search order; return them, and a note for each broken file that was skipped.
 
     ``named`` is the file a user gave; without it RINGTUNE_PROFILE names one. Such a file must load: ProfileError.
-    ``heuristics_only`` reads no named file and leaves measured profiles out. ``environ`` and ``home`` are this
-    process's unless given.
+    ``heuristics_only`` reads no named file and leaves measured profiles out. ``stored`` are those found in stores,
+    which come after the user's folder. ``environ`` and ``home`` are this process's unless given.
     """
     environ = os.environ if environ is None else environ
     places = search_paths(environ, home_folder() if home is None else home)
@@ -102,6 +109,8 @@ def collect(
             for found in _in_folder(origin, place, notes):
                 if found.profile.source == "heuristic" or not heuristics_only:
                     located.append(found)
+            if origin == "user":
+                located += stored
         elif named is None and not heuristics_only:
             located.append(Located(str(place), load_profile(place), "env"))
     return tuple(located), tuple(notes)

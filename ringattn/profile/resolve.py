@@ -174,6 +174,12 @@ def _match(profile: Profile, facts: HardwareFacts, world: int) -> _Match:
     return _Match(tier, ", ".join(differences), _log_distance(made, here))
 
 
+def tier_of(profile: Profile, facts: HardwareFacts, world: int = 1) -> tuple[Tier | None, str]:
+    """Return the tier in which a measured profile serves a machine, and what differs; None where it cannot at all."""
+    match = _match(profile, facts, world)
+    return match.tier, match.why
+
+
 def mismatch(profile: Profile, facts: HardwareFacts) -> str:
     """Return why a measured profile cannot serve this machine at all; empty where it can, in whatever tier."""
     return _mismatch(profile.fingerprint, Fingerprint.of(facts))

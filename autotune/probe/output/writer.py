@@ -17,6 +17,7 @@ from ringattn import __version__
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.profile.schema import Choice, Evidence, Failure, Fingerprint, LinkSpeed, PlanEntry, Profile, Provenance
 from ringattn.profile.yaml_io import save_profile
+from ringattn.store.merge import merge_rows
 from ringattn.workload import Tunables, Workload, describe
 
 FAILURES_KEPT = 24  # per cell; the journal holds all of them
@@ -148,17 +149,8 @@ def same_machine(profile: Profile, facts: HardwareFacts) -> bool:
 
 
 def merged(old: Profile | None, entries: Mapping[Workload, PlanEntry]) -> dict[Workload, PlanEntry]:
-    """Merge new rows into those of an older profile of the same machine; a new row replaces the old one.
-
-    But what was measured before stays where this probe measured nothing, as on a machine that has become busy.
-    """
-    kept = {} if old is None else {entry.workload: entry for entry in old.plans}
-    measured = {workload for workload, entry in kept.items() if entry.evidence is not None}
-    return kept | {
-        workload: entry
-        for workload, entry in entries.items()
-        if entry.evidence is not None or entry.choice is None or workload not in measured
-    }
+    """Merge new rows into those of an older profile of the same machine."""
+    return merge_rows({} if old is None else {entry.workload: entry for entry in old.plans}, entries)
 
 
 def merged_speeds(old: Profile | None, new: LinkSpeed | None) -> tuple[LinkSpeed, ...]:

@@ -15,7 +15,10 @@ from autotune.cli.main import cli
 from autotune.exit_codes import ExitCode
 
 ROOT = Path(__file__).parents[3]
-COMMANDS = ("probe", "show", "report", "explain", "which", "validate", "verify", "doctor")
+COMMANDS = (
+    *("probe", "show", "report", "explain", "which", "validate", "verify", "doctor"),
+    *("push", "pull", "list", "merge", "diff", "forget", "sign", "verify-signature"),
+)
 
 
 def test_the_commands_are_those_documented() -> None:

@@ -1,0 +1,1 @@
+"""Commands about stores, which share profiles between machines."""

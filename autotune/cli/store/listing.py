@@ -1,0 +1,110 @@
+"""``ringtune list``: print what is in a store, or what a fleet's nodes run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..options import json_option
+from .options import opened_stores, store_option
+
+if TYPE_CHECKING:
+    from ringattn.store.store import Store
+
+
+@click.command("list", short_help="Print what is in a store.")
+@click.argument("kind", required=False, metavar="[KIND]")
+@click.option("--fleet", is_flag=True, help="Print what the nodes run that left a note with `ringtune which --report`.")
+@store_option
+@json_option
+def list_store(kind: str | None, fleet: bool, stores: tuple[str, ...], as_json: bool) -> None:
+    """Print the profiles in the stores: names alone, or with KIND what is in them.
+
+    With --fleet, what each kind of node runs: a profile, or the heuristic and
+    why.
+
+    \b
+        ringtune list --store /shared/ringtune
+        ringtune list --store /shared/ringtune --fleet
+    """
+    from ..console import emit_json, print_answer, warn
+
+    opened = opened_stores(stores)
+    notes: list[str] = []
+    if fleet:
+        if kind is not None:
+            raise click.UsageError("--fleet is about every kind; leave KIND out")
+        columns: tuple[str, ...] = ("Kind", "Ranks", "Nodes", "Tier", "Profile, or why there is none")
+        rows = [row for store in opened for row in fleet_rows(store, notes)]
+    elif kind is not None:
+        columns = ("Name", "Rows", "Effort", "Day", "Software")
+        rows = [row for store in opened for row in profile_rows(store, kind, notes)]
+    else:
+        columns = ("Kind", "Ranks", "Profiles", "Store")
+        counts = Counter((store.url, name.kind, name.world) for store in opened for name in store.names())
+        rows = [(of, world, count, url) for (url, of, world), count in sorted(counts.items())]
+    for note in notes:
+        warn(f"warning: {note}")
+    if as_json:
+        emit_json([dict(zip(map(json_key, columns), row, strict=True)) for row in rows])
+    elif rows:
+        print_answer(table(columns, rows))
+    else:
+        click.echo("nothing there")
+
+
+def json_key(column: str) -> str:
+    """Return a column's name as a key: its first word."""
+    return column.split(",")[0].lower()
+
+
+def table(columns: tuple[str, ...], rows: list[tuple[Any, ...]]) -> Any:
+    """Return rows as a table for the terminal."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from autotune.formats import plain
+
+    made = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        made.add_column(column, overflow="fold")
+    for row in rows:
+        made.add_row(*(plain(value) for value in row))
+    return made
+
+
+def profile_rows(store: Store, kind: str, notes: list[str]) -> list[tuple[Any, ...]]:
+    """Return a row for each profile of one kind."""
+    from ringattn.errors import RingAttentionError
+
+    rows = []
+    for name in store.names(kind):
+        try:
+            profile = store.profile(name)
+        except FileNotFoundError:
+            continue  # forgotten since it was listed
+        except RingAttentionError as error:
+            notes.append(str(error))
+            continue
+        origin = profile.provenance
+        software = ", ".join(f"{package} {version}" for package, version in profile.software)
+        rows.append((name.short, len(profile.plans), origin.effort, origin.date, software))
+    return rows
+
+
+def fleet_rows(store: Store, notes: list[str]) -> list[tuple[Any, ...]]:
+    """Return a row for each kind, number of ranks and outcome, with how many nodes have it, those without first."""
+    from ringattn.store.beacon import read_beacons
+
+    groups: dict[tuple[str, int, str, str], list[str]] = {}
+    for beacon in read_beacons(store.backend, notes):
+        what = beacon.profile or beacon.why
+        groups.setdefault((beacon.kind, beacon.world, beacon.tier, what), []).append(beacon.node)
+    ordered = sorted(groups.items(), key=lambda item: (item[0][2] != "heuristic", item[0]))
+    rows = []
+    for (kind, world, tier, what), nodes in ordered:
+        named = ", ".join(sorted(nodes)[:4]) + (f" and {len(nodes) - 4} more" if len(nodes) > 4 else "")
+        rows.append((kind, world, f"{len(nodes)}: {named}", tier, what))
+    return rows

@@ -1,0 +1,138 @@
+"""Option --store, and the stores that a command is about."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..options import seconds
+
+if TYPE_CHECKING:
+    from ringattn.profile.schema import Profile
+    from ringattn.store.names import ProfileName
+    from ringattn.store.store import Store
+
+
+def store_place(value: str) -> str:
+    """Parse a URL, or a folder, which may be relative here: a person types it in a folder of their own."""
+    from ringattn.profile.yaml_io import url_in
+
+    if not value or "\0" in value:
+        raise click.BadParameter(f"{value!r} is neither a folder nor a URL")
+    return value if url_in(value) else str(Path(value).absolute())
+
+
+store_option = click.option(
+    "--store",
+    "stores",
+    type=store_place,
+    metavar="STORE",
+    multiple=True,
+    help="A folder or URL (s3://..., gs://..., https://...) that holds profiles; repeatable, in order.  "
+    "[default: RINGTUNE_STORE]",
+)
+
+
+if_missing_option = click.option(
+    "--if-missing",
+    is_flag=True,
+    help="Measure only what the store lacks for this kind of machine, and on one node of all that start this at once.",
+)
+
+if_stale_option = click.option(
+    "--if-stale",
+    is_flag=True,
+    help="As --if-missing; where software versions have changed since, verify the winners and search only those that "
+    "lost.",
+)
+
+WAIT_S = 3600.0
+
+wait_option = click.option(
+    "--wait",
+    "wait_s",
+    is_flag=False,
+    flag_value=str(int(WAIT_S)),
+    type=seconds,
+    metavar="[SECONDS]",
+    help="With --if-missing or --if-stale: wait for the node that measures, an hour unless said.  "
+    "[default: go on at once]",
+)
+
+
+def check_if_missing(if_missing: bool, wait_s: float | None, options: dict[str, Any]) -> None:
+    """Raise UsageError where --wait, --if-missing or --if-stale come with what they cannot go with."""
+    if wait_s is not None and not if_missing:
+        raise click.UsageError("--wait is for what another node measures; it goes with --if-missing or --if-stale")
+    if not if_missing:
+        return
+    from autotune.distributed.launcher import started_by_torchrun, torchrun_rank
+
+    if options["output"] is not None or options["dry_run"]:
+        other = "--dry-run" if options["dry_run"] else "--output"
+        raise click.UsageError(f"--if-missing and --if-stale end with the store's profile; leave {other} out, or them")
+    if started_by_torchrun(os.environ) or torchrun_rank(os.environ) is not None:
+        raise click.UsageError("--if-missing and --if-stale start their ranks; use --nproc in place of torchrun")
+
+
+def places_of(stores: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the stores given, or those of RINGTUNE_STORE; UsageError where there is none."""
+    from ringattn.store.lookup import STORE_VARIABLE, store_places
+
+    places = stores or store_places(os.environ)
+    if not places:
+        raise click.UsageError(f"no store is named; give --store, or set {STORE_VARIABLE} to a folder or URL")
+    return places
+
+
+def opened_stores(stores: tuple[str, ...]) -> tuple[Store, ...]:
+    """Return every store that a command reads."""
+    from ringattn.profile.locations import home_folder
+    from ringattn.store.backend import open_backend
+    from ringattn.store.store import Store
+    from ringattn.store.trust import trust_of
+
+    trust = trust_of(os.environ, home_folder())
+    return tuple(Store(open_backend(place), trust) for place in places_of(stores))
+
+
+def written_store(stores: tuple[str, ...]) -> Store:
+    """Return the store that a command writes: the first."""
+    return opened_stores(places_of(stores)[:1])[0]
+
+
+def signing_key() -> Path | None:
+    """Return the key of RINGTUNE_SIGNING_KEY, with which what is pushed is signed."""
+    from ringattn.store.trust import KEY_VARIABLE
+
+    named = os.environ.get(KEY_VARIABLE)
+    return Path(named) if named else None
+
+
+def push_signed(store: Store, profile: Profile, source: str) -> tuple[ProfileName, ...]:
+    """Push a profile, and sign it where a key is named."""
+    names = store.push(profile, source)
+    if (key := signing_key()) is not None:
+        for name in names:
+            store.sign(name, key)
+    return names
+
+
+def check_store_writable(store: Store) -> None:
+    """Raise StoreError now rather than after minutes of measuring, when the store cannot be written."""
+    import secrets
+
+    from ringattn.store.names import LEASES
+
+    trial = f"{LEASES}/trial-{secrets.token_hex(8)}"
+    store.backend.put(trial, b"")
+    store.backend.delete(trial)
+
+
+def is_store_name(text: str) -> bool:
+    """Tell whether an argument looks like ``KIND/x1-HASH`` or a hash, and not like a file."""
+    return re.fullmatch(r"(?:profiles/)?[\w.+-]+/x\d+-[0-9a-f]+(?:\.yaml)?|[0-9a-f]{6,64}", text) is not None

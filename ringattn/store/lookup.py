@@ -1,0 +1,196 @@
+"""Profiles of this machine out of the stores that are named, each kept in the user's cache folder: the edge.
+
+A store is asked for the names of this machine's kind alone, and for the files among them that the cache lacks. One
+that does not answer in time costs ``ANSWER_S`` once a process, and what the cache holds of it serves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from pathlib import Path
+
+from ringattn.errors import ProfileError, RingAttentionError, StoreError
+from ringattn.hardware.facts import HardwareFacts
+from ringattn.profile.locations import FILE_VARIABLE, Located, cache_folder, collect, home_folder
+from ringattn.profile.schema import Fingerprint, Profile
+from ringattn.profile.yaml_io import dump_profile
+from ringattn.wording import plural
+
+from .backend import open_backend
+from .bounded import NoAnswerYet, Pending
+from .folder import Folder
+from .merge import merge_profiles, same_machine_groups
+from .names import PROFILES, ProfileName, kind_of, shown_url
+from .store import MAX_FILES_OF_A_KIND, Store, parsed
+from .trust import CHECKSUM, Trust, trust_of
+
+STORE_VARIABLE = "RINGTUNE_STORE"
+ANSWER_S = 1.0
+
+
+def store_places(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the folders and URLs of RINGTUNE_STORE, in order: parted by blanks, quoted as in a shell."""
+    try:
+        return tuple(shlex.split(environ.get(STORE_VARIABLE, "")))
+    except ValueError as error:
+        raise StoreError(STORE_VARIABLE, f"cannot be taken apart: {error}; it holds folders and URLs") from None
+
+
+def find_profiles(
+    named: str | os.PathLike[str] | None,
+    facts: HardwareFacts,
+    *,
+    world: int = 1,
+    heuristics_only: bool = False,
+    places: Sequence[str] | None = None,
+) -> tuple[tuple[Located, ...], tuple[str, ...]]:
+    """Return every profile of the search order, those in stores too, and a note for all that was skipped.
+
+    As ``locations.collect``, but for a machine and a number of ranks, since a store is asked for these alone. A
+    profile that is named binds, and no store is asked. ``places`` are those of RINGTUNE_STORE unless given.
+    """
+    stored: tuple[Located, ...] = ()
+    notes: tuple[str, ...] = ()
+    if named is None and not heuristics_only and not os.environ.get(FILE_VARIABLE):
+        asked = store_places(os.environ) if places is None else tuple(places)
+        if asked:
+            cache = cache_folder(os.environ, home_folder())
+            trust = trust_of(os.environ, home_folder())
+            stored, notes = stored_profiles(asked, kind_of(Fingerprint.of(facts)), world, cache, trust)
+    located, more = collect(named, heuristics_only=heuristics_only, stored=stored)
+    return located, (*more, *notes)
+
+
+@lru_cache(maxsize=64)
+def stored_profiles(
+    places: tuple[str, ...], kind: str, world: int, cache: Path, trust: Trust = CHECKSUM
+) -> tuple[tuple[Located, ...], tuple[str, ...]]:
+    """Return the profiles of one kind and number of ranks in stores, in order; asked once a process, all at once."""
+    copies = [LocalCopy(place, cache, trust) for place in places]
+    notes: list[str] = []
+    asked: list[tuple[LocalCopy, Pending[Fetched] | None]] = []
+    for copy in copies:
+        try:
+            asked.append((copy, Pending(partial(copy.fetch, Store(open_backend(copy.place), trust), kind, world))))
+        except StoreError as error:
+            notes.append(f"{error} (skipped)")
+            asked.append((copy, None))
+    deadline_s = time.monotonic() + ANSWER_S
+    located: list[Located] = []
+    for copy, pending in asked:
+        found = Fetched()
+        try:
+            found = pending.answer(deadline_s) if pending else found
+            fault = ""
+        except NoAnswerYet:
+            fault = f"{copy.url}: did not answer within {ANSWER_S:g} s"
+        except StoreError as error:
+            fault = str(error)
+        if fault:
+            found = copy.kept(kind, world)
+            count = plural(len(found.profiles), "profile")
+            notes.append(f"{fault}; {f'{count} read of it before will do' if found.profiles else 'skipped'}")
+        located += copy.merged(found, world)
+        notes += found.notes
+    return tuple(located), tuple(notes)
+
+
+@dataclass(slots=True)
+class Fetched:
+    """Profiles by the file they are in, and a note for each that was refused."""
+
+    profiles: dict[str, Profile] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+class LocalCopy:
+    """Copy of what was read of a store, in the user's cache folder: it serves where the store does not answer."""
+
+    def __init__(self, place: str, cache: Path, trust: Trust = CHECKSUM) -> None:
+        self.place, self.url = place, shown_url(place)
+        self.root = cache / "stores" / hashlib.sha256(place.encode()).hexdigest()[:16]
+        self.store = Store(Folder(self.root), trust)
+
+    def fetch(self, source: Store, kind: str, world: int) -> Fetched:
+        """Return the profiles of one kind in the store, and make the copy agree with it.
+
+        What the copy has is not asked for; a damaged file of it is fetched again. Raises StoreError where
+        the store cannot be listed.
+        """
+        found = Fetched()
+        listed = source.names(kind, world)
+        if len(listed) > MAX_FILES_OF_A_KIND:
+            found.notes.append(
+                f"{source.url}: {len(listed)} files of {kind}, of which {MAX_FILES_OF_A_KIND} are read; "
+                "`ringtune merge` removes those that no longer count"
+            )
+            listed = listed[:MAX_FILES_OF_A_KIND]
+        for name in listed:
+            content = self._kept_content(name)
+            path = str(self.root / str(name))
+            try:
+                if content is None:
+                    content = source.content(name)
+                    signature = source.signature(name) if source.trust.asks_for_signatures else None
+                    if signature is not None:
+                        self._keep(name.signature, signature, found)
+                    path = self._keep(str(name), content, found) or f"{source.url}/{name}"
+                found.profiles[path] = parsed(content, name, path)
+            except FileNotFoundError:
+                continue  # forgotten since it was listed
+            except RingAttentionError as error:
+                found.notes.append(f"{error} (skipped)")
+        if self.root.is_dir():
+            self.store.forget([name for name in self.store.names(kind, world) if name not in listed])
+        return found
+
+    def kept(self, kind: str, world: int) -> Fetched:
+        """Return what the copy holds of one kind."""
+        found = Fetched()
+        for name in self.store.names(kind, world) if self.root.is_dir() else ():
+            path = str(self.root / str(name))
+            try:
+                if content := self._kept_content(name):
+                    found.profiles[path] = parsed(content, name, path)
+            except ProfileError as error:
+                found.notes.append(f"{error} (skipped)")
+        return found
+
+    def merged(self, found: Fetched, world: int) -> list[Located]:
+        """Return the profiles, those of one machine and software merged into one, which gets a file of its own."""
+        located = []
+        files = {id(profile): path for path, profile in found.profiles.items()}
+        for group in same_machine_groups(found.profiles.values()):
+            profile = merge_profiles(group).profile
+            path = files.get(id(profile)) or self._written(profile, world, found) or files[id(group[-1])]
+            located.append(Located(path, profile, "store"))
+        return located
+
+    def _written(self, profile: Profile, world: int, found: Fetched) -> str:
+        content = dump_profile(profile).encode("utf-8")
+        name = str(ProfileName.of(profile.fingerprint, world, content)).replace(PROFILES, "merged", 1)
+        return self._keep(name, content, found)
+
+    def _keep(self, name: str, content: bytes, found: Fetched) -> str:
+        """Write a file of the copy and return its path; where that fails a note says so, and "" is returned."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            self.store.backend.put(name, content)
+        except (OSError, StoreError) as error:
+            why = error.strerror if isinstance(error, OSError) else error.problem
+            note = f"{self.root}: cannot be written ({why}), so {self.url} is read by every process"
+            found.notes += [] if note in found.notes else [note]
+            return ""
+        return str(self.root / name)
+
+    def _kept_content(self, name: ProfileName) -> bytes | None:
+        try:
+            return self.store.content(name)
+        except (FileNotFoundError, StoreError):  # not there, damaged, or no cache folder at all: the store has it
+            return None

@@ -1,0 +1,116 @@
+"""Store behind a URL, through fsspec: S3, GCS and whatever else fsspec has a package for."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from typing import Any
+
+from ringattn.errors import StoreError
+
+from .names import LEASES, checked, is_name, shown_url
+
+MAX_DEPTH = 4
+# In these a put is seen whole or not at all, and can be made conditional on there being no such object.
+_OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory")
+
+
+class Remote:
+    """Files below a URL. fsspec is imported when one is made; the first question connects."""
+
+    def __init__(self, url: str) -> None:
+        self.url = shown_url(url).rstrip("/")
+        self._given = url
+        self._scheme = url.split("://")[0]
+        try:
+            import fsspec
+        except ImportError:
+            raise StoreError(self.url, "URLs need fsspec; install the extra: pip install '.[store]'") from None
+        try:
+            fsspec.get_filesystem_class(self._scheme)
+        except (ImportError, ValueError) as error:
+            raise StoreError(self.url, " ".join(str(error).split())) from None
+
+    @cached_property
+    def _connected(self) -> tuple[Any, str]:
+        """The file system, which remembers no listings, and the path of the store in it."""
+        import fsspec
+
+        files, root = fsspec.core.url_to_fs(self._given, use_listings_cache=False)
+        return files, root.rstrip("/")
+
+    def names(self, folder: str) -> tuple[str, ...]:
+        try:
+            with self._telling(folder):
+                files, root = self._connected
+                # An object store lists what is below a prefix at once. Others are walked, and would leave out what
+                # cannot be reached.
+                how = {} if self._scheme in _OBJECT_STORES else {"maxdepth": MAX_DEPTH, "on_error": "raise"}
+                found = files.find(f"{root}/{folder}", **how)
+        except FileNotFoundError:
+            return ()
+        inner = (path.removeprefix(f"{root}/") for path in found if path.startswith(f"{root}/"))
+        return tuple(sorted(name for name in inner if is_name(name)))
+
+    def read(self, name: str, limit: int) -> bytes:
+        with self._telling(checked(name, self.url)):
+            files, root = self._connected
+            with files.open(f"{root}/{name}", "rb") as file:
+                content = bytes(file.read(limit + 1))
+        if len(content) > limit:
+            raise StoreError(self.url, f"{name}: has more than {limit} bytes")
+        return content
+
+    def put(self, name: str, content: bytes) -> None:
+        with self._telling(checked(name, self.url), writing=True):
+            files, root = self._connected
+            if self._scheme in _OBJECT_STORES:
+                files.pipe_file(f"{root}/{name}", content)
+                return
+            parent, _, leaf = f"{root}/{name}".rpartition("/")
+            files.makedirs(parent, exist_ok=True)
+            temporary = f"{parent}/.{leaf[:100]}.{secrets.token_hex(6)}.tmp"
+            files.pipe_file(temporary, content)
+            files.mv(temporary, f"{root}/{name}")
+
+    def create(self, name: str, content: bytes) -> bool:
+        with self._telling(checked(name, self.url), writing=True):
+            files, root = self._connected
+            try:
+                files.pipe_file(f"{root}/{name}", content, mode="create")
+            except FileExistsError:
+                return False
+        return True
+
+    def delete(self, name: str) -> None:
+        with suppress(FileNotFoundError), self._telling(checked(name, self.url)):
+            files, root = self._connected
+            files.rm_file(f"{root}/{name}")
+
+    def lease_refusal(self) -> str:
+        if self._scheme not in _OBJECT_STORES:
+            return f"{self._scheme} cannot create a file on condition that there is none"
+        trial = f"{LEASES}/trial-{secrets.token_hex(8)}"  # a server or package may be too old to honour the condition
+        first, second = self.create(trial, b""), self.create(trial, b"")
+        self.delete(trial)
+        if not first or second:
+            return "the server ignores the condition that a new object must not exist"
+        return ""
+
+    @contextmanager
+    def _telling(self, name: str, *, writing: bool = False) -> Iterator[None]:
+        """Turn whatever the package raises into one line: each has exceptions of its own.
+
+        A file that is not there stays FileNotFoundError where one is not written.
+        """
+        try:
+            yield
+        except StoreError:
+            raise
+        except Exception as error:
+            if isinstance(error, FileNotFoundError) and not writing:
+                raise
+            why = " ".join(str(error).split()) or type(error).__name__
+            raise StoreError(self.url, f"{name}: {why[:300]}") from error

@@ -1,0 +1,136 @@
+"""Profiles in a store: each checked against its name when it is read, and pushed under the name of its content."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ringattn.errors import ProfileError, StoreError
+from ringattn.profile.schema import Profile
+from ringattn.profile.yaml_io import MAX_FILE_BYTES, dump_profile, parse_profile
+from ringattn.wording import plural
+
+from .backend import Backend
+from .names import PROFILES, ProfileName, checked, kind_of
+from .ssh_signature import MAX_BYTES, SignatureFault, sign
+from .trust import CHECKSUM, Trust
+
+MAX_FILES_OF_A_KIND = 64  # for one number of ranks; each takes a request and some 20 ms to read
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Profiles in one back end, of which those are read that ``trust`` believes."""
+
+    backend: Backend
+    trust: Trust = CHECKSUM
+
+    @property
+    def url(self) -> str:
+        return self.backend.url
+
+    def names(self, kind: str = "", world: int | None = None) -> tuple[ProfileName, ...]:
+        """Return the names of profiles, sorted: all, or those of one kind and number of ranks. Opens no file."""
+        folder = f"{PROFILES}/{kind}" if kind else PROFILES
+        parsed = map(ProfileName.parse, self.backend.names(checked(folder, self.url)))
+        return tuple(sorted(name for name in parsed if name is not None and world in (None, name.world)))
+
+    def named(self, text: str) -> ProfileName:
+        """Return the one profile that a user means by a full name, a start of it, or a start of its hash.
+
+        StoreError where none or several are meant, or the text could be no name.
+        """
+        text = checked(text.removeprefix(f"{PROFILES}/"), self.url)
+        starts = (f"{PROFILES}/{text}",)
+        found = [name for name in self.names() if str(name).startswith(starts) or name.digest.startswith(text)]
+        if len(found) == 1:
+            return found[0]
+        many = f"means {plural(len(found), 'profile')}, {found[0].short} for one" if found else "is not there"
+        raise StoreError(self.url, f"{text}: {many}; `ringtune list` prints the names")
+
+    def content(self, name: ProfileName) -> bytes:
+        """Return a profile's bytes, which are those of its name, and signed where that is asked for.
+
+        StoreError for others, FileNotFoundError for none.
+        """
+        content = self.backend.read(str(name), MAX_FILE_BYTES)
+        if hashlib.sha256(content).hexdigest() != name.digest:
+            raise StoreError(
+                self.url, f"{name}: its content is not that of its name; `ringtune forget {name.short}` removes it"
+            )
+        if self.trust.asks_for_signatures:
+            try:
+                self.trust.signer(content, self.signature(name))
+            except SignatureFault as fault:
+                raise StoreError(self.url, f"{name}: {fault}") from None
+        return content
+
+    def signature(self, name: ProfileName) -> bytes | None:
+        """Return the signature that lies beside a profile; None where there is none."""
+        try:
+            return self.backend.read(name.signature, MAX_BYTES)
+        except FileNotFoundError:
+            return None
+
+    def sign(self, name: ProfileName, key_file: Path) -> None:
+        """Put a signature beside a profile, in place of an earlier one; StoreError where the key cannot be used."""
+        content = replace(self, trust=CHECKSUM).content(name)
+        try:
+            self.backend.put(name.signature, sign(content, key_file))
+        except SignatureFault as fault:
+            raise StoreError(self.url, f"{name.short}: cannot be signed: {fault}") from None
+
+    def profile(self, name: ProfileName) -> Profile:
+        """Return a profile, of the kind and ranks that its name says; ProfileError or StoreError else."""
+        return parsed(self.content(name), name, f"{self.url}/{name}")
+
+    def push(self, profile: Profile, source: str = "profile") -> tuple[ProfileName, ...]:
+        """Write a profile, one file for each number of ranks, beside what is there; return the names.
+
+        ProfileError where it is a heuristic or holds no plans, and where what would be written is too large.
+        """
+        if profile.source != "measured" or not profile.plans:
+            raise ProfileError(source, "holds no measured plans; a store takes measured profiles, folders the others")
+        pushed = []
+        for part in by_world(profile):
+            content = dump_profile(part).encode("utf-8")
+            if len(content) > MAX_FILE_BYTES:
+                raise ProfileError(source, f"would be {len(content)} bytes, above the limit of {MAX_FILE_BYTES}")
+            name = ProfileName.of(part.fingerprint, part.plans[0].workload.world, content)
+            self.backend.put(str(name), content)
+            pushed.append(name)
+        return tuple(pushed)
+
+    def forget(self, names: Sequence[ProfileName]) -> None:
+        """Remove profiles; whoever has one may push it again."""
+        for name in names:
+            self.backend.delete(str(name))
+            self.backend.delete(name.signature)
+
+
+def parsed(content: bytes, name: ProfileName, source: str) -> Profile:
+    """Return the profile in the content of a file of a store; ProfileError unless it is what the name says."""
+    profile = parse_profile(content, source)
+    if kind_of(profile.fingerprint) != name.kind:
+        raise ProfileError(source, f"is of {kind_of(profile.fingerprint)}, not of the kind in its name")
+    if {entry.workload.world for entry in profile.plans} != {name.world}:
+        raise ProfileError(source, f"holds other rows than those for {plural(name.world, 'rank')}, as its name says")
+    return profile
+
+
+def by_world(profile: Profile) -> tuple[Profile, ...]:
+    """Return a profile as one for each number of ranks it has rows for, each with the link speeds of that number."""
+    worlds = sorted({entry.workload.world for entry in profile.plans})
+    return tuple(
+        replace(
+            profile,
+            plans=tuple(entry for entry in profile.plans if entry.workload.world == world),
+            fingerprint=replace(
+                profile.fingerprint,
+                link_speeds=tuple(speed for speed in profile.fingerprint.link_speeds if speed.world == world),
+            ),
+        )
+        for world in worlds
+    )

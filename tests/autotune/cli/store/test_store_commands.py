@@ -1,0 +1,266 @@
+"""push, pull, list, merge, diff, forget and which, on a folder and on a URL."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_runs import measured_entry, one_line_error, profile_of_this_machine, ringtune
+from machine_samples import A100, H100, dense_entry, measured
+
+from autotune.cli.doctor import search_path_contents
+from autotune.cli.store.candidates import store_contents
+from ringattn.hardware.facts import detect
+from ringattn.profile.schema import Fingerprint, Profile, Provenance
+from ringattn.profile.yaml_io import load_profile, save_profile
+from ringattn.store.backend import open_backend
+from ringattn.store.lookup import stored_profiles
+from ringattn.store.names import kind_of
+from ringattn.store.store import Store
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    stored_profiles.cache_clear()
+    yield
+    stored_profiles.cache_clear()
+
+
+@pytest.fixture(params=["folder", "memory"])
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "memory":
+        pytest.importorskip("fsspec")
+        found = f"memory://{tmp_path.name}/store"
+    else:
+        (tmp_path / "shared").mkdir()
+        found = str(tmp_path / "shared")
+    monkeypatch.setenv("RINGTUNE_STORE", found)
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "shared").mkdir()
+    monkeypatch.setenv("RINGTUNE_STORE", str(tmp_path / "shared"))
+    return tmp_path / "shared"
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.yaml"
+    save_profile(profile_of_this_machine(measured_entry()), path)
+    return path
+
+
+def document(*arguments: str | Path) -> Any:
+    result = ringtune(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def probed(path: Path, effort: str, date: str, *entries: Any) -> Profile:
+    profile = replace(measured(H100, *entries), provenance=Provenance("0.1.0", date, effort))
+    save_profile(profile, path)
+    return profile
+
+
+def test_what_is_pushed_serves_this_machine_and_is_pulled(place: str, mine: Path, tmp_path: Path) -> None:
+    assert ringtune("which", "--device", "cpu").exit_code == 4
+    stored_profiles.cache_clear()  # as in another process
+    (pushed,) = document("push", mine)["pushed"]
+    told = document("which", "--device", "cpu")
+    assert told["tier"] == "exact"
+    assert load_profile(told["path"]) == load_profile(mine)
+    assert told["path"].endswith(pushed["name"])
+    (written,) = document("pull", "--output", tmp_path / "here", "--device", "cpu")["written"]
+    assert load_profile(written) == load_profile(mine)
+    assert document("forget", pushed["name"])["removed"] == [pushed["name"]]
+    assert ringtune("list").stdout == "nothing there\n"
+    assert one_line_error(ringtune("pull", "--device", "cpu"), 4)
+
+
+def test_pushing_without_a_file_pushes_what_this_machine_uses(place: str, at_home: Path) -> None:
+    (pushed,) = document("push", "--device", "cpu")["pushed"]
+    assert pushed["file"] == str(at_home)
+
+
+def test_which_takes_a_store_that_no_variable_names(folder: Path, mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ringtune("push", mine).exit_code == 0
+    monkeypatch.delenv("RINGTUNE_STORE")
+    assert ringtune("which", "--device", "cpu").exit_code == 4
+    assert ringtune("which", "--device", "cpu", "--store", folder).exit_code == 0
+
+
+def test_all_files_are_read_before_one_is_pushed(folder: Path, mine: Path, tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text("schema: 1\n")
+    assert "bad.yaml" in one_line_error(ringtune("push", mine, tmp_path / "bad.yaml"), 1)
+    assert list(folder.iterdir()) == []
+
+
+def test_list_counts_by_kind_and_shows_one_kind_in_full(place: str, tmp_path: Path) -> None:
+    store = Store(open_backend(place))
+    for profile in (
+        measured(H100, dense_entry(1024)),
+        measured(H100, dense_entry(2048)),
+        measured(A100, dense_entry()),
+    ):
+        store.push(profile)
+    assert [(row["kind"], row["ranks"], row["profiles"]) for row in document("list")] == [
+        ("nvidia-a100-sxm-80g", 1, 1),
+        ("nvidia-h100-sxm-80g", 1, 2),
+    ]
+    rows = document("list", "nvidia-h100-sxm-80g")
+    assert {row["name"] for row in rows} == {name.short for name in store.names("nvidia-h100-sxm-80g")}
+    assert "nvidia-a100-sxm-80g" in ringtune("list").stdout
+    assert "no name in a store" in one_line_error(ringtune("list", "../.."), 1)
+
+
+def test_merge_joins_files_and_lists_conflicts(tmp_path: Path) -> None:
+    slow = dense_entry(1024, "math")
+    assert slow.choice is not None
+    assert slow.evidence is not None
+    apart = replace(slow.evidence, default_ratio=0.95, ratio_low=0.94, ratio_high=0.96)
+    slow = replace(slow, choice=replace(slow.choice, evidence=apart))
+    probed(tmp_path / "full.yaml", "full", "2026-01-01", dense_entry(1024, "cudnn"))
+    probed(tmp_path / "quick.yaml", "quick", "2026-02-01", slow, dense_entry(2048))
+    result = ringtune("merge", tmp_path / "full.yaml", tmp_path / "quick.yaml", "--output", tmp_path / "both.yaml")
+    assert result.exit_code == 0
+    assert "2 rows of 2 profiles" in result.stdout
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("conflict: ")
+    assert "kept cudnn/cudnn bf16" in line
+    both = load_profile(tmp_path / "both.yaml")
+    assert {entry.workload.seq_len for entry in both.plans} == {1024, 2048}
+    save_profile(measured(A100, dense_entry()), tmp_path / "other.yaml")
+    line = one_line_error(
+        ringtune("merge", tmp_path / "full.yaml", tmp_path / "other.yaml", "--output", tmp_path / "both.yaml"), 1
+    )
+    assert "is of another machine or other software than" in line
+    assert load_profile(tmp_path / "both.yaml") == both
+
+
+def test_merge_removes_from_a_store_what_gives_no_row(place: str, tmp_path: Path) -> None:
+    store = Store(open_backend(place))
+    (old,) = store.push(probed(tmp_path / "a.yaml", "quick", "2026-01-01", dense_entry(1024, "math")))
+    (new,) = store.push(probed(tmp_path / "b.yaml", "full", "2026-02-01", dense_entry(1024), dense_entry(2048)))
+    (own,) = store.push(probed(tmp_path / "c.yaml", "quick", "2026-01-01", dense_entry(4096)))
+    assert document("merge")["removed"] == [old.short]
+    assert set(store.names()) == {new, own}
+    assert ringtune("merge").stdout == "every profile gives some row; nothing to remove\n"
+
+
+def test_diff_says_in_what_two_profiles_differ(folder: Path, tmp_path: Path) -> None:
+    one = probed(tmp_path / "one.yaml", "quick", "2026-01-01", dense_entry(1024, "flash"), dense_entry(2048))
+    other = replace(
+        measured(replace(H100, power_limit_w=500), dense_entry(1024, "cudnn"), dense_entry(4096)),
+        software=(("torch", "2.12.0"),),
+    )
+    (name,) = Store(open_backend(str(folder))).push(other)
+    told = document("diff", tmp_path / "one.yaml", name.short)
+    assert "power_limit_w: 700 in A, 500 in B" in told["machine"]
+    assert "torch: 2.11.0 in A, 2.12.0 in B" in told["machine"]
+    assert [line.split(": ")[1].split(",")[0].split(" in ")[-1] for line in told["rows"]][1:] == [
+        "in A alone",
+        "in B alone",
+    ]
+    assert "within noise" in told["rows"][0]
+    assert one != other
+    same = ringtune("diff", tmp_path / "one.yaml", tmp_path / "one.yaml")
+    assert same.stdout == "no difference\n"
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "..", "a/../b", "x\n"])
+@pytest.mark.parametrize("command", ["forget", "pull"])
+def test_names_that_lead_out_of_a_store_are_one_line(folder: Path, command: str, name: str) -> None:
+    outside = folder.parent / "etc"
+    outside.mkdir()
+    (outside / "passwd").write_text("kept")
+    assert "is no name in a store" in one_line_error(ringtune(command, name), 1)
+    assert (outside / "passwd").read_text() == "kept"
+
+
+def test_which_prints_every_candidate_and_what_differs(folder: Path, mine: Path, tmp_path: Path) -> None:
+    assert ringtune("push", mine).exit_code == 0
+    profile = load_profile(mine)
+    store = Store(open_backend(str(folder)))
+    more = replace(profile.fingerprint, sm_count=profile.fingerprint.sm_count + 1)
+    store.push(replace(profile, fingerprint=more))
+    store.push(replace(profile, software=(("torch", "0.0.1"),)))
+    result = ringtune("which", "-v", "--device", "cpu")
+    assert result.exit_code == 0
+    told = document("which", "-v", "--device", "cpu")["candidates"]
+    assert [candidate["tier"] for candidate in told if candidate["origin"] == "store"] == ["exact", "same-silicon", ""]
+    last = next(c for c in reversed(told) if c["origin"] == "store")
+    assert "not looked at, of another kind; would be nearest: sm_count" in last["why"]
+    assert last["why"] in result.stdout
+    assert ringtune("which", "-v", "--path-only").exit_code == 2
+
+
+def test_doctor_lists_the_stores_in_search_order(
+    place: str, mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (pushed,) = document("push", mine)["pushed"]
+    monkeypatch.setenv("RINGTUNE_STORE", f"{place} {tmp_path / 'absent'}")
+    here, gone = store_contents(detect("cpu"))
+    assert here["files"] == [{"file": Path(pushed["name"]).name, "source": "measured", "error": ""}]
+    assert (here["error"], gone["files"]) == ("", [])
+    assert "no such folder" in str(gone["error"])
+    order = [told["origin"] for told in search_path_contents([here, gone])]
+    assert order[:3] == ["user", "store", "store"]
+    assert order[-1] == "shipped"
+
+
+def test_nodes_report_what_they_run_and_the_fleet_is_listed(place: str, mine: Path) -> None:
+    assert ringtune("which", "--report", "--device", "cpu").exit_code == 4
+    kind = kind_of(Fingerprint.of(load_profile(mine).fingerprint))  # type: ignore[arg-type]  # has the same fields
+    (row,) = document("list", "--fleet")
+    assert (row["kind"], row["ranks"], row["tier"]) == (kind, 1, "heuristic")
+    assert row["nodes"] == f"1: {os.uname().nodename}"
+    assert row["profile"] == "no measured profile fits"
+    assert ringtune("push", mine).exit_code == 0
+    stored_profiles.cache_clear()
+    assert ringtune("which", "--report", "--device", "cpu").exit_code == 0
+    (row,) = document("list", "--fleet")  # the node's earlier note is replaced
+    assert row["tier"] == "exact"
+    assert ringtune("list", "--fleet", kind).exit_code == 2
+
+
+def test_a_broken_beacon_costs_itself_alone(folder: Path) -> None:
+    assert ringtune("which", "--report", "--device", "cpu").exit_code == 4
+    (kind,) = (folder / "beacons").iterdir()
+    (kind / "empty.json").write_text("")
+    (kind / "list.json").write_text("[]")
+    (kind / "deep.json").write_text("[" * 4000)
+    (kind / "large.json").write_text(
+        json.dumps({**json.loads(next(kind.glob("*-x1.json")).read_text()), "world": 1e999})
+    )
+    (kind / "link.json").symlink_to("/etc/passwd")
+    (kind / "steer.json").write_text(
+        json.dumps({**json.loads(next(kind.glob("*-x1.json")).read_text()), "node": "\x1b[2J"})
+    )
+    result = ringtune("list", "--fleet")
+    assert result.exit_code == 0
+    assert len(result.stderr.splitlines()) == 5
+    assert "\x1b[2J" not in result.output
+
+
+@pytest.mark.parametrize(
+    "command", [("push",), ("pull",), ("list",), ("merge",), ("forget", "x"), ("which", "--report")]
+)
+def test_without_a_store_it_is_a_usage_error(command: tuple[str, ...]) -> None:
+    result = ringtune(*command)
+    assert result.exit_code == 2
+    assert "no store is named; give --store, or set RINGTUNE_STORE" in result.stderr
+
+
+@pytest.mark.parametrize("command", [("list",), ("merge",), ("forget", "abc"), ("pull", "abc")])
+def test_a_store_that_is_not_there_is_one_line(command: tuple[str, ...], tmp_path: Path) -> None:
+    line = one_line_error(ringtune(*command, "--store", tmp_path / "absent"), 1)
+    assert "no such folder; mount it" in line

@@ -168,7 +168,7 @@ def _other_ranks(row: Row, setup: Setup) -> str:
 def _choice_of(entry: PlanEntry | None, tunables: Tunables | None) -> Choice | None:
     if entry is None:
         return None
-    recorded = (entry.choice, *entry.runners_up, *entry.front, entry.auto, entry.default)
+    recorded = (entry.choice, entry.captured, *entry.runners_up, *entry.front, entry.auto, entry.default)
     return next((c for c in recorded if c is not None and c.tunables == tunables), None)
 
 
@@ -195,6 +195,8 @@ def _why(row: Row, setup: Setup, entry: PlanEntry | None, chosen: Choice | None)
     near = f"the nearest measured length is {format_length(row.bucket)}"
     if entry is None or chosen is None or chosen.evidence is None:
         return near
+    if chosen is entry.captured:
+        return f"{near}; the plan there of least device time, {Speedup.of(chosen.evidence)} as fast as the default"
     if chosen.tunables != (entry.choice.tunables if entry.choice else None):
         return f"{near}; the first plan there cannot run here, this is the next"
     if kept_default(entry):

@@ -37,6 +37,7 @@ LIVE = [
     (("--memory-limit", "512"), {"memory_limit_mib": 512}),
     (("--memory-limit", "24GiB"), {"memory_limit_mib": 24576}),
     (("--prefer", "memory"), {"prefer": "memory"}),
+    (("--launch", "captured"), {"launch": "captured"}),
     (("--seed", "7"), {"seed": 7}),
     (("--sampler", "tpe"), {"sampler": "tpe"}),
     (("--storage", "sqlite:///studies.db"), {"storage": "sqlite:///studies.db"}),

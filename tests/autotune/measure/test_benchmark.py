@@ -31,12 +31,14 @@ from autotune.measure.interference import (
     throttled_seconds,
 )
 from autotune.measure.launch_overhead import flushes_for, sample_ms
+from autotune.measure.module_calls import settled
 from autotune.measure.rank_agreement import SingleRank
 from autotune.measure.stopwatch import Stopwatch
 from autotune.measure.timers import FEWEST, CudaTimer, HostTimer, Reading, cpu_peak_bytes
 from autotune.measure.worker_evaluator import WorkerEvaluator
 from ringattn import detect
 from ringattn.planning import self_check
+from ringattn.runtime.graphed import CALLS_BEFORE_REPLAY
 from ringattn.workload import BranchTunables, Pattern, Tunables, Workload
 
 DILATED = Pattern.of([64, 128], [1, 2])
@@ -494,3 +496,33 @@ def test_references_leave_the_candidate_its_threads(bench: DeviceBench, monkeypa
         assert not bench._is_busy()
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(("launch", "calls"), [("eager", 1), ("graph", 1 + CALLS_BEFORE_REPLAY)])
+def test_what_is_replayed_is_checked_and_timed_once_it_is(launch: str, calls: int) -> None:
+    made: list[int] = []
+
+    def call() -> int:
+        made.append(len(made) + 1)
+        return made[-1]
+
+    assert settled(call, replace(plan(), launch=launch)) == calls
+    assert len(made) == calls
+
+
+def test_a_check_says_what_torch_runs_and_whether_bits_vary(bench: DeviceBench) -> None:
+    dense = replace(CELL, pattern=Pattern())
+    checked = bench.check(dense, plan(cell=dense), no_phase, None)
+    assert (checked.torch_kernel, checked.varies) == ("flash-cpu", False)
+    assert bench.check(CELL, plan(), no_phase, None).torch_kernel == ""
+
+
+def test_a_plan_whose_gradients_vary_is_found_out(bench: DeviceBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = benchmark.results_of, iter(range(100))
+
+    def results(*arguments: Any) -> Any:
+        out, lse, grads = real(*arguments)
+        return out, lse, tuple(grad * (1 + 1e-6 * (next(calls) % 2)) for grad in grads)
+
+    monkeypatch.setattr(benchmark, "results_of", results)
+    assert bench.check(CELL, plan(), no_phase, None).varies

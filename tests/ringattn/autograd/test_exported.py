@@ -137,7 +137,13 @@ def test_the_configuration_gives_every_plan_of_the_table() -> None:
     entries = tuple(e for e in profile.plans if ModuleShape.of(e.workload) == shape)
     policy = load_profile(ROOT / "profiles" / "heuristic-sm_90.yaml").policy
     assert policy is not None
-    for options in ({}, {"auto_dtype": True}, {"prefer": "memory"}, {"wishes": Wishes(checkpoint="full")}):
+    for options in (
+        {},
+        {"auto_dtype": True},
+        {"prefer": "memory"},
+        {"launch": "captured"},
+        {"wishes": Wishes(checkpoint="full")},
+    ):
         conditions = Conditions(deterministic=bool(options))
         table = build_table(shape, entries, policy, facts, conditions=conditions, **options)  # type: ignore[arg-type]
         text = configuration_text(table, 0.125)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +11,10 @@ from machine_samples import EVIDENCE, H100
 from oracle import DENSE
 
 from ringattn import Profile, RingAttention, detect
-from ringattn.errors import InputError
+from ringattn.errors import FieldError, InputError
 from ringattn.planning.heuristic import Wishes
 from ringattn.planning.plan import Origin
-from ringattn.planning.preference import Preference, by_preference
+from ringattn.planning.preference import Launch, Preference, by_preference
 from ringattn.planning.table import ModuleShape, build_table
 from ringattn.profile.schema import Choice, Fingerprint, PlanEntry, Policy
 from ringattn.workload import BranchTunables, Tunables
@@ -113,3 +114,60 @@ def test_a_module_obeys_and_refuses_other_words() -> None:
         assert attn.plan_for(64, torch.float32, True).tunables.branches[0].forward == kernel
     with pytest.raises(InputError, match="prefer is 'lean'; use one of time, memory, balanced, or None"):
         RingAttention(2, 16, device="cpu", prefer="lean")  # type: ignore[arg-type]
+
+
+# --- how calls are launched ---------------------------------------------------------------------------------------
+
+
+def launched(of: Choice, launch: str) -> Choice:
+    return replace(of, tunables=replace(of.tunables, launch=launch))
+
+
+def planned(launch: Launch, prefer: Preference | None = None, **fields: Any) -> tuple[str, str]:
+    """Kernel and launch of the plan that serves calls launched so."""
+    shape = ModuleShape(16, 16, 128, True, DENSE)
+    entry = PlanEntry(shape.workload(1024, "bf16", True), **fields)
+    row = build_table(shape, (entry,), POLICY, H100, prefer=prefer, launch=launch).plan_at(1024, "bf16", True, 1)
+    assert row.plan is not None
+    return row.plan.tunables.branches[0].forward, row.plan.tunables.launch
+
+
+def test_each_way_to_launch_gets_its_own_plan() -> None:
+    fields = {"choice": MIDDLE, "captured": FAST, "runners_up": (LEAN,)}
+    assert planned("eager", **fields) == ("flash", "eager")
+    assert planned("captured", **fields) == ("cudnn", "eager")
+    assert planned("captured", choice=MIDDLE) == ("flash", "eager")
+
+
+def test_captured_calls_run_no_graph_of_their_own() -> None:
+    graph = launched(FAST, "graph")
+    assert planned("eager", choice=graph, runners_up=(MIDDLE,)) == ("cudnn", "graph")
+    assert planned("captured", choice=graph, runners_up=(MIDDLE,)) == ("flash", "eager")
+    assert planned("captured", choice=graph, captured=FAST) == ("cudnn", "eager")
+
+
+def test_of_captured_calls_the_devices_time_is_preferred() -> None:
+    """The eager ratio is that of a host which is slow with it."""
+    assert FAST.evidence is not None
+    slow_host = replace(FAST, evidence=replace(FAST.evidence, default_ratio=1.5, ratio_high=1.5, median_ms=0.5))
+    fields = {"choice": MIDDLE, "front": (MIDDLE, slow_host)}
+    assert planned("eager", "time", **fields) == ("flash", "eager")
+    assert planned("captured", "time", **fields) == ("cudnn", "eager")
+
+
+def test_a_captured_plan_is_another_one_and_no_graph() -> None:
+    workload = ModuleShape(16, 16, 128, True, DENSE).workload(1024, "bf16", True)
+    with pytest.raises(FieldError, match="another plan than choice"):
+        PlanEntry(workload, FAST, captured=FAST)
+    with pytest.raises(FieldError, match="has launch graph"):
+        PlanEntry(workload, FAST, captured=launched(MIDDLE, "graph"))
+
+
+def test_a_module_refuses_another_way_to_launch() -> None:
+    with pytest.raises(InputError, match="launch is 'graph'; use one of eager, captured"):
+        RingAttention(4, 64, launch="graph")  # type: ignore[arg-type]
+
+
+def test_a_module_takes_the_plans_of_the_way_it_is_launched() -> None:
+    assert RingAttention(4, 64, launch="captured", device="cpu", profile=None).plan.launch == "captured"
+    assert RingAttention(4, 64, device="cpu", profile=None).plan.launch == "eager"

@@ -219,6 +219,7 @@ def test_arguments_that_must_be_equal(ranks: Callable[[int], Pool]) -> None:
         "layout": ("zigzag", "contiguous"),
         "segment_lengths": ([8], [4]),
         "prefer": (None, "memory"),
+        "launch": ("eager", "captured"),
         "backend": ("math", ("math", "flash-cpu")),
         "dtype": (torch.float32, None),
         "checkpoint": (None, "full"),

@@ -215,6 +215,7 @@ def _wrongly_built(here: dict[str, Any]) -> Told:
         ({"layout": "nope"}, "layout is 'nope'"),
         ({"segment_lengths": [4]}, "dilation_rates"),
         ({"prefer": "speed"}, "prefer is 'speed'"),
+        ({"launch": "graph"}, "launch is 'graph'"),
         ({"dropout": 0.1}, "dropout is 0.0 on rank 0 of the group and 0.1 on rank 1"),
     ],
     ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",

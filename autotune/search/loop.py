@@ -40,7 +40,9 @@ DISMISSED = math.log(3.0)  # a plan whose check already took so many times the b
 FAR_BEHIND = math.log(1.5)  # a queued plan of which the surrogate is sure that it is so far behind is not tried
 LEAN_AT, PLAINER_AT = 0.6, 0.85  # of a cell's time, what it adds beside the sampler's plans
 EARLY_SHARE = 0.2  # of the time that is left a validation in the midst of the search may take
-DEFAULT_PATIENCE = 4.0  # times what another plan is given to answer: a cell without its default is lost
+# Times what another plan is given to answer: it is first to load and compile, and the heuristic's choice. With 4, one
+# that hung took 68 of a standard probe's 170 s.
+DEFAULT_PATIENCE = 2.0
 ASKS = 8  # of a foreign sampler for each plan it brings; then the cell is searched through
 
 
@@ -126,47 +128,61 @@ class CellSearch:
     def settle(self, deadline: Deadline) -> Fault | None:
         """Find the plan everything is paired against: the heuristic's, or where that fails any other that is right.
 
-        A Fault says that nothing could be run, or that no time was left.
+        A kernel that hung in another cell is not waited for again. A default that hangs is given up as soon as another
+        plan answers, which says that the machine does. A Fault says that nothing could be run, that no time was left,
+        or that another process ended the default's worker, which is no verdict on it.
         """
         self.listener.stage(self.cell, "default")
-        fault = Fault("error", "there is no plan to try")
+        state, own = self.state, self._whole_space.default
+        fault: Fault | None = None  # of the first that failed
         for plan in self._stand_ins():
-            entry = self.state.entry(plan)
-            self.state.deadline = deadline
-            if entry.checked is None and not deadline.allows(self.state.sample_s()):
+            entry = state.entry(plan)
+            state.deadline = deadline
+            if not entry.is_known and not deadline.allows(state.sample_s()):
                 return Fault("timeout", "no time was left to check its default")
-            patience_s = min(
-                DEFAULT_PATIENCE * self.state.timeout_s(), max(self.state.timeout_s(), deadline.remaining_s())
-            )
-            if entry.failure is None and self.state.check(entry, patience_s):
-                if plan != self._whole_space.default:
-                    known = self.state.entry(self._whole_space.default).failure or fault
-                    self.state.note = f"the default failed ({known.kind}: {known.message}); compared with another plan"
-                if plan != self.state.default:
-                    self.state.replace_default(plan)
-                    self.study.note("default", self.study.parameters.of(plan))
+            timeout_s = state.timeout_s()
+            if plan == own:
+                timeout_s = min(DEFAULT_PATIENCE * timeout_s, max(timeout_s, deadline.remaining_s()))
+            if entry.failure is None and state.check(entry, timeout_s):
+                self._stand_in(plan)
                 return None
             assert entry.failure is not None
-            if plan == self._whole_space.default or fault.message == "there is no plan to try":
-                fault = entry.failure
-            if entry.failure.from_outside and plan == self._whole_space.default:  # no verdict on it: others are worse
+            fault = fault or entry.failure
+            if entry.failure.ended_from_outside and plan == own:
                 return entry.failure
         return fault
 
+    def _stand_in(self, plan: Tunables) -> None:
+        """Pair with ``plan`` from now on, and say why where that is not the default."""
+        own = self._whole_space.default
+        if plan != own:
+            known = self.state.entry(own).failure
+            lost = (why for part, why in sorted(self.transfer.traps.lost.items()) if part in parts_of(own))
+            why = f"the default failed ({known.kind}: {known.message})" if known else f"the default's {'; '.join(lost)}"
+            self.state.note = f"{why}; compared with another plan"
+        if plan != self.state.default:
+            self.state.replace_default(plan)
+            self.study.note("default", self.study.parameters.of(plan))
+
     def _stand_ins(self) -> Iterable[Tunables]:
-        """The default, then those most unlike what failed: kernels first that no failed plan has, math before others.
+        """The default, then those most unlike it: kernels first that it does not have, math after all others.
 
-        Of the kernels math is the one that all others are held against.
+        Of those the nearest first; math is right everywhere, and many times slower than what would be paired with it.
+        Without kernels that were given up; where all were, the default.
         """
-        yield self.state.default
-        space = self._whole_space
-        mains = [plan for plan in space.kernel_plans if self.state.is_main(plan) and plan != space.default]
+        space, own = self._whole_space, self._whole_space.default
+        mains = [plan for plan in space.kernel_plans if self.state.is_main(plan) and plan != own]
 
-        def order(plan: Tunables) -> tuple[bool, int]:
-            kernels = {kernel for _, kernel in parts_of(plan)}
-            return kernels != {"math"}, distance(self.cell, plan, space.default)
+        def order(plan: Tunables) -> tuple[bool, int, int]:
+            return "math" in plan.kernels, len(parts_of(plan) & parts_of(own)), distance(self.cell, plan, own)
 
-        yield from sorted(mains, key=order)
+        some = False
+        for plan in (self.state.default, *sorted(mains, key=order)):
+            if self.state.knows(plan) or not self.state.is_trap(plan):
+                some = True
+                yield plan
+        if not some:
+            yield own
 
     def look_again(self) -> None:
         """Time a call of the default once more: its check ran beside something that is over now.
@@ -244,7 +260,7 @@ class CellSearch:
             except DefaultBroken as broken:
                 fault = broken.fault
                 state.fail(state.entry(state.default), fault, "time")
-                if fault.from_outside or self.settle(deadline) is not None:
+                if fault.ended_from_outside or self.settle(deadline) is not None:
                     break
         assert fault is not None
         final = self._final(deadline)

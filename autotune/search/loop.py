@@ -93,6 +93,8 @@ class CellSearch:
             ),
         )
         study.sampler = self._sampler
+        self._stopped, self._ask_s = False, 0.0  # by the sampler; what it took to ask it last
+        study.stop = self._stop  # type: ignore[method-assign]  # Optuna's is for ``optimize`` alone
         self.state = CellState(
             space.workload,
             space.default,
@@ -109,6 +111,10 @@ class CellSearch:
         default = self.study.noted("default")
         if default is not None:
             self.state.default = self.study.parameters.plan(default)
+
+    def _stop(self) -> None:
+        """Ask the sampler for no more plans."""
+        self._stopped = True
 
     @property
     def space(self) -> Space:
@@ -240,10 +246,13 @@ class CellSearch:
         self.state.seeds = [plan for plan in dict.fromkeys(seeds) if self.space.holds(plan)]
         return self._keep(self._run(deadline))
 
-    def _keep(self, result: CellResult) -> CellResult:
+    def _end_trials(self) -> None:
         for entry in list(self.state.entries.values()):
             if entry.open:
                 self.leave(entry, "stood to the end")
+
+    def _keep(self, result: CellResult) -> CellResult:
+        self._end_trials()
         result.validation_pending = self.state.owes_validation
         self.study.note("result", result.plain(self.study.number_of))
         return result
@@ -278,6 +287,7 @@ class CellSearch:
 
     def inconclusive(self, why: str) -> CellResult:
         """A result without a search: the default stays, unmeasured."""
+        self._end_trials()
         return self._final(self.end).inconclusive(why)
 
     def refused(self, why: str) -> CellResult:
@@ -288,6 +298,7 @@ class CellSearch:
         """Validate the default, which it stayed without; a Fault says that it may not."""
         self.state.owes_validation = False
         fault = self.state.validate(self.state.default)
+        self._end_trials()
         document = self.study.noted("result")
         if fault is None and document is not None:
             self.study.note("result", {**document, "validation_pending": False})
@@ -353,7 +364,7 @@ class CellSearch:
                 entry = self.state.entry(plan)
                 self.study.open(entry, QUEUE)
             else:
-                found = self._ask_sampler(BATCH - asked)
+                found = self._ask_sampler(BATCH - asked, deadline)
                 if found is None:
                     break
                 entry = found
@@ -362,8 +373,8 @@ class CellSearch:
         self.state.measured += 1
         return fresh
 
-    def _ask_sampler(self, count: int) -> Entry | None:
-        """The entry of a plan nobody tried; None where the sampler brings no more."""
+    def _ask_sampler(self, count: int, deadline: Deadline) -> Entry | None:
+        """The entry of a plan nobody tried; None where the sampler brings no more, or took the time for it."""
         if isinstance(self._sampler, SurrogateSampler):
             if not self._sampler.ahead and not self._sampler.look_ahead(count):
                 return None
@@ -371,13 +382,18 @@ class CellSearch:
             self.study.open(entry, SAMPLER)
             return entry
         for _ in range(ASKS * BATCH):
+            if self._stopped or not deadline.allows(self._ask_s + self._check_s()):
+                return None
+            began_s = deadline.clock.now()
             trial, plan = self.study.ask()
+            self._ask_s = deadline.clock.now() - began_s
             reasons = self.space.machine.reasons(self.cell, plan)
             if reasons or self.state.is_trap(plan):
                 self.study.reject(trial, "; ".join(reasons) or "a kernel of it was given up")
             elif self.state.knows(plan):
-                value = self._value(self.state.entry(plan))
-                self.study.repeat(trial, FAILED if value is None else value)
+                known = self.state.entry(plan)
+                value = self._value(known)
+                self.study.repeat(trial, FAILED if value is None else value, paired=self._is_paired(known))
             else:
                 entry = self.state.entry(plan)
                 self.study.adopt(trial, entry)
@@ -420,6 +436,9 @@ class CellSearch:
         value = self.state.median(entry)
         return value if math.isfinite(value) else self.state.first_look(entry)
 
+    def _is_paired(self, entry: Entry) -> bool:
+        return entry.tunables == self.state.default or (bool(entry.log_ratios) and entry.fault is None)
+
     def leave(self, entry: Entry, reason: str) -> None:
         """Tell what an open entry came to: its median, or what its check said."""
         state = self.state
@@ -433,10 +452,10 @@ class CellSearch:
         assert checked is not None
         constraints = self.settings.limits.constraints(checked)
         told_before = entry.told
-        self.study.complete(entry, value, constraints, reason)
+        over = next((name for name, value in constraints.items() if value > 0), None)
+        self.study.complete(entry, value, constraints, reason, paired=over is not None or self._is_paired(entry))
         if told_before:  # these are further readings of it
             return
-        over = next((name for name, value in constraints.items() if value > 0), None)
         state.tell(
             entry,
             TrialOutcome(

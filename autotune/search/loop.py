@@ -20,10 +20,10 @@ from autotune.measure.evaluator import Clock, Evaluator, Fault, Sample
 from autotune.outcome import TrialOutcome
 from autotune.search.deciding.choose import gain_margin
 from autotune.search.deciding.contenders import contenders
-from autotune.search.deciding.final import MOST_RESERVED, Final, reserve_s
+from autotune.search.deciding.decision import MOST_RESERVED, Final, reserve_s
 from autotune.search.proposing.beliefs import FAILED, Beliefs
 from autotune.search.proposing.design import Design
-from autotune.search.proposing.enqueued import compiled_plans, first_plans, lean_plans, plainer_plans
+from autotune.search.proposing.queued_plans import compiled_plans, first_plans, lean_plans, plainer_plans
 from autotune.search.proposing.sampler import SurrogateSampler
 from autotune.search.proposing.samplers import sampler_of
 from autotune.space.space import Space, distance

@@ -11,7 +11,7 @@ from machines import Setting, by_kernels, far_from, plan, workload
 from autotune.measure.evaluator import Fault
 from autotune.measure.simulated import Trouble
 from autotune.probe.cells.runs import hang_s
-from autotune.search.deciding.final import Final
+from autotune.search.deciding.decision import Final
 from autotune.search.deciding.retime import ALONE_PRECISION, FINAL_PRECISION, is_settled
 from autotune.search.loop import BATCH
 from autotune.statistics import Interval

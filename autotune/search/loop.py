@@ -10,40 +10,35 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
-from autotune.journal.cell_study import QUEUE, SAMPLER, CellStudy
+from autotune.journal.cell_study import CellStudy
 from autotune.journal.entry import Entry
 from autotune.journal.result import CellResult
 from autotune.journal.store import Store
-from autotune.measure.evaluator import Clock, Evaluator, Fault, Sample
-from autotune.outcome import TrialOutcome
+from autotune.measure.evaluator import Clock, Evaluator, Fault
 from autotune.search.deciding.choose import gain_margin
 from autotune.search.deciding.contenders import contenders
-from autotune.search.deciding.decision import MOST_RESERVED, Final, reserve_s
-from autotune.search.proposing.beliefs import FAILED, Beliefs
+from autotune.search.deciding.decision import Final
+from autotune.search.deciding.reserve import MOST_RESERVED, reserve_s
+from autotune.search.proposing.beliefs import Beliefs
 from autotune.search.proposing.design import Design
+from autotune.search.proposing.proposals import Proposals
 from autotune.search.proposing.queued_plans import compiled_plans, first_plans, lean_plans, plainer_plans
 from autotune.search.proposing.sampler import SurrogateSampler
 from autotune.search.proposing.samplers import sampler_of
-from autotune.space.space import Space, distance
+from autotune.space.space import Space
 from ringattn.workload import Tunables, Workload
 
 from .budget import CellNeed, Deadline
 from .cell import CellState, DefaultBroken
+from .default_plan import look_again, settle
 from .pruner import RacePruner
 from .settings import Listener, SearchSettings
 from .transfer import Transfer, parts_of, without, without_inert
+from .trials import Trials
 
-BATCH = 4  # new plans in one block: it holds the default twice, whatever else is in it
-DISMISSED = math.log(3.0)  # a plan whose check already took so many times the best's is not timed at all
-FAR_BEHIND = math.log(1.5)  # a queued plan of which the surrogate is sure that it is so far behind is not tried
 LEAN_AT, PLAINER_AT = 0.6, 0.85  # of a cell's time, what it adds beside the sampler's plans
 EARLY_SHARE = 0.2  # of the time that is left a validation in the midst of the search may take
-# Times what another plan is given to answer: it is first to load and compile, and the heuristic's choice. With 4, one
-# that hung took 68 of a standard probe's 170 s.
-DEFAULT_PATIENCE = 2.0
-ASKS = 8  # of a foreign sampler for each plan it brings; then the cell is searched through
 
 
 class CellSearch:
@@ -73,14 +68,13 @@ class CellSearch:
         self.listener = listener
         self.transfer = transfer if transfer is not None else Transfer()
         self.end = end if end is not None else Deadline(clock, math.inf)
-        self._queue: list[Tunables] = []
         knobs = dict(space.knobs)
         if settings.preset.compile_finalists:
             knobs["compile"] = (False, True)
         study = store.study(space.workload, pruner=RacePruner(lambda: self.state.sigma()))
         self.study = CellStudy(study, space.workload, knobs, store.sync)
         seed = zlib.crc32(f"{settings.seed}|{space.workload}|{len(study.get_trials(deepcopy=False))}".encode())
-        self._sampler = sampler_of(
+        sampler = sampler_of(
             settings.sampler,
             seed,
             self.study.parameters.distributions,
@@ -92,9 +86,6 @@ class CellSearch:
                 seed,
             ),
         )
-        study.sampler = self._sampler
-        self._stopped, self._ask_s = False, 0.0  # by the sampler; what it took to ask it last
-        study.stop = self._stop  # type: ignore[method-assign]  # Optuna's is for ``optimize`` alone
         self.state = CellState(
             space.workload,
             space.default,
@@ -108,13 +99,11 @@ class CellSearch:
         )
         self.state.recall(self.study.recalled.values(), self.study.blocks)
         self.beliefs = Beliefs(self.state, lambda: self.space, space)
+        self.trials = Trials(self.state, self.study)
+        self.proposals = Proposals(self.trials, self.beliefs, lambda: self.space, sampler)
         default = self.study.noted("default")
         if default is not None:
             self.state.default = self.study.parameters.plan(default)
-
-    def _stop(self) -> None:
-        """Ask the sampler for no more plans."""
-        self._stopped = True
 
     @property
     def space(self) -> Space:
@@ -132,76 +121,13 @@ class CellSearch:
     # --- the default ------------------------------------------------------------------------------------------------
 
     def settle(self, deadline: Deadline) -> Fault | None:
-        """Find the plan everything is paired against: the heuristic's, or where that fails any other that is right.
-
-        A kernel that hung in another cell is not waited for again. A default that hangs is given up as soon as another
-        plan answers, which says that the machine does. A Fault says that nothing could be run, that no time was left,
-        or that another process ended the default's worker, which is no verdict on it.
-        """
+        """Find the plan everything is paired against, see ``default_plan.settle``."""
         self.listener.stage(self.cell, "default")
-        state, own = self.state, self._whole_space.default
-        fault: Fault | None = None  # of the first that failed
-        for plan in self._stand_ins():
-            entry = state.entry(plan)
-            state.deadline = deadline
-            if not entry.is_known and not deadline.allows(state.sample_s()):
-                return Fault("timeout", "no time was left to check its default")
-            timeout_s = state.timeout_s()
-            if plan == own:
-                timeout_s = min(DEFAULT_PATIENCE * timeout_s, max(timeout_s, deadline.remaining_s()))
-            if entry.failure is None and state.check(entry, timeout_s):
-                self._stand_in(plan)
-                return None
-            assert entry.failure is not None
-            fault = fault or entry.failure
-            if entry.failure.ended_from_outside and plan == own:
-                return entry.failure
-        return fault
-
-    def _stand_in(self, plan: Tunables) -> None:
-        """Pair with ``plan`` from now on, and say why where that is not the default."""
-        own = self._whole_space.default
-        if plan != own:
-            known = self.state.entry(own).failure
-            lost = (why for part, why in sorted(self.transfer.traps.lost.items()) if part in parts_of(own))
-            why = f"the default failed ({known.kind}: {known.message})" if known else f"the default's {'; '.join(lost)}"
-            self.state.note = f"{why}; compared with another plan"
-        if plan != self.state.default:
-            self.state.replace_default(plan)
-            self.study.note("default", self.study.parameters.of(plan))
-
-    def _stand_ins(self) -> Iterable[Tunables]:
-        """The default, then those most unlike it: kernels first that it does not have, math after all others.
-
-        Of those the nearest first; math is right everywhere, and many times slower than what would be paired with it.
-        Without kernels that were given up; where all were, the default.
-        """
-        space, own = self._whole_space, self._whole_space.default
-        mains = [plan for plan in space.kernel_plans if self.state.is_main(plan) and plan != own]
-
-        def order(plan: Tunables) -> tuple[bool, int, int]:
-            return "math" in plan.kernels, len(parts_of(plan) & parts_of(own)), distance(self.cell, plan, own)
-
-        some = False
-        for plan in (self.state.default, *sorted(mains, key=order)):
-            if self.state.knows(plan) or not self.state.is_trap(plan):
-                some = True
-                yield plan
-        if not some:
-            yield own
+        return settle(self.state, self.study, self._whole_space, deadline)
 
     def look_again(self) -> None:
-        """Time a call of the default once more: its check ran beside something that is over now.
-
-        While others compiled, a default of 110 ms looked like one of 316: its cell got three times its time, and every
-        plan seemed near enough to be tried. A call that fails now is left to the first block.
-        """
-        state = self.state
-        entry = state.entry(state.default)
-        assert entry.checked is not None
-        (result,) = state.evaluator.block(self.cell, [state.default], timeout_s=state.timeout_s()).results
-        if isinstance(result, Sample):
-            entry.checked = replace(entry.checked, call_ms=result.ms, host_us=result.host_us)
+        """Time a call of the default once more, see ``default_plan.look_again``."""
+        look_again(self.state)
 
     # --- time -------------------------------------------------------------------------------------------------------
 
@@ -211,15 +137,12 @@ class CellSearch:
         The surrogate needs about two plans for each value of a knob; what more buys less and less.
         """
         values = sum(len(values) - 1 for values in self._whole_space.knobs.values())
-        plan_s = self._check_s() + self.state.block_s([self.state.default])
+        plan_s = self.proposals.check_s() + self.state.block_s([self.state.default])
         base_s = self._first_plans() * plan_s + reserve_s(self.state)
         return CellNeed(base_s, values * plan_s, 2 * values * plan_s)
 
     def _first_plans(self) -> int:
         return 4 + sum(len(parts_of(p) - parts_of(self.state.default)) <= 1 for p in self._whole_space.kernel_plans)
-
-    def _check_s(self) -> float:
-        return 0.05 + 5 * self.state.waited_s()
 
     def least_s(self) -> float:
         """Seconds under which there is no answer: the default twice beside a few others, in two blocks."""
@@ -246,13 +169,8 @@ class CellSearch:
         self.state.seeds = [plan for plan in dict.fromkeys(seeds) if self.space.holds(plan)]
         return self._keep(self._run(deadline))
 
-    def _end_trials(self) -> None:
-        for entry in list(self.state.entries.values()):
-            if entry.open:
-                self.leave(entry, "stood to the end")
-
     def _keep(self, result: CellResult) -> CellResult:
-        self._end_trials()
+        self.trials.end_all()
         result.validation_pending = self.state.owes_validation
         self.study.note("result", result.plain(self.study.number_of))
         return result
@@ -287,7 +205,7 @@ class CellSearch:
 
     def inconclusive(self, why: str) -> CellResult:
         """A result without a search: the default stays, unmeasured."""
-        self._end_trials()
+        self.trials.end_all()
         return self._final(self.end).inconclusive(why)
 
     def refused(self, why: str) -> CellResult:
@@ -298,7 +216,7 @@ class CellSearch:
         """Validate the default, which it stayed without; a Fault says that it may not."""
         self.state.owes_validation = False
         fault = self.state.validate(self.state.default)
-        self._end_trials()
+        self.trials.end_all()
         document = self.study.noted("result")
         if fault is None and document is not None:
             self.study.note("result", {**document, "validation_pending": False})
@@ -314,7 +232,7 @@ class CellSearch:
 
     def _search(self, deadline: Deadline) -> None:
         self.listener.stage(self.cell, "search")
-        self._queue = first_plans(self.space, self.state, self.state.seeds)
+        self.proposals.queue = first_plans(self.space, self.state, self.state.seeds)
         most_s = MOST_RESERVED * deadline.remaining_s()
         began_s = deadline.remaining_s()
         lean_left = True
@@ -328,11 +246,11 @@ class CellSearch:
             elapsed = 1 - searching.remaining_s() / began_s
             if lean_left and elapsed > LEAN_AT:
                 lean_left = False
-                self._queue += lean_plans(self.space, self.state, self.beliefs)
-            elif elapsed > PLAINER_AT and not self._queue:
-                self._queue += plainer_plans(self.space, self.state, self.beliefs)
+                self.proposals.queue += lean_plans(self.space, self.state, self.beliefs)
+            elif elapsed > PLAINER_AT and not self.proposals.queue:
+                self.proposals.queue += plainer_plans(self.space, self.state, self.beliefs)
             before = len(self.state.entries)
-            fresh = disturbed or self._ask(searching)
+            fresh = disturbed or self.proposals.next(searching)
             wanted = [e for e in (*contenders(self.state, self.beliefs, fresh), *fresh) if e.failure is None]
             if not wanted and len(self.state.entries) == before:
                 now = self.space, self.state, self.beliefs
@@ -342,7 +260,7 @@ class CellSearch:
                 if not more:
                     return
                 offered.update(more)
-                self._queue = more
+                self.proposals.queue = more
             elif wanted and not searching.allows(self.state.block_s(entry.tunables for entry in wanted)):
                 return
             elif wanted and self.state.block(wanted):
@@ -352,127 +270,10 @@ class CellSearch:
             else:
                 disturbed = fresh  # what was checked is timed, also where its block was thrown away
 
-    def _ask(self, deadline: Deadline) -> list[Entry]:
-        """Up to BATCH new plans that may be timed."""
-        fresh: list[Entry] = []
-        before = len(self.state.entries)
-        while (asked := len(self.state.entries) - before) < BATCH and deadline.allows(self._check_s()):
-            if self._queue:
-                plan = self._queue.pop(0)
-                if self.state.knows(plan) or self.state.is_trap(plan) or self._is_far_behind(plan):
-                    continue
-                entry = self.state.entry(plan)
-                self.study.open(entry, QUEUE)
-            else:
-                found = self._ask_sampler(BATCH - asked, deadline)
-                if found is None:
-                    break
-                entry = found
-            if self.state.check(entry) and self._may_be_timed(entry):
-                fresh.append(entry)
-        self.state.measured += 1
-        return fresh
-
-    def _ask_sampler(self, count: int, deadline: Deadline) -> Entry | None:
-        """The entry of a plan nobody tried; None where the sampler brings no more, or took the time for it."""
-        if isinstance(self._sampler, SurrogateSampler):
-            if not self._sampler.ahead and not self._sampler.look_ahead(count):
-                return None
-            entry = self.state.entry(self.study.propose(self._sampler))
-            self.study.open(entry, SAMPLER)
-            return entry
-        for _ in range(ASKS * BATCH):
-            if self._stopped or not deadline.allows(self._ask_s + self._check_s()):
-                return None
-            began_s = deadline.clock.now()
-            trial, plan = self.study.ask()
-            self._ask_s = deadline.clock.now() - began_s
-            reasons = self.space.machine.reasons(self.cell, plan)
-            if reasons or self.state.is_trap(plan):
-                self.study.reject(trial, "; ".join(reasons) or "a kernel of it was given up")
-            elif self.state.knows(plan):
-                known = self.state.entry(plan)
-                value = self._value(known)
-                self.study.repeat(trial, FAILED if value is None else value, paired=self._is_paired(known))
-            else:
-                entry = self.state.entry(plan)
-                self.study.adopt(trial, entry)
-                return entry
-        return None
-
-    def _is_far_behind(self, plan: Tunables) -> bool:
-        """Return whether a queued plan is surely far behind the best, by the surrogate; copies are another question."""
-        if any(
-            branch.gather != own.gather for branch, own in zip(plan.branches, self.state.default.branches, strict=True)
-        ):
-            return False
-        if len(self.state.entries) < 2 * BATCH or plan in self.state.seeds:
-            return False
-        surrogate = self.beliefs.surrogate()
-        mean, deviation = surrogate.predict(self.beliefs.coder.row(plan)[None])
-        return float(mean[0] - 2 * deviation[0]) > self.beliefs.best_value() + FAR_BEHIND
-
-    def _may_be_timed(self, entry: Entry) -> bool:
-        """Return whether it keeps the limits and its check was not far slower than the best's; else it is told so."""
-        look = self.state.first_look(entry)
-        if not self.state.keeps_limits(entry):
-            self.leave(entry, "breaks a limit, not timed in pairs")
-        elif look is not None and look > self._best_look(entry) + DISMISSED:
-            self.leave(entry, "far slower at its first look, not timed in pairs")
-        else:
-            return True
-        return False
-
-    def _best_look(self, entry: Entry) -> float:
-        looks = [
-            look
-            for other in self.state.entries.values()
-            if other is not entry and self.state.may_be_chosen(other) and (look := self.state.first_look(other))
-        ]
-        return min(looks, default=0.0)
-
-    def _value(self, entry: Entry) -> float | None:
-        """Return the median log-ratio of a plan, before its first block that of its check; None without either."""
-        value = self.state.median(entry)
-        return value if math.isfinite(value) else self.state.first_look(entry)
-
-    def _is_paired(self, entry: Entry) -> bool:
-        return entry.tunables == self.state.default or (bool(entry.log_ratios) and entry.fault is None)
-
-    def leave(self, entry: Entry, reason: str) -> None:
-        """Tell what an open entry came to: its median, or what its check said."""
-        state = self.state
-        if entry.fault is not None:
-            return
-        value = 0.0 if entry.tunables == state.default and not entry.log_ratios else self._value(entry)
-        if value is None:
-            self.study.abandon(entry, reason)
-            return
-        checked = entry.checked
-        assert checked is not None
-        constraints = self.settings.limits.constraints(checked)
-        told_before = entry.told
-        over = next((name for name, value in constraints.items() if value > 0), None)
-        self.study.complete(entry, value, constraints, reason, paired=over is not None or self._is_paired(entry))
-        if told_before:  # these are further readings of it
-            return
-        state.tell(
-            entry,
-            TrialOutcome(
-                "over-memory" if over == "memory" else "over-error" if over == "error" else "ok",
-                "search",
-                median_ms=state.median_ms(entry) if entry.log_ratios else checked.call_ms,
-                default_ratio=math.exp(value),
-                error=checked.error,
-                peak_bytes=checked.peak_bytes,
-                message=reason,
-            ),
-        )
-
     def _drop(self, entries: Iterable[Entry]) -> None:
         for entry in entries:
             if entry.open and entry.tunables != self.state.default and self.study.should_prune(entry):
-                self.leave(entry, "surely behind the best")
+                self.trials.end(entry, "surely behind the best")
 
     def _validate_early(self, deadline: Deadline) -> None:
         """Validate the fastest plan where that costs little: what it fails for is then known while there is time.

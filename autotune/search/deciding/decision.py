@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autotune import statistics
 from autotune.journal.cell_study import CellStudy
 from autotune.journal.entry import Entry
 from autotune.journal.result import AT_PAR, CellResult, Measured
@@ -19,48 +18,18 @@ from autotune.search.suspects import GIVEN_UP
 from autotune.search.transfer import parts_of
 from autotune.space.space import Space
 from autotune.statistics import Interval
-from ringattn.planning.preference import TIE, cost
+from ringattn.planning.preference import TIE
 from ringattn.workload import describe
 
-from .choose import NOISY_SIGMA, Candidate, NothingAllowed, choose, gain_margin, pareto_front
-from .finalists import FINALISTS, finalists
+from .alternatives import Alternatives, candidate_of, validated_already
+from .choose import NOISY_SIGMA, Candidate, NothingAllowed, choose, gain_margin
+from .finalists import finalists
+from .reserve import MOST_RESERVED, validation_kept_s
 from .retime import retime
 
-FRONT_KEPT = 4
-RUNNERS_UP = 2
-FINAL_WIDTH = 0.015  # half-width (log-ratio) that the re-timing should reach, where the preset's maximum allows
-LEAST_RESERVED, RESERVED = 1.5, 2  # times the least number of blocks kept for the final; it goes on while time is left
 LIKELY = 0.5  # odds of passing its validation from which a plan may be a missed gain
 WIDE = 0.10  # a possible gain (log-ratio) that a kept default must be able to exclude
-# What a cell keeps of its time for the validation of its choice, where the probe has time after it. Kernels that work
-# out nothing per shape take a second for all their lengths; cuDNN takes 6 to 12 s for a LongNet plan, and a default
-# whose validation is pending is validated in what is left of the probe when every cell has been searched.
-VALIDATION_KEPT_S = 2.0
-VALIDATION_MARGIN = 1.2  # a choice that misses its validation by a hair is lost
-MOST_RESERVED = 0.5  # of what is left of a cell
 REFUSED_SIGMA = 0.5  # noise of one paired log-ratio from which no verdict is given
-
-
-def validation_kept_s(state: CellState, deadline: Deadline | None, count: int) -> float:
-    """Seconds that a cell ending at ``deadline`` keeps for validations: what will not fit after its end."""
-    whole_s = VALIDATION_MARGIN * count * state.validation_s()
-    after_s = whole_s if deadline is None else state.end.remaining_s() - deadline.remaining_s()
-    if deadline is not None and not math.isfinite(state.end.remaining_s()):
-        after_s = 0.0  # a cell searched alone
-    return min(whole_s, max(VALIDATION_KEPT_S, whole_s - after_s))
-
-
-def reserve_s(state: CellState, deadline: Deadline | None = None) -> float:
-    """Seconds that the final needs: re-timing, and validating what will be written."""
-    preset = state.settings.preset
-    needed = statistics.blocks_needed(state.sigma(), FINAL_WIDTH)
-    blocks = min(max(needed, LEAST_RESERVED * preset.final_min_blocks), RESERVED * preset.final_min_blocks)
-    # All finalists and the default twice in the first blocks; after them mostly the default, the best and one rival.
-    samples = (FINALISTS + 1) * preset.final_min_blocks + 4 * (blocks - preset.final_min_blocks)
-    unvalidated = any(entry.validated is None for entry in state.timed()) or not state.entries
-    whole_s = state.transfer.pace.factor * samples * state.sample_s()
-    whole_s += validation_kept_s(state, deadline, 1 + bool(unvalidated and state.settings.prefer == "time"))
-    return whole_s
 
 
 class Final:
@@ -70,6 +39,7 @@ class Final:
         self.state, self.deadline = state, deadline
         self._beliefs, self._study, self._space = beliefs, study, space
         self.default = state.entry(state.default)
+        self._beside = Alternatives(state, self.default, deadline)
         since = study.noted("final since")
         # What failed its validation is not what the earlier final compared with.
         anew = since is None or self.default.failure is not None
@@ -106,14 +76,9 @@ class Final:
             not parts_of(entry.tunables) <= self.state.validations.passed | parts_of(self.state.default)
             for entry in entries
         )
-        return len(open_) + self._has_leaner() + new
+        return len(open_) + self._beside.has_leaner() + new
 
     # --- the choice -------------------------------------------------------------------------------------------------
-
-    def _candidate(self, entry: Entry, gain: Interval) -> Candidate:
-        checked = entry.checked
-        assert checked is not None
-        return Candidate(entry.tunables, gain, checked.peak_bytes, self.state.keeps_limits(entry))
 
     def _decide(self, entries: Sequence[Entry]) -> CellResult:
         state = self.state
@@ -123,10 +88,10 @@ class Final:
         noisy = state.is_noisy(NOISY_SIGMA)
         timed = [e for e in entries if e is not self.default and e.fault is None and self._count(e) >= 2]
         self.gains = {
-            entry.tunables: self._candidate(entry, gain)
+            entry.tunables: candidate_of(self.state, entry, gain)
             for entry, gain in zip(timed, state.intervals(timed, self.since), strict=True)
         }
-        default = self._candidate(self.default, replace(AT_PAR, count=self._count(self.default)))
+        default = candidate_of(self.state, self.default, replace(AT_PAR, count=self._count(self.default)))
         others = [c for plan, c in self.gains.items() if state.is_main(plan) and not state.entry(plan).failure]
         try:
             winner = self._validated_choice(default, others, noisy)
@@ -137,11 +102,11 @@ class Final:
         usable = [c for c in others if state.entry(c.tunables).failure is None]
         result = self.result("default" if winner is default else "tuned")
         result.choice, result.default = self._measured(winner), self._measured(default)
-        narrow = self._narrow(winner)
+        narrow = self._beside.narrow(winner, self.gains)
         result.auto = self._measured(narrow) if narrow is not None else None
-        result.front = tuple(map(self._measured, self._front([default, *usable])))
-        result.runners_up = tuple(map(self._measured, self._runners_up(winner, [default, *usable])))
-        result.singles = self._singles()
+        result.front = tuple(map(self._measured, self._beside.front([default, *usable])))
+        result.runners_up = tuple(map(self._measured, self._beside.runners_up(winner, [default, *usable])))
+        result.singles = tuple(map(self._measured, self._beside.singles(list(self.gains.values()))))
         return self._with_doubts(result, winner, usable, noisy)
 
     def _validated_choice(self, default: Candidate, others: Sequence[Candidate], noisy: bool) -> Candidate:
@@ -156,7 +121,7 @@ class Final:
             default = replace(default, allowed=False)
             left = [*left, *self._further(left)]
         if not state.end.allows(state.validation_s()):
-            left = self._validated_already(left)
+            left = validated_already(self.state, left)
         while True:
             free = [replace(c, gain=self._hoped(c)) for c in (left if default.allowed else self._likeliest(left))]
             winner = choose(
@@ -186,7 +151,7 @@ class Final:
             # One validation, at most, is made after the end of the cell; more only for want of a right plan.
             until = self.deadline if default.allowed else state.end
             if not until.allows(state.validation_s()):
-                left = self._validated_already(left)
+                left = validated_already(self.state, left)
 
     def _hoped(self, candidate: Candidate) -> Interval:
         """The candidate's gain, as far as it is likely to pass."""
@@ -217,15 +182,12 @@ class Final:
             right = [entry for entry in state.entries.values() if state.may_be_chosen(entry)]
         timed = [entry for entry in right if entry.log_ratios]
         gains = dict(zip(timed, state.intervals(timed), strict=True))
-        return [self._candidate(e, gains.get(e) or self._by_look(e)) for e in right if e is not self.default]
+        return [candidate_of(self.state, e, gains.get(e) or self._by_look(e)) for e in right if e is not self.default]
 
     def _by_look(self, entry: Entry) -> Interval:
         """Return what the call of a check says, which is no evidence."""
         look = self.state.first_look(entry)
         return Interval(-math.inf, look if look is not None else 0.0, math.inf, 0)
-
-    def _validated_already(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        return [c for c in candidates if isinstance(self.state.entry(c.tunables).validated, Proven)]
 
     def _stood_in(self, winner: Candidate) -> CellResult:
         """The default is wrong, so that the choice stands in for it: its gain would be over a plan that errs."""
@@ -253,75 +215,6 @@ class Final:
             ms = default_ms * candidate.gain.ratio
         return Measured(candidate.tunables, checked, candidate.gain, ms, first_ms)
 
-    # --- beside the choice ------------------------------------------------------------------------------------------
-
-    def _timed(self, finals: Sequence[Candidate] = ()) -> list[Candidate]:
-        """Return what may be chosen: ``finals``, and of what was timed before all that they do not hold."""
-        state = self.state
-        known = {candidate.tunables: candidate for candidate in finals}
-        entries = [
-            e for e in state.timed() if e.tunables not in known and len(e.log_ratios) >= 2 and state.may_be_chosen(e)
-        ]
-        for entry, gain in zip(entries, state.intervals(entries), strict=True):
-            known[entry.tunables] = self._candidate(entry, gain)
-        if self.default.tunables not in known and state.may_be_chosen(self.default):
-            known[self.default.tunables] = self._candidate(self.default, AT_PAR)
-        return list(known.values())
-
-    def _has_leaner(self) -> bool:
-        """Return whether something that was timed balances time and memory otherwise than the fastest plan does."""
-        front = pareto_front(self._timed())
-        if len(front) < 2:
-            return False
-        costs = [cost("balanced", candidate.gain.median, candidate.peak_bytes) for candidate in front]
-        return min(costs[1:]) < costs[0]
-
-    def _narrow(self, winner: Candidate) -> Candidate | None:
-        """The best plan with a narrower dtype, where it is surely faster than the winner."""
-        surely = [
-            c
-            for plan, c in self.gains.items()
-            if not self.state.is_main(plan) and c.allowed and c.gain.high < winner.gain.median - 0.01
-        ]
-        if not self.state.end.allows(self.state.validation_s()):
-            surely = self._validated_already(surely)
-        best = min(surely, key=lambda c: c.gain.median, default=None)
-        return best if best is not None and self.state.validate(best.tunables) is None else None
-
-    def _front(self, finals: Sequence[Candidate]) -> list[Candidate]:
-        """Time against memory over everything timed, validated while there is time: what balances the two first."""
-        front = pareto_front(self._timed(finals))
-        balanced = sorted(front, key=lambda c: cost("balanced", c.gain.median, c.peak_bytes))
-        kept = self._validated(balanced, FRONT_KEPT)
-        return [candidate for candidate in front if candidate in kept]
-
-    def _runners_up(self, winner: Candidate, finals: Sequence[Candidate]) -> list[Candidate]:
-        """The next two: finalists first, then what was timed before, validated while there is time."""
-        wanted = [c for c in self._timed(finals) if c.tunables != winner.tunables and c.allowed]
-        wanted.sort(key=lambda c: (c not in finals, c.gain.median))
-        return self._validated(wanted, RUNNERS_UP)
-
-    def _validated(self, candidates: Sequence[Candidate], wanted: int) -> list[Candidate]:
-        """The first of those that are right at ragged lengths; what there is no time to validate is left out."""
-        kept: list[Candidate] = []
-        for candidate in candidates:
-            entry = self.state.entry(candidate.tunables)
-            if len(kept) == wanted:
-                break
-            if entry.validated is None and not self.deadline.allows(self.state.validation_s(entry.tunables)):
-                continue
-            if self.state.validate(entry.tunables) is None:
-                kept.append(candidate)
-        return kept
-
-    def _singles(self) -> tuple[Measured, ...]:
-        """The fastest plan of each kernel that was timed alone, in both directions and every branch."""
-        best: dict[str, Candidate] = {}
-        for candidate in sorted(self._timed(list(self.gains.values())), key=lambda c: c.gain.median):
-            if len(candidate.tunables.kernels) == 1 and self.state.is_main(candidate.tunables):
-                best.setdefault(min(candidate.tunables.kernels), candidate)
-        return tuple(map(self._measured, best.values()))
-
     # --- results ----------------------------------------------------------------------------------------------------
 
     def result(self, state: State, note: str = "") -> CellResult:
@@ -340,7 +233,7 @@ class Final:
         """No number can be believed: the default stays, without evidence that it deserves to."""
         result = self.result("inconclusive", reason)
         if self.state.keeps_limits(self.default) and self.default.failure is None:
-            untimed = self._candidate(self.default, Interval(0.0, 0.0, 0.0, 0))
+            untimed = candidate_of(self.state, self.default, Interval(0.0, 0.0, 0.0, 0))
             assert self.default.checked is not None
             result.default = replace(self._measured(untimed), median_ms=self.default.checked.call_ms)
             result.choice = result.default

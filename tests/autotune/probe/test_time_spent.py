@@ -13,7 +13,7 @@ from autotune.measure.simulated import Trouble
 from autotune.probe.cells.runs import hang_s
 from autotune.search.deciding.decision import Final
 from autotune.search.deciding.retime import ALONE_PRECISION, FINAL_PRECISION, is_settled
-from autotune.search.loop import BATCH
+from autotune.search.proposing.proposals import BATCH
 from autotune.statistics import Interval
 from ringattn.workload import Pattern, Tunables, Workload
 

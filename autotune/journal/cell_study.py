@@ -38,7 +38,8 @@ class CellStudy:
 
     Constraints: ``runs`` is above 0 for a plan that gave no number (told PRUNED, with its kind), ``memory`` and
     ``error`` above 0 for one over a limit. What was dropped from the race is told COMPLETE with its median so far: its
-    time is as true as any other, and Optuna's importances count complete trials alone.
+    time is as true as any other, and Optuna's importances count complete trials alone. What was never timed beside the
+    default, as its check was far slower than the best's, is told PRUNED.
 
     A plan that is timed again after its trial was told has another trial, for the further blocks.
     """
@@ -62,7 +63,7 @@ class CellStudy:
 
     def _recall(self) -> None:
         with read_by_optuna(self._where):
-            self._fail_waiting()
+            self._fail_strays()
             trials = self.study.get_trials(deepcopy=False)
         abandoned: dict[Tunables, Checked] = {}  # whose check is told nowhere else
         for frozen in trials:
@@ -71,12 +72,8 @@ class CellStudy:
                     where = self._where_of(frozen)
                     plan = self._plan_of_params(frozen.params, where)
                     abandoned[plan] = attributes.checked(frozen.user_attrs["checked"], f"{where}: checked")
-                continue
-            if "plan" not in frozen.user_attrs:  # cut off before all of its parameters were told
-                if not frozen.state.is_finished():
-                    self.study.tell(frozen.number, state=TrialState.FAIL)
-                continue
-            self._recall_trial(frozen)
+            elif "plan" in frozen.user_attrs:
+                self._recall_trial(frozen)
         for plan, entry in self.recalled.items():
             entry.checked = entry.checked or abandoned.get(plan)
         plans = {trial: plan for plan, trial in self._numbers.items()}
@@ -98,10 +95,14 @@ class CellStudy:
     def _where_of(self, frozen: FrozenTrial) -> str:
         return f"{self._where}, trial {frozen.number}"
 
-    def _fail_waiting(self) -> None:
-        """End the trials that a killed run, or somebody else, left waiting: ``ask`` would give one for another plan."""
-        for frozen in self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
-            self.study._storage.set_trial_state_values(frozen._trial_id, TrialState.FAIL)
+    def _fail_strays(self) -> None:
+        """End trials without a plan, cut off before all of their parameters were told, and those that wait.
+
+        A killed run, or somebody else, left these waiting: ``ask`` would give one for another plan.
+        """
+        for frozen in self.study.get_trials(deepcopy=False, states=(TrialState.WAITING, TrialState.RUNNING)):
+            if frozen.state == TrialState.WAITING or "plan" not in frozen.user_attrs:
+                self.study._storage.set_trial_state_values(frozen._trial_id, TrialState.FAIL)
 
     def _recall_trial(self, frozen: FrozenTrial) -> None:
         attrs, where = frozen.user_attrs, self._where_of(frozen)
@@ -202,8 +203,12 @@ class CellStudy:
 
     def ask(self) -> tuple[Trial, Tunables]:
         """A trial of the study's sampler, whatever it is; hand it to ``adopt``, ``reject`` or ``repeat``."""
-        trial = self.study.ask()
-        return trial, self.parameters.suggest(trial)
+        try:
+            trial = self.study.ask()
+            return trial, self.parameters.suggest(trial)
+        except Exception:  # of a sampler
+            self._fail_strays()
+            raise
 
     def adopt(self, trial: Trial, entry: Entry) -> None:
         trial.set_user_attr("plan", describe(entry.tunables))
@@ -217,9 +222,12 @@ class CellStudy:
         trial.set_constraint(RUNS, 1.0)
         self.study.tell(trial, state=TrialState.PRUNED)
 
-    def repeat(self, trial: Trial, value: float) -> None:
-        """An asked plan that is known already: told its known value, so that the sampler moves on."""
-        trial.set_constraint(RUNS, 0.0)
+    def repeat(self, trial: Trial, value: float, *, paired: bool) -> None:
+        """An asked plan that is known already: told its known value, so that the sampler moves on.
+
+        One that was never timed in pairs breaks a constraint, so that it is nobody's best trial.
+        """
+        trial.set_constraint(RUNS, 0.0 if paired else 1.0)
         self.study.tell(trial, value)
 
     # --- what is measured -------------------------------------------------------------------------------------------
@@ -252,15 +260,25 @@ class CellStudy:
         """The study's pruner's word on a plan that is being timed."""
         return self._trial(entry).should_prune()
 
-    def complete(self, entry: Entry, value: float, constraints: Mapping[str, float], reason: str) -> None:
-        """The plan has a time: ``value`` is log(t / t_default), constraints above 0 are limits it broke."""
+    def complete(
+        self, entry: Entry, value: float, constraints: Mapping[str, float], reason: str, *, paired: bool = True
+    ) -> None:
+        """The plan has a time: ``value`` is log(t / t_default), constraints above 0 are limits it broke.
+
+        Without a reading beside the default the call of its check is a hint, which no best trial may be: the trial is
+        PRUNED with it, as reading 0.
+        """
         assert math.isfinite(value)
         trial = self._trial(entry)
         trial.set_user_attr("reason", reason)
         for name, over in {RUNS: 0.0, **constraints}.items():
             if name not in trial.constraints:  # which a run cut off while telling had set already
                 trial.set_constraint(name, over)
-        self.study.tell(trial, value)
+        if paired:
+            self.study.tell(trial, value)
+        else:
+            trial.report(value, 0)
+            self.study.tell(trial, state=TrialState.PRUNED)
         self._end(entry)
 
     def failed(self, entry: Entry, fault: Fault) -> None:

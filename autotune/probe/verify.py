@@ -13,7 +13,7 @@ from autotune.outcome import TrialOutcome
 from autotune.search.budget import Budget, Deadline
 from autotune.search.cell import CALLS_BEFORE_HANG, CellState, DefaultBroken
 from autotune.search.deciding.choose import NOISY_SIGMA, gain_margin
-from autotune.search.deciding.final import REFUSED_SIGMA
+from autotune.search.deciding.decision import REFUSED_SIGMA
 from autotune.search.deciding.retime import retime
 from autotune.search.settings import SearchSettings
 from ringattn.errors import PlanError

@@ -13,48 +13,44 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from autotune.journal.cell_study import DEFAULT, QUEUE, RESULT, SAMPLER, CellStudy
+from autotune.journal.cell_study import RESULT, CellStudy
 from autotune.journal.entry import Entry
 from autotune.journal.result import CellResult
 from autotune.journal.store import Store
-from autotune.measure.evaluator import Clock, Evaluator, Fault, Sample
-from autotune.measure.launch_overhead import is_nearly_launch_bound
-from autotune.outcome import TrialOutcome
+from autotune.measure.evaluator import Clock, Evaluator, Fault
 from autotune.search.deciding.choose import gain_margin
 from autotune.search.deciding.contenders import contenders
-from autotune.search.deciding.final import MOST_RESERVED, Final, reserve_s
-from autotune.search.proposing.beliefs import FAILED, Beliefs
+from autotune.search.deciding.decision import Final
+from autotune.search.deciding.reserve import MOST_RESERVED, reserve_s
+from autotune.search.proposing.beliefs import Beliefs
 from autotune.search.proposing.design import Design
-from autotune.search.proposing.enqueued import (
+from autotune.search.proposing.proposals import Proposals
+from autotune.search.proposing.queued_plans import (
     compiled_plans,
     first_plans,
+    graph_of_default,
     graph_plans,
-    graphed,
     lean_plans,
     plainer_plans,
     torch_plan,
 )
 from autotune.search.proposing.sampler import SurrogateSampler
 from autotune.search.proposing.samplers import sampler_of
-from autotune.space.space import Space, distance
+from autotune.space.space import Space
 from ringattn.profile.yaml_io import to_plain
 from ringattn.tunables import LAUNCHES
 from ringattn.workload import Tunables, Workload
 
 from .budget import CellNeed, Deadline
 from .cell import CellState, DefaultBroken
+from .default_plan import look_again, settle
 from .pruner import RacePruner
-from .readings import Readings
 from .settings import Listener, SearchSettings
 from .transfer import Transfer, parts_of, without, without_inert
+from .trials import Trials
 
-BATCH = 4  # new plans in one block: it holds the default twice, whatever else is in it
-DISMISSED = math.log(3.0)  # a plan whose check already took so many times the best's is not timed at all
-FAR_BEHIND = math.log(1.5)  # a queued plan of which the surrogate is sure that it is so far behind is not tried
 LEAN_AT, PLAINER_AT = 0.6, 0.85  # of a cell's time, what it adds beside the sampler's plans
 EARLY_SHARE = 0.2  # of the time that is left a validation in the midst of the search may take
-DEFAULT_PATIENCE = 4.0  # times what another plan is given to answer: a cell without its default is lost
-ASKS = 8  # of a foreign sampler for each plan it brings; then the cell is searched through
 
 
 class CellSearch:
@@ -86,7 +82,6 @@ class CellSearch:
         self.listener = listener
         self.transfer = transfer if transfer is not None else Transfer()
         self.end = end if end is not None else Deadline(clock, math.inf)
-        self._queue: list[Tunables] = []
         knobs = dict(space.knobs)
         if settings.preset.compile_finalists:
             knobs["compile"] = (False, True)
@@ -95,7 +90,7 @@ class CellSearch:
         study = store.study(space.workload, pruner=RacePruner(lambda: self.state.sigma()))
         self.study = CellStudy(study, space.workload, knobs, store.sync)
         seed = zlib.crc32(f"{settings.seed}|{space.workload}|{len(study.get_trials(deepcopy=False))}".encode())
-        self._sampler = sampler_of(
+        sampler = sampler_of(
             settings.sampler,
             seed,
             self.study.parameters.distributions,
@@ -107,7 +102,6 @@ class CellSearch:
                 seed,
             ),
         )
-        study.sampler = self._sampler
         self.state = CellState(
             space.workload,
             space.default,
@@ -122,6 +116,8 @@ class CellSearch:
         self.state.standing = [plan for plan in dict.fromkeys(standing) if space.holds(plan)]
         self.state.recall(self.study.recalled.values(), self.study.blocks, self.study.noted_default() or space.default)
         self.beliefs = Beliefs(self.state, lambda: self.space, replace(space, knobs=knobs))
+        self.trials = Trials(self.state, self.study)
+        self.proposals = Proposals(self.trials, self.beliefs, lambda: self.space, sampler)
 
     @property
     def space(self) -> Space:
@@ -139,76 +135,13 @@ class CellSearch:
     # --- the default ------------------------------------------------------------------------------------------------
 
     def settle(self, deadline: Deadline) -> Fault | None:
-        """Find the plan everything is paired against: the heuristic's, or where that fails any other that is right.
-
-        A Fault says that nothing could be run, or that no time was left.
-        """
+        """Find the plan everything is paired against, see ``default_plan.settle``."""
         self.listener.stage(self.cell, "default")
-        fault = Fault("error", "there is no plan to try")
-        for plan in self._stand_ins():
-            entry = self.state.entry(plan)
-            self.state.deadline = deadline
-            if entry.checked is None and not deadline.allows(self.state.sample_s()):
-                return Fault("timeout", "no time was left to check its default")
-            patience_s = min(
-                DEFAULT_PATIENCE * self.state.timeout_s(plan), max(self.state.timeout_s(plan), deadline.remaining_s())
-            )
-            if entry.failure is None and self.state.check(entry, patience_s):
-                if plan != self._whole_space.default:
-                    known = self.state.entry(self._whole_space.default).failure or fault
-                    self.state.note = f"the default failed ({known.kind}: {known.message}); compared with another plan"
-                if plan != self.state.default:
-                    self.state.replace_default(plan)
-                    self.study.note(DEFAULT, self.study.parameters.of(plan))
-                return None
-            assert entry.failure is not None
-            if plan == self._whole_space.default or fault.message == "there is no plan to try":
-                fault = entry.failure
-            if entry.failure.from_outside and plan == self._whole_space.default:  # no verdict on it: others are worse
-                return entry.failure
-        return fault
-
-    def _stand_ins(self) -> Iterable[Tunables]:
-        """The default, then those most unlike what failed: kernels first that no failed plan has, math before others.
-
-        Of the kernels math is the one that all others are held against.
-        """
-        yield self.state.default
-        space = self._whole_space
-        mains = [plan for plan in space.kernel_plans if self.state.is_main(plan) and plan != space.default]
-
-        def order(plan: Tunables) -> tuple[bool, int]:
-            kernels = {kernel for _, kernel in parts_of(plan)}
-            return kernels != {"math"}, distance(self.cell, plan, space.default)
-
-        yield from sorted(mains, key=order)
-
-    def _graph_plans(self) -> list[Tunables]:
-        """Return the default launched as a graph where its host is the slower one, or nearly: then all plans may be.
-
-        What a graph launches is over when the device is, so that such a cell is searched by the device's time.
-        """
-        known, plan = self.state.checked_default(), graphed(self.state.default)
-        if not self.settings.graphs or known is None or not is_nearly_launch_bound(known.call_ms, known.host_us):
-            return []
-        if plan == self.state.default or not self._whole_space.valid(plan):
-            return []
-        self._whole_space = replace(self._whole_space, knobs={**self._whole_space.knobs, "launch": LAUNCHES})
-        self._space_now = None
-        return [plan]
+        return settle(self.state, self.study, self._whole_space, deadline)
 
     def look_again(self) -> None:
-        """Time a call of the default once more: its check ran beside something that is over now.
-
-        While others compiled, a default of 110 ms looked like one of 316: its cell got three times its time, and every
-        plan seemed near enough to be tried. A call that fails now is left to the first block.
-        """
-        state = self.state
-        entry = state.entry(state.default)
-        assert entry.checked is not None
-        (result,) = state.evaluator.block(self.cell, [state.default], timeout_s=state.timeout_s()).results
-        if isinstance(result, Sample):
-            entry.checked = replace(entry.checked, call_ms=result.ms, host_us=result.host_us)
+        """Time a call of the default once more, see ``default_plan.look_again``."""
+        look_again(self.state)
 
     # --- time -------------------------------------------------------------------------------------------------------
 
@@ -218,15 +151,12 @@ class CellSearch:
         The surrogate needs about two plans for each value of a knob; what more buys less and less.
         """
         values = sum(len(values) - 1 for values in self._whole_space.knobs.values())
-        plan_s = self._check_s() + self.state.block_s([self.state.default])
+        plan_s = self.proposals.check_s() + self.state.block_s([self.state.default])
         base_s = self._first_plans() * plan_s + reserve_s(self.state)
         return CellNeed(base_s, values * plan_s, 2 * values * plan_s)
 
     def _first_plans(self) -> int:
         return 4 + sum(len(parts_of(p) - parts_of(self.state.default)) <= 1 for p in self._whole_space.kernel_plans)
-
-    def _check_s(self) -> float:
-        return 0.05 + 5 * self.state.waited_s()
 
     def least_s(self) -> float:
         """Seconds under which there is no answer: the default twice beside a few others, in two blocks."""
@@ -254,9 +184,7 @@ class CellSearch:
         return self._keep(self._run(deadline))
 
     def _keep(self, result: CellResult) -> CellResult:
-        for entry in list(self.state.entries.values()):
-            if entry.open:
-                self.leave(entry, "stood to the end")
+        self.trials.end_all()
         result.validation_pending = self.state.owes_validation
         self.study.note(RESULT, to_plain(result.record(self.study.number_of)))
         return result
@@ -273,7 +201,7 @@ class CellSearch:
             except DefaultBroken as broken:
                 fault = broken.fault
                 state.fail(state.entry(state.default), fault, "time")
-                if fault.from_outside or self.settle(deadline) is not None:
+                if fault.ended_from_outside or self.settle(deadline) is not None:
                     break
         assert fault is not None
         final = self._final(deadline)
@@ -292,8 +220,9 @@ class CellSearch:
     def inconclusive(self, why: str) -> CellResult:
         """A result without a search: what served before stays, if it is right, or the default, unmeasured."""
         for plan in self.state.standing[:1]:
-            if self.end.allows(self._check_s()):
+            if self.end.allows(self.proposals.check_s()):
                 self.state.check(self.state.entry(plan))
+        self.trials.end_all()
         return self._final(self.end).inconclusive(why)
 
     def refused(self, why: str) -> CellResult:
@@ -304,6 +233,7 @@ class CellSearch:
         """Validate the default, which it stayed without; a Fault says that it may not."""
         self.state.owes_validation = False
         fault = self.state.validate(self.state.default)
+        self.trials.end_all()
         record = self.study.noted_result()
         if fault is None and record is not None:
             self.study.note(RESULT, to_plain(replace(record, validation_pending=False)))
@@ -323,8 +253,8 @@ class CellSearch:
         self.state.deadline = deadline
         known = len(self.state.entries)
         ready = (plan for plan in self._enqueued() if not self.transfer.waits_for_compiler(self.cell, plan))
-        self._queue = list(ready)
-        fresh = self._ask(deadline, sampled=False)
+        self.proposals.queue = list(ready)
+        fresh = self.proposals.next(deadline, sampled=False)
         if fresh and deadline.allows(self.state.block_s(entry.tunables for entry in fresh)):
             with contextlib.suppress(DefaultBroken):
                 self.state.block(fresh)
@@ -334,7 +264,7 @@ class CellSearch:
         """The plans to try first; of them those last that compile for seconds, or for what is left if they hang."""
         self.state.torch = torch_plan(self._whole_space, self.state)
         torch = [] if self.state.torch is None else [self.state.torch]
-        graphs = self._graph_plans()
+        graphs = self._graphs_of_default()
         plans = [*self.state.standing, *torch, *graphs, *first_plans(self.space, self.state, self.state.seeds)]
 
         def turn(plan: Tunables) -> bool:
@@ -342,11 +272,20 @@ class CellSearch:
 
         return sorted(plans, key=turn)
 
+    def _graphs_of_default(self) -> list[Tunables]:
+        """Return the default launched as a graph where that may pay: then any plan may be launched so."""
+        plan = graph_of_default(self._whole_space, self.state)
+        if plan is None:
+            return []
+        self._whole_space = replace(self._whole_space, knobs={**self._whole_space.knobs, "launch": LAUNCHES})
+        self._space_now = None
+        return [plan]
+
     # --- the loop ---------------------------------------------------------------------------------------------------
 
     def _search(self, deadline: Deadline) -> None:
         self.listener.stage(self.cell, "search")
-        self._queue = self._enqueued()
+        self.proposals.queue = self._enqueued()
         most_s = MOST_RESERVED * deadline.remaining_s()
         began_s = deadline.remaining_s()
         lean_left = True
@@ -360,26 +299,26 @@ class CellSearch:
             elapsed = 1 - searching.remaining_s() / began_s
             if lean_left and elapsed > LEAN_AT:
                 lean_left = False
-                self._queue += lean_plans(self.space, self.state, self.beliefs)
-                self._queue += graph_plans(self.space, self.state, self.beliefs)
-            elif elapsed > PLAINER_AT and not self._queue:
-                self._queue += plainer_plans(self.space, self.state, self.beliefs)
+                self.proposals.queue += lean_plans(self.space, self.state, self.beliefs)
+                self.proposals.queue += graph_plans(self.space, self.state, self.beliefs)
+            elif elapsed > PLAINER_AT and not self.proposals.queue:
+                self.proposals.queue += plainer_plans(self.space, self.state, self.beliefs)
             before = len(self.state.entries)
-            fresh = disturbed or self._ask(searching)
+            fresh = disturbed or self.proposals.next(searching)
             wanted = [e for e in (*contenders(self.state, self.beliefs, fresh), *fresh) if e.failure is None]
             if not wanted and len(self.state.entries) == before:
                 now = self.space, self.state, self.beliefs
                 wishes = (*lean_plans(*now), *graph_plans(*now), *plainer_plans(*now))
                 more = [plan for plan in wishes if plan not in offered]
                 if not more:
-                    more = compiled_plans(*now)
-                if not more and any(self.transfer.waits_for_compiler(self.cell, plan) for plan in self._queue):
+                    more = [plan for plan in compiled_plans(*now) if plan not in offered]
+                if not more and self.proposals.waits_for_compiler():
                     self.transfer.compilers.wait(searching.remaining_s())
                     continue
                 if not more:
                     return
                 offered.update(more)
-                self._queue = more
+                self.proposals.queue = [*more, *self.proposals.queue]
             elif wanted and not searching.allows(self.state.block_s(entry.tunables for entry in wanted)):
                 return
             elif wanted and self.state.block(wanted):
@@ -389,130 +328,10 @@ class CellSearch:
             else:
                 disturbed = fresh  # what was checked is timed, also where its block was thrown away
 
-    def _ask(self, deadline: Deadline, *, sampled: bool = True) -> list[Entry]:
-        """Up to BATCH new plans that may be timed; of the queue alone where none are to be ``sampled``."""
-        fresh: list[Entry] = []
-        compiling: list[Tunables] = []
-        before = len(self.state.entries)
-        while (asked := len(self.state.entries) - before) < BATCH and deadline.allows(self._check_s()):
-            if self._queue:
-                plan = self._queue.pop(0)
-                if self.state.knows(plan) or self.state.is_trap(plan) or self._is_far_behind(plan):
-                    continue
-                if self.transfer.waits_for_compiler(self.cell, plan):
-                    compiling.append(plan)
-                    continue
-                entry = self.state.entry(plan)
-                self.study.open(entry, QUEUE)
-            else:
-                found = self._ask_sampler(BATCH - asked) if sampled else None
-                if found is None:
-                    break
-                entry = found
-            if self.state.check(entry) and self._may_be_timed(entry):
-                fresh.append(entry)
-        self._queue = [*compiling, *self._queue]
-        self.state.measured += 1
-        return fresh
-
-    def _ask_sampler(self, count: int) -> Entry | None:
-        """The entry of a plan nobody tried; None where the sampler brings no more."""
-        if isinstance(self._sampler, SurrogateSampler):
-            if not self._sampler.ahead and not self._sampler.look_ahead(count):
-                return None
-            entry = self.state.entry(self.study.propose(self._sampler))
-            self.study.open(entry, SAMPLER)
-            return entry
-        for _ in range(ASKS * BATCH):
-            trial, plan = self.study.ask()
-            reasons = self.space.machine.reasons(self.cell, plan)
-            if reasons or self.state.is_trap(plan):
-                self.study.reject(trial, "; ".join(reasons) or "a kernel of it was given up")
-            elif self.state.knows(plan):
-                value = self._value(self.state.entry(plan))
-                self.study.repeat(trial, FAILED if value is None else value)
-            else:
-                entry = self.state.entry(plan)
-                self.study.adopt(trial, entry)
-                return entry
-        return None
-
-    def _is_far_behind(self, plan: Tunables) -> bool:
-        """Return whether a queued plan is surely far behind the best, by the surrogate; copies are another question."""
-        if any(
-            branch.gather != own.gather for branch, own in zip(plan.branches, self.state.default.branches, strict=True)
-        ):
-            return False
-        if len(self.state.entries) < 2 * BATCH or plan in self.state.seeds or plan == self.state.torch:
-            return False
-        surrogate = self.beliefs.surrogate()
-        mean, deviation = surrogate.predict(self.beliefs.coder.row(plan)[None])
-        return float(mean[0] - 2 * deviation[0]) > self.beliefs.best_value() + FAR_BEHIND
-
-    def _may_be_timed(self, entry: Entry) -> bool:
-        """Return whether it keeps the limits and its check was not far slower than the best's; else it is told so."""
-        look = self.state.first_look(entry)
-        if entry.tunables == self.state.torch:  # what everything is held against has a paired reading
-            return True
-        if not self.state.keeps_limits(entry):
-            self.leave(entry, "breaks a limit, not timed in pairs")
-        elif look is not None and all(self._is_far_slower(entry, readings) for readings in self.state.ways()):
-            self.leave(entry, "far slower at its first look, not timed in pairs")
-        else:
-            return True
-        return False
-
-    def _is_far_slower(self, entry: Entry, readings: Readings) -> bool:
-        """Return whether its first look says so, as a program that launches as ``readings`` has it waits."""
-        look = readings.first_look(readings.entry(entry.tunables))
-        looks = [
-            found
-            for other in readings.entries.values()
-            if other.tunables != entry.tunables
-            and readings.may_be_chosen(other)
-            and (found := readings.first_look(other))
-        ]
-        return look is not None and look > min(looks, default=0.0) + DISMISSED
-
-    def _value(self, entry: Entry) -> float | None:
-        """Return the median log-ratio of a plan, before its first block that of its check; None without either."""
-        value = self.state.median(entry)
-        return value if math.isfinite(value) else self.state.first_look(entry)
-
-    def leave(self, entry: Entry, reason: str) -> None:
-        """Tell what an open entry came to: its median, or what its check said."""
-        state = self.state
-        if entry.fault is not None:
-            return
-        value = 0.0 if entry.tunables == state.default and not entry.log_ratios else self._value(entry)
-        if value is None:
-            self.study.abandon(entry, reason)
-            return
-        checked = entry.checked
-        assert checked is not None
-        constraints = self.settings.limits.constraints(checked)
-        told_before = entry.told
-        self.study.complete(entry, value, constraints, reason)
-        if told_before:  # these are further readings of it
-            return
-        over = next((name for name, value in constraints.items() if value > 0), None)
-        state.tell(
-            entry,
-            TrialOutcome(
-                "over-memory" if over == "memory" else "over-error" if over == "error" else "ok",
-                "search",
-                median_ms=state.median_ms(entry) if entry.log_ratios else checked.call_ms,
-                default_ratio=math.exp(value),
-                error=checked.error,
-                peak_bytes=checked.peak_bytes,
-                message=reason,
-            ),
-        )
-
     def _drop(self, entries: Iterable[Entry]) -> None:
         for entry in entries:
             if entry.open and entry.tunables != self.state.default and self.study.should_prune(entry):
-                self.leave(entry, "surely behind the best")
+                self.trials.end(entry, "surely behind the best")
 
     def _validate_early(self, deadline: Deadline) -> None:
         """Validate the fastest plan where that costs little: what it fails for is then known while there is time.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import optuna
 
+from autotune.journal.cell_study import SAMPLER
 from autotune.journal.store import Store
 from autotune.measure.simulated import SimulatedClock
 from autotune.search.budget import EFFORTS, Budget
@@ -17,14 +18,16 @@ from ringattn.workload import Tunables
 
 from .problems import CELL_BUDGET_S, HANG_S, Problem
 from .rivals import Rival
+from .table import Proposer
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The plan that a method would have run, and the ratio to the default that it claims."""
+    """The plan that a method would have run, the ratio to the default that it claims, and who proposed it."""
 
     plan: Tunables
     claimed: float = 1.0
+    by: Proposer = "default"
 
 
 def ringtune(problem: Problem, seed: int, clock: SimulatedClock) -> Choice:
@@ -46,11 +49,19 @@ def ringtune(problem: Problem, seed: int, clock: SimulatedClock) -> Choice:
     result = search.run(budget.deadline(budget.available_s()))
     if result.choice is None:
         return Choice(problem.space.default)
-    return Choice(result.choice.tunables, result.choice.gain.ratio)
+    plan = result.choice.tunables
+    if plan == problem.space.default:
+        return Choice(plan, result.choice.gain.ratio)
+    trial = search.study.study.get_trials(deepcopy=False)[search.study.number_of(plan)]
+    by: Proposer = "sampler" if trial.user_attrs["proposed_by"] == SAMPLER else "queue"
+    return Choice(plan, result.choice.gain.ratio, by)
 
 
 def rival(problem: Problem, seed: int, clock: SimulatedClock, sampler: optuna.samplers.BaseSampler) -> Choice:
-    return Choice(*Rival(problem, seed, clock).run(sampler))
+    plan, claimed = Rival(problem, seed, clock).run(sampler)
+    if plan == problem.space.default:
+        return Choice(plan, claimed)
+    return Choice(plan, claimed, "queue" if plan in problem.space.kernel_plans else "sampler")
 
 
 def tpe(problem: Problem, seed: int, clock: SimulatedClock) -> Choice:

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -16,6 +16,7 @@ NOISE_FLOOR = 1.02  # times the default's: a choice slower than that counts as w
 AGREED = 0.02  # two seeds agree where their choices differ by no more
 OVERRUN = 1.1  # times the budget
 ALL = "all"
+Proposer = Literal["sampler", "queue", "default"]  # of a choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Outcome:
     to_default: float
     ms: float
     wrong: bool
-    proposed: bool  # by the sampler or a local search, and not one of the uniform plans
+    by: Proposer
     spent_s: float
     own_s: float
     claimed: float
@@ -57,7 +58,9 @@ class Line:
     wrong: int
     overrun: int
     worst_to_default: float
-    proposed: float
+    sampler: float  # of the choices, those that the study's sampler proposed
+    queue: float  # that were enqueued
+    default: float  # that are the default, which stayed
     claimed_median: float
     claimed_p10: float
     claimed_p90: float
@@ -80,13 +83,19 @@ def line_of(machine: str, noise: str, method: str, outcomes: Sequence[Outcome]) 
         wrong=sum(outcome.wrong for outcome in outcomes),
         overrun=sum(outcome.spent_s > OVERRUN * CELL_BUDGET_S for outcome in outcomes),
         worst_to_default=round(max(outcome.to_default for outcome in outcomes), 4),
-        proposed=round(sum(outcome.proposed for outcome in outcomes) / len(outcomes), 4),
+        sampler=_share("sampler", outcomes),
+        queue=_share("queue", outcomes),
+        default=_share("default", outcomes),
         claimed_median=round(_quantile(claimed, 0.5), 4),
         claimed_p10=round(_quantile(claimed, 0.1), 4),
         claimed_p90=round(_quantile(claimed, 0.9), 4),
         spent_s=round(_quantile([outcome.spent_s for outcome in outcomes], 0.5), 2),
         own_s=round(_quantile([outcome.own_s for outcome in outcomes], 0.5), 3),
     )
+
+
+def _share(by: Proposer, outcomes: Sequence[Outcome]) -> float:
+    return round(sum(outcome.by == by for outcome in outcomes) / len(outcomes), 4)
 
 
 def _quantile(values: Sequence[float], share: float) -> float:
@@ -136,15 +145,16 @@ def printed(lines: Sequence[Line]) -> str:
     """The lines as one table of text."""
     rows = [
         f"{'machine':<13} {'noise':<9} {'method':<9} {'runs':>4} {'regret: median':>14} {'p90':>7}"
-        f" {'two seeds agree':>15} {'worse than default':>18} {'wrong':>5} {'overrun':>7} {'proposed':>8}"
-        f" {'claimed/true':>12} {'own s':>6}"
+        f" {'two seeds agree':>15} {'worse than default':>18} {'wrong':>5} {'overrun':>7} {'sampler':>7}"
+        f" {'queue':>5} {'default':>7} {'claimed/true':>12} {'own s':>6}"
     ]
     for line in lines:
         agreed = "" if line.agreeing is None else f"{line.agreeing:.0%}"
         rows.append(
             f"{line.machine:<13} {line.noise:<9} {line.method:<9} {line.runs:>4} {_percent(line.regret_median):>14}"
             f" {_percent(line.regret_p90):>7} {agreed:>15} {line.worse_than_default:>18} {line.wrong:>5}"
-            f" {line.overrun:>7} {line.proposed:>8.0%} {line.claimed_median:>12.3f} {line.own_s:>6.2f}"
+            f" {line.overrun:>7} {line.sampler:>7.0%} {line.queue:>5.0%} {line.default:>7.0%}"
+            f" {line.claimed_median:>12.3f} {line.own_s:>6.2f}"
         )
     return "\n".join(rows)
 

@@ -172,9 +172,9 @@ class Beliefs:
             starts,
             best,
             tried,
-            list(state.entries),
+            [plan for plan, entry in state.entries.items() if entry.failure is None],
             hopeless,
-            state.validations.odds,
+            lambda plan: state.checks.odds(plan) * state.validations.odds(plan),
             lambda plan: (
                 state.is_trap(plan)
                 or not state.is_main(plan)

@@ -38,7 +38,7 @@ class Design:
         }
         self._plain = {stem: self._base[names[0]] for stem, names in self._columns.items()}
         self._covered: set[Triple] = set()
-        self._seen = 0
+        self._seen: set[Tunables] = set()
 
     def _triples(self, plan: Tunables) -> set[Triple]:
         there = encode(self._workload, plan)
@@ -56,17 +56,19 @@ class Design:
         tried: Iterable[Tunables],
         hopeless: set[tuple[str, Value]],
         wanted: Callable[[Tunables], bool],
+        odds: Callable[[Tunables], float],
         rng: np.random.Generator,
     ) -> Tunables | None:
         """A plan of three values that were never together, as many as may be; None where there are none left.
 
-        ``hopeless`` are values with which nothing comes near the best.
+        ``tried`` are plans that did not fail; ``hopeless`` are values with which nothing comes near the best; ``odds``
+        are that a plan does not fail.
         """
-        plans = list(tried)
-        for plan in plans[self._seen :]:
-            self._covered |= self._triples(plan)
-        self._seen = len(plans)
-        best: tuple[int, Tunables] | None = None
+        for plan in tried:
+            if plan not in self._seen:
+                self._seen.add(plan)
+                self._covered |= self._triples(plan)
+        best: tuple[float, Tunables] | None = None
         choices = {
             stem: [value for value in values if (stem, value) not in hopeless] or list(values)
             for stem, values in self._values.items()
@@ -82,6 +84,6 @@ class Design:
                 sum(value != self._plain[stem] for stem, value in three) ** 2
                 for three in self._triples(plan) - self._covered
             )
-            if new and (best is None or new > best[0]) and wanted(plan):
-                best = new, plan
+            if new and (best is None or new * odds(plan) > best[0]) and wanted(plan):
+                best = new * odds(plan), plan
         return best[1] if best is not None else None

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution
@@ -32,29 +36,108 @@ def sampler_of(
     if name == "random":
         return optuna.samplers.RandomSampler(seed=seed)
     if name == "grid":
-        grid = {n: list(d.choices) for n, d in distributions.items() if isinstance(d, CategoricalDistribution)}
-        return _Grid(grid, seed=seed)
+        return Grid(distributions, seed)
     return foreign_sampler(name)
 
 
-class _Grid(optuna.samplers.GridSampler):
-    """Optuna's, which stops ``optimize`` when its grid is searched through; here the loop ends by its own rules."""
+class Grid(BaseSampler):
+    """Every combination of the parameters once, in an order of the seed's, then ``study.stop``.
+
+    Optuna's GridSampler lists all of them first: 10^7 for a LongNet cell of three branches.
+    """
+
+    def __init__(self, distributions: Mapping[str, BaseDistribution], seed: int) -> None:
+        self._distributions = {n: d for n, d in distributions.items() if isinstance(d, CategoricalDistribution)}
+        self._size = math.prod(len(d.choices) for d in self._distributions.values())
+        rng = random.Random(seed)
+        self._place, self._step, self._left = rng.randrange(self._size), 0, self._size
+        while math.gcd(self._step, self._size) != 1:  # so that every combination is passed before one comes again
+            self._step = rng.randrange(1, self._size + 1)
+
+    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        """All parameters, unless the trial has its own already."""
+        return {} if "fixed_params" in trial.system_attrs else dict(self._distributions)
+
+    def sample_relative(
+        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        if not search_space:
+            return {}
+        self._left -= 1
+        if self._left <= 0:
+            study.stop()
+        rest, found = self._place, {}
+        for name, distribution in self._distributions.items():
+            rest, index = divmod(rest, len(distribution.choices))
+            found[name] = distribution.choices[index]
+        self._place = (self._place + self._step) % self._size
+        return found
+
+    def sample_independent(
+        self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        raise AssertionError(f"{param_name}: not of the space the grid was made of")
+
+
+class Foreign(BaseSampler):
+    """A sampler of the user's: what it raises ends the probe in one line that names it."""
+
+    def __init__(self, name: str, sampler: BaseSampler) -> None:
+        self._name, self._sampler = name, sampler
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise _failure(self._name, error) from error
+
+    def reseed_rng(self) -> None:
+        with self._named():
+            self._sampler.reseed_rng()
+
+    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        with self._named():
+            return self._sampler.infer_relative_search_space(study, trial)
+
+    def sample_relative(
+        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        with self._named():
+            return self._sampler.sample_relative(study, trial, search_space)
+
+    def sample_independent(
+        self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        with self._named():
+            return self._sampler.sample_independent(study, trial, param_name, param_distribution)
+
+    def before_trial(self, study: Study, trial: FrozenTrial) -> None:
+        with self._named():
+            self._sampler.before_trial(study, trial)
 
     def after_trial(self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> None:
-        return
+        with self._named():
+            self._sampler.after_trial(study, trial, state, values)
+
+
+def _failure(name: str, error: Exception) -> UsageFailure:
+    why = " ".join(str(error).split())
+    kind = type(error).__name__
+    return UsageFailure(
+        f"--sampler {name}: raised {kind}{f' ({why})' if why else ''}; mend it, or give one of {', '.join(NAMES)}"
+    )
 
 
 def foreign_sampler(name: str) -> BaseSampler:
     """An instance of ``package.module:Class``; UsageFailure where that is no sampler that needs no arguments."""
     module, colon, attribute = name.partition(":")
+    if not colon:
+        raise UsageFailure(f"--sampler {name}: give one of {', '.join(NAMES)}, or package.module:Class")
     try:
-        if not colon:
-            raise ValueError("it has no colon")
         made = getattr(importlib.import_module(module), attribute)()
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise UsageFailure(
-            f"--sampler {name}: {error}; give one of {', '.join(NAMES)}, or package.module:Class"
-        ) from error
+    except Exception as error:
+        raise _failure(name, error) from error
     if not isinstance(made, BaseSampler):
         raise UsageFailure(f"--sampler {name}: is no optuna.samplers.BaseSampler")
-    return made
+    return Foreign(name, made)

@@ -33,7 +33,7 @@ def outcome(**changes: object) -> Outcome:
         to_default=0.8,
         ms=4.0,
         wrong=False,
-        proposed=True,
+        by="sampler",
         spent_s=8.0,
         own_s=0.2,
         claimed=1.0,
@@ -48,10 +48,10 @@ WRONG = outcome(regret=math.inf, ms=math.inf, wrong=True, to_default=1.0)
 
 def test_a_line_counts_what_went_wrong() -> None:
     runs = [outcome() for _ in range(7)]
-    runs += [outcome(to_default=1.03), outcome(spent_s=1.11 * CELL_BUDGET_S, proposed=False), WRONG]
+    runs += [outcome(to_default=1.03, by="default"), outcome(spent_s=1.11 * CELL_BUDGET_S, by="queue"), WRONG]
     line = line_of("traps", "drift", "TPE", runs)
     assert (line.runs, line.worse_than_default, line.wrong, line.overrun) == (10, 1, 1, 1)
-    assert line.proposed == 0.9
+    assert (line.sampler, line.queue, line.default) == (0.8, 0.1, 0.1)
     assert (line.regret_median, line.regret_p90) == (0.01, 0.01)
 
 

@@ -16,7 +16,7 @@ from autotune.measure.simulated import FirstCalls, ReplayEvaluator, SimulatedClo
 from autotune.probe.request import VALIDATION_PENDING, ProbeObserver, ProbeRequest, ProbeResult
 from autotune.probe.tuning import run_probe
 from autotune.search.budget import EFFORTS, Budget
-from autotune.search.deciding.final import VALIDATION_KEPT_S
+from autotune.search.deciding.reserve import VALIDATION_KEPT_S
 from autotune.search.loop import CellSearch
 from autotune.search.settings import NoListener, SearchSettings
 from autotune.space.space import Machine, build_space

@@ -12,9 +12,9 @@ from autotune.measure.evaluator import Fault
 from autotune.measure.simulated import SimulatedClock, Trouble
 from autotune.probe.cells.runs import LEAST_OF_BASE, affordable, hang_s
 from autotune.search.budget import Budget, CellNeed
-from autotune.search.deciding.final import Final
+from autotune.search.deciding.decision import Final
 from autotune.search.deciding.retime import ALONE_PRECISION, FINAL_PRECISION, is_settled
-from autotune.search.loop import BATCH
+from autotune.search.proposing.proposals import BATCH
 from autotune.search.transfer import Transfer
 from autotune.statistics import Interval
 from ringattn.workload import Pattern, Tunables, Workload

@@ -1,18 +1,15 @@
-"""Probes that agree although neither is sure, samplers of any kind, and a study that goes on where it was."""
+"""Probes that agree although neither is sure, and a study that goes on where it was."""
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import replace
 
-import optuna
 import pytest
-from machines import MIB, Setting, by_kernels, far_from, plan, workload
+from machines import Setting, by_kernels, far_from, plan, workload
 
-from autotune.exit_codes import UsageFailure
 from autotune.journal.store import Store
 from autotune.measure.simulated import Trouble
-from autotune.search.proposing.samplers import foreign_sampler
 from ringattn.workload import Pattern, Tunables, Workload
 
 DENSE = workload(pattern=Pattern())
@@ -53,42 +50,6 @@ def test_the_winner_nearby_stays_where_it_cannot_be_told_from_the_best() -> None
 
 def test_the_record_names_the_plan_that_could_not_be_told_from_the_choice(of_seeds: list[tuple[float, str]]) -> None:
     assert any("indistinguishable from " in note for _, note in of_seeds)
-
-
-@pytest.mark.parametrize("name", ["tpe", "gp", "random", "grid", "optuna.samplers:RandomSampler"])
-def test_any_sampler_runs_under_the_same_checks_budget_and_validation(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("autotune.search.loop.ASKS", 1)  # a Gaussian process takes 0.2 s for each plan known already
-    setting = Setting(DENSE, by_kernels(quick=0.0, swift=-0.1, math=1.0), plan(DENSE), sampler=name, budget_s=12)
-    trial = setting.run()
-    assert trial.clock.now() <= 1.1 * setting.budget_s
-    assert trial.result.choice is not None
-    assert trial.result.choice.tunables == plan(DENSE, "swift")
-    assert trial.result.choice.gain.count >= 6
-    proposed = {t.user_attrs.get("proposed_by") for t in trial.search.study.study.trials}
-    assert "sampler" in proposed
-
-
-@pytest.mark.parametrize("name", ["nonsense", "optuna.samplers:Nothing", "no.such.module:Class", "json:JSONDecoder"])
-def test_a_sampler_that_is_none_is_refused_in_one_line(name: str) -> None:
-    with pytest.raises(UsageFailure, match=f"--sampler {name}"):
-        foreign_sampler(name)
-
-
-def test_plain_optuna_reads_the_study_and_its_numbers() -> None:
-    store = Store(None)
-    trial = Setting(
-        DENSE, by_kernels(quick=0.0, swift=-0.1, math=1.0), plan(DENSE), rows={"peak": lambda t: 5 * MIB}
-    ).run(store=store)
-    study = trial.search.study.study
-    done = [t for t in study.trials if t.state == optuna.trial.TrialState.COMPLETE]
-    assert study.best_params["forward.0"] == "swift"
-    assert all(t.constraints["runs"] <= 0 for t in done)
-    assert optuna.importance.get_param_importances(
-        study, evaluator=optuna.importance.PedAnovaImportanceEvaluator(), params=["forward.0", "backward.0"]
-    )
-    assert study.user_attrs["result"]["state"] == "tuned"
 
 
 @pytest.mark.parametrize("blocks", [0, 1, 3, 7, 12])

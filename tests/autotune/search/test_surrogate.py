@@ -105,6 +105,26 @@ def test_a_reading_that_is_far_slower_than_all_others_say_is_doubted_and_a_faste
     assert chosen in faster.surprises()
 
 
+def test_a_surprise_is_followed_by_the_plan_without_what_costs_beside_it() -> None:
+    """Three knobs gain 0.3 together and cost alone; the one plan that had them had a slow kernel, too."""
+    together = {"checkpoint": "full", "window_tokens": 2048, "pattern_cache": False}
+
+    def has(p: Tunables) -> int:
+        return sum(encode(CELL, p).get(name) == value for name, value in together.items())
+
+    def truth(p: Tunables) -> float:
+        return 0.1 * has(p) - (0.6 if has(p) == 3 else 0.0) + 0.1 * sum(b.forward == "math" for b in p.branches)
+
+    slow = decode(CELL, encode(CELL, DEFAULT) | together | {f"forward.{n}": "math" for n in range(3)})
+    good = decode(CELL, encode(CELL, DEFAULT) | together)
+    others = [p for p in random_plans(120) if has(p) < 3][:60]
+    surrogate = surrogate_of({p: truth(p) for p in [*others, slow]}, 0.01)
+    assert predicted(surrogate, [good])[0][0] > 0.0  # it has seen each of the three cost time
+    assert surrogate.surprises()[:1] == [slow]
+    carried = surrogate.carried(slow, CODER.rows([slow, good]))
+    assert carried == pytest.approx([truth(slow), truth(good)], abs=0.1)
+
+
 def test_what_is_very_slow_counts_as_that() -> None:
     readings = timed(20, 0.0) | {TARGET: math.log(100.0)}
     assert surrogate_of(readings, 0.01).believed()[TARGET][0] <= SLOW + 0.01
@@ -183,7 +203,9 @@ def test_the_sampler_finds_what_only_pays_together(seed: int) -> None:
 def test_every_three_values_are_tried_together_by_a_few_dozen_plans() -> None:
     design, rng = Design(SPACE), np.random.default_rng(0)
     tried = [DEFAULT]
-    while (found := design.next(tried, set(), lambda p: p not in tried and SPACE.valid(p), rng)) is not None:
+    while (
+        found := design.next(tried, set(), lambda p: p not in tried and SPACE.valid(p), lambda p: 1.0, rng)
+    ) is not None:
         tried.append(found)
     seen = {
         (p.branches[0].backward, p.checkpoint, p.window_tokens)

@@ -122,6 +122,7 @@ class Trial:
     result: CellResult
     clock: SimulatedClock
     evaluator: ReplayEvaluator
+    fault: Fault | None = None  # for which there was no search
 
 
 @dataclass(slots=True)
@@ -187,7 +188,7 @@ class Setting:
         budget = Budget(self.budget_s, clock)
         fault = search.settle(budget.deadline(self.budget_s))
         if fault is not None:
-            return Trial(space, search, search.refused(fault.message), clock, evaluator)
+            return Trial(space, search, search.refused(fault.message), clock, evaluator, fault)
         return Trial(space, search, search.run(budget.deadline(self.budget_s), seeds=seeds), clock, evaluator)
 
 

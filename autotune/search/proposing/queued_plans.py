@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from autotune.measure.launch_overhead import is_nearly_launch_bound
 from autotune.search.cell import CellState
 from autotune.search.transfer import parts_of
 from autotune.space.space import Space, distance
@@ -59,6 +60,17 @@ def torch_plan(space: Space, state: CellState) -> Tunables | None:
 def graphed(plan: Tunables) -> Tunables:
     """Return the plan launched as a CUDA graph, which keeps what checkpoint selective keeps."""
     return replace(plan, launch="graph", checkpoint="selective")
+
+
+def graph_of_default(space: Space, state: CellState) -> Tunables | None:
+    """Return the default launched as a graph where its host is the slower one, or nearly.
+
+    What a graph launches is over when the device is, so that such a cell is searched by the device's time.
+    """
+    known, plan = state.checked_default(), graphed(state.default)
+    if not state.settings.graphs or known is None or not is_nearly_launch_bound(known.call_ms, known.host_us):
+        return None
+    return plan if plan != state.default and space.valid(plan) else None
 
 
 def graph_plans(space: Space, state: CellState, beliefs: Beliefs) -> list[Tunables]:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autotune import statistics
 from autotune.journal.cell_study import FINAL, CellStudy
 from autotune.journal.entry import Entry
 from autotune.journal.result import AT_PAR, CellResult, Measured
@@ -15,54 +14,24 @@ from autotune.measure.evaluator import Checked, Proven, Sample, largest_of_each
 from autotune.search.budget import Deadline
 from autotune.search.cell import CellState
 from autotune.search.proposing.beliefs import Beliefs
-from autotune.search.proposing.enqueued import graphed
 from autotune.search.readings import Readings
 from autotune.search.suspects import GIVEN_UP
 from autotune.search.transfer import parts_of
 from autotune.space.space import Space
 from autotune.statistics import Interval
-from ringattn.planning.preference import TIE, cost
-from ringattn.workload import Tunables, describe
+from ringattn.planning.preference import TIE
+from ringattn.workload import describe
 
-from .choose import NOISY_SIGMA, Candidate, NothingAllowed, choose, gain_margin, pareto_front
-from .finalists import FINALISTS, finalists
+from .alternatives import Alternatives, candidate_of, validated_already
+from .choose import NOISY_SIGMA, Candidate, NothingAllowed, choose, gain_margin
+from .finalists import finalists
+from .launch_ways import LaunchWays
+from .reserve import MOST_RESERVED, VALIDATION_MARGIN, validation_kept_s
 from .retime import retime
 
-FRONT_KEPT = 4
-RUNNERS_UP = 2
-FINAL_WIDTH = 0.015  # half-width (log-ratio) that the re-timing should reach, where the preset's maximum allows
-LEAST_RESERVED, RESERVED = 1.5, 2  # times the least number of blocks kept for the final; it goes on while time is left
 LIKELY = 0.5  # odds of passing its validation from which a plan may be a missed gain
 WIDE = 0.10  # a possible gain (log-ratio) that a kept default must be able to exclude
-# What a cell keeps of its time for the validation of its choice, where the probe has time after it. Kernels that work
-# out nothing per shape take a second for all their lengths; cuDNN takes 6 to 12 s for a LongNet plan, and a default
-# whose validation is pending is validated in what is left of the probe when every cell has been searched.
-VALIDATION_KEPT_S = 2.0
-VALIDATION_MARGIN = 1.2  # a choice that misses its validation by a hair is lost
-MOST_RESERVED = 0.5  # of what is left of a cell
 REFUSED_SIGMA = 0.5  # noise of one paired log-ratio from which no verdict is given
-
-
-def validation_kept_s(state: CellState, deadline: Deadline | None, count: int) -> float:
-    """Seconds that a cell ending at ``deadline`` keeps for validations: what will not fit after its end."""
-    whole_s = VALIDATION_MARGIN * count * state.validation_s()
-    after_s = whole_s if deadline is None else state.end.remaining_s() - deadline.remaining_s()
-    if deadline is not None and not math.isfinite(state.end.remaining_s()):
-        after_s = 0.0  # a cell searched alone
-    return min(whole_s, max(VALIDATION_KEPT_S, whole_s - after_s))
-
-
-def reserve_s(state: CellState, deadline: Deadline | None = None) -> float:
-    """Seconds that the final needs: re-timing, and validating what will be written."""
-    preset = state.settings.preset
-    needed = statistics.blocks_needed(state.sigma(), FINAL_WIDTH)
-    blocks = min(max(needed, LEAST_RESERVED * preset.final_min_blocks), RESERVED * preset.final_min_blocks)
-    # All finalists and the default twice in the first blocks; after them mostly the default, the best and one rival.
-    samples = (FINALISTS + 1) * preset.final_min_blocks + 4 * (blocks - preset.final_min_blocks)
-    unvalidated = any(entry.validated is None for entry in state.timed()) or not state.entries
-    whole_s = state.transfer.pace.factor * samples * state.sample_s()
-    whole_s += validation_kept_s(state, deadline, 1 + bool(unvalidated and state.settings.prefer == "time"))
-    return whole_s
 
 
 class Final:
@@ -72,9 +41,11 @@ class Final:
         self.state, self.deadline = state, deadline
         self._beliefs, self._study, self._space = beliefs, study, space
         self.default = state.entry(state.default)
+        self._beside = Alternatives(state, self.default, deadline)
         since = study.noted_final()
         # What failed its validation is not what the earlier final compared with.
         self.since = state.next_block() if since is None or self.default.failure is not None else since
+        self._ways = LaunchWays(state, self.since, deadline)
 
     def run(self) -> CellResult:
         """Re-time, choose, validate; a choice that fails gives way to the next that does not share its traits."""
@@ -90,12 +61,14 @@ class Final:
         beyond_s = min(state.undecided_s, state.end.remaining_s() - self.deadline.remaining_s())
         if beyond_s > 0 and math.isfinite(beyond_s) and self._noise_hides_a_gain(entries):
             retime(state, entries, self.since, racing.earlier_by(-beyond_s))
-        if self._count(self.default) < 2:
+        if self._ways.count(self.default) < 2:
             return self.inconclusive("no time was left to time it twice")
         return self._decide(entries)
 
-    def _count(self, entry: Entry) -> int:
-        return sum(block >= self.since for block in entry.log_ratios)
+    @property
+    def _eager(self) -> Readings:
+        """What a profile's ratios are of, whichever time was searched by."""
+        return self.state.under("eager")
 
     def _validations_wanted(self, entries: Sequence[Entry]) -> int:
         """Count those of the choices, a narrower one and a leaner plan: a front of one leaves nothing to prefer."""
@@ -105,35 +78,9 @@ class Final:
             not parts_of(entry.tunables) <= self.state.validations.passed | parts_of(self.state.default)
             for entry in entries
         )
-        return len(open_) + self._has_leaner() + new + self._ways_differ(entries)
-
-    def _ways_differ(self, entries: Sequence[Entry]) -> bool:
-        """Return whether another of these plans is the best where calls are launched in the other way."""
-        best = set()
-        for readings in self.state.ways():
-            there = [readings.entry(entry.tunables) for entry in entries]
-            usable = [e for e in there if readings.may_be_chosen(e) and e.log_ratios]
-            best.add(min(usable, key=readings.median).tunables if usable else self.state.default)
-        return len(best) > 1
+        return len(open_) + self._beside.has_leaner() + new + self._ways.differ(entries)
 
     # --- the choice -------------------------------------------------------------------------------------------------
-
-    def _candidate(self, entry: Entry, gain: Interval) -> Candidate:
-        checked = entry.checked
-        assert checked is not None
-        return Candidate(entry.tunables, gain, checked.peak_bytes, self.state.keeps_limits(entry), checked.varies)
-
-    @property
-    def _eager(self) -> Readings:
-        """What a profile's ratios are of, whichever time was searched by."""
-        return self.state.under("eager")
-
-    def _finals(self, readings: Readings, entries: Sequence[Entry]) -> dict[Tunables, Candidate]:
-        """The re-timed plans other than the default, by the time that a program waits which launches so."""
-        plans = [e.tunables for e in entries if e is not self.default and e.fault is None and self._count(e) >= 2]
-        timed = [readings.entry(plan) for plan in plans if readings.suits(plan)]
-        gains = readings.intervals(timed, self.since)
-        return {e.tunables: self._candidate(e, gain) for e, gain in zip(timed, gains, strict=True)}
 
     def _decide(self, entries: Sequence[Entry]) -> CellResult:
         state = self.state
@@ -141,9 +88,9 @@ class Final:
         if sigma > REFUSED_SIGMA:
             return self.inconclusive(f"one plan timed twice differs by {100 * sigma:.0f} % here; quieten the machine")
         noisy = self._eager.is_noisy(NOISY_SIGMA)
-        self.gains = self._finals(self._eager, entries)
-        default = self._candidate(self.default, replace(AT_PAR, count=self._count(self.default)))
-        others = [c for plan, c in self.gains.items() if state.is_main(plan) and not state.entry(plan).failure]
+        finals = self._ways.finals(self._eager, entries)
+        default = candidate_of(state, self.default, replace(AT_PAR, count=self._ways.count(self.default)))
+        others = [c for plan, c in finals.items() if state.is_main(plan) and not state.entry(plan).failure]
         try:
             winner = self._validated_choice(default, others, noisy)
         except NothingAllowed:
@@ -153,15 +100,15 @@ class Final:
         usable = [c for c in others if state.entry(c.tunables).failure is None]
         result = self.result("default" if winner is default else "tuned")
         result.choice, result.default = self._measured(winner), self._measured(default)
-        captured = self._captured(entries, default)
+        captured = self._ways.captured(entries, default)
         result.captured = self._measured(captured) if captured and captured.tunables != winner.tunables else None
-        torch = self._torch(default)
+        torch = self._beside.torch(default, list(finals.values()))
         result.torch = self._measured(torch) if torch is not None else None
-        narrow = self._narrow(winner)
+        narrow = self._beside.narrow(winner, finals)
         result.auto = self._measured(narrow) if narrow is not None else None
-        result.front = tuple(map(self._measured, self._front([default, *usable])))
-        result.runners_up = tuple(map(self._measured, self._runners_up(winner, [default, *usable])))
-        result.singles = self._singles()
+        result.front = tuple(map(self._measured, self._beside.front([default, *usable])))
+        result.runners_up = tuple(map(self._measured, self._beside.runners_up(winner, [default, *usable])))
+        result.singles = tuple(map(self._measured, self._beside.singles(list(finals.values()))))
         return self._with_doubts(result, winner, usable, noisy)
 
     def _validated_choice(self, default: Candidate, others: Sequence[Candidate], noisy: bool) -> Candidate:
@@ -176,7 +123,7 @@ class Final:
             default = replace(default, allowed=False)
             left = [*left, *self._further(left)]
         if not state.end.allows(state.validation_s()):
-            left = self._validated_already(left)
+            left = validated_already(state, left)
         while True:
             free = [replace(c, gain=self._hoped(c)) for c in (left if default.allowed else self._likeliest(left))]
             winner = choose(
@@ -190,7 +137,7 @@ class Final:
                 standing=next(iter(state.standing), None),
             )
             winner = next((c for c in left if c.tunables == winner.tunables), winner)
-            winner = self._no_slower_than_torch(self._eager, winner, left)
+            winner = self._ways.no_slower_than_torch(self._eager, winner, left)
             if winner is default and self.default.validated is None:
                 state.owes_validation = not self.deadline.allows(state.validation_s())
                 if state.owes_validation:
@@ -208,56 +155,7 @@ class Final:
             # One validation, at most, is made after the end of the cell; more only for want of a right plan.
             until = self.deadline if default.allowed else state.end
             if not until.allows(state.validation_s()):
-                left = self._validated_already(left)
-
-    def _captured(self, entries: Sequence[Entry], default: Candidate) -> Candidate | None:
-        """The choice by the device's time; None where that is the only one, or nothing is right within the limits."""
-        state, readings = self.state, self.state.under("captured")
-        if readings is self._eager:
-            return None
-        finals = self._finals(readings, entries)
-        left = [c for plan, c in finals.items() if state.is_main(plan) and not state.entry(plan).failure]
-        while True:
-            if not self.deadline.allows(state.validation_s()):
-                left = [candidate for candidate in left if self._has_passed(candidate.tunables)]
-            try:
-                best = choose(
-                    state.workload,
-                    default,
-                    left,
-                    noisy=readings.is_noisy(NOISY_SIGMA),
-                    prefer=state.settings.prefer,
-                    sigma=readings.sigma(),
-                )
-            except NothingAllowed:
-                return None
-            best = self._no_slower_than_torch(readings, best, left)
-            if best is default or self._has_passed(best.tunables) or state.validate(best.tunables) is None:
-                return best
-            left.remove(best)
-
-    def _no_slower_than_torch(self, readings: Readings, winner: Candidate, others: Sequence[Candidate]) -> Candidate:
-        """The winner, or torch's own plan where that is surely faster: nobody should pay for a preference."""
-        state = self.state
-        torch = next((c for c in others if c.tunables == state.torch and c.allowed), None)
-        if torch is None or winner.tunables == torch.tunables or state.settings.prefer != "time":
-            return winner
-        mine, theirs = (readings.entry(candidate.tunables) for candidate in (winner, torch))
-        apart = readings.difference(mine, theirs, self.since)
-        if len(apart) < 2:
-            return winner
-        behind = statistics.interval_of(apart, seed=state.settings.seed)
-        return torch if behind.low > 0 and behind.median > TIE else winner
-
-    def _torch(self, default: Candidate) -> Candidate | None:
-        """What was measured of torch's own plan."""
-        known = [default, *self._timed(list(self.gains.values()))]
-        return next((c for c in known if c.tunables == self.state.torch), None)
-
-    def _has_passed(self, plan: Tunables) -> bool:
-        """Return whether it was validated, or a graph of its launches was."""
-        known = [self.state.entries.get(p) for p in (plan, graphed(plan))]
-        return any(entry is not None and isinstance(entry.validated, Proven) for entry in known)
+                left = validated_already(state, left)
 
     def _hoped(self, candidate: Candidate) -> Interval:
         """The candidate's gain, as far as it is likely to pass."""
@@ -289,15 +187,13 @@ class Final:
         eager = self._eager
         timed = [eager.entry(entry.tunables) for entry in right if entry.log_ratios]
         gains = {e.tunables: gain for e, gain in zip(timed, eager.intervals(timed), strict=True)}
-        return [self._candidate(e, gains.get(e.tunables) or self._by_look(e)) for e in right if e is not self.default]
+        others = [entry for entry in right if entry is not self.default]
+        return [candidate_of(state, e, gains.get(e.tunables) or self._by_look(e)) for e in others]
 
     def _by_look(self, entry: Entry) -> Interval:
         """Return what the call of a check says, which is no evidence."""
         look = self._eager.first_look(entry)
         return Interval(-math.inf, look if look is not None else 0.0, math.inf, 0)
-
-    def _validated_already(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        return [c for c in candidates if isinstance(self.state.entry(c.tunables).validated, Proven)]
 
     def _stood_in(self, winner: Candidate) -> CellResult:
         """The default is wrong, so that the choice stands in for it: its gain would be over a plan that errs."""
@@ -321,81 +217,11 @@ class Final:
     def _times(self, entry: Entry, checked: Checked) -> Sample:
         """Times of device and host: in the final's blocks, or by the ratio to the default in earlier ones."""
         state, device = self.state, self.state.under("captured")
-        if self._count(entry) or not entry.log_ratios:
+        if self._ways.count(entry) or not entry.log_ratios:
             return state.typical(entry, self.since) if entry.log_ratios else Sample(checked.call_ms, checked.host_us)
         default_ms = state.typical(self.default).ms
         ms = default_ms * math.exp(device.median(device.entry(entry.tunables)))
         return Sample(ms, state.typical(entry).host_us)
-
-    # --- beside the choice ------------------------------------------------------------------------------------------
-
-    def _timed(self, finals: Sequence[Candidate] = ()) -> list[Candidate]:
-        """Return what may be chosen: ``finals``, and of what was timed before all that they do not hold."""
-        state = self.state
-        known = {candidate.tunables: candidate for candidate in finals}
-        eager = self._eager
-        entries = [
-            e for e in eager.timed() if e.tunables not in known and len(e.log_ratios) >= 2 and eager.may_be_chosen(e)
-        ]
-        for entry, gain in zip(entries, eager.intervals(entries), strict=True):
-            known[entry.tunables] = self._candidate(entry, gain)
-        if self.default.tunables not in known and state.may_be_chosen(self.default):
-            known[self.default.tunables] = self._candidate(self.default, AT_PAR)
-        return list(known.values())
-
-    def _has_leaner(self) -> bool:
-        """Return whether something that was timed balances time and memory otherwise than the fastest plan does."""
-        front = pareto_front(self._timed())
-        if len(front) < 2:
-            return False
-        costs = [cost("balanced", candidate.gain.median, candidate.peak_bytes) for candidate in front]
-        return min(costs[1:]) < costs[0]
-
-    def _narrow(self, winner: Candidate) -> Candidate | None:
-        """The best plan with a narrower dtype, where it is surely faster than the winner."""
-        surely = [
-            c
-            for plan, c in self.gains.items()
-            if not self.state.is_main(plan) and c.allowed and c.gain.high < winner.gain.median - 0.01
-        ]
-        if not self.state.end.allows(self.state.validation_s()):
-            surely = self._validated_already(surely)
-        best = min(surely, key=lambda c: c.gain.median, default=None)
-        return best if best is not None and self.state.validate(best.tunables) is None else None
-
-    def _front(self, finals: Sequence[Candidate]) -> list[Candidate]:
-        """Time against memory over everything timed, validated while there is time: what balances the two first."""
-        front = pareto_front(self._timed(finals))
-        balanced = sorted(front, key=lambda c: cost("balanced", c.gain.median, c.peak_bytes))
-        kept = self._validated(balanced, FRONT_KEPT)
-        return [candidate for candidate in front if candidate in kept]
-
-    def _runners_up(self, winner: Candidate, finals: Sequence[Candidate]) -> list[Candidate]:
-        """The next two: finalists first, then what was timed before, validated while there is time."""
-        wanted = [c for c in self._timed(finals) if c.tunables != winner.tunables and c.allowed]
-        wanted.sort(key=lambda c: (c not in finals, c.gain.median))
-        return self._validated(wanted, RUNNERS_UP)
-
-    def _validated(self, candidates: Sequence[Candidate], wanted: int) -> list[Candidate]:
-        """The first of those that are right at ragged lengths; what there is no time to validate is left out."""
-        kept: list[Candidate] = []
-        for candidate in candidates:
-            entry = self.state.entry(candidate.tunables)
-            if len(kept) == wanted:
-                break
-            if entry.validated is None and not self.deadline.allows(self.state.validation_s(entry.tunables)):
-                continue
-            if self.state.validate(entry.tunables) is None:
-                kept.append(candidate)
-        return kept
-
-    def _singles(self) -> tuple[Measured, ...]:
-        """The fastest plan of each kernel that was timed alone, in both directions and every branch."""
-        best: dict[str, Candidate] = {}
-        for candidate in sorted(self._timed(list(self.gains.values())), key=lambda c: c.gain.median):
-            if len(candidate.tunables.kernels) == 1 and self.state.is_main(candidate.tunables):
-                best.setdefault(min(candidate.tunables.kernels), candidate)
-        return tuple(map(self._measured, best.values()))
 
     # --- results ----------------------------------------------------------------------------------------------------
 
@@ -415,7 +241,7 @@ class Final:
         """No number can be believed: the default stays, without evidence that it deserves to."""
         result = self.result("inconclusive", reason)
         if self.state.keeps_limits(self.default) and self.default.failure is None:
-            untimed = self._candidate(self.default, Interval(0.0, 0.0, 0.0, 0))
+            untimed = candidate_of(self.state, self.default, Interval(0.0, 0.0, 0.0, 0))
             assert self.default.checked is not None
             result.default = replace(self._measured(untimed), median_ms=self.default.checked.call_ms)
             result.choice = result.default
@@ -426,7 +252,7 @@ class Final:
         for entry in map(self.state.entry, self.state.standing[:1]):
             if self.state.may_be_chosen(entry):
                 assert entry.checked is not None
-                untimed = self._candidate(entry, Interval(0.0, 0.0, 0.0, 0))
+                untimed = candidate_of(self.state, entry, Interval(0.0, 0.0, 0.0, 0))
                 result.choice = replace(self._measured(untimed), median_ms=entry.checked.call_ms)
         return result
 
@@ -459,7 +285,7 @@ class Final:
         the default.
         """
         state, eager = self.state, self._eager
-        rivals = [e for e in entries if e is not self.default and self._count(e) >= 2 and state.may_be_chosen(e)]
+        rivals = [e for e in entries if e is not self.default and self._ways.count(e) >= 2 and state.may_be_chosen(e)]
         least = gain_margin(noisy=eager.is_noisy(NOISY_SIGMA))
         gains = eager.intervals([eager.entry(entry.tunables) for entry in rivals], self.since)
         if not gains or min(gains, key=lambda gain: gain.median).high < least:

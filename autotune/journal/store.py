@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import optuna
-import sqlalchemy
 from optuna.exceptions import OptunaError, StorageInternalError
 from optuna.pruners import BasePruner
 from optuna.samplers import BaseSampler
 from optuna.storages import BaseStorage, InMemoryStorage, JournalStorage
 from optuna.study import Study, StudyDirection
-from sqlalchemy.exc import SQLAlchemyError
 
 from autotune.exit_codes import ProbeFailure
 from ringattn.wording import plural
@@ -30,7 +28,6 @@ HEADER = "probe"
 _USED = "used_s"
 COUNTED_EVERY_S = 5.0
 _CELLS = "cells"  # names of the studies of a database that are this probe's
-_STORAGE_ERRORS = (ImportError, OptunaError, SQLAlchemyError, RuntimeError, ValueError)  # of a URL that is not usable
 
 
 class Store:
@@ -101,7 +98,7 @@ class Store:
             with _quiet_optuna():
                 self._storage = optuna.storages.get_storage(url)
                 self._lease = Lease(url, self.place)
-        except _STORAGE_ERRORS as error:
+        except _url_errors() as error:
             raise _not_opened(url, error) from error
 
     def start_over(self) -> None:
@@ -249,7 +246,7 @@ class Store:
 
     def _translate(self, error: BaseException) -> None:
         """Raise ProbeFailure for what a database, but no mistake of ours, ends with."""
-        if self._url is not None and isinstance(error, StorageInternalError | SQLAlchemyError):
+        if self._url is not None and isinstance(error, StorageInternalError | _database_error()):
             reason = _reason(error.__cause__ or error, self._url)
             raise ProbeFailure(
                 f"{self.place}: cannot be used any more ({reason}); run the same command to go on when it can"
@@ -260,8 +257,22 @@ def _where(name: str) -> str:
     return f"study {name!r}"
 
 
+def _database_error() -> type[Exception]:
+    """Return the error of all databases. A journal needs none: their package takes 0.2 s to import."""
+    from sqlalchemy.exc import SQLAlchemyError
+
+    return SQLAlchemyError
+
+
+def _url_errors() -> tuple[type[Exception], ...]:
+    """Return what a URL that is not usable ends with."""
+    return ImportError, OptunaError, _database_error(), RuntimeError, ValueError
+
+
 def check_url(url: str) -> None:
     """Raise ProbeFailure for a URL that no storage can be opened at; nothing is written, and no SQLite file made."""
+    import sqlalchemy
+
     try:
         engine = sqlalchemy.create_engine(url)
         file = engine.url.database if engine.dialect.name == "sqlite" else None
@@ -270,7 +281,7 @@ def check_url(url: str) -> None:
         elif not Path(file).absolute().parent.is_dir():
             raise ValueError(f"the folder of {file} does not exist")
         engine.dispose()
-    except _STORAGE_ERRORS as error:
+    except _url_errors() as error:
         raise _not_opened(url, error) from error
 
 

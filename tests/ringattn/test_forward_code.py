@@ -65,7 +65,18 @@ def test_nothing_is_tried(function: Any) -> None:
 
 @pytest.mark.parametrize("function", HOT, ids=lambda f: f.__qualname__)
 def test_nothing_is_asked(function: Any) -> None:
-    asking = {"hasattr", "getattr", "environ", "getenv", "detect", "collect", "resolve", "set_up", "find_spec"}
+    asking = {
+        "hasattr",
+        "getattr",
+        "environ",
+        "getenv",
+        "detect",
+        "collect",
+        "find_profiles",
+        "resolve",
+        "set_up",
+        "find_spec",
+    }
     asking |= {"get_device_properties", "get_device_capability", "is_available", "device_count", "current_device"}
     asking |= {"synchronize", "import_module", "__import__", "item", "tolist"}
     assert called(function).isdisjoint(asking)
@@ -91,7 +102,7 @@ CASES = {
 QUESTIONS: list[tuple[Any, str]] = [
     (hardware, "detect"),
     (setup, "detect"),
-    (setup, "collect"),
+    (setup, "find_profiles"),
     (setup, "resolve"),
     (setup, "set_up"),
     (resolve, "resolve"),

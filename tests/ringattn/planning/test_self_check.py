@@ -270,7 +270,7 @@ def test_a_profiles_next_plan_serves(monkeypatch: pytest.MonkeyPatch, said: pyte
     ]
     entry = PlanEntry(CASE.workload("fp32"), choices[0], (choices[1],))
     older = replace(profile_of(entry), software=(("python", "3.1"), ("torch", "1.0")))
-    monkeypatch.setattr(setup, "collect", lambda *a, **k: (located(older), ()))
+    monkeypatch.setattr(setup, "find_profiles", lambda *a, **k: (located(older), ()))
     module = CASE.module(profile="auto")
     train(module)
     plan = module.plan_for(24, torch.float32, True)

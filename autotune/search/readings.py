@@ -23,7 +23,7 @@ from .settings import SearchSettings
 from .transfer import Transfer
 
 POLISHES = 3  # rounds of the median polish
-# That a block was not misread, as its default says: with two readings, and as what all plans are held against. Said twice,
+# That a block was not misread, as its default says: it has two readings, and all plans are held against it. Said twice,
 # intervals of 95 % held the truth for 79 % of plans in blocks of three beside the default, said three times for 88 %.
 DEFAULT_SAYS = (0.0, 0.0, 0.0)
 UNKNOWN_SIGMA = 0.05  # noise assumed before any was seen

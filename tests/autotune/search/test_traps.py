@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from signal import SIGKILL, SIGSEGV
 
+import numpy as np
 import optuna
 import pytest
 from machines import Setting, by_kernels, invented, plan, workload
@@ -12,6 +13,7 @@ from optuna.pruners import BasePruner
 
 from autotune.journal.store import Store
 from autotune.measure.evaluator import Checked, Fault, KernelUnavailable, Killed
+from autotune.search.proposing.design import Design
 from autotune.search.pruner import RacePruner
 from autotune.search.suspects import Suspects
 from autotune.search.transfer import Timed, Transfer, Traps, parts_of
@@ -170,6 +172,20 @@ def test_kernels_far_slower_at_a_neighbouring_length_are_not_tried_again() -> No
     assert transfer.hopeless(longer) == {("forward", "math"), ("backward", "math")}
     assert plan(DENSE, "swift") in transfer.hints(longer, 3)
     assert transfer.hopeless(replace(longer, default=plan(DENSE.at(8192), "math"))) == set()  # the default's stay
+
+
+def test_what_is_hopeless_at_a_length_nearby_is_no_part_of_the_design() -> None:
+    """One call of math took 1.5 s of the last 3 s of a modelled H100's longest cell."""
+    cell = CELL.at(2 * CELL.seq_len)
+    search = Setting(cell, by_kernels(quick=0.0, swift=0.0, math=0.0), plan(cell)).run().search
+    assert ("forward", "math") not in search.beliefs.known().hopeless
+    search.transfer.finished.append(Timed(CELL, {plan(CELL): 0.0, plan(CELL, "math"): 3.0}))
+    known = search.beliefs.known()
+    assert {("forward", "math"), ("backward", "math")} <= known.hopeless
+    design, rng = Design(build_space(cell, invented(), plan(cell), ("bf16",))), np.random.default_rng(0)
+    found = [design.next((), known.hopeless, lambda _: True, lambda _: 1.0, rng) for _ in range(20)]
+    assert any(found)
+    assert not any("math" in each.kernels for each in found if each is not None)
 
 
 def test_a_kernel_that_was_slow_in_place_and_fast_on_copies_is_not_hopeless() -> None:

@@ -100,7 +100,7 @@ class CellSearch:
         self.state.recall(self.study.recalled.values(), self.study.blocks)
         self.beliefs = Beliefs(self.state, lambda: self.space, space)
         self.trials = Trials(self.state, self.study)
-        self.proposals = Proposals(self.trials, self.beliefs, lambda: self.space, sampler)
+        self.proposals = Proposals(self.trials, lambda: self.space, sampler)
         default = self.study.noted("default")
         if default is not None:
             self.state.default = self.study.parameters.plan(default)

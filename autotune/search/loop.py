@@ -117,7 +117,7 @@ class CellSearch:
         self.state.recall(self.study.recalled.values(), self.study.blocks, self.study.noted_default() or space.default)
         self.beliefs = Beliefs(self.state, lambda: self.space, replace(space, knobs=knobs))
         self.trials = Trials(self.state, self.study)
-        self.proposals = Proposals(self.trials, self.beliefs, lambda: self.space, sampler)
+        self.proposals = Proposals(self.trials, lambda: self.space, sampler)
 
     @property
     def space(self) -> Space:

@@ -15,21 +15,20 @@ from autotune.search.trials import Trials
 from autotune.space.space import Space
 from ringattn.workload import Tunables
 
-from .beliefs import FAILED, Beliefs
+from .beliefs import FAILED
 from .sampler import SurrogateSampler
 
 BATCH = 4  # new plans in one block: it holds the default twice, whatever else is in it
 DISMISSED = math.log(3.0)  # a plan whose check already took so many times the best's is not timed at all
-FAR_BEHIND = math.log(1.5)  # a queued plan of which the surrogate is sure that it is so far behind is not tried
 ASKS = 8  # of a foreign sampler for each plan it brings; then the cell is searched through
 
 
 class Proposals:
     """Asks for plans and checks them; ``space`` is what is worth trying now."""
 
-    def __init__(self, trials: Trials, beliefs: Beliefs, space: Callable[[], Space], sampler: BaseSampler) -> None:
+    def __init__(self, trials: Trials, space: Callable[[], Space], sampler: BaseSampler) -> None:
         self._trials, self._state, self._study = trials, trials.state, trials.study
-        self._beliefs, self._space, self._sampler = beliefs, space, sampler
+        self._space, self._sampler = space, sampler
         self.queue: list[Tunables] = []
         self._stopped = False  # by the sampler
         self._ask_s = 0.0  # that its latest trial took
@@ -61,7 +60,7 @@ class Proposals:
         while (asked := len(state.entries) - before) < BATCH and deadline.allows(self.check_s()):
             if self.queue:
                 plan = self.queue.pop(0)
-                if state.knows(plan) or state.is_trap(plan) or self._is_far_behind(plan):
+                if state.knows(plan) or state.is_trap(plan):
                     continue
                 if self._waits(plan):
                     compiling.append(plan)
@@ -104,15 +103,6 @@ class Proposals:
                 study.adopt(trial, entry)
                 return entry
         return None
-
-    def _is_far_behind(self, plan: Tunables) -> bool:
-        """Return whether a queued plan is surely far behind the best, by the surrogate; copies are another question."""
-        state = self._state
-        gathers = [[branch.gather for branch in each.branches] for each in (plan, state.default)]
-        if gathers[0] != gathers[1] or len(state.entries) < 2 * BATCH or plan in (*state.seeds, state.torch):
-            return False
-        mean, deviation = self._beliefs.surrogate().predict(self._beliefs.coder.row(plan)[None])
-        return float(mean[0] - 2 * deviation[0]) > self._beliefs.best_value() + FAR_BEHIND
 
     def _may_be_timed(self, entry: Entry) -> bool:
         """Return whether it keeps the limits and its check was not far slower than the best's; else it is told so."""

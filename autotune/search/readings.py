@@ -23,6 +23,9 @@ from .settings import SearchSettings
 from .transfer import Transfer
 
 POLISHES = 3  # rounds of the median polish
+# That a block was not misread, as its default says: with two readings, and as what all plans are held against. Said twice,
+# intervals of 95 % held the truth for 79 % of plans in blocks of three beside the default, said three times for 88 %.
+DEFAULT_SAYS = (0.0, 0.0, 0.0)
 UNKNOWN_SIGMA = 0.05  # noise assumed before any was seen
 
 
@@ -223,8 +226,8 @@ class Readings:
         offsets: dict[int, float] = {}
         for _ in range(POLISHES):
             for block, entries in several.items():
-                # The default itself says 0, with two readings behind it.
-                offsets[block] = statistics.median([0.0, 0.0, *(ratios[e][block] - medians[e] for e in entries)])
+                residuals = (ratios[entry][block] - medians[entry] for entry in entries)
+                offsets[block] = statistics.median([*DEFAULT_SAYS, *residuals])
             for entry, by_block in ratios.items():
                 if len(by_block) > 1:
                     medians[entry] = statistics.median([r - offsets[b] for b, r in by_block.items()])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -136,7 +136,8 @@ class SurrogateSampler(BaseSampler):
         """Distinct rows: around the best plans, and on from there as long as more is promised."""
         coder = known.surrogate.coder
         turns = turns_of(known.space, coder)
-        own = coder.rows([*known.starts[:STARTS], *known.surrogate.surprises()[:SURPRISES]])
+        plans = [*known.starts[:STARTS], *known.surrogate.surprises()[:SURPRISES]]
+        own = coder.rows(replace(plan, compile=False) for plan in plans)  # seconds a plan, which the loop gives to one
         rows = np.concatenate([self._random(own, turns), self._crossed(own), _turned(own, turns)])
         seen, promised = [rows], 0.0
         for _ in range(CLIMBS):
@@ -196,7 +197,7 @@ def _following(known: Known) -> Tunables | None:
     turns = turns_of(space, surrogate.coder)
     best: tuple[float, Tunables] | None = None
     for surprise in surrogate.surprises()[:SURPRISES]:
-        if known.avoid(surprise):
+        if surprise.compile or known.avoid(surprise):  # no other plan is to be compiled
             continue
         rows = _turned(surrogate.coder.row(surprise)[None], turns)
         means = surrogate.carried(surprise, rows)

@@ -13,6 +13,7 @@ from autotune.measure.simulated import SimulatedClock, Trouble
 from autotune.probe.cells.runs import LEAST_OF_BASE, affordable, hang_s
 from autotune.search.budget import Budget, CellNeed
 from autotune.search.deciding.decision import Final
+from autotune.search.deciding.launch_ways import LaunchWays
 from autotune.search.deciding.retime import ALONE_PRECISION, FINAL_PRECISION, is_settled
 from autotune.search.proposing.proposals import BATCH
 from autotune.search.transfer import Transfer
@@ -104,10 +105,12 @@ def test_a_gain_is_hidden_by_noise_where_the_best_could_not_be_taken(
         is_noisy=lambda bound: True,
         may_be_chosen=lambda entry: True,
         entry=lambda tunables: None,
+        under=lambda launch: state,
     )
     study = SimpleNamespace(noted_final=lambda: 1)
     final = Final.__new__(Final)
     final.state, final.default, final.since = state, SimpleNamespace(), study.noted_final()  # type: ignore[assignment]
+    final._ways = LaunchWays(state, final.since, None)  # type: ignore[arg-type]
     assert final._noise_hides_a_gain(rivals) == hidden  # type: ignore[arg-type]
 
 

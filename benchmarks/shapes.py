@@ -5,7 +5,8 @@
 Two clocks, each paired in blocks of random order. ``device``: events around a step, L2 flushed, the host ahead.
 ``wall``: many steps in a row, not waited for one by one, as a program's loop has them. ``torch`` is
 ``F.scaled_dot_product_attention`` under autograd; bare kernels have their two launches called without it. A row's
-``over_torch`` is the module's time over torch's, ``over_best`` over the best of torch and the bare kernels.
+``over_torch`` is the module's time over torch's, ``over_best`` over the best of torch and the bare kernels. A profile's
+plans for a loop of calls are ``profile``, to be judged by the wall, those for a CUDA graph ``captured``, by the device.
 """
 
 from __future__ import annotations
@@ -117,7 +118,9 @@ def bare_steps(kernel: BareKernel) -> dict[str, Step]:
     return {"infer": kernel.forward, "train": lambda: (kernel.forward(), kernel.backward())}
 
 
-def measure(record: Record, clock: Clock, shape: Shape, profiles: Mapping[str, object], modes: list[str]) -> None:
+def measure(
+    record: Record, clock: Clock, shape: Shape, askers: Mapping[str, tuple[object, str]], modes: list[str]
+) -> None:
     sizes = [shape.heads, shape.kv_heads, shape.kv_heads, shape.heads]
     dtype = TORCH_DTYPES[shape.dtype]
     tensors = [torch.randn(shape.batch, shape.length, n, shape.head_dim, device="cuda", dtype=dtype) for n in sizes]
@@ -130,8 +133,10 @@ def measure(record: Record, clock: Clock, shape: Shape, profiles: Mapping[str, o
     }
     leaves = [x.requires_grad_() for x in tensors[:3]]
     modules = {
-        name: RingAttention(shape.heads, shape.head_dim, shape.kv_heads, causal=shape.causal, profile=profile)
-        for name, profile in profiles.items()
+        name: RingAttention(
+            shape.heads, shape.head_dim, shape.kv_heads, causal=shape.causal, profile=profile, launch=launch
+        )
+        for name, (profile, launch) in askers.items()
     }
     steps = {name: module_steps(attn, [*leaves, tensors[3]]) for name, attn in modules.items()}
     steps["torch"] = torch_steps(shape, [*leaves, tensors[3]])
@@ -162,13 +167,13 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", default=["train", "infer"], choices=["train", "infer"])
     arguments = parser.parse_args()
     need_gpus()
-    profiles: dict[str, object] = {"heuristic": None}
+    askers: dict[str, tuple[object, str]] = {"heuristic": (None, "eager")}
     if arguments.profile != "none":
-        profiles["profile"] = arguments.profile
+        askers |= {"profile": (arguments.profile, "eager"), "captured": (arguments.profile, "captured")}
     record, clock = Record("shapes", arguments.output), Clock()
     for shape in SHAPES:
         if not arguments.only or any(text in str(shape) for text in arguments.only):
-            measure(record, clock, shape, profiles, arguments.modes)
+            measure(record, clock, shape, askers, arguments.modes)
             torch.cuda.empty_cache()
 
 

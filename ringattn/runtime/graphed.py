@@ -12,6 +12,7 @@ under way, as inside ``torch.cuda.graph``, every call runs so.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
@@ -33,6 +34,13 @@ Step = Callable[..., Sequence[Tensor]]
 Key = tuple[object, ...]
 
 
+class _Pool:
+    """Memory pool of graphs, which live no longer than it does."""
+
+    def __init__(self) -> None:
+        self.handle = torch.cuda.graph_pool_handle()
+
+
 class _Device:
     """Memory pool that the graphs of a device share, and the stream that was the last to replay one.
 
@@ -42,8 +50,16 @@ class _Device:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.lock = threading.RLock()
-        self.pool = torch.cuda.graph_pool_handle()
+        self._pool: weakref.ref[_Pool] | None = None
         self._last: torch.cuda.Stream | None = None
+
+    def pool(self) -> _Pool:
+        """Return the pool of the graphs that there are, or a new one: torch refuses a pool whose last graph is gone."""
+        found = None if self._pool is None else self._pool()
+        if found is None:
+            found = _Pool()
+            self._pool = weakref.ref(found)
+        return found
 
     def take_turn(self) -> None:
         """Let the current stream wait for what another one replayed."""
@@ -81,8 +97,9 @@ class _Graph:
         _copy(inputs, self.inputs)
         step(*self.inputs, *placed)  # kernels are compiled for these strides outside of the capture
         before = torch.cuda.memory_reserved(shared.device)
+        self._pool = shared.pool()
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=shared.pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(self._graph, pool=self._pool.handle, capture_error_mode="thread_local"):
             self.results = list(step(*self.inputs, *placed))
         grown = max(0, torch.cuda.memory_reserved(shared.device) - before)
         held = sum(x.untyped_storage().nbytes() for x in self.inputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -184,3 +185,15 @@ def test_it_steps_aside_inside_torch_compile() -> None:
     for seed in range(3):
         q, k, v, _ = inputs(seed, grad=False)
         assert_same([compiled(q, k, v)], [eager(q, k, v) * 2])
+
+
+def test_modules_may_come_and_go() -> None:
+    """The last graph of a module that is gone takes the memory pool with it."""
+    q, k, v, dout = inputs(0)
+    for _ in range(3):
+        attn = module()
+        for _ in range(graphed.CALLS_BEFORE_REPLAY + 1):
+            both(attn, q, k, v, dout)
+        assert captured(attn)
+        del attn
+        gc.collect()

@@ -211,9 +211,11 @@ class CellState(Readings):
     def _learn(self, entry: Entry, result: Checked | Fault) -> None:
         """Note what it says of other plans, here and in other cells.
 
-        A standing plan comes before any that has one new kernel, so that nobody knows what one is lost by.
+        A standing plan comes before any that has one new kernel, so that nobody knows what one is lost by; but a
+        default is not waited for in every cell, whether it stood or not.
         """
-        if isinstance(result, Checked) or entry.tunables not in self.standing or not costs_a_worker(result):
+        stood = entry.tunables in self.standing and entry.tunables != self.default
+        if isinstance(result, Checked) or not stood or not costs_a_worker(result):
             self.transfer.learn(entry.tunables, result)
         if isinstance(result, Checked):
             self.checks.clear(entry.tunables)

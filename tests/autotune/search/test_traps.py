@@ -161,6 +161,21 @@ def test_a_plan_over_a_limit_is_no_measure_for_others() -> None:
     assert not trial.should_prune()
 
 
+@pytest.mark.parametrize("stood", [False, True])
+def test_a_default_that_hangs_is_not_waited_for_in_every_cell_also_where_it_stood(*, stood: bool) -> None:
+    rows = {"faults": ByKernel(("forward", "quick"), HUNG)}
+    state = (
+        Setting(DENSE, by_kernels(quick=0.0, swift=0.0, math=1.0), plan(DENSE, "math"), rows=rows).run().search.state
+    )
+    state.transfer.traps.lost.clear()
+    hangs = plan(DENSE, "quick")
+    state.entries.pop(hangs, None)
+    state.replace_default(hangs)
+    state.standing = [hangs] if stood else []
+    assert not state.check(state.entry(hangs))
+    assert state.transfer.traps.holds(plan(DENSE, "quick", "swift"))
+
+
 # --- what passes from cell to cell ------------------------------------------------------------------------------------
 
 

@@ -25,6 +25,7 @@ LEAST_ACTIVE_SHARE, MOST_ACTIVE_SHARE = 8, 64
 ACTIVE_QUERIES = 2048  # so many, or up to twice, at lengths between
 ALWAYS_ACTIVE = 1024  # lengths up to this have gradients everywhere
 SHARPNESS = 2.0  # ordinary logits have this standard deviation, so that a row is not lost in an average
+RAGGED_SPREAD = math.sqrt(2)  # a bucket reaches this factor to both sides
 OFFSET_LOGIT = 100.0  # magnitude of adversarial logits: exp underflows in float32 without a running maximum
 
 
@@ -122,3 +123,15 @@ def active_share(seq_len: int) -> int:
         return 1
     share = 1 << max(0, (seq_len // ACTIVE_QUERIES).bit_length() - 1)
     return min(max(LEAST_ACTIVE_SHARE, share), MOST_ACTIVE_SHARE)
+
+
+def validation_inputs(workload: Workload, count: int, seed: int) -> tuple[tuple[int, str], ...]:
+    """Return random lengths of the workload's bucket, evenly in log2, each with a kind of inputs.
+
+    Over seeds every residue of every tile occurs. Training and inference share them, and so the reference rows.
+    """
+    rng = np.random.default_rng((seed, workload.seq_len, workload.causal))
+    low, high = workload.seq_len / RAGGED_SPREAD, workload.seq_len * RAGGED_SPREAD
+    lengths = np.exp(rng.uniform(math.log(low), math.log(high), size=count))
+    whole = [int(min(max(math.ceil(low), round(n)), math.floor(high))) for n in lengths]
+    return tuple((length, KINDS[(number + seed) % len(KINDS)]) for number, length in enumerate(whole))

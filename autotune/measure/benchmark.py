@@ -19,11 +19,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
 from autotune.accuracy.check import check_rows
-from autotune.accuracy.inputs import KINDS, Inputs, make_inputs
+from autotune.accuracy.inputs import Inputs, make_inputs, validation_inputs
 from autotune.accuracy.references import References
 from autotune.accuracy.sampled_rows import Expected, Sampled, pick_rows
 from ringattn.attention import RingAttention
@@ -53,7 +52,6 @@ LONGER = 5.0
 MOST_REPEATS = 256  # calls in one sample
 RUNNERS_KEPT = 24
 VARIED_CALLS = 32  # with varied lengths, how often a length is met: its first call is spread over so many
-RAGGED_SPREAD = math.sqrt(2)  # a bucket reaches this factor to both sides
 
 Result = TypeVar("Result")
 
@@ -66,18 +64,6 @@ class Runner:
     call_ms: float = 0.0
     host_us: float = 0.0
     launches: LaunchOverhead = field(default_factory=LaunchOverhead)
-
-
-def validation_inputs(workload: Workload, count: int, seed: int) -> tuple[tuple[int, str], ...]:
-    """Return random lengths of the workload's bucket, evenly in log2, each with a kind of inputs.
-
-    Over seeds every residue of every tile occurs. Training and inference share them, and so the reference rows.
-    """
-    rng = np.random.default_rng((seed, workload.seq_len, workload.causal))
-    low, high = workload.seq_len / RAGGED_SPREAD, workload.seq_len * RAGGED_SPREAD
-    lengths = np.exp(rng.uniform(math.log(low), math.log(high), size=count))
-    whole = [int(min(max(math.ceil(low), round(n)), math.floor(high))) for n in lengths]
-    return tuple((length, KINDS[(number + seed) % len(KINDS)]) for number, length in enumerate(whole))
 
 
 class DeviceBench:
@@ -400,19 +386,3 @@ class DeviceBench:
         self._references.release_inputs()
         self._inputs = None
         self._release()
-
-
-class PoolBench(DeviceBench):
-    """Runs in a process of the pool: the device's memory is released after each request."""
-
-    def validate(self, workload: Workload, tunables: Tunables, phase: Phase, part: tuple[int, int] = (0, 1)) -> Proven:
-        try:
-            return super().validate(workload, tunables, phase, part)
-        finally:
-            self._release_inputs()
-
-    def first_call(self, workload: Workload, tunables: Tunables) -> Proven:
-        try:
-            return super().first_call(workload, tunables)
-        finally:
-            self._release_inputs()

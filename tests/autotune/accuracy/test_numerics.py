@@ -16,9 +16,8 @@ from torch import Tensor
 
 from autotune.accuracy.arithmetic import EXACT
 from autotune.accuracy.check import CheckResult, check_rows
-from autotune.accuracy.inputs import KINDS, Inputs, active_positions, make_inputs
+from autotune.accuracy.inputs import KINDS, Inputs, active_positions, make_inputs, validation_inputs
 from autotune.accuracy.sampled_rows import Sampled, compute_rows, expect, pick_rows, sample_positions
-from autotune.measure.benchmark import validation_inputs
 from ringattn import Profile, RingAttention, detect
 from ringattn.reference import dilated_attention_reference
 from ringattn.workload import BranchTunables, Mode, Pattern, Tunables, Workload

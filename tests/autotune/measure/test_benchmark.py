@@ -19,9 +19,10 @@ from patience import LIMIT_S
 from torch import Tensor
 
 from autotune.accuracy import references
+from autotune.accuracy.inputs import validation_inputs
 from autotune.measure import benchmark, module_calls
 from autotune.measure import interference as health
-from autotune.measure.benchmark import BenchSettings, DeviceBench, Runner, WrongAnswer, validation_inputs
+from autotune.measure.benchmark import BenchSettings, DeviceBench, Runner, WrongAnswer
 from autotune.measure.evaluator import Interference, InterferenceKind
 from autotune.measure.interference import (
     HostReading,

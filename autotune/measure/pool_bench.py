@@ -1,0 +1,25 @@
+"""Bench of a process of the pool, which compiles and validates beside what is timed on the same device."""
+
+from __future__ import annotations
+
+from ringattn.workload import Tunables, Workload
+
+from .bench import Phase
+from .benchmark import DeviceBench
+from .evaluator import Proven
+
+
+class PoolBench(DeviceBench):
+    """Runs in a process of the pool: the device's memory is released after each request."""
+
+    def validate(self, workload: Workload, tunables: Tunables, phase: Phase, part: tuple[int, int] = (0, 1)) -> Proven:
+        try:
+            return super().validate(workload, tunables, phase, part)
+        finally:
+            self._release_inputs()
+
+    def first_call(self, workload: Workload, tunables: Tunables) -> Proven:
+        try:
+            return super().first_call(workload, tunables)
+        finally:
+            self._release_inputs()

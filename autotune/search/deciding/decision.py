@@ -10,7 +10,7 @@ from autotune.journal.cell_study import FINAL, CellStudy
 from autotune.journal.entry import Entry
 from autotune.journal.result import AT_PAR, CellResult, Measured
 from autotune.journal.result import CellState as State
-from autotune.measure.evaluator import Checked, Proven, Sample, largest_of_each
+from autotune.measure.evaluator import Checked, Fault, Proven, Sample, largest_of_each
 from autotune.search.budget import Deadline
 from autotune.search.cell import CellState
 from autotune.search.proposing.beliefs import Beliefs
@@ -237,6 +237,10 @@ class Final:
             disturbances=largest_of_each(self.state.disturbances),
         )
 
+    def _default_failure(self) -> Fault | None:
+        """Return what the heuristic's default failed of, also where another plan stands in for it."""
+        return self.state.entry(self._space.default).failure
+
     def inconclusive(self, reason: str) -> CellResult:
         """No number can be believed: the default stays, without evidence that it deserves to."""
         result = self.result("inconclusive", reason)
@@ -269,7 +273,13 @@ class Final:
         hoped = [e for e in allowed if not e.failure and state.validations.odds(e.tunables) >= GIVEN_UP]
         untried = [plan for plan in untried if state.validations.odds(plan) >= GIVEN_UP]
         if hoped or (allowed and untried):
-            return self.inconclusive("no time was left to prove a plan within the limits; give a larger --budget")
+            why, failure = (
+                "no time was left to prove a plan within the limits; give a larger --budget",
+                self._default_failure(),
+            )
+            return self.inconclusive(
+                why if failure is None else f"the default fails: {failure.kind}, {failure.message}; {why}"
+            )
         if allowed:
             fault = next(entry.failure for entry in allowed if entry.failure is not None)
             return self.result("refused", f"no plan within the limits is right: {fault.kind}, {fault.message}")

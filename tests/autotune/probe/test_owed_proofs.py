@@ -398,7 +398,10 @@ def test_no_default_that_fails_stays_silently(tmp_path: Path, budget_s: float) -
         if report.workload in failed:
             assert report.chosen is None or kernels(report.chosen) == {"math"}
             assert WRONG.message in report.note
-            assert WRONG.message in {failure.message for failure in rows[report.workload].failures}
+            if report.workload in rows:  # a cell without a choice has a row where it is refused alone
+                assert WRONG.message in {failure.message for failure in rows[report.workload].failures}
+            else:
+                assert (report.status, report.chosen) == ("inconclusive", None)
         if report.status in ("tuned", "default"):
             assert ((report.workload, report.chosen) in house.proven()) != (report.workload in owing(result))
     if budget_s == 60.0:

@@ -120,7 +120,8 @@ def test_a_real_probe_survives_everything_and_says_what_happened(
         assert trial.user_attrs["kind"] == kind
         assert trial.user_attrs["message"].startswith(message)
     (slow,) = [trial for trial in trials if trial.user_attrs["plan"] == describe(SLOW)]
-    assert slow.state == TrialState.COMPLETE
+    assert slow.state == TrialState.PRUNED  # it was never timed beside the default
+    assert "kind" not in slow.user_attrs
     assert "far slower at its first look" in slow.user_attrs["reason"]
     assert made[0].starts <= 10  # segfault, sticky, hang, twice each killed, killed once, stopped once; and the first
 

@@ -12,7 +12,7 @@ import pytest
 from machines import FACTS, row_of
 from probed_machine import Machine, Watching, request_for, truth, winners
 
-from autotune.exit_codes import DeviceBusy, ExitCode, Inconclusive, ProbeFailure
+from autotune.exit_codes import DeviceBusy, ExitCode, NothingMeasured, ProbeFailure
 from autotune.measure.evaluator import Checked, Fault, Killed
 from autotune.measure.simulated import ReplayEvaluator, Trouble
 from autotune.probe.grid import cells_for
@@ -341,7 +341,7 @@ def test_a_resumed_probe_says_what_it_goes_on_from(machine: Machine, tmp_path: P
 
 def test_a_probe_that_measured_nothing_says_why_of_every_cell(machine: Machine, tmp_path: Path) -> None:
     """Each reason once, with its cells."""
-    with pytest.raises(Inconclusive) as caught:
+    with pytest.raises(NothingMeasured) as caught:
         run_probe(request_for(tmp_path / "p.yaml", budget_s=0.01), None, machine.environment)
     told = str(caught.value)
     assert told.startswith("no cell could be measured, so no profile was written: ")

@@ -51,7 +51,7 @@ def test_the_files_beside_a_profile_are_those_that_the_help_names(tmp_path: Path
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"sampler": "nonsense"}, "--sampler nonsense: it has no colon"),
+        ({"sampler": "nonsense"}, "--sampler nonsense: give one of"),
         ({"sampler": "json:JSONDecoder"}, "--sampler json:JSONDecoder: is no optuna.samplers.BaseSampler"),
         ({"storage": "nonsense"}, "--storage nonsense: cannot be opened"),
         ({"storage": "nosuch://me:secret@host/x"}, r"--storage nosuch://me:\*\*\*@host/x: cannot be opened"),

@@ -11,6 +11,7 @@ import platform
 import random
 import statistics
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,16 @@ def median(values: list[float]) -> float:
 def ratio(times: Mapping[str, list[float]], over: str, under: str) -> float:
     """The median of the blocks' ratios ``over / under``."""
     return median([a / b for a, b in zip(times[over], times[under], strict=True)])
+
+
+def looped_ms(step: Step, calls: int) -> float:
+    """The time of a step in a loop that does not wait for each: the slower of host and device."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(calls):
+        step()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begin) / calls * 1e3
 
 
 def peak_mib(step: Step) -> float:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from common import Clock, Record, median, need_gpus, peak_mib, ratio
+from common import Clock, Record, looped_ms, median, need_gpus, peak_mib, ratio
 from common_kernels import BareKernel, runnable
 
 from ringattn import RingAttention
@@ -156,7 +156,7 @@ def measure(
             f"S{length} H{pattern.heads} D{pattern.head_dim} bf16 {direction}",
             **row,
             ms={name: round(median(values), 3) for name, values in times.items()},
-            wall_ms={name: round(looped_ms(steps[name]), 3) for name in modules},
+            wall_ms={name: round(looped_ms(steps[name], 20), 3) for name in modules},
             peak_mib=peaks,
             plans={
                 name: str(attn.plan_for(length, torch.bfloat16, direction != "forward"))
@@ -171,16 +171,6 @@ def warm_up(step: Callable[[], object], seconds: float = 0.3) -> None:
     while time.perf_counter() < until:
         step()
     torch.cuda.synchronize()
-
-
-def looped_ms(step: Callable[[], object], calls: int = 20) -> float:
-    """The time of a step in a loop that does not wait for each: the slower of host and device."""
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(calls):
-        step()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - begin) / calls * 1e3
 
 
 def eager_ms(step: Callable[[], object]) -> float:

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import argparse
 import random
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from common import Clock, Record, Step, median, need_gpus, ratio
+from common import Clock, Record, Step, looped_ms, median, need_gpus, ratio
 from common_kernels import BareKernel, runnable
 
 from ringattn import RingAttention
@@ -68,23 +67,14 @@ SHAPES = (
 )
 
 
-def wall_ms(step: Step, calls: int) -> float:
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(calls):
-        step()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - begin) / calls * 1e3
-
-
 def walls_ms(steps: Mapping[str, Step], blocks: int) -> dict[str, list[float]]:
     """Rounds of about 15 ms of every step in turn."""
     order = random.Random(0)
-    calls = {name: max(3, min(200, int(15 / wall_ms(step, 3)))) for name, step in steps.items()}
+    calls = {name: max(3, min(200, int(15 / looped_ms(step, 3)))) for name, step in steps.items()}
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(blocks):
         for name in order.sample(list(steps), len(steps)):
-            times[name].append(wall_ms(steps[name], calls[name]))
+            times[name].append(looped_ms(steps[name], calls[name]))
     return times
 
 

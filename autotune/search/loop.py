@@ -277,8 +277,9 @@ class CellSearch:
         plan = graph_of_default(self._whole_space, self.state)
         if plan is None:
             return []
-        self._whole_space = replace(self._whole_space, knobs={**self._whole_space.knobs, "launch": LAUNCHES})
-        self._space_now = None
+        if self._whole_space.knobs.get("launch") != LAUNCHES:
+            self._whole_space = replace(self._whole_space, knobs={**self._whole_space.knobs, "launch": LAUNCHES})
+            self._space_now = None
         return [plan]
 
     # --- the loop ---------------------------------------------------------------------------------------------------

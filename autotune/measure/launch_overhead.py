@@ -1,4 +1,4 @@
-"""How the host's time for a call is kept apart from the device's, and when it counts. No torch."""
+"""Keeps the host's time for a call apart from the device's, and says when it counts. No torch."""
 
 from __future__ import annotations
 

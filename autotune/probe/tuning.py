@@ -52,7 +52,7 @@ def run_probe(
 
 
 def _asked(request: ProbeRequest, observer: ProbeObserver, environment: Environment) -> tuple[Path, tuple[Cell, ...]]:
-    """Where the profile goes, and what is measured for it; what is not is said."""
+    """Return where the profile goes and what is measured for it; say what is not."""
     from .checks import check_output
     from .environment import default_profile_path
     from .grid import cells_for, left_out

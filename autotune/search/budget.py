@@ -18,7 +18,7 @@ RESERVE_S = 4.0  # of a probe, for writing, reloading and running every cell onc
 
 @dataclass(frozen=True, slots=True)
 class EffortPreset:
-    """How hard a probe looks. Counts are paired blocks unless a unit is named.
+    """Effort of a probe. Counts are paired blocks unless a unit is named.
 
     ``budget_s`` leaves the ten seconds that starting Python and torch twice may take, to end within a round number.
     """
@@ -50,7 +50,7 @@ EFFORTS: Mapping[str, EffortPreset] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class CellNeed:
-    """What a cell would take, in seconds, stage by stage.
+    """Seconds that a cell would take, stage by stage.
 
     ``base_s`` (gate, race, final) must be paid for any answer, ``improve_s`` finds what a mix of kernels and gathers
     gains; ``explore_s`` buys less and less per second, so it is served after the others are.

@@ -82,7 +82,7 @@ class NoRecord:
 
 
 class CellState(Readings):
-    """What is known of one cell, between an evaluator and a record."""
+    """State of one cell, between an evaluator and a record."""
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ COMPILE_SHARE = 0.6
 
 
 class Compilers:
-    """What a probe knows of its compilers, in worker processes beside it and in the one that measures."""
+    """Compilers of a probe, in worker processes beside it and in the one that measures."""
 
     def __init__(self, just_in_time: frozenset[str] = frozenset(), ahead: CallsAhead | None = None) -> None:
         """``just_in_time`` are the kernels and steps that compile; ``ahead`` makes first calls beside the probe."""

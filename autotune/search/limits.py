@@ -1,4 +1,4 @@
-"""What a plan must keep to, beside being right."""
+"""Limits that a plan must keep, beside being right."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """What a finished cell timed: log(t / t_best) of plans, by the device."""
+    """Times of a finished cell: log(t / t_best) of plans, by the device."""
 
     cell: Workload
     behind: dict[Tunables, float]
@@ -97,7 +97,7 @@ class Timed:
 
 @dataclass(slots=True)
 class Transfer:
-    """What the cells of a probe teach each other. ``one_off_s`` went into loading and compiling, for all of them."""
+    """Lessons of a probe's cells for each other. ``one_off_s`` went into loading and compiling, for all of them."""
 
     store: Store | None = None
     compilers: Compilers = field(default_factory=Compilers)

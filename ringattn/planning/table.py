@@ -95,7 +95,7 @@ class Row:
 
     @property
     def origin(self) -> Origin:
-        """Where the plan, or its refusal, is from."""
+        """Return the origin of the plan, or of its refusal."""
         origin = self.refused_by if self.plan is None else self.plan.origin
         assert origin is not None
         return origin

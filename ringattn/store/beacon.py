@@ -21,7 +21,7 @@ MAX_BEACONS = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Beacon:
-    """What one node runs: its kind and ranks, the tier, the profile's file name, and why where it is the heuristic."""
+    """State of one node: its kind and ranks, the tier, the profile's file name, and why where it is the heuristic."""
 
     node: str
     kind: str

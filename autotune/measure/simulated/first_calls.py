@@ -18,7 +18,7 @@ Part = tuple[str, str]  # a kernel, and "forward" or "backward"
 
 @dataclass(frozen=True, slots=True)
 class FirstCalls:
-    """What first calls cost beyond warm ones, by kernel and direction.
+    """Cost of first calls beyond warm ones, by kernel and direction.
 
     ``one_off_s`` is paid once a worker, by whichever plan comes first: loading and compiling. ``new_length_s`` is paid
     by every branch at every length that was not met before.

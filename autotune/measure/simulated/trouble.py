@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """What is laid over true times. Shares and sizes are relative.
+    """Disturbances laid over true times. Shares and sizes are relative.
 
     ``step_at_s`` moves the clock of the machine by ``step`` once, as a power limit does. ``mode`` is how much slower
     the second of two states of the machine is, each left after ``mode_dwell_s`` on average. ``burst`` is what is added

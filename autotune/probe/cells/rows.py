@@ -1,4 +1,4 @@
-"""What a probe knows of its cells: a row of the profile and a report for each, as they come."""
+"""Rows and reports of a probe's cells: a row of the profile and a report for each, as they come."""
 
 from __future__ import annotations
 

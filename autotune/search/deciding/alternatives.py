@@ -34,7 +34,7 @@ def validated_already(state: CellState, candidates: Sequence[Candidate]) -> list
 
 @dataclass(frozen=True, slots=True)
 class Alternatives:
-    """What was timed in a cell, beside its choice; validations end by ``deadline``."""
+    """Plans timed in a cell, beside its choice; validations end by ``deadline``."""
 
     state: CellState
     default: Entry

@@ -67,7 +67,7 @@ class Final:
 
     @property
     def _eager(self) -> Readings:
-        """What a profile's ratios are of, whichever time was searched by."""
+        """Return the readings that a profile's ratios are of, whichever time was searched by."""
         return self.state.under("eager")
 
     def _validations_wanted(self, entries: Sequence[Entry]) -> int:

@@ -24,7 +24,7 @@ from .choose import NOISY_SIGMA, Candidate, NothingAllowed, choose
 
 @dataclass(frozen=True, slots=True)
 class LaunchWays:
-    """What was re-timed from the block ``since`` on; validations end by ``deadline``."""
+    """Plans re-timed from the block ``since`` on; validations end by ``deadline``."""
 
     state: CellState
     since: int

@@ -1,4 +1,4 @@
-"""What is believed of a cell's plans: every reading drawn towards what the surrogate makes of all the others."""
+"""Beliefs about a cell's plans: every reading drawn towards what the surrogate makes of all the others."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ NEVER_TURNED = ("dtype", "compile")  # which the loop decides
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What a sampler goes by: the process, the plans to start from, best first, the log-ratio to beat, what was tried.
+    """Knowledge of a sampler: the process, the plans to start from, best first, the log-ratio to beat, what was tried.
 
     ``tried`` are identities in ``space``, ``plans`` those tried that did not fail; with ``hopeless`` values nothing
     comes near the best. ``odds`` are those of passing check and validation; ``avoid`` says which plans are not to be

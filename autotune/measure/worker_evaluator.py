@@ -50,6 +50,11 @@ class WorkerTimeouts:
 
 DEFAULT_TIMES = WorkerTimeouts()
 
+# What a process loads for a kernel's first call takes, of what starting it took: flash-attn-4's compiler 5.1 s and
+# cudnn's libraries 3.0, where the start took 4.3 (H200). Without it the first plan of a new worker counted as hung, so
+# that one hang cost three workers.
+LOADING_OF_START = 2.0
+
 
 class WorkerBug(AssertionError):
     """The worker's own code failed; the text is its traceback."""
@@ -86,6 +91,7 @@ class WorkerEvaluator:
         self._connection: Connection | None = None
         self._errors: IO[bytes] | None = None
         self._is_new = True  # the worker has answered nothing yet
+        self._loaded: set[str] = set()  # the kernels that the worker has run
         self._interrupted = False
         self.unmonitored: tuple[str, ...] = ()
         self.starts = 0
@@ -145,7 +151,7 @@ class WorkerEvaluator:
             try:
                 self._send(Request("block", cell, rest, pool_processes=self._pool_processes()))
                 with self._counting_losses():
-                    disturbances += self._collect(results, timeout_s)
+                    disturbances += self._collect(rest, results, timeout_s)
                 assert len(results) == len(order)
             except WorkerDied as died:
                 if died.fault.ended_from_outside and len(results) not in struck_at:
@@ -158,12 +164,17 @@ class WorkerEvaluator:
         """Return the ids of the other processes of this probe on the device."""
         return ()
 
-    def _collect(self, results: list[Sample | Fault], timeout_s: float) -> tuple[Interference, ...]:
-        """Add the worker's results of a block to ``results``, and return its interference; raises WorkerDied."""
+    def _collect(
+        self, plans: Sequence[Tunables], results: list[Sample | Fault], timeout_s: float
+    ) -> tuple[Interference, ...]:
+        """Add the worker's results for ``plans`` to ``results``, and return its interference; raises WorkerDied."""
+        began = len(results)
         while True:
-            message = self._receive(timeout_s)
+            plan = plans[len(results) - began : len(results) - began + 1]  # none is left when the interference comes
+            message = self._receive(timeout_s + self._loading_s(plan))
             if message.kind == "result":
                 results.append(message.value)
+                self._note_loaded(plan, message.value)
             elif message.kind == "done":
                 if isinstance(message.value, Fault):  # it gave up after a sticky error
                     self._kill()
@@ -205,6 +216,7 @@ class WorkerEvaluator:
             raise
 
     def _answer(self, request: Request, timeout_s: float) -> Any:
+        timeout_s += self._loading_s(request.plans)
         limit, phase = timeout_s, ""
         while True:
             began = time.monotonic()
@@ -216,9 +228,19 @@ class WorkerEvaluator:
                 limit = timeout_s + (self._reference_s(request) if phase == "reference" else 0.0)
             elif message.kind == "done":
                 self._is_new = False
+                self._note_loaded(request.plans, message.value)
                 if isinstance(message.value, Fault) and message.value.kind == "crash":
                     self._kill()  # a sticky error: its process cannot be used again
                 return message.value
+
+    def _loading_s(self, plans: Sequence[Tunables]) -> float:
+        """Return the seconds that loading takes where a plan has a kernel that the worker has not run."""
+        missing = any(name not in self._loaded for plan in plans for name in plan.kernels)
+        return LOADING_OF_START * self.start_s if missing else 0.0
+
+    def _note_loaded(self, plans: Sequence[Tunables], result: object) -> None:
+        if not isinstance(result, Fault):
+            self._loaded.update(name for plan in plans for name in plan.kernels)
 
     def _reference_s(self, request: Request) -> float:
         """Return the time that a reference may take beside the candidate's."""
@@ -349,6 +371,7 @@ class WorkerEvaluator:
         theirs.close()
         self._connection = Connection(ours.detach())
         self._is_new = True
+        self._loaded = set()
         self.starts += 1
 
     def _kill(self) -> None:

@@ -29,7 +29,7 @@ from autotune.measure.evaluator import (
     Stopped,
 )
 from autotune.measure.worker import cause_of, classify, one_line
-from autotune.measure.worker_evaluator import WorkerBug, WorkerEvaluator, WorkerTimeouts
+from autotune.measure.worker_evaluator import LOADING_OF_START, WorkerBug, WorkerEvaluator, WorkerTimeouts
 from ringattn.distributed.peer_errors import PeerError
 from ringattn.errors import DeviceError, KernelLoadError, PlanError
 
@@ -89,9 +89,30 @@ def test_each_way_to_fail_is_told_apart_and_costs_one_trial(
 
 def test_a_hang_is_ended_and_the_next_candidate_runs(evaluator: WorkerEvaluator) -> None:
     assert isinstance(check(evaluator, "quick"), Checked)
+    first_start_s = evaluator.start_s
     fault = check(evaluator, "hang", timeout_s=0.5)
-    assert fault == Fault("timeout", "no answer within 0.5 s")
+    assert isinstance(fault, Fault)
+    assert (fault.kind, fault.cause) == ("timeout", None)
+    assert fault.message == f"no answer within {0.5 + LOADING_OF_START * first_start_s:.1f} s"
     assert isinstance(check(evaluator, "quick"), Checked)
+
+
+def test_what_a_new_process_loads_for_a_kernel_is_no_hang(
+    evaluator: WorkerEvaluator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in the worker that follows one which a hang has cost, and in the midst of a block."""
+    limit_s = patient(0.5)
+    monkeypatch.setenv("LOAD_S", str(2 * limit_s))
+    monkeypatch.setattr("autotune.measure.worker_evaluator.LOADING_OF_START", 1e4)
+    for _ in range(2):
+        assert isinstance(check(evaluator, "loads", timeout_s=limit_s), Checked)
+        assert evaluator.running_pid is not None
+        os.kill(evaluator.running_pid, signal.SIGKILL)
+    plans = [plan(CELL, kernel) for kernel in ("loads", "segfault", "loads")]
+    first, fault, last = evaluator.block(CELL, plans, timeout_s=limit_s).results
+    assert first == last == Sample(5.0, 10.0)
+    assert isinstance(fault, Fault)
+    assert fault.kind == "crash"
 
 
 @pytest.mark.parametrize("kernel", ["stopped", "stopped-at-reference"])

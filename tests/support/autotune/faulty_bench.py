@@ -23,6 +23,7 @@ class FaultyBench:
     def __init__(self, settings: BenchSettings) -> None:
         self.settings = settings
         self.forgotten = 0
+        self.loaded = False
         if settings.device == "bug-at-start":
             raise ZeroDivisionError("a bug of ours")
 
@@ -74,6 +75,11 @@ class FaultyBench:
                 done.touch()
                 os.kill(os.getpid(), signal.SIGKILL if kernel == "killed-once" else signal.SIGSTOP)
             return 3.0
+        elif kernel == "loads":  # at its first call in a process
+            if not self.loaded:
+                time.sleep(float(os.environ["LOAD_S"]))
+                self.loaded = True
+            return 5.0
         elif kernel == "exit":
             print("the library's last words", flush=True)
             os._exit(3)

@@ -55,7 +55,7 @@ MODES: dict[str, tuple[Mode, ...]] = {"train": ("train",), "infer": ("infer",), 
     help="File to write.  [default: the user's profile folder, named after the machine]",
 )
 @effort_option(
-    "standard", "How long to search: quick 50 s, standard 170 s, full 1800 s; only full tries the kernels' tile shapes."
+    "standard", "How long to search: quick 55 s, standard 170 s, full 1800 s; only full tries the kernels' tile shapes."
 )
 @budget_option
 @click.option(

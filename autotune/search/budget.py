@@ -20,7 +20,7 @@ RESERVE_S = 4.0  # of a probe, for writing, reloading and running every cell onc
 class EffortPreset:
     """Effort of a probe. Counts are paired blocks unless a unit is named.
 
-    ``budget_s`` leaves the ten seconds that starting Python and torch twice may take, to end within a round number.
+    ``budget_s`` leaves what starting Python and torch twice takes (5 s, 10 on a busy machine), to end within a round number.
     """
 
     name: str
@@ -40,7 +40,7 @@ EFFORTS: Mapping[str, EffortPreset] = MappingProxyType(
     {
         preset.name: preset
         for preset in (
-            EffortPreset("quick", 50.0, 6, 128, 10.0, 8, refine_anchors=False, compile_finalists=False),
+            EffortPreset("quick", 55.0, 6, 128, 10.0, 8, refine_anchors=False, compile_finalists=False),
             EffortPreset("standard", 170.0, 8, 128, 10.0, 8, refine_anchors=True, compile_finalists=False),
             EffortPreset("full", 1800.0, 20, 120, 20.0, 8, refine_anchors=True, compile_finalists=True),
         )

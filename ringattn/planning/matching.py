@@ -52,43 +52,57 @@ def entries_for(profile: Profile, module: Workload) -> tuple[tuple[PlanEntry, ..
 
 
 def distance(one: Workload, other: Workload, multiprocessors: int) -> float:
-    """Return how far apart two workloads of one length are, in powers of two.
+    """Return how far apart two workloads are, in powers of two.
 
     Batch and heads count by the work and the occupancy that they mean: 8 sequences of 2 heads are 1 of 16, and on a
-    full device more of either is more work alone. Query heads to a key/value head count by their number.
+    full device more of either is more work alone. Query heads to a key/value head count by their number, and so does
+    the length, beside the work that it means.
     """
     work = math.log2(total_forward_gflop(one) / total_forward_gflop(other))
+    length = math.log2(one.seq_len / other.seq_len)
     filled = math.log2(occupancy(one, multiprocessors) / occupancy(other, multiprocessors))
     group = math.log2((one.heads / one.kv_heads) / (other.heads / other.kv_heads))
-    return abs(work) + abs(filled) + abs(group)
+    return abs(work) + abs(length) + abs(filled) + abs(group)
 
 
 def entry_for(entries: Sequence[PlanEntry], workload: Workload, multiprocessors: int) -> PlanEntry | None:
     """Return the row that serves a workload, or None outside the measured lengths.
 
-    Of the rows with equal batch and heads that reach its length, those nearest in ``distance`` count, and of them the
-    nearest length. Where none reaches it but all together do, the nearest length counts first.
+    Of the rows with equal batch and heads the nearest length counts, where those have measured its surroundings. Else
+    it is the row nearest in ``distance`` of those whose lengths reach it, by themselves or else all together: 4
+    sequences of 2048 and 64 heads are as much work as one of 8192 and 16, and its plan for 1024, which waits for its
+    host, took them 1.87 times as long on an H200.
     """
     alike = [entry for entry in entries if _kind(entry) == (workload.mode, workload.dtype)]
     series: dict[tuple[int, int, int], list[PlanEntry]] = {}
     for entry in alike:
         series.setdefault((entry.workload.batch, *_heads(entry)), []).append(entry)
-    found = [entry for of_series in series.values() for entry in _at_nearest_length(of_series, workload.seq_len)]
-    found = found or _at_nearest_length(alike, workload.seq_len)
-    if len(found) < 2:
-        return found[0] if found else None
+    own = series.get((workload.batch, workload.heads, workload.kv_heads), [])
+    if (nearest := _nearest_length(own, workload.seq_len)) is not None:
+        return nearest
+    found = [entry for of_series in series.values() if _reaches(of_series, workload.seq_len) for entry in of_series]
+    if not found and _reaches(alike, workload.seq_len):
+        found = alike
 
-    def apart(entry: PlanEntry) -> tuple[float, float, int, int, int]:
+    def apart(entry: PlanEntry) -> tuple[float, int, float, int, int, int]:
         w = entry.workload
         batches = abs(math.log2(w.batch / workload.batch))  # between rows of equal work, such as 8 x 2 and 1 x 16 heads
-        return distance(w.at(workload.seq_len), workload, multiprocessors), batches, w.batch, *_heads(entry)
+        return distance(w, workload, multiprocessors), w.seq_len, batches, w.batch, *_heads(entry)
 
-    return min(found, key=apart)
+    return min(found, key=apart, default=None)
 
 
-def _at_nearest_length(entries: Sequence[PlanEntry], seq_len: int) -> list[PlanEntry]:
-    bucket = nearest_bucket(seq_len, [entry.workload.seq_len for entry in entries])
-    return [entry for entry in entries if entry.workload.seq_len == bucket]
+def _lengths(entries: Sequence[PlanEntry]) -> list[int]:
+    return [entry.workload.seq_len for entry in entries]
+
+
+def _reaches(entries: Sequence[PlanEntry], seq_len: int) -> bool:
+    return nearest_bucket(seq_len, _lengths(entries)) is not None
+
+
+def _nearest_length(entries: Sequence[PlanEntry], seq_len: int) -> PlanEntry | None:
+    bucket = nearest_bucket(seq_len, _lengths(entries))
+    return next((entry for entry in entries if entry.workload.seq_len == bucket), None)
 
 
 def _kind(entry: PlanEntry) -> tuple[str, str]:

@@ -96,6 +96,17 @@ def test_what_defaults_compile_comes_first_then_what_takes_longest_and_gathers_l
     assert min(number for number, names in enumerate(kernels) if "triton" in names) > slowest[-1]
 
 
+def test_what_won_before_waits_for_what_the_defaults_compile() -> None:
+    found = spaces(COMPILING)
+    without = calls_worth_making(found)
+    standing = next(call for call in reversed(without) if "flash-attn-4" in call[1].kernels)
+    calls = calls_worth_making(found, [standing])
+    before = calls.index(standing)
+    assert calls[:before] == without[:before]
+    assert 0 < before < without.index(standing)
+    assert all(plan.kernels == {"cudnn"} for _, plan in calls[:before])
+
+
 def kernels_of(plan: Tunables) -> set[tuple[str, str]]:
     return {(branch.forward, branch.backward) for branch in plan.branches}
 

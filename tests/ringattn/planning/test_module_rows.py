@@ -86,6 +86,16 @@ def test_batch_and_heads_count_by_their_product() -> None:
         assert serving(exchanged, heads=heads, kv_heads=heads, batch=batch) == exchanged.plans[served]
 
 
+def test_the_work_of_a_full_device_counts_before_the_length() -> None:
+    """A launch-bound plan for 1 x 1024 took 4 sequences of 2048, 64 heads, 1.87 times as long as that for 4096."""
+    rows = [dense_entry(length) for length in (1024, 4096, 16384)]
+    profile = measured(H100, *rows)
+    assert serving(profile, seq_len=2048, batch=4, heads=64, kv_heads=8) == rows[1]
+    assert serving(profile, seq_len=1024, batch=64, heads=16) == rows[1]
+    assert serving(profile, seq_len=1100, batch=1, heads=12, kv_heads=12) == rows[0]
+    assert serving(profile, seq_len=5000) == rows[1]  # its own batch and heads: the nearest length
+
+
 def test_occupancy_counts_until_the_device_is_full() -> None:
     """At 2 blocks a head 66 heads fill 132 multiprocessors: 132 heads are more work, 33 less of both."""
     half, double = dense_entry(256, heads=33, kv_heads=33), dense_entry(256, heads=132, kv_heads=132)
@@ -107,7 +117,7 @@ workloads = st.builds(
     lambda group, kv_heads, **fields: Workload("train", True, heads=group * kv_heads, kv_heads=kv_heads, **fields),
     group=st.sampled_from((1, 2, 4, 8)),
     kv_heads=st.integers(1, 64),
-    seq_len=st.just(1000),
+    seq_len=st.integers(1, 100_000),
     head_dim=st.just(64),
     dtype=st.just("bf16"),
     batch=st.integers(1, 64),

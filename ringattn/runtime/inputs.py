@@ -11,9 +11,16 @@ from ringattn.geometry.layout import check_own
 from ringattn.planning.table import ModuleShape
 from ringattn.wording import plural
 
+from .documents import Documents
 
-def check_inputs(q: Tensor, k: Tensor, v: Tensor, shape: ModuleShape, device: torch.device) -> tuple[int, int]:
-    """Return (B, S) of q (B, S, H, D), k and v (B, S, Hkv, D); InputError where one does not fit the module."""
+
+def check_inputs(
+    q: Tensor, k: Tensor, v: Tensor, shape: ModuleShape, device: torch.device, documents: Documents | None = None
+) -> tuple[int, int]:
+    """Return (B, S) of q (B, S, H, D), k and v (B, S, Hkv, D); InputError where one does not fit the module.
+
+    The module's limit is on the longest of ``documents``, if there are any.
+    """
     if torch._C._get_tracing_state() is not None:
         raise InputError("torch.jit.trace records one shape and plan; use torch.export, or torch.compile")
     for name, x, heads in (("q", q, shape.heads), ("k", k, shape.kv_heads), ("v", v, shape.kv_heads)):
@@ -52,7 +59,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, shape: ModuleShape, device: to
     batch, length = q.shape[:2]
     if batch == 0 or length == 0:
         raise InputError(f"q has shape {tuple(q.shape)}; batch and sequence must not be empty")
-    check_length(length, shape.max_seq_len)
+    check_length(length if documents is None else documents.sizes(batch, length)[1], shape.max_seq_len)
     return batch, length
 
 

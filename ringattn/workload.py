@@ -165,8 +165,21 @@ class Workload:
         """Positions of the whole sequence, on all ranks."""
         return self.total_length or self.world * self.seq_len
 
+    @property
+    def rows_of_tensors(self) -> int:
+        """B of q, k and v: documents are packed into one row."""
+        return 1 if self.packed else self.batch
+
+    @property
+    def positions_of_tensors(self) -> int:
+        """S of q, k and v, on all ranks together."""
+        return self.packed_tokens or self.total
+
     def at(self, seq_len: int) -> Workload:
-        return replace(self, seq_len=seq_len)
+        """Return the same question at another length; documents grow and shrink together."""
+        scaled = round(self.packed_tokens * seq_len / self.seq_len)
+        least, most = seq_len + self.batch - 1, self.batch * seq_len
+        return replace(self, seq_len=seq_len, packed_tokens=min(most, max(least, scaled)) if self.packed else 0)
 
     def __str__(self) -> str:
         heads = f"H{self.heads}" + (f"/{self.kv_heads}" if self.kv_heads != self.heads else "")

@@ -91,7 +91,7 @@ def record_path(profile: object, wishes: Wishes) -> str:
 def meet(path: str, plan: Plan) -> None:
     """Note the workload of a plan in the record ``path``, if any, unless a profile has it measured.
 
-    Documents are left out, which no probe measures.
+    Documents are left out: of those every batch is another workload.
     """
     if path and not _measured(plan) and not plan.workload.packed:
         record_at(path).meet(plan.workload)

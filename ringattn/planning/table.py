@@ -114,6 +114,7 @@ class Row:
         length = "any other length"
         if self.measured is not None:
             length = f"B~{self.measured.batch} " * (self.measured.batch > 1) + f"S~{self.bucket}"
+            length += " packed" * self.measured.packed
         what = describe(self.plan.tunables) if self.plan else f"refused: {self.refusal}"
         return f"{length:>16}  {self.dtype:<4}  {self.mode:<5}  {what}  ({self.origin})"
 
@@ -164,6 +165,11 @@ class PlanTable(Question):
         """Return the row for an actual shape, its plan checked for exactly that shape (index limits, windows)."""
         workload = self.shape.workload(seq_len, dtype, train, batch, total_length, packed_tokens)
         return self._build(self._entry(workload), workload)
+
+    def plan_of(self, workload: Workload) -> Row:
+        """Return the row for a workload of this module."""
+        w = workload
+        return self.plan_at(w.seq_len, w.dtype, w.train, w.batch, w.total_length, w.packed_tokens)
 
     def fallback_note(self, row: Row) -> str:
         """Return what to tell the user where the measured plan of a length does not serve it; "" where it does.

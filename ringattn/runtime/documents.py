@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Self
+from collections.abc import MutableMapping, Sequence
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -46,6 +46,11 @@ class Documents:
     def name(self) -> str:
         """The argument that they are given by."""
         return "lengths" if self.padded else "cu_seqlens"
+
+    @property
+    def digest(self) -> str:
+        """Short text that other documents do not have, the same in every process."""
+        return f"{plural(len(self.values) - (not self.padded), 'document')} {self._hash & 0xFFFFFFFF:08x}"
 
     def placed(self, batch: int, length: int) -> tuple[Document, ...]:
         """Return the documents in a batch of so many sequences of this length; InputError where they do not fit."""
@@ -94,11 +99,22 @@ class Documents:
         return self
 
 
+class Extent(NamedTuple):
+    """What a call says of its sequences beside the tensors: the length over all ranks, and documents in it."""
+
+    total_length: int | None = None
+    documents: Documents | None = None
+
+
+TENSORS_ALONE = Extent()
+
+
 def _made(padded: bool, values: tuple[int, ...]) -> Documents:
     return Documents(lengths=values) if padded else Documents(values)
 
 
-_read: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensor: its version, and what was read of it, by argument
+# tensor: its version, whether it was lengths, and what was read of it
+_read: MutableMapping[Tensor, tuple[int, bool, Documents]] = WeakIdKeyDictionary()
 
 
 def documents_of(cu_seqlens: Any, lengths: Any) -> Documents:
@@ -116,9 +132,15 @@ def documents_of(cu_seqlens: Any, lengths: Any) -> Documents:
     known = _read.get(given)
     if known is None or known[:2] != (given._version, padded):
         made = Documents(lengths=given) if padded else Documents(given)
-        known = _read[given] = (given._version, padded, made)
-    documents: Documents = known[2]
-    return documents
+        known = _read[given] = given._version, padded, made
+    return known[2]
+
+
+def extent_of(total_length: Any, cu_seqlens: Any, lengths: Any) -> Extent:
+    """Return what a call says of its sequences; InputError where it makes no sense."""
+    total = None if total_length is None else integer("total_length", total_length)
+    given = cu_seqlens is not None or lengths is not None
+    return Extent(total, documents_of(cu_seqlens, lengths) if given else None)
 
 
 def _on_host(name: str, given: Any) -> list[Any]:

@@ -7,19 +7,21 @@ positions of each.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from ringattn.geometry.documents import Document, DocumentGroup, grouped_documents, positions_in
+from ringattn.geometry.documents import DocumentGroup, grouped_documents, positions_in
 from ringattn.planning.plan import Plan
 
+from .documents import Documents
 from .executor import ALL, Kept, Triple, Wanted
 from .graphed import GraphedProgram
 from .merge import accumulator_dtype, as_view
 from .program import Program, TravelBackward, TravelForward
+from .varlen_program import VarlenProgram
 
 
 class DocumentsProgram(Program):
@@ -28,11 +30,12 @@ class DocumentsProgram(Program):
     _groups: tuple[DocumentGroup, ...] = ()
     _padding = 0  # positions of the batch outside of all documents
 
-    def over(self, documents: Sequence[Document], positions: int) -> Self:
-        """Return the program, its kernels shared, for the documents of a batch with so many positions in all."""
+    def over(self, documents: Documents, batch: int, length: int) -> Self:
+        """Return the program, its kernels shared, for the documents of such a batch."""
         made = copy.copy(self)
-        made._groups = grouped_documents(documents)
-        made._padding = positions - positions_in(documents)
+        placed = documents.placed(batch, length)
+        made._groups = grouped_documents(placed)
+        made._padding = batch * length - positions_in(placed)
         return made
 
     def forward(
@@ -102,5 +105,5 @@ def _lse_view(group: DocumentGroup, lse: Tensor) -> Tensor:
 def load_program(plan: Plan, scale: float) -> Program:
     """Return the program of a plan on one device: for documents, or launched as the plan says."""
     if plan.workload.packed:
-        return DocumentsProgram(plan, scale)
+        return (VarlenProgram if plan.tunables.packing == "varlen" else DocumentsProgram)(plan, scale)
     return (GraphedProgram if plan.tunables.launch == "graph" else Program)(plan, scale)

@@ -29,8 +29,10 @@ from torch import Tensor
 
 from ringattn import Documents, Pattern, RingAttention
 from ringattn.errors import InputError, PlanError
+from ringattn.planning.equal_plans import plainest
 from ringattn.runtime import documents as reading
 from ringattn.runtime.documents import documents_of
+from ringattn.runtime.varlen_program import VarlenProgram
 from ringattn.workload import Branch, BranchTunables, Tunables
 
 LONGNET = pattern_of([4, 8, 16], [1, 2, 4])
@@ -86,6 +88,10 @@ def test_every_plan_is_right_for_documents(case_and_bounds: tuple[Case, list[int
     documents = Documents(cu_seqlens)
     count, longest, positions = documents.sizes(1, case.length)
     tunables = data.draw(tunables_for(replace(case, length=longest)))
+    if data.draw(st.booleans()):
+        at_once = replace(tunables, packing="varlen")
+        tunables = plainest(replace(case.workload(), seq_len=longest, batch=count, packed_tokens=positions), at_once)
+        assert tunables.packing == "varlen"
     module = case.running_over(tunables, longest, count, positions)
     assert module.plan.plan_at(longest, "fp64", True, count, packed_tokens=positions).runnable().tunables == tunables
     check(case, module, cu_seqlens=documents)
@@ -97,6 +103,23 @@ def test_every_plan_is_right_for_documents(case_and_bounds: tuple[Case, list[int
 def test_documents_keep_the_rule_of_accuracy(dtype: torch.dtype, kernels: tuple[str, str], pattern: Pattern) -> None:
     case = Case(64, heads=4, kv_heads=2, head_dim=16, pattern=pattern, causal=True)
     assert_within_rule_over(case, *kernels, dtype, cu_seqlens=[0, 1, 18, 34, 50, 61])
+
+
+@pytest.mark.parametrize("kernel", ["math", "flash-cpu"])
+@pytest.mark.parametrize("pattern", [DENSE, LONGNET])
+@pytest.mark.parametrize("train", [False, True])
+def test_a_call_without_lse_is_the_same(kernel: str, pattern: Pattern, train: bool) -> None:
+    """Such calls may take torch's own function, or leave the gradient to it, which know no documents."""
+    case = Case(24, heads=4, kv_heads=2, head_dim=8, pattern=pattern, causal=True)
+    module, cu_seqlens = case.module(backend=kernel), [0, 9, 17, 24]
+    q, k, v = case.inputs(torch.float32)
+    expected = found(module, q, k, v, case.dout(torch.float32), cu_seqlens=cu_seqlens)
+    with torch.set_grad_enabled(train):
+        out = module(q, k, v, cu_seqlens=cu_seqlens)
+    assert torch.equal(out, expected.out)
+    if train:
+        grads = torch.autograd.grad(out, (q, k, v), case.dout(torch.float32))
+        assert all(map(torch.equal, grads, expected[2:]))
 
 
 def test_documents_never_see_each_other() -> None:
@@ -121,16 +144,19 @@ def test_documents_never_see_each_other() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("pattern", [DENSE, LONGNET])
-def test_padding_may_hold_anything(bad: float, pattern: Pattern) -> None:
+@pytest.mark.parametrize("packing", ["documents", "varlen"])
+def test_padding_may_hold_anything(bad: float, pattern: Pattern, packing: str) -> None:
     case = Case(12, batch=3, heads=2, head_dim=8, pattern=pattern)
     lengths = [12, 0, 5]
-    clean = found(case.module(), *case.inputs(), case.dout(), lengths=lengths)
+    branches = (BranchTunables("math", "math"),) * len(pattern.resolved(12))
+    module = case.running_over(Tunables("fp64", branches, packing=packing), 12, 2, 17)
+    clean = found(module, *case.inputs(), case.dout(), lengths=lengths)
     inputs, dout = case.inputs(), case.dout()
     with torch.no_grad():
         for row, length in enumerate(lengths):
             for x in (*inputs, dout):
                 x[row, length:] = bad
-    dirty = found(case.module(), *inputs, dout, lengths=lengths)
+    dirty = found(module, *inputs, dout, lengths=lengths)
     for name, x, y in zip(Results._fields, clean, dirty, strict=True):
         assert torch.equal(x, y), name
 
@@ -340,3 +366,44 @@ def test_segments_count_from_the_start_of_a_document() -> None:
     results = check(case, case.module(), cu_seqlens=[0, 3, 10])
     selected = ~results.lse[0, 0].isneginf()
     assert selected.tolist() == [True, False, True, True, False, True, False, True, False, True]
+
+
+@pytest.mark.parametrize("pattern", [DENSE, LONGNET])
+@pytest.mark.parametrize(("forward", "backward"), [("math", "math"), ("math", "flash-cpu")])
+def test_all_documents_are_one_call_of_an_entry_for_them(pattern: Pattern, forward: str, backward: str) -> None:
+    """math's entry stands in for those of GPUs; a kernel without one is refused by name."""
+    case = Case(30, heads=4, kv_heads=2, pattern=pattern, causal=True)
+    branches = (BranchTunables(forward, backward),) * len(pattern.resolved(30))
+    tunables = Tunables("fp32", branches, packing="varlen")
+    if backward == "flash-cpu":
+        with pytest.raises(PlanError, match="backward flash-cpu: has no entry for packed sequences"):
+            case.running_over(tunables, 12, 3, 30, dtype="fp32")
+        return
+    module = case.running_over(tunables, 12, 3, 30, dtype="fp32")
+    inputs, dout = case.inputs(torch.float32), case.dout(torch.float32)
+    results = found(module, *inputs, dout, cu_seqlens=[0, 7, 19, 30])
+    (program,) = module._programs.values()
+    assert isinstance(program, VarlenProgram)
+    placed = Documents([0, 7, 19, 30]).placed(1, 30)
+    assert_equal_to(results, exact_over(case, placed, *inputs, dout), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"checkpoint": "none"}, "checkpoint none: packing varlen gathers rows again"),
+        ({"window_tokens": 16}, "window_tokens: packing varlen runs all documents at once"),
+        ({"pattern_cache": False}, "packing varlen gathers and merges all documents at once"),
+    ],
+)
+def test_what_changes_nothing_beside_varlen_is_refused(change: dict[str, Any], message: str) -> None:
+    case = Case(64, pattern=LONGNET)
+    branches = (BranchTunables("math", "math"),) * 3
+    with pytest.raises(PlanError, match=message):
+        case.running_over(Tunables("fp64", branches, packing="varlen", **change), 32, 2, 64)
+
+
+def test_varlen_is_for_documents() -> None:
+    case = Case(8)
+    with pytest.raises(PlanError, match="packing varlen is for documents"):
+        case.running(Tunables("fp64", (BranchTunables("math", "math"),), packing="varlen"))

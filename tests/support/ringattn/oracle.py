@@ -330,14 +330,20 @@ def _of_the_rule(case: Case, dtype: torch.dtype, device: str) -> tuple[Results, 
 
 
 def assert_within_rule_over(
-    case: Case, forward: str, backward: str, dtype: torch.dtype, device: str = "cpu", **documents: Any
+    case: Case,
+    forward: str,
+    backward: str,
+    dtype: torch.dtype,
+    module: RingAttention | None = None,
+    device: str = "cpu",
+    **documents: Any,
 ) -> None:
     """The results with documents pass the rule: against dense calls of the same kernels, document by document."""
     q, k, v = case.inputs(dtype, device=device)
     dout = case.dout(dtype, device)
     compute = {"backend": (forward, backward), "dtype": dtype, "device": device}
     placed = documents_of(documents.get("cu_seqlens"), documents.get("lengths")).placed(case.batch, case.length)
-    results = found(case.module(**compute), q, k, v, dout, **documents)
+    results = found(module or case.module(**compute), q, k, v, dout, **documents)
     dense_case = replace(case, pattern=DENSE)
     dense_results = found(dense_case.module(**compute), q, k, v, dout, **documents)
     expected, dense_expected = (exact_over(c, placed, q, k, v, dout) for c in (case, dense_case))

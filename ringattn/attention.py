@@ -36,7 +36,7 @@ from ringattn.planning.setup import (
 from ringattn.planning.table import ModuleShape, PlanTable, Row, build_table
 from ringattn.planning.validation_memory import user_memory
 from ringattn.profile.schema import Profile
-from ringattn.runtime.documents import TENSORS_ALONE, Extent, documents_of, extent_of
+from ringattn.runtime.documents import TENSORS_ALONE, Extent, extent_of, given_of
 from ringattn.runtime.documents_program import load_program
 from ringattn.runtime.inputs import check_dtypes, check_inputs, check_length, check_types
 from ringattn.runtime.program import Program
@@ -212,17 +212,17 @@ class RingAttention(ShardedModule):
         for float64), -inf where nothing is selected or every logit is -inf. A loss may use it, for a second backward;
         what is -inf has no gradient. Over several ranks its backward raises RingAttentionError: use lse.detach().
         """
-        if self._ring is not None or cu_seqlens is not None or lengths is not None:
-            run = self._over_documents if self._ring is None else self._over_ranks
-            out, lse = outside_graphs(run, q, k, v, cu_seqlens, lengths, total_length, return_lse)
+        if self._ring is not None:
+            out, lse = outside_graphs(self._over_ranks, q, k, v, cu_seqlens, lengths, total_length, return_lse)
             return (out, lse) if return_lse else out
         train, autocast = self._mode(q, k, v)
         self._check_total(q, total_length)
         if torch.compiler.is_compiling() or transforms_active():
             narrow = autocast if self._casts(q, autocast) else None
-            out, lse = attend_traced(self, q, k, v, train, narrow)
+            out, lse = attend_traced(self, q, k, v, train, narrow, given_of(cu_seqlens, lengths))
         else:
-            out, lse = self._eager(q, k, v, train, autocast, Extent(total_length), return_lse)
+            extent = extent_of(total_length, cu_seqlens, lengths)
+            out, lse = self._eager(q, k, v, train, autocast, extent, return_lse)
         return (out, lse) if return_lse else out
 
     def plan_for(self, seq_len: int, dtype: torch.dtype | str, train: bool, batch: int = 1) -> Plan:
@@ -322,17 +322,6 @@ class RingAttention(ShardedModule):
     def _casts(self, q: Tensor, autocast: torch.dtype | None) -> bool:
         """Tell whether to compute in autocast's dtype: float64 and an explicit dtype keep theirs."""
         return autocast is not None and q.dtype is not torch.float64 and self.plan.wishes.dtype is None
-
-    def _over_documents(
-        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Any, lengths: Any, total_length: int | None, with_lse: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Run a call of one rank with documents, every one a sequence of its own."""
-        if torch.compiler.is_exporting() or transforms_active():
-            raise InputError("torch.export and torch.func take neither cu_seqlens nor lengths; call for each document")
-        train, autocast = self._mode(q, k, v)
-        self._check_total(q, total_length)
-        extent = Extent(documents=documents_of(cu_seqlens, lengths))
-        return self._eager(q, k, v, train, autocast, extent, with_lse)
 
     def _eager(
         self, q: Tensor, k: Tensor, v: Tensor, train: bool, autocast: torch.dtype | None, extent: Extent, with_lse: bool

@@ -31,7 +31,7 @@ class Documents:
         InputError: neither or both are given, or they hold something else.
     """
 
-    __slots__ = ("_hash", "_placed", "padded", "values")
+    __slots__ = ("_hash", "_placed", "padded", "tensor", "values")
 
     def __init__(self, cu_seqlens: Any = None, *, lengths: Any = None) -> None:
         if (cu_seqlens is None) == (lengths is None):
@@ -39,6 +39,7 @@ class Documents:
         self.padded = cu_seqlens is None
         given = lengths if self.padded else cu_seqlens
         self.values = (_lengths if self.padded else _bounds)(_on_host(self.name, given))
+        self.tensor = torch.tensor(self.values)  # what a compiled graph takes
         self._hash = hash((self.padded, self.values))
         self._placed: dict[tuple[int, int], tuple[Document, ...]] = {}
 
@@ -99,6 +100,31 @@ class Documents:
         return self
 
 
+class Given(NamedTuple):
+    """Documents as a graph holds them: ``values`` are cu_seqlens, or lengths where they are ``padded``."""
+
+    values: Tensor | None = None
+    padded: bool = False
+
+
+NO_DOCUMENTS = Given()
+
+
+def given_of(cu_seqlens: Any, lengths: Any) -> Given:
+    """Return the argument that is not None as a tensor, whose values nobody reads; torch.compile traces this."""
+    if cu_seqlens is None and lengths is None:
+        return NO_DOCUMENTS
+    if cu_seqlens is not None and lengths is not None:
+        raise InputError("cu_seqlens and lengths are both given; use the first for packed documents, else the other")
+    padded = cu_seqlens is None
+    given = lengths if padded else cu_seqlens
+    if isinstance(given, Documents):
+        if given.padded != padded:
+            raise InputError("the Documents are of the other argument, of cu_seqlens and lengths")
+        return Given(given.tensor, padded)
+    return Given(given if isinstance(given, Tensor) else torch.tensor(given), padded)
+
+
 class Extent(NamedTuple):
     """What a call says of its sequences beside the tensors: the length over all ranks, and documents in it."""
 
@@ -139,12 +165,17 @@ def documents_of(cu_seqlens: Any, lengths: Any) -> Documents:
 def extent_of(total_length: Any, cu_seqlens: Any, lengths: Any) -> Extent:
     """Return what a call says of its sequences; InputError where it makes no sense."""
     total = None if total_length is None else integer("total_length", total_length)
-    given = cu_seqlens is not None or lengths is not None
-    return Extent(total, documents_of(cu_seqlens, lengths) if given else None)
+    if cu_seqlens is None and lengths is None:
+        return Extent(total)
+    return Extent(total, documents_of(cu_seqlens, lengths))
 
 
 def _on_host(name: str, given: Any) -> list[Any]:
     if isinstance(given, Tensor):
+        if given.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise InputError(
+                f"{name} is on {given.device}, and a CUDA graph cannot wait for its values; give Documents"
+            )
         if given.dtype not in (torch.int32, torch.int64):
             raise InputError(f"{name} is a tensor of {given.dtype}; it must be torch.int32 or torch.int64")
         if given.dim() != 1 or given.layout is not torch.strided or given.is_meta:

@@ -323,28 +323,69 @@ def test_a_plan_with_graphs_of_its_own_is_not_for_documents() -> None:
         case.running_over(tunables, 8, 2, 16, dtype="fp32")
 
 
-def test_torch_func_and_export_take_no_documents() -> None:
+def test_torch_func_takes_no_documents() -> None:
     case = Case(6)
     module = case.module()
-    with pytest.raises(InputError, match=r"torch.export and torch.func take neither cu_seqlens nor lengths"):
+    with pytest.raises(InputError, match=r"torch.func takes neither cu_seqlens nor lengths; call for each document"):
         torch.func.vmap(lambda q, k, v: module(q, k, v, cu_seqlens=[0, 6]))(*(x.detach()[None] for x in case.inputs()))
 
 
-def test_a_compiled_model_runs_documents_outside_its_graphs() -> None:
-    case = Case(12, head_dim=8, causal=True)
+@pytest.mark.parametrize("form", [torch.tensor, Documents, list])
+@pytest.mark.parametrize("pattern", [DENSE, LONGNET])
+def test_a_compiled_model_has_documents_in_its_graph(form: Any, pattern: Pattern) -> None:
+    case = Case(12, head_dim=8, causal=True, pattern=pattern)
     module = case.module()
 
-    def model(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+    def model(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Any) -> Tensor:
         return module(q * 2, k, v, cu_seqlens=cu_seqlens) + 1
 
     inputs = case.inputs(torch.float32)
-    compiled = torch.compile(model, backend="aot_eager")
-    for cu_seqlens in (torch.tensor([0, 5, 12]), torch.tensor([0, 1, 11])):
-        expected = torch.autograd.grad(model(*inputs, cu_seqlens).sum(), inputs)
-        results = torch.autograd.grad(compiled(*inputs, cu_seqlens).sum(), inputs)
-        assert torch.equal(compiled(*inputs, cu_seqlens), model(*inputs, cu_seqlens))
-        for x, y in zip(results, expected, strict=True):
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for bounds in ([0, 5, 12], [0, 1, 11]):
+        expected = model(*inputs, form(bounds))
+        found_out = compiled(*inputs, form(bounds))
+        assert torch.equal(found_out, expected)
+        grads = (torch.autograd.grad(out.sum(), inputs) for out in (found_out, expected))
+        for x, y in zip(*grads, strict=True):
             assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_compiled_model_has_padding_in_its_graph(autocast: bool) -> None:
+    case = Case(12, head_dim=8, batch=3, causal=True)
+    module = case.module()
+    q, k, v = (x.detach() for x in case.inputs(torch.float32))
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    lengths = torch.tensor([12, 0, 7])
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        assert torch.equal(compiled(q, k, v, lengths=lengths), module(q, k, v, lengths=lengths))
+
+
+def test_what_makes_no_sense_is_refused_in_a_compiled_graph() -> None:
+    case = Case(9)
+    compiled = torch.compile(case.module(), backend="aot_eager")
+    with pytest.raises(InputError, match="cu_seqlens ends at 10, and q has 9 positions"):
+        compiled(*case.inputs(torch.float32), cu_seqlens=torch.tensor([0, 10]))
+
+
+class Packed(torch.nn.Module):
+    def __init__(self, attn: RingAttention) -> None:
+        super().__init__()
+        self.attn = attn
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+        out = self.attn(q, k, v, cu_seqlens=cu_seqlens)
+        assert isinstance(out, Tensor)
+        return out
+
+
+def test_an_exported_model_takes_documents() -> None:
+    case = Case(12, head_dim=8, pattern=LONGNET)
+    model = Packed(case.module())
+    q, k, v = (x.detach() for x in case.inputs(torch.float32))
+    program = torch.export.export(model, (q, k, v, torch.tensor([0, 5, 12])))
+    for bounds in (torch.tensor([0, 5, 12]), torch.tensor([0, 1, 9])):
+        assert torch.equal(program.module()(q, k, v, bounds), model(q, k, v, bounds))
 
 
 def test_equal_documents_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:

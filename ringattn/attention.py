@@ -10,15 +10,15 @@ import math
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ringattn.autograd.function import Runner, runner_of, without_autocast
+from ringattn.autograd.function import Runner, outside_graphs, runner_of, without_autocast
 from ringattn.autograd.transforms import attend_traced, transforms_active
 from ringattn.autograd.warmup import first_calls_ms
-from ringattn.geometry.layout import Shard, Span, check_dim, positions, resolve_layout, shard
+from ringattn.geometry.layout import resolve_layout
 from ringattn.hardware.kernel_faults import Combination
 from ringattn.planning.missed import count_calls, meet, record_path
 from ringattn.planning.plan import Conditions, Plan
@@ -36,14 +36,16 @@ from ringattn.planning.setup import (
 from ringattn.planning.table import ModuleShape, PlanTable, Row, build_table
 from ringattn.planning.validation_memory import user_memory
 from ringattn.profile.schema import Profile
-from ringattn.runtime.graphed import load_program
+from ringattn.runtime.documents import TENSORS_ALONE, Extent, extent_of, given_of
+from ringattn.runtime.documents_program import load_program
 from ringattn.runtime.inputs import check_dtypes, check_inputs, check_length, check_types
 from ringattn.runtime.program import Program
 
-from .arguments import input_dtype, integer, is_integer
+from .arguments import input_dtype, integer
 from .autograd import torch_compile as compiled
-from .dtypes import DTYPE_NAMES, TORCH_DTYPES
+from .dtypes import DTYPE_NAMES
 from .errors import InputError
+from .sharded_module import ShardedModule, SomeDocuments
 from .workload import HeadOffset, Pattern, describe
 
 if TYPE_CHECKING:
@@ -51,7 +53,7 @@ if TYPE_CHECKING:
     from ringattn.distributed.program import RingProgram
 
 
-class RingAttention(nn.Module):
+class RingAttention(ShardedModule):
     """Exact dense or dilated attention over one sequence, run as this machine's hardware profile says.
 
     q is (B, S, H, D), k and v are (B, S, Hkv, D); out is like q, in its dtype. A pattern of branches
@@ -186,54 +188,42 @@ class RingAttention(nn.Module):
             self._setup.announce()
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, return_lse: bool = False, total_length: int | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        return_lse: bool = False,
+        total_length: int | None = None,
+        cu_seqlens: SomeDocuments = None,
+        lengths: SomeDocuments = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend over q (B, S, H, D) with k and v (B, S, Hkv, D), any strides.
 
         Over several ranks S is what this rank holds, equal on all of them; where they differ, ``total_length`` is the
         length of the whole sequence, of which each rank holds what ``positions`` says.
 
+        ``cu_seqlens`` (N + 1,) packs N documents into one row (B = 1): document n is positions cu_seqlens[n] to
+        cu_seqlens[n + 1], the first begins at 0. ``lengths`` (B,) is the number of positions that each row has. Each
+        document, or row, is a sequence of its own, from whose start segments count; what lies beyond is padding: never
+        attended, 0 in out, -inf in lse, without gradient. Integers in a list or a tensor, whose values are read once
+        while it lives and is not written to (from a device, by waiting for it), or ``Documents``.
+
         Returns out (B, S, H, D) in q's dtype; with ``return_lse`` also lse (B, H, S), natural log, float32 (float64
         for float64), -inf where nothing is selected or every logit is -inf. A loss may use it, for a second backward;
         what is -inf has no gradient. Over several ranks its backward raises RingAttentionError: use lse.detach().
         """
         if self._ring is not None:
-            out, lse = self._ring.outside_graphs(self._over_ranks, q, k, v, total_length, return_lse)
+            out, lse = outside_graphs(self._over_ranks, q, k, v, cu_seqlens, lengths, total_length, return_lse)
             return (out, lse) if return_lse else out
         train, autocast = self._mode(q, k, v)
-        if total_length is not None and (not is_integer(total_length) or total_length != q.shape[1]):
-            raise InputError(f"total_length is {total_length!r}, but this rank holds all {q.shape[1]}; leave it out")
+        self._check_total(q, total_length)
         if torch.compiler.is_compiling() or transforms_active():
             narrow = autocast if self._casts(q, autocast) else None
-            out, lse = attend_traced(self, q, k, v, train, narrow)
+            out, lse = attend_traced(self, q, k, v, train, narrow, given_of(cu_seqlens, lengths))
         else:
-            looks = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, train)
-            key = (looks, q.device, k.device, v.device, return_lse, total_length, autocast)
-            run = self._runners.get(key)
-            if run is None:
-                run = self._new_runner(q, k, v, train, key, return_lse)
-            out, lse = run(q, k, v)
+            extent = extent_of(total_length, cu_seqlens, lengths)
+            out, lse = self._eager(q, k, v, train, autocast, extent, return_lse)
         return (out, lse) if return_lse else out
-
-    def positions(self, total_length: int) -> Tensor:
-        """Return the positions (S,), int64, of this rank's rows in a whole sequence, for rotary offsets and labels."""
-        total_length = integer("total_length", total_length)
-        return positions(self._shard_of(total_length), self.device)
-
-    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Return this rank's rows of ``x``, which is the whole sequence along ``dim``."""
-        check_dim(x, dim)
-        return shard(x, self._shard_of(x.shape[dim]), dim)
-
-    def unshard(self, x: Tensor, total_length: int | None = None, dim: int = 1) -> Tensor:
-        """Return the whole sequence from every rank's rows; all ranks call it. Not differentiable."""
-        if self._ring is None:
-            check_dim(x, dim)
-            return x
-        return self._ring.unshard(x, total_length, dim)
-
-    def _shard_of(self, total_length: int) -> Shard:
-        return (Span(0, total_length),) if self._ring is None else self._ring.shard(total_length)
 
     def plan_for(self, seq_len: int, dtype: torch.dtype | str, train: bool, batch: int = 1) -> Plan:
         """Return the plan of a call with ``seq_len`` positions of this input dtype; PlanError where it is refused.
@@ -251,11 +241,6 @@ class RingAttention(nn.Module):
         lines += [f"  note, {row.dtype} {row.mode}: {row.note}" for row in self.plan.rows if row.note]
         return "\n".join(lines)
 
-    def peer_workspace_bytes(self) -> int:
-        """Return the peak bytes of memory that peers write into, which torch's allocator does not count."""
-        rings = [program for program in self._programs.values() if not isinstance(program, Program)]
-        return max((program.workspace_bytes for program in rings), default=0)
-
     def warmup(
         self,
         lengths: Iterable[int] | int,
@@ -267,13 +252,6 @@ class RingAttention(nn.Module):
 
         ``dtype`` is that of the inputs. Returns the milliseconds that each took.
         """
-        given = lengths if isinstance(lengths, Iterable) and not isinstance(lengths, str) else [lengths]
-        lengths = [integer("the sequence length", length) for length in given]
-        for length in lengths:  # all, before the first is run
-            check_length(length, self.shape.max_seq_len)
-        batch_size, dtype = integer("batch_size", batch_size), TORCH_DTYPES[input_dtype(dtype)]
-        if not isinstance(train, bool):
-            raise InputError(f"train is {train!r}; it must be True or False")
         return first_calls_ms(self.forward, self.shape, self.device, lengths, dtype, batch_size, train)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -284,39 +262,39 @@ class RingAttention(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.digest, self.configuration = compiled.register(self)
 
-    def __prepare_scriptable__(self) -> NoReturn:
-        """Refuse torch.jit.script, which calls this first."""
-        raise InputError("torch.jit.script cannot compile a RingAttention; use torch.export, or torch.compile")
-
     def extra_repr(self) -> str:
         s = self.shape
         kv = f", kv_heads={s.kv_heads}" if s.kv_heads != s.heads else ""
         return f"heads={s.heads}{kv}, head_dim={s.head_dim}, {s.pattern}, causal={s.causal}, device={self.device}"
 
     def program_for(
-        self, q: Tensor, k: Tensor, v: Tensor, train: bool, total_length: int | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, train: bool, extent: Extent = TENSORS_ALONE
     ) -> Program | RingProgram:
         """Return the program for these tensors, after every check of them."""
-        batch, length = check_inputs(q, k, v, self.shape, self.device)
-        row = self._validated_row(batch, length, DTYPE_NAMES[q.dtype], train, total_length)
+        packed = extent.documents is not None
+        batch, length = check_inputs(q, k, v, self.shape, self.device, packed=packed)
+        row = self._validated_row(batch, length, DTYPE_NAMES[q.dtype], train, extent)
         plan = row.runnable()
         if (note := self.plan.fallback_note(row)) and self._logs:
             say_once(logging.WARNING, note)
         meet(self._record_path, plan)
         ring = None if plan.tunables.is_local else self._ring
-        # A program over several ranks is made for one shape.
-        key = (plan.tunables, plan.workload.mode if ring is None else plan.workload)
+        # A program over several ranks is made for one shape, but for documents.
+        key = (plan.tunables, plan.workload.mode, packed) if ring is None or packed else (plan.tunables, plan.workload)
         program = self._programs.get(key)
         if program is None:
             program = load_program(plan, self.scale) if ring is None else ring.program(plan, self.scale)
             self._programs[key] = program
-        return program
+        return self._of_documents(program, batch, length, extent) if packed else program
 
-    def _row(self, batch: int, length: int, dtype: str, train: bool, total_length: int | None) -> Row:
-        if self._ring is None:
-            return self.plan.plan_at(length, dtype, train, batch)
-        length = self._ring.planned_length(length, total_length)
-        return self.plan.plan_at(length, dtype, train, batch, total_length or 0)
+    def _row(self, batch: int, length: int, dtype: str, train: bool, extent: Extent) -> Row:
+        packed_tokens = 0
+        if self._ring is not None:
+            batch, length, packed_tokens = self._ring.planned(batch, length, extent)
+        elif extent.documents is not None:
+            batch, length, packed_tokens = extent.documents.sizes(batch, length)
+        total_length = extent.total_length if self._ring is not None and not packed_tokens else 0
+        return self.plan.plan_at(length, dtype, train, batch, total_length or 0, packed_tokens)
 
     def _validated_row(self, *call: Any) -> Row:
         """Return the row for a call, its kernels validated; a plan with one that fails leaves the table."""
@@ -336,25 +314,36 @@ class RingAttention(nn.Module):
             if self._ring is not None:
                 self._ring.replanned()
 
-    def _planned(self, q: Tensor, train: bool, total_length: int | None, narrow: torch.dtype | None) -> str:
+    def _planned(self, q: Tensor, train: bool, extent: Extent, narrow: torch.dtype | None) -> str:
         """Describe the plan of a call, for other ranks to compare with theirs."""
-        row = self._row(q.shape[0], q.shape[1], DTYPE_NAMES[narrow or q.dtype], train, total_length)
+        row = self._row(q.shape[0], q.shape[1], DTYPE_NAMES[narrow or q.dtype], train, extent)
         return describe(row.runnable().tunables)
 
     def _casts(self, q: Tensor, autocast: torch.dtype | None) -> bool:
         """Tell whether to compute in autocast's dtype: float64 and an explicit dtype keep theirs."""
         return autocast is not None and q.dtype is not torch.float64 and self.plan.wishes.dtype is None
 
+    def _eager(
+        self, q: Tensor, k: Tensor, v: Tensor, train: bool, autocast: torch.dtype | None, extent: Extent, with_lse: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Run a call of one rank."""
+        looks = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, train)
+        key = (looks, q.device, k.device, v.device, with_lse, extent, autocast)
+        run = self._runners.get(key)
+        if run is None:
+            run = self._new_runner(q, k, v, train, key, with_lse)
+        return run(q, k, v)
+
     def _new_runner(self, q: Tensor, k: Tensor, v: Tensor, train: bool, key: Any, with_lse: bool) -> Runner:
         """Return the function that runs calls with tensors like these, remembered under ``key``."""
-        total_length, autocast = key[-2:]
+        extent, autocast = key[-2:]
         narrow = autocast if self._casts(q, autocast) else None
         if narrow is not None:
             check_dtypes(q, k, v)
             q, k, v = q.to(narrow), k.to(narrow), v.to(narrow)
-        run = runner_of(self.program_for(q, k, v, train, total_length), q, k, v, train, with_lse)
+        run = runner_of(self.program_for(q, k, v, train, extent), q, k, v, train, with_lse)
         if self._record_path:
-            row = self._row(q.shape[0], q.shape[1], DTYPE_NAMES[q.dtype], train, total_length)
+            row = self._row(q.shape[0], q.shape[1], DTYPE_NAMES[q.dtype], train, extent)
             run = count_calls(self._record_path, run, row.runnable())
         if autocast is not None:
             run = without_autocast(run, self._device_type, narrow)
@@ -364,7 +353,7 @@ class RingAttention(nn.Module):
         return run
 
     def _over_ranks(
-        self, q: Tensor, k: Tensor, v: Tensor, total_length: int | None, with_lse: bool
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Any, lengths: Any, total_length: int | None, with_lse: bool
     ) -> tuple[Tensor, Tensor]:
         """Run the call in step with the other ranks; an error here is reported to them."""
         assert self._ring is not None
@@ -372,16 +361,15 @@ class RingAttention(nn.Module):
             if torch.compiler.is_exporting() or transforms_active():
                 raise InputError("torch.export and torch.func take no RingAttention over several ranks")
             train, autocast = self._mode(q, k, v)
-            check_inputs(q, k, v, self.shape, self.device)
-            if total_length is not None:
-                total_length = integer("total_length", total_length)
+            extent = extent_of(total_length, cu_seqlens, lengths)
+            check_inputs(q, k, v, self.shape, self.device, packed=extent.documents is not None)
             shapes = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, train)
-            key = (shapes, with_lse, total_length, autocast)
+            key = (shapes, with_lse, extent, autocast)
             run = self._runners.get(key)
             if run is None:
                 run = self._new_runner(q, k, v, train, key, with_lse)
             narrow = autocast if autocast is not q.dtype and self._casts(q, autocast) else None
-            self._ring.enter(q, train, total_length, narrow, self._planned)
+            self._ring.enter(q, train, extent, narrow, self._planned)
         return run(q, k, v)
 
     def _mode(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[bool, torch.dtype | None]:

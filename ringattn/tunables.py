@@ -30,6 +30,7 @@ LAYOUTS = ("contiguous", "zigzag")
 GRAD_WIRES = ("", "compute")
 EXCHANGES = ("", "symmetric")
 LAUNCHES = ("eager", "graph")
+PACKINGS = ("documents", "varlen")
 
 Stage = Literal["kernels", "memory", "housekeeping", "finalists", "ranks"]
 
@@ -41,7 +42,7 @@ class Case:
     ``segments`` and ``rates`` are the pattern's, one each per branch; a dense one is one segment of the sequence.
     Over several ranks ``degree`` is the number of ranks that exchange heads, 0 where the tunables give none, and
     ``travelling`` are the branches whose rows go from rank to rank. ``branch`` is the one that a rule of
-    ``BranchTunables`` is asked about.
+    ``BranchTunables`` is asked about. ``packed`` says that documents of several lengths are asked about.
     """
 
     train: bool
@@ -56,6 +57,7 @@ class Case:
     degree: int = 1
     travelling: tuple[int, ...] = ()
     branch: int = 0
+    packed: bool = False
 
 
 def _no_reason(case: Case) -> str:
@@ -140,6 +142,8 @@ def _metadata(entry: Tunable, always_written: bool = False) -> dict[str, Any]:
 def _gather_void(case: Case) -> str:
     if case.rates[case.branch] == 1:
         return "rate 1 has nothing to gather; use view"
+    if case.tunables.packing == "varlen":
+        return "dilated rows of packed documents are always gathered; use view"
     return "rows that travel are always gathered; use view" if case.branch in case.travelling else ""
 
 
@@ -152,6 +156,8 @@ def _checkpoint_void(case: Case) -> str:
     checkpoint, schedule = case.tunables.checkpoint, case.tunables.schedule
     if not case.train:
         return f"checkpoint {checkpoint} matters in training alone"
+    if checkpoint == "none" and case.tunables.packing == "varlen":
+        return "checkpoint none: packing varlen gathers rows again; use selective"
     if checkpoint == "none" and schedule not in ("local", *EXCHANGING):
         return f"checkpoint none: {schedule} keeps nothing that it receives; use selective"
     return ""
@@ -169,6 +175,8 @@ def _window_void(case: Case) -> str:
     window = case.tunables.window_tokens
     if case.tunables.schedule != "local":
         return "window_tokens: only schedule local goes window by window"
+    if case.tunables.packing == "varlen":
+        return "window_tokens: packing varlen runs all documents at once"
     if window is not None and window >= case.seq_len:
         return f"window_tokens {window} is no shorter than the sequence, {case.seq_len}"
     return ""
@@ -180,6 +188,8 @@ def _between_kernels(what: str, dense: str) -> Callable[[Case], str]:
     def void(case: Case) -> str:
         if case.dense:
             return f"{what}: a dense plan has no {dense}"
+        if case.tunables.packing == "varlen":
+            return f"{what}: packing varlen gathers and merges all documents at once"
         if len(case.travelling) == len(case.rates):
             return f"{what}: every branch travels, and this is for those that do not"
         return ""
@@ -191,9 +201,17 @@ def _launch_void(case: Case) -> str:
     checkpoint, schedule = case.tunables.checkpoint, case.tunables.schedule
     if schedule != "local":
         return f"launch graph: a graph holds no messages, and schedule {schedule} sends some"
+    if case.packed:
+        return "launch graph: graphs are for shapes that repeat, and documents of a batch are others each time"
     if case.train and checkpoint != "selective":
         return f"launch graph: calls in flight keep q, k, v, out and lse of their own, not what {checkpoint} keeps"
     return ""
+
+
+def _packing_void(case: Case) -> str:
+    if not case.packed:
+        return "packing varlen is for documents"
+    return "packing varlen is for documents on one rank" if case.world > 1 else ""
 
 
 def degrees(world: int) -> tuple[int, ...]:
@@ -280,7 +298,8 @@ class Tunables:
 
     ``branches`` has one entry per branch of the pattern (one for dense). ``window_tokens`` bounds the positions
     whose workspace is alive at a time (None: all). ``pool_threshold_mib`` None turns the workspace pool off.
-    ``launch`` "graph" replays the launches of shapes that repeat from CUDA graphs.
+    ``packing`` "varlen" runs all documents of a packed batch in one call of a kernel's entry for them, "documents" one
+    after the other. ``launch`` "graph" replays the launches of shapes that repeat from CUDA graphs.
     ``params`` are sorted ``("kernel.name", value)`` pairs handed to the kernel called ``kernel``.
 
     Over several ranks ``schedule`` says how rows travel and ``layout`` how the sequence is cut (empty at one rank).
@@ -340,6 +359,12 @@ class Tunables:
         text=lambda tunables: "compile",
         stage="finalists",  # it costs seconds a plan
         always_written=True,
+    )
+    packing: str = tunable(
+        "documents",
+        PACKINGS,
+        values=lambda case: PACKINGS if case.packed and case.world == 1 else PACKINGS[:1],
+        void=_packing_void,
     )
     launch: str = tunable("eager", LAUNCHES, void=_launch_void, stage="finalists")  # a capture takes 50 ms a shape
     schedule: str = tunable(

@@ -116,7 +116,8 @@ class Workload:
 
     ``seq_len`` is the local length on one of ``world`` ranks, ``dtype`` the input dtype by its short name.
     ``total_length`` is the length of the whole sequence, where it is not ``world * seq_len``. ``kv_heads=0`` means as
-    many as query heads.
+    many as query heads. Where ``packed_tokens`` is not 0, the question is about ``batch`` documents of at most
+    ``seq_len`` positions, and so many together.
     """
 
     mode: Mode
@@ -130,6 +131,7 @@ class Workload:
     pattern: Pattern = field(default_factory=Pattern)
     world: int = 1
     total_length: int = 0
+    packed_tokens: int = field(default=0, metadata={"omit_default": True})
 
     def __post_init__(self) -> None:
         if self.kv_heads == 0:
@@ -140,7 +142,12 @@ class Workload:
             raise FieldError(f"is {self.dtype!r}; use one of {', '.join(INPUT_DTYPES)}", field="dtype")
         for name in ("seq_len", "heads", "kv_heads", "head_dim", "batch", "world"):
             object.__setattr__(self, name, integer(name, getattr(self, name)))
-        object.__setattr__(self, "total_length", integer("total_length", self.total_length, least=0))
+        for name in ("total_length", "packed_tokens"):
+            object.__setattr__(self, name, integer(name, getattr(self, name), least=0))
+        least, most = self.seq_len + self.batch - 1, self.batch * self.seq_len
+        if self.packed_tokens and not least <= self.packed_tokens <= most:
+            of_them = f"{plural(self.batch, 'document')} of at most {self.seq_len} positions"
+            raise FieldError(f"is {self.packed_tokens}; {of_them} have {least} to {most}", field="packed_tokens")
         if self.heads % self.kv_heads:
             raise FieldError(f"is {self.heads}, not a multiple of kv_heads, {self.kv_heads}", field="heads")
 
@@ -149,19 +156,38 @@ class Workload:
         return self.mode == "train"
 
     @property
+    def packed(self) -> bool:
+        """True where it is about documents, of lengths that may differ."""
+        return self.packed_tokens > 0
+
+    @property
     def total(self) -> int:
         """Positions of the whole sequence, on all ranks."""
         return self.total_length or self.world * self.seq_len
 
+    @property
+    def rows_of_tensors(self) -> int:
+        """B of q, k and v: documents are packed into one row."""
+        return 1 if self.packed else self.batch
+
+    @property
+    def positions_of_tensors(self) -> int:
+        """S of q, k and v, on all ranks together."""
+        return self.packed_tokens or self.total
+
     def at(self, seq_len: int) -> Workload:
-        return replace(self, seq_len=seq_len)
+        """Return the same question at another length; documents grow and shrink together."""
+        scaled = round(self.packed_tokens * seq_len / self.seq_len)
+        least, most = seq_len + self.batch - 1, self.batch * seq_len
+        return replace(self, seq_len=seq_len, packed_tokens=min(most, max(least, scaled)) if self.packed else 0)
 
     def __str__(self) -> str:
         heads = f"H{self.heads}" + (f"/{self.kv_heads}" if self.kv_heads != self.heads else "")
         causal = "causal" if self.causal else "full"
         world = f" world={self.world}" if self.world > 1 else ""
+        packed = f" packed={self.packed_tokens}" if self.packed else ""
         shape = f"B{self.batch} S{self.seq_len} {heads} D{self.head_dim} {self.dtype}"
-        return f"{self.mode} {self.pattern} {causal} {shape}{world}"
+        return f"{self.mode} {self.pattern} {causal} {shape}{packed}{world}"
 
 
 def describe(tunables: Tunables) -> str:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-ON_GPUS = ("dense", "dilated", "fused_ops", "launch", "memory", "ring", "triton_kernel")
+ON_GPUS = ("dense", "dilated", "fused_ops", "launch", "memory", "packed", "ring", "triton_kernel")
 
 
 def end_of(name: str, monkeypatch: pytest.MonkeyPatch) -> object:
@@ -31,6 +31,18 @@ def test_without_a_gpu_a_benchmark_ends_with_one_line(name: str, monkeypatch: py
     assert isinstance(said, str)
     assert said.startswith(f"{name}.py: needs 1 NVIDIA GPU, and torch {torch.__version__} finds 0 here; ")
     assert "\n" not in said
+
+
+def test_packed_documents_are_timed_on_a_cpu_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    small = "--device cpu --profile none --documents 3 --tokens 24 --heads 2 --kv-heads 1 --head-dim 8"
+    monkeypatch.setattr(sys, "argv", [str(BENCHMARKS / "packed.py"), *small.split()])
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    said = capsys.readouterr().out
+    assert said.count("module_over_best") == 2
+    assert "3 documents in 24 tokens, forward+backward" in said
 
 
 def test_the_ring_says_how_to_start_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

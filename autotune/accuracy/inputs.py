@@ -15,7 +15,10 @@ from torch import Tensor
 
 from ringattn.dtypes import TORCH_DTYPES
 from ringattn.geometry.layout import Shard, shard
+from ringattn.runtime.documents import Documents
 from ringattn.workload import Workload
+
+from .documents import packed_documents
 
 KINDS = ("ordinary", "negative", "positive", "packed", "transposed")
 
@@ -33,7 +36,7 @@ OFFSET_LOGIT = 100.0  # magnitude of adversarial logits: exp underflows in float
 class Inputs:
     """q (B, S, H, D), k and v (B, S, G, D), dout like q, in the input dtype and the strides that ``kind`` implies.
 
-    ``active`` (S) says at which positions dout is not zero.
+    ``active`` (S) says at which positions dout is not zero. ``documents`` are packed into the row, unless it is None.
     """
 
     kind: str
@@ -42,6 +45,7 @@ class Inputs:
     v: Tensor
     dout: Tensor
     active: Tensor
+    documents: Documents | None = None
 
 
 def make_inputs(
@@ -55,7 +59,7 @@ def make_inputs(
     """
     assert kind in KINDS
     generator = torch.Generator(device).manual_seed(seed)
-    b, h, g, d = workload.batch, workload.heads, workload.kv_heads, workload.head_dim
+    b, h, g, d = workload.rows_of_tensors, workload.heads, workload.kv_heads, workload.head_dim
     dtype = TORCH_DTYPES[workload.dtype]
 
     def normal(*shape: int) -> Tensor:
@@ -72,7 +76,7 @@ def make_inputs(
             dout = torch.ones((), device=device, dtype=dtype).expand(b, seq_len, h, d)
         else:
             dout = active_S.to(dtype)[None, :, None, None].expand(b, seq_len, h, d)
-        return Inputs(kind, q, k, v, dout, active_S)
+        return Inputs(kind, q, k, v, dout, active_S, packed_documents(workload, seq_len))
     q, k, v, dout = (normal(b, seq_len, heads, d) for heads in (h, g, g, h))
     if not active.all():
         dout *= active_S[:, None, None]
@@ -85,7 +89,7 @@ def make_inputs(
     q, k, v, dout = (x.to(dtype) for x in (q, k, v, dout))
     if kind == "transposed":
         q, k, v, dout = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, dout))
-    return Inputs(kind, q, k, v, dout, active_S)
+    return Inputs(kind, q, k, v, dout, active_S, packed_documents(workload, seq_len))
 
 
 def shard_inputs(inputs: Inputs, spans: Shard) -> Inputs:

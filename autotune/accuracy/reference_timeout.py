@@ -22,7 +22,7 @@ def reference_limit_s(workload: Workload, device: str, *, gradients: bool, first
 
     ``gradients``: its rows are worked out, too. ``first``: of a worker.
     """
-    length = math.sqrt(2) * workload.total  # validations are at lengths up to that
+    length = math.sqrt(2) * workload.positions_of_tensors  # validations are at lengths up to that
     pairs = ROWS_PER_HEAD * workload.heads * length
     if gradients:
         queries = length / active_share(round(length))

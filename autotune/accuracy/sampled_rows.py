@@ -20,6 +20,7 @@ from torch import Tensor
 from ringattn.workload import Branch, Workload
 
 from .arithmetic import Arithmetic, modelled
+from .documents import packed_documents
 from .inputs import Inputs, active_positions
 
 ROWS_PER_HEAD = 12
@@ -58,6 +59,8 @@ def sample_positions(workload: Workload, seq_len: int, seed: int, held: NDArray[
     rng = np.random.default_rng((seed, seq_len))
     edges = {0, seq_len - 1, seq_len - seq_len % 64, seq_len - seq_len % 128 - 1, 63, 64, 127, 128}
     edges |= {position for b in workload.pattern.branches for position in (b.segment - 1, b.segment)}
+    if (documents := packed_documents(workload, seq_len)) is not None:
+        edges |= {position for bound in documents.values for position in (bound - 1, bound)}
     everywhere = np.arange(seq_len) if held is None else held
     edges &= set(everywhere.tolist())
     active = np.flatnonzero(active_positions(seq_len, seed))
@@ -73,7 +76,7 @@ def sample_positions(workload: Workload, seq_len: int, seed: int, held: NDArray[
     heads = workload.kv_heads
     key_heads = tuple(sorted(int(g) for g in rng.choice(heads, size=min(KEY_HEADS, heads), replace=False)))
     return Sampled(
-        batch_of_head=tuple(int(b) for b in rng.integers(0, workload.batch, size=heads)),
+        batch_of_head=tuple(int(b) for b in rng.integers(0, workload.rows_of_tensors, size=heads)),
         rows_of_head=tuple(positions(ROWS_PER_HEAD, active) for _ in range(heads)),
         key_heads=key_heads if workload.train else (),
         keys_of_head=tuple(positions(KEYS_PER_HEAD, everywhere) for _ in key_heads) if workload.train else (),
@@ -222,11 +225,29 @@ class _Computation:
         self._scale = 1.0 / math.sqrt(workload.head_dim)
         self._branches = workload.pattern.resolved(self._length)
         self._group = workload.heads // workload.kv_heads
+        bounds = (0, self._length) if inputs.documents is None else inputs.documents.values
+        self._bounds = torch.tensor(bounds, device=inputs.q.device)
 
     def _times_seen(self, kv_head: int, queries_R: Tensor, keys_K: Tensor) -> Tensor:
         workload, rule = self._workload, self._workload.pattern.head_offset
         offsets = [head_offset(kv_head, workload.kv_heads, branch.rate, rule) for branch in self._branches]
-        return times_seen(self._branches, offsets, queries_R, keys_K, workload.causal)
+        if self._inputs.documents is None:
+            return times_seen(self._branches, offsets, queries_R, keys_K, workload.causal)
+        of_query, of_key = self._document(queries_R), self._document(keys_K)
+        queries_R, keys_K = queries_R - self._bounds[of_query], keys_K - self._bounds[of_key]
+        seen_RK = times_seen(self._branches, offsets, queries_R, keys_K, workload.causal)
+        return seen_RK * (of_query[:, None] == of_key[None, :])
+
+    def _document(self, positions: Tensor) -> Tensor:
+        """Return the number of the document that each position lies in."""
+        return torch.searchsorted(self._bounds, positions, right=True) - 1
+
+    def _key_range(self, rows_R: Tensor) -> tuple[int, int]:
+        """Return the positions [begin, end) that contain every key any of these rows can see."""
+        if self._inputs.documents is None:
+            return _key_range(self._branches, rows_R, self._length, self._workload.causal)
+        first, last = self._document(torch.stack((rows_R.min(), rows_R.max()))).tolist()
+        return int(self._bounds[first]), int(self._bounds[last + 1])
 
     def _heads(self, kv_head: int) -> range:
         return range(kv_head * self._group, (kv_head + 1) * self._group)
@@ -234,7 +255,7 @@ class _Computation:
     def group(self, kv_head: int, rows_R: Tensor, *, want_dq: bool = True) -> list[AttendedRows]:
         """Attend the same rows of every query head that shares a key/value head."""
         inputs, batch = self._inputs, self._sampled.batch_of_head[kv_head]
-        begin, end = _key_range(self._branches, rows_R, self._length, self._workload.causal)
+        begin, end = self._key_range(rows_R)
         seen_RK = self._times_seen(kv_head, rows_R, torch.arange(begin, end, device=rows_R.device))
         k_KD, v_KD = (x[batch, begin:end, kv_head] for x in (inputs.k, inputs.v))
         return [
@@ -263,7 +284,7 @@ class _Computation:
         chunk = max(1, _CHUNK_ELEMENTS // self._length)
         for first in range(0, len(rows), chunk):
             rows_R = rows[first : first + chunk]
-            begin, end = _key_range(self._branches, rows_R, self._length, self._workload.causal)
+            begin, end = self._key_range(rows_R)
             here = (keys_J >= begin) & (keys_J < end)
             columns = keys_J[here] - begin
             for head, part in zip(self._heads(kv_head), self.group(kv_head, rows_R, want_dq=False), strict=True):

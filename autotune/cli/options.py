@@ -207,7 +207,7 @@ like_option = click.option(
 )
 
 _SHAPE = {
-    *("model", "modes", "causal", "seq_lens", "batch_size", "heads", "kv_heads", "head_dim"),
+    *("model", "modes", "causal", "seq_lens", "batch_size", "documents", "heads", "kv_heads", "head_dim"),
     *("segment_lengths", "dilation_rates", "dense", "precision"),
 }
 

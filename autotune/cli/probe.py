@@ -79,6 +79,12 @@ MODES: dict[str, tuple[Mode, ...]] = {"train": ("train",), "infer": ("infer",), 
     help="A length to measure; repeatable.  [default: the grid]",
 )
 @shape_options()
+@click.option(
+    "--documents",
+    type=POSITIVE,
+    metavar="N",
+    help="Measure N documents of uneven lengths packed into --seq-len tokens, as cu_seqlens gives them.",
+)
 @pattern_options
 @click.option("--dense", is_flag=True, help="Dense attention alone, without the grid's dilated pattern.")
 @click.option(

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 
 from autotune.accuracy.check import check_rows
+from autotune.accuracy.documents import packed_documents, whole_length
 from autotune.accuracy.inputs import Inputs, make_inputs, validation_inputs
 from autotune.accuracy.references import References
 from autotune.accuracy.sampled_rows import Expected, Sampled, pick_rows
@@ -96,7 +97,8 @@ class DeviceBench:
         phase("reference")  # our own cost is not the candidate's
         inputs = self._timing_inputs(workload)
         module = self._module(workload, tunables)
-        error, cold_ms = self._check_against_reference(module, workload, tunables, workload.total, "ordinary", phase)
+        whole = workload.positions_of_tensors
+        error, cold_ms = self._check_against_reference(module, workload, tunables, whole, "ordinary", phase)
         peak_bytes, taken_ms = self._peak_bytes(module, workload, inputs)  # replayed, where it is a graph
         (waited_ms,) = self._peers.max_over_ranks(taken_ms)
         if pace_ms is not None and waited_ms > SLOW * pace_ms:
@@ -126,8 +128,8 @@ class DeviceBench:
         number, parts = part
         ragged = validation_inputs(workload, self.settings.ragged_lengths, self.settings.seed)
         # Ranks hold unequal shares, too.
-        totals = [(length * workload.world - length % workload.world, kind) for length, kind in ragged]
-        for total, kind in [(workload.total, "negative"), *totals][number::parts]:
+        whole, lengths = workload.positions_of_tensors, [(whole_length(workload, n), kind) for n, kind in ragged]
+        for total, kind in [(whole, "negative"), *lengths][number::parts]:
             self._check_against_reference(module, workload, tunables, total, kind, phase)
         if parts > 1:
             return Proven(0.0)
@@ -193,8 +195,10 @@ class DeviceBench:
     def _first_call_ms(self, module: RingAttention, workload: Workload, tunables: Tunables, inputs: Inputs) -> float:
         """Time a call at a new length: some kernels build a plan for it, and graphs are captured."""
         self._new_length += 1
-        length = max(1, workload.seq_len - self._new_length % 61)
+        length = max(workload.rows_of_tensors, inputs.q.shape[1] - self._new_length % 61)
         shorter = replace(inputs, **{name: getattr(inputs, name)[:, :length] for name in ("q", "k", "v", "dout")})
+        if inputs.documents is not None:
+            shorter = replace(shorter, documents=packed_documents(workload, length))
         call = caller(module, shorter, workload.train)
         return self._timed(lambda: settled(call, tunables))[1]
 
@@ -209,7 +213,7 @@ class DeviceBench:
         module = build_module(workload, profile=profile_path, device=self.device, group=self._peers.group)
         caller(module, self._timing_inputs(workload), workload.train)()
         self._synchronize()
-        return module.plan_for(workload.seq_len, workload.dtype, workload.train, workload.batch).tunables
+        return module.plan.plan_of(workload).runnable().tunables
 
     def links(self) -> LinkReading:
         """Measure how long a round of messages among the ranks takes."""
@@ -265,7 +269,7 @@ class DeviceBench:
             layout=tunables.layout or "auto",
         )
         module.validates = False  # its answers are compared with float64 here, before any is timed
-        planned = module.plan_for(workload.seq_len, workload.dtype, workload.train, workload.batch).tunables
+        planned = module.plan.plan_of(workload).runnable().tunables
         assert planned == tunables, f"the runtime plans {planned} where {tunables} was asked for"
         return module
 
@@ -275,7 +279,8 @@ class DeviceBench:
             self._inputs = None
             self._release()
             seed = self.settings.seed + self._peers.rank
-            inputs = make_inputs(workload, workload.seq_len, "ordinary", seed, self.device, for_timing=True)
+            length = -(-workload.positions_of_tensors // workload.world)
+            inputs = make_inputs(workload, length, "ordinary", seed, self.device, for_timing=True)
             self._inputs = (workload, inputs)
         return self._inputs[1]
 

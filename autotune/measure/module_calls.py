@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -60,25 +61,31 @@ def graph_bytes(module: RingAttention) -> int:
 
 def torch_name(workload: Workload, inputs: Inputs) -> str:
     """Return the kernel that torch's own function runs for dense attention on one rank; empty for any other."""
-    if not workload.pattern.dense or workload.world > 1:
+    if not workload.pattern.dense or workload.world > 1 or workload.packed:
         return ""
     tensors = (x.detach().requires_grad_(workload.train) for x in (inputs.q, inputs.k, inputs.v))
     return torch_kernel(workload.causal, *tensors)
 
 
+def with_documents(module: Callable[..., Any], inputs: Inputs) -> Callable[..., Any]:
+    """Return the module as it is called on such inputs."""
+    return module if inputs.documents is None else partial(module, cu_seqlens=inputs.documents)
+
+
 def caller(module: RingAttention, inputs: Inputs, train: bool) -> Callable[[], None]:
     """Return the call that is timed: one forward, and in training the backward to q, k and v."""
+    attend = with_documents(module, inputs)
     if not train:
 
         def infer() -> None:
             with torch.no_grad():
-                module(inputs.q, inputs.k, inputs.v)
+                attend(inputs.q, inputs.k, inputs.v)
 
         return infer
     q, k, v = (x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
 
     def step() -> None:
-        torch.autograd.grad(module(q, k, v), (q, k, v), inputs.dout)
+        torch.autograd.grad(attend(q, k, v), (q, k, v), inputs.dout)
 
     return step
 
@@ -88,6 +95,7 @@ def results_of(module: Callable[..., Any], inputs: Inputs, train: bool) -> tuple
 
     A call that returns the lse is another one to autograd, which differentiates it, too.
     """
+    module = with_documents(module, inputs)
     if not train:
         with torch.no_grad():
             out, lse = module(inputs.q, inputs.k, inputs.v, return_lse=True)

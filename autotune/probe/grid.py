@@ -48,6 +48,8 @@ class Cell:
 
 def check_lengths(request: ProbeRequest) -> None:
     """Raise UsageFailure where a rank would hold too little of a sequence to have both of its chunks."""
+    if request.documents is not None and (request.ranks > 1 or request.batch_size > 1):
+        raise UsageFailure("--documents is measured on one rank and in one row; leave --nproc and --batch-size out")
     if request.ranks > 1 and request.layout != "contiguous" and 1 in request.seq_lens:
         raise UsageFailure(
             f"--seq-len 1: in zigzag layout each of {request.ranks} ranks holds 2 positions at least; "
@@ -99,22 +101,32 @@ def _workloads(request: ProbeRequest, facts: HardwareFacts) -> list[Workload]:
             for pattern in _patterns(request, on_cpu):
                 for mode in dict.fromkeys(modes):
                     try:
+                        packed = _packed(request.documents, seq_len)
                         workload = Workload(
                             mode=mode,
                             causal=True if request.causal is None else request.causal,
-                            seq_len=seq_len,
                             heads=heads,
                             head_dim=request.head_dim or (64 if on_cpu else 128),
                             dtype=dtype,
                             kv_heads=request.kv_heads or heads,
-                            batch=request.batch_size,
                             pattern=pattern,
                             world=request.ranks,
+                            **(packed or {"seq_len": seq_len, "batch": request.batch_size}),
                         )
                     except InputError as error:
                         raise UsageFailure(str(error)) from None
                     workloads.append(workload)
     return sorted(workloads, key=lambda workload: workload.seq_len)
+
+
+def _packed(documents: int | None, tokens: int) -> dict[str, int]:
+    """Return batch, longest length and tokens of so many documents of uneven lengths; empty without any."""
+    if documents is None:
+        return {}
+    longest = min(tokens - documents + 1, -(-2 * tokens // documents))
+    if longest < 1:
+        raise InputError(f"--documents {documents} does not fit into --seq-len {tokens}; give fewer")
+    return {"batch": documents, "seq_len": longest, "packed_tokens": tokens}
 
 
 def _grid_lengths(request: ProbeRequest, facts: HardwareFacts) -> tuple[int, ...]:
@@ -150,6 +162,8 @@ def _short_workloads(request: ProbeRequest, facts: HardwareFacts) -> list[Worklo
     """
     named = (request.heads, request.head_dim, request.segment_lengths, request.longest, *request.seq_lens)
     if request.effort == "quick" or request.causal or request.batch_size > 1 or request.ranks > 1:
+        return []
+    if request.documents is not None:
         return []
     if any(value is not None for value in named):
         return []
@@ -197,7 +211,7 @@ def _cell(workload: Workload, request: ProbeRequest) -> Cell:
 
 def tensor_bytes(workload: Workload) -> int:
     """Return the bytes of q, k, v, out and, in training, their gradients and dout, of the whole sequence."""
-    rows = workload.batch * workload.total * workload.head_dim * _BYTES[workload.dtype]
+    rows = workload.rows_of_tensors * workload.positions_of_tensors * workload.head_dim * _BYTES[workload.dtype]
     inputs = rows * (2 * workload.heads + 2 * workload.kv_heads)
     return 2 * inputs if workload.train else inputs
 

@@ -40,6 +40,7 @@ class ProbeRequest:
     longest: int | None = None  # of the whole sequence: without seq_lens, lengths up to it instead of the grid's
     recorded: tuple[tuple[Workload, int], ...] = ()  # with their calls, of which the costliest are the cells
     batch_size: int = 1
+    documents: int | None = None  # so many packed into each length
     heads: int | None = None
     kv_heads: int | None = None
     head_dim: int | None = None

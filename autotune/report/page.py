@@ -183,7 +183,7 @@ def uncovered(profile: Profile) -> list[tuple[str, str]]:
     found = []
     shapes: dict[object, list[Family]] = {}
     for family in families(profile):
-        shapes.setdefault(replace(family.workload, mode="train", seq_len=1), []).append(family)
+        shapes.setdefault(replace(family.workload.at(1), mode="train"), []).append(family)
     for siblings in shapes.values():
         w = siblings[0].workload
         shape = f"ringtune probe {probe_options(w)}"

@@ -94,7 +94,7 @@ def families(profile: Profile) -> tuple[Family, ...]:
     """Group the entries of a profile by everything but length, in the order of the file."""
     groups: dict[Workload, list[PlanEntry]] = {}
     for entry in profile.plans:
-        groups.setdefault(replace(entry.workload, seq_len=1), []).append(entry)
+        groups.setdefault(entry.workload.at(1), []).append(entry)
     ordered = (sorted(group, key=lambda entry: entry.workload.seq_len) for group in groups.values())
     return tuple(Family(group[0].workload, tuple(group)) for group in ordered)
 

@@ -22,8 +22,11 @@ from ringattn.planning.setup import say_once
 from ringattn.planning.table import PlanTable, Question, table_of
 from ringattn.profile.schema import Choice, PlanEntry
 from ringattn.profile.yaml_io import from_plain, to_plain
+from ringattn.runtime.documents import TENSORS_ALONE, Extent
+from ringattn.runtime.documents_program import DocumentsProgram, load_program
 from ringattn.runtime.inputs import check_length
 from ringattn.runtime.program import Program
+from ringattn.runtime.varlen_program import VarlenProgram
 
 _FORMAT = 1
 _SOURCE = "exported program"
@@ -86,11 +89,13 @@ class ExportedAttention:
         self._table = table_of(c.question)
         self.traced: dict[object, Program] = {}
 
-    def program_for(self, q: Tensor, k: Tensor, v: Tensor, train: bool) -> Program:
+    def program_for(self, q: Tensor, k: Tensor, v: Tensor, train: bool, extent: Extent = TENSORS_ALONE) -> Program:
         """Return the program of the exported plan for these tensors; PlanError where it cannot run on this machine."""
-        batch, length = q.shape[:2]
+        (batch, length), tokens = q.shape[:2], 0
+        if extent.documents is not None:
+            batch, length, tokens = extent.documents.sizes(batch, length)
         check_length(length, self._table.shape.max_seq_len)
-        row = self._table.plan_at(length, DTYPE_NAMES[q.dtype], train, batch)
+        row = self._table.plan_at(length, DTYPE_NAMES[q.dtype], train, batch, packed_tokens=tokens)
         plan = row.runnable()
         if note := self._table.fallback_note(row):
             say_once(logging.WARNING, note)
@@ -100,4 +105,8 @@ class ExportedAttention:
             raise PlanError(
                 f"the exported plan for {plan.workload} cannot run here", error.rejected, "Export the module here"
             ) from None
-        return Program(here, self._scale)
+        program = load_program(here, self._scale)
+        if isinstance(program, DocumentsProgram | VarlenProgram):
+            assert extent.documents is not None
+            return program.over(extent.documents, *q.shape[:2])
+        return program

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ringattn.errors import RingAttentionError
 from ringattn.planning.setup import say_once
+from ringattn.runtime.documents import TENSORS_ALONE, Extent, extent_of
 from ringattn.runtime.graphed import GraphedProgram
 
 from .checkpoint import checkpoint_of
@@ -46,7 +47,7 @@ class ProgramSource(Protocol):
 
     traced: dict[Any, Any]
 
-    def program_for(self, q: Tensor, k: Tensor, v: Tensor, train: bool, /) -> Executor: ...
+    def program_for(self, q: Tensor, k: Tensor, v: Tensor, train: bool, extent: Extent, /) -> Executor: ...
 
 
 class Module(ProgramSource, Protocol):
@@ -90,14 +91,16 @@ def _program_source(module: str, device: torch.device) -> ProgramSource:
     return loaded
 
 
-def traced_program(source: ProgramSource, q: Tensor, k: Tensor, v: Tensor, train: bool) -> Executor:
+def traced_program(
+    source: ProgramSource, q: Tensor, k: Tensor, v: Tensor, train: bool, extent: Extent = TENSORS_ALONE
+) -> Executor:
     """Return ``program_for``, remembered, for a caller that decides itself what is kept for the backward."""
-    key = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, train)
+    key = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, train, extent)
     program: Executor | None = source.traced.get(key)
     if program is None:
         if len(source.traced) >= MOST_SHAPES:
             source.traced.clear()
-        program = source.program_for(q, k, v, train)
+        program = source.program_for(q, k, v, train, extent)
         if isinstance(program, GraphedProgram):
             program = program.without_graphs()  # a compiled graph has its own way to launch
         source.traced[key] = program
@@ -110,16 +113,41 @@ def traced_program(source: ProgramSource, q: Tensor, k: Tensor, v: Tensor, train
     return program
 
 
+def _extent(documents: Tensor | None, padded: bool) -> Extent:
+    if documents is None:
+        return TENSORS_ALONE
+    return extent_of(None, *((None, documents) if padded else (documents, None)))
+
+
 @torch.library.custom_op("ringattn::attend", mutates_args=())
-def attend(q: Tensor, k: Tensor, v: Tensor, module: str, train: bool) -> tuple[Tensor, Tensor]:
-    """Return out (B, S, H, D) and lse (B, H, S), contiguous, of the module with this digest or configuration."""
-    program = traced_program(_program_source(module, q.device), q, k, v, train)
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    module: str,
+    train: bool,
+    documents: Tensor | None = None,
+    padded: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return out (B, S, H, D) and lse (B, H, S), contiguous, of the module with this digest or configuration.
+
+    ``documents`` are cu_seqlens, or the lengths of sequences where these are ``padded``.
+    """
+    program = traced_program(_program_source(module, q.device), q, k, v, train, _extent(documents, padded))
     out, lse = program.attend(*unit_stride_rows(q, k, v))
     return out.contiguous(), lse.contiguous()
 
 
 @attend.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, module: str, train: bool) -> tuple[Tensor, Tensor]:
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    module: str,
+    train: bool,
+    documents: Tensor | None = None,
+    padded: bool = False,
+) -> tuple[Tensor, Tensor]:
     batch, length, heads, _ = q.shape
     wide = torch.float64 if q.dtype is torch.float64 else torch.float32
     return q.new_empty(q.shape), q.new_empty((batch, heads, length), dtype=wide)
@@ -135,9 +163,11 @@ def attend_backward(
     lse: Tensor,
     module: str,
     dlse: Tensor | None = None,
+    documents: Tensor | None = None,
+    padded: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv, contiguous."""
-    program = traced_program(_program_source(module, q.device), q, k, v, True)
+    program = traced_program(_program_source(module, q.device), q, k, v, True, _extent(documents, padded))
     dq, dk, dv = program.gradients(dout, (*unit_stride_rows(q, k, v), out, lse), dlse=dlse)
     assert dq is not None
     assert dk is not None
@@ -155,21 +185,24 @@ def _(
     lse: Tensor,
     module: str,
     dlse: Tensor | None = None,
+    documents: Tensor | None = None,
+    padded: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, module, _ = inputs
-    ctx.save_for_backward(q, k, v, *output)
+    q, k, v, module, _, documents, padded = inputs
+    ctx.save_for_backward(q, k, v, *output, documents)
     ctx.set_materialize_grads(False)  # None, not zeros, of an lse that nothing depends on: it costs a backward
-    ctx.module = module
+    ctx.module, ctx.padded = module, padded
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     if dout is None and dlse is None:
-        return (None,) * 5
-    return (*attend_backward(dout, *ctx.saved_tensors, ctx.module, dlse), None, None)
+        return (None,) * 7
+    *saved, documents = ctx.saved_tensors
+    return (*attend_backward(dout, *saved, ctx.module, dlse, documents, ctx.padded), *(None,) * 4)
 
 
 attend.register_autograd(_backward, setup_context=_setup_context)

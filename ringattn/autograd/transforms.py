@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._C import _are_functorch_transforms_active as transforms_active
 
 from ringattn.errors import InputError, RingAttentionError
+from ringattn.runtime.documents import NO_DOCUMENTS, Given
 from ringattn.runtime.inputs import check_inputs
 
 from . import torch_compile
@@ -26,11 +27,17 @@ __all__ = ["attend", "attend_traced", "transforms_active"]
 
 
 def attend_traced(
-    module: Module, q: Tensor, k: Tensor, v: Tensor, train: bool, narrow: torch.dtype | None
+    module: Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    train: bool,
+    narrow: torch.dtype | None,
+    given: Given = NO_DOCUMENTS,
 ) -> tuple[Tensor, Tensor]:
     """Run a call under torch.compile or torch.export as one operator, under torch.func as one Function.
 
-    Inputs are converted to ``narrow``, unless that is None, and out is converted back.
+    Only operators take ``given`` documents. Inputs are converted to ``narrow``, unless that is None, and out back.
     """
     wished = module.plan.wishes.checkpoint
     if train and wished not in (None, "selective"):
@@ -44,10 +51,13 @@ def attend_traced(
     compiling, exporting = torch.compiler.is_compiling(), torch.compiler.is_exporting()
     if exporting or not compiling:
         # A program that nobody can call is not exported. What a Function checks has the samples of a vmap in its batch.
-        check_inputs(q, k, v, module.shape, module.device)
+        check_inputs(q, k, v, module.shape, module.device, packed=given.values is not None)
     if compiling:
-        out, lse = torch_compile.attend(q, k, v, module.configuration if exporting else module.digest, train)
+        name = module.configuration if exporting else module.digest
+        out, lse = torch_compile.attend(q, k, v, name, train, given.values, given.padded)
     else:
+        if given.values is not None:
+            raise InputError("torch.func takes neither cu_seqlens nor lengths; call for each document")
         out, lse = attend(module, q, k, v, train)
     return out.to(dtype), lse
 

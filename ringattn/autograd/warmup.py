@@ -8,19 +8,33 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from ringattn.arguments import input_dtype, integer
+from ringattn.dtypes import TORCH_DTYPES
+from ringattn.errors import InputError
 from ringattn.planning.table import ModuleShape
+from ringattn.runtime.inputs import check_length
 
 
 def first_calls_ms(
     forward: Callable[[Tensor, Tensor, Tensor], object],
     shape: ModuleShape,
     device: torch.device,
-    lengths: Iterable[int],
-    dtype: torch.dtype,
+    lengths: Iterable[int] | int,
+    dtype: torch.dtype | str,
     batch: int,
     train: bool,
 ) -> dict[int, float]:
-    """Call ``forward`` once per length on normal q, k and v, and back if ``train``; return the milliseconds of each."""
+    """Call ``forward`` once per length on normal q, k and v, and back if ``train``; return the milliseconds of each.
+
+    InputError for arguments that make no sense, before the first is run.
+    """
+    given = lengths if isinstance(lengths, Iterable) and not isinstance(lengths, str) else [lengths]
+    lengths = [integer("the sequence length", length) for length in given]
+    for length in lengths:
+        check_length(length, shape.max_seq_len)
+    batch, dtype = integer("batch_size", batch), TORCH_DTYPES[input_dtype(dtype)]
+    if not isinstance(train, bool):
+        raise InputError(f"train is {train!r}; it must be True or False")
     took_ms = {}
     generator = torch.Generator(device)  # its own: a warm-up leaves the process's random numbers alone
     for length in lengths:

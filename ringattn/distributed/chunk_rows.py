@@ -6,7 +6,7 @@ D head dim. A row tensor is (N, M, J * G, D), its lse (N, J * G, M); ``group`` i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ def gather_rows(x_BSHD: Tensor, chunk: Chunk, group: int) -> Tensor:
     in_place = _in_place(x_BSHD, chunk, group)
     if in_place is not None:
         return in_place
-    blocks = x_BSHD.shape[0] * chunk.segments
+    blocks = chunk.calls[0].batch * chunk.segments
     rows = x_BSHD.new_empty(blocks, chunk.rows, chunk.kv_heads * group, x_BSHD.shape[3])
     for there, here in _pairs(x_BSHD, rows, chunk, group):
         here.copy_(there)
@@ -30,9 +30,9 @@ def gather_rows(x_BSHD: Tensor, chunk: Chunk, group: int) -> Tensor:
 
 def gather_lse(lse_BHS: Tensor, chunk: Chunk, group: int) -> Tensor:
     """Return the chunk's LSE, (N, J * group, M) contiguous."""
-    if _covers(chunk, lse_BHS.shape[1], lse_BHS.shape[2], group):
+    if _covers(chunk, lse_BHS.shape, group):
         return lse_BHS.contiguous()
-    rows = lse_BHS.new_empty(lse_BHS.shape[0] * chunk.segments, chunk.kv_heads * group, chunk.rows)
+    rows = lse_BHS.new_empty(chunk.calls[0].batch * chunk.segments, chunk.kv_heads * group, chunk.rows)
     for there, here in _lse_pairs(lse_BHS, rows, chunk, group):
         here.copy_(there)
     return rows
@@ -81,11 +81,12 @@ def merge_block(total: Tensor, total_lse: Tensor, part: Tensor, part_lse: Tensor
     total_lse.copy_(peak + both.log())
 
 
-def _covers(chunk: Chunk, heads: int, length: int, group: int) -> bool:
-    """Return whether the chunk is all heads of all rows, in order."""
-    call = chunk.calls[0]
+def _covers(chunk: Chunk, shape: Sequence[int], group: int) -> bool:
+    """Return whether the chunk is all heads of all rows, in order, of an LSE of this shape (B, H, S)."""
+    call, (batch, heads, length) = chunk.calls[0], shape
     return (
         len(chunk.calls) == 1
+        and call.batch == batch
         and (call.rate, call.segments, call.rows, len(call.runs)) == (1, 1, length, 1)
         and (call.runs[0].first, call.runs[0].count * group) == (0, heads)
     )
@@ -95,12 +96,12 @@ def _in_place(x: Tensor, chunk: Chunk, group: int) -> Tensor | None:
     call = chunk.calls[0]
     if len(chunk.calls) > 1 or call.rate > 1 or len(call.runs) > 1 or call.runs[0].step != 1:
         return None
-    if call.segments > 1 and x.shape[0] > 1:
+    if call.segments > 1 and call.batch > 1:
         return None
     run = call.runs[0]
-    heads = x.narrow(2, run.first * group, run.count * group)
+    heads = x.narrow(0, call.batch_start, call.batch).narrow(2, run.first * group, run.count * group)
     rows = heads.narrow(1, call.start, call.segments * call.length)
-    return rows if call.segments == 1 else rows.view(call.segments, call.length, *rows.shape[2:])
+    return rows if call.segments == 1 else torch.unflatten(rows.squeeze(0), 0, (call.segments, call.length))
 
 
 def _pairs(x_BSHD: Tensor, rows: Tensor, chunk: Chunk, group: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -14,12 +14,14 @@ from torch import Tensor
 
 from ringattn.arguments import integer
 from ringattn.errors import InputError, RingAttentionError
+from ringattn.geometry.documents import document_shards, positions_in
 from ringattn.geometry.layout import Shard, assemble, check_dim, length_of, shards_of
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.planning.plan import Plan
 from ringattn.planning.setup import Setup
 from ringattn.planning.table import ModuleShape, PlanTable
 from ringattn.profile.schema import PlanEntry
+from ringattn.runtime.documents import TENSORS_ALONE, Documents, Extent
 from ringattn.wording import plural
 
 from .agreement import plan_together, tell_of_error
@@ -51,12 +53,26 @@ class RingContext:
         shards: tuple[Shard, ...] = self.shards(total)
         return shards[self.comm.rank]
 
-    def total_of(self, local_length: int, total_length: int | None) -> int:
+    def shards_over(self, total: int, documents: Documents | None) -> tuple[Shard, ...]:
+        """Return what each rank holds of a row of so many positions, which may be packed documents."""
+        if documents is None or documents.padded or self.layout == "contiguous":
+            shards: tuple[Shard, ...] = self.shards(total)
+            return shards
+        shards = document_shards(documents.placed(1, total), total, self.comm.size)
+        if not all(shards):
+            raise InputError(
+                f"zigzag layout over {self.comm.size} ranks would leave a rank nothing of {documents!r}; use "
+                "layout='contiguous', or fewer ranks"
+            )
+        return shards
+
+    def total_of(self, local_length: int, extent: Extent = TENSORS_ALONE) -> int:
         """Return the length of the whole sequence; InputError where this rank's shard of it has another length."""
-        if total_length is None:
-            return local_length * self.comm.size
-        total_length = integer("total_length", total_length)
-        expected = length_of(self.shard(total_length))
+        even = local_length * self.comm.size
+        if extent == TENSORS_ALONE:
+            return even
+        total_length = even if extent.total_length is None else integer("total_length", extent.total_length)
+        expected = length_of(self.shards_over(total_length, extent.documents)[self.comm.rank])
         if local_length != expected:
             raise InputError(
                 f"the sequence has {plural(local_length, 'position')} here; of total_length {total_length} rank "
@@ -68,20 +84,20 @@ class RingContext:
         self,
         q: Tensor,
         train: bool,
-        total_length: int | None,
+        extent: Extent,
         narrow: torch.dtype | None,
-        planned: Callable[[Tensor, bool, int | None, torch.dtype | None], str],
+        planned: Callable[[Tensor, bool, Extent, torch.dtype | None], str],
     ) -> None:
         """Begin a call with ``q``: where it differs from the last, ranks wait for each other and compare.
 
         ``narrow`` is the dtype that autocast has the inputs converted to. ``planned`` describes the plan that this
         rank runs them by: a kernel that is wrong on one rank alone must not leave ranks with different plans.
         """
-        signature = (q.shape[:2], q.dtype, train, total_length, narrow)
+        signature = (q.shape[:2], q.dtype, train, extent, narrow)
         if signature == self._signature:
             self.watchdog.begin(self.module, self._calls, self._description)
             return
-        inputs, plan = self._describe(q, train, total_length, narrow), planned(q, train, total_length, narrow)
+        inputs, plan = self._describe(q, train, extent, narrow), planned(q, train, extent, narrow)
         self._compare(inputs + BY_THE_PLAN + plan)
         self._signature, self._description = signature, inputs + BY_THE_PLAN + plan
 
@@ -104,13 +120,14 @@ class RingContext:
             self.watchdog.forget(self.module, self._compared)
         self._compared = self._calls
 
-    def _describe(self, q: Tensor, train: bool, total_length: int | None, narrow: torch.dtype | None) -> str:
+    def _describe(self, q: Tensor, train: bool, extent: Extent, narrow: torch.dtype | None) -> str:
         """Return the description of a call's inputs, the same on every rank of a right one."""
-        total = self.total_of(q.shape[1], total_length)
-        length = plural(q.shape[1], "position") if total_length is None else "a shard"
+        total = self.total_of(q.shape[1], extent)
+        length = plural(q.shape[1], "position") if extent.total_length is None else "a shard"
         dtype = str(q.dtype)[6:] + (f" under autocast to {str(narrow)[6:]}" if narrow else "")
         gradients = "with" if train else "without"
-        return f"calls with batch {q.shape[0]}, {length} of {total} in all, {dtype}, {gradients} gradients"
+        packed = "" if extent.documents is None else f"{extent.documents.digest}, "
+        return f"calls with batch {q.shape[0]}, {length} of {total} in all, {packed}{dtype}, {gradients} gradients"
 
     def plan_together(
         self,
@@ -134,12 +151,27 @@ class RingContext:
         else:
             tell_of_error(self.watchdog, self.comm.group, self.module, error)
 
-    def planned_length(self, local_length: int, total_length: int | None) -> int:
-        """Return the local length that plans are looked up by, the same on every rank where lengths differ."""
-        return -(-self.total_of(local_length, total_length) // self.comm.size)
+    def planned(self, batch: int, local_length: int, extent: Extent) -> tuple[int, int, int]:
+        """Return the batch, local length and packed tokens that plans are looked up by, the same on every rank."""
+        size = self.comm.size
+        total = self.total_of(local_length, extent)
+        if extent.documents is None:
+            return batch, -(-total // size), 0
+        count, longest, positions = extent.documents.sizes(batch, total)
+        share = max(2, -(-longest // size))  # of which every layout leaves every rank something
+        return count, share, min(count * share, max(share + count - 1, -(-positions // size)))
+
+    def over(self, program: RingProgram, batch: int, local_length: int, extent: Extent) -> RingProgram:
+        """Return ``program`` for the documents of a call."""
+        assert extent.documents is not None
+        total = self.total_of(local_length, extent)
+        placed = extent.documents.placed(batch, total)
+        padded = positions_in(placed) < batch * total
+        return program.over(placed, self.shards_over(total, extent.documents), padded)
 
     def program(self, plan: Plan, scale: float) -> RingProgram:
-        shards, batch = self.shards(plan.workload.total), plan.workload.batch
+        batch = plan.workload.batch
+        shards = () if plan.workload.packed else self.shards(plan.workload.total)
         return RingProgram(
             plan, scale, self.comm, shards, batch, self.watchdog, self.module, lambda: self._calls, self._buffer_pool
         )
@@ -149,25 +181,17 @@ class RingContext:
 
         return buffer_pool_of(self.comm.group, self._device, self.watchdog)
 
-    def unshard(self, x: Tensor, total_length: int | None, dim: int) -> Tensor:
+    def unshard(self, x: Tensor, extent: Extent, dim: int) -> Tensor:
         """Return every rank's rows in order. They compare first: messages of unequal sizes end a process."""
         with self.call():
             check_dim(x, dim)
-            total = self.total_of(x.shape[dim], total_length)
+            total = self.total_of(x.shape[dim], extent)
             dim %= x.ndim
             shape = ", ".join("rows" if number == dim else str(n) for number, n in enumerate(x.shape))
             self._compare(f"unshards {plural(total, 'position')} in all, of ({shape}) in {str(x.dtype)[6:]}")
-            shards = self.shards(total)
+            shards = self.shards_over(total, extent.documents)
             sizes = [(*x.shape[:dim], length_of(shard), *x.shape[dim + 1 :]) for shard in shards]
             return assemble(self.comm.gather_rows(x, sizes), shards, dim)
-
-    @staticmethod
-    def outside_graphs(call: Callable[..., tuple[Tensor, Tensor]], *arguments: Any) -> tuple[Tensor, Tensor]:
-        """Make a call that torch.compile leaves alone: a graph breaks around it."""
-        if torch.compiler.is_compiling():
-            # Not as a decorator: that imports torch._dynamo, 1.1 of the 3 s in which a rank starts.
-            call = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
-        return call(*arguments)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RingContext:
         return self

@@ -12,16 +12,17 @@ import copy
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Generic, TypeVar
+from typing import Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from ringattn.dtypes import TORCH_DTYPES
 from ringattn.geometry.calls import LayoutKey, build_geometry
+from ringattn.geometry.documents import Document
 from ringattn.geometry.layout import Shard, grouped, length_of
 from ringattn.geometry.pattern import Call, HeadRun
-from ringattn.geometry.ring_geometry import HeadRange, RingGeometry, ring_geometry
+from ringattn.geometry.ring_geometry import HeadRange, RingGeometry, documents_geometry, ring_geometry
 from ringattn.planning.fused_steps import FUSED_STEPS
 from ringattn.planning.plan import Plan
 from ringattn.runtime.executor import ALL, Executor, Grads, Kept, Triple, Wanted, as_wanted
@@ -59,51 +60,71 @@ class RingProgram(Executor):
     ) -> None:
         """Load ``plan``; ``module`` is its number among those of the group, ``calls`` how many of its calls were begun.
 
-        ``pool`` gives the blocks of a symmetric exchange.
+        ``pool`` gives the blocks of a symmetric exchange. A plan for documents runs them by ``over``.
         """
         tunables, workload = plan.tunables, plan.workload
         self.plan = plan
         self.dtype = TORCH_DTYPES[tunables.dtype]
         self._watchdog, self._comm, self._module, self._calls = watchdog, comm, module, calls
-        degree = tunables.exchange_degree(comm.size)
-        ring_place, place = divmod(comm.rank, degree)
-        members = tuple(range(ring_place * degree, (ring_place + 1) * degree))
-        groups = max(1, tunables.head_groups) if degree > 1 else 1
-        if tunables.exchange == "symmetric":
-            assert pool is not None
-            self._exchange: HeadExchange = SymmetricExchange(comm, members, shards, groups, pool)
-        else:
-            self._exchange = HeadExchange(comm, members, shards[members[0] : members[-1] + 1], groups)
-        self._exchanges_heads = degree > 1
-        kernels = tuple(_kernels(plan, branch, scale) for branch in tunables.branches)
-        rank_of = tuple(range(place, comm.size, degree))
-        own_heads = workload.kv_heads // degree // groups
+        self._degree = tunables.exchange_degree(comm.size)
+        self._groups = max(1, tunables.head_groups) if self._degree > 1 else 1
+        self._exchanges_heads = self._degree > 1
+        self._pool_of, self._scale = pool, scale
+        self._kernels = tuple(_kernels(plan, branch, scale) for branch in tunables.branches)
         input_dtype = TORCH_DTYPES[workload.dtype]
         self._wire = input_dtype if input_dtype.itemsize <= self.dtype.itemsize else self.dtype
+        if not workload.packed:
+            self._lay_out(shards, batch)
+
+    def over(self, documents: tuple[Document, ...], shards: tuple[Shard, ...], padded: bool) -> Self:
+        """Return the program, its kernels shared, for documents of which rank i holds what lies in ``shards[i]``.
+
+        ``padded``: some positions are in no document.
+        """
+        made = copy.copy(self)
+        made._lay_out(shards, 1, documents, padded)
+        return made
+
+    def _lay_out(
+        self,
+        shards: tuple[Shard, ...],
+        batch: int,
+        documents: tuple[Document, ...] | None = None,
+        padded: bool = False,
+    ) -> None:
+        """Set the exchange of heads and the rings for what each rank holds."""
+        plan, comm, degree, groups = self.plan, self._comm, self._degree, self._groups
+        tunables, workload = plan.tunables, plan.workload
+        ring_place, place = divmod(comm.rank, degree)
+        members = tuple(range(ring_place * degree, (ring_place + 1) * degree))
+        if tunables.exchange == "symmetric":
+            assert self._pool_of is not None
+            self._exchange: HeadExchange = SymmetricExchange(comm, members, shards, groups, self._pool_of)
+        else:
+            self._exchange = HeadExchange(comm, members, shards[members[0] : members[-1] + 1], groups)
+        own_heads = workload.kv_heads // degree // groups
+        transport = tunables.transport, tunables.transport_groups
         self._rings = []
         for group in range(groups):
             heads = HeadRange((place * groups + group) * own_heads, own_heads, workload.kv_heads)
-            geometry = ring_geometry(
-                workload.pattern,
-                workload.causal,
-                grouped(shards, degree),
-                ring_place,
-                batch,
-                heads,
-                tunables.transport,
-                tunables.transport_groups,
-            )
-            joining = _joining_program(plan, geometry, scale, length_of(shards[comm.rank]), batch)
+            pattern, parts = (workload.pattern, workload.causal), grouped(shards, degree)
+            if documents is not None:
+                geometry = documents_geometry(*pattern, documents, parts, ring_place, heads, *transport)
+                joining = None
+            else:
+                geometry = ring_geometry(*pattern, parts, ring_place, batch, heads, *transport)
+                joining = _joining_program(plan, geometry, self._scale, length_of(shards[comm.rank]), batch)
             setting = RingSetting(
                 comm=comm,
-                rank_of=rank_of,
-                kernels=kernels,
-                local=joining or _local_program(plan, geometry.local, scale),
+                rank_of=tuple(range(place, comm.size, degree)),
+                kernels=self._kernels,
+                local=joining or _local_program(plan, geometry.local, self._scale),
                 joins=joining is not None,
                 dtype=self.dtype,
                 wire=self._wire,
                 grad_wire=self.dtype if tunables.grad_wire == "compute" else self._wire,
-                whole=len(kernels) == 1
+                whole=len(self._kernels) == 1
+                and not padded
                 and bool(geometry.chunks)
                 and all(call.rate == 1 for chunk in geometry.chunks for call in chunk.calls),
                 merge=_merge_of(plan),

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from ringattn.workload import Branch, Pattern
 
+from .documents import Document
 from .layout import Shard, Span, rows_within
 from .pattern import Call, HeadRun, head_offset_of, selected_rows
 from .ring_schedules import Chunk, hops_of
@@ -89,6 +90,38 @@ def ring_geometry(
         for group, chunk in _chunks_of(number, branch, pattern, shards, me, batch, heads, total, head_groups)
     ]
     return RingGeometry(shards[me], local, tuple(chunks))
+
+
+@functools.lru_cache(maxsize=64)
+def documents_geometry(
+    pattern: Pattern,
+    causal: bool,
+    documents: tuple[Document, ...],
+    shards: tuple[Shard, ...],
+    me: int,
+    heads: HeadRange,
+    transport: str,
+    head_groups: int,
+) -> RingGeometry:
+    """Return the chunks of ring member ``me`` of every document, each a sequence of its own.
+
+    ``shards`` says what each member holds of the positions of a batch element, the same of all of them. A document may
+    lie on any of the members. Every branch falls into chunks, those that stay on a rank too.
+    """
+    chunks: list[Chunk] = []
+    for document in documents:
+        whole = Span(document.begin, document.end)
+        inside = [_inside(shard, whole) for shard in shards]
+        if not inside[me]:
+            continue
+        parts = tuple(tuple(Span(b - whole.begin, e - whole.begin) for b, e in spans) for spans in inside)
+        row = rows_within(inside[me][0], shards[me])
+        for number, branch in enumerate(pattern.resolved(document.length)):
+            found = _chunks_of(number, branch, pattern, parts, me, 1, heads, document.length, head_groups)
+            for group, chunk in found:
+                calls = tuple(replace(c, batch_start=document.row, start=c.start + row) for c in chunk.calls)
+                chunks.append(replace(chunk, calls=calls, hops=tuple(hops_of(chunk, causal, transport, group))))
+    return RingGeometry(shards[me], (), tuple(chunks))
 
 
 def _offsets(branch: Branch, pattern: Pattern, heads: HeadRange) -> list[int]:

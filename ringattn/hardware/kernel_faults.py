@@ -24,6 +24,7 @@ class Combination:
     grouped: bool
     deterministic: bool = False
     params: tuple[tuple[str, ParamValue], ...] = ()
+    packed: bool = False  # the entry for packed sequences
 
     def __str__(self) -> str:
         parts = [
@@ -33,6 +34,7 @@ class Combination:
             "causal" if self.causal else "full",
             *(["grouped heads"] if self.grouped else []),
             *(["deterministic"] if self.deterministic else []),
+            *(["packed"] if self.packed else []),
             *(f"{name}={value}" for name, value in self.params),
         ]
         return ", ".join(parts)

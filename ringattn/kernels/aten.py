@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from . import math as kernels_math
-from .contract import BlockKernel, BoundKernel, Grads, KernelConfig, KernelNeed
+from .contract import BlockKernel, BoundKernel, BoundVarlen, Grads, KernelConfig, KernelNeed, Sequences
 from .grid_limits import (
     FLASH_2_MAX_ELEMENTS,
     MAX_GRID,
@@ -120,6 +120,13 @@ def _math(config: KernelConfig) -> BoundKernel:
     )
 
 
+def _math_varlen(config: KernelConfig) -> BoundVarlen:
+    return BoundVarlen(
+        functools.partial(kernels_math.varlen_forward, causal=config.causal, scale=config.scale),
+        functools.partial(kernels_math.varlen_backward, causal=config.causal, scale=config.scale),
+    )
+
+
 def _math_reasons(need: KernelNeed) -> tuple[str, ...]:
     reasons = []
     if need.dtype == "tf32":
@@ -152,6 +159,32 @@ def _flash(config: KernelConfig) -> BoundKernel:
         return grads[0], grads[1], grads[2]
 
     return BoundKernel(forward, backward, lambda shape: attend)
+
+
+def _flash_varlen(config: KernelConfig) -> BoundVarlen:
+    """Bind the entry that ``torch.nn.attention.varlen.varlen_attn`` runs, with the LSE both ways."""
+    forward_op = _aten._flash_attention_forward.default
+    backward_op = _aten._flash_attention_backward.default
+    causal, scale = config.causal, config.scale
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, /) -> tuple[Tensor, Tensor]:
+        cu_seqlens, longest = sequences.cu_seqlens, sequences.longest
+        result = forward_op(
+            q, k, v, cu_seqlens, cu_seqlens, longest, longest, 0.0, causal, False, scale=scale
+        )  # fmt: skip
+        return result[0], flash_2_empty_rows(result[1])
+
+    def backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sequences: Sequences, /
+    ) -> Grads:
+        state = _random_state(2, torch.uint64, q.device)
+        cu_seqlens, longest = sequences.cu_seqlens, sequences.longest
+        grads = backward_op(
+            dout, q, k, v, out, lse, cu_seqlens, cu_seqlens, longest, longest, 0.0, causal, state, state, scale=scale
+        )
+        return grads[0], grads[1], grads[2]
+
+    return BoundVarlen(forward, backward)
 
 
 def _cudnn(config: KernelConfig) -> BoundKernel:
@@ -264,10 +297,12 @@ def flash_2_reads_out_of_bounds(need: KernelNeed) -> bool:
 def flash_2_backward_faults(need: KernelNeed) -> list[str]:
     """Return what is wrong with FlashAttention 2's backward, wherever it was compiled into."""
     reasons = []
-    accumulated = flash_2_elements(1, need.rows, need.heads, need.head_dim)  # more blocks run in parts
+    # More blocks run in parts; packed sequences are one call, with 128 rows more for each.
+    rows = need.packed_rows + 128 * need.blocks if need.packed_rows else need.rows
+    accumulated = flash_2_elements(1, rows, need.heads, need.head_dim)
     if accumulated > FLASH_2_MAX_ELEMENTS:
         reasons.append(
-            f"its backward's 32-bit offsets end at 2^31 elements of dq and one block has {accumulated} "
+            f"its backward's 32-bit offsets end at 2^31 elements of dq and one call has {accumulated} "
             "(Dao-AILab/flash-attention#2260)"
         )
     if _flash_2_head_dim_is_unsafe(need.head_dim):
@@ -325,9 +360,10 @@ KERNELS = (
         "",
         _flash_reasons,
         lambda config: in_parts(_flash(config), flash_2_backward=True),
+        load_varlen=_flash_varlen,
         reads_out_of_bounds=flash_2_reads_out_of_bounds,
     ),
     BlockKernel("efficient", "", _efficient_reasons, lambda config: in_parts(_efficient(config))),
     BlockKernel("flash-cpu", "", _flash_cpu_reasons, _flash_cpu),
-    BlockKernel("math", "", _math_reasons, _math),
+    BlockKernel("math", "", _math_reasons, _math, load_varlen=_math_varlen),
 )

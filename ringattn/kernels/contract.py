@@ -29,13 +29,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+MOST_SEQUENCES = 65535  # CUDA's limit of the second and third grid dimension
+
+
 @dataclass(frozen=True, slots=True)
 class KernelNeed:
     """Request of one branch of a plan to a kernel.
 
     ``rows`` and ``blocks`` are those of its largest call, ``row_elements`` the distance between neighbouring rows of q
     where they are read in place, in elements. ``dtype`` is the compute dtype. ``software`` are the machine's (name,
-    version) pairs, for rules that hold for some releases.
+    version) pairs, for rules that hold for some releases. ``packed_rows`` is 0, or the rows of all sequences of a call
+    of the varlen entry, ``rows`` and ``blocks`` then being those of the longest and their number.
     """
 
     vendor: str
@@ -51,6 +55,7 @@ class KernelNeed:
     row_elements: int = 0
     deterministic: bool = False
     dropout: bool = False
+    packed_rows: int = 0
     software: tuple[tuple[str, str], ...] = ()
 
     def release(self, name: str) -> Release | None:
@@ -114,6 +119,39 @@ class BoundKernel(NamedTuple):
     differentiable: Differentiable = not_differentiable
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Sequences:
+    """Packed sequences: number n is rows bounds[n] to bounds[n + 1], of which there are 1 to ``longest``.
+
+    ``cu_seqlens`` are the bounds on the device, (N + 1,) int32. The first is 0, the last the number of rows.
+    """
+
+    bounds: tuple[int, ...]
+    longest: int
+    cu_seqlens: Tensor
+
+
+class VarlenForward(Protocol):
+    """Maps q (T, H, D), k and v (T, K, D) of packed sequences to out (T, H, D) and lse (H, T); see ``Forward``."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, /) -> tuple[Tensor, Tensor]: ...
+
+
+class VarlenBackward(Protocol):
+    """Maps dout, q, k, v and the merged out and lse of packed sequences to dq, dk, dv. lse is contiguous."""
+
+    def __call__(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sequences: Sequences, /
+    ) -> Grads: ...
+
+
+class BoundVarlen(NamedTuple):
+    """Varlen entry of a kernel with causality, scale and parameters fixed."""
+
+    forward: VarlenForward
+    backward: VarlenBackward
+
+
 @dataclass(frozen=True, slots=True)
 class KernelConfig:
     """Everything that is fixed when a kernel is bound.
@@ -137,6 +175,7 @@ class BlockKernel:
 
     ``reasons`` is pure and empty when the kernel can run; ``package`` is the import name it needs ("" for torch
     itself). ``params`` lists, per direction and architecture, the values worth searching; the first is the default.
+    ``load_varlen`` binds its entry for packed sequences, if it has one.
     ``strided_backward``: its backward reads dout and out in any layout whose last stride is 1; ``writes_grads``: it
     can write gradients where it is told; ``just_in_time``: it is compiled at its first call, which takes seconds;
     ``reads_out_of_bounds``: of what it refuses, where it is known to touch memory that is not its own, so that not even
@@ -153,9 +192,14 @@ class BlockKernel:
     writes_grads: bool = False
     just_in_time: bool = False
     reads_out_of_bounds: Callable[[KernelNeed], bool] = lambda need: False
+    load_varlen: Callable[[KernelConfig], BoundVarlen] | None = None
 
     def unsupported_reasons(self, need: KernelNeed, facts: HardwareFacts) -> tuple[str, ...]:
         """Return why this kernel cannot serve ``need`` on the machine of ``facts``; empty when it can."""
+        if need.packed_rows and self.load_varlen is None:
+            return ("has no entry for packed sequences",)
+        if need.packed_rows and need.blocks > MOST_SEQUENCES:
+            return (f"{need.blocks} packed sequences; a launch grid ends at {MOST_SEQUENCES}",)
         reasons = self.reasons(replace(need, software=facts.software))
         if self.package and not reasons and self.package not in facts.packages:
             reasons += (f"the package {self.package} is not installed" + (f" ({self.remedy})" if self.remedy else ""),)

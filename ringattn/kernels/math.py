@@ -3,18 +3,20 @@
 The last resort of every machine and the only kernel for float64. 16-bit inputs are computed in float32. A logit of -inf
 has no part in any gradient, also where q or k is infinite itself.
 
-Legend: N batch (segments times batch elements), M rows, H query heads, K key/value heads, G = H / K, D head dim.
+Legend: N batch (segments times batch elements), M rows, T rows of packed sequences, H query heads, K key/value heads,
+G = H / K, D head dim.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from .contract import Grads
+from .contract import Grads, Sequences
 
 # Scores of one block of query rows, all heads: 32 Mi elements are 128 MiB in float32, enough to keep the matrix
 # products large and small beside the inputs of any length that this kernel is bearable for.
@@ -73,6 +75,37 @@ def forward(q_NMHD: Tensor, k_NMKD: Tensor, v_NMKD: Tensor, causal: bool, scale:
         out_NMHD[:, begin:end] = out.permute(0, 3, 1, 2, 4).reshape(n, end - begin, heads, -1)
         lse_NHM[:, :, begin:end] = lse.reshape(n, heads, end - begin)
     return out_NMHD, lse_NHM
+
+
+def varlen_forward(
+    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, sequences: Sequences, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return out (T, H, D) and lse (H, T) of packed sequences, one after the other."""
+    parts = [
+        forward(q_THD[None, begin:end], k_TKD[None, begin:end], v_TKD[None, begin:end], causal, scale)
+        for begin, end in itertools.pairwise(sequences.bounds)
+    ]
+    return torch.cat([out[0] for out, _ in parts]), torch.cat([lse[0] for _, lse in parts], 1)
+
+
+def varlen_backward(
+    dout_THD: Tensor,
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    out_THD: Tensor,
+    lse_HT: Tensor,
+    sequences: Sequences,
+    causal: bool,
+    scale: float,
+) -> Grads:
+    """Return dq, dk, dv of packed sequences against the final out and lse."""
+    parts = []
+    for begin, end in itertools.pairwise(sequences.bounds):
+        dout, q, k, v, out = (x[None, begin:end] for x in (dout_THD, q_THD, k_TKD, v_TKD, out_THD))
+        parts.append(backward(dout, q, k, v, out, lse_HT[None, :, begin:end], causal, scale))
+    dq, dk, dv = (torch.cat(grads, 1)[0] for grads in zip(*parts, strict=True))
+    return dq, dk, dv
 
 
 def backward(

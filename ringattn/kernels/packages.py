@@ -26,7 +26,7 @@ from ringattn.errors import KernelLoadError
 from ringattn.profile.locations import cache_folder, home_folder
 
 from .aten import cuda_reasons, far_rows_faults, flash_2_backward_faults, flash_2_reads_out_of_bounds
-from .contract import BlockKernel, BoundKernel, Grads, KernelConfig, KernelNeed, Params
+from .contract import BlockKernel, BoundKernel, BoundVarlen, Grads, KernelConfig, KernelNeed, Params, Sequences
 from .grid_limits import MAX_GRID, cutlass_empty_rows, flash_2_empty_rows, in_parts, without_empty_rows
 from .recorded_launch import RecordedLaunch
 
@@ -110,6 +110,40 @@ def load_flash_attn_2(config: KernelConfig) -> BoundKernel:
         return dq, dk, dv
 
     return in_parts(BoundKernel(forward, backward), flash_2_backward=True)
+
+
+def load_flash_attn_2_varlen(config: KernelConfig) -> BoundVarlen:
+    name = "flash-attn-2"
+    _no_more_params(name, config)
+    module = _import(name, "flash_attn.flash_attn_interface", _FLASH_2_REMEDY)
+    extension = getattr(module, "flash_attn_gpu", None)
+    if extension is None:
+        raise _refusal(name, "flash_attn.flash_attn_interface has no flash_attn_gpu", _FLASH_2_REMEDY)
+    fwd, bwd = extension.varlen_fwd, extension.varlen_bwd
+    causal, scale, deterministic = config.causal, config.scale, config.deterministic
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, /) -> tuple[Tensor, Tensor]:
+        cu_seqlens, longest = sequences.cu_seqlens, sequences.longest
+        # out, bounds, used keys, left padding, block table, alibi slopes, longest
+        # dropout, scale, zero tensors, causal, window left and right, softcap, return softmax, generator
+        result = fwd(
+            *(q, k, v, None, cu_seqlens, cu_seqlens, None, None, None, None, longest, longest),
+            *(0.0, scale, False, causal, -1, -1, 0.0, False, None),
+        )
+        return result[0], flash_2_empty_rows(result[1])
+
+    def backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sequences: Sequences, /
+    ) -> Grads:
+        cu_seqlens, longest = sequences.cu_seqlens, sequences.longest
+        dq, dk, dv = _empty_grads(q, k, v)
+        bwd(
+            *(_unit_last(dout), q, k, v, out, _contiguous_lse(lse), dq, dk, dv, cu_seqlens, cu_seqlens, None),
+            *(longest, longest, 0.0, scale, False, causal, -1, -1, 0.0, deterministic, None, None),
+        )
+        return dq, dk, dv
+
+    return BoundVarlen(forward, backward)
 
 
 def flash_attn_2_reasons(need: KernelNeed) -> tuple[str, ...]:
@@ -204,12 +238,7 @@ def load_flash_attn_4(config: KernelConfig) -> BoundKernel:
     They are kept on disk in the user's cache folder, unless the package's own variables say otherwise.
     """
     name = "flash-attn-4"
-    _no_more_params(name, config, ("forward_tile", "pack_gqa"))
-    forward_keywords: dict[str, object] = {"softmax_scale": config.scale, "causal": config.causal, "return_lse": True}
-    forward_keywords |= _tile_keywords(config.params.get("forward_tile", _PACKAGE_CHOICE))
-    if "pack_gqa" in config.params:
-        forward_keywords["pack_gqa"] = bool(config.params["pack_gqa"])
-    backward_keywords = {"softmax_scale": config.scale, "causal": config.causal, "deterministic": config.deterministic}
+    forward_keywords, backward_keywords = _flash_4_keywords(config)
     into = ("dq", "dk", "dv")
     _keep_compiled_kernels()
     module = _import(name, "flash_attn.cute.interface", _FLASH_4_REMEDY)
@@ -233,6 +262,44 @@ def load_flash_attn_4(config: KernelConfig) -> BoundKernel:
         return dq, dk, dv
 
     return BoundKernel(forward, backward)
+
+
+def load_flash_attn_4_varlen(config: KernelConfig) -> BoundVarlen:
+    name = "flash-attn-4"
+    forward_keywords, backward_keywords = _flash_4_keywords(config)
+    _keep_compiled_kernels()
+    module = _import(name, "flash_attn.cute.interface", _FLASH_4_REMEDY)
+    packed = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    fwd = _function(name, module, "_flash_attn_fwd", 3, (*packed, *forward_keywords), _FLASH_4_REMEDY)
+    bwd = _function(name, module, "_flash_attn_bwd", 6, (*packed, *backward_keywords), _FLASH_4_REMEDY)
+
+    def where(sequences: Sequences) -> dict[str, object]:
+        bounds, longest = sequences.cu_seqlens, sequences.longest
+        return {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": longest, "max_seqlen_k": longest}
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, /) -> tuple[Tensor, Tensor]:
+        result = fwd(q, k, v, **where(sequences), **forward_keywords)
+        return result[0], result[1]
+
+    def backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sequences: Sequences, /
+    ) -> Grads:
+        dq, dk, dv = bwd(q, k, v, out, dout, lse, **where(sequences), **backward_keywords)[:3]
+        return dq, dk, dv
+
+    return BoundVarlen(forward, backward)
+
+
+def _flash_4_keywords(config: KernelConfig) -> tuple[dict[str, object], dict[str, object]]:
+    """Return what every call of the forward is told, and of the backward."""
+    _no_more_params("flash-attn-4", config, ("forward_tile", "pack_gqa"))
+    forward: dict[str, object] = {"softmax_scale": config.scale, "causal": config.causal, "return_lse": True}
+    forward |= _tile_keywords(config.params.get("forward_tile", _PACKAGE_CHOICE))
+    if "pack_gqa" in config.params:
+        forward["pack_gqa"] = bool(config.params["pack_gqa"])
+    backward: dict[str, object] = {"softmax_scale": config.scale, "causal": config.causal}
+    backward["deterministic"] = config.deterministic
+    return forward, backward
 
 
 def _aligned_to_16_bytes(x: Tensor) -> bool:
@@ -375,6 +442,7 @@ KERNELS = (
         "flash_attn",
         flash_attn_2_reasons,
         load_flash_attn_2,
+        load_varlen=load_flash_attn_2_varlen,
         remedy=_FLASH_2_REMEDY,
         strided_backward=True,
         writes_grads=True,
@@ -396,6 +464,7 @@ KERNELS = (
         load_flash_attn_4,
         flash_attn_4_params,
         _FLASH_4_REMEDY,
+        load_varlen=load_flash_attn_4_varlen,
         strided_backward=True,
         writes_grads=True,
         just_in_time=True,

@@ -24,7 +24,7 @@ from ringattn.dtypes import TORCH_DTYPES
 from ringattn.errors import one_line
 from ringattn.hardware.kernel_faults import Combination, Figure, Verdict
 from ringattn.kernels import math as kernels_math
-from ringattn.kernels.contract import BoundKernel, KernelConfig
+from ringattn.kernels.contract import BoundKernel, BoundVarlen, Grads, KernelConfig, Sequences
 from ringattn.kernels.registry import KERNELS
 
 ROWS = 200  # several tiles of every kernel (they have up to 192 rows), and 8 or 72 rows of a last one
@@ -139,7 +139,33 @@ def config_of(combination: Combination) -> KernelConfig:
 
 def check(combination: Combination, case: Case) -> Verdict:
     """Return the verdict on a combination. A kernel's error is one; that of the device or of its loading is raised."""
-    return verdict_on(KERNELS[combination.kernel].load(config_of(combination)), combination, case)
+    kernel, config = KERNELS[combination.kernel], config_of(combination)
+    if combination.packed:
+        assert kernel.load_varlen is not None, "rejection_reasons refuses it"
+        return verdict_on(_as_block(kernel.load_varlen(config)), combination, case)
+    return verdict_on(kernel.load(config), combination, case)
+
+
+def _as_block(varlen: BoundVarlen) -> BoundKernel:
+    """Return an entry for packed sequences as a block kernel: of two sequences the second, which begins in a tile."""
+
+    def packed(x: Tensor) -> Tensor:
+        return torch.cat((x[0, : ROWS // 2], x[0]))
+
+    def sequences_of(q: Tensor) -> Sequences:
+        bounds = (0, ROWS // 2, ROWS // 2 + q.shape[1])
+        return Sequences(bounds, q.shape[1], torch.tensor(bounds, dtype=torch.int32, device=q.device))
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
+        out, lse = varlen.forward(packed(q), packed(k), packed(v), sequences_of(q))
+        return out[None, ROWS // 2 :], lse[None, :, ROWS // 2 :]
+
+    def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /) -> Grads:
+        inputs, lse_HT = (packed(q), packed(k), packed(v)), packed(lse.transpose(1, 2)).T.contiguous()
+        dq, dk, dv = varlen.backward(packed(dout), *inputs, packed(out), lse_HT, sequences_of(q))
+        return dq[None, ROWS // 2 :], dk[None, ROWS // 2 :], dv[None, ROWS // 2 :]
+
+    return BoundKernel(forward, backward)
 
 
 def verdict_on(kernel: BoundKernel, combination: Combination, case: Case) -> Verdict:

@@ -15,8 +15,8 @@ from ringattn.workload import BranchTunables, Tunables, Workload
 
 from .equal_plans import plainest
 from .launches import forward_gflop, launches
-from .plan import ORDINARY, Conditions, Direction, build_plan, kernel_needs, kernel_rejections
-from .ring import Ranks, exchanges_heads
+from .plan import ORDINARY, Conditions, Direction, build_plan, kernel_needs, kernel_rejections, rejection_reasons
+from .ring import exchanges_heads, travelling_branches
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,20 @@ def heuristic_tunables(
             chosen[direction] = _first_that_can(candidates, needs, facts, workload, number, direction)
         branches.append(replace(branch, **chosen))
     tunables = replace(tunables, branches=tuple(branches))
+    if workload.packed and workload.world == 1:
+        tunables = _packed(workload, tunables, facts, conditions)
     build_plan(workload, tunables, facts, conditions=conditions)
     return tunables
+
+
+def _packed(workload: Workload, tunables: Tunables, facts: HardwareFacts, conditions: Conditions) -> Tunables:
+    """Return the tunables with all documents in one call, where the kernels that would run one by one can do that.
+
+    Math is left as it is: its entry goes through the documents by itself.
+    """
+    at_once = plainest(workload, replace(tunables, packing="varlen"))
+    loops = "math" in tunables.kernels
+    return tunables if loops or rejection_reasons(workload, at_once, facts, conditions=conditions) else at_once
 
 
 def _launch_gflop(workload: Workload, branch: int, gather: str) -> float:
@@ -78,7 +90,7 @@ def _launch_gflop(workload: Workload, branch: int, gather: str) -> float:
     A dense forward alone is that function: 64 sequences of 197 took an H200 0.048 ms so and 0.071 on flash, 1024
     positions 0.037 and 0.046, as a program waits for them. Training, flash saves more launches than it loses.
     """
-    if workload.pattern.dense and not workload.train and workload.world == 1:
+    if workload.pattern.dense and not workload.train and workload.world == 1 and not workload.packed:
         return math.inf
     return forward_gflop(workload, branch) / launches(workload, branch, gather)
 
@@ -135,7 +147,7 @@ def _spread(workload: Workload, tunables: Tunables, facts: HardwareFacts, layout
     layout = layout or resolve_layout("auto", workload.pattern, workload.causal, exchanged=exchanges)
     rows = "ring" if workload.pattern.dense else "all-gather"
     chosen = replace(tunables, schedule="ulysses" if exchanges else rows, layout=layout)
-    travelling = Ranks.of(workload, chosen).travelling(workload) if not exchanges else ()
+    travelling = travelling_branches(workload, chosen) if not exchanges else ()
     if not exchanges and not travelling:
         return replace(chosen, schedule="local")
     if exchanges and workload.train:

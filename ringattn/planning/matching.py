@@ -68,12 +68,17 @@ def distance(one: Workload, other: Workload, multiprocessors: int) -> float:
 def entry_for(entries: Sequence[PlanEntry], workload: Workload, multiprocessors: int) -> PlanEntry | None:
     """Return the row that serves a workload, or None outside the measured lengths.
 
+    Documents are served by rows that were measured with documents, and other calls by the others.
     Of the rows with equal batch and heads the nearest length counts, where those have measured its surroundings. Else
     it is the row nearest in ``distance`` of those whose lengths reach it, by themselves or else all together: 4
     sequences of 2048 and 64 heads are as much work as one of 8192 and 16, and its plan for 1024, which waits for its
     host, took them 1.87 times as long on an H200.
     """
-    alike = [entry for entry in entries if _kind(entry) == (workload.mode, workload.dtype)]
+    alike = [
+        entry
+        for entry in entries
+        if _kind(entry) == (workload.mode, workload.dtype) and entry.workload.packed == workload.packed
+    ]
     series: dict[tuple[int, int, int], list[PlanEntry]] = {}
     for entry in alike:
         series.setdefault((entry.workload.batch, *_heads(entry)), []).append(entry)

@@ -141,7 +141,7 @@ def kernel_needs(
         conditions=conditions,
     )
     if workload.world == 1:
-        return (one,)
+        return (_packed_need(one, workload, branch) if tunables.packing == "varlen" else one,)
     needs = [
         replace(
             one,
@@ -156,6 +156,16 @@ def kernel_needs(
         if block.branch == branch
     ]
     return tuple(needs) or (one,)
+
+
+def _packed_need(one: KernelNeed, workload: Workload, branch: int) -> KernelNeed:
+    """Return the need of all documents at once: of dilated rows each key/value head is a sequence of its own."""
+    rate = workload.pattern.resolved(workload.seq_len)[branch].rate
+    if rate == 1:
+        return replace(one, packed_rows=workload.packed_tokens, row_elements=one.heads * one.head_dim)
+    group, sequences = one.heads // one.kv_heads, one.blocks * one.kv_heads
+    rows = -(-workload.packed_tokens * one.kv_heads // rate) + sequences
+    return replace(one, packed_rows=rows, blocks=sequences, heads=group, kv_heads=1, row_elements=group * one.head_dim)
 
 
 def kernel_rejections(
@@ -188,6 +198,7 @@ def combination_of(name: str, need: KernelNeed, params: Params = NO_PARAMS) -> C
         grouped=need.heads != need.kv_heads,
         deterministic=need.deterministic and need.backward,
         params=tuple(sorted((key, value) for key, value in params.items() if key in offered)),
+        packed=need.packed_rows > 0,
     )
 
 

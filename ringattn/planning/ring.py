@@ -48,6 +48,8 @@ class Ranks:
 def travelling_branches(workload: Workload, tunables: Tunables) -> tuple[int, ...]:
     """Return the branches whose rows go from rank to rank; none where the tunables cannot be laid out at all."""
     degree, layout = tunables.exchange_degree(workload.world), tunables.layout
+    if workload.packed:
+        return tuple(range(len(tunables.branches)))  # a document ends where it ends: no segment stays by its length
     if tunables.is_local or not layout or degree < 1 or workload.world % degree:
         return ()
     if no_shard_reason(layout, workload.total, workload.world):
@@ -69,6 +71,8 @@ def ring_reasons(workload: Workload, tunables: Tunables, layout: str) -> list[st
     reasons = _degree_reasons(workload, tunables)
     if reasons:
         return reasons
+    if workload.packed:
+        return ["schedule local: documents cross ranks"] if tunables.is_local else []
     crossing = Ranks(shards_of(tunables.layout, workload.total, workload.world), 1).travelling(workload)
     if tunables.is_local and crossing:
         segments = ", ".join(str(b.segment) for n, b in enumerate(workload.pattern.branches) if n in crossing)

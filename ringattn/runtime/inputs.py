@@ -12,8 +12,13 @@ from ringattn.planning.table import ModuleShape
 from ringattn.wording import plural
 
 
-def check_inputs(q: Tensor, k: Tensor, v: Tensor, shape: ModuleShape, device: torch.device) -> tuple[int, int]:
-    """Return (B, S) of q (B, S, H, D), k and v (B, S, Hkv, D); InputError where one does not fit the module."""
+def check_inputs(
+    q: Tensor, k: Tensor, v: Tensor, shape: ModuleShape, device: torch.device, *, packed: bool = False
+) -> tuple[int, int]:
+    """Return (B, S) of q (B, S, H, D), k and v (B, S, Hkv, D); InputError where one does not fit the module.
+
+    Where documents are ``packed`` the module's limit on length is on each, and not looked at here.
+    """
     if torch._C._get_tracing_state() is not None:
         raise InputError("torch.jit.trace records one shape and plan; use torch.export, or torch.compile")
     for name, x, heads in (("q", q, shape.heads), ("k", k, shape.kv_heads), ("v", v, shape.kv_heads)):
@@ -52,7 +57,8 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, shape: ModuleShape, device: to
     batch, length = q.shape[:2]
     if batch == 0 or length == 0:
         raise InputError(f"q has shape {tuple(q.shape)}; batch and sequence must not be empty")
-    check_length(length, shape.max_seq_len)
+    if not packed:
+        check_length(length, shape.max_seq_len)
     return batch, length
 
 

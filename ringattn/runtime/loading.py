@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ringattn.kernels.contract import BoundKernel, KernelConfig
+from ringattn.kernels.contract import BoundKernel, BoundVarlen, KernelConfig
 from ringattn.kernels.registry import KERNELS
 from ringattn.planning.plan import Plan
 
@@ -32,13 +32,16 @@ def is_one_op(plan: Plan) -> bool:
     """Tell whether training runs one kernel both ways on the tensors themselves, keeping what autograd would."""
     tunables, workload = plan.tunables, plan.workload
     one_kernel = all(branch.forward == branch.backward for branch in tunables.branches)
-    return workload.pattern.dense and workload.world == 1 and one_kernel and tunables.keeps_inputs_and_results
+    whole = workload.pattern.dense and workload.world == 1 and not workload.packed
+    return whole and one_kernel and tunables.keeps_inputs_and_results
 
 
 def may_be_torchs(plan: Plan) -> bool:
     """Tell whether the plan is one call of one kernel, with nothing that torch's own function cannot be told."""
     tunables, workload = plan.tunables, plan.workload
-    if not workload.pattern.dense or workload.world > 1 or tunables.params or tunables.launch == "graph":
+    if not workload.pattern.dense or workload.world > 1 or workload.packed:
+        return False
+    if tunables.params or tunables.launch == "graph":
         return False
     return not workload.train or (is_one_op(plan) and not plan.conditions.deterministic)
 
@@ -49,6 +52,14 @@ def bind(plan: Plan, name: str, scale: float, *, full: bool = False) -> BoundKer
     return KERNELS[name].load(
         KernelConfig(causal, scale, deterministic, plan.tunables.params_of(name), plan.tunables.dtype)
     )
+
+
+def bind_varlen(plan: Plan, name: str, scale: float) -> BoundVarlen:
+    """Return a kernel's entry for packed sequences with the parameters of the plan."""
+    load = KERNELS[name].load_varlen
+    assert load is not None, "rejection_reasons refuses it"
+    causal, deterministic = plan.workload.causal, plan.conditions.deterministic
+    return load(KernelConfig(causal, scale, deterministic, plan.tunables.params_of(name), plan.tunables.dtype))
 
 
 def load_ops(plan: Plan) -> TorchOps | TritonOps:

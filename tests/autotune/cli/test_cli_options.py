@@ -21,6 +21,7 @@ LIVE = [
     (("--no-causal",), {"causal": False}),
     (("--seq-len", "512", "--seq-len", "777"), {"seq_lens": (512, 777)}),
     (("--batch-size", "3"), {"batch_size": 3}),
+    (("--documents", "5"), {"documents": 5}),
     (("--heads", "6"), {"heads": 6}),
     (("--heads", "6", "--kv-heads", "2"), {"heads": 6, "kv_heads": 2}),
     (("--head-dim", "80"), {"head_dim": 80}),

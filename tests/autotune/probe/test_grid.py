@@ -12,7 +12,7 @@ from machines import FACTS
 from probed_machine import Machine
 
 from autotune.exit_codes import UsageFailure
-from autotune.probe.grid import LONGNET_CPU, cells_for, left_out
+from autotune.probe.grid import LONGNET_CPU, cells_for, check_lengths, left_out
 from autotune.probe.request import ProbeObserver, ProbeRequest
 from autotune.probe.tuning import run_probe
 
@@ -36,6 +36,27 @@ def test_the_gpu_grid_of_a_standard_probe_has_five_lengths() -> None:
     assert len(cells) == 24
     old = dataclasses.replace(gpu, arch="sm_61")
     assert {cell.workload.dtype for cell in cells_for(ProbeRequest(), old)} == {"fp32"}
+
+
+def test_documents_are_packed_into_every_length() -> None:
+    cells = cells_for(ProbeRequest(documents=8, seq_lens=(512, 4096), dense=True), FACTS)
+    found = [(w.mode, w.batch, w.seq_len, w.packed_tokens, w.pattern.dense) for w in (c.workload for c in cells)]
+    expected = [(mode, 8, tokens // 4, tokens, True) for tokens in (512, 4096) for mode in ("train", "infer")]
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("request_", "told"),
+    [
+        (ProbeRequest(documents=9, seq_lens=(8,)), "--documents 9 does not fit into --seq-len 8"),
+        (ProbeRequest(documents=2, batch_size=2), "--documents is measured on one rank and in one row"),
+        (ProbeRequest(documents=2, ranks=2), "--documents is measured on one rank and in one row"),
+    ],
+)
+def test_documents_that_cannot_be_packed_are_told(request_: ProbeRequest, told: str) -> None:
+    refuses = cells_for if request_.ranks == request_.batch_size == 1 else lambda request, facts: check_lengths(request)
+    with pytest.raises(UsageFailure, match=told):
+        refuses(request_, FACTS)
 
 
 def test_many_short_sequences_are_cells_of_the_standard_and_the_full_grid() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ringattn.autograd.function import Runner, runner_of, without_autocast
 from ringattn.autograd.transforms import attend_traced, transforms_active
 from ringattn.autograd.warmup import first_calls_ms
+from ringattn.decoding.methods import DecodingMethods
 from ringattn.geometry.layout import Shard, Span, check_dim, positions, resolve_layout, shard
 from ringattn.hardware.kernel_faults import Combination
 from ringattn.planning.missed import count_calls, meet, record_path
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
     from ringattn.distributed.program import RingProgram
 
 
-class RingAttention(nn.Module):
+class RingAttention(DecodingMethods, nn.Module):
     """Exact dense or dilated attention over one sequence, run as this machine's hardware profile says.
 
     q is (B, S, H, D), k and v are (B, S, Hkv, D); out is like q, in its dtype. A pattern of branches
@@ -179,6 +180,7 @@ class RingAttention(nn.Module):
         self._runners: dict[Any, Runner] = {}
         self.traced: dict[Any, Program | RingProgram] = {}
         self._programs: dict[Any, Program | RingProgram] = {}
+        self.cross_programs: dict[Any, Any] = {}
         self.digest, self.configuration = compiled.register(self)
         self._logs = self._ring is None or self._ring.comm.rank == 0  # ranks of a group run one plan
         self._record_path = record_path(profile, self.plan.wishes) if self._logs else ""
@@ -200,11 +202,11 @@ class RingAttention(nn.Module):
         if self._ring is not None:
             out, lse = self._ring.outside_graphs(self._over_ranks, q, k, v, total_length, return_lse)
             return (out, lse) if return_lse else out
-        train, autocast = self._mode(q, k, v)
+        train, autocast = self.call_mode(q, k, v)
         if total_length is not None and (not is_integer(total_length) or total_length != q.shape[1]):
             raise InputError(f"total_length is {total_length!r}, but this rank holds all {q.shape[1]}; leave it out")
         if torch.compiler.is_compiling() or transforms_active():
-            narrow = autocast if self._casts(q, autocast) else None
+            narrow = autocast if self.casts(q, autocast) else None
             out, lse = attend_traced(self, q, k, v, train, narrow)
         else:
             looks = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, train)
@@ -278,7 +280,8 @@ class RingAttention(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave loaded kernels out of copies and pickles, and let compiled graphs tell them apart."""
-        return {**self.__dict__, "_runners": {}, "traced": {}, "_programs": {}, "digest": "", "configuration": ""}
+        emptied: dict[str, Any] = {name: {} for name in ("_runners", "traced", "_programs", "cross_programs")}
+        return {**self.__dict__, **emptied, "digest": "", "configuration": ""}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -322,33 +325,39 @@ class RingAttention(nn.Module):
         """Return the row for a call, its kernels validated; a plan with one that fails leaves the table."""
         while True:
             row = self._row(*call)
-            asked = asked_of_kernels(row.plan, self._setup.facts) if self.validates and row.plan is not None else ()
-            if self._validated.issuperset(asked):
+            if row.plan is None or self.validate_kernels(asked_of_kernels(row.plan, self._setup.facts)):
                 return row
-            faults = faults_of(asked, self._setup.facts, self.device, self._setup.resolution)
-            if note := user_memory().note:
-                say_once(logging.WARNING, note)
-            if not faults:
-                self._validated.update(asked)
-                return row
-            place_of = self._setup.place_of if self._setup.entries else None
-            self.plan = self.plan.without(faults, strict=self._setup.named and bool(place_of), place_of=place_of)
-            if self._ring is not None:
-                self._ring.replanned()
+
+    def validate_kernels(self, asked: Iterable[Combination]) -> bool:
+        """Make every check of kernels that this machine lacks; False where one fails, which then leaves the table."""
+        asked = tuple(asked)
+        if not self.validates or self._validated.issuperset(asked):
+            return True
+        faults = faults_of(asked, self._setup.facts, self.device, self._setup.resolution)
+        if note := user_memory().note:
+            say_once(logging.WARNING, note)
+        if not faults:
+            self._validated.update(asked)
+            return True
+        place_of = self._setup.place_of if self._setup.entries else None
+        self.plan = self.plan.without(faults, strict=self._setup.named and bool(place_of), place_of=place_of)
+        if self._ring is not None:
+            self._ring.replanned()
+        return False
 
     def _planned(self, q: Tensor, train: bool, total_length: int | None, narrow: torch.dtype | None) -> str:
         """Describe the plan of a call, for other ranks to compare with theirs."""
         row = self._row(q.shape[0], q.shape[1], DTYPE_NAMES[narrow or q.dtype], train, total_length)
         return describe(row.runnable().tunables)
 
-    def _casts(self, q: Tensor, autocast: torch.dtype | None) -> bool:
+    def casts(self, q: Tensor, autocast: torch.dtype | None) -> bool:
         """Tell whether to compute in autocast's dtype: float64 and an explicit dtype keep theirs."""
         return autocast is not None and q.dtype is not torch.float64 and self.plan.wishes.dtype is None
 
     def _new_runner(self, q: Tensor, k: Tensor, v: Tensor, train: bool, key: Any, with_lse: bool) -> Runner:
         """Return the function that runs calls with tensors like these, remembered under ``key``."""
         total_length, autocast = key[-2:]
-        narrow = autocast if self._casts(q, autocast) else None
+        narrow = autocast if self.casts(q, autocast) else None
         if narrow is not None:
             check_dtypes(q, k, v)
             q, k, v = q.to(narrow), k.to(narrow), v.to(narrow)
@@ -371,7 +380,7 @@ class RingAttention(nn.Module):
         with self._ring.call():
             if torch.compiler.is_exporting() or transforms_active():
                 raise InputError("torch.export and torch.func take no RingAttention over several ranks")
-            train, autocast = self._mode(q, k, v)
+            train, autocast = self.call_mode(q, k, v)
             check_inputs(q, k, v, self.shape, self.device)
             if total_length is not None:
                 total_length = integer("total_length", total_length)
@@ -380,11 +389,11 @@ class RingAttention(nn.Module):
             run = self._runners.get(key)
             if run is None:
                 run = self._new_runner(q, k, v, train, key, with_lse)
-            narrow = autocast if autocast is not q.dtype and self._casts(q, autocast) else None
+            narrow = autocast if autocast is not q.dtype and self.casts(q, autocast) else None
             self._ring.enter(q, train, total_length, narrow, self._planned)
         return run(q, k, v)
 
-    def _mode(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[bool, torch.dtype | None]:
+    def call_mode(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[bool, torch.dtype | None]:
         """Return whether to train, and autocast's dtype or None; raise for tensors without strides, and for dropout."""
         if self.dropout and self.training:
             if torch.compiler.is_dynamo_compiling():  # which cannot trace how a PlanError is made, and shows that

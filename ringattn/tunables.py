@@ -41,7 +41,7 @@ class Case:
     ``segments`` and ``rates`` are the pattern's, one each per branch; a dense one is one segment of the sequence.
     Over several ranks ``degree`` is the number of ranks that exchange heads, 0 where the tunables give none, and
     ``travelling`` are the branches whose rows go from rank to rank. ``branch`` is the one that a rule of
-    ``BranchTunables`` is asked about.
+    ``BranchTunables`` is asked about. ``decode``: one query over a cache.
     """
 
     train: bool
@@ -56,6 +56,7 @@ class Case:
     degree: int = 1
     travelling: tuple[int, ...] = ()
     branch: int = 0
+    decode: bool = False
 
 
 def _no_reason(case: Case) -> str:
@@ -103,6 +104,8 @@ class Tunable:
         """Return why the value of the case, which is not the plain one, changes nothing; "" where it counts."""
         if self.stage == "ranks" and case.world == 1:
             return f"{self.name} {self.value(case.tunables)} is for a sequence over several ranks"
+        if case.decode and not self.per_branch:
+            return f"{self.name} is of the steps of a whole sequence, and this is decode"
         why = self.void(case)
         return f"branch {case.branch}: {why}" if why and self.per_branch else why
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from .blocks import Extent
 from .kernel_choice import BlockKernels
 from .program import CrossProgram
 
+if TYPE_CHECKING:
+    from ringattn.distributed.context import RingContext
+
 Align = Literal["end", "start"]
 _MOST_PROGRAMS = 256
 
@@ -36,7 +39,8 @@ class CrossModule(Protocol):
     plan: PlanTable
     scale: float
     device: torch.device
-    cross_programs: dict[Any, CrossProgram]
+    cross_programs: dict[Any, Any]
+    _ring: RingContext | None
 
     def validate_kernels(self, asked: Iterable[Combination], /) -> bool: ...
 
@@ -89,10 +93,15 @@ def attend_at(
 
 
 def program_of(module: CrossModule, batch: int, length: int, dtype: str, train: bool) -> CrossProgram:
-    """Return the program of the plan for so many positions."""
-    plan = plain_steps(module.plan.plan_at(length, dtype, train, batch).runnable())
+    """Return the program of the plan for so many positions, all of them on this rank."""
+    table = module.plan
+    return program_for(module, table.local_at(length, dtype, train, batch).runnable())
+
+
+def program_for(module: CrossModule, plan: Plan) -> CrossProgram:
+    plan, batch = plain_steps(plan), plan.workload.batch
     key = (plan.tunables, plan.workload.mode, batch)
-    program = module.cross_programs.get(key)
+    program: CrossProgram | None = module.cross_programs.get(key)
     if program is None:
         if len(module.cross_programs) >= _MOST_PROGRAMS:
             module.cross_programs.clear()

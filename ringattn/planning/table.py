@@ -56,8 +56,11 @@ class ModuleShape:
         exchanged = exchanges_heads(self.pattern, self.kv_heads, self.world, facts)
         return resolve_layout(asked, self.pattern, self.causal, measured, exchanged=exchanged)
 
-    def workload(self, seq_len: int, dtype: str, train: bool, batch: int = 1, total_length: int = 0) -> Workload:
-        mode: Mode = "train" if train else "infer"
+    def workload(
+        self, seq_len: int, dtype: str, train: bool, batch: int = 1, total_length: int = 0, *, decode: bool = False
+    ) -> Workload:
+        """Return the workload of a call; with ``decode`` that of one query over a rank's part of a cache."""
+        mode: Mode = "decode" if decode else "train" if train else "infer"
         return Workload(
             mode=mode,
             causal=self.causal,
@@ -68,7 +71,7 @@ class ModuleShape:
             kv_heads=self.kv_heads,
             batch=batch,
             pattern=self.pattern,
-            world=self.world,
+            world=1 if decode else self.world,
             total_length=total_length,
         )
 
@@ -158,6 +161,16 @@ class PlanTable(Question):
     def plan_at(self, seq_len: int, dtype: str, train: bool, batch: int, total_length: int = 0) -> Row:
         """Return the row for an actual shape, its plan checked for exactly that shape (index limits, windows)."""
         workload = self.shape.workload(seq_len, dtype, train, batch, total_length)
+        return self._build(self._entry(workload), workload)
+
+    def local_at(self, seq_len: int, dtype: str, train: bool, batch: int) -> Row:
+        """Return the row for a sequence that one rank holds, also where the module has several."""
+        workload = replace(self.shape.workload(seq_len, dtype, train, batch), world=1)
+        return self._build(self._entry(workload) if self.shape.world == 1 else None, workload)
+
+    def decode_at(self, cached: int, dtype: str, batch: int) -> Row:
+        """Return the row for one query of each sequence over so many cached positions."""
+        workload = self.shape.workload(cached, dtype, False, batch, decode=True)
         return self._build(self._entry(workload), workload)
 
     def fallback_note(self, row: Row) -> str:
@@ -311,11 +324,11 @@ def table_of(
     shape, entries, wishes = table.shape, table.entries, table.wishes
     rows: list[Row] = []
     for dtype in INPUT_DTYPES:
-        modes: tuple[Mode, ...] = ("infer", "train")
+        modes: tuple[Mode, ...] = ("infer", "train", "decode")
         for mode in modes:
             for entry in entries:
                 w = entry.workload
-                workload = shape.workload(w.seq_len, dtype, mode == "train", w.batch)
+                workload = shape.workload(w.seq_len, dtype, mode == "train", w.batch, decode=mode == "decode")
                 if (w.dtype, w.mode) != (dtype, mode) or table._entry(workload) is not entry:
                     continue  # the second: another with the same length is nearer to the module
                 row = table._build(entry, workload)
@@ -329,6 +342,8 @@ def table_of(
                         "Probe this machine again, or use profile='auto'",
                     )
                 rows.append(row)
+            if mode == "decode":  # without an entry it has a row when it is asked for
+                continue
             length = min(shape.max_seq_len or _REPRESENTATIVE_LENGTH, _REPRESENTATIVE_LENGTH)
             rows.append(table._build(None, shape.workload(length, dtype, mode == "train")))
     refusals = [row.refusal for row in rows if row.refusal is not None]

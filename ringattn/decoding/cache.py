@@ -206,8 +206,8 @@ class KVCache:
         for b, length in enumerate(wanted):
             if not 0 <= length <= self._lengths[b]:
                 raise InputError(
-                    f"truncate: length {length} of sequence {b}, which has {plural(self._lengths[b], 'position')}; give "
-                    "one from 0 to that"
+                    f"truncate: length {length} of sequence {b}, which has {plural(self._lengths[b], 'position')}; "
+                    "give one from 0 to that"
                 )
             if length and self._begins[b] > self._needed_at(length):
                 raise InputError(
@@ -230,8 +230,8 @@ class KVCache:
         if isinstance(index, Tensor):
             if index.shape != (self.batch,) or index.is_floating_point() or index.dtype is torch.bool:
                 raise InputError(
-                    f"index is a tensor of {index.dtype}, {tuple(index.shape)}; give {self.batch} integers, or a tensor "
-                    "of them"
+                    f"index is a tensor of {index.dtype}, {tuple(index.shape)}; give {self.batch} integers, or a "
+                    "tensor of them"
                 )
             there = index.to(self.device, torch.int64)
             alike = len(set(self._lengths)) == len(set(self._begins)) == 1
@@ -291,8 +291,8 @@ class KVCache:
             raise InputError("in a CUDA graph every sequence is given as many positions, and one rank holds all")
         if self.most_rows + new > self.capacity:
             raise InputError(
-                f"the cache has rows for {self.capacity} positions, {new} more do not fit, and a CUDA graph cannot take "
-                "more memory; give max_length, or call evict() before the capture"
+                f"the cache has rows for {self.capacity} positions, {new} more do not fit, and a CUDA graph cannot "
+                "take more memory; give max_length, or call evict() before the capture"
             )
         sequence = torch.arange(self.batch, device=self.device)[:, None]
         row = (self._device_lengths - self._device_begins)[:, None] + torch.arange(new, device=self.device)
@@ -306,8 +306,8 @@ class KVCache:
         if self.max_length is not None and max(ends) > self.max_length:
             b = ends.index(max(ends))
             raise InputError(
-                f"sequence {b} of the cache has {plural(self._lengths[b], 'position')}, and {counts[b]} more are over its "
-                f"max_length, {self.max_length}; make a longer one, or truncate"
+                f"sequence {b} of the cache has {plural(self._lengths[b], 'position')}, and {counts[b]} more are over "
+                f"its max_length, {self.max_length}; make a longer one, or truncate"
             )
         if self._needed(ends) <= self.capacity:
             return

@@ -172,7 +172,8 @@ class BlockKernel:
     itself). ``params`` lists, per direction and architecture, the values worth searching; the first is the default.
     ``strided_backward``: its backward reads dout and out in any layout whose last stride is 1; ``writes_grads``: it
     can write gradients where it is told; ``just_in_time``: it is compiled at its first call, which takes seconds;
-    ``reads_caches``: it has a ``cached``; ``reads_out_of_bounds``: of what it refuses, where it is known to touch memory that is not its own, so that not even
+    ``reads_caches``: it has a ``cached``; ``reads_out_of_bounds``: of what it refuses, where it is known to touch
+    memory that is not its own, so that not even
     a process of its own should try it.
     """
 

@@ -1,4 +1,4 @@
-"""Runs our kernel for a few queries over many keys, "split-kv": decoding, with everything it needs in one launch or two.
+"""Runs our kernel for a few queries over many keys, "split-kv": decoding in one launch or two.
 
 The keys of a sequence are split among programs, until these fill the GPU, and a second launch merges what they found.
 ``split_kv_device`` holds the device side and is imported when a plan with this kernel is built.

@@ -53,9 +53,9 @@ def split_kv_kernel(
     q, k, v, lengths, begins, counts, out, lse, q_n: tl.int64, q_m: tl.int64, q_h: tl.int64, k_n: tl.int64,
     k_m: tl.int64, k_h: tl.int64, v_n: tl.int64, v_m: tl.int64, v_h: tl.int64, queries, keys, heads, group, tiles,
     splits, window, scale, scale_log2, BRANCHES: tl.constexpr, JOBS: tl.constexpr, DENSE: tl.constexpr,
-    CAUSAL: tl.constexpr, SEVERAL: tl.constexpr, LENGTHS: tl.constexpr, BEGINS: tl.constexpr, COUNTS: tl.constexpr, DIRECT: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr,
-    WIDE: tl.constexpr, PRECISION: tl.constexpr, ROUND: tl.constexpr,
+    CAUSAL: tl.constexpr, SEVERAL: tl.constexpr, LENGTHS: tl.constexpr, BEGINS: tl.constexpr, COUNTS: tl.constexpr,
+    DIRECT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
     """Write out and lse of one slot: (B, H, queries, slots, D) and (B, H, queries, slots), float32.
 

@@ -20,7 +20,7 @@ VOCABULARY = 31
 
 @dataclass(frozen=True)
 class Model:
-    """Embedding and position, one attention with a residual, and logits; float64, so that no token is a matter of rounding."""
+    """Embedding and position, one attention with a residual, logits; float64: no token is a matter of rounding."""
 
     attention: RingAttention
     weights: tuple[Tensor, ...]

@@ -1,4 +1,4 @@
-"""The kernel for a few queries over a cache, under Triton's interpreter, against float64; what it refuses; compilation."""
+"""The kernel for a few queries over a cache: interpreted, against float64; what it refuses; compilation."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import cross_oracle
+import interpreted_decoding
 import pytest
 import torch
 from interpreted_split_kv import CachedCall, run_interpreted
+from interpreted_triton import interpreted
 from torch import Tensor
 
 from ringattn import Pattern
@@ -317,3 +319,9 @@ def _compiled(name: str, sm: int, types: dict[str, str], constants: dict[str, An
     source = triton.compiler.ASTSource(kernel, signature, used, aligned)
     options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": False}
     return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
+
+
+@needs_triton
+def test_a_module_decodes_with_it_in_one_call_each() -> None:
+    script = Path(interpreted_decoding.__file__)
+    assert int(interpreted(str(script))) == 6 * 12 + 2 * 4

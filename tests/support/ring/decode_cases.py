@@ -10,8 +10,8 @@ import torch.distributed as dist
 from oracle import DENSE, lists_of
 
 from ringattn import Pattern, RingAttention
-from ringattn.errors import InputError
 from ringattn.decoding import cache as caches
+from ringattn.errors import InputError
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,11 @@ def _of_segment(
 def _parts(q_begin: int, q_end: int, k_begin: int, k_end: int, causal: bool, window: int | None) -> Iterator[_Part]:
     if q_begin >= q_end or k_begin >= k_end:
         return
-    if not causal:
+    if causal and q_end - q_begin == 1:  # all that one row sees is one block, with the row itself
+        first = k_begin if window is None else max(k_begin, q_end - window)
+        if first < min(k_end, q_end):
+            yield _Part(q_begin, q_end, first, min(k_end, q_end))
+    elif not causal:
         yield _Part(q_begin, q_end, k_begin, k_end)
     elif window is None:
         yield from _causal(q_begin, q_end, k_begin, k_end)

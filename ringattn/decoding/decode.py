@@ -204,7 +204,8 @@ def _read_cache(
     if cache.world > 1:  # every key here is before the query, or it: which one it is does not matter
         lengths = cache.held_on_device()
         begins = None
-    most = cache.capacity if _capturing(q) else cache.most_rows
+    # As many splits as memory was taken for at once, so that a graph has those of the calls before it.
+    most = k.shape[1] if cache.max_length is not None else cache.most_rows
     rows = CachedRows(cache.pattern, most, lengths, begins, on_device, cache.window)
     if dtype is q.dtype:
         return cached(q, k, v, rows)

@@ -82,5 +82,6 @@ class BlockKernels:
             heads=block.heads.count * group,
             kv_heads=block.heads.count,
             row_elements=row_elements,
+            queries=0 if block.causal else block.q.count,
         )
         return need, replace(need, rows=block.k.count)

@@ -34,6 +34,7 @@ _SHORT: tuple[tuple[int, int], ...] = ((64, 197), (32, 512))
 _SHORT_CPU: tuple[tuple[int, int], ...] = ((8, 197), (4, 512))
 _SHORT_HEADS, _SHORT_HEAD_DIM = 12, 64
 _SHORTEST_OF_MODEL = 1024  # of the lengths for a model that reaches it
+_DECODED = (1, 8, 64)  # sequences that are decoded at once
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
 
@@ -97,7 +98,7 @@ def _workloads(request: ProbeRequest, facts: HardwareFacts) -> list[Workload]:
     for seq_len in lengths:
         for dtype in _input_dtypes(request, facts):
             for pattern in _patterns(request, on_cpu):
-                for mode in dict.fromkeys(modes):
+                for mode, batch in dict.fromkeys(_with_batches(modes, request.batch_size)):
                     try:
                         workload = Workload(
                             mode=mode,
@@ -107,7 +108,7 @@ def _workloads(request: ProbeRequest, facts: HardwareFacts) -> list[Workload]:
                             head_dim=request.head_dim or (64 if on_cpu else 128),
                             dtype=dtype,
                             kv_heads=request.kv_heads or heads,
-                            batch=request.batch_size,
+                            batch=batch,
                             pattern=pattern,
                             world=request.ranks,
                         )
@@ -115,6 +116,11 @@ def _workloads(request: ProbeRequest, facts: HardwareFacts) -> list[Workload]:
                         raise UsageFailure(str(error)) from None
                     workloads.append(workload)
     return sorted(workloads, key=lambda workload: workload.seq_len)
+
+
+def _with_batches(modes: Sequence[Mode], named: int) -> list[tuple[Mode, int]]:
+    """Return the modes with their batch sizes; decoding has those of one user and of many where none is named."""
+    return [(mode, batch) for mode in modes for batch in (_DECODED if mode == "decode" and named == 1 else (named,))]
 
 
 def _grid_lengths(request: ProbeRequest, facts: HardwareFacts) -> tuple[int, ...]:
@@ -157,6 +163,7 @@ def _short_workloads(request: ProbeRequest, facts: HardwareFacts) -> list[Worklo
         Workload(mode, False, seq_len, _SHORT_HEADS, _SHORT_HEAD_DIM, _input_dtypes(request, facts)[0], batch=batch)
         for batch, seq_len in (_SHORT_CPU if facts.vendor == "cpu" else _SHORT)
         for mode in dict.fromkeys(request.modes or ("train", "infer"))
+        if mode != "decode"
     ]
 
 

@@ -163,6 +163,12 @@ class PlanTable(Question):
         workload = self.shape.workload(seq_len, dtype, train, batch, total_length)
         return self._build(self._entry(workload), workload)
 
+    def row_of(self, workload: Workload) -> Row:
+        """Return the row for a workload of the module's shape, of any mode."""
+        if workload.decode:
+            return self.decode_at(workload.seq_len, workload.dtype, workload.batch)
+        return self.plan_at(workload.seq_len, workload.dtype, workload.train, workload.batch)
+
     def local_at(self, seq_len: int, dtype: str, train: bool, batch: int) -> Row:
         """Return the row for a sequence that one rank holds, also where the module has several."""
         workload = replace(self.shape.workload(seq_len, dtype, train, batch), world=1)

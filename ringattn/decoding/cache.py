@@ -280,6 +280,15 @@ class KVCache:
             raise InputError(f"counts is {made}; each must be from 0 to the {new} positions given")
         return made
 
+    def check_held(self, counts: Sequence[int]) -> None:
+        """InputError where a sequence has fewer positions in the cache than queries."""
+        for b, (count, begin, length) in enumerate(zip(counts, self._begins, self._lengths, strict=True)):
+            if count > length - begin:
+                raise InputError(
+                    f"q has {count} positions of sequence {b}, of which the cache holds {length - begin}; append k and "
+                    "v first, or call prefill()"
+                )
+
     def _integers(self, name: str, given: Any) -> list[int]:
         if not is_list(given) or len(given) != self.batch or not all(is_integer(x) for x in given):
             raise InputError(f"{name} is {given!r}; give a list of {plural(self.batch, 'integer')}, one for a sequence")

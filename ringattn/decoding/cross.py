@@ -22,7 +22,7 @@ from ringattn.planning.table import ModuleShape, PlanTable
 from ringattn.runtime.inputs import check_dtypes, check_inputs
 
 from .blocks import Extent
-from .kernel_choice import BlockKernels
+from .kernel_choice import BlockKernels, rounded
 from .program import CrossProgram
 
 if TYPE_CHECKING:
@@ -94,11 +94,16 @@ def attend_at(
 
 def program_of(module: CrossModule, batch: int, length: int, dtype: str, train: bool) -> CrossProgram:
     """Return the program of the plan for so many positions, all of them on this rank."""
-    table = module.plan
-    return program_for(module, table.local_at(length, dtype, train, batch).runnable())
+    key = ("plan", batch, rounded(length), dtype, train)
+    program: CrossProgram | None = module.cross_programs.get(key)
+    if program is None:
+        plan = module.plan.local_at(rounded(length), dtype, train, batch).runnable()
+        program = module.cross_programs[key] = program_for(module, plan)
+    return program
 
 
 def program_for(module: CrossModule, plan: Plan) -> CrossProgram:
+    """Return the program of a plan."""
     plan, batch = plain_steps(plan), plan.workload.batch
     key = (plan.tunables, plan.workload.mode, batch)
     program: CrossProgram | None = module.cross_programs.get(key)

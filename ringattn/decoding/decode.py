@@ -5,8 +5,9 @@ Legend: B batch, Sq queries, H query heads, Hkv key/value heads, D head dimensio
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,10 @@ from ringattn.runtime.merge import accumulator_dtype
 from .blocks import Extent
 from .cache import KVCache
 from .cross import CrossModule, program_for, program_of
+from .kernel_choice import rounded
 from .program import CrossProgram
+
+Results = tuple[Tensor, Tensor]
 
 _MOST_STEPS = 256
 FEW_QUERIES = 16  # beyond, a chunk of a prefill: kernels for whole sequences have the work that they are made for
@@ -41,18 +45,24 @@ class Step:
 
 def decode(module: CrossModule, q: Tensor, cache: KVCache, counts: Sequence[int] | None) -> tuple[Tensor, Tensor]:
     """Return out (B, Sq, H, D) and lse (B, H, Sq) of the last Sq positions; see ``RingAttention.decode``."""
-    if torch.compiler.is_compiling():
-        return torch.compiler.disable(_decode)(module, q, cache, counts)  # type: ignore[no-untyped-call, no-any-return]
-    return _decode(module, q, cache, counts)
+    return _outside_graphs(module, _decode, q, cache, counts)
 
 
 def prefill(
     module: CrossModule, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, counts: Sequence[int] | None
 ) -> tuple[Tensor, Tensor]:
     """Append k and v to the cache and return the same of the positions that were appended."""
+    return _outside_graphs(module, _prefill, q, k, v, cache, counts)
+
+
+def _outside_graphs(module: CrossModule, call: Callable[..., Results], *arguments: Any) -> Results:
+    """Make a call that torch.compile leaves alone; over several ranks an error in it is reported to the others."""
     if torch.compiler.is_compiling():
-        return torch.compiler.disable(_prefill)(module, q, k, v, cache, counts)  # type: ignore[no-untyped-call, no-any-return]
-    return _prefill(module, q, k, v, cache, counts)
+        call = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
+    if module._ring is None:
+        return call(module, *arguments)
+    with module._ring.call():
+        return call(module, *arguments)
 
 
 def _prefill(
@@ -69,27 +79,30 @@ def _decode(module: CrossModule, q: Tensor, cache: KVCache, counts: Sequence[int
     _check(module, q, cache)
     queries = q.shape[1]
     counted = cache.check_counts(counts, queries)
-    for b, (count, begin, length) in enumerate(zip(counted, cache.begins, cache.lengths, strict=True)):
-        if count > length - begin and not _capturing(q):
-            raise InputError(
-                f"q has {count} positions of sequence {b}, of which the cache holds {length - begin}; append k and v "
-                "first, or call prefill()"
-            )
+    if not _capturing(q):  # in which the host does not see what is appended
+        cache.check_held(counted)
     step = step_of(module, q, cache)
-    if module._ring is None:
+    ring = module._ring
+    if ring is None:
         return _attend(module, step, q, cache, counted)
-    with module._ring.call():
-        module._ring.enter_as(
-            ("decode", q.shape, q.dtype),
-            lambda: f"decodes {queries} positions of {q.shape[0]} sequences of {max(cache.lengths)}",
-        )
-        out, lse = _attend(module, step, q, cache, counted)
-        packed = torch.cat((out.to(lse.dtype), lse.transpose(1, 2)[..., None]), -1)
-        parts = module._ring.gather_alike(packed)
-    total, total_BSH = parts[0][..., :-1].contiguous(), parts[0][..., -1].contiguous()
-    for part in parts[1:]:
-        merge_block(total, total_BSH, part[..., :-1], part[..., -1])
-    return total.to(q.dtype), total_BSH.transpose(1, 2).contiguous()
+    ring.enter_as(
+        ("decode", q.shape, q.dtype),
+        lambda: f"decodes {queries} positions of {q.shape[0]} sequences of {max(cache.lengths)}",
+    )
+    out, lse = _attend(module, step, q, cache, counted)
+    parts = ring.gather_alike(torch.cat((out.to(lse.dtype), lse.transpose(1, 2)[..., None]), -1))
+    return _merged(torch.stack(parts), q.dtype)
+
+
+def _merged(parts_RBSHD: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Merge what all ranks found: out (B, Sq, H, D) beside its lse, R times."""
+    lses = parts_RBSHD[..., -1:]
+    peak = lses.amax(0)
+    peak = peak.masked_fill(peak == -torch.inf, 0.0)  # -inf - -inf is no number
+    weights = torch.exp(lses - peak)
+    total = weights.sum(0)  # 1 or more, but 0 where no rank has a key
+    out = (parts_RBSHD[..., :-1] * (weights / total.clamp(min=1.0))).sum(0)
+    return out.to(dtype), (peak + total.log()).squeeze(-1).transpose(1, 2).contiguous()
 
 
 def _check(module: CrossModule, q: Tensor, cache: KVCache) -> None:
@@ -147,12 +160,6 @@ def step_of(module: CrossModule, q: Tensor, cache: KVCache) -> Step:
             module.cross_programs.clear()
         step = module.cross_programs[key] = _new_step(module, q, longest)
     return step
-
-
-def rounded(length: int) -> int:
-    """Return the next length of three significant binary digits, four to an octave."""
-    shift = max(0, length.bit_length() - 3)
-    return max(1, -(-length >> shift) << shift)
 
 
 def _new_step(module: CrossModule, q: Tensor, longest: int) -> Step:

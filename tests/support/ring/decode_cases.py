@@ -11,7 +11,7 @@ from oracle import DENSE, lists_of
 
 from ringattn import Pattern, RingAttention
 from ringattn.decoding import cache as caches
-from ringattn.errors import InputError
+from ringattn.errors import RingAttentionError
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def check_faults() -> str:
     x = torch.zeros(2, 8, 2, 4, dtype=torch.float64)
     try:
         made.prefill(torch.zeros(2, 8, 4, 4, dtype=torch.float64), x, x, cache)
-    except InputError as error:
+    except RingAttentionError as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -87,6 +87,6 @@ def check_cross() -> str:
     x = torch.zeros(2, 8, 2, 4)
     try:
         module(case, process_group=dist.group.WORLD).cross(torch.zeros(2, 3, 4, 4), x, x)
-    except InputError as error:
+    except RingAttentionError as error:
         return f"{type(error).__name__}: {error}"
     return ""

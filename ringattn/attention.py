@@ -24,7 +24,7 @@ from ringattn.hardware.kernel_faults import Combination
 from ringattn.planning.missed import count_calls, meet, record_path
 from ringattn.planning.plan import Conditions, Plan
 from ringattn.planning.preference import Launch, Preference, check_preference
-from ringattn.planning.self_check import asked_of_kernels, faults_of
+from ringattn.planning.self_check import asked_of_kernels, faults_among
 from ringattn.planning.setup import (
     Setup,
     check_module,
@@ -35,7 +35,6 @@ from ringattn.planning.setup import (
     wishes_of,
 )
 from ringattn.planning.table import ModuleShape, PlanTable, Row, build_table
-from ringattn.planning.validation_memory import user_memory
 from ringattn.profile.schema import Profile
 from ringattn.runtime.graphed import load_program
 from ringattn.runtime.inputs import check_dtypes, check_inputs, check_length, check_types
@@ -330,14 +329,8 @@ class RingAttention(DecodingMethods, nn.Module):
 
     def validate_kernels(self, asked: Iterable[Combination]) -> bool:
         """Make every check of kernels that this machine lacks; False where one fails, which then leaves the table."""
-        asked = tuple(asked)
-        if not self.validates or self._validated.issuperset(asked):
-            return True
-        faults = faults_of(asked, self._setup.facts, self.device, self._setup.resolution)
-        if note := user_memory().note:
-            say_once(logging.WARNING, note)
+        faults = faults_among(asked, self._validated, self._setup, self.device) if self.validates else []
         if not faults:
-            self._validated.update(asked)
             return True
         place_of = self._setup.place_of if self._setup.entries else None
         self.plan = self.plan.without(faults, strict=self._setup.named and bool(place_of), place_of=place_of)

@@ -20,6 +20,7 @@ from ringattn.hardware.kernel_faults import Combination
 from ringattn.planning.plan import Plan
 from ringattn.planning.table import ModuleShape, PlanTable
 from ringattn.runtime.inputs import check_dtypes, check_inputs
+from ringattn.workload import Mode
 
 from .blocks import Extent
 from .kernel_choice import BlockKernels, rounded
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 Align = Literal["end", "start"]
 _MOST_PROGRAMS = 256
+FEW_QUERIES = 16  # beyond, kernels for whole sequences have the work that they are made for
 
 
 class CrossModule(Protocol):
@@ -88,17 +90,21 @@ def attend_at(
 ) -> Runner:
     """Return the function that attends with tensors like these at these positions, computing from dtype ``narrow``."""
     length = max(extent.queries, extent.keys, 1)
-    program = program_of(module, q.shape[0], length, DTYPE_NAMES[narrow or q.dtype], train)
+    mode: Mode = "train" if train else "decode" if extent.queries <= FEW_QUERIES else "infer"
+    program = program_of(module, q.shape[0], length, DTYPE_NAMES[narrow or q.dtype], mode)
     return runner_of(program.at(extent), q, k, v, train, with_lse=True)
 
 
-def program_of(module: CrossModule, batch: int, length: int, dtype: str, train: bool) -> CrossProgram:
-    """Return the program of the plan for so many positions, all of them on this rank."""
-    key = ("plan", batch, rounded(length), dtype, train)
+def program_of(module: CrossModule, batch: int, length: int, dtype: str, mode: Mode) -> CrossProgram:
+    """Return the program of the plan for so many positions, all of them on this rank; "decode": for a few queries."""
+    key = ("plan", batch, rounded(length), dtype, mode)
     program: CrossProgram | None = module.cross_programs.get(key)
     if program is None:
-        plan = module.plan.local_at(rounded(length), dtype, train, batch).runnable()
-        program = module.cross_programs[key] = program_for(module, plan)
+        if mode == "decode":
+            row = module.plan.decode_at(rounded(length), dtype, batch)
+        else:
+            row = module.plan.local_at(rounded(length), dtype, mode == "train", batch)
+        program = module.cross_programs[key] = program_for(module, row.runnable())
     return program
 
 

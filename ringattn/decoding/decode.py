@@ -26,14 +26,13 @@ from ringattn.runtime.merge import accumulator_dtype
 
 from .blocks import Extent
 from .cache import KVCache
-from .cross import CrossModule, program_for, program_of
+from .cross import FEW_QUERIES, CrossModule, program_for, program_of
 from .kernel_choice import rounded
 from .program import CrossProgram
 
 Results = tuple[Tensor, Tensor]
 
 _MOST_STEPS = 256
-FEW_QUERIES = 16  # beyond, a chunk of a prefill: kernels for whole sequences have the work that they are made for
 
 
 class Step:
@@ -165,7 +164,7 @@ def step_of(module: CrossModule, q: Tensor, cache: KVCache) -> Step:
 def _new_step(module: CrossModule, q: Tensor, longest: int) -> Step:
     batch, queries = q.shape[:2]
     if queries > FEW_QUERIES:
-        blocks = program_of(module, batch, longest, DTYPE_NAMES[q.dtype], False)
+        blocks = program_of(module, batch, longest, DTYPE_NAMES[q.dtype], "infer")
         return Step(None, blocks.dtype, blocks)
     while True:
         plan = module.plan.decode_at(longest, DTYPE_NAMES[q.dtype], batch).runnable()
@@ -206,7 +205,7 @@ def _attend(module: CrossModule, step: Step, q: Tensor, cache: KVCache, counts: 
 def _read_cache(
     cached: CachedForward, dtype: torch.dtype, q: Tensor, cache: KVCache, counts: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    k, v = cache.rows()
+    (k, v), q = cache.rows(), q if q.stride(-1) == 1 else q.contiguous()
     lengths, begins, on_device = cache.device_rows(counts, q.shape[1])
     if cache.world > 1:  # every key here is before the query, or it: which one it is does not matter
         lengths = cache.held_on_device()

@@ -9,7 +9,6 @@ from dataclasses import replace
 from ringattn.errors import PlanError
 from ringattn.hardware.kernel_faults import Combination
 from ringattn.kernels.contract import BoundKernel, KernelNeed
-from ringattn.kernels.registry import KERNELS
 from ringattn.planning.plan import Direction, Plan, combination_of, kernel_needs, kernel_rejections
 from ringattn.planning.table import PlanTable
 from ringattn.runtime.loading import bind
@@ -32,8 +31,8 @@ class BlockKernels:
     """Kernels of the blocks of one plan, chosen when a block of a new shape is met.
 
     A plan was made for blocks of as many rows as keys, and of one kind. Others ask more of a kernel: what it lacks for
-    a block with as many rows, or as many keys, it lacks here. A few rows have a kernel of their own. Keys are rounded
-    up, as a cache has more at every step, but for the rules of backwards, some of which are about exact numbers.
+    a block with as many rows, or as many keys, it lacks here. Keys are rounded up, as a cache has more at every step,
+    but for the rules of backwards, some of which are about exact numbers.
     """
 
     def __init__(self, plan: Plan, table: PlanTable, scale: float, validate: Validate) -> None:
@@ -62,10 +61,9 @@ class BlockKernels:
         direction: Direction = "backward" if backward else "forward"
         own, wish = (branch.backward, wishes.backward) if backward else (branch.forward, wishes.forward)
         policy = self._table.policy.kernels_for(direction, plan.tunables.dtype, math.inf)
-        few = () if backward else tuple(name for name, kernel in KERNELS.items() if kernel.reads_caches)
         needs = self._needs(block, keys, backward, row_elements)
         rejected: dict[str, tuple[str, ...]] = {}
-        for name in dict.fromkeys((own,) if wish else (*few, own, *policy)):
+        for name in dict.fromkeys((own,) if wish else (own, *policy)):
             params = plan.tunables.params_of(name)
             rejected[name] = kernel_rejections(name, needs, self._table.facts, params)
             if not rejected[name]:

@@ -63,16 +63,34 @@ class Clock:
         end.synchronize()
         return begin.elapsed_time(end)
 
+    def wait(self) -> None:
+        torch.cuda.synchronize()
+
     def blocks_ms(self, steps: Mapping[str, Step], blocks: int = 15, warmup: int = 3) -> dict[str, list[float]]:
         for step in steps.values():
             for _ in range(warmup):
                 step()
-        torch.cuda.synchronize()
+        self.wait()
         times: dict[str, list[float]] = {name: [] for name in steps}
         for _ in range(blocks):
             for name in self._random.sample(list(steps), len(steps)):
                 times[name].append(self.once_ms(steps[name]))
         return times
+
+
+class HostClock(Clock):
+    """Times steps of a CPU, for trying a benchmark where there is no GPU."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random = random.Random(seed)
+
+    def once_ms(self, step: Step) -> float:
+        begin = time.perf_counter()
+        step()
+        return (time.perf_counter() - begin) * 1e3
+
+    def wait(self) -> None:
+        pass
 
 
 def median(values: list[float]) -> float:

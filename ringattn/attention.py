@@ -18,12 +18,13 @@ from torch import Tensor
 from ringattn.autograd.function import Runner, outside_graphs, runner_of, without_autocast
 from ringattn.autograd.transforms import attend_traced, transforms_active
 from ringattn.autograd.warmup import first_calls_ms
+from ringattn.decoding.methods import DecodingMethods
 from ringattn.geometry.layout import resolve_layout
 from ringattn.hardware.kernel_faults import Combination
 from ringattn.planning.missed import count_calls, meet, record_path
 from ringattn.planning.plan import Conditions, Plan
 from ringattn.planning.preference import Launch, Preference, check_preference
-from ringattn.planning.self_check import asked_of_kernels, faults_of
+from ringattn.planning.self_check import asked_of_kernels, faults_among
 from ringattn.planning.setup import (
     Setup,
     check_module,
@@ -34,7 +35,6 @@ from ringattn.planning.setup import (
     wishes_of,
 )
 from ringattn.planning.table import ModuleShape, PlanTable, Row, build_table
-from ringattn.planning.validation_memory import user_memory
 from ringattn.profile.schema import Profile
 from ringattn.runtime.documents import TENSORS_ALONE, Extent, extent_of, given_of
 from ringattn.runtime.documents_program import load_program
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from ringattn.distributed.program import RingProgram
 
 
-class RingAttention(ShardedModule):
+class RingAttention(DecodingMethods, ShardedModule):
     """Exact dense or dilated attention over one sequence, run as this machine's hardware profile says.
 
     q is (B, S, H, D), k and v are (B, S, Hkv, D); out is like q, in its dtype. A pattern of branches
@@ -181,6 +181,7 @@ class RingAttention(ShardedModule):
         self._runners: dict[Any, Runner] = {}
         self.traced: dict[Any, Program | RingProgram] = {}
         self._programs: dict[Any, Program | RingProgram] = {}
+        self.cross_programs: dict[Any, Any] = {}
         self.digest, self.configuration = compiled.register(self)
         self._logs = self._ring is None or self._ring.comm.rank == 0  # ranks of a group run one plan
         self._record_path = record_path(profile, self.plan.wishes) if self._logs else ""
@@ -215,10 +216,10 @@ class RingAttention(ShardedModule):
         if self._ring is not None:
             out, lse = outside_graphs(self._over_ranks, q, k, v, cu_seqlens, lengths, total_length, return_lse)
             return (out, lse) if return_lse else out
-        train, autocast = self._mode(q, k, v)
+        train, autocast = self.call_mode(q, k, v)
         self._check_total(q, total_length)
         if torch.compiler.is_compiling() or transforms_active():
-            narrow = autocast if self._casts(q, autocast) else None
+            narrow = autocast if self.casts(q, autocast) else None
             out, lse = attend_traced(self, q, k, v, train, narrow, given_of(cu_seqlens, lengths))
         else:
             extent = extent_of(total_length, cu_seqlens, lengths)
@@ -256,7 +257,8 @@ class RingAttention(ShardedModule):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave loaded kernels out of copies and pickles, and let compiled graphs tell them apart."""
-        return {**self.__dict__, "_runners": {}, "traced": {}, "_programs": {}, "digest": "", "configuration": ""}
+        emptied: dict[str, Any] = {name: {} for name in ("_runners", "traced", "_programs", "cross_programs")}
+        return {**self.__dict__, **emptied, "digest": "", "configuration": ""}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -300,26 +302,26 @@ class RingAttention(ShardedModule):
         """Return the row for a call, its kernels validated; a plan with one that fails leaves the table."""
         while True:
             row = self._row(*call)
-            asked = asked_of_kernels(row.plan, self._setup.facts) if self.validates and row.plan is not None else ()
-            if self._validated.issuperset(asked):
+            if row.plan is None or self.validate_kernels(asked_of_kernels(row.plan, self._setup.facts)):
                 return row
-            faults = faults_of(asked, self._setup.facts, self.device, self._setup.resolution)
-            if note := user_memory().note:
-                say_once(logging.WARNING, note)
-            if not faults:
-                self._validated.update(asked)
-                return row
-            place_of = self._setup.place_of if self._setup.entries else None
-            self.plan = self.plan.without(faults, strict=self._setup.named and bool(place_of), place_of=place_of)
-            if self._ring is not None:
-                self._ring.replanned()
+
+    def validate_kernels(self, asked: Iterable[Combination]) -> bool:
+        """Make every check of kernels that this machine lacks; False where one fails, which then leaves the table."""
+        faults = faults_among(asked, self._validated, self._setup, self.device) if self.validates else []
+        if not faults:
+            return True
+        place_of = self._setup.place_of if self._setup.entries else None
+        self.plan = self.plan.without(faults, strict=self._setup.named and bool(place_of), place_of=place_of)
+        if self._ring is not None:
+            self._ring.replanned()
+        return False
 
     def _planned(self, q: Tensor, train: bool, extent: Extent, narrow: torch.dtype | None) -> str:
         """Describe the plan of a call, for other ranks to compare with theirs."""
         row = self._row(q.shape[0], q.shape[1], DTYPE_NAMES[narrow or q.dtype], train, extent)
         return describe(row.runnable().tunables)
 
-    def _casts(self, q: Tensor, autocast: torch.dtype | None) -> bool:
+    def casts(self, q: Tensor, autocast: torch.dtype | None) -> bool:
         """Tell whether to compute in autocast's dtype: float64 and an explicit dtype keep theirs."""
         return autocast is not None and q.dtype is not torch.float64 and self.plan.wishes.dtype is None
 
@@ -337,7 +339,7 @@ class RingAttention(ShardedModule):
     def _new_runner(self, q: Tensor, k: Tensor, v: Tensor, train: bool, key: Any, with_lse: bool) -> Runner:
         """Return the function that runs calls with tensors like these, remembered under ``key``."""
         extent, autocast = key[-2:]
-        narrow = autocast if self._casts(q, autocast) else None
+        narrow = autocast if self.casts(q, autocast) else None
         if narrow is not None:
             check_dtypes(q, k, v)
             q, k, v = q.to(narrow), k.to(narrow), v.to(narrow)
@@ -360,7 +362,7 @@ class RingAttention(ShardedModule):
         with self._ring.call():
             if torch.compiler.is_exporting() or transforms_active():
                 raise InputError("torch.export and torch.func take no RingAttention over several ranks")
-            train, autocast = self._mode(q, k, v)
+            train, autocast = self.call_mode(q, k, v)
             extent = extent_of(total_length, cu_seqlens, lengths)
             check_inputs(q, k, v, self.shape, self.device, packed=extent.documents is not None)
             shapes = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, train)
@@ -368,11 +370,11 @@ class RingAttention(ShardedModule):
             run = self._runners.get(key)
             if run is None:
                 run = self._new_runner(q, k, v, train, key, with_lse)
-            narrow = autocast if autocast is not q.dtype and self._casts(q, autocast) else None
+            narrow = autocast if autocast is not q.dtype and self.casts(q, autocast) else None
             self._ring.enter(q, train, extent, narrow, self._planned)
         return run(q, k, v)
 
-    def _mode(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[bool, torch.dtype | None]:
+    def call_mode(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[bool, torch.dtype | None]:
         """Return whether to train, and autocast's dtype or None; raise for tensors without strides, and for dropout."""
         if self.dropout and self.training:
             if torch.compiler.is_dynamo_compiling():  # which cannot trace how a PlanError is made, and shows that

@@ -42,7 +42,8 @@ class Case:
     ``segments`` and ``rates`` are the pattern's, one each per branch; a dense one is one segment of the sequence.
     Over several ranks ``degree`` is the number of ranks that exchange heads, 0 where the tunables give none, and
     ``travelling`` are the branches whose rows go from rank to rank. ``branch`` is the one that a rule of
-    ``BranchTunables`` is asked about. ``packed`` says that documents of several lengths are asked about.
+    ``BranchTunables`` is asked about. ``packed`` says that documents of several lengths are asked about, ``decode``
+    that one query over a cache is.
     """
 
     train: bool
@@ -58,6 +59,7 @@ class Case:
     travelling: tuple[int, ...] = ()
     branch: int = 0
     packed: bool = False
+    decode: bool = False
 
 
 def _no_reason(case: Case) -> str:
@@ -105,6 +107,8 @@ class Tunable:
         """Return why the value of the case, which is not the plain one, changes nothing; "" where it counts."""
         if self.stage == "ranks" and case.world == 1:
             return f"{self.name} {self.value(case.tunables)} is for a sequence over several ranks"
+        if case.decode and not self.per_branch:
+            return f"{self.name} is of the steps of a whole sequence, and this is decode"
         why = self.void(case)
         return f"branch {case.branch}: {why}" if why and self.per_branch else why
 

@@ -20,7 +20,7 @@ from .tunables import ParamValue as ParamValue
 from .tunables import Tunables as Tunables
 from .wording import plural
 
-Mode = Literal["train", "infer"]
+Mode = Literal["train", "infer", "decode"]
 HeadOffset = Literal["interleaved", "blocked"]
 
 INPUT_DTYPES = ("bf16", "fp16", "fp32", "fp64")
@@ -114,6 +114,7 @@ class Pattern:
 class Workload:
     """One question put to the machine: these shapes, this pattern, with or without gradients.
 
+    Mode "decode" is one query of each sequence, its last position, over ``seq_len`` cached ones.
     ``seq_len`` is the local length on one of ``world`` ranks, ``dtype`` the input dtype by its short name.
     ``total_length`` is the length of the whole sequence, where it is not ``world * seq_len``. ``kv_heads=0`` means as
     many as query heads. Where ``packed_tokens`` is not 0, the question is about ``batch`` documents of at most
@@ -136,8 +137,8 @@ class Workload:
     def __post_init__(self) -> None:
         if self.kv_heads == 0:
             object.__setattr__(self, "kv_heads", self.heads)
-        if self.mode not in ("train", "infer"):
-            raise FieldError(f"is {self.mode!r}; use 'train' or 'infer'", field="mode")
+        if self.mode not in ("train", "infer", "decode"):
+            raise FieldError(f"is {self.mode!r}; use 'train', 'infer' or 'decode'", field="mode")
         if self.dtype not in INPUT_DTYPES:
             raise FieldError(f"is {self.dtype!r}; use one of {', '.join(INPUT_DTYPES)}", field="dtype")
         for name in ("seq_len", "heads", "kv_heads", "head_dim", "batch", "world"):
@@ -159,6 +160,10 @@ class Workload:
     def packed(self) -> bool:
         """True where it is about documents, of lengths that may differ."""
         return self.packed_tokens > 0
+
+    @property
+    def decode(self) -> bool:
+        return self.mode == "decode"
 
     @property
     def total(self) -> int:

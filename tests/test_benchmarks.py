@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import sys
 import xml.etree.ElementTree
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-ON_GPUS = ("dense", "dilated", "fused_ops", "launch", "memory", "packed", "ring", "triton_kernel")
+ON_GPUS = ("decode", "dense", "dilated", "fused_ops", "launch", "memory", "packed", "ring", "triton_kernel")
 
 
 def end_of(name: str, monkeypatch: pytest.MonkeyPatch) -> object:
@@ -59,3 +60,19 @@ def test_the_picture_is_made_of_the_committed_figures(monkeypatch: pytest.Monkey
     assert made.read_text("utf-8") == committed.read_text("utf-8"), "run: python benchmarks/plot_dense.py"
     xml.etree.ElementTree.parse(made)
     assert "http" not in made.read_text("utf-8").replace("http://www.w3.org/2000/svg", ""), "it loads nothing"
+
+
+def test_decoding_is_tried_on_any_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["decode.py", "--tiny", "--profile", "none", "--output", str(tmp_path)])
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    runpy.run_path(str(BENCHMARKS / "decode.py"), run_name="__main__")
+    rows = json.loads((tmp_path / "decode.json").read_text("utf-8"))["rows"]
+    assert [row["work"].partition(" H32")[0] for row in rows] == [
+        "decode B1 S512",
+        "decode B2 S128",
+        "prefill chunk B1 64 of S512",
+    ]
+    assert all(row["differs"] < 1e-2 for row in rows[:2])
+    assert "share_of_copy" in capsys.readouterr().out

@@ -40,7 +40,7 @@ class References:
 
     def get(self, workload: Workload, total: int, kind: str, tunables: Tunables) -> tuple[Inputs, Sampled, Expected]:
         """Return the inputs of this rank for ``total`` positions, the sampled rows, and their expected values."""
-        widest = replace(workload, mode="train") if self._train_too else workload
+        widest = replace(workload, mode="train") if self._train_too and not workload.decode else workload
         question = (widest, total, kind, tunables.layout)
         whole: Inputs | None = None
         reference = self._kept.get(question)

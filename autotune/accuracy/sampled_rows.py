@@ -54,6 +54,8 @@ class Sampled:
 def sample_positions(workload: Workload, seq_len: int, seed: int, held: NDArray[np.int64] | None = None) -> Sampled:
     """Sample random positions, both ends, tile edges and segment edges, where kernels go wrong first.
 
+    A decoding step has the last one alone.
+
     ``held``: the positions that a rank holds; only these are sampled.
     """
     rng = np.random.default_rng((seed, seq_len))
@@ -74,6 +76,9 @@ def sample_positions(workload: Workload, seq_len: int, seed: int, held: NDArray[
         return tuple(sorted({int(p) for p in (*some, *rest)}))
 
     heads = workload.kv_heads
+    if workload.decode:
+        batch = tuple(int(b) for b in rng.integers(0, workload.batch, size=heads))
+        return Sampled(batch, ((seq_len - 1,),) * heads, (), ())
     key_heads = tuple(sorted(int(g) for g in rng.choice(heads, size=min(KEY_HEADS, heads), replace=False)))
     return Sampled(
         batch_of_head=tuple(int(b) for b in rng.integers(0, workload.rows_of_tensors, size=heads)),
@@ -299,10 +304,14 @@ class _Computation:
 
 
 def pick_rows(workload: Workload, sampled: Sampled, out: Tensor, lse: Tensor, grads: Sequence[Tensor]) -> Rows:
-    """Pick the sampled rows out of whole results: out (B, S, H, D), lse (B, H, S), grads dq, dk, dv or none."""
+    """Pick the sampled rows out of whole results: out (B, S, H, D), lse (B, H, S), grads dq, dk, dv or none.
+
+    A decoding step's have one row, which is the one that was sampled.
+    """
     group = workload.heads // workload.kv_heads
     outs, lses, dqs, dks, dvs = [], [], [], [], []
     for kv_head, rows in enumerate(sampled.rows_of_head):
+        rows = (0,) if workload.decode else rows
         batch, rows_R = sampled.batch_of_head[kv_head], torch.tensor(rows, device=out.device)
         for head in range(kv_head * group, (kv_head + 1) * group):
             outs.append(out[batch, rows_R, head])

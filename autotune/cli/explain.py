@@ -28,10 +28,10 @@ from .options import (
 @profile_argument
 @click.option(
     "--mode",
-    type=click.Choice(["train", "infer"]),
+    type=click.Choice(["train", "infer", "decode"]),
     default="train",
     show_default=True,
-    help="With gradients or without.",
+    help="With gradients, without, or one query over SEQ-LEN cached positions.",
 )
 @click.option("--causal/--no-causal", default=True, show_default=True, help="Causal attention or full.")
 @click.option("--seq-len", type=POSITIVE, metavar="N", default=8192, show_default=True, help="Sequence length.")
@@ -96,7 +96,8 @@ def explain(profile: Path | None, as_json: bool, **asked: Any) -> None:
         place_of=setup.place_of,
     )
     dtype = asked["dtype"] or ("fp32" if setup.facts.vendor == "cpu" else "bf16")
-    workload = shape.workload(asked["seq_len"], dtype, asked["mode"] == "train", asked["batch_size"])
+    train, decode = asked["mode"] == "train", asked["mode"] == "decode"
+    workload = shape.workload(asked["seq_len"], dtype, train, asked["batch_size"], decode=decode)
     explanation = explain_workload(workload, setup, table, foreign)
     if as_json:
         emit_json(explanation)

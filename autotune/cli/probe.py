@@ -45,7 +45,13 @@ if TYPE_CHECKING:
     from autotune.probe.request import DryRun, ProbeResult
     from ringattn.workload import Mode
 
-MODES: dict[str, tuple[Mode, ...]] = {"train": ("train",), "infer": ("infer",), "both": ("train", "infer")}
+MODES: dict[str, tuple[Mode, ...]] = {
+    "train": ("train",),
+    "infer": ("infer",),
+    "both": ("train", "infer"),
+    "decode": ("decode",),
+    "all": ("train", "infer", "decode"),
+}
 
 
 @click.command(short_help="Measure this machine and write its profile.")
@@ -65,7 +71,8 @@ MODES: dict[str, tuple[Mode, ...]] = {"train": ("train",), "infer": ("infer",), 
     default="both",
     show_default=True,
     callback=lambda ctx, param, value: MODES[value],
-    help="With gradients, without, or both.",
+    help="With gradients, without, or both; decode is a query of each sequence over SEQ-LEN cached positions, for 1, 8 "
+    "and 64 sequences where --batch-size names no number.",
 )
 @model_option
 @like_option

@@ -114,7 +114,7 @@ class DeviceBench:
 
     def _varies(self, module: RingAttention, workload: Workload, inputs: Inputs) -> bool:
         """Return whether two calls differ in some bit on some rank: atomic additions come in any order."""
-        (out, _, grads), (again, _, grads_again) = (results_of(module, inputs, workload.train) for _ in range(2))
+        (out, _, grads), (again, _, grads_again) = (results_of(module, inputs, workload) for _ in range(2))
         same = all(map(torch.equal, (out, *grads), (again, *grads_again)))
         (differs,) = self._peers.max_over_ranks(float(not same))
         return bool(differs)
@@ -162,7 +162,7 @@ class DeviceBench:
         """Compare one call with the reference that is there: of graphs a replay, after all that makes them."""
         ragged = length != workload.world * inputs.q.shape[1] or length % workload.world
         call: Callable[..., Any] = partial(module, total_length=length) if workload.world > 1 and ragged else module
-        results = partial(results_of, call, inputs, workload.train)
+        results = partial(results_of, call, inputs, workload)
         (out, lse, grads), taken_ms = self._timed(lambda: settled(results, tunables))
         with self._free_cpus_alone():
             got = pick_rows(workload, sampled, out, lse, grads)
@@ -199,21 +199,21 @@ class DeviceBench:
         shorter = replace(inputs, **{name: getattr(inputs, name)[:, :length] for name in ("q", "k", "v", "dout")})
         if inputs.documents is not None:
             shorter = replace(shorter, documents=packed_documents(workload, length))
-        call = caller(module, shorter, workload.train)
+        call = caller(module, shorter, workload)
         return self._timed(lambda: settled(call, tunables))[1]
 
     def first_call(self, workload: Workload, tunables: Tunables) -> Proven:
         """Call at the workload's length and at a ragged one, which compiles what there is to compile."""
         module, inputs = self._module(workload, tunables), self._timing_inputs(workload)
-        caller(module, inputs, workload.train)()
+        caller(module, inputs, workload)()
         return Proven(self._first_call_ms(module, workload, tunables, inputs))
 
     def run_profile(self, workload: Workload, profile_path: str) -> Tunables:
         """Return the plan that the runtime takes when it reads the file itself, after running it once."""
         module = build_module(workload, profile=profile_path, device=self.device, group=self._peers.group)
-        caller(module, self._timing_inputs(workload), workload.train)()
+        caller(module, self._timing_inputs(workload), workload)()
         self._synchronize()
-        return module.plan.plan_of(workload).runnable().tunables
+        return module.plan.row_of(workload).runnable().tunables
 
     def links(self) -> LinkReading:
         """Measure how long a round of messages among the ranks takes."""
@@ -269,7 +269,7 @@ class DeviceBench:
             layout=tunables.layout or "auto",
         )
         module.validates = False  # its answers are compared with float64 here, before any is timed
-        planned = module.plan.plan_of(workload).runnable().tunables
+        planned = module.plan.row_of(workload).runnable().tunables
         assert planned == tunables, f"the runtime plans {planned} where {tunables} was asked for"
         return module
 
@@ -301,7 +301,7 @@ class DeviceBench:
             while len(self._runners) >= RUNNERS_KEPT:
                 self._runners.popitem(last=False)
             module = module or self._module(workload, tunables)
-            runner = Runner(caller(module, inputs, workload.train))
+            runner = Runner(caller(module, inputs, workload))
             if waited_ms is None:
                 settled(runner.call, tunables)
             self._warm(runner, waited_ms)
@@ -319,7 +319,7 @@ class DeviceBench:
         """
         if not (self._cuda and may_be_launch_bound(waited_ms)):
             return waited_ms, waited_ms * 1e3
-        call = caller(module, inputs, workload.train)
+        call = caller(module, inputs, workload)
         typical = self._stopwatch.read(call, LaunchOverhead(waited_ms * 1e3), FEWEST + 1)
         call_ms, host_us = self._peers.max_over_ranks(typical.ms, typical.host_us)
         return call_ms, host_us
@@ -345,7 +345,7 @@ class DeviceBench:
 
         The buffers of the pool count, as they stay, and so does what peers write into and what graphs hold.
         """
-        call = caller(module, inputs, workload.train)
+        call = caller(module, inputs, workload)
         taken_ms = 0.0
 
         def twice() -> None:

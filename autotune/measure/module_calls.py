@@ -61,7 +61,7 @@ def graph_bytes(module: RingAttention) -> int:
 
 def torch_name(workload: Workload, inputs: Inputs) -> str:
     """Return the kernel that torch's own function runs for dense attention on one rank; empty for any other."""
-    if not workload.pattern.dense or workload.world > 1 or workload.packed:
+    if not workload.pattern.dense or workload.world > 1 or workload.packed or workload.decode:
         return ""
     tensors = (x.detach().requires_grad_(workload.train) for x in (inputs.q, inputs.k, inputs.v))
     return torch_kernel(workload.causal, *tensors)
@@ -72,10 +72,26 @@ def with_documents(module: Callable[..., Any], inputs: Inputs) -> Callable[..., 
     return module if inputs.documents is None else partial(module, cu_seqlens=inputs.documents)
 
 
-def caller(module: RingAttention, inputs: Inputs, train: bool) -> Callable[[], None]:
-    """Return the call that is timed: one forward, and in training the backward to q, k and v."""
+def decoding(module: RingAttention, inputs: Inputs) -> Callable[[], tuple[Tensor, Tensor]]:
+    """Return a step of decoding: the last query of each sequence over a cache of all its keys, out and lse."""
+    batch, length = inputs.k.shape[:2]
+    cache, last = module.kv_cache(batch, length, dtype=inputs.k.dtype), inputs.q[:, -1:]
+    cache.append(inputs.k, inputs.v)
+    return lambda: module.decode(last, cache, return_lse=True)  # type: ignore[return-value]
+
+
+def caller(module: RingAttention, inputs: Inputs, workload: Workload) -> Callable[[], None]:
+    """Return the call that is timed: one forward, in training with the backward to q, k and v, or a decoding step."""
+    if workload.decode:
+        decode = decoding(module, inputs)
+
+        def step_once() -> None:
+            with torch.no_grad():
+                decode()
+
+        return step_once
     attend = with_documents(module, inputs)
-    if not train:
+    if not workload.train:
 
         def infer() -> None:
             with torch.no_grad():
@@ -90,13 +106,20 @@ def caller(module: RingAttention, inputs: Inputs, train: bool) -> Callable[[], N
     return step
 
 
-def results_of(module: Callable[..., Any], inputs: Inputs, train: bool) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+def results_of(
+    module: Callable[..., Any], inputs: Inputs, workload: Workload
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """Return out, lse and the gradients (none for inference), those of training on the path that is timed.
 
-    A call that returns the lse is another one to autograd, which differentiates it, too.
+    A call that returns the lse is another one to autograd, which differentiates it, too. Decoding: of the last row.
     """
+    if workload.decode:
+        assert isinstance(module, RingAttention)
+        with torch.no_grad():
+            out, lse = decoding(module, inputs)()
+        return out, lse, ()
     module = with_documents(module, inputs)
-    if not train:
+    if not workload.train:
         with torch.no_grad():
             out, lse = module(inputs.q, inputs.k, inputs.v, return_lse=True)
         return out, lse, ()

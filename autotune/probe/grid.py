@@ -34,6 +34,7 @@ _SHORT: tuple[tuple[int, int], ...] = ((64, 197), (32, 512))
 _SHORT_CPU: tuple[tuple[int, int], ...] = ((8, 197), (4, 512))
 _SHORT_HEADS, _SHORT_HEAD_DIM = 12, 64
 _SHORTEST_OF_MODEL = 1024  # of the lengths for a model that reaches it
+_DECODED = (1, 8, 64)  # sequences that are decoded at once
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
 
@@ -99,7 +100,7 @@ def _workloads(request: ProbeRequest, facts: HardwareFacts) -> list[Workload]:
     for seq_len in lengths:
         for dtype in _input_dtypes(request, facts):
             for pattern in _patterns(request, on_cpu):
-                for mode in dict.fromkeys(modes):
+                for mode, batch in dict.fromkeys(_with_batches(modes, request.batch_size)):
                     try:
                         packed = _packed(request.documents, seq_len)
                         workload = Workload(
@@ -111,7 +112,7 @@ def _workloads(request: ProbeRequest, facts: HardwareFacts) -> list[Workload]:
                             kv_heads=request.kv_heads or heads,
                             pattern=pattern,
                             world=request.ranks,
-                            **(packed or {"seq_len": seq_len, "batch": request.batch_size}),
+                            **(packed or {"seq_len": seq_len, "batch": batch}),
                         )
                     except InputError as error:
                         raise UsageFailure(str(error)) from None
@@ -127,6 +128,11 @@ def _packed(documents: int | None, tokens: int) -> dict[str, int]:
     if longest < 1:
         raise InputError(f"--documents {documents} does not fit into --seq-len {tokens}; give fewer")
     return {"batch": documents, "seq_len": longest, "packed_tokens": tokens}
+
+
+def _with_batches(modes: Sequence[Mode], named: int) -> list[tuple[Mode, int]]:
+    """Return the modes with their batch sizes; decoding has those of one user and of many where none is named."""
+    return [(mode, batch) for mode in modes for batch in (_DECODED if mode == "decode" and named == 1 else (named,))]
 
 
 def _grid_lengths(request: ProbeRequest, facts: HardwareFacts) -> tuple[int, ...]:
@@ -171,6 +177,7 @@ def _short_workloads(request: ProbeRequest, facts: HardwareFacts) -> list[Worklo
         Workload(mode, False, seq_len, _SHORT_HEADS, _SHORT_HEAD_DIM, _input_dtypes(request, facts)[0], batch=batch)
         for batch, seq_len in (_SHORT_CPU if facts.vendor == "cpu" else _SHORT)
         for mode in dict.fromkeys(request.modes or ("train", "infer"))
+        if mode != "decode"
     ]
 
 

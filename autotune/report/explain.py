@@ -86,7 +86,7 @@ def explain_workload(workload: Workload, setup: Setup, table: PlanTable, foreign
 
     ``foreign`` is what ``why_foreign`` says of the profile.
     """
-    row = table.plan_of(workload)
+    row = table.row_of(workload)
     entry = _entry_of(setup.entries, row)
     tunables = row.plan.tunables if row.plan is not None else None
     chosen = _choice_of(entry, tunables)

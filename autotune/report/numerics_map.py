@@ -56,7 +56,8 @@ class Finding:
     detail: str = ""
 
 
-def need_of(facts: HardwareFacts, shape: Shape, *, backward: bool) -> KernelNeed:
+def need_of(facts: HardwareFacts, kernel: str, shape: Shape, *, backward: bool) -> KernelNeed:
+    """Return what a kernel is asked; of one that reads caches for few queries, though its numbers are tried on many."""
     heads = HEADS * (GROUP if shape.grouped else 1)
     return KernelNeed(
         vendor=facts.vendor,
@@ -70,6 +71,7 @@ def need_of(facts: HardwareFacts, shape: Shape, *, backward: bool) -> KernelNeed
         causal=shape.causal,
         backward=backward,
         row_elements=heads * shape.head_dim,
+        queries=int(KERNELS[kernel].reads_caches),
     )
 
 
@@ -98,14 +100,16 @@ def attempts(
 def _has(facts: HardwareFacts, name: str, dtype: str) -> bool:
     """Return whether a kernel computes in this dtype here, at any head dimension."""
     return any(
-        not KERNELS[name].unsupported_reasons(need_of(facts, Shape(d, dtype, True, False, 88), backward=False), facts)
+        not KERNELS[name].unsupported_reasons(
+            need_of(facts, name, Shape(d, dtype, True, False, 88), backward=False), facts
+        )
         for d in HEAD_DIMS
     )
 
 
 def attempt_of(facts: HardwareFacts, name: str, shape: Shape, *, backward: bool, try_refused: bool = False) -> Attempt:
     """Return the attempt at one kernel, direction and shape, which runs where no rule refuses it."""
-    kernel, need = KERNELS[name], need_of(facts, shape, backward=backward)
+    kernel, need = KERNELS[name], need_of(facts, name, shape, backward=backward)
     rule = "; ".join(kernel.unsupported_reasons(need, facts))
     return Attempt(name, backward, shape, rule, runs=not rule or (try_refused and not kernel.reads_out_of_bounds(need)))
 

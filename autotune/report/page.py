@@ -183,7 +183,8 @@ def uncovered(profile: Profile) -> list[tuple[str, str]]:
     found = []
     shapes: dict[object, list[Family]] = {}
     for family in families(profile):
-        shapes.setdefault(replace(family.workload.at(1), mode="train"), []).append(family)
+        both = family.workload if family.workload.decode else replace(family.workload, mode="train")
+        shapes.setdefault(both.at(1), []).append(family)
     for siblings in shapes.values():
         w = siblings[0].workload
         shape = f"ringtune probe {probe_options(w)}"
@@ -197,7 +198,7 @@ def uncovered(profile: Profile) -> list[tuple[str, str]]:
                 lengths = ", ".join(map(format_length, unmeasured))
                 what = f"{family.workload.mode}, {name}, at {lengths}: could not be measured"
                 found.append((what, f"{shape} --mode {family.workload.mode}{_options(unmeasured)}"))
-        if len(siblings) == 1:
+        if len(siblings) == 1 and not w.decode:
             missing = "infer" if w.train else "train"
             options = _options([entry.workload.seq_len for entry in siblings[0].entries])
             found.append((f"{missing}, {name}", f"{shape} --mode {missing}{options}"))

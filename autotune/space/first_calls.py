@@ -39,7 +39,8 @@ class CompiledKernel:
 
 def shape_class(workload: Workload) -> Workload:
     """Return what is equal for the workloads that share compiled kernels: all but length and mode."""
-    return replace(workload.at(1), mode="train", total_length=0)
+    mode = "decode" if workload.decode else "train"
+    return replace(workload.at(1), mode=mode, total_length=0)
 
 
 def kernels_compiled(workload: Workload, plan: Tunables, just_in_time: frozenset[str]) -> frozenset[CompiledKernel]:

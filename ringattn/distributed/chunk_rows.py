@@ -6,13 +6,14 @@ D head dim. A row tensor is (N, M, J * G, D), its lse (N, J * G, M); ``group`` i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from ringattn.geometry.pattern import Call, run_view
 from ringattn.geometry.ring_schedules import Chunk
+from ringattn.planning.plan import Plan
 from ringattn.runtime.merge import as_view
 
 
@@ -79,6 +80,15 @@ def merge_block(total: Tensor, total_lse: Tensor, part: Tensor, part_lse: Tensor
     total.mul_((kept / weights).unsqueeze(-1))
     total.addcmul_(part.to(total.dtype), (added / weights).unsqueeze(-1))
     total_lse.copy_(peak + both.log())
+
+
+def merge_of(plan: Plan) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
+    """Return the function that merges the blocks of a chunk, one after the other."""
+    if plan.fused and plan.tunables.dtype != "fp64":
+        from ringattn.runtime.merge_step_triton import merge_block as fused  # triton: only where there is a GPU for it
+
+        return fused
+    return merge_block
 
 
 def _covers(chunk: Chunk, shape: Sequence[int], group: int) -> bool:

@@ -26,7 +26,7 @@ from ringattn.wording import plural
 
 from .agreement import plan_together, tell_of_error
 from .comm import Comm
-from .peer_errors import BY_THE_PLAN, is_known
+from .peer_errors import BY_THE_PLAN, is_known, sequence_number
 from .program import RingProgram
 from .symmetric_exchange import BufferPool
 from .watchdog import watchdog_of
@@ -93,13 +93,28 @@ class RingContext:
         ``narrow`` is the dtype that autocast has the inputs converted to. ``planned`` describes the plan that this
         rank runs them by: a kernel that is wrong on one rank alone must not leave ranks with different plans.
         """
-        signature = (q.shape[:2], q.dtype, train, extent, narrow)
+
+        def describe() -> str:
+            return self._describe(q, train, extent, narrow) + BY_THE_PLAN + planned(q, train, extent, narrow)
+
+        self.enter_as((q.shape[:2], q.dtype, train, extent, narrow), describe)
+
+    def enter_as(self, signature: tuple[Any, ...], describe: Callable[[], str]) -> None:
+        """Begin a call of this signature, which ranks compare by its description where it differs from the last."""
         if signature == self._signature:
             self.watchdog.begin(self.module, self._calls, self._description)
             return
-        inputs, plan = self._describe(q, train, extent, narrow), planned(q, train, extent, narrow)
-        self._compare(inputs + BY_THE_PLAN + plan)
-        self._signature, self._description = signature, inputs + BY_THE_PLAN + plan
+        description = describe()
+        self._compare(description)
+        self._signature, self._description = signature, description
+
+    def gather_alike(self, x: Tensor) -> list[Tensor]:
+        """Return every rank's tensor, all of the shape of ``x``, in the order of ranks: the one message of a call."""
+        with self.watchdog.reporting():
+            self.watchdog.compare_order(self.comm, sequence_number(self.module, self._calls, backward=False))
+            parts = self.comm.gather_rows(x, [tuple(x.shape)] * self.comm.size)
+        self.watchdog.check()
+        return parts
 
     def replanned(self) -> None:
         """Have the next call compared, whatever its inputs: this rank's plans have changed."""

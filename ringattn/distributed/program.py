@@ -31,7 +31,7 @@ from ringattn.runtime.merge import accumulator_dtype
 from ringattn.runtime.program import Program
 from ringattn.workload import BranchTunables
 
-from .chunk_rows import merge_block
+from .chunk_rows import merge_of
 from .comm import Comm, Pending
 from .head_exchange import HeadExchange
 from .peer_errors import sequence_number
@@ -127,7 +127,7 @@ class RingProgram(Executor):
                 and not padded
                 and bool(geometry.chunks)
                 and all(call.rate == 1 for chunk in geometry.chunks for call in chunk.calls),
-                merge=_merge_of(plan),
+                merge=merge_of(plan),
             )
             self._rings.append(Ring(setting, geometry))
 
@@ -290,15 +290,6 @@ class _InFlight:
     def wait(self) -> None:
         while self._under_way:
             self._under_way.popleft().wait()
-
-
-def _merge_of(plan: Plan) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
-    """Return the function that merges the blocks of a chunk, one after the other."""
-    if plan.fused and plan.tunables.dtype != "fp64":
-        from ringattn.runtime.merge_step_triton import merge_block as fused  # triton: only where there is a GPU for it
-
-        return fused
-    return merge_block
 
 
 def _kernels(plan: Plan, branch: BranchTunables, scale: float) -> BranchKernels:

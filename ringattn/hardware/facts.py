@@ -188,10 +188,11 @@ def detect(device: torch.device | str | int | None = None) -> HardwareFacts:
 
 
 class Gpu(NamedTuple):
-    """Compute capability as one number (90 for sm_90) and bytes of L2 cache."""
+    """Compute capability as one number (90 for sm_90), bytes of L2 cache, and multiprocessors."""
 
     sm: int
     l2_bytes: int
+    sm_count: int = 1
 
 
 @cache
@@ -202,7 +203,8 @@ def gpu_of(device: torch.device) -> Gpu:
     if device.type != "cuda":
         return Gpu(80, 0)
     properties = torch.cuda.get_device_properties(device)
-    return Gpu(properties.major * 10 + properties.minor, properties.L2_cache_size)
+    sm = properties.major * 10 + properties.minor
+    return Gpu(sm, properties.L2_cache_size, properties.multi_processor_count)
 
 
 def _requested(device: Any) -> torch.device:

@@ -339,6 +339,8 @@ def _cudnn_reasons(need: KernelNeed) -> tuple[str, ...]:
     reasons = cuda_reasons(need, ("fp16", "bf16"), 80, 8, _cudnn_head_dim_max(need))
     if need.rows == 1:
         reasons.append("one key row is not supported")
+    if need.queries == 1:
+        reasons.append("one query row is not supported")
     if need.backward and need.deterministic:
         reasons.append("its backward is not deterministic, and torch cannot ask it to be")
     if need.backward and not need.causal and need.sm == 90 and need.rows % 128 == 64:

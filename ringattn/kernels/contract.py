@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.versions import Release, release
-from ringattn.workload import ParamValue
+from ringattn.workload import ParamValue, Pattern
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,9 +37,10 @@ class KernelNeed:
     """Request of one branch of a plan to a kernel.
 
     ``rows`` and ``blocks`` are those of its largest call, ``row_elements`` the distance between neighbouring rows of q
-    where they are read in place, in elements. ``dtype`` is the compute dtype. ``software`` are the machine's (name,
-    version) pairs, for rules that hold for some releases. ``packed_rows`` is 0, or the rows of all sequences of a call
-    of the varlen entry, ``rows`` and ``blocks`` then being those of the longest and their number.
+    where they are read in place, in elements. ``dtype`` is the compute dtype. ``queries``: so many query rows against
+    ``rows`` keys, as in decoding; 0 is as many. ``software`` are the machine's (name, version) pairs, for rules that
+    hold for some releases. ``packed_rows`` is 0, or the rows of all sequences of a call of the varlen entry, ``rows``
+    and ``blocks`` then being those of the longest and their number.
     """
 
     vendor: str
@@ -56,6 +57,7 @@ class KernelNeed:
     deterministic: bool = False
     dropout: bool = False
     packed_rows: int = 0
+    queries: int = 0
     software: tuple[tuple[str, str], ...] = ()
 
     def release(self, name: str) -> Release | None:
@@ -111,12 +113,43 @@ def not_differentiable(shape: Sequence[int], /) -> None:
     """Return None: gradients come from ``backward`` alone."""
 
 
+@dataclass(frozen=True, slots=True)
+class CachedRows:
+    """Which rows of a cache exist, and which positions they are. Tensors are (B,) int32, on the device.
+
+    Sequence b has ``lengths[b]`` positions, of which the cache holds those from ``begins[b]`` on; the last
+    ``counts[b]`` of them are its queries, and any further rows of q see nothing. None is every row of k, 0, and every
+    row of q. A position sees those that ``pattern`` lets it see, of which no more than ``window``; None is no limit,
+    and a number is for causal dense attention. ``most`` is the most rows that any sequence may have in the cache.
+    """
+
+    pattern: Pattern
+    most: int
+    lengths: Tensor | None = None
+    begins: Tensor | None = None
+    counts: Tensor | None = None
+    window: int | None = None
+
+
+class CachedForward(Protocol):
+    """Maps q (B, Sq, H, D), k and v (B, S, K, D) to out (B, Sq, H, D) and lse (B, H, Sq), of whatever a cache holds.
+
+    Nothing of it waits for the device, so that a CUDA graph can be replayed while sequences grow.
+    """
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, rows: CachedRows, /) -> tuple[Tensor, Tensor]: ...
+
+
 class BoundKernel(NamedTuple):
-    """Kernel with causality, scale and parameters fixed: nothing is left to decide at a call."""
+    """Kernel with causality, scale and parameters fixed: nothing is left to decide at a call.
+
+    ``cached`` attends over a cache in one call; None where it is cut in blocks for ``forward``.
+    """
 
     forward: Forward
     backward: Backward
     differentiable: Differentiable = not_differentiable
+    cached: CachedForward | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -178,7 +211,8 @@ class BlockKernel:
     ``load_varlen`` binds its entry for packed sequences, if it has one.
     ``strided_backward``: its backward reads dout and out in any layout whose last stride is 1; ``writes_grads``: it
     can write gradients where it is told; ``just_in_time``: it is compiled at its first call, which takes seconds;
-    ``reads_out_of_bounds``: of what it refuses, where it is known to touch memory that is not its own, so that not even
+    ``reads_caches``: it has a ``cached``; ``reads_out_of_bounds``: of what it refuses, where it is known to touch
+    memory that is not its own, so that not even
     a process of its own should try it.
     """
 
@@ -191,6 +225,7 @@ class BlockKernel:
     strided_backward: bool = False
     writes_grads: bool = False
     just_in_time: bool = False
+    reads_caches: bool = False
     reads_out_of_bounds: Callable[[KernelNeed], bool] = lambda need: False
     load_varlen: Callable[[KernelConfig], BoundVarlen] | None = None
 

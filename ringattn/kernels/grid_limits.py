@@ -50,7 +50,7 @@ def cutlass_empty_rows(lse_NHM: Tensor, q_NMHD: Tensor, k_NMHD: Tensor, scale: f
 
 def in_parts(kernel: BoundKernel, *, flash_2_backward: bool = False) -> BoundKernel:
     """Wrap ``kernel`` so that no call has more than 65,535 blocks, nor passes FlashAttention 2's limit."""
-    whole_forward, whole_backward, whole_differentiable = kernel
+    whole_forward, whole_backward, whole_differentiable = kernel.forward, kernel.backward, kernel.differentiable
 
     def most_blocks(rows: int, heads: int, head_dim: int) -> int:
         """Return the most blocks of one call of the backward."""

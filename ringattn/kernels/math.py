@@ -59,6 +59,8 @@ def forward(q_NMHD: Tensor, k_NMKD: Tensor, v_NMKD: Tensor, causal: bool, scale:
     kv_heads = k_NMKD.shape[2]
     keys = k_NMKD.shape[1]
     assert not causal or rows == keys
+    if not causal and heads != kv_heads:
+        return _heads_as_rows(q_NMHD, k_NMKD, v_NMKD, scale)
     q, k, v = _grouped(q_NMHD, kv_heads), _wide(k_NMKD).transpose(1, 2), _wide(v_NMKD).transpose(1, 2)
     out_NMHD = q_NMHD.new_empty(n, rows, heads, v.shape[-1])
     lse_NHM = q.new_empty(n, heads, rows)
@@ -106,6 +108,17 @@ def varlen_backward(
         parts.append(backward(dout, q, k, v, out, lse_HT[None, :, begin:end], causal, scale))
     dq, dk, dv = (torch.cat(grads, 1)[0] for grads in zip(*parts, strict=True))
     return dq, dk, dv
+
+
+def _heads_as_rows(q_NMHD: Tensor, k_NMKD: Tensor, v_NMKD: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attend with the query heads of a group as rows of one: a product of each would copy k and v for all of them."""
+    n, rows, heads, d = q_NMHD.shape
+    kv_heads = k_NMKD.shape[2]
+    group = heads // kv_heads
+    q = q_NMHD.unflatten(2, (kv_heads, group)).transpose(2, 3).reshape(n, rows * group, kv_heads, d)
+    out, lse = forward(q, k_NMKD, v_NMKD, False, scale)
+    out = out.unflatten(1, (rows, group)).transpose(2, 3).reshape(n, rows, heads, -1)
+    return out, lse.unflatten(2, (rows, group)).transpose(2, 3).reshape(n, heads, rows)
 
 
 def backward(

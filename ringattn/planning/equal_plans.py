@@ -30,6 +30,7 @@ def case_of(workload: Workload, tunables: Tunables) -> Case:
         rates=tuple(branch.rate for branch in branches),
         tunables=tunables,
         packed=workload.packed,
+        decode=workload.decode,
     )
     if workload.world == 1:
         return case

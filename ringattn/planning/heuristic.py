@@ -62,6 +62,8 @@ def heuristic_tunables(
             wish = wishes.forward if direction == "forward" else wishes.backward
             work = _launch_gflop(workload, number, branch.gather)
             candidates = (wish,) if wish else policy.kernels_for(direction, tunables.dtype, work)
+            if workload.decode and not wish:  # made for it; what it cannot run is left to the others
+                candidates = ("split-kv", *candidates)
             needs = kernel_needs(
                 workload, tunables, number, facts, backward=direction == "backward", conditions=conditions
             )
@@ -90,7 +92,8 @@ def _launch_gflop(workload: Workload, branch: int, gather: str) -> float:
     A dense forward alone is that function: 64 sequences of 197 took an H200 0.048 ms so and 0.071 on flash, 1024
     positions 0.037 and 0.046, as a program waits for them. Training, flash saves more launches than it loses.
     """
-    if workload.pattern.dense and not workload.train and workload.world == 1 and not workload.packed:
+    w = workload
+    if w.decode or (w.pattern.dense and not w.train and w.world == 1 and not w.packed):
         return math.inf
     return forward_gflop(workload, branch) / launches(workload, branch, gather)
 
@@ -130,7 +133,7 @@ _WINDOW_TOKENS = {"train": 65536, "infer": 262144}
 
 def _default_window(workload: Workload, facts: HardwareFacts) -> int | None:
     """Return the window of nested patterns longer than a few of their longest segments; None for the others."""
-    if workload.pattern.dense:
+    if workload.pattern.dense or workload.decode:
         return None
     longest = max(branch.segment for branch in workload.pattern.branches)
     window = longest * max(1, _WINDOW_TOKENS[workload.mode] // longest)

@@ -14,11 +14,16 @@ ROWS_PER_BLOCK = (
 
 
 def forward_gflop(workload: Workload, branch: int) -> float:
-    """Return the GFLOP of a branch: two products of 2 D operations for each query and key that meet, half if causal."""
+    """Return the GFLOP of a branch: two products of 2 D operations for each query and key that meet, half if causal.
+
+    A decoding step has one query for each sequence and head, counted as if it were selected.
+    """
     one = workload.pattern.resolved(workload.seq_len)[branch]
     length = workload.packed_tokens / workload.batch if workload.packed else workload.seq_len
     segment = min(one.segment, length)
     rows = segment / one.rate
+    if workload.decode:
+        return 4e-9 * workload.head_dim * workload.batch * workload.heads * rows
     pairs = workload.batch * workload.heads * length / segment * rows**2
     return 4e-9 * workload.head_dim * pairs * (0.5 if workload.causal else 1.0)
 
@@ -29,7 +34,12 @@ def total_forward_gflop(workload: Workload) -> float:
 
 
 def occupancy(workload: Workload, multiprocessors: int) -> float:
-    """Return the share of a device's multiprocessors that have a block of a forward to run, of the emptiest branch."""
+    """Return the share of a device's multiprocessors that have a block of a forward to run, of the emptiest branch.
+
+    All of them in decoding, which splits keys until they have.
+    """
+    if workload.decode:
+        return 1.0
     blocks = []
     for branch in workload.pattern.resolved(workload.seq_len):
         segment = min(branch.segment, workload.seq_len)

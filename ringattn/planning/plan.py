@@ -100,7 +100,7 @@ def kernel_need(
     tokens = min(workload.seq_len, window_tokens or workload.seq_len)
     length = min(segment_and_rate.segment, tokens)
     rows = -(-length // segment_and_rate.rate)
-    blocks = workload.batch * max(1, tokens // length)
+    blocks = workload.batch * (1 if workload.decode else max(1, tokens // length))
     rows_apart = 1 if gather == "copy" else segment_and_rate.rate
     return KernelNeed(
         vendor=vendor,
@@ -116,6 +116,7 @@ def kernel_need(
         row_elements=rows_apart * workload.heads * workload.head_dim,
         deterministic=conditions.deterministic,
         dropout=dropout,
+        queries=1 if workload.decode else 0,
     )
 
 

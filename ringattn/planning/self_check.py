@@ -7,7 +7,8 @@ heads) is checked when a program is made for it, never in a call that follows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import torch
@@ -20,6 +21,7 @@ from ringattn.profile.schema import Profile
 
 from .accuracy_check import check_all
 from .plan import Plan, combinations, rejection_reasons
+from .setup import Setup, say_once
 from .validation_memory import key_of, user_memory
 
 
@@ -50,6 +52,21 @@ def faults_of(
         memory.remember({keys[c]: verdict for c, verdict in verdicts.items()})
         known = memory.verdicts()
     return [KernelFault(c, known[keys[c]].reason) for c in asked if keys[c] in known and not known[keys[c]].passes]
+
+
+def faults_among(
+    asked: Iterable[Combination], validated: set[Combination], setup: Setup, device: torch.device
+) -> list[KernelFault]:
+    """Return the same for a module; where there is none, ``asked`` are added to what it has ``validated``."""
+    asked = tuple(asked)
+    if validated.issuperset(asked):
+        return []
+    faults = faults_of(asked, setup.facts, device, setup.resolution)
+    if note := user_memory().note:
+        say_once(logging.WARNING, note)
+    if not faults:
+        validated.update(asked)
+    return faults
 
 
 def _validated_by(resolution: Resolution | None, facts: HardwareFacts, head_dim: int) -> frozenset[Combination]:

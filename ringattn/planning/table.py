@@ -57,9 +57,18 @@ class ModuleShape:
         return resolve_layout(asked, self.pattern, self.causal, measured, exchanged=exchanged)
 
     def workload(
-        self, seq_len: int, dtype: str, train: bool, batch: int = 1, total_length: int = 0, packed_tokens: int = 0
+        self,
+        seq_len: int,
+        dtype: str,
+        train: bool,
+        batch: int = 1,
+        total_length: int = 0,
+        packed_tokens: int = 0,
+        *,
+        decode: bool = False,
     ) -> Workload:
-        mode: Mode = "train" if train else "infer"
+        """Return the workload of a call; with ``decode`` that of one query over a rank's part of a cache."""
+        mode: Mode = "decode" if decode else "train" if train else "infer"
         return Workload(
             mode=mode,
             causal=self.causal,
@@ -70,7 +79,7 @@ class ModuleShape:
             kv_heads=self.kv_heads,
             batch=batch,
             pattern=self.pattern,
-            world=self.world,
+            world=1 if decode else self.world,
             total_length=total_length,
             packed_tokens=packed_tokens,
         )
@@ -166,10 +175,22 @@ class PlanTable(Question):
         workload = self.shape.workload(seq_len, dtype, train, batch, total_length, packed_tokens)
         return self._build(self._entry(workload), workload)
 
-    def plan_of(self, workload: Workload) -> Row:
-        """Return the row for a workload of this module."""
+    def row_of(self, workload: Workload) -> Row:
+        """Return the row for a workload of the module's shape, of any mode."""
         w = workload
+        if w.decode:
+            return self.decode_at(w.seq_len, w.dtype, w.batch)
         return self.plan_at(w.seq_len, w.dtype, w.train, w.batch, w.total_length, w.packed_tokens)
+
+    def local_at(self, seq_len: int, dtype: str, train: bool, batch: int) -> Row:
+        """Return the row for a sequence that one rank holds, also where the module has several."""
+        workload = replace(self.shape.workload(seq_len, dtype, train, batch), world=1)
+        return self._build(self._entry(workload) if self.shape.world == 1 else None, workload)
+
+    def decode_at(self, cached: int, dtype: str, batch: int) -> Row:
+        """Return the row for one query of each sequence over so many cached positions."""
+        workload = self.shape.workload(cached, dtype, False, batch, decode=True)
+        return self._build(self._entry(workload), workload)
 
     def fallback_note(self, row: Row) -> str:
         """Return what to tell the user where the measured plan of a length does not serve it; "" where it does.
@@ -324,11 +345,12 @@ def table_of(
     shape, entries, wishes = table.shape, table.entries, table.wishes
     rows: list[Row] = []
     for dtype in INPUT_DTYPES:
-        modes: tuple[Mode, ...] = ("infer", "train")
+        modes: tuple[Mode, ...] = ("infer", "train", "decode")
         for mode in modes:
             for entry in entries:
                 w = entry.workload
-                workload = shape.workload(w.seq_len, dtype, mode == "train", w.batch, packed_tokens=w.packed_tokens)
+                asked = {"packed_tokens": w.packed_tokens, "decode": mode == "decode"}
+                workload = shape.workload(w.seq_len, dtype, mode == "train", w.batch, **asked)
                 if (w.dtype, w.mode) != (dtype, mode) or table._entry(workload) is not entry:
                     continue  # the second: another with the same length is nearer to the module
                 row = table._build(entry, workload)
@@ -342,6 +364,8 @@ def table_of(
                         "Probe this machine again, or use profile='auto'",
                     )
                 rows.append(row)
+            if mode == "decode":  # without an entry it has a row when it is asked for
+                continue
             length = min(shape.max_seq_len or _REPRESENTATIVE_LENGTH, _REPRESENTATIVE_LENGTH)
             rows.append(table._build(None, shape.workload(length, dtype, mode == "train")))
     refusals = [row.refusal for row in rows if row.refusal is not None]

@@ -13,11 +13,19 @@ from ringattn.wording import plural
 
 
 def check_inputs(
-    q: Tensor, k: Tensor, v: Tensor, shape: ModuleShape, device: torch.device, *, packed: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shape: ModuleShape,
+    device: torch.device,
+    *,
+    packed: bool = False,
+    cross: bool = False,
 ) -> tuple[int, int]:
     """Return (B, S) of q (B, S, H, D), k and v (B, S, Hkv, D); InputError where one does not fit the module.
 
-    Where documents are ``packed`` the module's limit on length is on each, and not looked at here.
+    Where documents are ``packed`` the module's limit on length is on each, and not looked at here. With ``cross`` k and
+    v may have another length than q, equal for both.
     """
     if torch._C._get_tracing_state() is not None:
         raise InputError("torch.jit.trace records one shape and plan; use torch.export, or torch.compile")
@@ -49,12 +57,17 @@ def check_inputs(
             raise InputError(f"{name} is {x.dtype} and q is {q.dtype}; convert them to one dtype")
         if x.shape[0] != q.shape[0]:
             raise InputError(f"{name} has batch size {x.shape[0]} and q {q.shape[0]}; they must be equal")
-        if x.shape[1] != q.shape[1]:
+        if x.shape[1] != q.shape[1] and not cross:
             raise InputError(
-                f"{name} has {plural(x.shape[1], 'position')} and q {q.shape[1]}; cross attention and decoding "
-                "against a cache are not supported, give q, k and v of one length"
+                f"{name} has {plural(x.shape[1], 'position')} and q {q.shape[1]}; give q, k and v of one length, or "
+                "call cross() for other positions of the queries, prefill() and decode() with a cache"
             )
+    if k.shape[1] != v.shape[1]:
+        raise InputError(f"v has {plural(v.shape[1], 'position')} and k {k.shape[1]}; they must be equal")
+    if k.shape[1] == 0 and q.shape[1] > 0:
+        raise InputError(f"k has shape {tuple(k.shape)}; give at least one key")
     batch, length = q.shape[:2]
+    check_length(k.shape[1], shape.max_seq_len)
     if batch == 0 or length == 0:
         raise InputError(f"q has shape {tuple(q.shape)}; batch and sequence must not be empty")
     if not packed:

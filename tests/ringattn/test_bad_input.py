@@ -75,7 +75,7 @@ BAD_TENSORS = {
     "float8": ({"k": torch.zeros(2, 8, 2, 16).to(torch.float8_e4m3fn)}, r"k is torch.float8_e4m3fn; use one of"),
     "two dtypes": ({"k": torch.zeros(2, 8, 2, 16).half()}, r"k is torch.float16 and q is torch.float32; convert them"),
     "batch": ({"v": torch.zeros(1, 8, 2, 16)}, "v has batch size 1 and q 2; they must be equal"),
-    "length": ({"k": torch.zeros(2, 9, 2, 16)}, "k has 9 positions and q 8; cross attention and decoding against a"),
+    "length": ({"k": torch.zeros(2, 9, 2, 16)}, "k has 9 positions and q 8; give q, k and v of one length, or call"),
     "no positions": (
         {n: torch.zeros(2, 0, h, 16) for n, h in (("q", 4), ("k", 2), ("v", 2))},
         r"q has shape \(2, 0, 4, 16\); batch and sequence must not be empty",

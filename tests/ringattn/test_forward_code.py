@@ -33,7 +33,7 @@ PACKAGE = Path(ringattn.__file__).parent
 # Everything that runs at every call, once a shape is known.
 HOT = [
     RingAttention.forward,
-    RingAttention._mode,
+    RingAttention.call_mode,
     _Attend.forward,
     _Attend.backward,
     Program.attend,

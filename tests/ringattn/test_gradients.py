@@ -284,7 +284,7 @@ def test_a_deterministic_torch_is_told_to_the_kernels_at_init(monkeypatch: pytes
         return flash.load(config)
 
     monkeypatch.setitem(KERNELS, "flash-cpu", replace(flash, load=load))  # type: ignore[arg-type]
-    monkeypatch.setattr(attention, "faults_of", lambda *arguments: [])  # the accuracy checks load kernels, too
+    monkeypatch.setattr(attention, "faults_among", lambda *arguments: [])  # the accuracy checks load kernels, too
     case = Case(8)
     inputs = [x.detach() for x in case.inputs(torch.float32)]
     before = torch.are_deterministic_algorithms_enabled()

@@ -102,7 +102,7 @@ def plans_before(
         table = PlanTable(
             shape, entries, environment.policy, environment.facts, conditions, NO_WISHES, auto_dtype=False
         )
-        row = table.plan_of(workload)
+        row = table.row_of(workload)
         if row.plan is not None and row.origin.source == "profile":
             served.append(row.plan.tunables)
         alike = [

@@ -463,7 +463,7 @@ def test_the_gradients_that_are_checked_are_those_of_the_calls_that_are_timed() 
 
     q, k, v = (torch.ones(1, 4, 2, 8) for _ in range(3))
     inputs = SimpleNamespace(q=q, k=k, v=v, dout=torch.ones_like(q))
-    out, lse, grads = module_calls.results_of(module, inputs, train=True)  # type: ignore[arg-type]
+    out, lse, grads = module_calls.results_of(module, inputs, Workload("train", False, 4, 2, 8, "fp32"))  # type: ignore[arg-type]
     assert differentiated == [False]
     assert [x.requires_grad for x in (out, lse)] == [False, False]
     assert len(grads) == 3
@@ -527,3 +527,31 @@ def test_a_plan_whose_gradients_vary_is_found_out(bench: DeviceBench, monkeypatc
 
     monkeypatch.setattr(benchmark, "results_of", results)
     assert bench.check(CELL, plan(), no_phase, None).varies
+
+
+# --- decoding --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", [Pattern(), DILATED])
+def test_a_decoding_step_is_checked_validated_and_timed(bench: DeviceBench, pattern: Pattern) -> None:
+    cell = Workload("decode", True, 200, 4, 32, "fp32", 2, 3, pattern)
+    checked = bench.check(cell, plan(cell=cell), no_phase, None)
+    assert 0 < checked.error < 1e-5
+    # no whole sequence is attended over: out of one would be as large
+    assert checked.peak_bytes < 4 * 200 * 3 * 4 * 32
+    assert bench.validate(cell, plan(cell=cell), no_phase).first_call_ms > 0
+    bench.begin_block()
+    assert bench.sample(cell, plan(cell=cell)).ms > 0
+    bench.end_block()
+
+
+def test_a_wrong_decoding_step_is_caught(bench: DeviceBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = module_calls.decoding
+
+    def wrong(module: Any, inputs: Any) -> Any:
+        return real(module, replace(inputs, k=inputs.k.roll(1, 1), v=inputs.v))
+
+    monkeypatch.setattr(module_calls, "decoding", wrong)
+    cell = Workload("decode", True, 200, 4, 32, "fp32", 2)
+    with pytest.raises(WrongAnswer, match="S=200"):
+        bench.check(cell, plan(cell=cell), no_phase, None)

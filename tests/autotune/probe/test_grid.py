@@ -192,3 +192,12 @@ def test_dense_alone_leaves_the_dilated_pattern_out() -> None:
 def test_the_dilated_pattern_of_the_grid_nests() -> None:
     widest = max(branch.segment for branch in LONGNET_CPU.branches)
     assert all(widest % branch.segment == 0 for branch in LONGNET_CPU.branches)
+
+
+def test_decoding_is_measured_where_it_is_asked_for_alone_and_for_one_sequence_and_many() -> None:
+    gpu = dataclasses.replace(FACTS, vendor="nvidia", arch="sm_90", memory_mib=81559)
+    workloads = [cell.workload for cell in cells_for(ProbeRequest(modes=("decode",), seq_lens=(8192,)), gpu)]
+    assert {w.mode for w in workloads} == {"decode"}
+    assert sorted(w.batch for w in workloads if w.pattern.dense) == [1, 8, 64]
+    named = cells_for(ProbeRequest(modes=("infer", "decode"), seq_lens=(8192,), batch_size=5), gpu)
+    assert {(cell.workload.mode, cell.workload.batch) for cell in named} == {("infer", 5), ("decode", 5)}

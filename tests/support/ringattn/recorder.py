@@ -78,7 +78,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Record:
 
         return replace(KERNELS[name], load=loading)
 
-    monkeypatch.setattr(attention, "faults_of", lambda *arguments: [])  # the accuracy checks run kernels, too
+    monkeypatch.setattr(attention, "faults_among", lambda *arguments: [])  # the accuracy checks run kernels, too
     for name in ("math", "flash-cpu"):
         monkeypatch.setitem(KERNELS, name, watched(name))  # type: ignore[arg-type]
     for step in ("gather", "gather_backward", "merge", "scatter_sum"):

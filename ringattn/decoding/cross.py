@@ -1,0 +1,133 @@
+"""Makes calls with queries at other positions than the keys: checks, the plan, autograd.
+
+Legend: B batch, Sq queries, Sk keys, H query heads, Hkv key/value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from ringattn.autograd.function import Runner, runner_of, without_autocast
+from ringattn.autograd.transforms import transforms_active
+from ringattn.dtypes import DTYPE_NAMES
+from ringattn.errors import InputError
+from ringattn.hardware.kernel_faults import Combination
+from ringattn.planning.plan import Plan
+from ringattn.planning.table import ModuleShape, PlanTable
+from ringattn.runtime.inputs import check_dtypes, check_inputs
+from ringattn.workload import Mode
+
+from .blocks import Extent
+from .kernel_choice import BlockKernels, rounded
+from .program import CrossProgram
+
+if TYPE_CHECKING:
+    from ringattn.distributed.context import RingContext
+
+Align = Literal["end", "start"]
+_MOST_PROGRAMS = 256
+FEW_QUERIES = 16  # beyond, kernels for whole sequences have the work that they are made for
+
+
+class CrossModule(Protocol):
+    """What a module has that calls like these need."""
+
+    shape: ModuleShape
+    plan: PlanTable
+    scale: float
+    device: torch.device
+    cross_programs: dict[Any, Any]
+    _ring: RingContext | None
+
+    def validate_kernels(self, asked: Iterable[Combination], /) -> bool: ...
+
+    def call_mode(self, q: Tensor, k: Tensor, v: Tensor, /) -> tuple[bool, torch.dtype | None]: ...
+
+    def casts(self, q: Tensor, autocast: torch.dtype | None, /) -> bool: ...
+
+
+def check_align(align: object) -> None:
+    if align not in ("end", "start"):
+        raise InputError(f"align is {align!r}; use 'end', where the last query is at the last key, or 'start'")
+
+
+def cross(module: CrossModule, q: Tensor, k: Tensor, v: Tensor, align: Align) -> tuple[Tensor, Tensor]:
+    """Return out (B, Sq, H, D) and lse (B, H, Sq) of q over k and v (B, Sk, Hkv, D); see ``RingAttention.cross``."""
+    check_align(align)
+    if module.shape.world > 1:
+        raise InputError(
+            "cross attention over several ranks is not supported; use a KVCache, whose keys the ranks hold together, "
+            "or process_group=None"
+        )
+    if torch.compiler.is_exporting() or transforms_active():
+        raise InputError("torch.export and torch.func take no queries at other positions than the keys")
+    if torch.compiler.is_compiling():
+        return torch.compiler.disable(_cross)(module, q, k, v, align)  # type: ignore[no-untyped-call, no-any-return]
+    return _cross(module, q, k, v, align)
+
+
+def _cross(module: CrossModule, q: Tensor, k: Tensor, v: Tensor, align: Align) -> tuple[Tensor, Tensor]:
+    train, autocast = module.call_mode(q, k, v)
+    narrow = autocast if module.casts(q, autocast) else None
+    if narrow is not None:
+        check_dtypes(q, k, v)
+    check_inputs(q, k, v, module.shape, module.device, cross=True)
+    queries, keys = q.shape[1], k.shape[1]
+    extent = Extent(keys - queries if align == "end" else 0, queries, 0, keys)
+    run = attend_at(module, q, k, v, extent, train, narrow)
+    if autocast is not None:
+        run = without_autocast(run, module.device.type, narrow)
+    return run(q, k, v)
+
+
+def attend_at(
+    module: CrossModule, q: Tensor, k: Tensor, v: Tensor, extent: Extent, train: bool, narrow: torch.dtype | None = None
+) -> Runner:
+    """Return the function that attends with tensors like these at these positions, computing from dtype ``narrow``."""
+    length = max(extent.queries, extent.keys, 1)
+    mode: Mode = "train" if train else "decode" if extent.queries <= FEW_QUERIES else "infer"
+    program = program_of(module, q.shape[0], length, DTYPE_NAMES[narrow or q.dtype], mode)
+    return runner_of(program.at(extent), q, k, v, train, with_lse=True)
+
+
+def program_of(module: CrossModule, batch: int, length: int, dtype: str, mode: Mode) -> CrossProgram:
+    """Return the program of the plan for so many positions, all of them on this rank; "decode": for a few queries."""
+    key = ("plan", batch, rounded(length), dtype, mode)
+    program: CrossProgram | None = module.cross_programs.get(key)
+    if program is None:
+        if mode == "decode":
+            row = module.plan.decode_at(rounded(length), dtype, batch)
+        else:
+            row = module.plan.local_at(rounded(length), dtype, mode == "train", batch)
+        program = module.cross_programs[key] = program_for(module, row.runnable())
+    return program
+
+
+def program_for(module: CrossModule, plan: Plan) -> CrossProgram:
+    """Return the program of a plan."""
+    plan, batch = plain_steps(plan), plan.workload.batch
+    key = (plan.tunables, plan.workload.mode, batch)
+    program: CrossProgram | None = module.cross_programs.get(key)
+    if program is None:
+        if len(module.cross_programs) >= _MOST_PROGRAMS:
+            module.cross_programs.clear()
+        kernels = BlockKernels(plan, module.plan, module.scale, module.validate_kernels)
+        program = module.cross_programs[key] = CrossProgram(plan, module.scale, kernels)
+    return program
+
+
+def plain_steps(plan: Plan) -> Plan:
+    """Return the plan without what belongs to its own steps between kernels, of which there are none here."""
+    checkpoint = "selective" if plan.tunables.checkpoint == "none" else plan.tunables.checkpoint
+    kernels = plan.tunables.kernels
+    params = tuple(pair for pair in plan.tunables.params if pair[0].rpartition(".")[0] in kernels)
+    tunables = replace(
+        plan.tunables, checkpoint=checkpoint, window_tokens=None, pool_threshold_mib=None, pool_strategy="shape",
+        compile=False, launch="eager", params=params,
+    )  # fmt: skip
+    return replace(plan, tunables=tunables)

@@ -1,0 +1,87 @@
+"""Methods of ``RingAttention`` for queries at other positions than the keys.
+
+Legend: B batch, Sq queries, Sk keys, H query heads, Hkv key/value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .cache import KVCache
+from .cross import Align, cross
+from .decode import decode, prefill
+
+if TYPE_CHECKING:
+    from .cross import CrossModule
+
+
+class DecodingMethods:
+    """What ``RingAttention`` does beyond a forward over one sequence."""
+
+    def cross(
+        self: CrossModule, q: Tensor, k: Tensor, v: Tensor, align: Align = "end", return_lse: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attend over q (B, Sq, H, D) with k and v (B, Sk, Hkv, D), of which there may be more or fewer, or as many.
+
+        Keys are at positions 0 to Sk - 1. ``align`` says where the queries are, which causality and a dilated pattern
+        depend on: ``"end"``, the last one at the last key, as when they follow what is cached, or ``"start"``, the
+        first one at the first key. A query before position 0 sees nothing, but in dense attention that is not causal.
+
+        Returns what ``forward`` does, for Sq positions, and autograd comes back to q, k, v and lse in the same way.
+        InputError over several ranks, under torch.export and under torch.func; torch.compile breaks its graph here.
+        """
+        out, lse = cross(self, q, k, v, align)
+        return (out, lse) if return_lse else out
+
+    def kv_cache(
+        self: CrossModule,
+        batch: int,
+        max_length: int | None = None,
+        *,
+        dtype: torch.dtype | str,
+        window: int | None = None,
+        rollback: int = 0,
+    ) -> KVCache:
+        """Return an empty cache for ``batch`` sequences of this module; see ``KVCache``."""
+        return KVCache(
+            batch, self.shape.kv_heads, self.shape.head_dim, max_length, dtype=dtype, device=self.device,
+            window=window, pattern=self.shape.pattern, rollback=rollback,
+            process_group=None if self._ring is None else self._ring.comm.group,
+        )  # fmt: skip
+
+    def prefill(
+        self: CrossModule,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: KVCache,
+        counts: Sequence[int] | None = None,
+        return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Append k and v (B, S, Hkv, D) to the cache and attend with q (B, S, H, D), the same positions.
+
+        A prompt may come whole or in chunks, and a position at a time: with a causal module the results are those of
+        ``forward`` on the whole. Queries that are not causal see what is cached by then. Of sequence b the first
+        ``counts[b]`` positions count; results of the others are 0 and their lse -inf.
+
+        Returns what ``forward`` does. Over several ranks each is given all of q, k and v, keeps the keys that are its
+        own, and has all results. No gradients, and a graph break under torch.compile. In a CUDA graph memory does not
+        grow: give the cache a max_length, and call ``cache.advance()`` after each replay.
+        """
+        out, lse = prefill(self, q, k, v, cache, counts)
+        return (out, lse) if return_lse else out
+
+    def decode(
+        self: CrossModule,
+        q: Tensor,
+        cache: KVCache,
+        counts: Sequence[int] | None = None,
+        return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attend with q (B, Sq, H, D), the last Sq positions that the cache holds; see ``prefill``."""
+        out, lse = decode(self, q, cache, counts)
+        return (out, lse) if return_lse else out

@@ -20,7 +20,8 @@ RESERVE_S = 4.0  # of a probe, for writing, reloading and running every cell onc
 class EffortPreset:
     """Effort of a probe. Counts are paired blocks unless a unit is named.
 
-    ``budget_s`` leaves what starting Python and torch twice takes (5 s, 10 on a busy machine), to end within a round number.
+    ``budget_s`` leaves what starting Python and torch twice takes (5 s, 10 on a busy machine), to end within a round
+    number.
     """
 
     name: str

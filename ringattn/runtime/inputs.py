@@ -67,11 +67,10 @@ def check_inputs(
     if k.shape[1] == 0 and q.shape[1] > 0:
         raise InputError(f"k has shape {tuple(k.shape)}; give at least one key")
     batch, length = q.shape[:2]
-    check_length(k.shape[1], shape.max_seq_len)
     if batch == 0 or length == 0:
         raise InputError(f"q has shape {tuple(q.shape)}; batch and sequence must not be empty")
     if not packed:
-        check_length(length, shape.max_seq_len)
+        check_length(max(length, k.shape[1]), shape.max_seq_len)
     return batch, length
 
 

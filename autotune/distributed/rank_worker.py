@@ -45,7 +45,7 @@ class RankWorker(WorkerEvaluator):
         results: list[Sample | Fault] = []
         try:
             self._send(Request("block", cell, plans, lockstep=True))
-            disturbances = self._collect(results, timeout_s)
+            disturbances = self._collect(plans, results, timeout_s)
             return Block(tuple(results), disturbances)
         except WorkerDied as died:
             return Block((*results, died.fault))

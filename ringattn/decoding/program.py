@@ -9,7 +9,7 @@ J key/value heads, G = H / Hkv.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -71,7 +71,7 @@ class CrossProgram(Program):
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        kept: Sequence[Tensor] = (),
+        kept: Iterable[Tensor] = (),
         wanted: Wanted = ALL,
         travel: TravelBackward | None = None,
     ) -> Triple:

@@ -63,7 +63,7 @@ def torch_entry(kernel: str, causal: bool, scale: float, q: Tensor, k: Tensor, v
         if train:
             # cudnn keys the plan of its backward on the strides of q, k and v, and is silently wrong for another layout
             # of dout. A hook takes an H200's host 8 to 20 us of a step, two views with contiguous gradients 15 to 75.
-            out.register_hook(Tensor.contiguous)
+            out.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
         return out
 
     return attend

@@ -349,8 +349,10 @@ def table_of(
         for mode in modes:
             for entry in entries:
                 w = entry.workload
-                asked = {"packed_tokens": w.packed_tokens, "decode": mode == "decode"}
-                workload = shape.workload(w.seq_len, dtype, mode == "train", w.batch, **asked)
+                packed, decode = w.packed_tokens, mode == "decode"
+                workload = shape.workload(
+                    w.seq_len, dtype, mode == "train", w.batch, packed_tokens=packed, decode=decode
+                )
                 if (w.dtype, w.mode) != (dtype, mode) or table._entry(workload) is not entry:
                     continue  # the second: another with the same length is nearer to the module
                 row = table._build(entry, workload)

@@ -214,7 +214,7 @@ def test_any_sequence_of_integers_is_a_list(lists: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mode": "eval"}, "mode is 'eval'; use 'train' or 'infer'"),
+        ({"mode": "eval"}, "mode is 'eval'; use 'train', 'infer' or 'decode'"),
         ({"dtype": "float32"}, "dtype is 'float32'; use one of bf16, fp16, fp32, fp64"),
         ({"dtype": "tf32"}, "dtype is 'tf32'; use one of bf16"),
         ({"seq_len": 0}, "seq_len is 0; it must be an integer >= 1"),

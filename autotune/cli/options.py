@@ -6,7 +6,6 @@ An option is named after the field of ProbeRequest that it fills: the request is
 from __future__ import annotations
 
 import re
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,6 +14,7 @@ import click
 from click.core import ParameterSource
 
 from autotune.exit_codes import ProbeFailure
+from autotune.folders import write_trouble
 from ringattn.arguments import dtype_name
 from ringattn.wording import plural
 from ringattn.workload import LONGEST
@@ -272,8 +272,5 @@ def check_writable(output: Path) -> None:
         )
     if output.exists() and not output.is_file():  # a device or pipe, which a file would replace
         raise ProbeFailure(f"{output}: is not a regular file; choose another --output")
-    try:
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".ringtune-"):
-            pass
-    except OSError as error:
-        raise ProbeFailure(f"{output}: cannot write in {folder} ({error.strerror}); choose another --output") from error
+    if trouble := write_trouble(folder):
+        raise ProbeFailure(f"{output}: cannot write in {folder} ({trouble}); choose another --output")

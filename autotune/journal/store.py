@@ -52,6 +52,7 @@ class Store:
         self._count: Callable[[], None] = lambda: None
         if path is not None:
             self._lock = WriterLock(path)  # also beside another storage: two probes must not write one profile
+            self.notes += [self._lock.note] if self._lock.note else []
         try:
             if url is not None:
                 self._open_url(url)

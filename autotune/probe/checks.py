@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import optuna
 
 from autotune.exit_codes import ProbeFailure
+from autotune.folders import write_trouble
 from autotune.journal.store import check_url
 from autotune.search.proposing.samplers import sampler_of
 
@@ -28,6 +28,5 @@ def check_output(path: Path) -> None:
     there = next(folder for folder in path.absolute().parents if folder.exists())
     if path.exists() and not path.is_file():
         raise ProbeFailure(f"{path}: is not a regular file; choose another --output")
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        why = "is read-only" if there.is_dir() else "is no folder"
-        raise ProbeFailure(f"{path}: cannot be written, as {there} {why}; name a file with --output")
+    if trouble := write_trouble(there):
+        raise ProbeFailure(f"{path}: cannot be written in {there} ({trouble}); name a file elsewhere with --output")

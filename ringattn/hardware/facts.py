@@ -6,12 +6,10 @@ torch is imported only when a device is looked at.
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import importlib.util
 import platform
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,8 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ringattn.errors import DeviceError
 
 from .cpu import CpuReading, cpu_arch, isa_flags, parse_cpuinfo, read_cpu, usable_cores, usable_memory
+from .identity import pci_bus
 from .kernel_faults import KernelFault
 from .names import arm_model_name, cpu_sku, gpu_sku, mig_profile, slug
+from .nvml import open_nvml
 
 if TYPE_CHECKING:
     import torch
@@ -153,15 +153,6 @@ def _nominal_gib(memory_mib: int) -> int:
 # --- the edge ---------------------------------------------------------------------------------------------------
 
 
-def host_identity() -> str:
-    """Return text that tells this host, until it reboots, from any other."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:  # not Linux
-        boot = ""
-    return f"{platform.node()} {boot}"
-
-
 def detect(device: torch.device | str | int | None = None) -> HardwareFacts:
     """Return the facts of ``device``: "cuda", "cuda:1", 1, "cpu" or a torch.device.
 
@@ -247,7 +238,7 @@ def _read_cuda(index: int) -> tuple[CudaReading, str]:
     import torch
 
     properties: Any = torch.cuda.get_device_properties(index)
-    nvml = _read_nvml(f"{properties.pci_domain_id:08X}:{properties.pci_bus_id:02X}:{properties.pci_device_id:02X}.0")
+    nvml = _read_nvml(pci_bus(properties))
     reading = CudaReading(
         name=properties.name,
         capability=(properties.major, properties.minor),
@@ -272,33 +263,14 @@ class NvmlReading:
 
 @cache  # a call costs tens of milliseconds, and a model has a module a layer
 def _read_nvml(bus: str) -> NvmlReading:
-    """Ask NVML about the driver and the card on a PCI bus; the order of its devices is not torch's."""
-    nvml = _nvml()
+    """Ask the driver about itself and the card on a PCI bus."""
+    nvml = open_nvml()
     if nvml is None:
         return NvmlReading()
-    try:
-        nvml.nvmlInit()
-    except nvml.NVMLError:  # no driver
-        return NvmlReading()
-    found = NvmlReading()
-    with suppress(nvml.NVMLError):
-        found = replace(found, driver=nvml.nvmlSystemGetDriverVersion())
-    with suppress(nvml.NVMLError):
-        handle = nvml.nvmlDeviceGetHandleByPciBusId(bus)
-        with suppress(nvml.NVMLError):
-            found = replace(found, power_limit_mw=int(nvml.nvmlDeviceGetEnforcedPowerLimit(handle)))
-        for link in range(nvml.NVML_NVLINK_MAX_LINKS):  # one that this card does not have ends it
-            active = nvml.nvmlDeviceGetNvLinkState(handle, link) == nvml.NVML_FEATURE_ENABLED
-            found = replace(found, nvlinks=(found.nvlinks or 0) + active)
-    nvml.nvmlShutdown()
+    card = nvml.card_on_bus(bus)
+    found = NvmlReading(nvml.driver(), nvml.power_limit_mw(card), nvml.active_links(card))
+    nvml.close()
     return found
-
-
-def _nvml() -> Any:
-    """Return the pynvml module, or None where it is not installed."""
-    if importlib.util.find_spec("pynvml") is None:
-        return None
-    return importlib.import_module("pynvml")
 
 
 def _common_software() -> tuple[tuple[str, str], ...]:

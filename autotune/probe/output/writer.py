@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import datetime
 import math
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from autotune.exit_codes import ProbeFailure
+from autotune.folders import readable_copy
 from autotune.journal.result import CellResult, Measured
 from autotune.measure.evaluator import Evaluator, Fault
 from autotune.probe.request import CellReport, ProbeRequest
 from ringattn import __version__
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.profile.schema import Choice, Evidence, Failure, Fingerprint, LinkSpeed, PlanEntry, Profile, Provenance
-from ringattn.profile.yaml_io import save_profile
+from ringattn.profile.yaml_io import dump_profile, save_profile
 from ringattn.store.merge import merge_rows
 from ringattn.workload import Tunables, Workload, describe
 
@@ -163,9 +163,7 @@ def merged_speeds(old: Profile | None, new: LinkSpeed | None) -> tuple[LinkSpeed
 
 def save_loaded(profile: Profile, path: Path, new: Iterable[PlanEntry], evaluator: Evaluator) -> None:
     """Save the profile once the runtime has read it, run every new row that was measured and planned the same."""
-    with tempfile.TemporaryDirectory(prefix="ringtune-") as folder:
-        rehearsal = Path(folder) / path.name
-        save_profile(profile, rehearsal)
+    with readable_copy(dump_profile(profile).encode("utf-8")) as rehearsal:
         for entry in new:
             if entry.evidence is not None:
                 check_loaded(entry, evaluator.run_profile(entry.workload, str(rehearsal), timeout_s=60.0))

@@ -65,7 +65,7 @@ def environment(coordinator: Coordinator, tmp_path: Path) -> Environment:
 
     environ = {"XDG_STATE_HOME": str(tmp_path / "state"), "XDG_CONFIG_HOME": str(tmp_path / "config")}
     # Times are invented and the clock stands still, so that what is found does not depend on what else runs here.
-    made = environment_of(coordinator.facts, evaluator)
+    made = environment_of(coordinator.facts, evaluator, ("cpu-of-this-test",))
     return replace(made, environ=environ, home=tmp_path, clock=SimulatedClock(), today=datetime.date(2026, 1, 2))
 
 

@@ -347,8 +347,6 @@ def fake_nvml(**overrides: Any) -> types.ModuleType:
     module = types.ModuleType("pynvml")
     functions = {
         "NVMLError": FakeNvmlError,
-        "NVML_NVLINK_MAX_LINKS": 36,
-        "NVML_FEATURE_ENABLED": 1,
         "nvmlInit": lambda: None,
         "nvmlShutdown": lambda: None,
         "nvmlDeviceGetHandleByPciBusId": handle,
@@ -384,7 +382,7 @@ def two_h100(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: (asked.append(index), properties)[1])
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
-    monkeypatch.setattr(hardware, "_nvml", lambda: None)
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # cannot be imported
     hardware._read_nvml.cache_clear()
     yield asked
     hardware._read_nvml.cache_clear()
@@ -406,7 +404,7 @@ def test_detect_cuda(two_h100: list[int], device: Any, index: int) -> None:
 
 
 def test_detect_asks_nvml_where_it_is_installed(two_h100: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "_nvml", fake_nvml)
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml())
     facts = detect("cuda:0")
     assert (facts.power_limit_w, facts.link) == (700, "nv18")
     assert dict(facts.software)["driver"] == "580.1.2"
@@ -429,18 +427,11 @@ def refuse(*_: object) -> Any:
 def test_what_nvml_refuses_is_unknown(
     two_h100: list[int], monkeypatch: pytest.MonkeyPatch, function: str, power: int | None, link: str
 ) -> None:
-    monkeypatch.setattr(hardware, "_nvml", lambda: fake_nvml(**{function: refuse}))
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(**{function: refuse}))
     facts = detect("cuda:0")
     assert facts.power_limit_w == (None if function.endswith("PowerLimit") else power)
     assert facts.link == link
     assert ("driver" in dict(facts.software)) is (function not in ("nvmlInit", "nvmlSystemGetDriverVersion"))
-
-
-def test_nvml_is_used_only_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [])
-    monkeypatch.setattr(sys, "meta_path", [finder for finder in sys.meta_path if not hasattr(finder, "MAPPING")])
-    monkeypatch.delitem(sys.modules, "pynvml", raising=False)
-    assert hardware._nvml() is None
 
 
 @pytest.mark.parametrize("device", ["cuda:2", 7])

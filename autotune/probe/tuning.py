@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autotune.children import has_temporary_folder
 from autotune.exit_codes import ProbeFailure
 from ringattn.profile.locations import home_folder, user_folder
 from ringattn.profile.yaml_io import load_profile
@@ -47,6 +48,8 @@ def run_probe(
         return dry_run(Task.of(request, observer, environment), path, cells)
     if request.ranks > 1:  # told before ranks start, which takes 16 s on two cores
         _check_file(request, environment)
+    if not has_temporary_folder():
+        observer.note("no folder for temporary files: what torch would compile fails; name one with TMPDIR")
     with _surroundings(request, environment) as environment:
         path, cells = _asked(request, observer, environment)
         with device_lock(request, environment, observer.note):
@@ -108,7 +111,7 @@ def verify_profile(
     if unmeasured := sum(entry.choice is not None and entry.evidence is None for entry in entries):
         observer.note(f"{path.name}: {plural(unmeasured, 'row')} that could not be measured left out; probe again")
     with _surroundings(request, environment) as environment:
-        check_same_silicon(profile, environment.facts, path)
+        check_same_silicon(profile, environment.facts, path, request.ranks)
         with device_lock(request, environment, observer.note):
             result = verify_cells(Task.of(request, observer, environment), profile, entries)
     return replace(result, other_ranks=len(others))

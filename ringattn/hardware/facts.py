@@ -19,7 +19,7 @@ from ringattn.errors import DeviceError
 from .cpu import CpuReading, cpu_arch, isa_flags, parse_cpuinfo, read_cpu, usable_cores, usable_memory
 from .identity import pci_bus
 from .kernel_faults import KernelFault
-from .names import arm_model_name, cpu_sku, gpu_sku, mig_profile, slug
+from .names import arm_model_name, cpu_sku, gpu_sku, mig_profile, slug, vgpu_profile
 from .nvml import open_nvml
 
 if TYPE_CHECKING:
@@ -48,7 +48,8 @@ class HardwareFacts:
     ``vendor`` is "nvidia" or "cpu". ``device_name`` is what the driver or /proc/cpuinfo says, ``sku`` the class of
     card, one for its many spellings. ``arch`` is "sm_90", "x86_64", "aarch64". ``sm_count`` is the number of streaming
     multiprocessors, or for a CPU the cores usable under affinity and cgroup quota. ``l2_mib`` is the device's
-    last-level cache (of a CPU the largest that core 0 sees). ``mig`` is the MIG profile or empty.
+    last-level cache (of a CPU the largest that core 0 sees). ``mig`` is the MIG profile or empty, ``vgpu`` the type of
+    a virtual GPU that shares a whole card by time, or empty.
     ``power_limit_w`` None and ``link`` "" mean unknown; else ``link`` is "pcie" or "nv18" (18 NVLinks).
     ``isa`` (CPU) holds the flags that matter, sorted; ``threads`` torch's intra-op threads (CPU). ``software`` is
     sorted (name, version) pairs. ``packages`` are optional import names that can be found; finding imports none.
@@ -63,6 +64,7 @@ class HardwareFacts:
     memory_mib: int
     l2_mib: int
     mig: str = ""
+    vgpu: str = ""
     power_limit_w: int | None = None
     device_count: int = 1
     link: str = ""
@@ -103,6 +105,7 @@ def cuda_facts(
         memory_mib=reading.memory_bytes // MIB,
         l2_mib=reading.l2_bytes // MIB,
         mig=mig_profile(reading.name),
+        vgpu=vgpu_profile(reading.name),
         power_limit_w=None if reading.power_limit_mw is None else round(reading.power_limit_mw / 1000),
         device_count=reading.device_count,
         link="" if reading.nvlinks is None else f"nv{reading.nvlinks}" if reading.nvlinks else "pcie",
@@ -140,8 +143,8 @@ def fingerprint_name(facts: HardwareFacts) -> str:
     if facts.vendor == "cpu":
         threads = f"-{facts.threads}t" if facts.threads not in (0, facts.sm_count) else ""
         return slug(f"cpu-{facts.sku}-{facts.sm_count}c{threads}")
-    mig = f"-mig-{facts.mig}" if facts.mig else ""
-    return slug(f"{facts.vendor}-{facts.sku}-{_nominal_gib(facts.memory_mib)}g{mig}")
+    part = f"-mig-{facts.mig}" if facts.mig else f"-vgpu-{facts.vgpu}" if facts.vgpu else ""
+    return slug(f"{facts.vendor}-{facts.sku}-{_nominal_gib(facts.memory_mib)}g{part}")
 
 
 def _nominal_gib(memory_mib: int) -> int:

@@ -206,6 +206,8 @@ def _silicon_differences(made: Fingerprint, here: Fingerprint) -> list[str]:
             changed = sorted(set(made.isa) ^ set(here.isa))
             differences.append(f"instruction sets differ in {', '.join(changed)}")
         return differences
+    if made.vgpu != here.vgpu:
+        differences.append(f"vgpu {made.vgpu or 'none'} there, {here.vgpu or 'none'} here")
     if abs(made.memory_mib - here.memory_mib) > _MEMORY_TOLERANCE * max(made.memory_mib, here.memory_mib):
         differences.append(_differs("memory_mib", made, here))
     if None not in (made.power_limit_w, here.power_limit_w) and made.power_limit_w != here.power_limit_w:

@@ -15,6 +15,7 @@ from autotune.measure.evaluator import Evaluator, Fault
 from autotune.probe.request import CellReport, ProbeRequest
 from ringattn import __version__
 from ringattn.hardware.facts import HardwareFacts
+from ringattn.profile.resolve import tier_of
 from ringattn.profile.schema import Choice, Evidence, Failure, Fingerprint, LinkSpeed, PlanEntry, Profile, Provenance
 from ringattn.profile.yaml_io import dump_profile, save_profile
 from ringattn.store.merge import merge_rows
@@ -144,8 +145,9 @@ def build_profile(
 
 
 def same_machine(profile: Profile, facts: HardwareFacts) -> bool:
-    """Return whether a profile was measured on this very silicon with this very software."""
-    return profile.fingerprint == Fingerprint.of(facts) and profile.software == tuple(sorted(facts.software))
+    """Return whether the runtime takes a profile for one of this very silicon and software."""
+    world = max((entry.workload.world for entry in profile.plans), default=1)
+    return tier_of(profile, facts, world)[0] == "exact"
 
 
 def merged(old: Profile | None, entries: Mapping[Workload, PlanEntry]) -> dict[Workload, PlanEntry]:

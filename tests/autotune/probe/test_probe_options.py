@@ -82,6 +82,6 @@ def test_a_default_place_that_cannot_be_written_is_told_before_anything_is_measu
 ) -> None:
     (tmp_path / "config").touch()  # stands for a folder that is read-only, which root could write
     for dry_run in (False, True):
-        with pytest.raises(ProbeFailure, match="config is no folder; name a file with --output"):
+        with pytest.raises(ProbeFailure, match=r"written in .*config \(Not a directory\); name a file"):
             run_probe(request_for(tmp_path, output=None, dry_run=dry_run), None, machine.environment)
     assert machine.made == []

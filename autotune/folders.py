@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from autotune.exit_codes import ProbeFailure
+
 ROOM_BYTES = 2**20  # that a folder must have: a profile has up to 300 KB, the journal of a standard probe 500 KB
 
 
@@ -25,6 +27,23 @@ def write_trouble(folder: Path) -> str:
     except OSError as error:
         return error.strerror or str(error)
     return ""
+
+
+def made_folder(folder: Path, variable: str) -> Path:
+    """Return ``folder``, made if need be; ProbeFailure where it cannot be written in, which ``variable`` mends."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        trouble = write_trouble(folder)
+    except OSError as error:
+        trouble = error.strerror or str(error)
+    if trouble:
+        raise ProbeFailure(f"{folder}: cannot be written in ({trouble}); set {variable} to a folder that can be")
+    return folder
+
+
+def is_there(path: Path) -> bool:
+    """Return whether a file or folder is there and may be looked at; ``Path.exists`` raises where it may not be."""
+    return os.path.exists(path)  # noqa: PTH110
 
 
 def memory_file() -> IO[bytes]:

@@ -142,11 +142,14 @@ class JournalFile(JournalFileBackend):
 
     @contextlib.contextmanager
     def _naming_the_file(self) -> Iterator[None]:
-        """Report a full disk with the name of the file, which the system leaves out."""
+        """Report a full disk with the name of the file, which the system leaves out, and the way on."""
         try:
             yield
         except OSError as error:
-            raise OSError(error.errno, error.strerror, self._lines.name) from error
+            raise ProbeFailure(
+                f"{self._lines.name}: cannot be written ({error.strerror}); finished trials are kept: "
+                "make room, then run the same command to go on"
+            ) from error
 
     def close(self) -> None:
         self._lines.close()

@@ -102,8 +102,8 @@ def verify_profile(
     if others:
         worlds = sorted(set(others))
         of = f"{', '.join(map(str, worlds))} {'rank' if worlds == [1] else 'ranks'}"
-        how = how_to_verify(worlds)
-        observer.note(f"{path.name}: {plural(len(others), 'row')} for {of} left out; ringtune verify {how} judges them")
+        how = how_to_verify(worlds, path)
+        observer.note(f"{path.name}: {plural(len(others), 'row')} for {of} left out; judged by: {how}")
     if all(entry.evidence is None for entry in entries):
         raise ProbeFailure(
             f"{path}: none of its plans was measured, so there is nothing to verify; run: ringtune probe"

@@ -50,15 +50,16 @@ def entries_over(profile: Profile, ranks: int, path: Path) -> tuple[PlanEntry, .
         worlds = {entry.workload.world for entry in profile.plans}
         numbers = "1 rank" if worlds == {1} else f"{', '.join(map(str, sorted(worlds)))} ranks"
         raise ProbeFailure(
-            f"{path}: its plans are for {numbers}, not {ranks}; run: ringtune verify {how_to_verify(worlds)}",
+            f"{path}: its plans are for {numbers}, not {ranks}; run: {how_to_verify(worlds, path)}",
             ExitCode.NO_PROFILE,
         )
     return found
 
 
-def how_to_verify(worlds: Collection[int]) -> str:
-    """Return the options of ``ringtune verify`` for rows over one of these numbers of ranks."""
-    return " or ".join(f"with --nproc {world}" if world > 1 else "without --nproc" for world in sorted(worlds))
+def how_to_verify(worlds: Collection[int], path: Path) -> str:
+    """Return the commands that judge rows over these numbers of ranks."""
+    options = (f"--nproc {world} " if world > 1 else "" for world in sorted(worlds))
+    return " or ".join(f"ringtune verify {each}{path}" for each in options)
 
 
 def verify_cells(task: Task, profile: Profile, entries: Sequence[PlanEntry], *, tell_end: bool = True) -> VerifyResult:

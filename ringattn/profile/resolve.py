@@ -31,6 +31,10 @@ TIERS: tuple[Tier, ...] = ("exact", "same-silicon", "same-sku", "nearest", "heur
 
 BUILT_IN = "built-in"
 _BINDING: tuple[Origin, ...] = ("argument", "env")
+_ANOTHER = {
+    "argument": "Use profile='auto', or name a file that was probed here",
+    "env": "Unset RINGTUNE_PROFILE, or set it to a file that was probed here",
+}
 _MEMORY_TOLERANCE = 0.02  # of one card, drivers reserve more or less
 
 
@@ -152,7 +156,7 @@ def _check_bound(bound: Located, facts: HardwareFacts, world: int) -> None:
     if mismatch:
         raise ProfileError(
             bound.path,
-            f"does not fit this machine: it was {mismatch}. Probe here, or use profile='auto'",
+            f"does not fit this machine: it was {mismatch}. {_ANOTHER[bound.origin]}",
             "fingerprint",
         )
 

@@ -14,6 +14,7 @@ from autotune.journal.result import CellResult, Measured
 from autotune.measure.evaluator import Evaluator, Fault
 from autotune.probe.request import CellReport, ProbeRequest
 from ringattn import __version__
+from ringattn.errors import ProfileError
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.profile.resolve import tier_of
 from ringattn.profile.schema import Choice, Evidence, Failure, Fingerprint, LinkSpeed, PlanEntry, Profile, Provenance
@@ -169,7 +170,12 @@ def save_loaded(profile: Profile, path: Path, new: Iterable[PlanEntry], evaluato
         for entry in new:
             if entry.evidence is not None:
                 check_loaded(entry, evaluator.run_profile(entry.workload, str(rehearsal), timeout_s=60.0))
-    save_profile(profile, path)
+    try:
+        save_profile(profile, path)
+    except ProfileError as error:
+        raise ProbeFailure(
+            f"{error}. All that was measured is kept: when it can be, run the same command to go on"
+        ) from error
 
 
 def check_loaded(entry: PlanEntry, planned: Tunables | Fault) -> None:

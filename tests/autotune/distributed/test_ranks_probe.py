@@ -104,7 +104,7 @@ def test_two_ranks_are_tuned_as_one_and_the_runtime_obeys(
     assert failures["flash-cpu/math"] == ("error", "rank 1: RuntimeError: not on this rank")
 
     assert verify_profile(path, request, ProbeObserver(), here).stale == ()
-    with pytest.raises(ProbeFailure, match=r"its plans are for 2 ranks, not 1; run: ringtune verify with --nproc 2"):
+    with pytest.raises(ProbeFailure, match=r"its plans are for 2 ranks, not 1; run: ringtune verify --nproc 2 .*yaml"):
         verify_profile(path, replace(request, ranks=1), ProbeObserver(), here)
 
     pool = Pool(2)

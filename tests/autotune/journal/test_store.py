@@ -305,7 +305,8 @@ def test_a_writer_s_file_of_something_else_keeps_nobody_out(tmp_path: Path) -> N
 
 def test_a_full_disk_is_told_with_the_name_of_the_journal(tmp_path: Path) -> None:
     full = JournalFile(Path("/dev/full"))
-    with pytest.raises(OSError, match="No space left on device: '/dev/full'") as caught:
+    told = "/dev/full: cannot be written .No space left on device.; finished trials are kept: make room, then run the"
+    with pytest.raises(ProbeFailure, match=told) as caught:
         full.append_logs([{"op_code": 0}])
     assert exit_code_of(caught.value) == ExitCode.ERROR
 

@@ -65,12 +65,22 @@ def throttled_seconds(cpu_stat: str) -> float:
 
 def available_bytes(root: Path = _ROOT) -> int | None:
     """Return the memory that is available without swapping, to the host and within each limit; None where unknown."""
-    left = list(read_limits(root).memory_left)
-    for line in text_of(root / "proc/meminfo").splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable" and (kib := _number(value.removesuffix("kB"))) >= 0:
-            left.append(1024 * kib)
+    left = [*read_limits(root).memory_left, *_kib_entry(root / "proc/meminfo", "MemAvailable")]
     return min(left, default=None)
+
+
+def data_bytes(root: Path = _ROOT) -> int:
+    """Return the bytes of addresses that RLIMIT_DATA counts against this process; 0 where unknown."""
+    return sum(_kib_entry(root / "proc/self/status", "VmData"))
+
+
+def _kib_entry(path: Path, name: str) -> list[int]:
+    """Return the bytes of an entry such as ``MemAvailable: 16777216 kB``; none where there is none."""
+    for line in text_of(path).splitlines():
+        key, _, value = line.partition(":")
+        if key == name and (kib := _number(value.removesuffix("kB"))) >= 0:
+            return [1024 * kib]
+    return []
 
 
 def text_of(path: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ringattn.kernels.compile_cache import prepare_triton
 from ringattn.kernels.contract import BoundKernel, KernelConfig
 from ringattn.kernels.registry import KERNELS
 from ringattn.planning.plan import Plan
@@ -54,6 +55,7 @@ def bind(plan: Plan, name: str, scale: float, *, full: bool = False) -> BoundKer
 def load_ops(plan: Plan) -> TorchOps | TritonOps:
     if not plan.fused:
         return TorchOps(compiled=plan.tunables.compile)
+    prepare_triton()
     from .merge_triton import TritonOps  # needs triton, which a machine without a GPU need not have
 
     def block(step: str) -> int | None:

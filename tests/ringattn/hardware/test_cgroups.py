@@ -8,11 +8,17 @@ import pytest
 
 from autotune.measure import interference, worker
 from ringattn.hardware import cgroups
-from ringattn.hardware.cgroups import ContainerLimits, available_bytes, read_limits, read_throttled_s
+from ringattn.hardware.cgroups import ContainerLimits, available_bytes, data_bytes, read_limits, read_throttled_s
 from ringattn.hardware.cpu import read_cpu, usable_memory
 
 GIB = 2**30
-MEMINFO = {"proc/meminfo": "MemTotal: 33554432 kB\nMemAvailable:   16777216 kB\n"}
+MEMORY = {
+    "proc/meminfo": "MemTotal: 33554432 kB\nMemAvailable:   16777216 kB\n",
+    "proc/self/status": "VmPeak: 9 kB\nVmData:\t  262144 kB\n",
+}
+    "proc/meminfo": "MemTotal: 33554432 kB\nMemAvailable:   16777216 kB\n",
+    "proc/self/status": "VmPeak: 9 kB\nVmData:\t  262144 kB\n",
+}
 V2 = {
     "proc/self/cgroup": "0::/pods/pod/c\n",
     "sys/fs/cgroup/pods/pod/memory.max": f"{GIB}\n",
@@ -45,7 +51,7 @@ def files(root: Path, content: dict[str, str]) -> Path:
 
 @pytest.mark.parametrize("content", [V2, V1], ids=["version 2", "version 1"])
 def test_limits_of_nested_cgroups_are_seen(tmp_path: Path, content: dict[str, str]) -> None:
-    root = files(tmp_path, content | MEMINFO)
+    root = files(tmp_path, content | MEMORY)
     assert read_limits(root) == ContainerLimits((2.5,), (GIB,), (3 * GIB // 4,))
     assert read_throttled_s(root) == 3.0
     assert available_bytes(root) == 3 * GIB // 4
@@ -57,12 +63,13 @@ def test_limits_of_nested_cgroups_are_seen(tmp_path: Path, content: dict[str, st
 def test_the_worker_s_limit_and_the_facts_see_one_container(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: dict[str, str]
 ) -> None:
-    root = files(tmp_path, content | MEMINFO)
+    root = files(tmp_path, content | MEMORY)
     limits: list[tuple[int, int]] = []
     monkeypatch.setattr(worker.resource, "setrlimit", lambda kind, pair: limits.append(pair))
     monkeypatch.setattr(worker, "available_bytes", lambda: available_bytes(root))
+    monkeypatch.setattr(worker, "data_bytes", lambda: data_bytes(root))
     worker._limit_memory(ranks=3)
-    assert [soft for soft, _ in limits] == [int(3 * GIB // 4 * worker.MEMORY_SHARE / 3)]
+    assert [soft for soft, _ in limits] == [GIB // 4 + int(3 * GIB // 4 * worker.MEMORY_SHARE / 3)]
 
 
 def test_the_monitor_sees_a_quota_of_a_cgroup_further_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,10 +85,10 @@ def test_the_monitor_sees_a_quota_of_a_cgroup_further_up(tmp_path: Path, monkeyp
     ("content", "available"),
     [
         ({}, None),
-        (MEMINFO, 16 * GIB),
+        (MEMORY, 16 * GIB),
         ({"proc/meminfo": "MemTotal: 33554432 kB\n"}, None),
-        (MEMINFO | {"proc/self/cgroup": "0::/\nnonsense\n:::\n"}, 16 * GIB),
-        (MEMINFO | {"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/memory.max": "-1\n"}, 16 * GIB),
+        (MEMORY | {"proc/self/cgroup": "0::/\nnonsense\n:::\n"}, 16 * GIB),
+        (MEMORY | {"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/memory.max": "-1\n"}, 16 * GIB),
         (V2 | {"sys/fs/cgroup/pods/pod/memory.current": f"{2 * GIB}\n"}, 0),
         ({name: text for name, text in V2.items() if "memory.current" not in name}, GIB),
     ],

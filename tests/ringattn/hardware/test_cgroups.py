@@ -16,9 +16,6 @@ MEMORY = {
     "proc/meminfo": "MemTotal: 33554432 kB\nMemAvailable:   16777216 kB\n",
     "proc/self/status": "VmPeak: 9 kB\nVmData:\t  262144 kB\n",
 }
-    "proc/meminfo": "MemTotal: 33554432 kB\nMemAvailable:   16777216 kB\n",
-    "proc/self/status": "VmPeak: 9 kB\nVmData:\t  262144 kB\n",
-}
 V2 = {
     "proc/self/cgroup": "0::/pods/pod/c\n",
     "sys/fs/cgroup/pods/pod/memory.max": f"{GIB}\n",

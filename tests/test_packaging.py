@@ -123,7 +123,7 @@ def test_hard_dependencies_are_few_and_need_no_cuda(wheel: Path) -> None:
         metadata = email.message_from_bytes(archive.read(name))
     required = metadata.get_all("Requires-Dist") or []
     hard = {re.match(r"[\w.-]+", line).group() for line in required if "extra ==" not in line}  # type: ignore[union-attr]
-    assert hard == {"torch", "pyyaml", "optuna", "click", "rich", "jinja2", "filelock", "nvidia-ml-py"}
+    assert hard == {"torch", "pyyaml", "optuna", "click", "rich", "jinja2", "nvidia-ml-py"}
     assert set(metadata.get_all("Provides-Extra") or []) == {
         "flash",
         "flash4",

@@ -52,8 +52,10 @@ def chosen_profile_path(named: Path | None, device: str | None, ranks: int = 1) 
         return named
     resolution, _, _ = resolve_here(device, ranks)
     if resolution.profile is None:
+        over = f" --nproc {ranks}" if ranks > 1 else ""
         raise ProbeFailure(
-            "no measured profile serves this machine; run `ringtune probe` first, or name a file", ExitCode.NO_PROFILE
+            f"no measured profile serves this machine; run `ringtune probe{over}` first, or name a file",
+            ExitCode.NO_PROFILE,
         )
     return Path(resolution.path)
 

@@ -6,7 +6,6 @@ An option is named after the field of ProbeRequest that it fills: the request is
 from __future__ import annotations
 
 import re
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,6 +14,7 @@ import click
 from click.core import ParameterSource
 
 from autotune.exit_codes import ProbeFailure
+from autotune.folders import is_there, write_trouble
 from ringattn.arguments import dtype_name
 from ringattn.wording import plural
 from ringattn.workload import LONGEST
@@ -264,16 +264,13 @@ def check_pattern(segment_lengths: tuple[int, ...] | None, dilation_rates: tuple
 def check_writable(output: Path) -> None:
     """Raise ProbeFailure now rather than after minutes of measuring, when ``output`` cannot be written later."""
     folder = output.parent
-    if output.is_dir():
+    if is_there(output) and output.is_dir():
         raise ProbeFailure(f"{output}: is a folder; --output names a file")
-    if not folder.is_dir():
+    if not (is_there(folder) and folder.is_dir()):
         raise ProbeFailure(
             f"{output}: the folder {folder} does not exist; make it (mkdir -p) or choose another --output"
         )
-    if output.exists() and not output.is_file():  # a device or pipe, which a file would replace
+    if is_there(output) and not output.is_file():  # a device or pipe, which a file would replace
         raise ProbeFailure(f"{output}: is not a regular file; choose another --output")
-    try:
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".ringtune-"):
-            pass
-    except OSError as error:
-        raise ProbeFailure(f"{output}: cannot write in {folder} ({error.strerror}); choose another --output") from error
+    if trouble := write_trouble(folder):
+        raise ProbeFailure(f"{output}: cannot write in {folder} ({trouble}); choose another --output")

@@ -75,7 +75,8 @@ def verify(profile: Path | None, nproc: str | None, as_json: bool, **options: An
     for line in result.inconclusive:
         warn(f"inconclusive: {line}")
     if result.stale:
-        warn("probe again: ringtune probe --fresh")
+        over = f" --nproc {nproc}" if nproc else ""
+        warn(f"probe again: ringtune probe --fresh{over} --output {path}")
         raise click.exceptions.Exit(ExitCode.STALE)
     if result.inconclusive:
         raise click.exceptions.Exit(ExitCode.INCONCLUSIVE)

@@ -7,15 +7,14 @@ import os
 import secrets
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from autotune.children import child_command, child_environ
 from autotune.exit_codes import NoDevice, ProbeFailure, UsageFailure
 from autotune.measure.worker_evaluator import WorkerBug
 from ringattn.errors import DeviceError
@@ -96,14 +95,12 @@ class Coordinator:
     def _start(
         self, port: int, key: bytes, rank: int, local_rank: int, environ: Mapping[str, str], *, torchrun: bool
     ) -> subprocess.Popen[bytes]:
-        package_folder = str(Path(__file__).resolve().parents[2])
-        environ = dict(environ)
-        environ["PYTHONPATH"] = os.pathsep.join(filter(None, (package_folder, environ.get("PYTHONPATH", ""))))
+        environ = child_environ(environ)
         if not torchrun and self.world > 1:
             environ.setdefault(THREADS, "1")  # as torchrun does, whose jobs are to find this profile
         words = (self.host, str(port), str(rank), str(local_rank), str(os.getpid()))
         child = subprocess.Popen(
-            [sys.executable, "-m", "autotune.distributed.relay", *words],
+            child_command("autotune.distributed.relay", *words),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env=environ,

@@ -47,6 +47,14 @@ def torchrun_rank(environ: Mapping[str, str]) -> TorchrunRank | None:
     return TorchrunRank(rank, world, local_rank, environ["MASTER_ADDR"], port, attempt)
 
 
+def ranks_here(ranks: int, environ: Mapping[str, str]) -> int:
+    """Return how many of ``ranks`` are on this host: those that torchrun started here, or all that we start."""
+    if torchrun_rank(environ) is None:
+        return ranks
+    here = environ.get("LOCAL_WORLD_SIZE", "1")
+    return min(ranks, int(here)) if here.isdecimal() else 1
+
+
 def started_by_torchrun(environ: Mapping[str, str]) -> bool:
     """Return whether torchrun waits for this process, also as the only rank."""
     return "TORCHELASTIC_RUN_ID" in environ

@@ -8,19 +8,17 @@ coordinator, and its worker with it.
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from autotune.exit_codes import ExitCode, ProbeFailure
+from autotune.folders import readable_copy
 from autotune.measure.evaluator import Ended, Fault
 from autotune.measure.worker import die_with_parent
 from autotune.measure.worker_evaluator import WorkerBug
@@ -64,8 +62,9 @@ class Relay:
 
     def _hello(self) -> Hello:
         from ringattn.hardware.facts import detect
+        from ringattn.hardware.identity import host_identity
 
-        host = f"{os.uname().nodename} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+        host = host_identity()
         try:
             return Hello(self.rank, detect(self._device), host)
         except DeviceError as error:
@@ -121,9 +120,7 @@ class Relay:
     def _ask(self, call: RankRequest, worker: RankWorker) -> Any:
         if call.request.action != "run-profile":
             return worker.serve(call.request, call.timeout_s)
-        with tempfile.TemporaryDirectory(prefix="ringtune-") as folder:
-            path = Path(folder) / call.request.profile_path
-            path.write_text(call.profile_text, encoding="utf-8")
+        with readable_copy(call.profile_text.encode()) as path:
             return worker.serve(replace(call.request, profile_path=str(path)), call.timeout_s)
 
     def _renew(self, call: RankRequest) -> None:

@@ -10,33 +10,22 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import tempfile
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
 from optuna.storages.journal import JournalFileBackend
 
 from autotune.exit_codes import DeviceBusy, ProbeFailure
+from autotune.locks import FileLock, LockHeld
 
 _TAIL_BYTES = 2**20
 _OPTUNA_LOCK_SUFFIXES = (".lock", ".rename")
 
 
-def journal_path(profile: Path, environ: Mapping[str, str], home: Path) -> Path:
-    """Beside the profile where that folder can be written, else in the user's state folder.
-
-    Raises OSError when neither can.
-    """
-    beside = profile.with_name(profile.name + ".journal")
-    with contextlib.suppress(OSError):
-        profile.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=profile.parent):
-            return beside
-    state = Path(environ.get("XDG_STATE_HOME") or home / ".local" / "state") / "ringtune"
-    state.mkdir(parents=True, exist_ok=True)
-    return state / beside.name
+def journal_path(profile: Path) -> Path:
+    """Return the journal's path, beside the profile."""
+    return profile.with_name(profile.name + ".journal")
 
 
 def check_regular(path: Path) -> None:
@@ -48,30 +37,28 @@ def check_regular(path: Path) -> None:
 class WriterLock:
     """A lock on a file beside the journal, which holds the id of the process that has it.
 
-    It is the kernel's, which drops it when the process ends, however it ends.
+    ``note`` says why two writers at once would not see each other, "" where they would.
     """
 
     def __init__(self, journal: Path) -> None:
         path = journal.with_name(journal.name + ".writer")
         check_regular(path)
-        holder = _first_bytes(path) if path.exists() else ""
-        self._lock = FileLock(path)
+        self.note = ""
+        self._lock: FileLock | None = None
         try:
-            self._lock.acquire(timeout=0)
-        except Timeout:
+            self._lock = FileLock(path)
+        except LockHeld as held:
             raise DeviceBusy(
-                f"{journal}: another probe (process {holder or 'unknown'}) is writing it; "
-                "wait for it or choose another --output"
+                f"{journal}: another probe ({held}) is writing it; wait for it or choose another --output. "
+                f"Where its host is gone for good, delete {path}"
             ) from None
-        path.write_text(str(os.getpid()))
+        except OSError as error:
+            self.note = f"{path}: cannot be locked ({error.strerror}); let no other probe write this profile meanwhile"
 
     def release(self) -> None:
-        self._lock.release()
-
-
-def _first_bytes(path: Path) -> str:
-    with path.open("rb") as file:
-        return file.read(16).decode("ascii", "replace").strip()
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
 
 def is_foreign(path: Path) -> bool:
@@ -155,11 +142,14 @@ class JournalFile(JournalFileBackend):
 
     @contextlib.contextmanager
     def _naming_the_file(self) -> Iterator[None]:
-        """Report a full disk with the name of the file, which the system leaves out."""
+        """Report a full disk with the name of the file, which the system leaves out, and the way on."""
         try:
             yield
         except OSError as error:
-            raise OSError(error.errno, error.strerror, self._lines.name) from error
+            raise ProbeFailure(
+                f"{self._lines.name}: cannot be written ({error.strerror}); finished trials are kept: "
+                "make room, then run the same command to go on"
+            ) from error
 
     def close(self) -> None:
         self._lines.close()

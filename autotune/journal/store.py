@@ -52,6 +52,7 @@ class Store:
         self._count: Callable[[], None] = lambda: None
         if path is not None:
             self._lock = WriterLock(path)  # also beside another storage: two probes must not write one profile
+            self.notes += [self._lock.note] if self._lock.note else []
         try:
             if url is not None:
                 self._open_url(url)
@@ -70,6 +71,8 @@ class Store:
         """Return whether the header is of this very probe; a new one becomes it."""
         with read_by_optuna(_where(HEADER)):
             attrs = self._header.user_attrs
+        if self._url is not None and not _is_probe_header(self._header):
+            raise self._somebody_else_s()
         if not attrs:
             self._header.set_user_attr("identity", self._identity)
             return False
@@ -121,11 +124,16 @@ class Store:
         """Every study of a storage that may hold those of others, too: the probe's own are known by its header."""
         names = set(optuna.get_all_study_names(self._storage))
         if HEADER in names:
-            kept = optuna.load_study(study_name=HEADER, storage=self._storage).user_attrs
-            required(kept, "identity", str, _where(HEADER))  # or it is somebody else's
+            header = optuna.load_study(study_name=HEADER, storage=self._storage)
+            if not _is_probe_header(header):
+                raise self._somebody_else_s()
+            kept = header.user_attrs
             cells: tuple[str, ...] = attribute(kept, _CELLS, tuple[str, ...], _where(HEADER)) or ()
             for name in names & {HEADER, *cells}:
                 optuna.delete_study(study_name=name, storage=self._storage)
+
+    def _somebody_else_s(self) -> ProbeFailure:
+        return ProbeFailure(f"{self.place}: its study {HEADER!r} is not of a probe; name another database")
 
     def _open_journal(self, path: Path, fresh: bool) -> JournalStorage:
         check_regular(path)
@@ -165,6 +173,8 @@ class Store:
                 load_if_exists=True,
             )
         if study.directions != [StudyDirection.MINIMIZE]:
+            if self._url is not None and name == HEADER:
+                raise self._somebody_else_s()
             directions = ", ".join(direction.name.lower() for direction in study.directions)
             raise BadStudy(_where(name), f"its directions are {directions}, and not minimize alone")
         return study
@@ -251,6 +261,12 @@ class Store:
             raise ProbeFailure(
                 f"{self.place}: cannot be used any more ({reason}); run the same command to go on when it can"
             ) from error
+
+
+def _is_probe_header(study: Study) -> bool:
+    """Return whether a study of the header's name is a header: also one whose probe was killed before it wrote."""
+    attrs = study.user_attrs
+    return "identity" in attrs or (not attrs and not study.trials and study.directions == [StudyDirection.MINIMIZE])
 
 
 def _where(name: str) -> str:

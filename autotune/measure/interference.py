@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pynvml
+from ringattn.hardware.cgroups import read_throttled_s
+from ringattn.hardware.nvml import open_nvml
 
 from .evaluator import Interference, InterferenceKind
 
@@ -23,15 +24,14 @@ THROTTLED_SHARE = 0.10  # of the block, held back by a cgroup quota
 SHORTEST_S = 0.15  # /proc/stat counts in hundredths of a second: shorter blocks say nothing
 
 _PROC_STAT = Path("/proc/stat")
-_MEMINFO = Path("/proc/meminfo")
-_CGROUP_STAT = Path("/sys/fs/cgroup/cpu.stat")
 
-# Clock event reasons that mean the card cannot keep its clocks for a reason outside of the workload.
+# Clock event reasons that mean the card cannot keep its clocks for a reason outside of the workload,
+# as nvml.h numbers them.
 _THROTTLE_BITS = {
-    pynvml.nvmlClocksThrottleReasonHwSlowdown: InterferenceKind.HARDWARE_SLOWDOWN,
-    pynvml.nvmlClocksThrottleReasonSwThermalSlowdown: InterferenceKind.THERMAL,
-    pynvml.nvmlClocksThrottleReasonHwThermalSlowdown: InterferenceKind.HARDWARE_THERMAL,
-    pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown: InterferenceKind.POWER_BRAKE,
+    0x08: InterferenceKind.HARDWARE_SLOWDOWN,
+    0x20: InterferenceKind.THERMAL,
+    0x40: InterferenceKind.HARDWARE_THERMAL,
+    0x80: InterferenceKind.POWER_BRAKE,
 }
 
 
@@ -62,15 +62,6 @@ def process_seconds(stat: str, ticks_per_s: int) -> float:
     """Return seconds of all threads of a process and of its ended children, out of the text of /proc/PID/stat."""
     fields = stat.rpartition(")")[2].split()  # the second field, a name in brackets, may hold spaces
     return sum(map(int, fields[11:15])) / ticks_per_s
-
-
-def throttled_seconds(cpu_stat: str) -> float:
-    """Return seconds throttled by the quota, out of the text of the cgroup's cpu.stat; 0 without a quota."""
-    for line in cpu_stat.splitlines():
-        name, _, value = line.partition(" ")
-        if name == "throttled_usec":
-            return int(value) / 1e6
-    return 0.0
 
 
 def host_disturbances(before: HostReading, after: HostReading, cpu_count: int) -> tuple[Interference, ...]:
@@ -106,21 +97,20 @@ def throttle_reasons(bits: int) -> tuple[Interference, ...]:
     return tuple(Interference(kind) for bit, kind in _THROTTLE_BITS.items() if bits & bit)
 
 
-class Nvml:
-    """The NVIDIA driver's readings of one card."""
+class Gpu:
+    """The NVIDIA driver's readings of one card; None is one that it does not give."""
 
     def __init__(self, uuid: str) -> None:
-        """Open the driver; raises NVMLError where there is none, or it does not know the card."""
-        pynvml.nvmlInit()
-        self._handle: Any = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.removeprefix('GPU-')}")
+        self._nvml = open_nvml()
+        self._card: Any = None if self._nvml is None else self._nvml.card_of_uuid(uuid)
 
-    def reasons(self) -> int:
+    def reasons(self) -> int | None:
         """Return the bits of the current clock event reasons."""
-        return int(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle))
+        return None if self._nvml is None else self._nvml.throttle_bits(self._card)
 
-    def processes(self) -> int:
+    def processes(self) -> int | None:
         """Return how many processes compute on the card, ours among them."""
-        return len(pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle))
+        return None if self._nvml is None else self._nvml.processes(self._card)
 
 
 class InterferenceMonitor:
@@ -135,16 +125,17 @@ class InterferenceMonitor:
         self.unmonitored: list[str] = []
         self._cpus = frozenset(os.sched_getaffinity(0))
         self._ticks = os.sysconf("SC_CLK_TCK")
-        self._nvml: Nvml | None = None
+        self._gpu: Gpu | None = None
         self._pool: tuple[int, ...] = ()
         self._foreign: int | None = None  # processes of others on the GPU, once blocks have begun
         if not _PROC_STAT.exists():
             self.unmonitored.append("foreign load on the host cannot be seen: no /proc/stat")
         if gpu_uuid is not None:
-            try:
-                self._nvml = Nvml(gpu_uuid)
-            except pynvml.NVMLError as error:
-                self.unmonitored.append(f"throttling of the GPU cannot be seen: {error}")
+            self._gpu = Gpu(gpu_uuid)
+            if self._gpu.reasons() is None:
+                self.unmonitored.append("throttling of the GPU cannot be seen: its driver does not tell it here")
+            if self._gpu.processes() is None:
+                self.unmonitored.append("others on the GPU cannot be seen: its driver does not tell them here")
         self._before: HostReading | None = None
         self._looked: HostReading | None = None  # for CPUs that are free
         self._free = len(self._cpus)
@@ -152,9 +143,8 @@ class InterferenceMonitor:
     def _read(self) -> HostReading:
         stat = _PROC_STAT.read_text() if _PROC_STAT.exists() else ""
         busy, steal = cpu_seconds(stat, self._cpus, self._ticks)
-        quota = throttled_seconds(_CGROUP_STAT.read_text()) if _CGROUP_STAT.exists() else 0.0
         own = time.process_time() + sum(self._process_seconds(pid) for pid in (*self._siblings, *self._pool))
-        return HostReading(time.perf_counter(), busy, steal, own, quota)
+        return HostReading(time.perf_counter(), busy, steal, own, read_throttled_s())
 
     def _process_seconds(self, pid: int) -> float:
         """Return seconds that a process has used; 0 for one that is gone, which ends the block by itself."""
@@ -166,8 +156,8 @@ class InterferenceMonitor:
     def begin(self, pool_processes: Sequence[int] = ()) -> None:
         """Begin a block while ``pool_processes`` of this probe are on the same GPU."""
         self._pool = tuple(pool_processes)
-        if self._nvml is not None and self._foreign is None:
-            self._foreign = max(0, self._nvml.processes() - self._ours())
+        if self._gpu is not None and self._foreign is None and (count := self._gpu.processes()) is not None:
+            self._foreign = max(0, count - self._ours())
         self._before = self._read()
 
     def _ours(self) -> int:
@@ -187,15 +177,9 @@ class InterferenceMonitor:
         assert self._before is not None
         # A GPU is fed by one host thread: only what the quota or a full machine does to it matters there.
         found = list(host_disturbances(self._before, self._read(), len(self._cpus)))
-        if self._nvml is not None:
-            found.extend(throttle_reasons(self._nvml.reasons()))
-            assert self._foreign is not None
-            if self._nvml.processes() > self._ours() + self._foreign:
+        if self._gpu is not None:
+            found.extend(throttle_reasons(self._gpu.reasons() or 0))
+            count = self._gpu.processes()
+            if count is not None and self._foreign is not None and count > self._ours() + self._foreign:
                 found.append(Interference(InterferenceKind.FOREIGN_PROCESS))
         return tuple(found)
-
-
-def available_kib() -> int:
-    """Return the memory of the host that is available without swapping."""
-    meminfo = _MEMINFO.read_text()
-    return next(int(line.split()[1]) for line in meminfo.splitlines() if line.startswith("MemAvailable:"))

@@ -6,7 +6,6 @@ Runs inside the worker processes. Everything here goes over a gloo group of its 
 from __future__ import annotations
 
 import os
-import socket
 import statistics
 import time
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ringattn.errors import DeviceError
+from ringattn.hardware.identity import host_identity
 
 from .messages import MESSAGE_MIB, LinkReading, Rendezvous
 
@@ -97,7 +97,7 @@ class RankGroup(SingleRank):
 
 def _place() -> tuple[str, str]:
     """Return where a process id is valid: the host, and its namespace of process ids."""
-    return socket.gethostname(), str(Path("/proc/self/ns/pid").readlink())
+    return host_identity(), str(Path("/proc/self/ns/pid").readlink())
 
 
 def ring_neighbours(peers: SingleRank) -> tuple[int, int]:

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 from ringattn.device_errors import is_out_of_memory, is_sticky
 from ringattn.distributed.peer_errors import PeerError
 from ringattn.errors import DeviceError, KernelLoadError
+from ringattn.hardware.cgroups import available_bytes, data_bytes
 
 from .bench import ChecksKernels, PeerWrong, WrongAnswer
 from .evaluator import Cause, FailureKind, Fault, KernelUnavailable, PeerFailed
-from .interference import available_kib
 from .messages import Message, Request
 
 if TYPE_CHECKING:
@@ -159,11 +159,15 @@ def die_with_parent(parent: int) -> None:
 
 
 def _limit_memory(ranks: int) -> None:
-    """Limit memory, so that a CPU candidate that wants too much gets an error and the machine lives.
+    """Limit memory, so that a CPU candidate that wants too much gets an error and the machine or container lives.
 
-    ``ranks`` share what there is.
+    ``ranks`` share what there is. Where that is unknown there is no limit. What this process has already counts apart:
+    importing torch takes 0.2 GiB of addresses, and with its profiler it did not load below a limit of 0.45 GiB.
     """
-    limit = int(available_kib() * 1024 * MEMORY_SHARE / ranks)
+    available = available_bytes()
+    if available is None:
+        return
+    limit = data_bytes() + int(available * MEMORY_SHARE / ranks)
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if hard != resource.RLIM_INFINITY:
         limit = min(limit, hard)
@@ -184,9 +188,9 @@ def main(arguments: Sequence[str]) -> None:
     connection = Connection(descriptor)
     settings: BenchSettings = connection.recv()
     try:
+        bench = _load_bench(bench_name, settings)
         if settings.device == "cpu":
             _limit_memory(settings.rendezvous.world if settings.rendezvous is not None else 1)
-        bench = _load_bench(bench_name, settings)
         connection.send(Message("ready", 0, bench.unmonitored()))
         run_worker(connection, bench)
         os._exit(0)  # taking torch apart takes a second that the probe would wait for

@@ -11,8 +11,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +19,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from autotune.accuracy.reference_timeout import reference_limit_s
+from autotune.children import child_command, child_environ
+from autotune.folders import memory_file
 from ringattn.errors import DeviceError
 from ringattn.workload import Tunables, Workload
 
@@ -354,16 +354,14 @@ class WorkerEvaluator:
 
     def _launch(self) -> None:
         ours, theirs = socket.socketpair()
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
-        package_folder = str(Path(__file__).resolve().parents[2])
-        search = os.pathsep.join(filter(None, (package_folder, os.environ.get("PYTHONPATH", ""))))
+        self._errors = memory_file()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "autotune.measure.worker", str(theirs.fileno()), str(os.getpid()), self._bench],
+            child_command("autotune.measure.worker", str(theirs.fileno()), str(os.getpid()), self._bench),
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
             stdout=self._errors,
             stderr=self._errors,
-            env=_QUIET_AND_CACHED | os.environ | {"PYTHONPATH": search},
+            env=child_environ(_QUIET_AND_CACHED | os.environ),
             start_new_session=True,  # Ctrl-C reaches the parent only, which ends the worker in its own time
         )
         if self._interrupted:  # while it was made, when there was nothing yet to end

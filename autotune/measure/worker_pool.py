@@ -18,13 +18,13 @@ from typing import TypeVar
 
 from autotune.space.first_calls import Call
 from ringattn.errors import DeviceError
-from ringattn.hardware.facts import HardwareFacts
+from ringattn.hardware.cgroups import available_bytes
+from ringattn.hardware.facts import MIB, HardwareFacts
 from ringattn.wording import plural
 from ringattn.workload import Tunables, Workload
 
 from .bench import BenchSettings
 from .evaluator import Block, Checked, Ended, Fault, Proven
-from .interference import available_kib
 from .messages import POOL_BENCH, REAL_BENCH
 from .worker_evaluator import WorkerEvaluator
 
@@ -47,7 +47,7 @@ def pool_size(cores: int, memory_mib: int, host_memory_mib: int) -> int:
 
 def pool_size_here(facts: HardwareFacts) -> int:
     """Return how many workers to start beside a probe of this machine's GPU."""
-    return pool_size(len(os.sched_getaffinity(0)), facts.memory_mib, available_kib() // 1024)
+    return pool_size(len(os.sched_getaffinity(0)), facts.memory_mib, (available_bytes() or 0) // MIB)
 
 
 class _PoolWorker:

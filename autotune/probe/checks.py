@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import optuna
 
 from autotune.exit_codes import ProbeFailure
+from autotune.folders import is_there, write_trouble
 from autotune.journal.store import check_url
 from autotune.search.proposing.samplers import sampler_of
 
@@ -25,9 +25,8 @@ def check_request(request: ProbeRequest) -> None:
 
 def check_output(path: Path) -> None:
     """Raise ProbeFailure where no profile can be written at ``path``, whose folder is made when it is."""
-    there = next(folder for folder in path.absolute().parents if folder.exists())
-    if path.exists() and not path.is_file():
+    there = next(folder for folder in path.absolute().parents if is_there(folder))
+    if is_there(path) and not path.is_file():
         raise ProbeFailure(f"{path}: is not a regular file; choose another --output")
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        why = "is read-only" if there.is_dir() else "is no folder"
-        raise ProbeFailure(f"{path}: cannot be written, as {there} {why}; name a file with --output")
+    if trouble := write_trouble(there):
+        raise ProbeFailure(f"{path}: cannot be written in {there} ({trouble}); name a file elsewhere with --output")

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from pathlib import Path
-
-from filelock import FileLock, Timeout
+from collections.abc import Callable, Iterator
 
 from autotune.exit_codes import DeviceBusy
+from autotune.locks import FileLock, LockHeld
+from ringattn.profile.locations import state_folder
 
 from .environment import Environment, device_name
 from .request import ProbeRequest
 
 
 @contextlib.contextmanager
-def device_lock(request: ProbeRequest, environment: Environment) -> Iterator[None]:
-    """Hold the device until the block is left or the process dies; raises DeviceBusy while another holds it."""
-    base = environment.environ.get("XDG_STATE_HOME") or str(environment.home / ".local" / "state")
-    folder = Path(base) / "ringtune"
-    folder.mkdir(parents=True, exist_ok=True)
-    name = device_name(request, environment.facts).replace(":", "-")
-    try:
-        held = FileLock(folder / f"{name}.lock").acquire(timeout=0)
-    except Timeout:
-        raise DeviceBusy(f"{name}: another probe is measuring it; wait, or choose another --device") from None
-    with held:
+def device_lock(request: ProbeRequest, environment: Environment, say: Callable[[str], None]) -> Iterator[None]:
+    """Hold the devices of a probe until the block is left or the process dies; raises DeviceBusy while another does.
+
+    The locks are in the user's state folder. Where none can be there the probe goes on, and ``say`` is told.
+    """
+    folder = state_folder(environment.environ, environment.home)
+    name = device_name(request, environment.facts)
+    with contextlib.ExitStack() as held:
+        for device in environment.devices:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                held.callback(FileLock(folder / f"{device}.lock").release)
+            except LockHeld as holder:
+                raise DeviceBusy(
+                    f"{name}: another probe is measuring it ({holder}); wait, or choose another --device"
+                ) from None
+            except OSError as error:
+                say(f"{folder}: cannot hold a lock ({error.strerror}); let no other probe measure {name} meanwhile")
+                break
         yield

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from autotune.distributed.launcher import ranks_here
 from autotune.exit_codes import NoDevice
 from autotune.measure.bench import BenchSettings
 from autotune.measure.evaluator import Clock, Evaluator, MonotonicClock
@@ -21,6 +22,7 @@ from autotune.search.budget import EffortPreset
 from autotune.space.space import Machine, machine_of
 from ringattn.errors import DeviceError
 from ringattn.hardware.facts import HardwareFacts, detect, fingerprint_name
+from ringattn.hardware.identity import device_identity
 from ringattn.profile.locations import FILE_VARIABLE, Located, collect, home_folder, user_folder
 from ringattn.profile.resolve import resolve
 from ringattn.profile.schema import Policy
@@ -42,6 +44,7 @@ class Environment:
     environ: Mapping[str, str]
     home: Path
     today: datetime.date
+    devices: tuple[str, ...]  # identities of those that are measured, of this host
     profiles: tuple[Located, ...] = ()  # that a program would find here, whatever RINGTUNE_PROFILE names
 
     def at_effort(self, preset: EffortPreset) -> Environment:
@@ -59,13 +62,25 @@ class Environment:
 def this_machine(request: ProbeRequest) -> Environment:
     """Return this machine's environment; raises NoDevice for one that is absent or that nobody has measured."""
     try:
-        return environment_of(detect(request.device), _worker_evaluator)
+        return environment_of(detect(request.device), _worker_evaluator, devices_of(request))
     except DeviceError as error:
         raise NoDevice(str(error)) from None
 
 
-def environment_of(facts: HardwareFacts, evaluator: EvaluatorFactory) -> Environment:
-    """Return this user's environment around a machine with these facts."""
+def devices_of(request: ProbeRequest) -> tuple[str, ...]:
+    """Return the identities of the devices of this host that a probe measures: a rank takes the GPU of its number."""
+    import torch
+
+    device = torch.device(request.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type != "cuda":
+        return (device_identity(device),)
+    if request.ranks == 1:
+        return (device_identity(torch.device("cuda", device.index or 0)),)
+    return tuple(device_identity(torch.device("cuda", rank)) for rank in range(ranks_here(request.ranks, os.environ)))
+
+
+def environment_of(facts: HardwareFacts, evaluator: EvaluatorFactory, devices: tuple[str, ...]) -> Environment:
+    """Return this user's environment around a machine with these facts and ``devices``, which are their identities."""
     located, _ = collect(environ={name: value for name, value in os.environ.items() if name != FILE_VARIABLE})
     policy = resolve(located, facts).heuristic.policy
     assert policy is not None
@@ -78,6 +93,7 @@ def environment_of(facts: HardwareFacts, evaluator: EvaluatorFactory) -> Environ
         environ=os.environ,
         home=home_folder(),
         today=datetime.datetime.now(tz=datetime.UTC).date(),
+        devices=devices,
         profiles=located,
     )
 

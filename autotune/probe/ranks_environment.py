@@ -61,7 +61,7 @@ def environment_of_ranks(request: ProbeRequest) -> Iterator[Environment]:
     from autotune.distributed.coordinator import Coordinator
     from autotune.distributed.evaluator import RanksEvaluator
 
-    from .environment import bench_settings, environment_of
+    from .environment import bench_settings, devices_of, environment_of
 
     kind = request.device or ("cuda" if torch.cuda.is_available() else "cpu")
     with Coordinator(request.ranks, kind, torchrun_rank(os.environ), os.environ) as coordinator:
@@ -70,4 +70,4 @@ def environment_of_ranks(request: ProbeRequest) -> Iterator[Environment]:
             settings = bench_settings(facts, request, preset)
             return RanksEvaluator(coordinator, settings, reference_timeout_s=preset.budget_s)
 
-        yield environment_of(coordinator.facts, evaluator)
+        yield environment_of(coordinator.facts, evaluator, devices_of(request))

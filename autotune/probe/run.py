@@ -62,7 +62,7 @@ class ProbeRun:
                 task.observer.finished(outcome)
                 return outcome
             cells = outcome
-        journal = journal_path(self._path, environment.environ, environment.home)
+        journal = journal_path(self._path)
         before = profiles_before(self._path, environment, task.request.ranks)
         identity = journal_identity(task.request, environment.facts, before)
         with Store(journal, identity=identity, fresh=not task.request.resume, url=task.request.storage) as store:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autotune.children import has_temporary_folder
 from autotune.exit_codes import ProbeFailure
+from ringattn.profile.locations import home_folder, user_folder
 from ringattn.profile.yaml_io import load_profile
 from ringattn.wording import plural
 
@@ -43,12 +46,25 @@ def run_probe(
         environment = replace(environment, facts=facts_of_ranks(environment.facts, request.ranks, environment.environ))
         path, cells = _asked(request, observer, environment)
         return dry_run(Task.of(request, observer, environment), path, cells)
-    if request.ranks > 1 and request.resume and request.output is not None and request.output.exists():
-        load_profile(request.output)  # a broken file is told of before ranks start, which takes 16 s on two cores
+    if request.ranks > 1:  # told before ranks start, which takes 16 s on two cores
+        _check_file(request, environment)
+    if not has_temporary_folder():
+        observer.note("no folder for temporary files: what torch would compile fails; name one with TMPDIR")
     with _surroundings(request, environment) as environment:
         path, cells = _asked(request, observer, environment)
-        with device_lock(request, environment):
+        with device_lock(request, environment, observer.note):
             return ProbeRun(Task.of(request, observer, environment), path, cells).run()
+
+
+def _check_file(request: ProbeRequest, environment: Environment | None) -> None:
+    """Raise ProbeFailure where the profile cannot be written, ProfileError where it is there and broken."""
+    from .checks import check_output
+
+    environ, home = (os.environ, home_folder()) if environment is None else (environment.environ, environment.home)
+    path = request.output or user_folder(environ, home) / "profile.yaml"  # its name is not known before the ranks
+    check_output(path)
+    if request.resume and request.output is not None and request.output.exists():
+        load_profile(request.output)
 
 
 def _asked(request: ProbeRequest, observer: ProbeObserver, environment: Environment) -> tuple[Path, tuple[Cell, ...]]:
@@ -86,8 +102,8 @@ def verify_profile(
     if others:
         worlds = sorted(set(others))
         of = f"{', '.join(map(str, worlds))} {'rank' if worlds == [1] else 'ranks'}"
-        how = how_to_verify(worlds)
-        observer.note(f"{path.name}: {plural(len(others), 'row')} for {of} left out; ringtune verify {how} judges them")
+        how = how_to_verify(worlds, path)
+        observer.note(f"{path.name}: {plural(len(others), 'row')} for {of} left out; judged by: {how}")
     if all(entry.evidence is None for entry in entries):
         raise ProbeFailure(
             f"{path}: none of its plans was measured, so there is nothing to verify; run: ringtune probe"
@@ -95,8 +111,8 @@ def verify_profile(
     if unmeasured := sum(entry.choice is not None and entry.evidence is None for entry in entries):
         observer.note(f"{path.name}: {plural(unmeasured, 'row')} that could not be measured left out; probe again")
     with _surroundings(request, environment) as environment:
-        check_same_silicon(profile, environment.facts, path)
-        with device_lock(request, environment):
+        check_same_silicon(profile, environment.facts, path, request.ranks)
+        with device_lock(request, environment, observer.note):
             result = verify_cells(Task.of(request, observer, environment), profile, entries)
     return replace(result, other_ranks=len(others))
 

@@ -19,8 +19,8 @@ from autotune.search.settings import SearchSettings
 from ringattn.errors import PlanError
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.planning.plan import build_plan
-from ringattn.profile.schema import Choice, Fingerprint, PlanEntry, Profile
-from ringattn.wording import plural
+from ringattn.profile.resolve import tier_of
+from ringattn.profile.schema import Choice, PlanEntry, Profile
 from ringattn.workload import Tunables, describe
 
 from .request import VerifiedCell, VerifyResult
@@ -32,21 +32,15 @@ NO_TIME_TWICE = "no time was left to time it twice; give a larger --budget"
 HANG_S, HANG_SHARE = 30.0, 0.4  # a plan that ran here before may take so long, or so much of the budget, to answer
 
 
-def check_same_silicon(profile: Profile, facts: HardwareFacts, path: Path) -> None:
-    """Raise ProbeFailure for a profile of another machine: its winners say nothing here."""
-    here = Fingerprint.of(facts)
-    if profile.fingerprint != here:
-        made = profile.fingerprint
+def check_same_silicon(profile: Profile, facts: HardwareFacts, path: Path, ranks: int = 1) -> None:
+    """Raise ProbeFailure for a profile that the runtime takes for another machine's: its winners say nothing here."""
+    tier, why = tier_of(profile, facts, ranks)
+    if tier not in ("exact", "same-silicon"):
         raise ProbeFailure(
-            f"{path}: was measured on {made.device_name} ({_size(made)}), "
-            f"this is {here.device_name} ({_size(here)}); "
+            f"{path}: was measured on {profile.fingerprint.device_name}, this is {facts.device_name}: {why}; "
             "run: ringtune probe",
             ExitCode.NO_PROFILE,
         )
-
-
-def _size(made: Fingerprint) -> str:
-    return f"{made.sku}, {plural(made.sm_count, 'unit')}, {made.memory_mib} MiB"
 
 
 def entries_over(profile: Profile, ranks: int, path: Path) -> tuple[PlanEntry, ...]:
@@ -56,15 +50,16 @@ def entries_over(profile: Profile, ranks: int, path: Path) -> tuple[PlanEntry, .
         worlds = {entry.workload.world for entry in profile.plans}
         numbers = "1 rank" if worlds == {1} else f"{', '.join(map(str, sorted(worlds)))} ranks"
         raise ProbeFailure(
-            f"{path}: its plans are for {numbers}, not {ranks}; run: ringtune verify {how_to_verify(worlds)}",
+            f"{path}: its plans are for {numbers}, not {ranks}; run: {how_to_verify(worlds, path)}",
             ExitCode.NO_PROFILE,
         )
     return found
 
 
-def how_to_verify(worlds: Collection[int]) -> str:
-    """Return the options of ``ringtune verify`` for rows over one of these numbers of ranks."""
-    return " or ".join(f"with --nproc {world}" if world > 1 else "without --nproc" for world in sorted(worlds))
+def how_to_verify(worlds: Collection[int], path: Path) -> str:
+    """Return the commands that judge rows over these numbers of ranks."""
+    options = (f"--nproc {world} " if world > 1 else "" for world in sorted(worlds))
+    return " or ".join(f"ringtune verify {each}{path}" for each in options)
 
 
 def verify_cells(task: Task, profile: Profile, entries: Sequence[PlanEntry], *, tell_end: bool = True) -> VerifyResult:

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ringattn.errors import InputError
-from ringattn.hardware.facts import host_identity
+from ringattn.hardware.identity import host_identity
 
 from .comm import Comm, CommError, abort, first_line
 from .heartbeat import LEFT, Heartbeat, Silence, Store, absence_of, calls_in, read_beats, write_beat

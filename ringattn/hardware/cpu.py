@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from .cgroups import read_limits, text_of
 
 # Flags of /proc/cpuinfo that decide how fast a matrix product or an exponential runs, by the name used in facts.
 _ISA_FLAGS = {
@@ -27,7 +28,6 @@ _ISA_FLAGS = {
     "sme": "sme",
 }
 _MACHINES = {"amd64": "x86_64", "x64": "x86_64", "arm64": "aarch64"}
-_NO_LIMIT_BYTES = 2**60  # cgroup v1 writes a number near 2**63 for "no limit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,65 +114,26 @@ def _number(text: str | None) -> int:
 
 def read_cpu(threads: int, root: Path = Path("/")) -> CpuReading:
     """Read /proc and /sys below ``root``; ``threads`` is torch's number. Missing files give empty or 0 entries."""
-    quotas, limits = _read_cgroups(root)
+    limits = read_limits(root)
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         affinity = len(os.sched_getaffinity(0))
     else:
         affinity = os.cpu_count() or 1
     return CpuReading(
         machine=platform.machine(),
-        cpuinfo=_text(root / "proc/cpuinfo"),
+        cpuinfo=text_of(root / "proc/cpuinfo"),
         fallback_name=platform.processor(),
         affinity=affinity,
-        quotas=quotas,
+        quotas=limits.quotas,
         memory_bytes=_memory_bytes(root),
-        memory_limits=limits,
+        memory_limits=limits.memory_limits,
         last_level_cache_bytes=_last_level_cache_bytes(root),
         threads=threads,
     )
 
 
-def _read_cgroups(root: Path) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """Return (cores, bytes) allowed by each cgroup around this process, v1 and v2, without those of no limit."""
-    mount = root / "sys/fs/cgroup"
-    quotas: list[float] = []
-    limits: list[int] = []
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if not controllers:
-            for folder in _upwards(mount, path):
-                quota, _, period = _text(folder / "cpu.max").partition(" ")
-                quotas += _ratio(quota, period)
-                limits += _limit(_text(folder / "memory.max"))
-            continue
-        for folder in _upwards(mount / controllers, path):
-            if "cpu" in controllers.split(","):
-                quotas += _ratio(_text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us"))
-            if "memory" in controllers.split(","):
-                limits += _limit(_text(folder / "memory.limit_in_bytes"))
-    return tuple(quotas), tuple(limits)
-
-
-def _upwards(mount: Path, path: str) -> Iterator[Path]:
-    """Yield the cgroup's folder and those around it; a container may see only part of them."""
-    parts = [part for part in path.split("/") if part not in ("", ".", "..")]
-    for depth in range(len(parts), -1, -1):
-        yield mount.joinpath(*parts[:depth])
-
-
-def _ratio(quota: str, period: str) -> list[float]:
-    if _number(quota.strip()) <= 0 or _number(period.strip()) <= 0:  # "max", "-1", or no such file
-        return []
-    return [_number(quota.strip()) / _number(period.strip())]
-
-
-def _limit(text: str) -> list[int]:
-    return [limit] if 0 < (limit := _number(text.strip())) < _NO_LIMIT_BYTES else []
-
-
 def _memory_bytes(root: Path) -> int:
-    if match := re.search(r"^MemTotal:\s+(\d+) kB", _text(root / "proc/meminfo"), re.MULTILINE):
+    if match := re.search(r"^MemTotal:\s+(\d+) kB", text_of(root / "proc/meminfo"), re.MULTILINE):
         return int(match[1]) * 1024
     if root == Path("/") and "SC_PHYS_PAGES" in os.sysconf_names:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -182,14 +143,6 @@ def _memory_bytes(root: Path) -> int:
 def _last_level_cache_bytes(root: Path) -> int:
     sizes = [0]
     for file in sorted((root / "sys/devices/system/cpu/cpu0/cache").glob("index*/size")):
-        if match := re.fullmatch(r"(\d+)([KM])", _text(file).strip()):
+        if match := re.fullmatch(r"(\d+)([KM])", text_of(file).strip()):
             sizes.append(int(match[1]) * {"K": 2**10, "M": 2**20}[match[2]])
     return max(sizes)
-
-
-def _text(path: Path) -> str:
-    """Return the file's text; empty where this system has no such file or does not let it be read."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

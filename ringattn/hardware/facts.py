@@ -6,12 +6,10 @@ torch is imported only when a device is looked at.
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import importlib.util
 import platform
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,8 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ringattn.errors import DeviceError
 
 from .cpu import CpuReading, cpu_arch, isa_flags, parse_cpuinfo, read_cpu, usable_cores, usable_memory
+from .identity import pci_bus
 from .kernel_faults import KernelFault
-from .names import arm_model_name, cpu_sku, gpu_sku, mig_profile, slug
+from .names import arm_model_name, cpu_sku, gpu_sku, mig_profile, slug, vgpu_profile
+from .nvml import open_nvml
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +48,8 @@ class HardwareFacts:
     ``vendor`` is "nvidia" or "cpu". ``device_name`` is what the driver or /proc/cpuinfo says, ``sku`` the class of
     card, one for its many spellings. ``arch`` is "sm_90", "x86_64", "aarch64". ``sm_count`` is the number of streaming
     multiprocessors, or for a CPU the cores usable under affinity and cgroup quota. ``l2_mib`` is the device's
-    last-level cache (of a CPU the largest that core 0 sees). ``mig`` is the MIG profile or empty.
+    last-level cache (of a CPU the largest that core 0 sees). ``mig`` is the MIG profile or empty, ``vgpu`` the type of
+    a virtual GPU that shares a whole card by time, or empty.
     ``power_limit_w`` None and ``link`` "" mean unknown; else ``link`` is "pcie" or "nv18" (18 NVLinks).
     ``isa`` (CPU) holds the flags that matter, sorted; ``threads`` torch's intra-op threads (CPU). ``software`` is
     sorted (name, version) pairs. ``packages`` are optional import names that can be found; finding imports none.
@@ -63,6 +64,7 @@ class HardwareFacts:
     memory_mib: int
     l2_mib: int
     mig: str = ""
+    vgpu: str = ""
     power_limit_w: int | None = None
     device_count: int = 1
     link: str = ""
@@ -103,6 +105,7 @@ def cuda_facts(
         memory_mib=reading.memory_bytes // MIB,
         l2_mib=reading.l2_bytes // MIB,
         mig=mig_profile(reading.name),
+        vgpu=vgpu_profile(reading.name),
         power_limit_w=None if reading.power_limit_mw is None else round(reading.power_limit_mw / 1000),
         device_count=reading.device_count,
         link="" if reading.nvlinks is None else f"nv{reading.nvlinks}" if reading.nvlinks else "pcie",
@@ -140,8 +143,8 @@ def fingerprint_name(facts: HardwareFacts) -> str:
     if facts.vendor == "cpu":
         threads = f"-{facts.threads}t" if facts.threads not in (0, facts.sm_count) else ""
         return slug(f"cpu-{facts.sku}-{facts.sm_count}c{threads}")
-    mig = f"-mig-{facts.mig}" if facts.mig else ""
-    return slug(f"{facts.vendor}-{facts.sku}-{_nominal_gib(facts.memory_mib)}g{mig}")
+    part = f"-mig-{facts.mig}" if facts.mig else f"-vgpu-{facts.vgpu}" if facts.vgpu else ""
+    return slug(f"{facts.vendor}-{facts.sku}-{_nominal_gib(facts.memory_mib)}g{part}")
 
 
 def _nominal_gib(memory_mib: int) -> int:
@@ -151,15 +154,6 @@ def _nominal_gib(memory_mib: int) -> int:
 
 
 # --- the edge ---------------------------------------------------------------------------------------------------
-
-
-def host_identity() -> str:
-    """Return text that tells this host, until it reboots, from any other."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:  # not Linux
-        boot = ""
-    return f"{platform.node()} {boot}"
 
 
 def detect(device: torch.device | str | int | None = None) -> HardwareFacts:
@@ -249,7 +243,7 @@ def _read_cuda(index: int) -> tuple[CudaReading, str]:
     import torch
 
     properties: Any = torch.cuda.get_device_properties(index)
-    nvml = _read_nvml(f"{properties.pci_domain_id:08X}:{properties.pci_bus_id:02X}:{properties.pci_device_id:02X}.0")
+    nvml = _read_nvml(pci_bus(properties))
     reading = CudaReading(
         name=properties.name,
         capability=(properties.major, properties.minor),
@@ -274,33 +268,14 @@ class NvmlReading:
 
 @cache  # a call costs tens of milliseconds, and a model has a module a layer
 def _read_nvml(bus: str) -> NvmlReading:
-    """Ask NVML about the driver and the card on a PCI bus; the order of its devices is not torch's."""
-    nvml = _nvml()
+    """Ask the driver about itself and the card on a PCI bus."""
+    nvml = open_nvml()
     if nvml is None:
         return NvmlReading()
-    try:
-        nvml.nvmlInit()
-    except nvml.NVMLError:  # no driver
-        return NvmlReading()
-    found = NvmlReading()
-    with suppress(nvml.NVMLError):
-        found = replace(found, driver=nvml.nvmlSystemGetDriverVersion())
-    with suppress(nvml.NVMLError):
-        handle = nvml.nvmlDeviceGetHandleByPciBusId(bus)
-        with suppress(nvml.NVMLError):
-            found = replace(found, power_limit_mw=int(nvml.nvmlDeviceGetEnforcedPowerLimit(handle)))
-        for link in range(nvml.NVML_NVLINK_MAX_LINKS):  # one that this card does not have ends it
-            active = nvml.nvmlDeviceGetNvLinkState(handle, link) == nvml.NVML_FEATURE_ENABLED
-            found = replace(found, nvlinks=(found.nvlinks or 0) + active)
-    nvml.nvmlShutdown()
+    card = nvml.card_on_bus(bus)
+    found = NvmlReading(nvml.driver(), nvml.power_limit_mw(card), nvml.active_links(card))
+    nvml.close()
     return found
-
-
-def _nvml() -> Any:
-    """Return the pynvml module, or None where it is not installed."""
-    if importlib.util.find_spec("pynvml") is None:
-        return None
-    return importlib.import_module("pynvml")
 
 
 def _common_software() -> tuple[tuple[str, str], ...]:

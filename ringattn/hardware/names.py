@@ -10,8 +10,8 @@ _BRAND_WORDS = frozenset(
     | {"lc", "ac", "active", "with", "design"}
 )
 _MEMORY = re.compile(r"\b(\d+ ?g(b|ib)?|hbm\d\w*|gddr\d\w*)\b")
-_MIG = re.compile(r"\bmig (\d+g\.\d+gb(?:\+\w+)*)")
-_VGPU = re.compile(r"\b([a-z]+\d+)([a-z]*)-(?:(\d+)-)?(\d+)(?:[qcba]|b4)$")
+_MIG = re.compile(r"\bmig ((?:\d+c\.)?\d+g\.\d+gb[\w.+-]*)")  # 1c.3g.40gb is a part of the slice 3g.40gb
+_VGPU = re.compile(r"\b([a-z]+\d+)([a-z]*)-(?:(\d+)-)?(\d+)([qca]|b4?)$")
 _FORM = re.compile(r"\b(sxm|pcie|nvl)\d*\b")
 
 # Cards whose plain name means one form factor; the others carry theirs in the name.
@@ -28,6 +28,12 @@ def mig_profile(name: str) -> str:
     return ""
 
 
+def vgpu_profile(name: str) -> str:
+    """Return the type of a virtual GPU that shares a whole card by time, such as ``40c``; empty for any other."""
+    match = _VGPU.search(name.lower())
+    return f"{match[4]}{match[5]}" if match and not match[3] else ""
+
+
 def gpu_sku(name: str) -> str:
     """Return the class of card: "NVIDIA H100 80GB HBM3" and "H100 SXM5 80GB" are ``h100-sxm``.
 
@@ -37,6 +43,7 @@ def gpu_sku(name: str) -> str:
     text = re.sub(r"\((r|tm|c)\)", " ", name.lower())
     text = re.sub(r"\bmig \S+", " ", text)
     text = _whole_card_of_vgpu(text.strip())
+    text = re.sub(r"\b(rtx|gtx|titan)(?=[a-z]?\d)", r"\1 ", text)  # a virtual GPU is an "RTXA6000-48Q"
     hbm2 = "hbm2" in text
     text = re.sub(r"[^a-z0-9.+]+", " ", text)
     text = _FORM.sub(r"\1", _MEMORY.sub(" ", text))

@@ -26,6 +26,7 @@ from ringattn.errors import KernelLoadError
 from ringattn.profile.locations import cache_folder, home_folder
 
 from .aten import cuda_reasons, far_rows_faults, flash_2_backward_faults, flash_2_reads_out_of_bounds
+from .compile_cache import can_keep
 from .contract import BlockKernel, BoundKernel, BoundVarlen, Grads, KernelConfig, KernelNeed, Params, Sequences
 from .grid_limits import MAX_GRID, cutlass_empty_rows, flash_2_empty_rows, in_parts, without_empty_rows
 from .recorded_launch import RecordedLaunch
@@ -222,12 +223,12 @@ def _tile_keywords(value: object) -> dict[str, object]:
 def _keep_compiled_kernels() -> None:
     """Turn the package's disk cache on: it is off by default, in a shared /tmp, and read at its first import.
 
-    It stays off for a user without a home, who has no folder to keep it in.
+    It stays off for a user who has no folder to keep it in: without a home, or with a read-only one.
     """
     configured = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not configured.is_absolute() and not home_folder().is_dir():
-        return
     folder = cache_folder(os.environ, home_folder()) / "flash-attn-4"
+    if not (configured.is_absolute() or home_folder().is_dir()) or not can_keep(folder):
+        return
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder))
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from ringattn.errors import KernelLoadError
 from ringattn.hardware.facts import gpu_of
 
+from .compile_cache import prepare_triton
 from .contract import BlockKernel, BoundKernel, Grads, KernelConfig, KernelNeed, Params
 from .triton_tiles import LOWEST_SM, SMALLEST_BLOCK, Step, Tile, parse, tiles
 
@@ -187,6 +188,7 @@ def load(config: KernelConfig) -> BoundKernel:
         if tile is None:
             raise _refusal(f"{name} is {value!r}", "Write a tile as in 128x64-w8-s2: query rows, keys, warps, stages")
         chosen[known[name]] = tile
+    prepare_triton()
     try:
         device_side = importlib.import_module(".triton_device", __package__)
     except Exception as fault:  # an extension built for another Python or driver can fail at import with anything

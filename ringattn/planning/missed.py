@@ -85,7 +85,7 @@ def record_path(profile: object, wishes: Wishes) -> str:
     for, or a kernel.
     """
     name = os.environ.get(VARIABLE, "") if profile is not None and wishes.forward is None else ""
-    return str(Path(name).expanduser().absolute()) if name else ""
+    return os.path.abspath(os.path.expanduser(name)) if name else ""  # noqa: PTH100, PTH111 - Path's needs a home
 
 
 def meet(path: str, plan: Plan) -> None:

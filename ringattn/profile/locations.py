@@ -69,12 +69,19 @@ def cache_folder(environ: Mapping[str, str], home: Path) -> Path:
     return (Path(configured) if Path(configured).is_absolute() else home / ".cache") / "ringtune"
 
 
+def state_folder(environ: Mapping[str, str], home: Path) -> Path:
+    """Return the user's state folder: ``$XDG_STATE_HOME/ringtune``, or ``~/.local/state/ringtune``. Need not exist."""
+    configured = environ.get("XDG_STATE_HOME", "")
+    return (Path(configured) if Path(configured).is_absolute() else home / ".local" / "state") / "ringtune"
+
+
 def home_folder() -> Path:
     """Return the user's home, or /nonexistent for a user without one (a number without a name, in a container)."""
     try:
-        return Path.home()
+        home = Path.home()
     except RuntimeError:
         return Path("/nonexistent")
+    return home if home.is_absolute() else Path("/nonexistent")  # HOME=x would mean a folder of the working one
 
 
 def shipped_folder() -> Path:

@@ -31,6 +31,10 @@ TIERS: tuple[Tier, ...] = ("exact", "same-silicon", "same-sku", "nearest", "heur
 
 BUILT_IN = "built-in"
 _BINDING: tuple[Origin, ...] = ("argument", "env")
+_ANOTHER = {
+    "argument": "Use profile='auto', or name a file that was probed here",
+    "env": "Unset RINGTUNE_PROFILE, or set it to a file that was probed here",
+}
 _MEMORY_TOLERANCE = 0.02  # of one card, drivers reserve more or less
 
 
@@ -152,7 +156,7 @@ def _check_bound(bound: Located, facts: HardwareFacts, world: int) -> None:
     if mismatch:
         raise ProfileError(
             bound.path,
-            f"does not fit this machine: it was {mismatch}. Probe here, or use profile='auto'",
+            f"does not fit this machine: it was {mismatch}. {_ANOTHER[bound.origin]}",
             "fingerprint",
         )
 
@@ -206,6 +210,8 @@ def _silicon_differences(made: Fingerprint, here: Fingerprint) -> list[str]:
             changed = sorted(set(made.isa) ^ set(here.isa))
             differences.append(f"instruction sets differ in {', '.join(changed)}")
         return differences
+    if made.vgpu != here.vgpu:
+        differences.append(f"vgpu {made.vgpu or 'none'} there, {here.vgpu or 'none'} here")
     if abs(made.memory_mib - here.memory_mib) > _MEMORY_TOLERANCE * max(made.memory_mib, here.memory_mib):
         differences.append(_differs("memory_mib", made, here))
     if None not in (made.power_limit_w, here.power_limit_w) and made.power_limit_w != here.power_limit_w:

@@ -87,6 +87,7 @@ class Fingerprint:
     memory_mib: int = 0
     l2_mib: int = 0
     mig: str = ""
+    vgpu: str = ""
     power_limit_w: int | None = None
     device_count: int = 1
     link: str = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import secrets
@@ -68,8 +69,9 @@ def _sync_directory(directory: Path) -> None:
     """Make the new name last through a power cut, where directories can be synced."""
     if os.name != "posix":
         return
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with contextlib.suppress(OSError):  # the file is whole and in place; some file systems sync no directory
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

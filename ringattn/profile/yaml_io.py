@@ -146,8 +146,8 @@ def _profile_of(plain: object) -> Profile:
     if schema != SCHEMA_VERSION:
         raise _Fault(
             "schema",
-            f"is {schema}, and this version reads {SCHEMA_VERSION}; write it anew with `ringtune probe`, "
-            "or use the ringtune that wrote it",
+            f"is {schema}, and this version reads {SCHEMA_VERSION}; write it anew with "
+            "`ringtune probe --fresh --output FILE`, or use the ringtune that wrote it",
         )
     if _CHECKSUM not in plain:
         raise _Fault(_CHECKSUM, "is missing; the file was cut short, or written by hand without one")
@@ -159,7 +159,7 @@ def _profile_of(plain: object) -> Profile:
         raise _Fault(
             _CHECKSUM,
             "does not match the content: the file was damaged or edited; "
-            f"write it anew with `ringtune probe`, or if the edit was meant, put {actual} here",
+            f"write it anew with `ringtune probe --fresh --output FILE`, or if the edit was meant, put {actual} here",
         )
     return profile
 

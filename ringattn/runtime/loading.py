@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ringattn.kernels.compile_cache import prepare_triton
 from ringattn.kernels.contract import BoundKernel, BoundVarlen, KernelConfig
 from ringattn.kernels.registry import KERNELS
 from ringattn.planning.plan import Plan
@@ -65,6 +66,7 @@ def bind_varlen(plan: Plan, name: str, scale: float) -> BoundVarlen:
 def load_ops(plan: Plan) -> TorchOps | TritonOps:
     if not plan.fused:
         return TorchOps(compiled=plan.tunables.compile)
+    prepare_triton()
     from .merge_triton import TritonOps  # needs triton, which a machine without a GPU need not have
 
     def block(step: str) -> int | None:

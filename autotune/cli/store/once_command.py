@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from autotune.folders import made_folder
 from autotune.formats import plain
 
 from .once import OncePerKind
@@ -53,8 +54,7 @@ def probe_if_missing(
     once = OncePerKind(store, place, cache, facts, request.ranks, warn, exact=if_stale)
 
     def measure(earlier: Path | None) -> Path:
-        folder = cache / "measured"
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = made_folder(cache / "measured", "XDG_CACHE_HOME")
         output = folder / f"{kind_of(Fingerprint.of(facts))}-x{request.ranks}.yaml"
         with probe_observer() as observer:
             for note in notes:

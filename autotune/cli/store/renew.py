@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ringattn.profile.schema import Fingerprint, Profile, Provenance
+from ringattn.profile.resolve import tier_of
+from ringattn.profile.schema import Profile, Provenance
 from ringattn.store.merge import merge_rows
 from ringattn.versions import __version__
 from ringattn.wording import plural
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 def can_renew(earlier: Profile, facts: HardwareFacts) -> bool:
     """Tell whether rows of an earlier profile may be verified here: it has some, of this very device."""
-    return earlier.fingerprint == Fingerprint.of(facts) and any(entry.evidence is not None for entry in earlier.plans)
+    of_this = tier_of(earlier, facts)[0] in ("exact", "same-silicon")
+    return of_this and any(entry.evidence is not None for entry in earlier.plans)
 
 
 def renew(earlier: Path, output: Path, request: ProbeRequest, facts: HardwareFacts, observer: ProbeObserver) -> Path:

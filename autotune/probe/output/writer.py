@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import datetime
 import math
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from autotune.exit_codes import ProbeFailure
+from autotune.folders import readable_copy
 from autotune.journal.result import CellResult, Measured
 from autotune.measure.evaluator import Evaluator, Fault
 from autotune.probe.request import CellReport, ProbeRequest
 from ringattn import __version__
+from ringattn.errors import ProfileError
 from ringattn.hardware.facts import HardwareFacts
+from ringattn.profile.resolve import tier_of
 from ringattn.profile.schema import Choice, Evidence, Failure, Fingerprint, LinkSpeed, PlanEntry, Profile, Provenance
-from ringattn.profile.yaml_io import save_profile
+from ringattn.profile.yaml_io import dump_profile, save_profile
 from ringattn.store.merge import merge_rows
 from ringattn.workload import Tunables, Workload, describe
 
@@ -144,8 +146,9 @@ def build_profile(
 
 
 def same_machine(profile: Profile, facts: HardwareFacts) -> bool:
-    """Return whether a profile was measured on this very silicon with this very software."""
-    return profile.fingerprint == Fingerprint.of(facts) and profile.software == tuple(sorted(facts.software))
+    """Return whether the runtime takes a profile for one of this very silicon and software."""
+    world = max((entry.workload.world for entry in profile.plans), default=1)
+    return tier_of(profile, facts, world)[0] == "exact"
 
 
 def merged(old: Profile | None, entries: Mapping[Workload, PlanEntry]) -> dict[Workload, PlanEntry]:
@@ -163,13 +166,16 @@ def merged_speeds(old: Profile | None, new: LinkSpeed | None) -> tuple[LinkSpeed
 
 def save_loaded(profile: Profile, path: Path, new: Iterable[PlanEntry], evaluator: Evaluator) -> None:
     """Save the profile once the runtime has read it, run every new row that was measured and planned the same."""
-    with tempfile.TemporaryDirectory(prefix="ringtune-") as folder:
-        rehearsal = Path(folder) / path.name
-        save_profile(profile, rehearsal)
+    with readable_copy(dump_profile(profile).encode("utf-8")) as rehearsal:
         for entry in new:
             if entry.evidence is not None:
                 check_loaded(entry, evaluator.run_profile(entry.workload, str(rehearsal), timeout_s=60.0))
-    save_profile(profile, path)
+    try:
+        save_profile(profile, path)
+    except ProfileError as error:
+        raise ProbeFailure(
+            f"{error}. All that was measured is kept: when it can be, run the same command to go on"
+        ) from error
 
 
 def check_loaded(entry: PlanEntry, planned: Tunables | Fault) -> None:

@@ -65,7 +65,7 @@ def environment(coordinator: Coordinator, tmp_path: Path) -> Environment:
 
     environ = {"XDG_STATE_HOME": str(tmp_path / "state"), "XDG_CONFIG_HOME": str(tmp_path / "config")}
     # Times are invented and the clock stands still, so that what is found does not depend on what else runs here.
-    made = environment_of(coordinator.facts, evaluator)
+    made = environment_of(coordinator.facts, evaluator, ("cpu-of-this-test",))
     return replace(made, environ=environ, home=tmp_path, clock=SimulatedClock(), today=datetime.date(2026, 1, 2))
 
 
@@ -104,7 +104,7 @@ def test_two_ranks_are_tuned_as_one_and_the_runtime_obeys(
     assert failures["flash-cpu/math"] == ("error", "rank 1: RuntimeError: not on this rank")
 
     assert verify_profile(path, request, ProbeObserver(), here).stale == ()
-    with pytest.raises(ProbeFailure, match=r"its plans are for 2 ranks, not 1; run: ringtune verify with --nproc 2"):
+    with pytest.raises(ProbeFailure, match=r"its plans are for 2 ranks, not 1; run: ringtune verify --nproc 2 .*yaml"):
         verify_profile(path, replace(request, ranks=1), ProbeObserver(), here)
 
     pool = Pool(2)

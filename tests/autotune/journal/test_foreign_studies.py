@@ -182,7 +182,7 @@ def test_a_study_of_our_name_that_is_somebody_else_s_is_neither_used_nor_deleted
     url, theirs = database(tmp_path)
     theirs.set_user_attr("colour", "red")
     for fresh in (False, True):
-        with pytest.raises(ProbeFailure, match="study 'probe': identity is missing"):
+        with pytest.raises(ProbeFailure, match=r"its study 'probe' is not of a probe; name another database$"):
             Store(tmp_path / "p.journal", url=url, fresh=fresh)
     assert optuna.load_study(study_name=HEADER, storage=url).user_attrs == {"colour": "red"}
 
@@ -190,8 +190,10 @@ def test_a_study_of_our_name_that_is_somebody_else_s_is_neither_used_nor_deleted
 def test_a_study_that_maximizes_is_told(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/studies.db"
     optuna.create_study(study_name=HEADER, storage=url, directions=["maximize", "minimize"])
-    with pytest.raises(ProbeFailure, match="study 'probe': its directions are maximize, minimize, and not minimize"):
-        Store(tmp_path / "p.journal", url=url)
+    for fresh in (False, True):
+        with pytest.raises(ProbeFailure, match=r"its study 'probe' is not of a probe; name another database$"):
+            Store(tmp_path / "p.journal", url=url, fresh=fresh)
+    assert optuna.get_all_study_names(url).count(HEADER) == 1
 
 
 def test_a_row_of_a_database_that_optuna_cannot_read_is_one_line(tmp_path: Path) -> None:

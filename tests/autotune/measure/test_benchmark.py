@@ -29,7 +29,6 @@ from autotune.measure.interference import (
     cpu_seconds,
     host_disturbances,
     throttle_reasons,
-    throttled_seconds,
 )
 from autotune.measure.launch_overhead import flushes_for, sample_ms
 from autotune.measure.module_calls import settled
@@ -273,11 +272,6 @@ def test_only_the_cpus_we_may_use_are_counted() -> None:
     assert cpu_seconds(STAT, frozenset({0, 1}), 100) == (2.12, 0.50)
 
 
-def test_a_quota_is_read_where_there_is_one() -> None:
-    assert throttled_seconds("usage_usec 5\nnr_throttled 3\nthrottled_usec 2500000\n") == 2.5
-    assert throttled_seconds("usage_usec 5\n") == 0.0
-
-
 def reading(
     at_s: float, busy: float = 0.0, steal: float = 0.0, own: float = 0.0, throttled: float = 0.0
 ) -> HostReading:
@@ -403,7 +397,7 @@ def test_another_process_on_the_gpu_is_foreign_unless_it_is_of_the_pool_or_was_t
 
     def disturbed(before: int, beside: int, after: int, later_beside: int) -> bool:
         monitor, driver = health.InterferenceMonitor(), Driver()
-        monitor._nvml = driver  # type: ignore[assignment]
+        monitor._gpu = driver  # type: ignore[assignment]
         driver.count = before
         monitor.begin(range(beside))
         monitor.end()

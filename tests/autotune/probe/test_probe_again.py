@@ -125,7 +125,7 @@ def test_verify_leaves_out_rows_for_other_numbers_of_ranks_and_says_how_they_are
     outcome = verify_profile(path, ProbeRequest(effort="quick"), observer, machine.environment)
     assert {cell.workload.world for cell in outcome.cells} == {1}
     assert (len(outcome.cells), outcome.other_ranks, outcome.stale) == (len(old.plans), 3, ())
-    assert "m.yaml: 3 rows for 2 ranks left out; ringtune verify with --nproc 2 judges them" in observer.notes
+    assert f"m.yaml: 3 rows for 2 ranks left out; judged by: ringtune verify --nproc 2 {path}" in observer.notes
 
 
 @pytest.mark.parametrize(

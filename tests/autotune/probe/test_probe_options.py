@@ -39,7 +39,7 @@ def test_the_help_says_the_unit(command: str) -> None:
 def test_the_files_beside_a_profile_are_those_that_the_help_names(tmp_path: Path) -> None:
     shown = " ".join(CliRunner().invoke(cli, ["probe", "--help"], terminal_width=88).output.split())
     profile = tmp_path / "PROFILE"
-    with Store(journal_path(profile, {}, tmp_path), identity="one", fresh=False):
+    with Store(journal_path(profile), identity="one", fresh=False):
         pass
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == ["PROFILE.journal", "PROFILE.journal.writer"]
@@ -57,7 +57,7 @@ def test_the_files_beside_a_profile_are_those_that_the_help_names(tmp_path: Path
         ({"storage": "nosuch://me:secret@host/x"}, r"--storage nosuch://me:\*\*\*@host/x: cannot be opened"),
         ({"storage": "sqlite:////nowhere/at/all.db"}, "cannot be opened .the folder of /nowhere/at/all.db does not"),
         ({"storage": "redis://localhost"}, "cannot be opened"),
-        ({"output": Path("/dev/null/p.yaml")}, "/dev/null/p.yaml: cannot be written, as /dev/null is no folder"),
+        ({"output": Path("/dev/null/p.yaml")}, "/dev/null/p.yaml: cannot be written in /dev/null .Not a directory."),
         ({"output": Path("/dev/null")}, "/dev/null: is not a regular file"),
     ],
 )
@@ -82,6 +82,6 @@ def test_a_default_place_that_cannot_be_written_is_told_before_anything_is_measu
 ) -> None:
     (tmp_path / "config").touch()  # stands for a folder that is read-only, which root could write
     for dry_run in (False, True):
-        with pytest.raises(ProbeFailure, match="config is no folder; name a file with --output"):
+        with pytest.raises(ProbeFailure, match=r"written in .*config \(Not a directory\); name a file"):
             run_probe(request_for(tmp_path, output=None, dry_run=dry_run), None, machine.environment)
     assert machine.made == []

@@ -101,13 +101,13 @@ def test_a_missing_key_is_named(path: str) -> None:
 
 
 def test_another_schema_names_the_remedy() -> None:
-    with pytest.raises(ProfileError, match=r"schema: is 2.*`ringtune probe`.*the ringtune that wrote it"):
+    with pytest.raises(ProfileError, match=r"schema: is 2.*`ringtune probe --fresh --output FILE`, or use .*"):
         parse_profile("schema: 2\nall_new: true\n", "p.yaml")
 
 
 def test_an_edit_is_noticed_and_the_message_tells_how_to_mean_it() -> None:
     edited = RICH_TEXT.replace("median_ms: 1.25", "median_ms: 0.25")
-    with pytest.raises(ProfileError, match="damaged or edited") as caught:
+    with pytest.raises(ProfileError, match="edited; write it anew with `ringtune probe --fresh ") as caught:
         parse_profile(edited, "p.yaml")
     meant = str(caught.value).split("put ")[1].split(" here")[0]
     old = RICH_TEXT.strip().rsplit(" ", 1)[1]

@@ -234,4 +234,5 @@ def environment_of(
         environ={"XDG_STATE_HOME": str(tmp_path / "state"), "XDG_CONFIG_HOME": str(tmp_path / "config")},
         home=tmp_path,
         today=datetime.date(2026, 1, 2),
+        devices=("cuda-invented",),
     )

@@ -87,6 +87,7 @@ class WorkerEvaluator:
         self._errors: IO[bytes] | None = None
         self._is_new = True  # the worker has answered nothing yet
         self._interrupted = False
+        self._at_work = False  # the worker owes an answer
         self.unmonitored: tuple[str, ...] = ()
         self.starts = 0
         self.reference_s: dict[Workload, float] = {}  # what the slowest reference of a workload took
@@ -172,8 +173,9 @@ class WorkerEvaluator:
                 return disturbances
 
     def close(self) -> None:
-        """End the worker: ask, wait, then kill."""
-        if self._connection is not None and self._process is not None and self._process.poll() is None:
+        """End the worker: ask one that is idle, and kill it where it is at work, as after a Ctrl-C, or does not end."""
+        if self._connection is not None and self.running_pid is not None and not self._at_work:
+            assert self._process is not None
             try:
                 self._connection.send(Request("stop"))
                 self._process.wait(self._times.stop_s)
@@ -234,11 +236,13 @@ class WorkerEvaluator:
         if self._process is None or self._process.poll() is not None:
             self._renew()
         assert self._connection is not None
+        self._at_work = True
         try:
             self._connection.send(request)
         except (BrokenPipeError, ConnectionResetError):
             # It ended between two requests, which is nobody's fault: start over once.
             self._renew()
+            self._at_work = True
             self._connection.send(request)
 
     def _renew(self) -> None:
@@ -263,6 +267,7 @@ class WorkerEvaluator:
                     Fault("timeout", f"no answer within {waited_s:.1f} s{why}", Stopped() if stopped else None)
                 )
             message: Message = self._connection.recv()
+            self._at_work = message.kind in ("phase", "result")
         except (EOFError, ConnectionResetError):
             raise self._exit_fault() from None
         if message.kind == "bug":
@@ -348,7 +353,7 @@ class WorkerEvaluator:
             self._process.kill()
         theirs.close()
         self._connection = Connection(ours.detach())
-        self._is_new = True
+        self._is_new = self._at_work = True
         self.starts += 1
 
     def _kill(self) -> None:

@@ -201,6 +201,29 @@ def _alive(pid: int) -> bool:
         return False
 
 
+def test_an_interrupt_does_not_wait_for_a_worker_at_work(
+    monkeypatch: pytest.MonkeyPatch, evaluator: WorkerEvaluator
+) -> None:
+    assert isinstance(check(evaluator, "quick"), Checked)
+    process, connection = evaluator._process, evaluator._connection
+    assert process is not None
+    assert connection is not None
+
+    def interrupt(_: WorkerEvaluator) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(WorkerEvaluator, "_is_stopped", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        check(evaluator, "hang")
+
+    def send(request: object) -> None:
+        raise AssertionError(f"{request}: it would be read in an hour")
+
+    monkeypatch.setattr(connection, "send", send)
+    evaluator.close()
+    assert process.returncode == -signal.SIGKILL
+
+
 PARENT = """
     import sys
     sys.path[:0] = {path!r}

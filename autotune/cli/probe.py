@@ -11,7 +11,6 @@ import click
 from autotune.exit_codes import ExitCode
 
 from .options import (
-    POSITIVE,
     DtypeChoice,
     budget_option,
     check_alone_with_like,
@@ -26,6 +25,7 @@ from .options import (
     mebibytes,
     model_option,
     nproc_option,
+    number_of,
     pattern_options,
     positive_number,
     seed_option,
@@ -73,7 +73,7 @@ MODES: dict[str, tuple[Mode, ...]] = {"train": ("train",), "infer": ("infer",), 
 @click.option(
     "--seq-len",
     "seq_lens",
-    type=POSITIVE,
+    type=number_of("seq_len"),
     metavar="N",
     multiple=True,
     help="A length to measure; repeatable.  [default: the grid]",

@@ -54,6 +54,7 @@ class WriterLock:
     def __init__(self, journal: Path) -> None:
         path = journal.with_name(journal.name + ".writer")
         check_regular(path)
+        self._path, self._is_new = path, not path.exists()
         holder = _first_bytes(path) if path.exists() else ""
         self._lock = FileLock(path)
         try:
@@ -64,6 +65,11 @@ class WriterLock:
                 "wait for it or choose another --output"
             ) from None
         path.write_text(str(os.getpid()))
+
+    def forget(self) -> None:
+        """Delete the file if this lock made it, as nothing was written. Called while it is held."""
+        if self._is_new:
+            self._path.unlink(missing_ok=True)
 
     def release(self) -> None:
         self._lock.release()

@@ -83,10 +83,13 @@ def caller(module: RingAttention, inputs: Inputs, train: bool) -> Callable[[], N
     return step
 
 
-def results_of(module: Callable[..., Any], inputs: Inputs, train: bool) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+def results_of(
+    module: Callable[..., Any], inputs: Inputs, train: bool, before_backward: Callable[[], None] = lambda: None
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """Return out, lse and the gradients (none for inference), those of training on the path that is timed.
 
-    A call that returns the lse is another one to autograd, which differentiates it, too.
+    A call that returns the lse is another one to autograd, which differentiates it, too. ``before_backward`` is called
+    between the two passes.
     """
     if not train:
         with torch.no_grad():
@@ -94,6 +97,7 @@ def results_of(module: Callable[..., Any], inputs: Inputs, train: bool) -> tuple
         return out, lse, ()
     q, k, v = (x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
     out = module(q, k, v)
+    before_backward()
     grads = torch.autograd.grad(out, (q, k, v), inputs.dout)
     _, lse = module(q, k, v, return_lse=True)
     return out.detach(), lse.detach(), grads

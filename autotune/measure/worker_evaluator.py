@@ -15,16 +15,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, get_args
 
 from autotune.accuracy.reference_timeout import reference_limit_s
 from ringattn.errors import DeviceError
 from ringattn.workload import Tunables, Workload
 
-from .evaluator import Block, Checked, Ended, Fault, Interference, Killed, Proven, Sample, Stopped
+from .evaluator import Block, Checked, Direction, Ended, Fault, Interference, Killed, Proven, Sample, Stopped
 from .messages import REAL_BENCH, Message, Request
 
 if TYPE_CHECKING:
@@ -88,6 +88,7 @@ class WorkerEvaluator:
         self._is_new = True  # the worker has answered nothing yet
         self._interrupted = False
         self._at_work = False  # the worker owes an answer
+        self._phase = ""  # of the request at work
         self.unmonitored: tuple[str, ...] = ()
         self.starts = 0
         self.reference_s: dict[Workload, float] = {}  # what the slowest reference of a workload took
@@ -189,10 +190,15 @@ class WorkerEvaluator:
                 return self._exchange(request, timeout_s)
             except WorkerDied as died:
                 if not died.fault.ended_from_outside or attempt == ATTEMPTS:
-                    return died.fault
+                    return self._with_direction(died.fault)
         raise AssertionError("unreachable")
 
+    def _with_direction(self, fault: Fault) -> Fault:
+        """Return the fault with the pass in which it came, where the worker has told of one."""
+        return replace(fault, direction=self._phase) if self._phase in get_args(Direction) else fault
+
     def _exchange(self, request: Request, timeout_s: float) -> Any:
+        self._phase = ""
         self._send(request)
         with self._counting_losses():
             return self._answer(request, timeout_s)
@@ -207,19 +213,20 @@ class WorkerEvaluator:
             raise
 
     def _answer(self, request: Request, timeout_s: float) -> Any:
-        limit, phase = timeout_s, ""
+        limit = timeout_s
         while True:
             began = time.monotonic()
-            message = self._receive(limit, phase)
-            if phase == "reference" and (cell := request.workload) is not None:
+            message = self._receive(limit, self._phase)
+            if self._phase == "reference" and (cell := request.workload) is not None:
                 self.reference_s[cell] = max(self.reference_s.get(cell, 0.0), time.monotonic() - began)
             if message.kind == "phase":
-                phase = message.value
-                limit = timeout_s + (self._reference_s(request) if phase == "reference" else 0.0)
+                self._phase = message.value
+                limit = timeout_s + (self._reference_s(request) if self._phase == "reference" else 0.0)
             elif message.kind == "done":
                 self._is_new = False
                 if isinstance(message.value, Fault) and message.value.kind == "crash":
                     self._kill()  # a sticky error: its process cannot be used again
+                    return self._with_direction(message.value)
                 return message.value
 
     def _reference_s(self, request: Request) -> float:

@@ -7,9 +7,10 @@ import math
 import statistics
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import get_args
 
 from autotune.journal.store import Store
-from autotune.measure.evaluator import Checked, Fault, KernelUnavailable, StillCompiling
+from autotune.measure.evaluator import Checked, Direction, Fault, KernelUnavailable, StillCompiling
 from autotune.space.space import Space
 from ringattn.workload import Tunables, Workload
 
@@ -62,7 +63,11 @@ class Traps:
         if isinstance(cause, KernelUnavailable):
             blamed, why = {part for part in parts if part[1] == cause.kernel}, cause.reason
         elif costs_a_worker(result):
-            blamed, why = set(parts - self.ran), f"{result.kind}, {result.message}"
+            if result.direction == "backward":
+                self.ran |= {part for part in parts if part[0] == "forward"}
+            of = (result.direction,) if result.direction is not None else get_args(Direction)
+            blamed = {part for part in parts - self.ran if part[0] in of}
+            why = f"{result.kind}, {result.message}"
         else:
             return False
         self.lost |= {part: f"{part[1]} ({part[0]}): {why}" for part in sorted(blamed)}

@@ -62,6 +62,14 @@ def bench() -> DeviceBench:
     return DeviceBench(settings)
 
 
+def test_the_passes_of_the_first_call_are_told_apart(bench: DeviceBench) -> None:
+    for cell in (CELL, workload(CELL.seq_len, mode="infer")):
+        phases: list[str] = []
+        bench.check(cell, plan(cell=cell), phases.append, None)
+        passes = ["forward", "backward"] if cell.train else ["forward"]
+        assert phases[-len(passes) - 1 :] == [*passes, "candidate"]
+
+
 def no_phase(name: str) -> None:
     pass
 

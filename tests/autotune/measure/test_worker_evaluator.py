@@ -87,10 +87,21 @@ def test_each_way_to_fail_is_told_apart_and_costs_one_trial(
     assert evaluator.starts == 1 + restarts
 
 
+@pytest.mark.parametrize("way", ["hang", "segfault", "sticky"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_the_pass_that_hung_or_crashed_is_told(evaluator: WorkerEvaluator, way: str, direction: str) -> None:
+    train = workload(512, mode="train")
+    kernels = (way, "quick") if direction == "forward" else ("quick", way)
+    evaluator.check(train, plan(train, "quick", "quick"), timeout_s=LIMIT_S)
+    fault = evaluator.check(train, plan(train, *kernels), timeout_s=0.5 if way == "hang" else LIMIT_S)
+    assert isinstance(fault, Fault)
+    assert (fault.kind, fault.direction) == ("timeout" if way == "hang" else "crash", direction)
+
+
 def test_a_hang_is_ended_and_the_next_candidate_runs(evaluator: WorkerEvaluator) -> None:
     assert isinstance(check(evaluator, "quick"), Checked)
     fault = check(evaluator, "hang", timeout_s=0.5)
-    assert fault == Fault("timeout", "no answer within 0.5 s")
+    assert fault == Fault("timeout", "no answer within 0.5 s", direction="forward")
     assert isinstance(check(evaluator, "quick"), Checked)
 
 

@@ -11,7 +11,7 @@ from typing import get_args
 
 from autotune.journal.store import Store
 from autotune.measure.evaluator import Checked, Direction, Fault, KernelUnavailable, StillCompiling
-from autotune.space.space import Space
+from autotune.space.space import Space, Value
 from ringattn.workload import Tunables, Workload
 
 from .compilers import Compilers
@@ -233,8 +233,8 @@ def _shapes(plan: Tunables) -> int:
     return sum(2 if branch.backward else 1 for branch in plan.branches)
 
 
-def without(space: Space, parts: Collection[Part]) -> Space:
-    """The space without some kernels in some directions ("forward", "backward"); the default stays what it is."""
+def without(space: Space, parts: Collection[tuple[str, Value]]) -> Space:
+    """The space without some values of knobs, such as a kernel in one direction; the default stays what it is."""
     if not parts:
         return space
     knobs = {

@@ -2,8 +2,8 @@
 
 A KeyboardInterrupt may come out of any line of Python. Out of a callback of the garbage collector it is printed and
 dropped. Out of SQLAlchemy it leaves a transaction open, for which every other connection of SQLite waits 5 s, and then
-fails: the progress stood still, and the lease on the database stayed. Both happened in 1 of 25 interrupts beside a
-study in SQLite. Only the standard library is imported here, as this answers Ctrl-C before anything else is.
+fails: the progress stood still, and the lease on the database stayed, in 9 of 50 interrupts of trials in SQLite. Only
+the standard library is imported here, as this answers Ctrl-C before anything else is.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REPEATED_EVERY_S = 0.005  # between two operations there may be no more than tha
 LONGEST_OPERATION_S = 5.0
 # A second Ctrl-C later than this ends the process at once; terminals and launchers send two of one key press.
 SECOND_AFTER_S = 1.0
-LONGEST_END_S = 30.0  # the slowest end seen, of ranks whose workers did not answer, took 11 s
+LONGEST_END_S = 30.0  # several times the 5 s in which a worker is asked to end, or SQLite waits for a lock
 _WHOLE_OPERATIONS = ("optuna.storages", "sqlalchemy")
 _SHOW_CURSOR = "\x1b[?25h"  # which a live progress display hides
 

@@ -14,11 +14,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, get_args
+from typing import IO, TYPE_CHECKING, Any
 
 from autotune.accuracy.reference_timeout import reference_limit_s
 from ringattn.errors import DeviceError
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 ATTEMPTS = 2  # a worker that another process killed or stopped says nothing of its candidate, at first
 _TAIL_BYTES = 2000
+_PASSES: Mapping[str, Direction] = {"forward": "forward", "backward": "backward"}  # by phase
 _ENDED_EARLY = Fault("crash", "the worker was ended before its work began", Ended())
 # Torch's profiler would log every use, and so have the last word of a worker that was killed. What flash-attn-4
 # compiled stays on disk for other workers of this probe only where it is told to keep it.
@@ -195,7 +196,7 @@ class WorkerEvaluator:
 
     def _with_direction(self, fault: Fault) -> Fault:
         """Return the fault with the pass in which it came, where the worker has told of one."""
-        return replace(fault, direction=self._phase) if self._phase in get_args(Direction) else fault
+        return replace(fault, direction=_PASSES.get(self._phase))
 
     def _exchange(self, request: Request, timeout_s: float) -> Any:
         self._phase = ""

@@ -5,13 +5,12 @@ This is where the command begins, so that Ctrl-C is answered while its parts are
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from types import FrameType
 from typing import NoReturn
 
-INTERRUPTED = 130  # of exit_codes, which is not imported yet
+from autotune.cli.interrupts import leave_interrupted
 
 
 def answer_interrupts() -> None:
@@ -26,7 +25,7 @@ def answer_interrupts() -> None:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     if _is_importing(frame) and not _has_torch():
-        _say_and_leave()
+        leave_interrupted("interrupted")
     signal.default_int_handler(number, frame)
 
 
@@ -42,16 +41,6 @@ def _has_torch() -> bool:
     """Return whether all of it has been imported."""
     spec = getattr(sys.modules.get("torch"), "__spec__", None)
     return spec is not None and not getattr(spec, "_initializing", False)
-
-
-def _say_and_leave() -> NoReturn:
-    """Report the interrupt as ``cli`` does, and end past everything that may be half imported."""
-    sys.stderr.write("Error: interrupted\n")
-    if "--json" in sys.argv:
-        sys.stdout.write(f'{{"error": "interrupted", "exit_code": {INTERRUPTED}}}\n')
-    sys.stderr.flush()
-    sys.stdout.flush()
-    os._exit(INTERRUPTED)
 
 
 def main() -> NoReturn:

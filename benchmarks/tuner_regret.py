@@ -8,7 +8,7 @@ readings and proofs cost what they cost on a machine, and the CPU time that a me
 Regret is t(chosen) / t(best) - 1 with true times; a plan that is wrong has an infinite one. The rivals time uniform
 plans first, dismiss slow ones early, time the best few again, keep the default unless it is beaten by a margin, and
 validate what they choose. Prints one table; choices that the study's sampler proposed, those that were enqueued and
-kept defaults are three shares of it.
+kept defaults are three shares of it, and the first is given of all that were not enqueued, too.
 """
 
 from __future__ import annotations

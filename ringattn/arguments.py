@@ -17,10 +17,14 @@ def is_integer(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def integer(name: str, value: Any, least: int = 1, instead: str = "") -> int:
-    """Return ``value`` as an int; InputError unless it is one >= ``least``. ``instead`` names alternatives."""
-    if not is_integer(value) or value < least:
-        raise FieldError(f"is {value!r}; it must be {instead}an integer >= {least}", field=name)
+def integer(name: str, value: Any, least: int = 1, most: int | None = None, instead: str = "") -> int:
+    """Return ``value`` as an int; InputError unless it is one from ``least`` to ``most``, where there is a most.
+
+    ``instead`` names alternatives.
+    """
+    if not is_integer(value) or value < least or (most is not None and value > most):
+        end = "" if most is None else f" and <= {most}"
+        raise FieldError(f"is {value!r}; it must be {instead}an integer >= {least}{end}", field=name)
     return int(value)
 
 

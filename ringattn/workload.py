@@ -25,6 +25,9 @@ HeadOffset = Literal["interleaved", "blocked"]
 
 INPUT_DTYPES = ("bf16", "fp16", "fp32", "fp64")
 LONGEST = 2**40  # no sequence is, and strides (rate times a position's elements) fit 64 bits
+# Of every number of a workload. Heads of a dilated branch are told apart one by one: 2**16 of them take 2 s. The ring
+# of 2**10 ranks takes 15 s to plan, with the square of their number, but a job that has more is not refused for it.
+MOST = {"seq_len": LONGEST, "heads": 2**16, "kv_heads": 2**16, "head_dim": 2**16, "batch": LONGEST, "world": 2**20}
 
 # bf16 holds more range than fp16 and fp16 more digits than bf16: neither is the wider one.
 _NOT_NARROWER = {
@@ -141,14 +144,14 @@ class Workload:
             raise FieldError(f"is {self.mode!r}; use 'train', 'infer' or 'decode'", field="mode")
         if self.dtype not in INPUT_DTYPES:
             raise FieldError(f"is {self.dtype!r}; use one of {', '.join(INPUT_DTYPES)}", field="dtype")
-        for name in ("seq_len", "heads", "kv_heads", "head_dim", "batch", "world"):
-            object.__setattr__(self, name, integer(name, getattr(self, name)))
+        for name, most in MOST.items():
+            object.__setattr__(self, name, integer(name, getattr(self, name), most=most))
         for name in ("total_length", "packed_tokens"):
             object.__setattr__(self, name, integer(name, getattr(self, name), least=0))
-        least, most = self.seq_len + self.batch - 1, self.batch * self.seq_len
-        if self.packed_tokens and not least <= self.packed_tokens <= most:
+        fewest, most = self.seq_len + self.batch - 1, self.batch * self.seq_len
+        if self.packed_tokens and not fewest <= self.packed_tokens <= most:
             of_them = f"{plural(self.batch, 'document')} of at most {self.seq_len} positions"
-            raise FieldError(f"is {self.packed_tokens}; {of_them} have {least} to {most}", field="packed_tokens")
+            raise FieldError(f"is {self.packed_tokens}; {of_them} have {fewest} to {most}", field="packed_tokens")
         if self.heads % self.kv_heads:
             raise FieldError(f"is {self.heads}, not a multiple of kv_heads, {self.kv_heads}", field="heads")
 

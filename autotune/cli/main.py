@@ -18,6 +18,7 @@ from autotune.formats import plain
 
 from .doctor import doctor
 from .explain import explain
+from .interrupts import PROBE_INTERRUPTED
 from .probe import probe
 from .report import report
 from .show import show
@@ -105,7 +106,7 @@ def exit_code_of(error: Exception) -> ExitCode | None:
 
 def _interrupted(ctx: click.Context) -> str:
     if ctx.invoked_subcommand == "probe":
-        return "interrupted; finished trials are kept and the old profile is untouched: run the same command to go on"
+        return PROBE_INTERRUPTED
     return "interrupted"
 
 

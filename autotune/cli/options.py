@@ -17,7 +17,7 @@ from autotune.exit_codes import ProbeFailure
 from autotune.folders import is_there, write_trouble
 from ringattn.arguments import dtype_name
 from ringattn.wording import plural
-from ringattn.workload import LONGEST
+from ringattn.workload import MOST
 
 if TYPE_CHECKING:
     from ringattn.hardware.facts import HardwareFacts
@@ -97,7 +97,13 @@ budget_option = click.option(
     help="Seconds to spend once torch is loaded; 90s and 3m work, too.  [default: what --effort says]",
 )
 
-POSITIVE = click.IntRange(min=1, max=LONGEST)
+
+def number_of(name: str) -> click.IntRange:
+    """Return the type of an option that is this number of a workload."""
+    return click.IntRange(min=1, max=MOST[name])
+
+
+MOST_RANKS = 2**10  # that a command plans for: their ring takes 15 s
 
 
 def effort_option(default: str, text: str) -> Callable[[Command], Command]:
@@ -134,8 +140,10 @@ device_option = click.option(
 def process_count(value: str) -> str:
     """Parse a number of processes, or ``gpu`` for one on each GPU of this host."""
     text = value.strip().lower()
-    if text != "gpu" and not (re.fullmatch(rf"\d{{1,{_DIGITS}}}", text) and int(text) >= 1):
-        raise click.BadParameter(f"{value!r} is no number of processes; use an integer >= 1, or gpu for all GPUs")
+    if text != "gpu" and not (re.fullmatch(rf"\d{{1,{_DIGITS}}}", text) and 1 <= int(text) <= MOST_RANKS):
+        raise click.BadParameter(
+            f"{value!r} is no number of processes; use an integer from 1 to {MOST_RANKS}, or gpu for all GPUs"
+        )
     return text
 
 
@@ -175,14 +183,29 @@ def shape_options(heads: int | None = None, head_dim: int | None = None) -> Call
     def add(command: Command) -> Command:
         for option in (
             click.option(
-                "--head-dim", type=POSITIVE, metavar="N", default=head_dim, show_default=shown, help="Size of one head."
+                "--head-dim",
+                type=number_of("head_dim"),
+                metavar="N",
+                default=head_dim,
+                show_default=shown,
+                help="Size of one head.",
             ),
             click.option(
-                "--kv-heads", type=POSITIVE, metavar="N", help="Key/value heads.  [default: as many as --heads]"
+                "--kv-heads",
+                type=number_of("kv_heads"),
+                metavar="N",
+                help="Key/value heads.  [default: as many as --heads]",
             ),
-            click.option("--heads", type=POSITIVE, metavar="N", default=heads, show_default=shown, help="Query heads."),
             click.option(
-                "--batch-size", type=POSITIVE, metavar="N", default=1, show_default=True, help="Sequences in a batch."
+                "--heads", type=number_of("heads"), metavar="N", default=heads, show_default=shown, help="Query heads."
+            ),
+            click.option(
+                "--batch-size",
+                type=number_of("batch"),
+                metavar="N",
+                default=1,
+                show_default=True,
+                help="Sequences in a batch.",
             ),
         ):
             command = option(command)

@@ -11,7 +11,6 @@ import click
 from autotune.exit_codes import ExitCode
 
 from .options import (
-    POSITIVE,
     DtypeChoice,
     budget_option,
     check_alone_with_like,
@@ -26,6 +25,7 @@ from .options import (
     mebibytes,
     model_option,
     nproc_option,
+    number_of,
     pattern_options,
     positive_number,
     seed_option,
@@ -80,7 +80,7 @@ MODES: dict[str, tuple[Mode, ...]] = {
 @click.option(
     "--seq-len",
     "seq_lens",
-    type=POSITIVE,
+    type=number_of("seq_len"),
     metavar="N",
     multiple=True,
     help="A length to measure; repeatable.  [default: the grid]",
@@ -88,7 +88,7 @@ MODES: dict[str, tuple[Mode, ...]] = {
 @shape_options()
 @click.option(
     "--documents",
-    type=POSITIVE,
+    type=number_of("batch"),
     metavar="N",
     help="Measure N documents of uneven lengths packed into --seq-len tokens, as cu_seqlens gives them.",
 )

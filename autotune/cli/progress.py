@@ -5,12 +5,9 @@ Both are ProbeObservers and write to stderr only.
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
 from typing import TYPE_CHECKING
 
 import click
@@ -22,6 +19,7 @@ from ringattn.wording import plural
 from ringattn.workload import Workload
 
 from .console import console
+from .interrupts import Interrupt
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -36,7 +34,8 @@ def probe_observer() -> Iterator[ProbeObserver]:
 
     The bar is taken down whatever ends the probe.
     """
-    with _recorded_interrupt() as interrupt:
+    interrupt = Interrupt()
+    with interrupt.installed():
         target = console(stderr=True)
         if not target.is_terminal or target.is_dumb_terminal:
             yield InterruptibleObserver(LogObserver(), interrupt)
@@ -45,40 +44,12 @@ def probe_observer() -> Iterator[ProbeObserver]:
                 yield InterruptibleObserver(live, interrupt)
 
 
-class Interrupt:
-    """Records Ctrl-C as a signal handler, and raises KeyboardInterrupt."""
-
-    def __init__(self) -> None:
-        self.requested = False
-
-    def __call__(self, _signal: int, _frame: FrameType | None) -> None:
-        self.requested = True
-        raise KeyboardInterrupt
-
-
-@contextmanager
-def _recorded_interrupt() -> Iterator[Interrupt]:
-    """Record Ctrl-C: extension modules lose a KeyboardInterrupt that is raised while they are imported.
-
-    That happened in numpy.random, which Optuna loads in the middle of a probe.
-    """
-    interrupt = Interrupt()
-    if threading.current_thread() is not threading.main_thread():  # where Python allows no handlers
-        yield interrupt
-        return
-    before = signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield interrupt
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 class InterruptibleObserver(ProbeObserver):
     """Passes everything on, and raises KeyboardInterrupt at the next event after a Ctrl-C."""
 
     def __init__(self, observer: ProbeObserver, interrupt: Interrupt) -> None:
         self.observer = observer
-        self._interrupt = interrupt
+        self._check = interrupt.check
 
     def plan(self, cells: Sequence[Workload], estimate_s: float) -> None:
         self._check()
@@ -101,10 +72,6 @@ class InterruptibleObserver(ProbeObserver):
 
     def finished(self, result: ProbeResult | VerifyResult) -> None:
         self.observer.finished(result)
-
-    def _check(self) -> None:
-        if self._interrupt.requested:
-            raise KeyboardInterrupt
 
 
 class _Tally:

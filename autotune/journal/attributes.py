@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from autotune.exit_codes import ProbeFailure
-from autotune.measure.evaluator import Checked, FailureKind, Fault, Proven, Sample
+from autotune.measure.evaluator import Checked, Direction, FailureKind, Fault, Proven, Sample
 from ringattn.errors import ProfileError
 from ringattn.profile.yaml_io import from_plain
 
@@ -102,6 +102,7 @@ def fault(attrs: Mapping[str, Any], where: str) -> Fault:
         "kind": required(attrs, "kind", FailureKind, where),
         "message": attribute(attrs, "message", str, where) or "",
         "cause": attrs.get("cause"),
+        "direction": attribute(attrs, "direction", Direction, where),
     }
     try:
         return Fault.of(plain)

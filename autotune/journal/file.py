@@ -44,6 +44,7 @@ class WriterLock:
         path = journal.with_name(journal.name + ".writer")
         check_regular(path)
         self.note = ""
+        self._path, self._is_new = path, not path.exists()
         self._lock: FileLock | None = None
         try:
             self._lock = FileLock(path)
@@ -54,6 +55,11 @@ class WriterLock:
             ) from None
         except OSError as error:
             self.note = f"{path}: cannot be locked ({error.strerror}); let no other probe write this profile meanwhile"
+
+    def forget(self) -> None:
+        """Delete the file if this lock made it, as nothing was written. Called while it is held."""
+        if self._is_new:
+            self._path.unlink(missing_ok=True)
 
     def release(self) -> None:
         if self._lock is not None:

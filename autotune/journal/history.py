@@ -84,11 +84,29 @@ def _opened(storage: str, shown: str) -> BaseStorage:
         raise ProbeFailure(f"{storage}: no such file; --storage names the journal of a probe, or an Optuna URL")
     try:
         if "://" in storage:
+            _check_made(storage, shown)
             return optuna.storages.get_storage(storage)
         return optuna.storages.JournalStorage(JournalFileBackend(storage))
-    except (ImportError, OSError, OptunaError, SQLAlchemyError, *NO_JOURNAL) as error:
+    except (ImportError, OSError, OptunaError, RuntimeError, SQLAlchemyError, *NO_JOURNAL) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0].replace(storage, shown)
         raise ProbeFailure(f"{shown}: cannot be read ({reason}); name the storage of a probe") from error
+
+
+def _check_made(url: str, shown: str) -> None:
+    """Raise ProbeFailure for a database that Optuna would make, or make its tables in: reading makes nothing."""
+    import sqlalchemy
+
+    if url.startswith("redis"):  # no database of SQLAlchemy's, and nothing is made in it
+        return
+    engine = sqlalchemy.create_engine(url)
+    try:
+        file = engine.url.database if engine.dialect.name == "sqlite" else None
+        if file is not None and not Path(file.removeprefix("file:")).is_file():
+            raise ProbeFailure(f"{shown}: no such file; name the storage of a probe")
+        if not {"studies", "version_info"} <= set(sqlalchemy.inspect(engine).get_table_names()):
+            raise ProbeFailure(f"{shown}: holds no studies of Optuna; name the storage of a probe")
+    finally:
+        engine.dispose()
 
 
 def _timed(trials: Sequence[FrozenTrial]) -> tuple[TimedTrial, ...]:

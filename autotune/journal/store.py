@@ -63,6 +63,8 @@ class Store:
             self._header = self._study(HEADER)
             self.resumed = self._resume()
         except BaseException as error:
+            if self._lock is not None:
+                self._lock.forget()
             self.close()
             self._translate(error)
             raise

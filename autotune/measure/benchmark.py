@@ -146,8 +146,8 @@ class DeviceBench:
         with self._free_cpus_alone():
             inputs, sampled, expected = self._references.get(workload, length, kind, tunables)
         self._peers.barrier()  # the candidate's time does not run while another rank still works on its reference
-        phase("candidate")
-        return self._answer(module, workload, tunables, length, inputs, sampled, expected)
+        phase("forward")
+        return self._answer(module, workload, tunables, length, inputs, sampled, expected, phase)
 
     def _answer(
         self,
@@ -158,12 +158,19 @@ class DeviceBench:
         inputs: Inputs,
         sampled: Sampled,
         expected: Expected,
+        phase: Phase,
     ) -> tuple[float, float]:
         """Compare one call with the reference that is there: of graphs a replay, after all that makes them."""
+
+        def before_backward() -> None:
+            self._synchronize()  # so that what the forward started has ended, or hangs here
+            phase("backward")
+
         ragged = length != workload.world * inputs.q.shape[1] or length % workload.world
         call: Callable[..., Any] = partial(module, total_length=length) if workload.world > 1 and ragged else module
-        results = partial(results_of, call, inputs, workload)
+        results = partial(results_of, call, inputs, workload, before_backward)
         (out, lse, grads), taken_ms = self._timed(lambda: settled(results, tunables))
+        phase("candidate")
         with self._free_cpus_alone():
             got = pick_rows(workload, sampled, out, lse, grads)
             whole = [("out", out), ("lse", lse), *zip(("dq", "dk", "dv"), grads, strict=False)]

@@ -16,6 +16,7 @@ from ringattn.profile.schema import LinkSpeed
 from ringattn.workload import Tunables, Workload
 
 FailureKind = Literal["oom", "crash", "timeout", "wrong", "compile", "error"]
+Direction = Literal["forward", "backward"]
 
 
 class Clock(Protocol):
@@ -84,11 +85,13 @@ class Fault:
     """Failure of a candidate, in place of its numbers.
 
     ``message`` is one line for people, with the input that broke it; ``cause`` is what decisions are made by.
+    ``direction`` is the pass of the first call in which it hung or crashed, where that is known.
     """
 
     kind: FailureKind
     message: str
     cause: Cause | None = None
+    direction: Direction | None = None
 
     @property
     def ended_from_outside(self) -> bool:
@@ -106,6 +109,8 @@ class Fault:
         if self.cause is not None:
             name = next(name for name, cause in _CAUSES.items() if type(self.cause) is cause)
             document["cause"] = {"is": name, **asdict(self.cause)}
+        if self.direction is not None:
+            document["direction"] = self.direction
         return document
 
     @classmethod
@@ -113,7 +118,7 @@ class Fault:
         """Return the fault of a document that ``plain`` made, also in a version that knew no causes."""
         cause = dict(document.get("cause") or {})
         made = _CAUSES[cause.pop("is")](**cause) if cause else None
-        return cls(document["kind"], document["message"], made)
+        return cls(document["kind"], document["message"], made, document.get("direction"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,11 +107,15 @@ def caller(module: RingAttention, inputs: Inputs, workload: Workload) -> Callabl
 
 
 def results_of(
-    module: Callable[..., Any], inputs: Inputs, workload: Workload
+    module: Callable[..., Any],
+    inputs: Inputs,
+    workload: Workload,
+    before_backward: Callable[[], None] = lambda: None,
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """Return out, lse and the gradients (none for inference), those of training on the path that is timed.
 
     A call that returns the lse is another one to autograd, which differentiates it, too. Decoding: of the last row.
+    ``before_backward`` is called between the two passes.
     """
     if workload.decode:
         assert isinstance(module, RingAttention)
@@ -125,6 +129,7 @@ def results_of(
         return out, lse, ()
     q, k, v = (x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
     out = module(q, k, v)
+    before_backward()
     grads = torch.autograd.grad(out, (q, k, v), inputs.dout)
     _, lse = module(q, k, v, return_lse=True)
     return out.detach(), lse.detach(), grads

@@ -12,8 +12,8 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from autotune.folders import memory_file
 from ringattn.errors import DeviceError
 from ringattn.workload import Tunables, Workload
 
-from .evaluator import Block, Checked, Ended, Fault, Interference, Killed, Proven, Sample, Stopped
+from .evaluator import Block, Checked, Direction, Ended, Fault, Interference, Killed, Proven, Sample, Stopped
 from .messages import REAL_BENCH, Message, Request
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 ATTEMPTS = 2  # a worker that another process killed or stopped says nothing of its candidate, at first
 _TAIL_BYTES = 2000
+_PASSES: Mapping[str, Direction] = {"forward": "forward", "backward": "backward"}  # by phase
 _ENDED_EARLY = Fault("crash", "the worker was ended before its work began", Ended())
 # Torch's profiler would log every use, and so have the last word of a worker that was killed. What flash-attn-4
 # compiled stays on disk for other workers of this probe only where it is told to keep it.
@@ -93,6 +94,8 @@ class WorkerEvaluator:
         self._is_new = True  # the worker has answered nothing yet
         self._loaded: set[str] = set()  # the kernels that the worker has run
         self._interrupted = False
+        self._at_work = False  # the worker owes an answer
+        self._phase = ""  # of the request at work
         self.unmonitored: tuple[str, ...] = ()
         self.starts = 0
         self.reference_s: dict[Workload, float] = {}  # what the slowest reference of a workload took
@@ -183,8 +186,9 @@ class WorkerEvaluator:
                 return disturbances
 
     def close(self) -> None:
-        """End the worker: ask, wait, then kill."""
-        if self._connection is not None and self._process is not None and self._process.poll() is None:
+        """End the worker: ask one that is idle, and kill it where it is at work, as after a Ctrl-C, or does not end."""
+        if self._connection is not None and self.running_pid is not None and not self._at_work:
+            assert self._process is not None
             try:
                 self._connection.send(Request("stop"))
                 self._process.wait(self._times.stop_s)
@@ -198,10 +202,15 @@ class WorkerEvaluator:
                 return self._exchange(request, timeout_s)
             except WorkerDied as died:
                 if not died.fault.ended_from_outside or attempt == ATTEMPTS:
-                    return died.fault
+                    return self._with_direction(died.fault)
         raise AssertionError("unreachable")
 
+    def _with_direction(self, fault: Fault) -> Fault:
+        """Return the fault with the pass in which it came, where the worker has told of one."""
+        return replace(fault, direction=_PASSES.get(self._phase))
+
     def _exchange(self, request: Request, timeout_s: float) -> Any:
+        self._phase = ""
         self._send(request)
         with self._counting_losses():
             return self._answer(request, timeout_s)
@@ -217,20 +226,21 @@ class WorkerEvaluator:
 
     def _answer(self, request: Request, timeout_s: float) -> Any:
         timeout_s += self._loading_s(request.plans)
-        limit, phase = timeout_s, ""
+        limit = timeout_s
         while True:
             began = time.monotonic()
-            message = self._receive(limit, phase)
-            if phase == "reference" and (cell := request.workload) is not None:
+            message = self._receive(limit, self._phase)
+            if self._phase == "reference" and (cell := request.workload) is not None:
                 self.reference_s[cell] = max(self.reference_s.get(cell, 0.0), time.monotonic() - began)
             if message.kind == "phase":
-                phase = message.value
-                limit = timeout_s + (self._reference_s(request) if phase == "reference" else 0.0)
+                self._phase = message.value
+                limit = timeout_s + (self._reference_s(request) if self._phase == "reference" else 0.0)
             elif message.kind == "done":
                 self._is_new = False
                 self._note_loaded(request.plans, message.value)
                 if isinstance(message.value, Fault) and message.value.kind == "crash":
                     self._kill()  # a sticky error: its process cannot be used again
+                    return self._with_direction(message.value)
                 return message.value
 
     def _loading_s(self, plans: Sequence[Tunables]) -> float:
@@ -256,11 +266,13 @@ class WorkerEvaluator:
         if self._process is None or self._process.poll() is not None:
             self._renew()
         assert self._connection is not None
+        self._at_work = True
         try:
             self._connection.send(request)
         except (BrokenPipeError, ConnectionResetError):
             # It ended between two requests, which is nobody's fault: start over once.
             self._renew()
+            self._at_work = True
             self._connection.send(request)
 
     def _renew(self) -> None:
@@ -285,6 +297,7 @@ class WorkerEvaluator:
                     Fault("timeout", f"no answer within {waited_s:.1f} s{why}", Stopped() if stopped else None)
                 )
             message: Message = self._connection.recv()
+            self._at_work = message.kind in ("phase", "result")
         except (EOFError, ConnectionResetError):
             raise self._exit_fault() from None
         if message.kind == "bug":
@@ -368,7 +381,7 @@ class WorkerEvaluator:
             self._process.kill()
         theirs.close()
         self._connection = Connection(ours.detach())
-        self._is_new = True
+        self._is_new = self._at_work = True
         self._loaded = set()
         self.starts += 1
 

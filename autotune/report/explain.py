@@ -90,11 +90,12 @@ def explain_workload(workload: Workload, setup: Setup, table: PlanTable, foreign
     entry = _entry_of(setup.entries, row)
     tunables = row.plan.tunables if row.plan is not None else None
     chosen = _choice_of(entry, tunables)
+    source = setup.source_of(entry) if entry is not None else setup.resolution
     return Explanation(
         workload=workload,
         device_name=setup.facts.device_name,
-        path=setup.resolution.path if setup.resolution is not None else "",
-        tier=setup.resolution.tier if setup.resolution is not None else "heuristic",
+        path=source.path if source is not None else "",
+        tier=source.tier if source is not None else "heuristic",
         trace=_trace(setup, foreign),
         bucket=row.bucket,
         origin=str(row.origin),

@@ -220,7 +220,7 @@ class CellState(Readings):
         if isinstance(result, Checked):
             self.checks.clear(entry.tunables)
         elif not result.ended_from_outside:
-            self.checks.blame(entry.tunables)
+            self.checks.blame(entry.tunables, result.direction)
 
     def is_trap(self, plan: Tunables) -> bool:
         """Return whether it would likely fail its check as others did."""
@@ -297,6 +297,7 @@ class CellState(Readings):
         Raises DefaultBroken after DEFAULT_ATTEMPTS blocks without a default. A disturbed block is thrown away and
         the caller repeats it; on a machine where that does not end, blocks count and the machine as loaded.
         """
+        assert len(set(entries)) == len(entries), f"a plan twice in one block: {entries}"
         clock, samples_s = self.deadline.clock, self._samples_s(entry.tunables for entry in entries)
         began = clock.now()
         number = self.next_block()

@@ -36,7 +36,8 @@ from autotune.search.proposing.queued_plans import (
 )
 from autotune.search.proposing.sampler import SurrogateSampler
 from autotune.search.proposing.samplers import sampler_of
-from autotune.space.space import Space
+from autotune.search.proposing.surrogate import Coder
+from autotune.space.space import Space, Value
 from ringattn.profile.yaml_io import to_plain
 from ringattn.tunables import LAUNCHES
 from ringattn.workload import Tunables, Workload
@@ -76,19 +77,23 @@ class CellSearch:
         of others, but nothing it starts goes beyond that. ``standing`` is what served the cell before: it is tried
         first, and timed to the end.
         """
-        self._whole_space = space = without_inert(space)
+        space = without_inert(space)
         self.cell: Workload = space.workload
         self.settings = settings
         self.listener = listener
         self.transfer = transfer if transfer is not None else Transfer()
         self.end = end if end is not None else Deadline(clock, math.inf)
-        knobs = dict(space.knobs)
+        own: dict[str, tuple[Value, ...]] = {}  # knobs that the loop turns itself
         if settings.preset.compile_finalists:
-            knobs["compile"] = (False, True)
+            own["compile"] = (False, True)
         if settings.graphs:
-            knobs["launch"] = LAUNCHES
+            own["launch"] = LAUNCHES
+        self._unasked: set[tuple[str, Value]] = {
+            (name, value) for name, values in own.items() for value in values if value not in space.knobs[name]
+        }
+        self._whole_space = space = replace(space, knobs={**space.knobs, **own})
         study = store.study(space.workload, pruner=RacePruner(lambda: self.state.sigma()))
-        self.study = CellStudy(study, space.workload, knobs, store.sync)
+        self.study = CellStudy(study, space.workload, space.knobs, store.sync)
         seed = zlib.crc32(f"{settings.seed}|{space.workload}|{len(study.get_trials(deepcopy=False))}".encode())
         sampler = sampler_of(
             settings.sampler,
@@ -115,7 +120,7 @@ class CellSearch:
         )
         self.state.standing = [plan for plan in dict.fromkeys(standing) if space.holds(plan)]
         self.state.recall(self.study.recalled.values(), self.study.blocks, self.study.noted_default() or space.default)
-        self.beliefs = Beliefs(self.state, lambda: self.space, replace(space, knobs=knobs))
+        self.beliefs = Beliefs(self.state, Coder(space.workload, space.knobs), lambda: self.space)
         self.trials = Trials(self.state, self.study)
         self.proposals = Proposals(self.trials, lambda: self.space, sampler)
 
@@ -124,12 +129,13 @@ class CellSearch:
         """Return the plans worth trying: without kernels that were given up, or were hopeless at a length nearby."""
         parts = self.transfer.traps.lost.keys() | self.transfer.hopeless(self._whole_space)
         condemned = self.state.validations.condemned() | self.state.checks.condemned()
-        key = frozenset(parts | {part for part in condemned if part[0] in ("forward", "backward")})
+        parts |= {part for part in condemned if part[0] in ("forward", "backward")}
+        key = frozenset(parts | self._unasked)
         if key != self._space_key or self._space_now is None:
             self._space_key, self._space_now = key, without(self._whole_space, key)
         return self._space_now
 
-    _space_key: frozenset[tuple[str, str]] = frozenset()
+    _space_key: frozenset[tuple[str, Value]] = frozenset()
     _space_now: Space | None = None
 
     # --- the default ------------------------------------------------------------------------------------------------
@@ -150,7 +156,7 @@ class CellSearch:
 
         The surrogate needs about two plans for each value of a knob; what more buys less and less.
         """
-        values = sum(len(values) - 1 for values in self._whole_space.knobs.values())
+        values = sum(len(values) - 1 for values in self._whole_space.knobs.values()) - len(self._unasked)
         plan_s = self.proposals.check_s() + self.state.block_s([self.state.default])
         base_s = self._first_plans() * plan_s + reserve_s(self.state)
         return CellNeed(base_s, values * plan_s, 2 * values * plan_s)
@@ -277,9 +283,7 @@ class CellSearch:
         plan = graph_of_default(self._whole_space, self.state)
         if plan is None:
             return []
-        if self._whole_space.knobs.get("launch") != LAUNCHES:
-            self._whole_space = replace(self._whole_space, knobs={**self._whole_space.knobs, "launch": LAUNCHES})
-            self._space_now = None
+        self._unasked -= {part for part in self._unasked if part[0] == "launch"}
         return [plan]
 
     # --- the loop ---------------------------------------------------------------------------------------------------

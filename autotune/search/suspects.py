@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from autotune.measure.evaluator import Direction
 from ringattn.workload import Tunables
 
 from .transfer import parts_of
@@ -45,14 +46,18 @@ class Suspects:
         for group in self._groups:
             group.traits -= self.passed
 
-    def blame(self, plan: Tunables) -> None:
-        """The plan failed: of another failure's suspects those that it has, too, or all of its own."""
-        traits = traits_of(plan) - self.passed
+    def blame(self, plan: Tunables, direction: Direction | None = None) -> None:
+        """The plan failed: of another failure's suspects those that it has, too, or all of its own.
+
+        Of a failure in one ``direction`` the kernels of the other are not to blame.
+        """
+        others = {"forward", "backward"} - {direction} if direction is not None else set()
+        traits = {trait for trait in traits_of(plan) - self.passed if trait[0] not in others}
         for group in self._groups:
             if shared := group.traits & traits:
                 group.traits, group.failures = shared, group.failures + 1
                 return
-        self._groups.append(_Group(traits))
+        self._groups.append(_Group(frozenset(traits)))
 
     def condemned(self) -> frozenset[Trait]:
         """Traits that alone explain their failures, as often as it takes to give them up."""

@@ -7,10 +7,11 @@ import math
 import statistics
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import get_args
 
 from autotune.journal.store import Store
-from autotune.measure.evaluator import Checked, Fault, KernelUnavailable, StillCompiling
-from autotune.space.space import Space
+from autotune.measure.evaluator import Checked, Direction, Fault, KernelUnavailable, StillCompiling
+from autotune.space.space import Space, Value
 from ringattn.workload import Tunables, Workload
 
 from .compilers import Compilers
@@ -62,7 +63,11 @@ class Traps:
         if isinstance(cause, KernelUnavailable):
             blamed, why = {part for part in parts if part[1] == cause.kernel}, cause.reason
         elif costs_a_worker(result):
-            blamed, why = set(parts - self.ran), f"{result.kind}, {result.message}"
+            if result.direction == "backward":
+                self.ran |= {part for part in parts if part[0] == "forward"}
+            of = (result.direction,) if result.direction is not None else get_args(Direction)
+            blamed = {part for part in parts - self.ran if part[0] in of}
+            why = f"{result.kind}, {result.message}"
         else:
             return False
         self.lost |= {part: f"{part[1]} ({part[0]}): {why}" for part in sorted(blamed)}
@@ -228,8 +233,8 @@ def _shapes(plan: Tunables) -> int:
     return sum(2 if branch.backward else 1 for branch in plan.branches)
 
 
-def without(space: Space, parts: Collection[Part]) -> Space:
-    """The space without some kernels in some directions ("forward", "backward"); the default stays what it is."""
+def without(space: Space, parts: Collection[tuple[str, Value]]) -> Space:
+    """The space without some values of knobs, such as a kernel in one direction; the default stays what it is."""
     if not parts:
         return space
     knobs = {

@@ -67,6 +67,12 @@ class Line:
     spent_s: float
     own_s: float
 
+    @property
+    def proposed(self) -> float | None:
+        """The sampler's share of the choices that were not enqueued, kept defaults among them; None without any."""
+        counted = self.sampler + self.default
+        return self.sampler / counted if counted else None
+
 
 def line_of(machine: str, noise: str, method: str, outcomes: Sequence[Outcome]) -> Line:
     regrets = [outcome.regret for outcome in outcomes]
@@ -146,14 +152,15 @@ def printed(lines: Sequence[Line]) -> str:
     rows = [
         f"{'machine':<13} {'noise':<9} {'method':<9} {'runs':>4} {'regret: median':>14} {'p90':>7}"
         f" {'two seeds agree':>15} {'worse than default':>18} {'wrong':>5} {'overrun':>7} {'sampler':>7}"
-        f" {'queue':>5} {'default':>7} {'claimed/true':>12} {'own s':>6}"
+        f" {'queue':>5} {'default':>7} {'of not queued':>13} {'claimed/true':>12} {'own s':>6}"
     ]
     for line in lines:
         agreed = "" if line.agreeing is None else f"{line.agreeing:.0%}"
+        proposed = "" if line.proposed is None else f"{line.proposed:.0%}"
         rows.append(
             f"{line.machine:<13} {line.noise:<9} {line.method:<9} {line.runs:>4} {_percent(line.regret_median):>14}"
             f" {_percent(line.regret_p90):>7} {agreed:>15} {line.worse_than_default:>18} {line.wrong:>5}"
-            f" {line.overrun:>7} {line.sampler:>7.0%} {line.queue:>5.0%} {line.default:>7.0%}"
+            f" {line.overrun:>7} {line.sampler:>7.0%} {line.queue:>5.0%} {line.default:>7.0%} {proposed:>13}"
             f" {line.claimed_median:>12.3f} {line.own_s:>6.2f}"
         )
     return "\n".join(rows)

@@ -51,6 +51,19 @@ def entries_for(profile: Profile, module: Workload) -> tuple[tuple[PlanEntry, ..
     return tuple(sorted(rows, key=_order)), note
 
 
+def further_entries(entries: Sequence[PlanEntry], others: Sequence[PlanEntry]) -> tuple[PlanEntry, ...]:
+    """Return those of ``others`` whose length none of ``entries`` with equal mode, dtype, batch and heads reaches."""
+
+    def series(entry: PlanEntry) -> tuple[tuple[str, str], bool, int, tuple[int, int]]:
+        return _kind(entry), entry.workload.packed, entry.workload.batch, _heads(entry)
+
+    def is_reached(entry: PlanEntry) -> bool:
+        alike = [known for known in entries if series(known) == series(entry)]
+        return _reaches(alike, entry.workload.seq_len)
+
+    return tuple(entry for entry in others if not is_reached(entry))
+
+
 def distance(one: Workload, other: Workload, multiprocessors: int) -> float:
     """Return how far apart two workloads are, in powers of two.
 

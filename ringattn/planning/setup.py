@@ -19,7 +19,7 @@ from ringattn.hardware.facts import HardwareFacts, detect
 from ringattn.hardware.kernel_faults import join_faults
 from ringattn.kernels.registry import KERNELS
 from ringattn.profile.locations import FILE_VARIABLE, Located
-from ringattn.profile.resolve import Resolution, resolve
+from ringattn.profile.resolve import Resolution, Source, resolve
 from ringattn.profile.schema import PlanEntry, Policy, Profile
 from ringattn.store.lookup import find_profiles
 from ringattn.tunables import CHECKPOINTS
@@ -27,7 +27,7 @@ from ringattn.versions import TESTED_TORCH, newer_than_tested
 from ringattn.wording import plural
 
 from .heuristic import Wishes
-from .matching import entries_for
+from .matching import entries_for, further_entries
 from .missed import probe_options
 from .plan import kernel_need
 from .table import ModuleShape
@@ -79,9 +79,14 @@ class Setup:
 
     def place_of(self, entry: PlanEntry) -> str:
         """File and key path of one of ``entries``."""
+        source = self.source_of(entry)
+        return f"{source.path}: plans[{source.profile.plans.index(entry)}]"
+
+    def source_of(self, entry: PlanEntry) -> Source:
+        """Return the profile that one of ``entries`` is of."""
         assert self.resolution is not None
-        assert self.resolution.profile is not None
-        return f"{self.resolution.path}: plans[{self.resolution.profile.plans.index(entry)}]"
+        first, *others = self.resolution.sources
+        return next((source for source in others if entry in source.profile.plans), first)
 
     def announce(self) -> None:
         """Says once a process which profile serves: INFO for a profile, WARNING for the bare heuristic.
@@ -96,10 +101,9 @@ class Setup:
                 f"torch {torch_version} is newer than what this was tested with, torch {tested}; `ringtune doctor` "
                 "runs every kernel once here",
             )
-        tier = self.resolution.tier if self.resolution else "heuristic"
         if self.entries:
-            assert self.resolution is not None
-            say_once(logging.INFO, f"profile {self.resolution.path}, tier {tier}")
+            for path, tier in {source.path: source.tier for source in map(self.source_of, self.entries)}.items():
+                say_once(logging.INFO, f"profile {path}, tier {tier}")
         elif self.resolution is not None:  # None: the heuristic was asked for
             say_once(
                 logging.WARNING,
@@ -158,8 +162,14 @@ def set_up_for(facts: HardwareFacts, profile: Any, target: torch.device, shape: 
     for note in notes:
         say_once(logging.WARNING, note)
     if measured is not None:
-        entries, note = entries_for(measured, shape.workload(1, "fp32", train=False))
+        module = shape.workload(1, "fp32", train=False)
+        entries, note = entries_for(measured, module)
         trace = (*trace, note)
+        for source in resolution.beside:
+            found, note = entries_for(source.profile, module)
+            if found := further_entries(entries, found):
+                entries = (*entries, *found)
+                trace = (*trace, f"{source.path}: {note}; {len(found)} of them for what was not measured before it")
     policy = resolution.heuristic.policy if measured is None or measured.policy is None else measured.policy
     assert policy is not None
     return Setup(

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 
+from ringattn.arguments import integer
 from ringattn.errors import PlanError
 from ringattn.geometry.layout import resolve_layout
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.hardware.kernel_faults import KernelFault, join_faults
 from ringattn.profile.schema import Choice, PlanEntry, Policy
-from ringattn.workload import INPUT_DTYPES, Mode, Pattern, Tunables, Workload, describe, not_narrower
+from ringattn.workload import INPUT_DTYPES, MOST, Mode, Pattern, Tunables, Workload, describe, not_narrower
 
 from .fused_steps import FUSED_STEPS
 from .heuristic import NO_WISHES, Wishes, heuristic_tunables
@@ -43,6 +44,11 @@ class ModuleShape:
     pattern: Pattern
     max_seq_len: int | None = None
     world: int = 1
+
+    def __post_init__(self) -> None:
+        """Raise FieldError for a number beyond those of any workload, which would take hours to plan for."""
+        for name in ("heads", "kv_heads", "head_dim"):
+            integer(name, getattr(self, name), most=MOST[name])
 
     @classmethod
     def of(cls, workload: Workload) -> ModuleShape:

@@ -59,12 +59,22 @@ class TraceLine(str):
 
 
 @dataclass(frozen=True, slots=True)
+class Source:
+    """A measured profile that serves this machine, the file it is in, and its tier."""
+
+    path: str
+    profile: Profile
+    tier: Tier
+
+
+@dataclass(frozen=True, slots=True)
 class Resolution:
     """Profile and heuristic that serve this machine.
 
     ``profile`` is the measured profile (None: nothing measured fits), ``heuristic`` answers what it does not cover,
     ``path`` is the file of the one that leads, ``trace`` says of every profile looked at why it was taken or not, and
-    only counts the shipped ones for other devices. ``world`` is the number of ranks that was asked for.
+    only counts the shipped ones for other devices. ``world`` is the number of ranks that was asked for. ``beside`` are
+    other measured profiles of the same silicon, best first, whose rows serve what ``profile`` has not measured.
     """
 
     profile: Profile | None
@@ -74,6 +84,12 @@ class Resolution:
     tier: Tier
     trace: tuple[str, ...]
     world: int
+    beside: tuple[Source, ...] = ()
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """Return all measured profiles that serve, the leading one first."""
+        return () if self.profile is None else (Source(self.path, self.profile, self.tier), *self.beside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +108,9 @@ class _Match:
 def resolve(located: Sequence[Located], facts: HardwareFacts, *, world: int = 1) -> Resolution:
     """Return the best profile of ``located`` (in search order) for this machine: by tier, then nearness, then order.
 
-    Those with plans for ``world`` ranks go before all others, which say nothing of it. A profile named by argument or
+    Those with plans for ``world`` ranks go before all others, which say nothing of it. On one rank further profiles of
+    the same silicon serve what the best has not measured: a probe of one length must not hide all others that shipped.
+    Several ranks take one layout for all rows, of one profile. A profile named by argument or
     RINGTUNE_PROFILE binds: it is taken in whatever tier, and ProfileError raised when it does not fit at all. Device
     count and link matter only for ``world`` > 1.
     """
@@ -115,8 +133,12 @@ def resolve(located: Sequence[Located], facts: HardwareFacts, *, world: int = 1)
             measured.append((match, entry))
     # Stable: search order stays between equals.
     measured.sort(key=lambda pair: (not pair[1].profile.covers(world), *pair[0].rank))
+    beside: list[Source] = []
     for number, (match, entry) in enumerate(measured):
         verdict = "taken" if number == 0 else f"not taken, {measured[0][1].path} comes first"
+        if number and world == 1 and entry.profile.covers(world) and match.tier in ("exact", "same-silicon"):
+            beside.append(Source(entry.path, entry.profile, match.tier))
+            verdict = f"taken for what {measured[0][1].path} has not measured"
         if number and measured[0][1].profile.covers(world) and not entry.profile.covers(world):
             verdict = f"not taken, it holds no plans for {plural(world, 'rank')}"
         lacking = number == 0 and not entry.profile.covers(world)
@@ -131,7 +153,7 @@ def resolve(located: Sequence[Located], facts: HardwareFacts, *, world: int = 1)
         profile, path, tier = entry.profile, entry.path, match.tier
     else:
         profile, path, tier = None, heuristic.path, "heuristic"
-    return Resolution(profile, heuristic.profile, heuristic.path, path, tier, tuple(trace), world)
+    return Resolution(profile, heuristic.profile, heuristic.path, path, tier, tuple(trace), world, tuple(beside))
 
 
 def _ships_for_others(entry: Located, facts: HardwareFacts) -> bool:

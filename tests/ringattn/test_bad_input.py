@@ -130,6 +130,8 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"num_heads": 0}, InputError, "num_heads is 0; it must be an integer >= 1"),
     ({"num_heads": 2.0}, InputError, "num_heads is 2.0; it must be an integer >= 1"),
     ({"num_heads": True}, InputError, "num_heads is True; it must be an integer >= 1"),
+    ({"num_heads": 2**17}, InputError, "heads is 131072; it must be an integer >= 1 and <= 65536"),
+    ({"head_dim": 2**40}, InputError, "head_dim is 1099511627776; it must be an integer >= 1 and <= 65536"),
     ({"head_dim": -1}, InputError, "head_dim is -1; it must be an integer >= 1"),
     ({"num_kv_heads": 0}, InputError, "num_kv_heads is 0; it must be an integer >= 1"),
     ({"num_kv_heads": 3}, InputError, "num_heads is 4, not a multiple of num_kv_heads, 3"),

@@ -79,8 +79,7 @@ def profiles_before(path: Path, environment: Environment, ranks: int) -> tuple[P
     found = []
     with contextlib.suppress(ProfileError):  # earlier_profile raises it, or says that it replaces the file
         found += [load_profile(path)] if path.exists() else []
-    taken = resolve(environment.profiles, environment.facts, world=ranks).profile
-    found += [taken] if taken is not None else []
+    found += [source.profile for source in resolve(environment.profiles, environment.facts, world=ranks).sources]
     return tuple(
         profile for profile in found if profile.source == "measured" and not mismatch(profile, environment.facts)
     )

@@ -57,7 +57,8 @@ def _of_the_other_way(state: CellState, known: Sequence[Tunables]) -> list[Tunab
         for entry in filter(lambda e: state.may_be_chosen(state.entry(e.tunables)), readings.timed()):
             # Inside another capture a graph's launches are what counts, which may never have been tried one by one.
             plan = entry.tunables if readings.suits(entry.tunables) else replace(entry.tunables, launch="eager")
-            timed[plan] = min(readings.median(entry), timed.get(plan, math.inf))
+            if plan != state.default:
+                timed[plan] = min(readings.median(entry), timed.get(plan, math.inf))
         best = min(timed, key=timed.__getitem__, default=state.default)
         if timed.get(best, 0.0) < min([0.0, *(timed[plan] for plan in known if plan in timed)]) - TIE:
             found.append(best)

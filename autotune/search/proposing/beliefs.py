@@ -28,10 +28,9 @@ LOOK_SIGMA = 0.05  # of a single unpaired call, beside the noise of a pair
 class Beliefs:
     """The surrogate of a cell's state, fitted anew when something was measured."""
 
-    def __init__(self, state: CellState, space: Callable[[], Space], whole: Space) -> None:
-        """``space`` is what is worth trying now, out of ``whole``."""
-        self._state, self._space = state, space
-        self.coder = Coder(state.workload, whole.knobs)
+    def __init__(self, state: CellState, coder: Coder, space: Callable[[], Space]) -> None:
+        """``coder`` is of the cell's whole space, ``space`` what of it is worth trying now."""
+        self._state, self.coder, self._space = state, coder, space
         self._weights: Weights | None = None
         self._surrogate: Surrogate | None = None
         self._believed: tuple[Surrogate, dict[Tunables, tuple[float, float]]] | None = None

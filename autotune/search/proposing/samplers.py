@@ -7,11 +7,13 @@ import importlib
 import importlib.util
 import math
 import random
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution
+from optuna.exceptions import ExperimentalWarning
 from optuna.samplers import BaseSampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
@@ -27,6 +29,12 @@ def sampler_of(
     """The sampler of this name; UsageFailure where there is none."""
     if name == "auto":
         return own()
+    with warnings.catch_warnings():  # that it is experimental is news to nobody who names it
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        return _named_sampler(name, seed, distributions)
+
+
+def _named_sampler(name: str, seed: int, distributions: Mapping[str, BaseDistribution]) -> BaseSampler:
     if name == "tpe":
         return optuna.samplers.TPESampler(seed=seed, multivariate=True, group=True)
     if name == "gp":
@@ -125,19 +133,21 @@ def _failure(name: str, error: Exception) -> UsageFailure:
     why = " ".join(str(error).split())
     kind = type(error).__name__
     return UsageFailure(
-        f"--sampler {name}: raised {kind}{f' ({why})' if why else ''}; mend it, or give one of {', '.join(NAMES)}"
+        f"--sampler {name!r}: raised {kind}{f' ({why})' if why else ''}; mend it, or give one of {', '.join(NAMES)}"
     )
 
 
 def foreign_sampler(name: str) -> BaseSampler:
     """An instance of ``package.module:Class``; UsageFailure where that is no sampler that needs no arguments."""
-    module, colon, attribute = name.partition(":")
-    if not colon:
-        raise UsageFailure(f"--sampler {name}: give one of {', '.join(NAMES)}, or package.module:Class")
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise UsageFailure(
+            f"--sampler {name!r}: is no sampler; give one of {', '.join(NAMES)}, or package.module:Class"
+        )
     try:
         made = getattr(importlib.import_module(module), attribute)()
     except Exception as error:
         raise _failure(name, error) from error
     if not isinstance(made, BaseSampler):
-        raise UsageFailure(f"--sampler {name}: is no optuna.samplers.BaseSampler")
+        raise UsageFailure(f"--sampler {name!r}: is no optuna.samplers.BaseSampler")
     return Foreign(name, made)

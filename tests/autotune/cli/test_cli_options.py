@@ -118,3 +118,24 @@ def test_usage_errors(asked: list[ProbeRequest], arguments: tuple[str, ...], tol
 def test_the_help_says_how_long_every_effort_takes() -> None:
     text = " ".join(ringtune("probe", "--help").stdout.split())
     assert "search: " + ", ".join(f"{name} {effort.budget_s:.0f} s" for name, effort in EFFORTS.items()) in text
+
+
+@pytest.mark.parametrize("command", [("explain",), ("probe", "--dry-run")])
+@pytest.mark.parametrize(
+    ("option", "most"),
+    [("--heads", 2**16), ("--kv-heads", 2**16), ("--head-dim", 2**16), ("--batch-size", 2**40), ("--seq-len", 2**40)],
+)
+def test_a_number_that_no_workload_has_is_refused_with_the_limit(
+    command: tuple[str, ...], option: str, most: int
+) -> None:
+    """Heads are told apart one by one: 2**40 of them took hours."""
+    result = ringtune(*command, option, str(most + 1))
+    assert result.exit_code == 2
+    assert f"'{option}': {most + 1} is not in the range 1<=x<={most}" in result.stderr
+
+
+@pytest.mark.parametrize("command", [("explain",), ("probe", "--dry-run"), ("which",), ("verify",)])
+def test_a_number_of_ranks_that_takes_hours_to_plan_is_refused_with_the_limit(command: tuple[str, ...]) -> None:
+    result = ringtune(*command, "--nproc", "1025")
+    assert result.exit_code == 2
+    assert "'1025' is no number of processes; use an integer from 1 to 1024" in result.stderr

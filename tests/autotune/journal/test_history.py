@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import sqlite3
 from pathlib import Path
 
 import optuna
@@ -43,6 +45,20 @@ def test_every_workload_has_the_trials_that_its_probe_made(folder: Path) -> None
         assert mine
         assert mine[-1] == pytest.approx(1 / entry.evidence.default_ratio, rel=0.05)
     assert journal.read_bytes() == before, "reading writes nothing"
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["no file", "another program's"])
+def test_reading_makes_no_database_and_no_tables_in_one(tmp_path: Path, folder: Path, there: bool) -> None:
+    database, page = tmp_path / "studies.db", tmp_path / "r.html"
+    if there:
+        with contextlib.closing(sqlite3.connect(database)) as made:
+            made.execute("CREATE TABLE theirs (name TEXT)")
+    before = database.read_bytes() if there else None
+    result = ringtune("report", folder / "m.yaml", "--storage", f"sqlite:///{database}", "--output", page)
+    line = one_line_error(result, 1)
+    assert ("holds no studies of Optuna" if there else "no such file") in line
+    assert (database.read_bytes() if database.exists() else None) == before
+    assert not page.exists()
 
 
 def test_an_optuna_storage_serves_as_well(tmp_path: Path, folder: Path) -> None:

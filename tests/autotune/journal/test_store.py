@@ -447,3 +447,19 @@ def test_a_trial_that_was_left_waiting_is_given_to_no_other_plan(tmp_path: Path)
         assert not study.study.get_trials(states=(TrialState.WAITING,))
     with Store(path, identity="a") as store:
         assert set(study_of(store).recalled) == {QUICK, MATH}
+
+
+def test_a_storage_that_cannot_be_opened_leaves_no_file_behind(tmp_path: Path) -> None:
+    path = tmp_path / "p.yaml.journal"
+    with pytest.raises(ProbeFailure, match="cannot be opened"):
+        Store(path, url=f"sqlite:///{tmp_path}/no such folder/s.db")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failure_leaves_the_lock_of_an_earlier_probe(tmp_path: Path) -> None:
+    path = tmp_path / "p.yaml.journal"
+    Store(path).close()
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ProbeFailure, match="cannot be opened"):
+        Store(path, url=f"sqlite:///{tmp_path}/no such folder/s.db")
+    assert sorted(tmp_path.iterdir()) == before

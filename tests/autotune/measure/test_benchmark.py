@@ -61,6 +61,14 @@ def bench() -> DeviceBench:
     return DeviceBench(settings)
 
 
+def test_the_passes_of_the_first_call_are_told_apart(bench: DeviceBench) -> None:
+    for cell in (CELL, replace(CELL, mode="infer")):
+        phases: list[str] = []
+        bench.check(cell, plan(cell=cell), phases.append, None)
+        passes = ["forward", "backward"] if cell.train else ["forward"]
+        assert phases[-len(passes) - 1 :] == [*passes, "candidate"]
+
+
 def no_phase(name: str) -> None:
     pass
 
@@ -126,8 +134,8 @@ def test_a_wrong_plan_is_caught_with_the_input_that_broke_it(
     """Wrong at the cell's own length, or only at another: as public kernels are."""
     real = benchmark.results_of
 
-    def wrong(module, inputs, train):  # type: ignore[no-untyped-def]
-        out, lse, grads = real(module, inputs, train)
+    def wrong(module, inputs, train, *rest):  # type: ignore[no-untyped-def]
+        out, lse, grads = real(module, inputs, train, *rest)
         if (inputs.q.shape[1] != CELL.seq_len) is length_is_ragged:
             out = out.clone()
             out[:, 0] += 1.0

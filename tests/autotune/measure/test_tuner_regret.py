@@ -52,6 +52,7 @@ def test_a_line_counts_what_went_wrong() -> None:
     line = line_of("traps", "drift", "TPE", runs)
     assert (line.runs, line.worse_than_default, line.wrong, line.overrun) == (10, 1, 1, 1)
     assert (line.sampler, line.queue, line.default) == (0.8, 0.1, 0.1)
+    assert line.proposed == pytest.approx(8 / 9)
     assert (line.regret_median, line.regret_p90) == (0.01, 0.01)
 
 

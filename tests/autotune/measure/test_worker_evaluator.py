@@ -87,13 +87,23 @@ def test_each_way_to_fail_is_told_apart_and_costs_one_trial(
     assert evaluator.starts == 1 + restarts
 
 
+@pytest.mark.parametrize("way", ["hang", "segfault", "sticky"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_the_pass_that_hung_or_crashed_is_told(evaluator: WorkerEvaluator, way: str, direction: str) -> None:
+    train = workload(512, mode="train")
+    kernels = (way, "quick") if direction == "forward" else ("quick", way)
+    evaluator.check(train, plan(train, "quick", "quick"), timeout_s=LIMIT_S)
+    fault = evaluator.check(train, plan(train, *kernels), timeout_s=0.5 if way == "hang" else LIMIT_S)
+    assert isinstance(fault, Fault)
+    assert (fault.kind, fault.direction) == ("timeout" if way == "hang" else "crash", direction)
+
+
 def test_a_hang_is_ended_and_the_next_candidate_runs(evaluator: WorkerEvaluator) -> None:
     assert isinstance(check(evaluator, "quick"), Checked)
     first_start_s = evaluator.start_s
     fault = check(evaluator, "hang", timeout_s=0.5)
-    assert isinstance(fault, Fault)
-    assert (fault.kind, fault.cause) == ("timeout", None)
-    assert fault.message == f"no answer within {0.5 + LOADING_OF_START * first_start_s:.1f} s"
+    message = f"no answer within {0.5 + LOADING_OF_START * first_start_s:.1f} s"
+    assert fault == Fault("timeout", message, direction="forward")
     assert isinstance(check(evaluator, "quick"), Checked)
 
 
@@ -220,6 +230,29 @@ def _alive(pid: int) -> bool:
         return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except FileNotFoundError:
         return False
+
+
+def test_an_interrupt_does_not_wait_for_a_worker_at_work(
+    monkeypatch: pytest.MonkeyPatch, evaluator: WorkerEvaluator
+) -> None:
+    assert isinstance(check(evaluator, "quick"), Checked)
+    process, connection = evaluator._process, evaluator._connection
+    assert process is not None
+    assert connection is not None
+
+    def interrupt(_: WorkerEvaluator) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(WorkerEvaluator, "_is_stopped", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        check(evaluator, "hang")
+
+    def send(request: object) -> None:
+        raise AssertionError(f"{request}: it would be read in an hour")
+
+    monkeypatch.setattr(connection, "send", send)
+    evaluator.close()
+    assert process.returncode == -signal.SIGKILL
 
 
 PARENT = """

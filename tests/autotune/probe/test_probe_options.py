@@ -51,8 +51,8 @@ def test_the_files_beside_a_profile_are_those_that_the_help_names(tmp_path: Path
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"sampler": "nonsense"}, "--sampler nonsense: give one of"),
-        ({"sampler": "json:JSONDecoder"}, "--sampler json:JSONDecoder: is no optuna.samplers.BaseSampler"),
+        ({"sampler": "nonsense"}, "--sampler 'nonsense': is no sampler; give one of"),
+        ({"sampler": "json:JSONDecoder"}, "--sampler 'json:JSONDecoder': is no optuna.samplers.BaseSampler"),
         ({"storage": "nonsense"}, "--storage nonsense: cannot be opened"),
         ({"storage": "nosuch://me:secret@host/x"}, r"--storage nosuch://me:\*\*\*@host/x: cannot be opened"),
         ({"storage": "sqlite:////nowhere/at/all.db"}, "cannot be opened .the folder of /nowhere/at/all.db does not"),

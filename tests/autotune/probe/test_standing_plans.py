@@ -96,6 +96,15 @@ def test_the_winner_of_a_shipped_profile_is_found_at_once(
     assert len(told) < 60
 
 
+def test_the_shipped_row_stands_beside_a_profile_of_the_user_that_has_other_rows(tmp_path: Path) -> None:
+    surroundings = environment(tmp_path)
+    mine = profile_of({CELL.at(65536): plan(CELL, "flash-cpu", "flash-cpu", dtype="fp32")})
+    shipped = profile_of({CELL: GOOD}, OTHER_SOFTWARE)
+    both = (Located("mine.yaml", mine, "user"), Located("shipped.yaml", shipped, "shipped"))
+    found, _ = probe(tmp_path, replace(surroundings, profiles=both), 2.0)
+    assert chosen(found) == GOOD
+
+
 def test_without_it_a_small_budget_does_not_find_it(tmp_path: Path) -> None:
     found, _ = probe(tmp_path, environment(tmp_path), 2.0)
     assert chosen(found) != GOOD

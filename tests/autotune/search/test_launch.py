@@ -13,6 +13,7 @@ from autotune.journal.store import Store
 from autotune.measure.launch_overhead import waited_ms
 from autotune.measure.simulated import REPLAY_US, Trouble
 from autotune.probe.output.writer import entry_of
+from autotune.search.deciding.finalists import finalists
 from autotune.search.limits import Limits
 from autotune.search.settings import SearchSettings
 from ringattn.planning.preference import Launch
@@ -164,3 +165,15 @@ def test_a_training_step_is_replayed_with_the_checkpoint_that_a_graph_keeps() ->
     trial = Setting(cell, TRUTH, default, rows=rows, asynchronous=True, graphs=True).run()
     assert trial.result.choice is not None
     assert (trial.result.choice.tunables.launch, trial.result.choice.tunables.checkpoint) == ("graph", "selective")
+
+
+def test_the_default_is_no_finalist_beside_itself_where_its_graph_is_the_fastest() -> None:
+    """Inside another capture a graph of the default is the default, which every block holds anyway."""
+    search = searched(300.0, quick_us=150.0, graphs=True).search
+    graph = search.state.entry(replace(QUICK, launch="graph"))
+    assert search.state.may_be_chosen(graph)
+    _, captured = search.state.ways()
+    captured.entry(graph.tunables).log_ratios |= dict.fromkeys(captured.default_ms, -5.0)
+    found = finalists(search.state, search.beliefs)
+    assert len(set(found)) == len(found)
+    assert QUICK not in found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from typing import Any
 
 import optuna
@@ -18,7 +19,7 @@ from autotune.journal.store import Store
 from autotune.measure.simulated import SimulatedClock, Trouble
 from autotune.search.budget import Deadline
 from autotune.search.loop import CellSearch
-from autotune.search.proposing.samplers import Grid, foreign_sampler
+from autotune.search.proposing.samplers import Grid, foreign_sampler, sampler_of
 from ringattn.workload import Pattern
 
 DENSE = workload(pattern=Pattern())
@@ -43,8 +44,21 @@ def test_any_sampler_runs_under_the_same_checks_budget_and_validation(
 
 @pytest.mark.parametrize("name", ["nonsense", "optuna.samplers:Nothing", "no.such.module:Class", "json:JSONDecoder"])
 def test_a_sampler_that_is_none_is_refused_in_one_line(name: str) -> None:
-    with pytest.raises(UsageFailure, match=f"--sampler {name}"):
+    with pytest.raises(UsageFailure, match=f"--sampler '{name}'"):
         foreign_sampler(name)
+
+
+@pytest.mark.parametrize("name", ["optuna.samplers:", ":RandomSampler", ":", ""])
+def test_half_a_name_of_a_sampler_is_refused_with_the_form(name: str) -> None:
+    with pytest.raises(UsageFailure, match=f"^--sampler '{name}': is no sampler; give one of .*package.module:Class$"):
+        foreign_sampler(name)
+
+
+@pytest.mark.parametrize("name", ["tpe", "optuna.samplers:BruteForceSampler", "optuna.samplers:QMCSampler"])
+def test_a_sampler_that_is_experimental_is_made_without_a_word(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert isinstance(sampler_of(name, 0, {}, optuna.samplers.RandomSampler), BaseSampler)
 
 
 class Raising(optuna.samplers.RandomSampler):
@@ -92,7 +106,7 @@ def test_a_sampler_that_raises_ends_the_probe_in_one_line_and_its_study_goes_on(
     sampler: type[BaseSampler], why: str
 ) -> None:
     store = Store(None)
-    with pytest.raises(UsageFailure, match=f"--sampler .*:{sampler.__name__}: {why}") as raised:
+    with pytest.raises(UsageFailure, match=f"--sampler '.*:{sampler.__name__}': {why}") as raised:
         with_sampler(sampler).run(store=store)
     assert "\n" not in str(raised.value)
     study = store.study(CELL)

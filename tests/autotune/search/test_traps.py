@@ -79,6 +79,28 @@ def test_a_hang_is_of_the_kernel_that_never_ran() -> None:
     assert set(traps.lost) == {("backward", "math")}
 
 
+def test_a_hang_of_two_new_kernels_is_of_the_pass_that_did_not_end() -> None:
+    for direction, kernel in (("forward", "swift"), ("backward", "math")):
+        traps, suspects = Traps(), Suspects()
+        hung = replace(HUNG, direction=direction)  # type: ignore[arg-type]
+        assert Fault.of(hung.plain()) == hung
+        traps.learn(plan(DENSE, "swift", "math"), hung)
+        suspects.blame(plan(DENSE, "swift", "math"), hung.direction)
+        assert set(traps.lost) == {(direction, kernel)}
+        spared = plan(DENSE, "swift", "quick") if direction == "backward" else plan(DENSE, "quick", "math")
+        assert suspects.odds(spared) == suspects.odds(plan(DENSE)) > suspects.odds(plan(DENSE, "swift", "math"))
+    assert ("forward", "swift") in traps.ran  # what hung after it was another's doing
+
+
+def test_the_forward_kernel_of_a_default_whose_backward_hangs_is_still_tried() -> None:
+    hung = replace(HUNG, direction="backward")
+    truth = by_kernels(quick=0.0, swift=0.3, math=1.0)
+    rows = {"faults": ByKernel(("backward", "quick"), hung)}
+    trial = Setting(DENSE, truth, plan(DENSE), rows=rows, budget_s=20).run()
+    assert trial.result.choice is not None
+    assert parts_of(trial.result.choice.tunables) == {("forward", "quick"), ("backward", "swift")}
+
+
 # --- which trait a failure is of --------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -513,6 +514,51 @@ def test_a_mode_that_was_not_measured_is_said_with_its_remedy(said: pytest.LogCa
         "bf16 train: not measured; a heuristic plan serves; `ringtune probe --heads 2 --head-dim 4 --no-causal --dense "
         "--mode train --precision bf16` measures it"
     )
+
+
+def test_a_small_profile_of_the_user_hides_no_other_row_of_this_silicon(
+    said: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One length was probed here; the other rows of the profile that shipped serve on, also of older software."""
+    older = replace(
+        measured_here(
+            small(64, "flash-cpu"), small(70, "flash-cpu"), small(512, "math"), small(64, "math", train=True)
+        ),
+        software=(("torch", "2.9.0"),),
+    )
+    mine, shipped = tmp_path / "mine", tmp_path / "shipped"
+    for folder, profile in ((mine, measured_here(small(64, "math"))), (shipped, older)):
+        folder.mkdir()
+        save_profile(profile, folder / "here.yaml")
+    monkeypatch.setenv("RINGTUNE_PROFILE_PATH", f"{mine}{os.pathsep}{shipped}")
+    module = Case(64).module(profile="auto")
+    for length, train, forward, source in (
+        (64, False, "math", "profile"),
+        (70, False, "math", "profile"),  # within the reach of the user's own row
+        (512, False, "math", "profile"),
+        (64, True, "math", "profile"),
+        (8192, False, "flash-cpu", "heuristic"),
+    ):
+        plan = module.plan_for(length, "fp32", train)
+        assert plan.origin is not None
+        assert (plan.tunables.branches[0].forward, plan.origin.source) == (forward, source), (length, train)
+    told = [record.getMessage() for record in said.records]
+    assert f"profile {mine / 'here.yaml'}, tier exact" in told
+    assert f"profile {shipped / 'here.yaml'}, tier same-silicon" in told
+    (row,) = (entry for entry in module._setup.entries if entry.workload.seq_len == 512)
+    assert module._setup.place_of(row) == f"{shipped / 'here.yaml'}: plans[2]"
+
+
+def test_heads_that_a_small_profile_did_not_measure_keep_their_own_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = small(64, "math")
+    other = replace(other, workload=replace(other.workload, heads=8, kv_heads=8))
+    for name, profile in (("a", measured_here(other)), ("b", measured_here(small(64, "flash-cpu")))):
+        save_profile(profile, tmp_path / f"{name}.yaml")
+    monkeypatch.setenv("RINGTUNE_PROFILE_PATH", str(tmp_path))
+    plan = Case(64).module(profile="auto").plan_for(64, "fp32", False)
+    assert plan.tunables.branches[0].forward == "flash-cpu"
 
 
 def test_a_runner_up_is_said_once(

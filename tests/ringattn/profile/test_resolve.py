@@ -124,12 +124,26 @@ def test_plans_for_so_many_ranks_go_before_a_better_tier_without() -> None:
 
 
 def test_the_better_tier_wins_over_the_earlier_folder() -> None:
-    near, software, exact = (measured(facts) for facts in (H100_PCIE, other_software(H100, torch="2.12"), H100))
+    machines = H100_PCIE, other_software(H100, torch="2.12"), H100
+    near, software, exact = (measured(facts, dense_entry()) for facts in machines)
     located = found(("near", near, "env-path"), ("software", software, "user"), ("exact", exact, "shipped"))
     resolution = resolve(located, H100)
     assert (resolution.path, resolution.tier) == ("exact", "exact")
     assert [line.split(" ")[0] for line in resolution.trace[:3]] == ["exact", "software", "near"]
-    assert "not taken, exact comes first; tier same-silicon: the same device; torch 2.12 there" in resolution.trace[1]
+    assert (
+        "taken for what exact has not measured; tier same-silicon: the same device; torch 2.12" in resolution.trace[1]
+    )
+    assert "not taken, exact comes first; tier nearest" in resolution.trace[2]
+    assert [(source.path, source.tier) for source in resolution.beside] == [("software", "same-silicon")]
+
+
+def test_profiles_of_other_silicon_or_for_several_ranks_stand_beside_nothing() -> None:
+    ring = dense_entry(world=4)
+    near, first, second = measured(H100_PCIE), measured(H100, ring), measured(H100, ring)
+    assert resolve(found(("first", first), ("near", near)), H100).beside == ()
+    assert resolve(found(("first", first), ("second", second)), H100, world=4).beside == ()
+    bound = (*found(("named", first, "argument")), *found(("second", second)))
+    assert resolve(bound, H100).beside == ()
 
 
 def test_within_a_tier_the_search_order_decides() -> None:

@@ -29,7 +29,11 @@ class FaultyBench:
 
     def check(self, workload: Workload, tunables: Tunables, phase: Phase, pace_ms: float | None) -> Checked:
         kernel = tunables.branches[0].forward
-        phase("reference" if kernel == "stopped-at-reference" else "candidate")
+        phase("reference" if kernel == "stopped-at-reference" else "forward")
+        if tunables.branches[0].backward:
+            self._obey(kernel)
+            phase("backward")
+            kernel = tunables.branches[0].backward
         ms = self._obey(kernel)
         return Checked(ms, 1e-3, 1000, ms, float(os.getpid()))
 

@@ -464,7 +464,7 @@ def test_the_gradients_that_are_checked_are_those_of_the_calls_that_are_timed() 
         return (out, out.sum(-1)) if return_lse else out
 
     q, k, v = (torch.ones(1, 4, 2, 8) for _ in range(3))
-    inputs = SimpleNamespace(q=q, k=k, v=v, dout=torch.ones_like(q))
+    inputs = SimpleNamespace(q=q, k=k, v=v, dout=torch.ones_like(q), documents=None)
     out, lse, grads = module_calls.results_of(module, inputs, Workload("train", False, 4, 2, 8, "fp32"))  # type: ignore[arg-type]
     assert differentiated == [False]
     assert [x.requires_grad for x in (out, lse)] == [False, False]

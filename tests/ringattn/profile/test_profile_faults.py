@@ -109,6 +109,6 @@ def test_an_edit_is_noticed_and_the_message_tells_how_to_mean_it() -> None:
     edited = RICH_TEXT.replace("median_ms: 1.25", "median_ms: 0.25")
     with pytest.raises(ProfileError, match="edited; write it anew with `ringtune probe --fresh ") as caught:
         parse_profile(edited, "p.yaml")
-    meant = str(caught.value).split("put ")[1].split(" here")[0]
+    meant = str(caught.value).split(", put ")[1].split(" here")[0]
     old = RICH_TEXT.strip().rsplit(" ", 1)[1]
     assert parse_profile(edited.replace(old, meant), "p.yaml") != RICH

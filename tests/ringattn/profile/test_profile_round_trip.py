@@ -30,7 +30,7 @@ from ringattn.profile.schema import (
 )
 from ringattn.profile.yaml_io import dump_profile, parse_profile
 from ringattn.tunables import TABLE, Tunable
-from ringattn.workload import INPUT_DTYPES, BranchTunables, Pattern, Tunables, Workload, not_narrower
+from ringattn.workload import INPUT_DTYPES, MOST, BranchTunables, Pattern, Tunables, Workload, not_narrower
 
 names = st.text(st.sampled_from(string.ascii_lowercase + string.digits + ".-_"), min_size=1, max_size=12)
 positive = st.integers(1, 1 << 20)
@@ -90,7 +90,7 @@ def entries(draw: st.DrawFn) -> PlanEntry:
         causal=draw(st.booleans()),
         seq_len=draw(positive),
         heads=kv_heads * draw(st.integers(1, 8)),
-        head_dim=draw(positive),
+        head_dim=draw(st.integers(1, MOST["head_dim"])),
         dtype=draw(st.sampled_from(INPUT_DTYPES)),
         kv_heads=kv_heads,
         batch=draw(positive),

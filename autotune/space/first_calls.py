@@ -12,7 +12,7 @@ from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ringattn.planning.fused_steps import FUSED_STEPS
-from ringattn.workload import Tunables, Workload
+from ringattn.workload import Mode, Tunables, Workload
 
 from .space import Space, decode, encode
 
@@ -39,7 +39,7 @@ class CompiledKernel:
 
 def shape_class(workload: Workload) -> Workload:
     """Return what is equal for the workloads that share compiled kernels: all but length and mode."""
-    mode = "decode" if workload.decode else "train"
+    mode: Mode = "decode" if workload.decode else "train"
     return replace(workload, seq_len=1, mode=mode, total_length=0)
 
 

@@ -77,10 +77,8 @@ class KVCache:
         self.dtype, self.device = TORCH_DTYPES[input_dtype(dtype)], device_of(device)
         self.world = group_size(process_group)
         self.rank = 0
-        self.group = None
         if self.world > 1:
-            self.group = getattr(process_group, "get_group", lambda: process_group)()
-            self.rank = int(self.group.rank())
+            self.rank = int(getattr(process_group, "get_group", lambda: process_group)().rank())
         self._cycle = STRIPE * self.world if self.world > 1 else 1  # positions of which each rank holds as many
         self._begins, self._lengths = [0] * self.batch, [0] * self.batch
         kind = (self.batch, self.num_kv_heads, self.head_dim, self.window, self.pattern, self.dtype, self.device)
@@ -387,8 +385,8 @@ class KVCache:
 
     def __repr__(self) -> str:
         lengths = self._lengths if len(set(self._lengths)) > 1 else self._lengths[:1]
-        of_ranks = f", rank {self.rank} of {self.world}" if self.world > 1 else ""
-        limits = "" if self.window is None else f", window={self.window}"
+        of_ranks = f", rank {self.rank} of {self.world}" * (self.world > 1)
+        limits = f", window={self.window}" * (self.window is not None)
         return (
             f"KVCache(batch={self.batch}, kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, "
             f"{DTYPE_NAMES[self.dtype]}, {self.device}, {self.pattern}{limits}, "

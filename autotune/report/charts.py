@@ -24,7 +24,7 @@ PLOT_HEIGHT, HISTORY_HEIGHT = 150, 100
 # What has a colour of its own in the style sheet, in the order in which bars stand side by side.
 SERIES = (
     *("tuned", "torch", "default", "flash-attn-4", "flash-attn-3", "flash-attn-2", "flash", "cudnn", "efficient"),
-    *("xformers", "triton", "flash-cpu", "math"),
+    *("xformers", "triton", "split-kv", "flash-cpu", "math"),
 )
 SLOWEST_DRAWN = 0.25  # of the default's speed; what is slower would press all others together
 _FACTOR_TICKS = (0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20, 50, 100, 1000)

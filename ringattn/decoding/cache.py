@@ -77,10 +77,8 @@ class KVCache:
         self.dtype, self.device = TORCH_DTYPES[input_dtype(dtype)], device_of(device)
         self.world = group_size(process_group)
         self.rank = 0
-        self.group = None
         if self.world > 1:
-            self.group = getattr(process_group, "get_group", lambda: process_group)()
-            self.rank = int(self.group.rank())
+            self.rank = int(getattr(process_group, "get_group", lambda: process_group)().rank())
         self._cycle = STRIPE * self.world if self.world > 1 else 1  # positions of which each rank holds as many
         self._begins, self._lengths = [0] * self.batch, [0] * self.batch
         kind = (self.batch, self.num_kv_heads, self.head_dim, self.window, self.pattern, self.dtype, self.device)
@@ -107,12 +105,12 @@ class KVCache:
     @property
     def capacity(self) -> int:
         """Consecutive positions of a sequence that there is memory for, over all ranks."""
-        return self._k.shape[1] * self.world
+        return int(self._k.shape[1]) * self.world
 
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values on this rank."""
-        return self._k.nbytes + self._v.nbytes
+        return int(self._k.nbytes + self._v.nbytes)
 
     def rows(self, most: int | None = None) -> tuple[Tensor, Tensor]:
         """Return k and v of this rank, views (B, rows, Hkv, D) of its first ``most`` rows; None is all of them."""
@@ -202,7 +200,9 @@ class KVCache:
 
     def truncate(self, lengths: int | Sequence[int]) -> None:
         """Forget the positions of every sequence from its length on: what was proposed and not accepted."""
-        wanted = [lengths] * self.batch if is_integer(lengths) else list(self._integers("lengths", lengths))
+        if is_integer(lengths):
+            lengths = [lengths] * self.batch  # type: ignore[list-item]
+        wanted = self._integers("lengths", lengths)
         for b, length in enumerate(wanted):
             if not 0 <= length <= self._lengths[b]:
                 raise InputError(
@@ -214,7 +214,7 @@ class KVCache:
                     f"truncate: sequence {b} at length {length} needs position {self._needed_at(length)}, and those "
                     f"before {self._begins[b]} were evicted; give the cache a rollback of so many positions"
                 )
-        self._lengths = [int(length) for length in wanted]
+        self._lengths = list(wanted)
         self._begins = [begin if length else 0 for begin, length in zip(self._begins, wanted, strict=True)]
         self._to_device()
 
@@ -238,7 +238,7 @@ class KVCache:
             unread = alike and index.device.type != "cpu"
             order = list(range(self.batch)) if unread else [int(b) for b in index.tolist()]
         else:
-            order = [int(b) for b in self._integers("index", index)]
+            order = self._integers("index", index)
             there = torch.tensor(order, device=self.device)
         if not all(0 <= b < self.batch for b in order):
             raise InputError(f"index is {order}; the cache has sequences 0 to {self.batch - 1}")
@@ -275,7 +275,7 @@ class KVCache:
         """Return how many of ``new`` positions each sequence has; InputError where one has more, or less than none."""
         if counts is None:
             return [new] * self.batch
-        made = [int(count) for count in self._integers("counts", counts)]
+        made = self._integers("counts", counts)
         if not all(0 <= count <= new for count in made):
             raise InputError(f"counts is {made}; each must be from 0 to the {new} positions given")
         return made
@@ -292,7 +292,7 @@ class KVCache:
     def _integers(self, name: str, given: Any) -> list[int]:
         if not is_list(given) or len(given) != self.batch or not all(is_integer(x) for x in given):
             raise InputError(f"{name} is {given!r}; give a list of {plural(self.batch, 'integer')}, one for a sequence")
-        return list(given)
+        return [int(x) for x in given]
 
     def _append_captured(self, k: Tensor, v: Tensor, new: int, counts: list[int]) -> None:
         """Append by what the device knows. The host counts with ``advance`` when the graph is replayed."""
@@ -385,8 +385,8 @@ class KVCache:
 
     def __repr__(self) -> str:
         lengths = self._lengths if len(set(self._lengths)) > 1 else self._lengths[:1]
-        of_ranks = f", rank {self.rank} of {self.world}" if self.world > 1 else ""
-        limits = "" if self.window is None else f", window={self.window}"
+        of_ranks = f", rank {self.rank} of {self.world}" * (self.world > 1)
+        limits = f", window={self.window}" * (self.window is not None)
         return (
             f"KVCache(batch={self.batch}, kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, "
             f"{DTYPE_NAMES[self.dtype]}, {self.device}, {self.pattern}{limits}, "

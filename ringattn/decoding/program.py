@@ -81,12 +81,12 @@ class CrossProgram(Program):
         lse_BSH = lse.transpose(1, 2)
         for block in self._blocks(kv_heads):
             of_q = [self._taken(x, block, block.q, kv_heads) for x in (dout, q, out)]
-            of_k = [self._taken(x, block, block.k, kv_heads) for x in (k, v)]
+            k_rows, v_rows = (self._taken(x, block, block.k, kv_heads) for x in (k, v))
             lse_rows = _folded(_turned(_view(lse_BSH[..., None], block.q, block.heads, kv_heads), block))
             kernel = self._kernel_of(block, True, of_q[1].stride(1))
             dout_rows, out_rows = of_q[0].contiguous(), of_q[2].contiguous()
             lse_rows = lse_rows.squeeze(-1).transpose(1, 2).contiguous()
-            parts = kernel.backward(dout_rows, of_q[1], *of_k, out_rows, lse_rows)
+            parts = kernel.backward(dout_rows, of_q[1], k_rows, v_rows, out_rows, lse_rows)
             for total, part, rows in zip((dq, dk, dv), parts, (block.q, block.k, block.k), strict=True):
                 view = _view(total, rows, block.heads, kv_heads)
                 view.add_(_turned(part.reshape(view.shape), block))
@@ -139,8 +139,8 @@ def _view(x_BSHD: Tensor, rows: Rows, heads: Heads, kv_heads: int) -> Tensor:
         x = x_BSHD[:, rows.first : rows.first + (rows.count - 1) * rows.step + 1 : rows.step].unsqueeze(1)
     else:
         x = x_BSHD[:, rows.begin : rows.begin + rows.segments * rows.length]
-        x = x.unflatten(1, (rows.segments, rows.length))[:, :, rows.offset :: rows.step][:, :, : rows.count]
-    x = x.unflatten(3, (kv_heads, -1))
+        x = torch.unflatten(x, 1, (rows.segments, rows.length))[:, :, rows.offset :: rows.step][:, :, : rows.count]
+    x = torch.unflatten(x, 3, (kv_heads, -1))
     return x[:, :, :, heads.first : heads.first + (heads.count - 1) * heads.step + 1 : heads.step]
 
 

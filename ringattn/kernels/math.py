@@ -115,10 +115,10 @@ def _heads_as_rows(q_NMHD: Tensor, k_NMKD: Tensor, v_NMKD: Tensor, scale: float)
     n, rows, heads, d = q_NMHD.shape
     kv_heads = k_NMKD.shape[2]
     group = heads // kv_heads
-    q = q_NMHD.unflatten(2, (kv_heads, group)).transpose(2, 3).reshape(n, rows * group, kv_heads, d)
+    q = torch.unflatten(q_NMHD, 2, (kv_heads, group)).transpose(2, 3).reshape(n, rows * group, kv_heads, d)
     out, lse = forward(q, k_NMKD, v_NMKD, False, scale)
-    out = out.unflatten(1, (rows, group)).transpose(2, 3).reshape(n, rows, heads, -1)
-    return out, lse.unflatten(2, (rows, group)).transpose(2, 3).reshape(n, heads, rows)
+    out = torch.unflatten(out, 1, (rows, group)).transpose(2, 3).reshape(n, rows, heads, -1)
+    return out, torch.unflatten(lse, 2, (rows, group)).transpose(2, 3).reshape(n, heads, rows)
 
 
 def backward(

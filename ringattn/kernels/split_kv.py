@@ -29,7 +29,7 @@ _MAX_HEAD_DIM = 256
 _LARGEST_TILE = 32  # query rows; more are further tiles, which read the keys again. 64 of 128 leave the registers
 MOST_QUERIES = 16  # more are as well served by kernels for many
 _UNBOUNDED = 2**30  # longer than any cache, and 32-bit sums of two such numbers still fit
-_SLOTS_AT_A_TIME = 16  # of a merge: 16 rows of 128 are 64 bytes a thread
+_SLOTS_AT_A_TIME = (16, 64)  # of a merge: the loads of 64 rows of 128, 64 registers a thread, are waited for once
 # Programs per multiprocessor that splits are made for: three of 142 registers and 72 KiB stay on a Hopper one.
 _WAVES = (3, 2, 1, 6)
 _MOST_TILE_BYTES = 64 * 1024  # of keys and values under way in one program
@@ -111,7 +111,7 @@ class _Launcher:
             )  # fmt: skip
             if slots > 1:
                 tensors = (found, found_lse, out, lse)
-                self._merge(q).launch(batch * heads * queries, tensors, (queries, heads, slots))
+                self._merge(q, slots).launch(batch * heads * queries, tensors, (queries, heads, slots))
         return out, lse
 
     def backward(self, *_: Any) -> NoReturn:
@@ -167,13 +167,15 @@ class _Launcher:
         }
         return _Compiled(self._device_side.split_kv_kernel, tile, constants)
 
-    def _merge(self, q: Tensor) -> _Compiled:
-        key = ("merge", q.dtype, q.shape[3], q.device)
+    def _merge(self, q: Tensor, slots: int) -> _Compiled:
+        at_a_time = next((n for n in _SLOTS_AT_A_TIME if slots <= n), _SLOTS_AT_A_TIME[-1])
+        key = ("merge", q.dtype, q.shape[3], q.device, at_a_time)
         compiled = self._compiled.get(key)
         if compiled is None:
-            constants = {"HEAD_DIM": q.shape[3], "BLOCK_D": _padded(q.shape[3]), "BLOCK_S": _SLOTS_AT_A_TIME}
-            tile = Tile(1, _SLOTS_AT_A_TIME, 4, 1)
-            compiled = self._compiled[key] = _Compiled(self._device_side.merge_slots_kernel, tile, constants)
+            head_dim = q.shape[3]
+            constants: dict[str, object] = {"HEAD_DIM": head_dim, "BLOCK_D": _padded(head_dim), "BLOCK_S": at_a_time}
+            kernel = self._device_side.merge_slots_kernel
+            compiled = self._compiled[key] = _Compiled(kernel, Tile(1, at_a_time, 4, 1), constants)
         return compiled
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from ringattn import Pattern
 from ringattn.errors import PlanError
 from ringattn.kernels.contract import KernelConfig, KernelNeed
-from ringattn.kernels.split_kv import jobs_of, load, params, reasons, tiles
+from ringattn.kernels.split_kv import _SLOTS_AT_A_TIME, jobs_of, load, params, reasons, tiles
 from ringattn.kernels.triton_tiles import parse
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -81,6 +81,7 @@ CALLS = {
     "one key": call([1]),
     "lengths of their own": call([40, 7, 64, 1]),
     "many splits": call([40, 7, 64, 1], limits=MANY_SPLITS),
+    "more splits than are merged at a time": call([8192], 1, 2, 1, capacity=8192, limits={"_WAVES": (99, 1)}),
     "one split of whole tiles": call([64], limits={"_WAVES": (1, 1)}),
     "several queries": call([40, 5, 64], 5),
     "several queries, many splits": call([40, 5, 64], 5, limits=MANY_SPLITS),
@@ -266,10 +267,11 @@ def test_the_default_tile_compiles_and_fits(
 
 
 @needs_triton
-def test_the_merge_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("at_a_time", _SLOTS_AT_A_TIME)
+def test_the_merge_compiles(at_a_time: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     types = {"part_out": "*fp32", "part_lse": "*fp32", "out": "*bf16", "lse": "*fp32"}
-    compiled = _compiled("merge_slots_kernel", 90, types, {"HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_S": 16}, 4, 1)
+    compiled = _compiled("merge_slots_kernel", 90, types, {"HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_S": at_a_time}, 4, 1)
     assert "merge_slots_kernel" in compiled.asm["ptx"]
 
 

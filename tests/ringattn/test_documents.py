@@ -29,6 +29,10 @@ from torch import Tensor
 
 from ringattn import Documents, Pattern, RingAttention
 from ringattn.errors import InputError, PlanError
+from ringattn.hardware.kernel_faults import Combination
+from ringattn.kernels.contract import BoundVarlen, KernelConfig, Sequences
+from ringattn.kernels.registry import KERNELS
+from ringattn.planning.accuracy_check import check_all
 from ringattn.planning.equal_plans import plainest
 from ringattn.runtime import documents as reading
 from ringattn.runtime.documents import documents_of
@@ -448,3 +452,31 @@ def test_varlen_is_for_documents() -> None:
     case = Case(8)
     with pytest.raises(PlanError, match="packing varlen is for documents"):
         case.running(Tunables("fp64", (BranchTunables("math", "math"),), packing="varlen"))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("forgets", [False, True])
+def test_an_entry_that_forgets_the_bounds_fails_the_accuracy_check(
+    backward: bool, causal: bool, forgets: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check calls it with two sequences, of which the first is not to be seen by the second."""
+    load = KERNELS["math"].load_varlen
+    assert load is not None
+
+    def forgetting(config: KernelConfig) -> BoundVarlen:
+        right = load(config)
+
+        def joined(sequences: Sequences) -> Sequences:
+            return replace(sequences, bounds=(0, sequences.bounds[-1])) if forgets else sequences
+
+        return BoundVarlen(
+            lambda q, k, v, sequences, /: right.forward(q, k, v, joined(sequences)),
+            lambda dout, q, k, v, out, lse, sequences, /: right.backward(dout, q, k, v, out, lse, joined(sequences)),
+        )
+
+    entry = replace(KERNELS["flash-cpu"], load_varlen=forgetting)
+    monkeypatch.setitem(KERNELS, "flash-cpu", entry)  # type: ignore[arg-type]
+    asked = Combination("flash-cpu", 16, "fp32", backward, causal, grouped=True, packed=True)
+    (verdict,) = check_all([asked], torch.device("cpu")).values()
+    assert verdict.passes != forgets, verdict

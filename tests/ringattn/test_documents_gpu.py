@@ -74,6 +74,8 @@ def test_documents_keep_the_rule_of_accuracy(name: str, pattern: Pattern, causal
     assert_within_rule_over(case, name, name, torch.bfloat16, module, "cuda", cu_seqlens=BOUNDS)
     (program,) = module._programs.values()
     assert isinstance(program, VarlenProgram) == (packing == "varlen")
+    q, k, v = case.inputs(torch.bfloat16, device="cuda")  # without lse a dense plan may be torch's own function
+    assert torch.equal(module(q, k, v, cu_seqlens=BOUNDS), module(q, k, v, return_lse=True, cu_seqlens=BOUNDS)[0])
 
 
 @pytest.mark.parametrize("packing", ["documents", "varlen"])

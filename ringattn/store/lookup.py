@@ -23,15 +23,14 @@ from ringattn.profile.yaml_io import dump_profile
 from ringattn.wording import plural
 
 from .backend import open_backend
-from .bounded import NoAnswerYet, Pending
+from .bounded import ANSWER_S, NoAnswerYet, Pending
 from .folder import Folder
 from .merge import merge_profiles, same_machine_groups
 from .names import PROFILES, ProfileName, kind_of, shown_url
-from .store import MAX_FILES_OF_A_KIND, Store, parsed
+from .store import MAX_FILES_OF_A_KIND, Store, others_note, parsed
 from .trust import CHECKSUM, Trust, trust_of
 
 STORE_VARIABLE = "RINGTUNE_STORE"
-ANSWER_S = 1.0
 
 
 def store_places(environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -124,7 +123,9 @@ class LocalCopy:
         the store cannot be listed.
         """
         found = Fetched()
-        listed = source.names(kind, world)
+        listed, others = source.listed(kind, world)
+        if others:
+            found.notes.append(others_note(source.url, others))
         if len(listed) > MAX_FILES_OF_A_KIND:
             found.notes.append(
                 f"{source.url}: {len(listed)} files of {kind}, of which {MAX_FILES_OF_A_KIND} are read; "

@@ -85,7 +85,7 @@ def remove_stale(written: Path, name: str | None = None) -> None:
                 match = _TEMPORARY.fullmatch(entry.name)
                 ours = match is not None and (name is None or match[1] == name[:100])
                 if ours and now - entry.stat(follow_symlinks=False).st_mtime > STALE_TEMPORARY_S:
-                    os.unlink(entry.path)
+                    Path(entry.path).unlink()
     except OSError:  # another writer was faster, or may not list or remove here: what was written is whole
         return
 

@@ -160,7 +160,7 @@ def test_another_host_takes_over_from_one_that_is_killed_while_it_measures(stage
 def test_a_store_that_drops_every_packet_is_said_once(tmp_path: Path) -> None:
     pytest.importorskip("s3fs")
     with two_hosts() as hosts:
-        drop_what_is_sent_to_nobody(hosts[0])
+        drop_what_is_sent_to_nobody(hosts)
         keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
         stage = Stage(hosts, "s3://bucket/ringtune", {**keys, "AWS_ENDPOINT_URL": f"http://{NOBODY}:9000"}, tmp_path)
         asked = stage.start(0, "node", "-m", "autotune", "which", "--device", "cpu", "-v", "--store", stage.store)

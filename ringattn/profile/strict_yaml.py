@@ -6,6 +6,7 @@ Here the parser's events are checked one by one as the data is built, so bad inp
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import yaml
@@ -65,17 +66,17 @@ class _Builder:
         self.keys: list[str | None] = []  # for each open mapping the key that waits for its value
 
     def take(self, event: Any) -> None:
-        if isinstance(event, yaml.DocumentStartEvent):
-            self.documents += 1
-            if self.documents > 1:
-                raise YamlError("a second document starts here; a profile is one", event.start_mark)
-        elif isinstance(event, yaml.AliasEvent):
+        if isinstance(event, yaml.AliasEvent):  # a node, too
             raise YamlError("aliases (*name) are not allowed", event.start_mark)
-        elif isinstance(event, yaml.NodeEvent):
+        if isinstance(event, yaml.NodeEvent):
             self._node(event)
         elif isinstance(event, yaml.CollectionEndEvent):
             self.stack.pop()
             self.keys.pop()
+        elif isinstance(event, yaml.DocumentStartEvent):
+            self.documents += 1
+            if self.documents > 1:
+                raise YamlError("a second document starts here; a profile is one", event.start_mark)
 
     def _node(self, event: Any) -> None:
         mark = event.start_mark
@@ -127,6 +128,11 @@ def _scalar(event: Any) -> str | int | float | bool | None:
     value: str = event.value
     if not event.implicit[0] or len(value) > MAX_NUMBER_LENGTH:  # quoted; or too long for anything but text
         return value
+    return _plain_scalar(value)
+
+
+@lru_cache(maxsize=4096)  # most are keys and names, the same in every row: a third of the time of reading
+def _plain_scalar(value: str) -> str | int | float | bool | None:
     tag = str(_resolver.resolve(yaml.ScalarNode, value, (True, False))).removeprefix(_TAG)
     if tag == "str":
         return value

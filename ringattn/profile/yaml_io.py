@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
@@ -209,12 +209,12 @@ def _constructing(key: str) -> Iterator[None]:
 
 
 def _decode(hint: Any, value: object, key: str) -> Any:
+    if hint in (int, float, str, bool):
+        return _decode_scalar(hint, value, key)
     if hint is Pattern:
         return _decode_pattern(value, key)
     if is_dataclass(hint):
         return _decode_fields(hint, value, key)
-    if hint in (int, float, str, bool):
-        return _decode_scalar(hint, value, key)
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Literal:
         if value not in arguments or not isinstance(value, str):
@@ -363,13 +363,18 @@ def _hints(cls: Any) -> dict[str, Any]:
 def _check_text(value: str, key: str) -> None:
     if len(value) > MAX_TEXT:
         raise _Fault(key, f"is text of {len(value)} characters; {MAX_TEXT} is the most")
-    if any("\ud800" <= character <= "\udfff" for character in value):
+    if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
         _refuse(key, value, "text without lone surrogates")
 
 
 def _join(key: str, name: str) -> str:
-    shown = name if _PLAIN_KEY.fullmatch(name) else ascii(name[:60])
+    shown = _shown_key(name)
     return f"{key}.{shown}" if key else shown
+
+
+@lru_cache(maxsize=1024)
+def _shown_key(name: str) -> str:
+    return name if _PLAIN_KEY.fullmatch(name) else ascii(name[:60])
 
 
 def _kind(value: object) -> str:

@@ -93,7 +93,7 @@ def run(program: str, *arguments: str, inside: tuple[str, ...] = (), **variables
 
 @contextlib.contextmanager
 def dropping() -> Iterator[tuple[str, ...]]:
-    """Yield the command prefix of a network namespace in which packets to NOBODY vanish; nothing where there is none."""
+    """Yield the command prefix of a network namespace in which packets to NOBODY vanish; empty without root."""
     name = f"store{os.getpid()}"
     steps = (
         ("netns", "add", name),

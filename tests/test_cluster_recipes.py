@@ -84,7 +84,10 @@ def commands_of_recipes() -> list[tuple[str, ...]]:
     """The arguments of every ``ringtune`` in the scripts and on the page, and of every container with its image."""
     found = []
     for path in (*SCRIPTS, PAGE):
-        text = path.read_text().replace("\\\n", " ")
+        text = path.read_text()
+        if path == PAGE:
+            text = "\n".join(re.findall(r"^ *```(?:sh|console)\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE))
+        text = text.replace("\\\n", " ")
         lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
         for match in re.finditer(r"(?:^|[\s'(])ringtune ((?:[a-z]|--)[^'`|;)\n]*)", "\n".join(lines)):
             found.append(tuple(shlex.split(match[1].split(" 2>&1")[0], comments=True)))

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from ringattn.profile.resolve import Resolution
 
 
+REPORT_S = 10.0  # a first connection to S3 takes 2 s
+
+
 @click.command(short_help="Print the profile this machine uses.")
 @click.option("--path-only", is_flag=True, help="Print the file and nothing else.")
 @click.option(
@@ -95,10 +98,12 @@ def _leave_beacon(
     That is a file or store that was skipped, if any was; else that there is nothing for it.
     """
     import datetime
+    from functools import partial
     from pathlib import Path
 
     from ringattn.profile.schema import Fingerprint
     from ringattn.store.beacon import Beacon, this_node
+    from ringattn.store.bounded import answered
     from ringattn.store.names import kind_of
     from ringattn.wording import plural
 
@@ -106,7 +111,7 @@ def _leave_beacon(
 
     serves = tier != "heuristic"
     lacks = f"no plans for {plural(resolution.world, 'rank')}" if resolution.profile else "no measured profile fits"
-    Beacon(
+    beacon = Beacon(
         node=this_node(),
         kind=kind_of(Fingerprint.of(facts)),
         device_name=facts.device_name,
@@ -115,4 +120,6 @@ def _leave_beacon(
         profile=Path(resolution.path).name if serves else "",
         why="" if serves else "; ".join((lacks, *skipped[:1])),
         day=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-    ).leave(written_store(stores).backend)
+    )
+    backend = written_store(stores).backend
+    answered(partial(beacon.leave, backend), backend.url, REPORT_S)

@@ -6,6 +6,7 @@ Here the parser's events are checked one by one as the data is built, so bad inp
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import yaml
@@ -51,7 +52,11 @@ def read_yaml(text: str) -> object:
 
 
 class _Builder:
-    """Builder of data from parser events; every open collection is on ``stack``."""
+    """Builder of data from parser events; every open collection is on ``stack``.
+
+    A fault quotes the text only once that has said that it is a profile, with a ``schema`` above: any file can be named
+    as one, and what is in others is nobody's business.
+    """
 
     def __init__(self) -> None:
         self.root: object = None
@@ -61,17 +66,17 @@ class _Builder:
         self.keys: list[str | None] = []  # for each open mapping the key that waits for its value
 
     def take(self, event: Any) -> None:
-        if isinstance(event, yaml.DocumentStartEvent):
-            self.documents += 1
-            if self.documents > 1:
-                raise YamlError("a second document starts here; a profile is one", event.start_mark)
-        elif isinstance(event, yaml.AliasEvent):
+        if isinstance(event, yaml.AliasEvent):  # a node, too
             raise YamlError("aliases (*name) are not allowed", event.start_mark)
-        elif isinstance(event, yaml.NodeEvent):
+        if isinstance(event, yaml.NodeEvent):
             self._node(event)
         elif isinstance(event, yaml.CollectionEndEvent):
             self.stack.pop()
             self.keys.pop()
+        elif isinstance(event, yaml.DocumentStartEvent):
+            self.documents += 1
+            if self.documents > 1:
+                raise YamlError("a second document starts here; a profile is one", event.start_mark)
 
     def _node(self, event: Any) -> None:
         mark = event.start_mark
@@ -83,7 +88,11 @@ class _Builder:
         if self.nodes > MAX_NODES:
             raise YamlError(f"more than {MAX_NODES} values", mark)
         if isinstance(event, yaml.ScalarEvent):
-            self._place(_scalar(event), mark)
+            try:
+                value = _scalar(event)
+            except ValueError as error:
+                raise YamlError(f"{self._quoted('a value', event.value)} {error}", mark) from None
+            self._place(value, mark)
             return
         if len(self.stack) >= MAX_DEPTH:
             raise YamlError(f"nested more than {MAX_DEPTH} deep", mark)
@@ -105,15 +114,25 @@ class _Builder:
         elif not isinstance(value, str):
             raise YamlError("a key must be text", mark)
         elif value in parent:
-            raise YamlError(f"key {value[:60]!r} appears twice", mark)
+            raise YamlError(f"{self._quoted('key', value)} appears twice", mark)
         else:
             self.keys[-1] = value
 
+    def _quoted(self, what: str, text: str) -> str:
+        is_profile = isinstance(self.root, dict) and type(self.root.get("schema")) is int
+        return f"{what} {text[:60]!r}" if is_profile else what
+
 
 def _scalar(event: Any) -> str | int | float | bool | None:
+    """Return what a scalar means; ValueError, which says why, for one that means nothing here."""
     value: str = event.value
     if not event.implicit[0] or len(value) > MAX_NUMBER_LENGTH:  # quoted; or too long for anything but text
         return value
+    return _plain_scalar(value)
+
+
+@lru_cache(maxsize=4096)  # most are keys and names, the same in every row: a third of the time of reading
+def _plain_scalar(value: str) -> str | int | float | bool | None:
     tag = str(_resolver.resolve(yaml.ScalarNode, value, (True, False))).removeprefix(_TAG)
     if tag == "str":
         return value
@@ -128,8 +147,8 @@ def _scalar(event: Any) -> str | int | float | bool | None:
         if tag == "float":
             return float(_constructor.construct_yaml_float(node))
     except (ValueError, IndexError, OverflowError):
-        raise YamlError(f"{value!r} is not a number", event.start_mark) from None
-    raise YamlError(f"{value!r} has a meaning of its own in YAML ({tag}); put it in quotes", event.start_mark)
+        raise ValueError("is not a number") from None
+    raise ValueError(f"has a meaning of its own in YAML ({tag}); put it in quotes")
 
 
 class Quoted(str):

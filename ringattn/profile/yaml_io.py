@@ -6,6 +6,7 @@ description of it here. What is absent takes the field's default, what is unknow
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -16,13 +17,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from ringattn.errors import FieldError, InputError, ProfileError
 from ringattn.workload import Branch, HeadOffset, Pattern
 
+from .bounds import MAX_TEXT, check_bounds
 from .schema import SCHEMA_VERSION, Profile
 from .strict_yaml import Quoted, YamlError, read_yaml, write_yaml
 from .whole_file import read_regular, replace_file
@@ -55,7 +57,7 @@ def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
     if len(content) > MAX_FILE_BYTES:
         raise ProfileError(os.fspath(path), f"would be {len(content)} bytes, above the limit of {MAX_FILE_BYTES}")
     try:
-        target = Path(path).resolve()  # through a symbolic link, which stays one
+        target = _resolved(Path(path))
         if target.is_dir():
             raise ProfileError(os.fspath(path), "is a directory; name a file in it")
         if target.exists() and not target.is_file():  # a device or pipe, which a file would replace
@@ -67,6 +69,16 @@ def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
         raise ProfileError(
             os.fspath(path), f"cannot be written: {what}; what was there is unchanged. Write to another place"
         ) from error
+
+
+def _resolved(path: Path) -> Path:
+    """Return where a path leads, through symbolic links, which stay; OSError where it leads nowhere."""
+    try:
+        return path.resolve()
+    except RuntimeError:  # what Python 3.11 and 3.12 make of ELOOP
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from None
+    except ValueError:
+        raise OSError(errno.EINVAL, "its name holds a NUL", ascii(str(path))) from None
 
 
 def url_in(text: str) -> str:
@@ -141,8 +153,12 @@ def checksum_of(plain: dict[str, Any]) -> str:
 
 def _profile_of(plain: object) -> Profile:
     if not isinstance(plain, dict):
-        raise _Fault("", f"holds {_kind(plain)}; a profile is a mapping that starts with `schema: {SCHEMA_VERSION}`")
-    schema = _decode(int, _required(plain, "schema"), "schema")
+        found = _kind(plain) if plain is None or isinstance(plain, list) else "one value"
+        raise _Fault("", f"holds {found}; a profile is a mapping that starts with `schema: {SCHEMA_VERSION}`")
+    schema = _required(plain, "schema")
+    if type(schema) is not int:
+        shown = "text" if isinstance(schema, str) else _kind(schema)
+        raise _Fault("schema", f"is {shown}; it must be an integer")
     if schema != SCHEMA_VERSION:
         raise _Fault(
             "schema",
@@ -193,12 +209,12 @@ def _constructing(key: str) -> Iterator[None]:
 
 
 def _decode(hint: Any, value: object, key: str) -> Any:
+    if hint in (int, float, str, bool):
+        return _decode_scalar(hint, value, key)
     if hint is Pattern:
         return _decode_pattern(value, key)
     if is_dataclass(hint):
         return _decode_fields(hint, value, key)
-    if hint in (int, float, str, bool):
-        return _decode_scalar(hint, value, key)
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Literal:
         if value not in arguments or not isinstance(value, str):
@@ -231,7 +247,9 @@ def _decode_fields(cls: Any, value: object, key: str) -> Any:
         elif field.default is MISSING and field.default_factory is MISSING:
             raise _Fault(_join(key, field.name), "is missing")
     with _constructing(key):
-        return cls(**given)
+        made = cls(**given)
+        check_bounds(made)
+    return made
 
 
 def _decode_scalar(hint: Any, value: Any, key: str) -> Any:
@@ -281,7 +299,9 @@ def _decode_pattern(value: object, key: str) -> Pattern:
         for name in ("segment_lengths", "dilation_rates")
     ]
     with _constructing(key):
-        return Pattern.of(lists[0], lists[1], head_offset)
+        pattern = Pattern.of(lists[0], lists[1], head_offset)
+        check_bounds(pattern)
+    return pattern
 
 
 # --- encoding: the inverse --------------------------------------------------------------------------------------
@@ -341,13 +361,20 @@ def _hints(cls: Any) -> dict[str, Any]:
 
 
 def _check_text(value: str, key: str) -> None:
-    if any("\ud800" <= character <= "\udfff" for character in value):
+    if len(value) > MAX_TEXT:
+        raise _Fault(key, f"is text of {len(value)} characters; {MAX_TEXT} is the most")
+    if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
         _refuse(key, value, "text without lone surrogates")
 
 
 def _join(key: str, name: str) -> str:
-    shown = name if _PLAIN_KEY.fullmatch(name) else ascii(name[:60])
+    shown = _shown_key(name)
     return f"{key}.{shown}" if key else shown
+
+
+@lru_cache(maxsize=1024)
+def _shown_key(name: str) -> str:
+    return name if _PLAIN_KEY.fullmatch(name) else ascii(name[:60])
 
 
 def _kind(value: object) -> str:

@@ -19,7 +19,13 @@ class Backend(Protocol):
         """The store as messages show it, without a password."""
 
     def names(self, folder: str) -> tuple[str, ...]:
-        """Return the names of the files below ``folder``, sorted; nothing for a folder that is not there."""
+        """Return the names of the files below ``folder``, sorted; nothing for a folder that is not there.
+
+        StoreError where the store itself is not there. Hidden files are left out, others are whatever they are.
+        """
+
+    def loose_files(self) -> tuple[str, ...]:
+        """Return the names of the files that lie in the store itself and in none of its folders, sorted."""
 
     def read(self, name: str, limit: int) -> bytes:
         """Return a whole file of at most ``limit`` bytes; FileNotFoundError where there is none."""

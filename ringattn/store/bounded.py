@@ -7,7 +7,12 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from ringattn.errors import StoreError
+
 Answer = TypeVar("Answer")
+
+
+ANSWER_S = 1.0
 
 
 class NoAnswerYet(Exception):
@@ -38,3 +43,11 @@ class Pending(Generic[Answer]):
         if not self._answers:
             raise NoAnswerYet
         return self._answers[0]
+
+
+def answered(work: Callable[[], Answer], url: str, limit_s: float = ANSWER_S) -> Answer:
+    """Return what a store answers, or raise what it raises; StoreError after ``limit_s``."""
+    try:
+        return Pending(work).answer(time.monotonic() + limit_s)
+    except NoAnswerYet:
+        raise StoreError(url, f"did not answer within {limit_s:g} s") from None

@@ -10,12 +10,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ringattn.errors import StoreError
-from ringattn.profile.whole_file import replace_file
+from ringattn.profile.whole_file import remove_stale, replace_file
 
 from .names import checked
 
 MAX_DEPTH = 4
-STALE_TEMPORARY_S = 3600.0
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -36,6 +35,13 @@ class Folder:
             with suppress(FileNotFoundError):
                 self._walk(folder, found, MAX_DEPTH)
         return tuple(sorted(found))
+
+    def loose_files(self) -> tuple[str, ...]:
+        with self._telling("."):
+            self._check_root()
+            with os.scandir(self.root) as entries:
+                files = [e.name for e in entries if not e.name.startswith(".") and not e.is_dir(follow_symlinks=False)]
+        return tuple(sorted(files))
 
     def _walk(self, folder: str, found: list[str], depth: int) -> None:
         with self._opened(folder) as descriptor, os.scandir(descriptor) as entries:
@@ -77,7 +83,7 @@ class Folder:
                 pass  # it is there, and no link
             target = self.root / name
             replace_file(target, content)
-            self._clean(target)
+            remove_stale(target)
 
     def create(self, name: str, content: bytes) -> bool:
         parent, leaf = os.path.split(checked(name, self.url))
@@ -100,8 +106,11 @@ class Folder:
         return ""  # O_EXCL is atomic on NFS since version 3, and on Lustre
 
     def _check_root(self) -> None:
-        if not self.root.is_dir():
-            raise StoreError(self.url, "no such folder; mount it, or make it with mkdir -p")
+        if self.root.is_dir():
+            return
+        if os.path.lexists(self.root):
+            raise StoreError(self.url, "is a file or a broken link; a store is a folder or a URL")
+        raise StoreError(self.url, "no such folder; mount it, or make it with mkdir -p")
 
     @contextmanager
     def _opened(self, folder: str, *, make: bool = False) -> Iterator[int]:
@@ -131,11 +140,3 @@ class Folder:
             links = isinstance(error, NotADirectoryError) or error.errno == errno.ELOOP
             why = "is a link or lies behind one, which a store may not hold" if links else error.strerror
             raise StoreError(self.url, f"{name}: {why}") from error
-
-    def _clean(self, written: Path) -> None:
-        """Remove what killed writers left beside a file that was just written, whose time is this file server's."""
-        now = written.stat().st_mtime
-        for path in written.parent.glob(".*.tmp"):
-            with suppress(FileNotFoundError):  # another writer was faster
-                if now - path.lstat().st_mtime > STALE_TEMPORARY_S:
-                    path.unlink()

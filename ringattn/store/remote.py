@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from difflib import get_close_matches
 from functools import cached_property
 from typing import Any
 
 from ringattn.errors import StoreError
 
-from .names import LEASES, checked, is_name, shown_url
+from .names import LEASES, checked, shown_url
 
 MAX_DEPTH = 4
 # In these a put is seen whole or not at all, and can be made conditional on there being no such object.
@@ -30,8 +31,15 @@ class Remote:
             raise StoreError(self.url, "URLs need fsspec; install the extra: pip install '.[store]'") from None
         try:
             fsspec.get_filesystem_class(self._scheme)
-        except (ImportError, ValueError) as error:
+        except ImportError as error:  # which names the package to install
             raise StoreError(self.url, " ".join(str(error).split())) from None
+        except ValueError:
+            close = get_close_matches(self._scheme, fsspec.available_protocols(), n=1)
+            raise StoreError(
+                self.url,
+                f"fsspec knows no {self._scheme}://; use a folder, or a URL such as s3://, gs:// or https://"
+                + (f"; is it {close[0]}://?" if close else ""),
+            ) from None
 
     @cached_property
     def _connected(self) -> tuple[Any, str]:
@@ -50,9 +58,40 @@ class Remote:
                 how = {} if self._scheme in _OBJECT_STORES else {"maxdepth": MAX_DEPTH, "on_error": "raise"}
                 found = files.find(f"{root}/{folder}", **how)
         except FileNotFoundError:
+            found = []
+        if not found:
+            self._check_there()
+        return self._inner(found)
+
+    def loose_files(self) -> tuple[str, ...]:
+        try:
+            with self._telling("."):
+                files, root = self._connected
+                found = [entry["name"] for entry in files.ls(root, detail=True) if entry["type"] == "file"]
+        except FileNotFoundError:
             return ()
-        inner = (path.removeprefix(f"{root}/") for path in found if path.startswith(f"{root}/"))
-        return tuple(sorted(name for name in inner if is_name(name)))
+        return self._inner(found)
+
+    def _inner(self, paths: Iterable[str]) -> tuple[str, ...]:
+        _, root = self._connected
+        inner = (path.removeprefix(f"{root}/") for path in paths if path.startswith(f"{root}/"))
+        return tuple(sorted(name for name in inner if not any(part[:1] in ("", ".") for part in name.split("/"))))
+
+    def _check_there(self) -> None:
+        """Raise StoreError where the bucket, or the folder on a server, is not there: that is no empty store.
+
+        A prefix in a bucket is there as soon as it is written to.
+        """
+        if self._scheme == "memory":
+            return
+        with self._telling("."):
+            files, root = self._connected
+            is_bucket = self._scheme in _OBJECT_STORES
+            place = root.split("/")[0] if is_bucket else root
+            there = files.exists(place)
+        if not there:
+            what = f"bucket {place}" if is_bucket else "folder"
+            raise StoreError(self.url, f"no such {what}, or none that may be listed; check its name, or make it")
 
     def read(self, name: str, limit: int) -> bytes:
         with self._telling(checked(name, self.url)):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ringattn.errors import ProfileError, StoreError
+from ringattn.errors import ProfileError, StoreError, one_line
 from ringattn.profile.schema import Profile
 from ringattn.profile.yaml_io import MAX_FILE_BYTES, dump_profile, parse_profile
 from ringattn.wording import plural
@@ -33,9 +33,16 @@ class Store:
 
     def names(self, kind: str = "", world: int | None = None) -> tuple[ProfileName, ...]:
         """Return the names of profiles, sorted: all, or those of one kind and number of ranks. Opens no file."""
+        return self.listed(kind, world)[0]
+
+    def listed(self, kind: str = "", world: int | None = None) -> tuple[tuple[ProfileName, ...], tuple[str, ...]]:
+        """Return the names of profiles as ``names`` does, and those of files beside them that are no profile's."""
         folder = f"{PROFILES}/{kind}" if kind else PROFILES
-        parsed = map(ProfileName.parse, self.backend.names(checked(folder, self.url)))
-        return tuple(sorted(name for name in parsed if name is not None and world in (None, name.world)))
+        found = {name: ProfileName.parse(name) for name in self.backend.names(checked(folder, self.url))}
+        profiles = sorted(name for name in found.values() if name is not None)
+        known = {str(name) for name in profiles} | {name.signature for name in profiles}
+        others = tuple(name for name in found if name not in known)
+        return tuple(name for name in profiles if world in (None, name.world)), others
 
     def named(self, text: str) -> ProfileName:
         """Return the one profile that a user means by a full name, a start of it, or a start of its hash.
@@ -108,6 +115,15 @@ class Store:
         for name in names:
             self.backend.delete(str(name))
             self.backend.delete(name.signature)
+
+
+def others_note(url: str, others: Sequence[str]) -> str:
+    """Return what to say of files in a store whose names are no profile's."""
+    are = f"{others[0]} is" if len(others) == 1 else f"{plural(len(others), 'file')}, {others[0]} for one, are"
+    return one_line(
+        f"{url}: {are} passed over: a profile's name in a store is {PROFILES}/KIND/xRANKS-SHA256.yaml, which "
+        "`ringtune push FILE` gives it"
+    )
 
 
 def parsed(content: bytes, name: ProfileName, source: str) -> Profile:

@@ -41,11 +41,14 @@ def candidates(facts: HardwareFacts, world: int, stores: tuple[str, ...], notes:
 
 def _of_other_kinds(facts: HardwareFacts, world: int, stores: tuple[str, ...], notes: list[str]) -> Iterator[Candidate]:
     """Yield one profile for each other kind of this vendor in the stores, which the runtime does not look at."""
-    from ringattn.errors import RingAttentionError
-    from ringattn.profile.locations import home_folder
+    from functools import partial
+
+    from ringattn.errors import RingAttentionError, StoreError
+    from ringattn.profile.locations import FILE_VARIABLE, home_folder
     from ringattn.profile.resolve import tier_of
     from ringattn.profile.schema import Fingerprint
     from ringattn.store.backend import open_backend
+    from ringattn.store.bounded import answered
     from ringattn.store.lookup import store_places
     from ringattn.store.names import kind_of
     from ringattn.store.store import Store
@@ -55,14 +58,21 @@ def _of_other_kinds(facts: HardwareFacts, world: int, stores: tuple[str, ...], n
     for place in stores or store_places(os.environ):
         try:
             store = Store(open_backend(place), trust)
-            others = {name.kind: name for name in store.names() if name.world == world and name.kind != here}
-            alike = [name for kind, name in sorted(others.items()) if kind.startswith(f"{facts.vendor}-")]
-            for name in alike[:OTHER_KINDS]:
-                tier, why = tier_of(store.profile(name), facts, world)
-                near = f"not looked at, of another kind; would be {tier}" if tier else "not looked at, of another kind"
-                yield Candidate(f"{store.url}/{name}", "store", "", f"{near}: {why}")
-        except (FileNotFoundError, RingAttentionError) as error:
-            notes.append(str(error))
+            names = answered(partial(store.names, world=world), store.url)
+        except StoreError as error:
+            if os.environ.get(FILE_VARIABLE):  # else this kind was looked for there, and that said so
+                notes.append(str(error))
+            continue
+        others = {name.kind: name for name in names if name.kind != here}
+        alike = [name for kind, name in sorted(others.items()) if kind.startswith(f"{facts.vendor}-")]
+        for name in alike[:OTHER_KINDS]:
+            try:
+                tier, why = tier_of(answered(partial(store.profile, name), store.url), facts, world)
+            except (FileNotFoundError, RingAttentionError) as error:
+                notes.append(str(error))
+                continue
+            near = f"not looked at, of another kind; would be {tier}" if tier else "not looked at, of another kind"
+            yield Candidate(f"{store.url}/{name}", "store", "", f"{near}: {why}")
 
 
 def store_contents(facts: HardwareFacts) -> list[dict[str, object]]:

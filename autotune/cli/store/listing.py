@@ -43,8 +43,7 @@ def list_store(kind: str | None, fleet: bool, stores: tuple[str, ...], as_json: 
         rows = [row for store in opened for row in profile_rows(store, kind, notes)]
     else:
         columns = ("Kind", "Ranks", "Profiles", "Store")
-        counts = Counter((store.url, name.kind, name.world) for store in opened for name in store.names())
-        rows = [(of, world, count, url) for (url, of, world), count in sorted(counts.items())]
+        rows = [row for store in opened for row in kind_rows(store, notes)]
     for note in notes:
         warn(f"warning: {note}")
     if as_json:
@@ -75,12 +74,27 @@ def table(columns: tuple[str, ...], rows: list[tuple[Any, ...]]) -> Any:
     return made
 
 
+def kind_rows(store: Store, notes: list[str]) -> list[tuple[Any, ...]]:
+    """Return a row for each kind and number of ranks, with how many profiles there are; a note for what is none."""
+    from ringattn.store.store import others_note
+
+    names, others = store.listed()
+    if others := (*store.backend.loose_files(), *others):
+        notes.append(others_note(store.url, others))
+    counts = Counter((name.kind, name.world) for name in names)
+    return [(of, world, count, store.url) for (of, world), count in sorted(counts.items())]
+
+
 def profile_rows(store: Store, kind: str, notes: list[str]) -> list[tuple[Any, ...]]:
     """Return a row for each profile of one kind."""
     from ringattn.errors import RingAttentionError
+    from ringattn.store.store import others_note
 
     rows = []
-    for name in store.names(kind):
+    names, others = store.listed(kind)
+    if others:
+        notes.append(others_note(store.url, others))
+    for name in names:
         try:
             profile = store.profile(name)
         except FileNotFoundError:

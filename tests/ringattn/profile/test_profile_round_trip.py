@@ -16,6 +16,7 @@ from profile_samples import RICH, RICH_TEXT, resealed, text
 
 from ringattn.errors import InputError, ProfileError
 from ringattn.profile import strict_yaml as yaml_strict
+from ringattn.profile.bounds import BOUNDS
 from ringattn.profile.schema import (
     Choice,
     Evidence,
@@ -56,7 +57,7 @@ def values_of(entry: Tunable) -> st.SearchStrategy[Any]:
         return st.sampled_from(entry.allowed)
     if entry.least is None:
         return names if entry.required else names | st.just(entry.plain)
-    integers = st.integers(entry.least, 1 << 20)
+    integers = st.integers(entry.least, min(1 << 20, BOUNDS[Tunables][entry.name]))
     return integers | st.none() if entry.plain is None else integers
 
 
@@ -131,7 +132,7 @@ provenances = st.builds(
     effort=text,
     budget_s=st.none() | amounts,
     elapsed_s=st.none() | amounts,
-    seed=st.none() | st.integers(),
+    seed=st.none() | st.integers(-(2**63) + 1, 2**63 - 1),
     notes=st.lists(text, max_size=2).map(tuple),
 )
 counts = st.integers(0, 1 << 30)

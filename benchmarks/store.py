@@ -125,7 +125,8 @@ def which(record: Record, work: str, rounds: int, folder: Path, store: str, *, k
         warnings.add(len(told))
         codes.add(code)
     found = {"warnings": sorted(warnings), "exit_codes": sorted(codes)}
-    record.add(work=work, which_ms=median(times), which_cpu_ms=median(cpu), least_ms=min(times), **found)
+    load = os.getloadavg()[0]  # above the number of processors the times are other programs', too
+    record.add(work=work, which_ms=median(times), which_cpu_ms=median(cpu), least_ms=min(times), load=load, **found)
 
 
 def main() -> None:

@@ -118,7 +118,7 @@ class Folder:
         self._check_root()
         descriptor = os.open(self.root, _FOLDER)
         try:
-            for part in folder.split("/"):
+            for part in filter(None, folder.split("/")):
                 if make:
                     with suppress(FileExistsError):
                         os.mkdir(part, dir_fd=descriptor)

@@ -13,12 +13,14 @@ if TYPE_CHECKING:
     from ringattn.profile.yaml_io import load_profile
 
     from .attention import RingAttention
+    from .runtime.documents import Documents
 
-__all__ = ["HardwareFacts", "Pattern", "Profile", "RingAttention", "Workload", "detect", "load_profile"]
+__all__ = ["Documents", "HardwareFacts", "Pattern", "Profile", "RingAttention", "Workload", "detect", "load_profile"]
 
 # Loaded on first use, so that the command line can read profiles without waiting for torch.
 _HOMES = {
     "RingAttention": "attention",
+    "Documents": "runtime.documents",
     "HardwareFacts": "hardware.facts",
     "detect": "hardware.facts",
     "Profile": "profile.schema",

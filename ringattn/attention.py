@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ringattn.autograd.function import Runner, runner_of, without_autocast
+from ringattn.autograd.function import Runner, outside_graphs, runner_of, without_autocast
 from ringattn.autograd.transforms import attend_traced, transforms_active
 from ringattn.autograd.warmup import first_calls_ms
 from ringattn.decoding.methods import DecodingMethods
@@ -37,7 +37,8 @@ from ringattn.planning.setup import (
 from ringattn.planning.table import ModuleShape, PlanTable, Row, build_table
 from ringattn.planning.validation_memory import user_memory
 from ringattn.profile.schema import Profile
-from ringattn.runtime.graphed import load_program
+from ringattn.runtime.documents import Documents, documents_of
+from ringattn.runtime.documents_program import DocumentsProgram, load_program
 from ringattn.runtime.inputs import check_dtypes, check_inputs, check_length, check_types
 from ringattn.runtime.program import Program
 
@@ -188,33 +189,43 @@ class RingAttention(DecodingMethods, nn.Module):
             self._setup.announce()
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, return_lse: bool = False, total_length: int | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        return_lse: bool = False,
+        total_length: int | None = None,
+        cu_seqlens: Tensor | Sequence[int] | Documents | None = None,
+        lengths: Tensor | Sequence[int] | Documents | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend over q (B, S, H, D) with k and v (B, S, Hkv, D), any strides.
 
         Over several ranks S is what this rank holds, equal on all of them; where they differ, ``total_length`` is the
         length of the whole sequence, of which each rank holds what ``positions`` says.
 
+        ``cu_seqlens`` (N + 1,) packs N documents into one row (B = 1): document n is positions cu_seqlens[n] to
+        cu_seqlens[n + 1], the first begins at 0. ``lengths`` (B,) is the number of positions that each row has. Each
+        document, or row, is a sequence of its own, from whose start segments count; what lies beyond is padding: never
+        attended, 0 in out, -inf in lse, without gradient. Integers in a list or a tensor, whose values are read once
+        while it lives and is not written to (from a device, by waiting for it), or ``Documents``.
+
         Returns out (B, S, H, D) in q's dtype; with ``return_lse`` also lse (B, H, S), natural log, float32 (float64
         for float64), -inf where nothing is selected or every logit is -inf. A loss may use it, for a second backward;
         what is -inf has no gradient. Over several ranks its backward raises RingAttentionError: use lse.detach().
         """
+        if cu_seqlens is not None or lengths is not None:
+            out, lse = outside_graphs(self._over_documents, q, k, v, total_length, return_lse, cu_seqlens, lengths)
+            return (out, lse) if return_lse else out
         if self._ring is not None:
-            out, lse = self._ring.outside_graphs(self._over_ranks, q, k, v, total_length, return_lse)
+            out, lse = outside_graphs(self._over_ranks, q, k, v, total_length, return_lse)
             return (out, lse) if return_lse else out
         train, autocast = self.call_mode(q, k, v)
-        if total_length is not None and (not is_integer(total_length) or total_length != q.shape[1]):
-            raise InputError(f"total_length is {total_length!r}, but this rank holds all {q.shape[1]}; leave it out")
+        self._check_total(q, total_length)
         if torch.compiler.is_compiling() or transforms_active():
             narrow = autocast if self.casts(q, autocast) else None
             out, lse = attend_traced(self, q, k, v, train, narrow)
         else:
-            looks = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, train)
-            key = (looks, q.device, k.device, v.device, return_lse, total_length, autocast)
-            run = self._runners.get(key)
-            if run is None:
-                run = self._new_runner(q, k, v, train, key, return_lse)
-            out, lse = run(q, k, v)
+            out, lse = self._eager(q, k, v, train, autocast, total_length, return_lse)
         return (out, lse) if return_lse else out
 
     def positions(self, total_length: int) -> Tensor:
@@ -297,25 +308,45 @@ class RingAttention(DecodingMethods, nn.Module):
         return f"heads={s.heads}{kv}, head_dim={s.head_dim}, {s.pattern}, causal={s.causal}, device={self.device}"
 
     def program_for(
-        self, q: Tensor, k: Tensor, v: Tensor, train: bool, total_length: int | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        train: bool,
+        total_length: int | None = None,
+        documents: Documents | None = None,
     ) -> Program | RingProgram:
         """Return the program for these tensors, after every check of them."""
-        batch, length = check_inputs(q, k, v, self.shape, self.device)
-        row = self._validated_row(batch, length, DTYPE_NAMES[q.dtype], train, total_length)
+        batch, length = check_inputs(q, k, v, self.shape, self.device, documents)
+        row = self._validated_row(batch, length, DTYPE_NAMES[q.dtype], train, total_length, documents)
         plan = row.runnable()
         if (note := self.plan.fallback_note(row)) and self._logs:
             say_once(logging.WARNING, note)
         meet(self._record_path, plan)
         ring = None if plan.tunables.is_local else self._ring
         # A program over several ranks is made for one shape.
-        key = (plan.tunables, plan.workload.mode if ring is None else plan.workload)
+        key = (plan.tunables, (plan.workload.mode, plan.workload.packed) if ring is None else plan.workload)
         program = self._programs.get(key)
         if program is None:
             program = load_program(plan, self.scale) if ring is None else ring.program(plan, self.scale)
             self._programs[key] = program
+        if isinstance(program, DocumentsProgram):
+            assert documents is not None
+            return program.over(documents.placed(batch, length), batch * length)
         return program
 
-    def _row(self, batch: int, length: int, dtype: str, train: bool, total_length: int | None) -> Row:
+    def _row(
+        self,
+        batch: int,
+        length: int,
+        dtype: str,
+        train: bool,
+        total_length: int | None,
+        documents: Documents | None = None,
+    ) -> Row:
+        if documents is not None:
+            count, longest, positions = documents.sizes(batch, length)
+            return self.plan.plan_at(longest, dtype, train, count, packed_tokens=positions)
         if self._ring is None:
             return self.plan.plan_at(length, dtype, train, batch)
         length = self._ring.planned_length(length, total_length)
@@ -354,16 +385,59 @@ class RingAttention(DecodingMethods, nn.Module):
         """Tell whether to compute in autocast's dtype: float64 and an explicit dtype keep theirs."""
         return autocast is not None and q.dtype is not torch.float64 and self.plan.wishes.dtype is None
 
+    def _check_total(self, q: Tensor, total_length: int | None) -> None:
+        if total_length is not None and (not is_integer(total_length) or total_length != q.shape[1]):
+            raise InputError(f"total_length is {total_length!r}, but this rank holds all {q.shape[1]}; leave it out")
+
+    def _eager(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        train: bool,
+        autocast: torch.dtype | None,
+        total_length: int | None,
+        with_lse: bool,
+        documents: Documents | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Run a call of one rank."""
+        looks = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, train)
+        key = (looks, q.device, k.device, v.device, with_lse, documents, total_length, autocast)
+        run = self._runners.get(key)
+        if run is None:
+            run = self._new_runner(q, k, v, train, key, with_lse)
+        return run(q, k, v)
+
+    def _over_documents(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        total_length: int | None,
+        with_lse: bool,
+        cu_seqlens: Tensor | Sequence[int] | Documents | None,
+        lengths: Tensor | Sequence[int] | Documents | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Run a call with documents, every one a sequence of its own."""
+        if self._ring is not None:
+            raise InputError("cu_seqlens and lengths are for process_group=None")
+        if torch.compiler.is_exporting() or transforms_active():
+            raise InputError("torch.export and torch.func take neither cu_seqlens nor lengths; call for each document")
+        train, autocast = self.call_mode(q, k, v)
+        self._check_total(q, total_length)
+        documents = documents_of(cu_seqlens, lengths)
+        return self._eager(q, k, v, train, autocast, total_length, with_lse, documents)
+
     def _new_runner(self, q: Tensor, k: Tensor, v: Tensor, train: bool, key: Any, with_lse: bool) -> Runner:
         """Return the function that runs calls with tensors like these, remembered under ``key``."""
-        total_length, autocast = key[-2:]
+        documents, total_length, autocast = key[-3:]
         narrow = autocast if self.casts(q, autocast) else None
         if narrow is not None:
             check_dtypes(q, k, v)
             q, k, v = q.to(narrow), k.to(narrow), v.to(narrow)
-        run = runner_of(self.program_for(q, k, v, train, total_length), q, k, v, train, with_lse)
+        run = runner_of(self.program_for(q, k, v, train, total_length, documents), q, k, v, train, with_lse)
         if self._record_path:
-            row = self._row(q.shape[0], q.shape[1], DTYPE_NAMES[q.dtype], train, total_length)
+            row = self._row(q.shape[0], q.shape[1], DTYPE_NAMES[q.dtype], train, total_length, documents)
             run = count_calls(self._record_path, run, row.runnable())
         if autocast is not None:
             run = without_autocast(run, self._device_type, narrow)
@@ -385,7 +459,7 @@ class RingAttention(DecodingMethods, nn.Module):
             if total_length is not None:
                 total_length = integer("total_length", total_length)
             shapes = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, train)
-            key = (shapes, with_lse, total_length, autocast)
+            key = (shapes, with_lse, None, total_length, autocast)
             run = self._runners.get(key)
             if run is None:
                 run = self._new_runner(q, k, v, train, key, with_lse)

@@ -41,7 +41,7 @@ class Case:
     ``segments`` and ``rates`` are the pattern's, one each per branch; a dense one is one segment of the sequence.
     Over several ranks ``degree`` is the number of ranks that exchange heads, 0 where the tunables give none, and
     ``travelling`` are the branches whose rows go from rank to rank. ``branch`` is the one that a rule of
-    ``BranchTunables`` is asked about.
+    ``BranchTunables`` is asked about. ``packed`` says that documents of several lengths are asked about.
     """
 
     train: bool
@@ -56,6 +56,7 @@ class Case:
     degree: int = 1
     travelling: tuple[int, ...] = ()
     branch: int = 0
+    packed: bool = False
 
 
 def _no_reason(case: Case) -> str:
@@ -191,6 +192,8 @@ def _launch_void(case: Case) -> str:
     checkpoint, schedule = case.tunables.checkpoint, case.tunables.schedule
     if schedule != "local":
         return f"launch graph: a graph holds no messages, and schedule {schedule} sends some"
+    if case.packed:
+        return "launch graph: graphs are for shapes that repeat, and documents of a batch are others each time"
     if case.train and checkpoint != "selective":
         return f"launch graph: calls in flight keep q, k, v, out and lse of their own, not what {checkpoint} keeps"
     return ""

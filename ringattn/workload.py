@@ -116,7 +116,8 @@ class Workload:
 
     ``seq_len`` is the local length on one of ``world`` ranks, ``dtype`` the input dtype by its short name.
     ``total_length`` is the length of the whole sequence, where it is not ``world * seq_len``. ``kv_heads=0`` means as
-    many as query heads.
+    many as query heads. Where ``packed_tokens`` is not 0, the question is about ``batch`` documents of at most
+    ``seq_len`` positions, and so many together.
     """
 
     mode: Mode
@@ -130,6 +131,7 @@ class Workload:
     pattern: Pattern = field(default_factory=Pattern)
     world: int = 1
     total_length: int = 0
+    packed_tokens: int = field(default=0, metadata={"omit_default": True})
 
     def __post_init__(self) -> None:
         if self.kv_heads == 0:
@@ -140,13 +142,23 @@ class Workload:
             raise FieldError(f"is {self.dtype!r}; use one of {', '.join(INPUT_DTYPES)}", field="dtype")
         for name in ("seq_len", "heads", "kv_heads", "head_dim", "batch", "world"):
             object.__setattr__(self, name, integer(name, getattr(self, name)))
-        object.__setattr__(self, "total_length", integer("total_length", self.total_length, least=0))
+        for name in ("total_length", "packed_tokens"):
+            object.__setattr__(self, name, integer(name, getattr(self, name), least=0))
+        least, most = self.seq_len + self.batch - 1, self.batch * self.seq_len
+        if self.packed_tokens and not least <= self.packed_tokens <= most:
+            of_them = f"{plural(self.batch, 'document')} of at most {self.seq_len} positions"
+            raise FieldError(f"is {self.packed_tokens}; {of_them} have {least} to {most}", field="packed_tokens")
         if self.heads % self.kv_heads:
             raise FieldError(f"is {self.heads}, not a multiple of kv_heads, {self.kv_heads}", field="heads")
 
     @property
     def train(self) -> bool:
         return self.mode == "train"
+
+    @property
+    def packed(self) -> bool:
+        """True where it is about documents, of lengths that may differ."""
+        return self.packed_tokens > 0
 
     @property
     def total(self) -> int:
@@ -160,8 +172,9 @@ class Workload:
         heads = f"H{self.heads}" + (f"/{self.kv_heads}" if self.kv_heads != self.heads else "")
         causal = "causal" if self.causal else "full"
         world = f" world={self.world}" if self.world > 1 else ""
+        packed = f" packed={self.packed_tokens}" if self.packed else ""
         shape = f"B{self.batch} S{self.seq_len} {heads} D{self.head_dim} {self.dtype}"
-        return f"{self.mode} {self.pattern} {causal} {shape}{world}"
+        return f"{self.mode} {self.pattern} {causal} {shape}{packed}{world}"
 
 
 def describe(tunables: Tunables) -> str:

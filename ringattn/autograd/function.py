@@ -89,6 +89,14 @@ def runner_of(program: Executor, q: Tensor, k: Tensor, v: Tensor, train: bool, w
     return lambda q, k, v: run(*unit_stride_rows(q, k, v))
 
 
+def outside_graphs(call: Callable[..., tuple[Tensor, Any]], *arguments: Any) -> tuple[Tensor, Any]:
+    """Make a call that torch.compile leaves alone: a graph breaks around it."""
+    if torch.compiler.is_compiling():
+        # Not as a decorator: that imports torch._dynamo, 1.1 of the 3 s in which a rank starts.
+        call = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
+    return call(*arguments)
+
+
 def without_autocast(run: Runner, device_type: str, dtype: torch.dtype | None) -> Runner:
     """Wrap ``run``: autocast is off, so that it narrows no step, and inputs are converted to ``dtype`` (None: kept)."""
 

@@ -161,14 +161,6 @@ class RingContext:
             sizes = [(*x.shape[:dim], length_of(shard), *x.shape[dim + 1 :]) for shard in shards]
             return assemble(self.comm.gather_rows(x, sizes), shards, dim)
 
-    @staticmethod
-    def outside_graphs(call: Callable[..., tuple[Tensor, Tensor]], *arguments: Any) -> tuple[Tensor, Tensor]:
-        """Make a call that torch.compile leaves alone: a graph breaks around it."""
-        if torch.compiler.is_compiling():
-            # Not as a decorator: that imports torch._dynamo, 1.1 of the 3 s in which a rank starts.
-            call = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
-        return call(*arguments)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> RingContext:
         return self
 

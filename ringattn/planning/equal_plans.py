@@ -29,6 +29,7 @@ def case_of(workload: Workload, tunables: Tunables) -> Case:
         segments=tuple(branch.segment for branch in branches),
         rates=tuple(branch.rate for branch in branches),
         tunables=tunables,
+        packed=workload.packed,
     )
     if workload.world == 1:
         return case

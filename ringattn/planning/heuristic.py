@@ -78,7 +78,7 @@ def _launch_gflop(workload: Workload, branch: int, gather: str) -> float:
     A dense forward alone is that function: 64 sequences of 197 took an H200 0.048 ms so and 0.071 on flash, 1024
     positions 0.037 and 0.046, as a program waits for them. Training, flash saves more launches than it loses.
     """
-    if workload.pattern.dense and not workload.train and workload.world == 1:
+    if workload.pattern.dense and not workload.train and workload.world == 1 and not workload.packed:
         return math.inf
     return forward_gflop(workload, branch) / launches(workload, branch, gather)
 

@@ -16,9 +16,10 @@ ROWS_PER_BLOCK = (
 def forward_gflop(workload: Workload, branch: int) -> float:
     """Return the GFLOP of a branch: two products of 2 D operations for each query and key that meet, half if causal."""
     one = workload.pattern.resolved(workload.seq_len)[branch]
-    segment = min(one.segment, workload.seq_len)
+    length = workload.packed_tokens / workload.batch if workload.packed else workload.seq_len
+    segment = min(one.segment, length)
     rows = segment / one.rate
-    pairs = workload.batch * workload.heads * workload.seq_len / segment * rows**2
+    pairs = workload.batch * workload.heads * length / segment * rows**2
     return 4e-9 * workload.head_dim * pairs * (0.5 if workload.causal else 1.0)
 
 

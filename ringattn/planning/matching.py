@@ -66,10 +66,15 @@ def distance(one: Workload, other: Workload, multiprocessors: int) -> float:
 def entry_for(entries: Sequence[PlanEntry], workload: Workload, multiprocessors: int) -> PlanEntry | None:
     """Return the row that serves a workload, or None outside the measured lengths.
 
+    Documents are served by rows that were measured with documents, and other calls by the others.
     Of the rows with equal batch and heads that reach its length, those nearest in ``distance`` count, and of them the
     nearest length. Where none reaches it but all together do, the nearest length counts first.
     """
-    alike = [entry for entry in entries if _kind(entry) == (workload.mode, workload.dtype)]
+    alike = [
+        entry
+        for entry in entries
+        if _kind(entry) == (workload.mode, workload.dtype) and entry.workload.packed == workload.packed
+    ]
     series: dict[tuple[int, int, int], list[PlanEntry]] = {}
     for entry in alike:
         series.setdefault((entry.workload.batch, *_heads(entry)), []).append(entry)

@@ -89,14 +89,17 @@ def record_path(profile: object, wishes: Wishes) -> str:
 
 
 def meet(path: str, plan: Plan) -> None:
-    """Note the workload of a plan in the record ``path``, if any, unless a profile has it measured."""
-    if path and not _measured(plan):
+    """Note the workload of a plan in the record ``path``, if any, unless a profile has it measured.
+
+    Documents are left out, which no probe measures.
+    """
+    if path and not _measured(plan) and not plan.workload.packed:
         record_at(path).meet(plan.workload)
 
 
 def count_calls(path: str, run: Callable[Arguments, Result], plan: Plan) -> Callable[Arguments, Result]:
-    """Return ``run`` with its calls counted in the record ``path``, or as it is where its plan was measured."""
-    return run if _measured(plan) else record_at(path).counted(run, plan.workload)
+    """Return ``run`` with its calls counted in the record ``path``, or as it is where ``meet`` notes nothing."""
+    return run if _measured(plan) or plan.workload.packed else record_at(path).counted(run, plan.workload)
 
 
 def _measured(plan: Plan) -> bool:

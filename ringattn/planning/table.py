@@ -56,7 +56,9 @@ class ModuleShape:
         exchanged = exchanges_heads(self.pattern, self.kv_heads, self.world, facts)
         return resolve_layout(asked, self.pattern, self.causal, measured, exchanged=exchanged)
 
-    def workload(self, seq_len: int, dtype: str, train: bool, batch: int = 1, total_length: int = 0) -> Workload:
+    def workload(
+        self, seq_len: int, dtype: str, train: bool, batch: int = 1, total_length: int = 0, packed_tokens: int = 0
+    ) -> Workload:
         mode: Mode = "train" if train else "infer"
         return Workload(
             mode=mode,
@@ -70,6 +72,7 @@ class ModuleShape:
             pattern=self.pattern,
             world=self.world,
             total_length=total_length,
+            packed_tokens=packed_tokens,
         )
 
 
@@ -155,9 +158,11 @@ class PlanTable(Question):
         facts = replace(self.facts, faults=join_faults(self.facts.faults, tuple(faults)))
         return table_of(replace(self.question, facts=facts), strict=strict, place_of=place_of)
 
-    def plan_at(self, seq_len: int, dtype: str, train: bool, batch: int, total_length: int = 0) -> Row:
+    def plan_at(
+        self, seq_len: int, dtype: str, train: bool, batch: int, total_length: int = 0, packed_tokens: int = 0
+    ) -> Row:
         """Return the row for an actual shape, its plan checked for exactly that shape (index limits, windows)."""
-        workload = self.shape.workload(seq_len, dtype, train, batch, total_length)
+        workload = self.shape.workload(seq_len, dtype, train, batch, total_length, packed_tokens)
         return self._build(self._entry(workload), workload)
 
     def fallback_note(self, row: Row) -> str:
@@ -172,6 +177,8 @@ class PlanTable(Question):
             return f"{what}: {first} cannot run here and gives way to {instead} ({row.note})"
         if not self.entries or row.origin.source == "profile":
             return ""
+        if row.plan is not None and row.plan.workload.packed:
+            return f"{what}: documents were not measured; a heuristic plan serves"
         measured = _buckets(self.entries, row.dtype, row.mode)
         shape = self.shape.workload(1, row.dtype, row.mode == "train")
         if row.bucket is not None or not measured:
@@ -315,7 +322,7 @@ def table_of(
         for mode in modes:
             for entry in entries:
                 w = entry.workload
-                workload = shape.workload(w.seq_len, dtype, mode == "train", w.batch)
+                workload = shape.workload(w.seq_len, dtype, mode == "train", w.batch, packed_tokens=w.packed_tokens)
                 if (w.dtype, w.mode) != (dtype, mode) or table._entry(workload) is not entry:
                     continue  # the second: another with the same length is nearer to the module
                 row = table._build(entry, workload)

@@ -203,8 +203,3 @@ def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
 
 def _key(what: object, inputs: Sequence[Tensor]) -> Key:
     return (what, inputs[0].device, *((x.shape, x.dtype) for x in inputs))
-
-
-def load_program(plan: Plan, scale: float) -> Program:
-    """Return the program of a plan on one device, launched as the plan says."""
-    return (GraphedProgram if plan.tunables.launch == "graph" else Program)(plan, scale)

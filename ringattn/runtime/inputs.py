@@ -11,13 +11,23 @@ from ringattn.geometry.layout import check_own
 from ringattn.planning.table import ModuleShape
 from ringattn.wording import plural
 
+from .documents import Documents
+
 
 def check_inputs(
-    q: Tensor, k: Tensor, v: Tensor, shape: ModuleShape, device: torch.device, *, cross: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shape: ModuleShape,
+    device: torch.device,
+    documents: Documents | None = None,
+    *,
+    cross: bool = False,
 ) -> tuple[int, int]:
     """Return (B, S) of q (B, S, H, D), k and v (B, S, Hkv, D); InputError where one does not fit the module.
 
-    With ``cross`` k and v may have another length than q, equal for both.
+    The module's limit is on the longest of ``documents``, if there are any. With ``cross`` k and v may have another
+    length than q, equal for both.
     """
     if torch._C._get_tracing_state() is not None:
         raise InputError("torch.jit.trace records one shape and plan; use torch.export, or torch.compile")
@@ -59,10 +69,11 @@ def check_inputs(
     if k.shape[1] == 0 and q.shape[1] > 0:
         raise InputError(f"k has shape {tuple(k.shape)}; give at least one key")
     batch, length = q.shape[:2]
-    check_length(k.shape[1], shape.max_seq_len)
+    if documents is None:
+        check_length(k.shape[1], shape.max_seq_len)
     if batch == 0 or length == 0:
         raise InputError(f"q has shape {tuple(q.shape)}; batch and sequence must not be empty")
-    check_length(length, shape.max_seq_len)
+    check_length(length if documents is None else documents.sizes(batch, length)[1], shape.max_seq_len)
     return batch, length
 
 

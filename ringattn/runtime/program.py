@@ -6,7 +6,7 @@ M rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -174,7 +174,7 @@ class Program(Executor):
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        kept: Sequence[Tensor] = (),
+        kept: Iterable[Tensor] = (),
         wanted: Wanted = ALL,
         travel: TravelBackward | None = None,
     ) -> Triple:

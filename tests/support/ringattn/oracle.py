@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -20,8 +21,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ringattn import Pattern, Profile, RingAttention, Workload, detect
+from ringattn.geometry.documents import Document
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.reference import dilated_attention_reference
+from ringattn.runtime.documents import documents_of
 from ringattn.workload import Branch, BranchTunables, Tunables
 
 UNIT_ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
@@ -96,6 +99,13 @@ class Case:
         facts = detect(arguments["device"]) if "device" in arguments else cpu()
         profile = Profile.single(facts, self.workload(dtype, mode), tunables)
         return self.module(profile=profile, **arguments)
+
+    def running_over(
+        self, tunables: Tunables, longest: int, count: int, positions: int, dtype: str = "fp64", **arguments: Any
+    ) -> RingAttention:
+        """The same for ``count`` documents of up to ``longest`` positions."""
+        workload = replace(self.workload(dtype), seq_len=longest, batch=count, packed_tokens=positions)
+        return self.module(profile=Profile.single(cpu(), workload, tunables), **arguments)
 
 
 def lists_of(pattern: Pattern) -> dict[str, Any]:
@@ -214,8 +224,22 @@ def exact(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Results:
     return Results(out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout.double()))
 
 
-def found(module: RingAttention, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Results:
-    out, lse = module(q, k, v, return_lse=True)
+def exact_over(case: Case, documents: Sequence[Document], q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Results:
+    """The float64 result where each of ``documents`` is a sequence of its own, and the rest is padding."""
+    whole = Results(
+        *(torch.zeros_like(x, dtype=torch.float64).detach() for x in (q, q[..., 0].transpose(1, 2), q, k, v))
+    )
+    whole.lse.fill_(-torch.inf)
+    for row, begin, end in documents:
+        rows = slice(row, row + 1), slice(begin, end)
+        found = exact(case, *(x[rows] for x in (q, k, v, dout)))
+        for name, x, part in zip(Results._fields, whole, found, strict=True):
+            x[(rows[0], slice(None), rows[1]) if name == "lse" else rows] = part
+    return whole
+
+
+def found(module: RingAttention, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **arguments: Any) -> Results:
+    out, lse = module(q, k, v, return_lse=True, **arguments)
     return Results(out.detach(), lse, *torch.autograd.grad(out, (q, k, v), dout))
 
 
@@ -303,6 +327,33 @@ def _of_the_rule(case: Case, dtype: torch.dtype, device: str) -> tuple[Results, 
     """The exact results of a case and of the dense one, and the norms of the case."""
     tensors = (*case.inputs(dtype, device=device), case.dout(dtype, device))
     return exact(case, *tensors), exact(replace(case, pattern=DENSE), *tensors), absolute_norms(case, *tensors)
+
+
+def assert_within_rule_over(
+    case: Case, forward: str, backward: str, dtype: torch.dtype, device: str = "cpu", **documents: Any
+) -> None:
+    """The results with documents pass the rule: against dense calls of the same kernels, document by document."""
+    q, k, v = case.inputs(dtype, device=device)
+    dout = case.dout(dtype, device)
+    compute = {"backend": (forward, backward), "dtype": dtype, "device": device}
+    placed = documents_of(documents.get("cu_seqlens"), documents.get("lengths")).placed(case.batch, case.length)
+    results = found(case.module(**compute), q, k, v, dout, **documents)
+    dense_case = replace(case, pattern=DENSE)
+    dense_results = found(dense_case.module(**compute), q, k, v, dout, **documents)
+    expected, dense_expected = (exact_over(c, placed, q, k, v, dout) for c in (case, dense_case))
+    norms = dict.fromkeys(("out", "dq", "dk", "dv"), 0.0)
+    for row, begin, end in placed:
+        parts = (x[row : row + 1, begin:end] for x in (q, k, v, dout))
+        for name, norm in absolute_norms(replace(case, length=end - begin), *parts).items():
+            norms[name] = math.hypot(norms[name], norm)
+    for name, norm in norms.items():
+        x, x64 = getattr(results, name), getattr(expected, name)
+        assert x.dtype is dtype, name
+        err = (x.double() - x64).norm().item()
+        dense_err = (getattr(dense_results, name).double() - getattr(dense_expected, name)).norm().item()
+        bound = max(1.5 * dense_err, 4 * UNIT_ROUNDOFF[dtype] * norm)
+        assert err <= bound, f"{name}: error {err:.3e}, allowed {bound:.3e} (dense call {dense_err:.3e})"
+    assert_lse_within_rule(results.lse, expected.lse, _lse_error(dense_results.lse, dense_expected.lse), dtype)
 
 
 def _lse_error(lse: Tensor, lse64: Tensor) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -244,6 +245,10 @@ class RingAttention(DecodingMethods, nn.Module):
             check_dim(x, dim)
             return x
         return self._ring.unshard(x, total_length, dim)
+
+    def reporting(self) -> AbstractContextManager[None]:
+        """Return a context in which an error of this rank aborts the group: other ranks would wait for its call."""
+        return nullcontext() if self._ring is None else self._ring.watchdog.reporting()
 
     def _shard_of(self, total_length: int) -> Shard:
         return (Span(0, total_length),) if self._ring is None else self._ring.shard(total_length)

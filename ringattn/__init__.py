@@ -15,11 +15,28 @@ if TYPE_CHECKING:
     from .attention import RingAttention
     from .runtime.documents import Documents
 
-__all__ = ["Documents", "HardwareFacts", "Pattern", "Profile", "RingAttention", "Workload", "detect", "load_profile"]
+__all__ = [
+    "Documents",
+    "HardwareFacts",
+    "LongNetBlock",
+    "LongNetEncoder",
+    "MultiheadAttention",
+    "Pattern",
+    "Profile",
+    "RingAttention",
+    "Workload",
+    "detect",
+    "load_profile",
+    "scaled_dot_product_attention",
+]
 
 # Loaded on first use, so that the command line can read profiles without waiting for torch.
 _HOMES = {
     "RingAttention": "attention",
+    "MultiheadAttention": "modules.multihead_attention",
+    "scaled_dot_product_attention": "modules.functional",
+    "LongNetBlock": "modules.longnet",
+    "LongNetEncoder": "modules.longnet",
     "Documents": "runtime.documents",
     "HardwareFacts": "hardware.facts",
     "detect": "hardware.facts",

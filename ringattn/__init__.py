@@ -20,17 +20,25 @@ __all__ = [
     "Documents",
     "HardwareFacts",
     "KVCache",
+    "LongNetBlock",
+    "LongNetEncoder",
+    "MultiheadAttention",
     "Pattern",
     "Profile",
     "RingAttention",
     "Workload",
     "detect",
     "load_profile",
+    "scaled_dot_product_attention",
 ]
 
 # Loaded on first use, so that the command line can read profiles without waiting for torch.
 _HOMES = {
     "RingAttention": "attention",
+    "MultiheadAttention": "modules.multihead_attention",
+    "scaled_dot_product_attention": "modules.functional",
+    "LongNetBlock": "modules.longnet",
+    "LongNetEncoder": "modules.longnet",
     "Documents": "runtime.documents",
     "KVCache": "decoding.cache",
     "HardwareFacts": "hardware.facts",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -56,6 +57,10 @@ class ShardedModule(nn.Module):
             check_dim(x, dim)
             return x
         return self._ring.unshard(x, extent_of(total_length, cu_seqlens, None), dim)
+
+    def reporting(self) -> AbstractContextManager[None]:
+        """Return a context in which an error of this rank aborts the group: other ranks would wait for its call."""
+        return nullcontext() if self._ring is None else self._ring.watchdog.reporting()
 
     def peer_workspace_bytes(self) -> int:
         """Return the peak bytes of memory that peers write into, which torch's allocator does not count."""

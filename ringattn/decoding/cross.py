@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from ringattn.arguments import integer
 from ringattn.autograd.function import Runner, runner_of, without_autocast
 from ringattn.autograd.transforms import transforms_active
 from ringattn.dtypes import DTYPE_NAMES
@@ -56,9 +57,14 @@ def check_align(align: object) -> None:
         raise InputError(f"align is {align!r}; use 'end', where the last query is at the last key, or 'start'")
 
 
-def cross(module: CrossModule, q: Tensor, k: Tensor, v: Tensor, align: Align) -> tuple[Tensor, Tensor]:
+def cross(
+    module: CrossModule, q: Tensor, k: Tensor, v: Tensor, align: Align, window: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Return out (B, Sq, H, D) and lse (B, H, Sq) of q over k and v (B, Sk, Hkv, D); see ``RingAttention.cross``."""
     check_align(align)
+    if window is not None and not (module.shape.causal and module.shape.pattern.dense):
+        raise InputError(f"window is {window!r}, and a sliding window is of causal dense attention")
+    window = None if window is None else integer("window", window)
     if module.shape.world > 1:
         raise InputError(
             "cross attention over several ranks is not supported; use a KVCache, whose keys the ranks hold together, "
@@ -67,18 +73,20 @@ def cross(module: CrossModule, q: Tensor, k: Tensor, v: Tensor, align: Align) ->
     if torch.compiler.is_exporting() or transforms_active():
         raise InputError("torch.export and torch.func take no queries at other positions than the keys")
     if torch.compiler.is_compiling():
-        return torch.compiler.disable(_cross)(module, q, k, v, align)  # type: ignore[no-untyped-call, no-any-return]
-    return _cross(module, q, k, v, align)
+        return torch.compiler.disable(_cross)(module, q, k, v, align, window)  # type: ignore[no-untyped-call, no-any-return]
+    return _cross(module, q, k, v, align, window)
 
 
-def _cross(module: CrossModule, q: Tensor, k: Tensor, v: Tensor, align: Align) -> tuple[Tensor, Tensor]:
+def _cross(
+    module: CrossModule, q: Tensor, k: Tensor, v: Tensor, align: Align, window: int | None
+) -> tuple[Tensor, Tensor]:
     train, autocast = module.call_mode(q, k, v)
     narrow = autocast if module.casts(q, autocast) else None
     if narrow is not None:
         check_dtypes(q, k, v)
     check_inputs(q, k, v, module.shape, module.device, cross=True)
     queries, keys = q.shape[1], k.shape[1]
-    extent = Extent(keys - queries if align == "end" else 0, queries, 0, keys)
+    extent = Extent(keys - queries if align == "end" else 0, queries, 0, keys, window)
     run = attend_at(module, q, k, v, extent, train, narrow)
     if autocast is not None:
         run = without_autocast(run, module.device.type, narrow)

@@ -208,8 +208,9 @@ def test_cross_attention_of_every_kernel(
     exact_leaves = [x.detach().double().requires_grad_() for x in leaves]
     out64, lse64 = cross_oracle.attend(*exact_leaves, seen)
     assert_close(out, lse, out64, lse64)
+    rounded = 2**-8 * float(dout.norm())  # of one key alone dq and dk are 0, a difference of two equal sums
     for grad, grad64 in zip(grads, torch.autograd.grad(out64, exact_leaves, dout.double()), strict=True):
-        assert (grad.double() - grad64).norm() <= 2.5e-2 * max(float(grad64.norm()), 1e-3)
+        assert (grad.double() - grad64).norm() <= 2.5e-2 * max(float(grad64.norm()), rounded)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

@@ -2,60 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from patience import LIMIT_S
-from pool import forked, free_port
+from example_ranks import run_here, run_ranks
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = str(ROOT / "examples" / "train_ring.py")
-
-
-def run_ranks(ranks: int, folder: Path, *arguments: str) -> tuple[list[int | None], str, str]:
-    """Exit codes, and the output of all ranks: processes that find themselves in what torchrun gives."""
-    environment = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    processes = [
-        forked(_rank, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, folder / str(rank), arguments)
-        for rank in range(ranks)
-    ]
-    for process in processes:
-        process.join(LIMIT_S)
-        process.kill()
-    out, err = ("".join((folder / f"{rank}.{name}").read_text() for rank in range(ranks)) for name in ("out", "err"))
-    return [process.exitcode for process in processes], out, err
-
-
-def _rank(environment: dict[str, str], output: Path, arguments: tuple[str, ...]) -> None:
-    os.environ.update(environment)
-    torch.set_num_threads(1)
-    torch.cuda.is_available = lambda: False
-    sys.argv = [EXAMPLE, *arguments]
-    with (
-        output.with_suffix(".out").open("w") as out,
-        output.with_suffix(".err").open("w") as err,
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
-    ):
-        runpy.run_path(EXAMPLE, run_name="__main__")
 
 
 @pytest.fixture
 def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-
-
-def run_here(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-    """The example on one rank, in this process, which has loaded what it needs."""
-    monkeypatch.setattr(sys, "argv", [EXAMPLE, *arguments])
-    runpy.run_path(EXAMPLE, run_name="__main__")
 
 
 def losses(text: str) -> list[float]:
@@ -68,9 +29,9 @@ def test_one_loss_whatever_the_ranks(
 ) -> None:
     """Also of a length that no number of ranks divides, so that they hold different numbers of positions."""
     sizes = ("--steps", "10", "--seq-len", "97", "--batch-size", "2")
-    run_here(monkeypatch, *sizes)
+    run_here(EXAMPLE, monkeypatch, *sizes)
     alone = losses(capsys.readouterr().out)
-    codes, out, err = run_ranks(4, tmp_path, *sizes, "--sequence-ranks", "2")
+    codes, out, err = run_ranks(EXAMPLE, 4, tmp_path, *sizes, "--sequence-ranks", "2")
     assert codes == [0] * 4, err
     spread = losses(out)
     assert len(alone) == 2
@@ -86,7 +47,7 @@ def assert_one_line(stderr: str, told: str) -> None:
 
 
 def test_a_length_too_short_for_the_ranks_is_one_line(tmp_path: Path) -> None:
-    codes, _, err = run_ranks(2, tmp_path, "--seq-len", "3")
+    codes, _, err = run_ranks(EXAMPLE, 2, tmp_path, "--seq-len", "3")
     assert codes == [2, 2]
     assert_one_line(err, "--seq-len: total_length is 3: zigzag layout over 2 ranks")
 
@@ -96,5 +57,5 @@ def test_a_length_beyond_the_text_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
-        run_here(monkeypatch, "--seq-len", "99999999")
+        run_here(EXAMPLE, monkeypatch, "--seq-len", "99999999")
     assert_one_line(capsys.readouterr().err, "--seq-len is 99999999; with a text of ")

@@ -1,0 +1,156 @@
+"""Attention of Hugging Face transformers: ``attn_implementation="ringtune"``, by its public interfaces alone.
+
+Legend: B batch, Sq queries, Sk keys, H query heads, Hkv key/value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ringattn.errors import InputError
+from ringattn.modules.pool import AttentionPool
+from ringattn.planning.preference import Launch, Preference
+from ringattn.profile.schema import Profile
+from ringattn.workload import HeadOffset
+
+from .transformers_calls import Call, attend_here, attend_over_ranks
+from .transformers_masks import mask_codes
+
+# What models hand on to their attention and what changes no number of it: what they return and how, positions that
+# rotary embeddings have used, and hints to other implementations. Anything else that is not None is refused.
+_NO_MATHEMATICS = frozenset(
+    {
+        "cache",
+        "cache_position",
+        "deterministic",
+        "layer_idx",
+        "logits_to_keep",
+        "max_length_k",
+        "max_length_q",
+        "num_items_in_batch",
+        "output_hidden_states",
+        "output_router_logits",
+        "past_key_values",
+        "position_embeddings",
+        "return_dict",
+        "seq_idx",
+        "shift_labels",
+        "use_cache",
+    }
+)
+# Why a keyword that a kernel would have to follow is refused, and what does follow it.
+_REFUSED = {
+    "block_indices": "sparse attention by indices; use attn_implementation='eager'",
+    "head_mask": "a factor on the weights of a head; use attn_implementation='eager'",
+    "indices": "sparse attention by indices; use attn_implementation='eager'",
+    "output_attentions": "attention weights, which no kernel here keeps; use attn_implementation='eager'",
+    "position_bias": "a bias on the logits, as ALiBi's; use attn_implementation='flex_attention' or 'eager'",
+    "softcap": "capped logits; use attn_implementation='eager' or 'flex_attention', or a config without it",
+}
+
+
+def register(
+    name: str = "ringtune",
+    *,
+    segment_lengths: list[int] | None = None,
+    dilation_rates: list[int] | None = None,
+    head_offset: HeadOffset = "interleaved",
+    profile: Literal["auto"] | str | Path | Profile | None = "auto",
+    backend: str | tuple[str, str] | None = None,
+    dtype: torch.dtype | str | None = None,
+    checkpoint: str | None = None,
+    max_seq_len: int | None = None,
+    process_group: Any = None,
+    layout: str = "auto",
+    prefer: Preference | None = None,
+    launch: Launch = "eager",
+) -> None:
+    """Make ``attn_implementation=name`` work in every transformers model that uses its attention interface.
+
+    Registers a function in ``AttentionInterface`` and one in ``AttentionMaskInterface``. Models need no change and
+    nothing is patched. The other arguments are those of ``RingAttention``; heads, head_dim, causality and scale are the
+    model's. Register under several names for several of them; a name that is registered again takes the new ones.
+
+    Over several ranks of ``process_group`` each holds the positions that ``RingAttention.positions`` says, which the
+    model is given as ``position_ids``, and labels that were shifted before they were cut; ``total_length``, an argument
+    of the model's call, says how long the whole sequence is where ranks hold unequal numbers of positions.
+
+    Raises:
+        ImportError: transformers is not installed, or older than 5.6.
+        InputError: an argument that makes no sense.
+    """
+    transformers = importlib.import_module("transformers")
+    masks = importlib.import_module("transformers.masking_utils")
+    if "q_offset" not in inspect.signature(masks.sdpa_mask).parameters:
+        raise ImportError(f"transformers is {transformers.__version__}; this needs 5.6 or newer")
+    pool = AttentionPool(
+        segment_lengths=segment_lengths,
+        dilation_rates=dilation_rates,
+        head_offset=head_offset,
+        profile=profile,
+        backend=backend,
+        dtype=dtype,
+        checkpoint=checkpoint,
+        max_seq_len=max_seq_len,
+        process_group=process_group,
+        layout=layout,
+        prefer=prefer,
+        launch=launch,
+    )
+    transformers.AttentionInterface.register(name, partial(_attention, pool, process_group is not None))
+    codes = partial(mask_codes, masks.causal_mask_function, masks.bidirectional_mask_function)
+    transformers.AttentionMaskInterface.register(name, codes)
+
+
+def _attention(
+    pool: AttentionPool,
+    over_ranks: bool,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    total_length: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Return out (B, Sq, H, Dv) of query (B, H, Sq, D), key (B, Hkv, Sk, D) and value (B, Hkv, Sk, Dv), and None.
+
+    The signature is that of ``AttentionInterface``. InputError for a keyword that is not followed.
+    """
+    for name, given in others.items():
+        if given is None or given is False or name in _NO_MATHEMATICS or (name == "softcap" and given == 0):
+            continue
+        why = _REFUSED.get(name, "nothing that is known here; leave it out, or use attn_implementation='sdpa'")
+        raise InputError(f"{name} is given to attn_implementation='ringtune' and asks for {why}")
+    if dropout:
+        raise InputError(
+            f"dropout is {dropout}, which no kernel applies exactly across blocks; set the config's attention dropout "
+            "(attention_dropout, attention_probs_dropout_prob, attn_pdrop) to 0.0, or call model.eval()"
+        )
+    causal = bool(getattr(module, "is_causal", True)) if is_causal is None else bool(is_causal)
+    sinks = sinks if s_aux is None else s_aux
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    call = Call(causal, sliding_window, position_ids, cu_seq_lens_q, cu_seq_lens_k, total_length)
+    options = {"scale": scaling, "with_lse": sinks is not None}
+    out, lse = (attend_over_ranks if over_ranks else attend_here)(pool, q, k, v, attention_mask, call, options)
+    if sinks is not None:  # one more logit in the softmax, of a key whose value is 0
+        assert lse is not None
+        share_BSH1 = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None]).transpose(1, 2).unsqueeze(-1)
+        out = (out * share_BSH1).to(out.dtype)
+    return out, None

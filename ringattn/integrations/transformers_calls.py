@@ -1,0 +1,174 @@
+"""Reads what a call of a transformers model asks for, mask and packing, and attends.
+
+Legend: B batch, Sq queries, Sk keys, S both, H query heads, Hkv key/value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ringattn.attention import RingAttention
+from ringattn.errors import InputError
+from ringattn.modules.attend import Result, attend
+from ringattn.modules.masks import (
+    Keys,
+    keys_of_bounds,
+    keys_of_mask,
+    keys_of_padding,
+    keys_of_positions,
+    remembered,
+)
+from ringattn.modules.pool import AttentionPool
+
+from .transformers_masks import keys_of_codes
+
+
+class Call(NamedTuple):
+    """Keywords of a call that say which keys a query attends to; ``causal`` of a call without a mask."""
+
+    causal: bool
+    sliding_window: int | None
+    position_ids: Tensor | None
+    cu_seq_lens_q: Tensor | None
+    cu_seq_lens_k: Tensor | None
+    total_length: int | None
+
+
+def attend_here(
+    pool: AttentionPool, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Call, options: dict[str, Any]
+) -> Result:
+    """Attend over q (B, Sq, H, D) with k (B, Sk, Hkv, D) and v of all positions, as ``attend`` does."""
+    if call.total_length not in (None, q.shape[1]):
+        raise InputError(
+            f"total_length is {call.total_length}, but this rank holds all {q.shape[1]} positions; leave it out, or "
+            "register(process_group=...)"
+        )
+    queries, length = q.shape[1], k.shape[1]
+    packed = call.cu_seq_lens_q is not None or call.cu_seq_lens_k is not None
+    positions = call.position_ids is not None and queries == length > 1 and not torch.compiler.is_compiling()
+    if mask is not None or packed or positions:
+        result: Result = _with_keys(pool, q, k, v, mask, call, options)
+        return result
+    return _without(pool, q, k, v, call, options)
+
+
+def _without(pool: AttentionPool, q: Tensor, k: Tensor, v: Tensor, call: Call, options: dict[str, Any]) -> Result:
+    """Attend to all keys, or causally where the last query is at the last key."""
+    queries, length = q.shape[1], k.shape[1]
+    window = call.sliding_window
+    if window is not None and window >= length:
+        window = None
+    if window is not None and not call.causal:
+        raise InputError(
+            f"sliding_window is {window} without a causal mask, and there are {length} keys; use "
+            "attn_implementation='flex_attention' or 'flash_attention_2', or shorter sequences"
+        )
+    if call.causal and queries not in (1, length):
+        raise InputError(
+            f"there are {queries} queries, {length} keys, a causal mask and no attention_mask to say where the queries "
+            "are; give the model's attention the mask of create_causal_mask"
+        )
+    causal = call.causal and (queries > 1 or window is not None)
+    return attend(pool, q, k, v, causal=causal, window=window, **options)
+
+
+@torch.compiler.disable(reason="what a mask means is read on the host")  # type: ignore[no-untyped-call, untyped-decorator]
+def _with_keys(
+    pool: AttentionPool, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Call, options: dict[str, Any]
+) -> Result:
+    keys = _keys(mask, q, k, call)
+    if keys is None:
+        return _without(pool, q, k, v, call, options)
+    window = call.sliding_window
+    if window is not None and keys.causal and keys.window != window < keys.length:
+        raise InputError(f"sliding_window is {window}, and the attention mask has {keys.window or 'no window'}")
+    # A model may have given any queries with a mask of keys, as many by chance; a pattern is for one sequence.
+    return attend(pool, q, k, v, causal=keys.causal, keys=keys, of_one=pool.dilated, **options)
+
+
+def _keys(mask: Tensor | None, q: Tensor, k: Tensor, call: Call) -> Keys | None:
+    """Return the keys that the mask allows, and of these the documents apart; None for a call without either."""
+    keys = None if mask is None else _mask_keys(mask, call)
+    positions, length = call.position_ids, q.shape[1]
+    same = length == k.shape[1] if keys is None else keys.causal and length == keys.length
+    if same and positions is not None and positions.dim() == 2 and positions.shape[1] == length:
+        keys = remembered(keys_of_positions, positions, keys, call.causal, call.sliding_window)
+    packed = _of_bounds(q, k, call)
+    if packed is None:
+        return keys
+    if keys is not None and (keys.documents != packed.documents or keys.causal != packed.causal):
+        raise InputError("cu_seq_lens_q disagrees with the attention mask or position_ids; give one of them")
+    return packed if keys is None else keys
+
+
+def _mask_keys(mask: Tensor, call: Call) -> Keys:
+    if mask.dtype is torch.int32 and mask.dim() == 4 and mask.shape[1:3] == (1, 2):
+        return remembered(keys_of_codes, mask)
+    if mask.dim() == 2:
+        return remembered(keys_of_padding, mask, call.causal)
+    return remembered(keys_of_mask, mask)
+
+
+def _of_bounds(q: Tensor, k: Tensor, call: Call) -> Keys | None:
+    """Return the keys of documents that ``cu_seq_lens`` bound; None without it."""
+    bounds, of_keys = call.cu_seq_lens_q, call.cu_seq_lens_k
+    if bounds is None and of_keys is None:
+        return None
+    if bounds is None or of_keys is None:
+        raise InputError("one of cu_seq_lens_q and cu_seq_lens_k is given; give both")
+    if q.shape[:2] != k.shape[:2] or len(q) != 1:
+        raise InputError(
+            f"cu_seq_lens_q is for documents packed into one row, and q has {len(q)} rows of {q.shape[1]} positions, k "
+            f"{len(k)} of {k.shape[1]}"
+        )
+    packed, other = (
+        remembered(keys_of_bounds, given, q.shape[1], call.causal, call.sliding_window) for given in (bounds, of_keys)
+    )
+    if other.documents != packed.documents:
+        raise InputError("cu_seq_lens_q and cu_seq_lens_k differ; documents that attend to others are not supported")
+    return packed
+
+
+@torch.compiler.disable(reason="ranks agree on every call")  # type: ignore[no-untyped-call, untyped-decorator]
+def attend_over_ranks(
+    pool: AttentionPool, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Call, options: dict[str, Any]
+) -> Result:
+    """Attend with q, k and v (B, S, H or Hkv, D) of this rank's positions of whole sequences, which all ranks hold."""
+    attention = pool.module_for(q, k, call.causal, options["scale"])
+    with attention.reporting():
+        _check_over_ranks(attention, q, k, mask, call)
+    return attend(pool, q, k, v, causal=call.causal, total_length=call.total_length, **options)
+
+
+def _check_over_ranks(attention: RingAttention, q: Tensor, k: Tensor, mask: Tensor | None, call: Call) -> None:
+    """InputError unless every query attends to all positions of its sequence, or all up to its own."""
+    length = q.shape[1]
+    if k.shape[1] != length:
+        raise InputError("over several ranks there is no cached generation and no cross attention; use one rank")
+    if call.cu_seq_lens_q is not None or call.cu_seq_lens_k is not None:
+        raise InputError("cu_seq_lens_q is for one rank; over several ranks give every sequence a row of its own")
+    total = attention.shape.world * length if call.total_length is None else call.total_length
+    if call.sliding_window is not None and call.sliding_window < total:
+        raise InputError(
+            f"sliding_window is {call.sliding_window} and the sequences have {total} positions on all ranks together; "
+            "windows are for one rank, or set the config's sliding_window to None"
+        )
+    if call.position_ids is None or call.position_ids.dim() != 2:
+        raise InputError("over several ranks the model's call needs position_ids, those of RingAttention.positions")
+    if not remembered(_are_positions, call.position_ids, attention, total):
+        raise InputError(
+            f"position_ids are not this rank's of {total} positions in layout {attention.layout!r}; give the model "
+            "those of RingAttention.positions, every sequence a row of its own, and total_length where ranks hold "
+            "unequal numbers of positions"
+        )
+    keys = None if mask is None else _mask_keys(mask, call)
+    if keys is not None and (keys.causal != call.causal or not bool((keys.codes > 0).all())):
+        raise InputError("over several ranks there is no padding and no mask; give sequences of one length")
+
+
+def _are_positions(position_ids: Tensor, attention: RingAttention, total_length: int) -> bool:
+    expected = attention.positions(total_length).to(position_ids.device)
+    return position_ids.shape[1] == len(expected) and bool((position_ids == expected).all())

@@ -1,0 +1,152 @@
+"""Attends over what ``Keys`` describes: in place, packed without its padding, or document by document.
+
+Legend: B batch, S length, H query heads, Hkv key/value heads, D head dim; Sq and Sk where queries and keys differ; T
+positions of all documents of a batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ringattn.attention import RingAttention
+from ringattn.decoding.cross import Align
+from ringattn.errors import InputError
+
+from .masks import Keys
+from .pool import AttentionPool
+
+Result = tuple[Tensor, Tensor | None]  # out (B, Sq, H, Dv); lse (B, H, Sq) if it was asked for
+
+
+def attend(
+    pool: AttentionPool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float | None = None,
+    window: int | None = None,
+    aligned: Align = "end",
+    with_lse: bool = False,
+    keys: Keys | None = None,
+    of_one: bool = False,
+    total_length: int | None = None,
+) -> Result:
+    """Attend over q (B, Sq, H, D) with k (B, Sk, Hkv, D) and v (B, Sk, Hkv, Dv); out is like q, with Dv.
+
+    ``keys`` says which keys there are; None that all are. With them ``causal`` and ``window`` are theirs. A causal mask
+    is aligned to the end of queries and keys or to their start. A query without a key gets 0, and an lse of -inf; so
+    does one at padding, where causality, documents or ``of_one`` say that queries and keys are one sequence.
+    """
+    head_dim, value_dim = q.shape[3], v.shape[3]
+    scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
+    if value_dim != head_dim:  # columns of zeros change no logit, and add columns of zeros to out
+        widest = max(head_dim, value_dim)
+        q, k, v = (pad(x, (0, widest - x.shape[3])) for x in (q, k, v))
+    attention = pool.module_for(q, k, causal if keys is None else keys.causal, scale)
+    if keys is not None and not keys.plain:
+        out, lse = _masked(attention, q, k, v, keys, of_one, with_lse)
+    else:
+        if keys is not None:
+            _check_length(keys, k)
+            k, v, window = k[:, : keys.length], v[:, : keys.length], keys.window
+        out, lse = _unmasked(attention, q, k, v, window, aligned, with_lse, total_length)
+    return (out if value_dim == q.shape[3] else out[..., :value_dim]), lse
+
+
+def _unmasked(
+    attention: RingAttention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int | None,
+    aligned: Align,
+    with_lse: bool,
+    total_length: int | None = None,
+) -> Result:
+    if q.shape[1] != k.shape[1] or (window is not None and window < k.shape[1]):
+        found: Any = attention.cross(q, k, v, aligned, with_lse, window)
+    else:
+        found = attention(q, k, v, with_lse, total_length)
+    return found if with_lse else (found, None)
+
+
+def _masked(
+    attention: RingAttention, q: Tensor, k: Tensor, v: Tensor, keys: Keys, of_one: bool, with_lse: bool
+) -> Result:
+    _check_length(keys, k)
+    windowed = keys.window is not None and keys.window < keys.length
+    if windowed and not keys.causal:
+        raise InputError(f"a sliding window of {keys.window} needs a causal mask here; use FlexAttention or flash-attn")
+    packs = (keys.causal or of_one or not keys.single) and q.shape[1] == keys.length
+    if packs and not windowed and len(keys.codes) == len(q):
+        return _packed(attention, q, k[:, : keys.length], v[:, : keys.length], keys, with_lse)
+    if not attention.shape.pattern.dense:
+        raise InputError(
+            f"pattern {attention.shape.pattern} counts positions, which padding shifts where queries and keys are not "
+            "one sequence; call without padding"
+        )
+    return _by_jobs(attention, q, k, v, keys, with_lse)
+
+
+def _check_length(keys: Keys, k: Tensor) -> None:
+    if keys.length > k.shape[1]:
+        raise InputError(f"the attention mask has {keys.length} positions and k has {k.shape[1]}")
+
+
+def _packed(attention: RingAttention, q: Tensor, k: Tensor, v: Tensor, keys: Keys, with_lse: bool) -> Result:
+    """Attend over the documents alone; padding gets 0, an lse of -inf and no gradient."""
+    if keys.lengths is not None:
+        found = attention(q, k, v, return_lse=with_lse, lengths=keys.lengths)
+        return found if with_lse else (found, None)
+    batch, length, heads, head_dim = q.shape
+    kept_T = keys.kept_on(q.device)
+    if len(kept_T) == 0:
+        return _nothing(q, k, v)
+    whole = len(kept_T) == batch * length
+    packed = (x.flatten(0, 1) if whole else x.flatten(0, 1).index_select(0, kept_T) for x in (q, k, v))
+    out, lse = attention(*(x.unsqueeze(0) for x in packed), return_lse=True, cu_seqlens=keys.documents)
+    out_TH, lse_TH = out[0], lse[0].transpose(0, 1)
+    if not whole:
+        out_TH = q.new_zeros(batch * length, heads, head_dim).index_copy(0, kept_T, out_TH)
+        lse_TH = lse_TH.new_full((batch * length, heads), -torch.inf).index_copy(0, kept_T, lse_TH)
+    return out_TH.view(q.shape), lse_TH.view(batch, length, heads).transpose(1, 2)
+
+
+def _by_jobs(attention: RingAttention, q: Tensor, k: Tensor, v: Tensor, keys: Keys, with_lse: bool) -> Result:
+    """Attend job by job, those of one shape together."""
+    batch, queries, heads, head_dim = q.shape
+    groups = defaultdict(list)
+    for job in keys.jobs(batch, queries):
+        if not len(job.queries) or not len(job.keys):
+            continue
+        if keys.window is not None and job.keys[-1] - job.keys[0] >= len(job.keys):
+            raise InputError("a sliding window counts positions, and a document has padding inside of it")
+        groups[len(job.queries), len(job.keys)].append(job)
+    out, lse = _nothing(q, k, v)
+    out, lse_TH = out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
+    for jobs in groups.values():
+        at_q = torch.stack([job.row * queries + job.queries for job in jobs]).to(q.device)
+        at_k = torch.stack([job.row * k.shape[1] + job.keys for job in jobs]).to(q.device)
+        q_rows, k_rows, v_rows = (x.flatten(0, 1)[at] for x, at in ((q, at_q), (k, at_k), (v, at_k)))
+        part, part_lse = _unmasked(attention, q_rows, k_rows, v_rows, keys.window, "end", with_lse)
+        out = out.index_copy(0, at_q.flatten(), part.flatten(0, 1))
+        if part_lse is not None:
+            lse_TH = lse_TH.index_copy(0, at_q.flatten(), part_lse.transpose(1, 2).flatten(0, 1))
+    return out.view(q.shape), lse_TH.view(batch, queries, heads).transpose(1, 2)
+
+
+def _nothing(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the results of queries without keys, through which q, k and v get gradients of 0."""
+    batch, queries, heads, head_dim = q.shape
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    none = q.flatten(0, 1)[:0] + k[:0].sum() + v[:0].sum()
+    out = torch.cat((none, q.new_zeros(batch * queries, heads, head_dim)))
+    return out.view(q.shape), q.new_full((batch, heads, queries), -torch.inf, dtype=wide)

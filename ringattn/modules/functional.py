@@ -1,0 +1,81 @@
+"""Defines ``scaled_dot_product_attention``, in the place of torch's.
+
+Legend: B batch, H query heads, Hkv key/value heads, Sq queries, Sk keys, D head dimension, Dv that of values.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ringattn.errors import InputError
+
+from .attend import attend
+from .masks import Keys, keys_of_mask, remembered
+from .pool import AttentionPool
+
+_pool = AttentionPool()
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attend as ``torch.nn.functional.scaled_dot_product_attention`` does, by this machine's profile.
+
+    query is (..., H, Sq, D), key (..., H, Sk, D) and value (..., H, Sk, Dv); with ``enable_gqa`` key and value have Hkv
+    heads, a divisor of H. Returns (..., H, Sq, Dv) in query's dtype. ``is_causal`` is aligned to the first query and
+    key, as torch's. The ``RingAttention`` of each kind of call is made when it is first met, and kept.
+
+    ``attn_mask`` may be a causal mask of as many queries as keys, or one of keys alone, the same for all queries and
+    heads, (B or 1, 1, 1, Sk). A query that no key is left for gets 0, where torch gives NaN.
+
+    Raises:
+        InputError: dropout_p > 0, another mask, a bias on the logits, or tensors that do not fit; with what does it.
+    """
+    if dropout_p:
+        raise InputError(
+            f"dropout_p is {dropout_p}, which no kernel applies exactly across blocks; use 0.0, or "
+            "torch.nn.functional.scaled_dot_product_attention"
+        )
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor) or x.dim() < 2:
+            shape = f"has shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"is a {type(x).__name__}"
+            raise InputError(f"{name} {shape}; it must be a tensor (..., heads, sequence, head_dim)")
+    lead = query.shape[:-3]
+    q, k, v = (_four_dimensions(x) for x in (query, key, value))
+    if not enable_gqa and q.shape[1] != k.shape[1]:
+        raise InputError(f"query has {q.shape[1]} heads and key {k.shape[1]}; use enable_gqa=True")
+    if k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
+        raise InputError(
+            f"query, key and value have shapes {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}; all "
+            "but the sequence of key and value, the heads of both with enable_gqa, and value's last must be equal"
+        )
+    keys = None if attn_mask is None else _keys(attn_mask, is_causal, q, k)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out, _ = attend(_pool, q, k, v, causal=is_causal, scale=scale, keys=keys, aligned="start")
+    out = out.transpose(1, 2)
+    return out.reshape(*lead, *out.shape[1:]) if query.dim() > 3 else out.reshape(*query.shape[:-1], out.shape[-1])
+
+
+def _four_dimensions(x: Tensor) -> Tensor:
+    """Return (B, heads, S, D) of a tensor of 2 dimensions or more; torch takes the third from the end for heads."""
+    while x.dim() < 4:
+        x = x.unsqueeze(0)
+    return x.flatten(0, -4)
+
+
+@torch.compiler.disable(reason="what a mask means is read on the host")  # type: ignore[no-untyped-call, untyped-decorator]
+def _keys(mask: Tensor, is_causal: bool, q: Tensor, k: Tensor) -> Keys:
+    if is_causal:
+        raise InputError("attn_mask and is_causal are both given; give one of them")
+    keys = remembered(keys_of_mask, mask)
+    if mask.dim() > 4 or len(keys.codes) not in (1, len(q)):
+        raise InputError(f"attn_mask has shape {tuple(mask.shape)}; it must be (B or 1, 1, Sq or 1, Sk)")
+    return keys

@@ -1,0 +1,133 @@
+"""What a transformers model gives its attention over several ranks: the rows and loss of one rank, or refused there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from example_ranks import run_here, run_ranks
+from masked import masked
+from pool import Pool
+from torch import Tensor
+
+from ringattn.distributed.peer_errors import PeerError
+from ringattn.errors import InputError
+from ringattn.integrations.transformers_calls import Call, attend_over_ranks
+from ringattn.integrations.transformers_masks import mask_codes
+from ringattn.modules.pool import AttentionPool
+
+EXAMPLE = str(Path(__file__).parents[3] / "examples" / "finetune_transformers.py")
+
+
+def test_the_example_has_one_loss_whatever_the_ranks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Of a length that the ranks do not divide, in the zigzag layout, whose positions jump."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    sizes = ("--steps", "2", "--seq-len", "41")
+    run_here(EXAMPLE, monkeypatch, *sizes)
+    alone = re.findall(r"loss ([\d.]+)", capsys.readouterr().out)
+    assert len(alone) == 2
+    assert float(alone[1]) < float(alone[0])
+    codes, out, err = run_ranks(EXAMPLE, 2, tmp_path, *sizes)
+    assert codes == [0, 0], err
+    spread = [float(loss) for loss in re.findall(r"loss ([\d.]+)", out)]
+    assert spread == pytest.approx([float(loss) for loss in alone], abs=1e-4)
+
+
+def causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """As transformers writes a mask."""
+    return key <= query
+
+
+def packed_on_rank(positions: Tensor) -> Any:
+    """As transformers writes the mask of positions that jump."""
+    number = (positions.diff(prepend=positions[:, :1] - 1) != 1).cumsum(1)
+
+    def mask(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        same = number[batch, query] == number[batch, key]
+        return (positions[batch, key] <= positions[batch, query]) & same
+
+    return mask
+
+
+def attended_on_rank(whole: list[Tensor], layout: str) -> list[Tensor]:
+    """Outputs of the whole, with what a model may give: no mask, one of ones, and that of jumping positions."""
+    pool = AttentionPool(profile=None, process_group=dist.group.WORLD, layout=layout)
+    attention = pool.module_for(whole[0], whole[1], True, 0.5)
+    q, k, v = map(attention.shard, whole)
+    positions = attention.positions(whole[0].shape[1])[None]
+    length = q.shape[1]
+    ones = torch.ones(1, length, dtype=torch.bool)
+    masks = (
+        None,
+        mask_codes(causal, packed_on_rank, 1, length, length, attention_mask=ones),
+        mask_codes(causal, causal, 1, length, length, mask_function=packed_on_rank(positions)),
+    )
+    call = Call(True, None, positions, None, None, whole[0].shape[1])
+    options = {"scale": 0.5, "with_lse": False}
+    return [attention.unshard(attend_over_ranks(pool, q, k, v, mask, call, options)[0], 13) for mask in masks]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_ranks_hold_the_rows_of_the_whole(ranks: Callable[[int], Pool], layout: str) -> None:
+    whole = [torch.randn(1, 13, heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
+    expected = masked(*whole, torch.ones(13, 13).tril().bool(), 0.5)
+    for found in ranks(2).run(attended_on_rank, whole, layout):
+        for out in found:
+            torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+
+
+def one_rank_is_wrong() -> str:
+    pool = AttentionPool(profile=None, process_group=dist.group.WORLD, layout="contiguous")
+    attention = pool.module_for(Q, K, True, 1.0)
+    positions = attention.positions(6 * dist.get_world_size())[None] + int(dist.get_rank() == 1)
+    with pytest.raises((InputError, PeerError)) as error:
+        attend_over_ranks(
+            pool, Q, K, K, None, Call(True, None, positions, None, None, None), {"scale": 1.0, "with_lse": False}
+        )
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+def test_a_call_that_one_rank_refuses_ends_on_all(fragile: Pool) -> None:
+    """Those of the others would wait for it."""
+    told = fragile.run(one_rank_is_wrong)
+    assert [text.partition(":")[0] for text in told] == ["PeerError", "InputError", "PeerError"]
+    assert all("position_ids are not this rank's of 18 positions in layout 'contiguous'" in text for text in told)
+
+
+Q, K = torch.zeros(2, 6, 4, 8), torch.zeros(2, 6, 2, 8)
+POSITIONS = torch.arange(6)[None]
+BOUNDS = torch.tensor([0, 6])
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"k": torch.zeros(2, 7, 2, 8)}, "over several ranks there is no cached generation and no cross attention"),
+        ({"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BOUNDS}, "cu_seq_lens_q is for one rank; over several ranks give"),
+        ({"sliding_window": 5}, "sliding_window is 5 and the sequences have 6 positions on all ranks together"),
+        ({"position_ids": None}, "over several ranks the model's call needs position_ids"),
+        ({"position_ids": POSITIONS.expand(3, 1, -1)}, "over several ranks the model's call needs position_ids"),
+        ({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}, "position_ids are not this rank's of 6 positions"),
+        ({"total_length": 7}, "position_ids are not this rank's of 7 positions"),
+        ({"mask": torch.tensor([[1, 1, 1, 1, 1, 0]]).expand(2, -1)}, "over several ranks there is no padding"),
+        ({"mask": torch.ones(2, 1, 1, 6).bool()}, "over several ranks there is no padding and no mask"),
+    ],
+)
+def test_what_is_refused_over_ranks(given: dict[str, Any], told: str) -> None:
+    """Where a group of one rank shows it as well."""
+    fields: dict[str, Any] = dict.fromkeys(Call._fields) | {"causal": True, "position_ids": POSITIONS}
+    k, mask = given.pop("k", K), given.pop("mask", None)
+    pool = AttentionPool(profile=None)
+    with pytest.raises(InputError) as error:
+        attend_over_ranks(pool, Q, k, k, mask, Call(**fields | given), {"scale": 1.0, "with_lse": False})
+    assert str(error.value).startswith(told)
+    out, _ = attend_over_ranks(pool, Q, K, K, None, Call(**fields), {"scale": 1.0, "with_lse": False})
+    assert out.shape == Q.shape

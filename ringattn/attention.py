@@ -20,6 +20,7 @@ from ringattn.autograd.transforms import attend_traced, transforms_active
 from ringattn.autograd.warmup import first_calls_ms
 from ringattn.geometry.layout import Shard, Span, check_dim, positions, resolve_layout, shard
 from ringattn.hardware.kernel_faults import Combination
+from ringattn.maps.module import AttentionMaps
 from ringattn.planning.missed import count_calls, meet, record_path
 from ringattn.planning.plan import Conditions, Plan
 from ringattn.planning.preference import Launch, Preference, check_preference
@@ -37,10 +38,10 @@ from ringattn.planning.table import ModuleShape, PlanTable, Row, build_table
 from ringattn.planning.validation_memory import user_memory
 from ringattn.profile.schema import Profile
 from ringattn.runtime.graphed import load_program
-from ringattn.runtime.inputs import check_dtypes, check_inputs, check_length, check_types
+from ringattn.runtime.inputs import check_dtypes, check_inputs, check_length, check_total_length, check_types
 from ringattn.runtime.program import Program
 
-from .arguments import input_dtype, integer, is_integer
+from .arguments import input_dtype, integer
 from .autograd import torch_compile as compiled
 from .dtypes import DTYPE_NAMES, TORCH_DTYPES
 from .errors import InputError
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
     from ringattn.distributed.program import RingProgram
 
 
-class RingAttention(nn.Module):
+class RingAttention(AttentionMaps, nn.Module):
     """Exact dense or dilated attention over one sequence, run as this machine's hardware profile says.
 
     q is (B, S, H, D), k and v are (B, S, Hkv, D); out is like q, in its dtype. A pattern of branches
@@ -174,8 +175,7 @@ class RingAttention(nn.Module):
         self.dropout = float(dropout)
         self._validated: set[Combination] = set()
         self.validates = True  # False where the caller compares each plan with float64 itself, as a probe does
-        self.device = self._setup.device
-        self._device_type = self.device.type
+        self.device, self._device_type = self._setup.device, self._setup.device.type
         self._runners: dict[Any, Runner] = {}
         self.traced: dict[Any, Program | RingProgram] = {}
         self._programs: dict[Any, Program | RingProgram] = {}
@@ -201,8 +201,8 @@ class RingAttention(nn.Module):
             out, lse = self._ring.outside_graphs(self._over_ranks, q, k, v, total_length, return_lse)
             return (out, lse) if return_lse else out
         train, autocast = self._mode(q, k, v)
-        if total_length is not None and (not is_integer(total_length) or total_length != q.shape[1]):
-            raise InputError(f"total_length is {total_length!r}, but this rank holds all {q.shape[1]}; leave it out")
+        if total_length is not None:
+            check_total_length(total_length, q.shape[1])
         if torch.compiler.is_compiling() or transforms_active():
             narrow = autocast if self._casts(q, autocast) else None
             out, lse = attend_traced(self, q, k, v, train, narrow)

@@ -149,6 +149,15 @@ class RingContext:
 
         return buffer_pool_of(self.comm.group, self._device, self.watchdog)
 
+    def begin_map(self, what: str, q: Tensor, total_length: int | None, narrow: torch.dtype | None) -> int:
+        """Begin a call that asks for ``what`` of these inputs, which ranks always compare; return the whole length."""
+        self._compare(f"{what}: {self._describe(q, True, total_length, narrow)}")
+        return self.total_of(q.shape[1], total_length)
+
+    def gather_equal(self, x: Tensor) -> list[Tensor]:
+        """Return every rank's tensor, which has one shape on all, in the order of ranks."""
+        return self.comm.gather_rows(x, [tuple(x.shape)] * self.comm.size)
+
     def unshard(self, x: Tensor, total_length: int | None, dim: int) -> Tensor:
         """Return every rank's rows in order. They compare first: messages of unequal sizes end a process."""
         with self.call():

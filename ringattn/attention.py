@@ -25,18 +25,11 @@ from ringattn.planning.missed import count_calls, meet, record_path
 from ringattn.planning.plan import Conditions, Plan
 from ringattn.planning.preference import Launch, Preference, check_preference
 from ringattn.planning.self_check import asked_of_kernels, faults_of
-from ringattn.planning.setup import (
-    Setup,
-    check_module,
-    device_of,
-    group_size,
-    say_once,
-    set_up,
-    wishes_of,
-)
+from ringattn.planning.setup import Setup, check_module, device_of, group_size, say_once, set_up, wishes_of
 from ringattn.planning.table import ModuleShape, PlanTable, Row, build_table
 from ringattn.planning.validation_memory import user_memory
 from ringattn.profile.schema import Profile
+from ringattn.runtime.fits import FitsMemory
 from ringattn.runtime.graphed import load_program
 from ringattn.runtime.inputs import check_dtypes, check_inputs, check_length, check_total_length, check_types
 from ringattn.runtime.program import Program
@@ -52,7 +45,7 @@ if TYPE_CHECKING:
     from ringattn.distributed.program import RingProgram
 
 
-class RingAttention(AttentionMaps, nn.Module):
+class RingAttention(AttentionMaps, FitsMemory, nn.Module):
     """Exact dense or dilated attention over one sequence, run as this machine's hardware profile says.
 
     q is (B, S, H, D), k and v are (B, S, Hkv, D); out is like q, in its dtype. A pattern of branches
@@ -310,6 +303,7 @@ class RingAttention(AttentionMaps, nn.Module):
         if program is None:
             program = load_program(plan, self.scale) if ring is None else ring.program(plan, self.scale)
             self._programs[key] = program
+        program.table = self.plan
         return program
 
     def _row(self, batch: int, length: int, dtype: str, train: bool, total_length: int | None) -> Row:

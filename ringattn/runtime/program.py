@@ -78,6 +78,10 @@ class Program(Executor):
         out, lse = self.forward(q.to(self.dtype), k.to(self.dtype), v.to(self.dtype), kept)
         return out.to(q.dtype), lse
 
+    def direct(self, dtype: torch.dtype) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+        # A step less in the place of the one that its caller adds; a subclass has its own ``attend``.
+        return self.forward if type(self) is Program and dtype is self.dtype else self.attend
+
     def gradients(
         self, dout: Tensor | None, saved: Sequence[Tensor], wanted: Wanted = ALL, dlse: Tensor | None = None
     ) -> Grads:

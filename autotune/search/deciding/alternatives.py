@@ -18,6 +18,7 @@ from .choose import Candidate, pareto_front
 
 FRONT_KEPT = 4
 RUNNERS_UP = 2
+LEANEST_BLOCKS = 4  # of the leanest plan at most: two that count, and two that are disturbed or in which it dies
 NARROW_GAIN = 0.01  # log-ratio by which a narrower dtype must surely be faster
 
 
@@ -54,10 +55,13 @@ class Alternatives:
         return list(known.values())
 
     def has_leaner(self) -> bool:
-        """Return whether something that was timed balances time and memory otherwise than the fastest plan does."""
+        """Return whether something that was timed will be validated for its memory.
+
+        In training whatever is leaner, else what balances time and memory otherwise than the fastest plan does.
+        """
         front = pareto_front(self._timed())
-        if len(front) < 2:
-            return False
+        if len(front) < 2 or self.state.workload.train:
+            return len(front) >= 2
         costs = [cost("balanced", candidate.gain.median, candidate.peak_bytes) for candidate in front]
         return min(costs[1:]) < costs[0]
 
@@ -78,11 +82,35 @@ class Alternatives:
         best = min(surely, key=lambda c: c.gain.median, default=None)
         return best if best is not None and state.validate(best.tunables) is None else None
 
+    def time_leanest(self) -> None:
+        """Time the leanest plan of a training cell twice, where it was checked and let go for its time.
+
+        ``prefer="memory"`` and a call for which memory runs out want it however slow: two blocks, and a validation in
+        ``front``, are worth it beyond the end of the cell, but not of the probe.
+        """
+        state, eager = self.state, self.state.under("eager")
+        for _ in range(LEANEST_BLOCKS):
+            right = [eager.entry(e.tunables) for e in state.entries.values() if state.may_be_chosen(e)]
+            peaks = {entry.tunables: entry.checked.peak_bytes for entry in right if entry.checked is not None}
+            if not state.workload.train or not peaks:
+                return
+            lean = [entry for entry in right if 0.99 * peaks[entry.tunables] < min(peaks.values())]
+            if any(entry.tunables == self.default.tunables or len(entry.log_ratios) >= 2 for entry in lean):
+                return
+            first = min(lean, key=lambda entry: (-len(entry.log_ratios), eager.first_look(entry) or 0.0))
+            if not state.end.allows(state.block_s([first.tunables])):
+                return
+            state.block([state.entry(first.tunables)])
+
     def front(self, finals: Sequence[Candidate]) -> list[Candidate]:
-        """Time against memory over everything timed, validated while there is time: what balances the two first."""
+        """Time against memory over everything timed, validated while there is time: what balances the two first.
+
+        Of a training cell the leanest that is right comes before that, and may be validated after the cell's end.
+        """
         front = pareto_front(self._timed(finals))
+        kept = self._validated(front[::-1], 1, self.state.end) if self.state.workload.train else []
         balanced = sorted(front, key=lambda c: cost("balanced", c.gain.median, c.peak_bytes))
-        kept = self._validated(balanced, FRONT_KEPT)
+        kept += self._validated([c for c in balanced if c not in kept], FRONT_KEPT - len(kept))
         return [candidate for candidate in front if candidate in kept]
 
     def runners_up(self, winner: Candidate, finals: Sequence[Candidate]) -> list[Candidate]:
@@ -91,14 +119,17 @@ class Alternatives:
         wanted.sort(key=lambda c: (c not in finals, c.gain.median))
         return self._validated(wanted, RUNNERS_UP)
 
-    def _validated(self, candidates: Sequence[Candidate], wanted: int) -> list[Candidate]:
+    def _validated(
+        self, candidates: Sequence[Candidate], wanted: int, until: Deadline | None = None
+    ) -> list[Candidate]:
         """The first of those that are right at ragged lengths; what there is no time to validate is left out."""
+        deadline = until or self.deadline
         kept: list[Candidate] = []
         for candidate in candidates:
             entry = self.state.entry(candidate.tunables)
             if len(kept) == wanted:
                 break
-            if entry.validated is None and not self.deadline.allows(self.state.validation_s(entry.tunables)):
+            if entry.validated is None and not deadline.allows(self.state.validation_s(entry.tunables)):
                 continue
             if self.state.validate(entry.tunables) is None:
                 kept.append(candidate)

@@ -61,6 +61,7 @@ class Final:
         beyond_s = min(state.undecided_s, state.end.remaining_s() - self.deadline.remaining_s())
         if beyond_s > 0 and math.isfinite(beyond_s) and self._noise_hides_a_gain(entries):
             retime(state, entries, self.since, racing.earlier_by(-beyond_s))
+        self._beside.time_leanest()
         if self._ways.count(self.default) < 2:
             return self.inconclusive("no time was left to time it twice")
         return self._decide(entries)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from machines import MIB, Setting, by_kernels, invented, plan, workload
 
-from autotune.measure.evaluator import Checked
+from autotune.measure.evaluator import Checked, Fault, Proven
 from autotune.search.limits import Limits
 from autotune.space.space import distance
 from ringattn.workload import Pattern, Tunables, Workload
@@ -213,3 +213,38 @@ def test_the_lean_end_of_the_front_is_proven_even_where_time_is_short(budget_s: 
         assert result.choice is not None
         assert result.choice.tunables == plan(cell, "swift")
         assert [m.tunables for m in result.front] == [plan(cell, "swift"), plan(cell, "swift", window_tokens=2048)]
+
+
+@pytest.mark.parametrize("budget_s", [4.0, 6.0, 9.0])
+def test_the_leanest_plan_of_a_training_cell_is_validated_however_slow(budget_s: float) -> None:
+    """``prefer="memory"`` needs it: a plan of twice the time and half the memory balances nothing."""
+    truth = by_kernels(quick=0.0, swift=-0.1, math=1.0)
+
+    def peak(tunables: Tunables) -> int:
+        return (50 if tunables.branches[0].backward == "math" else 100) * MIB
+
+    for seed in range(3):
+        trial = Setting(DENSE, truth, plan(DENSE), rows={"peak": peak}, budget_s=budget_s).run(seed)
+        timed = [entry for entry in trial.search.state.under("eager").timed() if len(entry.log_ratios) >= 2]
+        leanest = min(entry.checked.peak_bytes for entry in timed if entry.checked is not None)
+        assert leanest == 50 * MIB
+        assert min(m.checked.peak_bytes for m in trial.result.front) == leanest
+        for measured in trial.result.front:
+            assert isinstance(trial.search.state.entry(measured.tunables).validated, Proven)
+
+
+def test_where_the_leanest_plan_is_wrong_the_next_is_validated() -> None:
+    peaks = {"quick": 100, "swift": 100, "math": 50}
+    wrong = {
+        replace(plan(DENSE, "math"), checkpoint=checkpoint): Fault("inaccurate", "dq is wrong")
+        for checkpoint in ("selective", "full", "offload")
+    }
+    trial = Setting(
+        DENSE,
+        by_kernels(quick=0.0, swift=-0.1, math=1.0),
+        plan(DENSE),
+        rows={"peak": lambda t: peaks[t.branches[0].backward] * MIB - (t.branches[0].forward == "math")},
+        unproven=wrong,
+    ).run()
+    assert not {m.tunables for m in trial.result.front} & set(wrong)
+    assert min(m.checked.peak_bytes for m in trial.result.front) == 50 * MIB

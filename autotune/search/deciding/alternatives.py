@@ -55,13 +55,10 @@ class Alternatives:
         return list(known.values())
 
     def has_leaner(self) -> bool:
-        """Return whether something that was timed will be validated for its memory.
-
-        In training whatever is leaner, else what balances time and memory otherwise than the fastest plan does.
-        """
+        """Return whether something that was timed balances time and memory otherwise than the fastest plan does."""
         front = pareto_front(self._timed())
-        if len(front) < 2 or self.state.workload.train:
-            return len(front) >= 2
+        if len(front) < 2:
+            return False
         costs = [cost("balanced", candidate.gain.median, candidate.peak_bytes) for candidate in front]
         return min(costs[1:]) < costs[0]
 
@@ -82,36 +79,34 @@ class Alternatives:
         best = min(surely, key=lambda c: c.gain.median, default=None)
         return best if best is not None and state.validate(best.tunables) is None else None
 
-    def time_leanest(self) -> None:
-        """Time the leanest plan of a training cell twice, where it was checked and let go for its time.
+    def front(self, finals: Sequence[Candidate]) -> list[Candidate]:
+        """Time against memory over everything timed, validated while there is time: what balances the two first."""
+        front = pareto_front(self._timed(finals))
+        balanced = sorted(front, key=lambda c: cost("balanced", c.gain.median, c.peak_bytes))
+        kept = self._validated(balanced, FRONT_KEPT)
+        return [candidate for candidate in front if candidate in kept]
 
-        ``prefer="memory"`` and a call for which memory runs out want it however slow: two blocks, and a validation in
-        ``front``, are worth it beyond the end of the cell, but not of the probe.
+    def leanest(self, below_bytes: float) -> Candidate | None:
+        """Time the leanest right plan below so many bytes twice, and validate it, while there is time; None otherwise.
+
+        The search lets a slow plan go after the call of its check, whatever memory it needs.
         """
         state, eager = self.state, self.state.under("eager")
         for _ in range(LEANEST_BLOCKS):
-            right = [eager.entry(e.tunables) for e in state.entries.values() if state.may_be_chosen(e)]
-            peaks = {entry.tunables: entry.checked.peak_bytes for entry in right if entry.checked is not None}
-            if not state.workload.train or not peaks:
-                return
-            lean = [entry for entry in right if 0.99 * peaks[entry.tunables] < min(peaks.values())]
-            if any(entry.tunables == self.default.tunables or len(entry.log_ratios) >= 2 for entry in lean):
-                return
-            first = min(lean, key=lambda entry: (-len(entry.log_ratios), eager.first_look(entry) or 0.0))
-            if not state.end.allows(state.block_s([first.tunables])):
-                return
-            state.block([state.entry(first.tunables)])
-
-    def front(self, finals: Sequence[Candidate]) -> list[Candidate]:
-        """Time against memory over everything timed, validated while there is time: what balances the two first.
-
-        Of a training cell the leanest that is right comes before that, and may be validated after the cell's end.
-        """
-        front = pareto_front(self._timed(finals))
-        kept = self._validated(front[::-1], 1, self.state.end) if self.state.workload.train else []
-        balanced = sorted(front, key=lambda c: cost("balanced", c.gain.median, c.peak_bytes))
-        kept += self._validated([c for c in balanced if c not in kept], FRONT_KEPT - len(kept))
-        return [candidate for candidate in front if candidate in kept]
+            peaks = {
+                plan: entry.checked.peak_bytes
+                for plan, entry in state.entries.items()
+                if entry.checked is not None and entry.checked.peak_bytes < below_bytes and state.may_be_chosen(entry)
+            }
+            lean = [eager.entry(plan) for plan, peak in peaks.items() if 0.99 * peak < min(peaks.values())]
+            if not lean or any(e.tunables == self.default.tunables or len(e.log_ratios) >= 2 for e in lean):
+                break
+            plan = min(lean, key=lambda e: (-len(e.log_ratios), eager.first_look(e) or 0.0)).tunables
+            if not self.deadline.allows(state.block_s([plan]) + state.validation_s(plan)):
+                break
+            state.block([state.entry(plan)])
+        leaner = [c for c in pareto_front(self._timed())[::-1] if c.peak_bytes < below_bytes]
+        return next(iter(self._validated(leaner, 1)), None)
 
     def runners_up(self, winner: Candidate, finals: Sequence[Candidate]) -> list[Candidate]:
         """The next two: finalists first, then what was timed before, validated while there is time."""
@@ -119,17 +114,14 @@ class Alternatives:
         wanted.sort(key=lambda c: (c not in finals, c.gain.median))
         return self._validated(wanted, RUNNERS_UP)
 
-    def _validated(
-        self, candidates: Sequence[Candidate], wanted: int, until: Deadline | None = None
-    ) -> list[Candidate]:
+    def _validated(self, candidates: Sequence[Candidate], wanted: int) -> list[Candidate]:
         """The first of those that are right at ragged lengths; what there is no time to validate is left out."""
-        deadline = until or self.deadline
         kept: list[Candidate] = []
         for candidate in candidates:
             entry = self.state.entry(candidate.tunables)
             if len(kept) == wanted:
                 break
-            if entry.validated is None and not deadline.allows(self.state.validation_s(entry.tunables)):
+            if entry.validated is None and not self.deadline.allows(self.state.validation_s(entry.tunables)):
                 continue
             if self.state.validate(entry.tunables) is None:
                 kept.append(candidate)

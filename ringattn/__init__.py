@@ -11,10 +11,11 @@ if TYPE_CHECKING:
     from ringattn.hardware.facts import HardwareFacts, detect
     from ringattn.profile.schema import Profile
     from ringattn.profile.yaml_io import load_profile
+    from ringattn.runtime.ranges import named_ranges
 
     from .attention import RingAttention
 
-__all__ = ["HardwareFacts", "Pattern", "Profile", "RingAttention", "Workload", "detect", "load_profile"]
+__all__ = ["HardwareFacts", "Pattern", "Profile", "RingAttention", "Workload", "detect", "load_profile", "named_ranges"]
 
 # Loaded on first use, so that the command line can read profiles without waiting for torch.
 _HOMES = {
@@ -23,6 +24,7 @@ _HOMES = {
     "detect": "hardware.facts",
     "Profile": "profile.schema",
     "load_profile": "profile.yaml_io",
+    "named_ranges": "runtime.ranges",
 }
 
 

@@ -33,6 +33,7 @@ from ringattn.runtime.fits import FitsMemory
 from ringattn.runtime.graphed import load_program
 from ringattn.runtime.inputs import check_dtypes, check_inputs, check_length, check_total_length, check_types
 from ringattn.runtime.program import Program
+from ringattn.runtime.ranges import HasRanges
 
 from .arguments import input_dtype, integer
 from .autograd import torch_compile as compiled
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from ringattn.distributed.program import RingProgram
 
 
-class RingAttention(AttentionMaps, FitsMemory, nn.Module):
+class RingAttention(AttentionMaps, FitsMemory, HasRanges, nn.Module):
     """Exact dense or dilated attention over one sequence, run as this machine's hardware profile says.
 
     q is (B, S, H, D), k and v are (B, S, Hkv, D); out is like q, in its dtype. A pattern of branches
@@ -301,7 +302,8 @@ class RingAttention(AttentionMaps, FitsMemory, nn.Module):
         key = (plan.tunables, plan.workload.mode if ring is None else plan.workload)
         program = self._programs.get(key)
         if program is None:
-            program = load_program(plan, self.scale) if ring is None else ring.program(plan, self.scale)
+            load = load_program if ring is None else ring.program
+            program = load(plan, self.scale, ranges=self.names_ranges)
             self._programs[key] = program
         program.table = self.plan
         return program

@@ -138,11 +138,13 @@ class RingContext:
         """Return the local length that plans are looked up by, the same on every rank where lengths differ."""
         return -(-self.total_of(local_length, total_length) // self.comm.size)
 
-    def program(self, plan: Plan, scale: float) -> RingProgram:
+    def program(self, plan: Plan, scale: float, *, ranges: bool = False) -> RingProgram:
+        """Return the program of a plan, with named ranges around its steps or without."""
         shards, batch = self.shards(plan.workload.total), plan.workload.batch
         return RingProgram(
-            plan, scale, self.comm, shards, batch, self.watchdog, self.module, lambda: self._calls, self._buffer_pool
-        )
+            plan, scale, self.comm, shards, batch, self.watchdog, self.module, lambda: self._calls, self._buffer_pool,
+            ranges=ranges,
+        )  # fmt: skip
 
     def _buffer_pool(self) -> BufferPool:
         from .peer_memory import buffer_pool_of

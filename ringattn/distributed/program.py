@@ -22,18 +22,21 @@ from ringattn.geometry.calls import LayoutKey, build_geometry
 from ringattn.geometry.layout import Shard, grouped, length_of
 from ringattn.geometry.pattern import Call, HeadRun
 from ringattn.geometry.ring_geometry import HeadRange, RingGeometry, ring_geometry
+from ringattn.kernels.contract import BoundKernel
 from ringattn.planning.fused_steps import FUSED_STEPS
 from ringattn.planning.plan import Plan
 from ringattn.runtime.executor import ALL, Executor, Grads, Kept, Triple, Wanted, as_wanted
 from ringattn.runtime.loading import bind
 from ringattn.runtime.merge import accumulator_dtype
 from ringattn.runtime.program import Program
+from ringattn.runtime.ranges import name_methods, named
 from ringattn.workload import BranchTunables
 
 from .chunk_rows import merge_block
 from .comm import Comm, Pending
 from .head_exchange import HeadExchange
 from .peer_errors import sequence_number
+from .ranges import name_messages, with_named_messages
 from .ring import Ring
 from .ring_chunks import BranchKernels, RingSetting
 from .symmetric_exchange import BufferPool, SymmetricExchange
@@ -56,12 +59,15 @@ class RingProgram(Executor):
         module: int = 0,
         calls: Callable[[], int] = lambda: 0,
         pool: Callable[[], BufferPool] | None = None,
+        *,
+        ranges: bool = False,
     ) -> None:
         """Load ``plan``; ``module`` is its number among those of the group, ``calls`` how many of its calls were begun.
 
-        ``pool`` gives the blocks of a symmetric exchange.
+        ``pool`` gives the blocks of a symmetric exchange; ``ranges`` names the steps for profilers.
         """
         tunables, workload = plan.tunables, plan.workload
+        comm = with_named_messages(comm) if ranges else comm
         self.plan = plan
         self.dtype = TORCH_DTYPES[tunables.dtype]
         self._watchdog, self._comm, self._module, self._calls = watchdog, comm, module, calls
@@ -74,8 +80,13 @@ class RingProgram(Executor):
             self._exchange: HeadExchange = SymmetricExchange(comm, members, shards, groups, pool)
         else:
             self._exchange = HeadExchange(comm, members, shards[members[0] : members[-1] + 1], groups)
+        if ranges:
+            name_messages(self._exchange, "scatter_heads", "gather_heads")
         self._exchanges_heads = degree > 1
-        kernels = tuple(_kernels(plan, branch, scale) for branch in tunables.branches)
+        names = [f"branch {n}" if ranges else "" for n in range(len(tunables.branches))]
+        kernels = tuple(
+            _kernels(plan, branch, scale, name) for name, branch in zip(names, tunables.branches, strict=True)
+        )
         rank_of = tuple(range(place, comm.size, degree))
         own_heads = workload.kv_heads // degree // groups
         input_dtype = TORCH_DTYPES[workload.dtype]
@@ -93,12 +104,12 @@ class RingProgram(Executor):
                 tunables.transport,
                 tunables.transport_groups,
             )
-            joining = _joining_program(plan, geometry, scale, length_of(shards[comm.rank]), batch)
+            joining = _joining_program(plan, geometry, scale, length_of(shards[comm.rank]), batch, ranges)
             setting = RingSetting(
                 comm=comm,
                 rank_of=rank_of,
                 kernels=kernels,
-                local=joining or _local_program(plan, geometry.local, scale),
+                local=joining or _local_program(plan, geometry.local, scale, ranges),
                 joins=joining is not None,
                 dtype=self.dtype,
                 wire=self._wire,
@@ -106,9 +117,14 @@ class RingProgram(Executor):
                 whole=len(kernels) == 1
                 and bool(geometry.chunks)
                 and all(call.rate == 1 for chunk in geometry.chunks for call in chunk.calls),
-                merge=_merge_of(plan),
+                merge=named("merge", _merge_of(plan)) if ranges else _merge_of(plan),
             )
-            self._rings.append(Ring(setting, geometry))
+            ring = Ring(setting, geometry)
+            if ranges:
+                name_methods(
+                    ring, _gather="gather", _gather_backward="gather", _assemble="merge", _assemble_grads="sum"
+                )
+            self._rings.append(ring)
 
     def of_this_call(self) -> RingProgram:
         program, call = copy.copy(self), self._calls()
@@ -280,17 +296,22 @@ def _merge_of(plan: Plan) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
     return merge_block
 
 
-def _kernels(plan: Plan, branch: BranchTunables, scale: float) -> BranchKernels:
+def _kernels(plan: Plan, branch: BranchTunables, scale: float, range_of: str) -> BranchKernels:
+    def bound(name: str, *, full: bool) -> BoundKernel:
+        return bind(plan, name, scale, full=full, range_of=range_of)
+
     forward, backward = branch.forward, branch.backward
     return BranchKernels(
-        diagonal_forward=bind(plan, forward, scale).forward,
-        full_forward=bind(plan, forward, scale, full=True).forward,
-        diagonal_backward=bind(plan, backward, scale).backward if backward else None,
-        full_backward=bind(plan, backward, scale, full=True).backward if backward else None,
+        diagonal_forward=bound(forward, full=False).forward,
+        full_forward=bound(forward, full=True).forward,
+        diagonal_backward=bound(backward, full=False).backward if backward else None,
+        full_backward=bound(backward, full=True).backward if backward else None,
     )
 
 
-def _joining_program(plan: Plan, geometry: RingGeometry, scale: float, length: int, batch: int) -> Program | None:
+def _joining_program(
+    plan: Plan, geometry: RingGeometry, scale: float, length: int, batch: int, ranges: bool
+) -> Program | None:
     """Return all branches as a program on this rank's rows, where the chunks are calls of it; else None.
 
     Its fused steps then gather the rows of the chunks and merge their results with all others at once: apart, in
@@ -313,7 +334,7 @@ def _joining_program(plan: Plan, geometry: RingGeometry, scale: float, length: i
         away = [(placed.branch, [_plain(placed.call)]) for placed in window.calls if placed.branch in travelling]
         if away != [(chunk.branch, [_plain(call) for call in chunk.calls]) for chunk in geometry.chunks]:
             return None
-    return Program(replace(plan, tunables=joined), scale, travelling)
+    return Program(replace(plan, tunables=joined), scale, travelling, ranges=ranges)
 
 
 def _plain(call: Call) -> Call:
@@ -322,7 +343,7 @@ def _plain(call: Call) -> Call:
     return replace(call, runs=tuple(runs))
 
 
-def _local_program(plan: Plan, local: tuple[int, ...], scale: float) -> Program | None:
+def _local_program(plan: Plan, local: tuple[int, ...], scale: float, ranges: bool) -> Program | None:
     """Return the branches that stay on single ranks, as a program of their own on the rows of one."""
     if not local:
         return None
@@ -334,4 +355,5 @@ def _local_program(plan: Plan, local: tuple[int, ...], scale: float) -> Program 
         branches=tuple(tunables.branches[n] for n in local),
         params=tuple(p for p in tunables.params if p[0].rpartition(".")[0] in names.union(FUSED_STEPS)),
     )
-    return Program(replace(plan, workload=replace(plan.workload, pattern=some_pattern), tunables=some), scale)
+    here = replace(plan, workload=replace(plan.workload, pattern=some_pattern), tunables=some)
+    return Program(here, scale, ranges=ranges)

@@ -205,6 +205,8 @@ def _key(what: object, inputs: Sequence[Tensor]) -> Key:
     return (what, inputs[0].device, *((x.shape, x.dtype) for x in inputs))
 
 
-def load_program(plan: Plan, scale: float) -> Program:
-    """Return the program of a plan on one device, launched as the plan says."""
-    return (GraphedProgram if plan.tunables.launch == "graph" else Program)(plan, scale)
+def load_program(plan: Plan, scale: float, *, ranges: bool = False) -> Program:
+    """Return the program of a plan on one device, launched as the plan says; step by step with named ranges."""
+    if plan.tunables.launch == "graph" and not ranges:
+        return GraphedProgram(plan, scale)
+    return Program(plan, scale, ranges=ranges)

@@ -68,7 +68,7 @@ def trace(profile: Path | None, as_json: bool, output: Path | None, **asked: Any
 
     \b
         ringtune trace --seq-len 2048 --segment-lengths 512,2048 --dilation-rates 1,2
-        torchrun --nproc-per-node 4 -m autotune trace --seq-len 16384 --heads 32 --head-dim 128
+        torchrun --nproc-per-node 4 -m autotune trace --seq-len 16384 --heads 32
     """
     check_pattern(asked["segment_lengths"], asked["dilation_rates"])
     heads, kv_heads = asked["heads"], asked["kv_heads"] or asked["heads"]

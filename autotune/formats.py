@@ -5,6 +5,9 @@ from __future__ import annotations
 import html
 import math
 
+from ringattn.wording import format_bytes as format_bytes
+from ringattn.wording import three_digits
+
 _KIB = 1024
 
 
@@ -26,20 +29,10 @@ def escape(text: object) -> str:
 def format_ms(ms: float) -> str:
     """Format with three significant digits and a unit that keeps them short: ``24.1 us``, ``1.52 ms``, ``2.10 s``."""
     if ms < 0.1:
-        return f"{_three_digits(ms * 1e3)} us"
+        return f"{three_digits(ms * 1e3)} us"
     if ms < 1e3:
-        return f"{_three_digits(ms)} ms"
-    return f"{_three_digits(ms / 1e3)} s"
-
-
-def format_bytes(count: int) -> str:
-    """Format bytes as ``512 B``, ``3.00 KiB``, ``1.50 GiB``."""
-    value, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < _KIB:
-            break
-        value, unit = value / _KIB, larger
-    return f"{count} B" if unit == "B" else f"{_three_digits(value)} {unit}"
+        return f"{three_digits(ms)} ms"
+    return f"{three_digits(ms / 1e3)} s"
 
 
 def format_length(tokens: int) -> str:
@@ -64,13 +57,3 @@ def format_duration(seconds: float) -> str:
 def format_factor(factor: float) -> str:
     """Format a factor as ``1.18x``; huge ones stay short."""
     return f"{factor:.2f}x" if factor < 1000 else f"{factor:.3g}x"
-
-
-def _three_digits(value: float) -> str:
-    if value >= 1e6:
-        return f"{value:.3g}"
-    if value >= 100:
-        return f"{value:,.0f}"
-    if value >= 10:
-        return f"{value:.1f}"
-    return f"{value:.2f}" if value >= 1 else f"{value:.3f}"

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from ringattn.hardware.facts import HardwareFacts, detect
     from ringattn.profile.schema import Profile
     from ringattn.profile.yaml_io import load_profile
+    from ringattn.runtime.ranges import named_ranges
 
     from .attention import RingAttention
     from .decoding.cache import KVCache
@@ -29,6 +30,7 @@ __all__ = [
     "Workload",
     "detect",
     "load_profile",
+    "named_ranges",
     "scaled_dot_product_attention",
 ]
 
@@ -45,6 +47,7 @@ _HOMES = {
     "detect": "hardware.facts",
     "Profile": "profile.schema",
     "load_profile": "profile.yaml_io",
+    "named_ranges": "runtime.ranges",
 }
 
 

@@ -21,25 +21,20 @@ from ringattn.autograd.warmup import first_calls_ms
 from ringattn.decoding.methods import DecodingMethods
 from ringattn.geometry.layout import resolve_layout
 from ringattn.hardware.kernel_faults import Combination
+from ringattn.maps.module import AttentionMaps
 from ringattn.planning.missed import count_calls, meet, record_path
 from ringattn.planning.plan import Conditions, Plan
 from ringattn.planning.preference import Launch, Preference, check_preference
 from ringattn.planning.self_check import asked_of_kernels, faults_among
-from ringattn.planning.setup import (
-    Setup,
-    check_module,
-    device_of,
-    group_size,
-    say_once,
-    set_up,
-    wishes_of,
-)
+from ringattn.planning.setup import Setup, check_module, device_of, group_size, say_once, set_up, wishes_of
 from ringattn.planning.table import ModuleShape, PlanTable, Row, build_table
 from ringattn.profile.schema import Profile
 from ringattn.runtime.documents import TENSORS_ALONE, Extent, extent_of, given_of
 from ringattn.runtime.documents_program import load_program
-from ringattn.runtime.inputs import check_dtypes, check_inputs, check_length, check_types
+from ringattn.runtime.fits import FitsMemory
+from ringattn.runtime.inputs import check_dtypes, check_inputs, check_length, check_total_length, check_types
 from ringattn.runtime.program import Program
+from ringattn.runtime.ranges import HasRanges
 
 from .arguments import input_dtype, integer
 from .autograd import torch_compile as compiled
@@ -53,7 +48,7 @@ if TYPE_CHECKING:
     from ringattn.distributed.program import RingProgram
 
 
-class RingAttention(DecodingMethods, ShardedModule):
+class RingAttention(DecodingMethods, ShardedModule, AttentionMaps, FitsMemory, HasRanges):
     """Exact dense or dilated attention over one sequence, run as this machine's hardware profile says.
 
     q is (B, S, H, D), k and v are (B, S, Hkv, D); out is like q, in its dtype. A pattern of branches
@@ -176,8 +171,7 @@ class RingAttention(DecodingMethods, ShardedModule):
         self.dropout = float(dropout)
         self._validated: set[Combination] = set()
         self.validates = True  # False where the caller compares each plan with float64 itself, as a probe does
-        self.device = self._setup.device
-        self._device_type = self.device.type
+        self.device, self._device_type = self._setup.device, self._setup.device.type
         self._runners: dict[Any, Runner] = {}
         self.traced: dict[Any, Program | RingProgram] = {}
         self._programs: dict[Any, Program | RingProgram] = {}
@@ -217,7 +211,8 @@ class RingAttention(DecodingMethods, ShardedModule):
             out, lse = outside_graphs(self._over_ranks, q, k, v, cu_seqlens, lengths, total_length, return_lse)
             return (out, lse) if return_lse else out
         train, autocast = self.call_mode(q, k, v)
-        self._check_total(q, total_length)
+        if total_length is not None:
+            check_total_length(total_length, q.shape[1])
         if torch.compiler.is_compiling() or transforms_active():
             narrow = autocast if self.casts(q, autocast) else None
             out, lse = attend_traced(self, q, k, v, train, narrow, given_of(cu_seqlens, lengths))
@@ -285,8 +280,10 @@ class RingAttention(DecodingMethods, ShardedModule):
         key = (plan.tunables, plan.workload.mode, packed) if ring is None or packed else (plan.tunables, plan.workload)
         program = self._programs.get(key)
         if program is None:
-            program = load_program(plan, self.scale) if ring is None else ring.program(plan, self.scale)
+            load = load_program if ring is None else ring.program
+            program = load(plan, self.scale, ranges=self.names_ranges)
             self._programs[key] = program
+        program.table = self.plan
         return self._of_documents(program, batch, length, extent) if packed else program
 
     def _row(self, batch: int, length: int, dtype: str, train: bool, extent: Extent) -> Row:

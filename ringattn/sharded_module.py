@@ -16,7 +16,7 @@ from ringattn.runtime.inputs import check_length
 from ringattn.runtime.program import Program
 from ringattn.runtime.varlen_program import VarlenProgram
 
-from .arguments import integer, is_integer
+from .arguments import integer
 from .errors import InputError
 
 if TYPE_CHECKING:
@@ -75,11 +75,6 @@ class ShardedModule(nn.Module):
         if self._ring is None:
             return (Span(0, extent.total_length),)
         return self._ring.shards_over(extent.total_length, extent.documents)[self._ring.comm.rank]
-
-    def _check_total(self, q: Tensor, total_length: int | None) -> None:
-        """Raise InputError for a length of the whole sequence that is not this rank's, which holds it all."""
-        if total_length is not None and (not is_integer(total_length) or total_length != q.shape[1]):
-            raise InputError(f"total_length is {total_length!r}, but this rank holds all {q.shape[1]}; leave it out")
 
     def _of_documents(
         self, program: Program | RingProgram, batch: int, length: int, extent: Extent

@@ -29,6 +29,7 @@ from .store.merge import merge
 from .store.pull import pull
 from .store.push import push
 from .store.sign import sign, verify_signature
+from .trace import trace
 from .validate import validate
 from .verify import verify
 from .which import which
@@ -150,7 +151,7 @@ def cli(verbose: bool) -> None:
 
 
 for _command in (
-    *(probe, show, report, explain, which, validate, verify, doctor),
+    *(probe, show, report, explain, trace, which, validate, verify, doctor),
     *(push, pull, list_store, merge, diff, forget, sign, verify_signature),
 ):
     cli.add_command(_command)

@@ -16,6 +16,7 @@ from autotune.formats import format_duration
 from autotune.journal.file import journal_path
 from autotune.journal.store import Store
 from autotune.measure.evaluator import Evaluator, KnowsLinks
+from autotune.probe.cells.leanest import keep_leanest
 from autotune.probe.cells.pending_validation import validate_pending
 from autotune.probe.cells.refining import refine
 from autotune.probe.cells.rows import Rows
@@ -87,6 +88,7 @@ class ProbeRun:
                     if task.preset.refine_anchors:
                         refine(runs)
                         validate_pending(runs)
+                    keep_leanest(runs)
                 result = self._end(runs, store, evaluator, old)
                 runs.end_compilers()
             finally:

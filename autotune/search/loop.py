@@ -189,6 +189,17 @@ class CellSearch:
         self.state.seeds = [plan for plan in dict.fromkeys(seeds) if self.space.holds(plan)]
         return self._keep(self._run(deadline))
 
+    def with_leanest(self, result: CellResult, deadline: Deadline) -> CellResult | None:
+        """Return the cell's ``result`` with a leaner plan than it has; None without one, or without a measurement."""
+        if result.state not in ("tuned", "default"):
+            return None
+        self.state.deadline = deadline
+        try:
+            leaner = self._final(deadline).with_leanest(result)
+        except DefaultBroken:  # its times stand, and no plan can be paired with it now
+            return None
+        return None if leaner is None else self._keep(leaner)
+
     def _keep(self, result: CellResult) -> CellResult:
         self.trials.end_all()
         result.validation_pending = self.state.owes_validation

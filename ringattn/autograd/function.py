@@ -10,9 +10,11 @@ from torch import Tensor
 
 from ringattn.errors import RingAttentionError
 from ringattn.geometry.layout import check_own
+from ringattn.kernels.torch_entry import Attend
 from ringattn.runtime.executor import Executor, Grads
 
 from . import checkpoint
+from .out_of_memory import note_plan
 
 # (q, k, v) -> out and lse; None in its place where a call asked for none and its kernel gives none
 Runner = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Any]]
@@ -48,8 +50,14 @@ class _Attend(torch.autograd.Function):
 
 def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, kept: Sequence[Tensor]) -> Grads:
     program: Executor = ctx.program
-    saved = checkpoint.restore(program, kept, ctx.on_host)
-    return program.gradients(dout, saved, ctx.needs_input_grad[:3], dlse)
+    try:
+        saved = checkpoint.restore(program, kept, ctx.on_host)
+        return program.gradients(dout, saved, ctx.needs_input_grad[:3], dlse)
+    except Exception as error:
+        some = dlse.transpose(1, 2) if dout is None and dlse is not None else dout
+        assert some is not None
+        note_plan(error, program, some)
+        raise
 
 
 def _saved(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Sequence[Tensor]:
@@ -79,12 +87,12 @@ def runner_of(program: Executor, q: Tensor, k: Tensor, v: Tensor, train: bool, w
 
     With ``train`` autograd can come back, to lse too if ``with_lse``.
     """
-    run = differentiable(program, q, with_lse) if train else program.attend
+    run = differentiable(program, q, with_lse) if train else inferring(program, q)
     if all(x.stride(-1) == 1 or x.shape[-1] == 1 for x in (q, k, v)):
         if not with_lse and q.dtype is program.dtype:
             entry = program.torch_entry(q, k, v)
             if entry is not None:
-                return lambda q, k, v: (entry(q, k, v), None)
+                return _of_torch(entry, program)
         return run
     return lambda q, k, v: run(*unit_stride_rows(q, k, v))
 
@@ -129,6 +137,35 @@ def differentiable(program: Executor, q: Tensor, with_lse: bool) -> Runner:
         return one_op
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return _Attend.apply(q, k, v, program, with_lse)  # type: ignore[no-untyped-call, no-any-return]
+        try:
+            return _Attend.apply(q, k, v, program, with_lse)  # type: ignore[no-untyped-call, no-any-return]
+        except Exception as error:
+            note_plan(error, program, q)
+            raise
+
+    return attend
+
+
+def inferring(program: Executor, q: Tensor) -> Runner:
+    """Return the function that runs ``program`` on tensors like q without autograd."""
+    run = program.direct(q.dtype)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        try:
+            return run(q, k, v)
+        except Exception as error:
+            note_plan(error, program, q)
+            raise
+
+    return attend
+
+
+def _of_torch(entry: Attend, program: Executor) -> Runner:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
+        try:
+            return entry(q, k, v), None
+        except Exception as error:
+            note_plan(error, program, q)
+            raise
 
     return attend

@@ -112,7 +112,7 @@ class RingContext:
         """Return every rank's tensor, all of the shape of ``x``, in the order of ranks: the one message of a call."""
         with self.watchdog.reporting():
             self.watchdog.compare_order(self.comm, sequence_number(self.module, self._calls, backward=False))
-            parts = self.comm.gather_rows(x, [tuple(x.shape)] * self.comm.size)
+            parts = self.gather_equal(x)
         self.watchdog.check()
         return parts
 
@@ -184,17 +184,28 @@ class RingContext:
         padded = positions_in(placed) < batch * total
         return program.over(placed, self.shards_over(total, extent.documents), padded)
 
-    def program(self, plan: Plan, scale: float) -> RingProgram:
+    def program(self, plan: Plan, scale: float, *, ranges: bool = False) -> RingProgram:
+        """Return the program of a plan, with named ranges around its steps or without."""
         batch = plan.workload.batch
         shards = () if plan.workload.packed else self.shards(plan.workload.total)
         return RingProgram(
-            plan, scale, self.comm, shards, batch, self.watchdog, self.module, lambda: self._calls, self._buffer_pool
-        )
+            plan, scale, self.comm, shards, batch, self.watchdog, self.module, lambda: self._calls, self._buffer_pool,
+            ranges=ranges,
+        )  # fmt: skip
 
     def _buffer_pool(self) -> BufferPool:
         from .peer_memory import buffer_pool_of
 
         return buffer_pool_of(self.comm.group, self._device, self.watchdog)
+
+    def begin_map(self, what: str, q: Tensor, extent: Extent, narrow: torch.dtype | None) -> int:
+        """Begin a call that asks for ``what`` of these inputs, which ranks always compare; return the whole length."""
+        self._compare(f"{what}: {self._describe(q, True, extent, narrow)}")
+        return self.total_of(q.shape[1], extent)
+
+    def gather_equal(self, x: Tensor) -> list[Tensor]:
+        """Return every rank's tensor, which has one shape on all, in the order of ranks."""
+        return self.comm.gather_rows(x, [tuple(x.shape)] * self.comm.size)
 
     def unshard(self, x: Tensor, extent: Extent, dim: int) -> Tensor:
         """Return every rank's rows in order. They compare first: messages of unequal sizes end a process."""

@@ -23,18 +23,21 @@ from ringattn.geometry.documents import Document
 from ringattn.geometry.layout import Shard, grouped, length_of
 from ringattn.geometry.pattern import Call, HeadRun
 from ringattn.geometry.ring_geometry import HeadRange, RingGeometry, documents_geometry, ring_geometry
+from ringattn.kernels.contract import BoundKernel
 from ringattn.planning.fused_steps import FUSED_STEPS
 from ringattn.planning.plan import Plan
 from ringattn.runtime.executor import ALL, Executor, Grads, Kept, Triple, Wanted, as_wanted
 from ringattn.runtime.loading import bind
 from ringattn.runtime.merge import accumulator_dtype
 from ringattn.runtime.program import Program
+from ringattn.runtime.ranges import name_methods, named
 from ringattn.workload import BranchTunables
 
 from .chunk_rows import merge_of
 from .comm import Comm, Pending
 from .head_exchange import HeadExchange
 from .peer_errors import sequence_number
+from .ranges import name_messages, with_named_messages
 from .ring import Ring
 from .ring_chunks import BranchKernels, RingSetting
 from .symmetric_exchange import BufferPool, SymmetricExchange
@@ -57,20 +60,27 @@ class RingProgram(Executor):
         module: int = 0,
         calls: Callable[[], int] = lambda: 0,
         pool: Callable[[], BufferPool] | None = None,
+        *,
+        ranges: bool = False,
     ) -> None:
         """Load ``plan``; ``module`` is its number among those of the group, ``calls`` how many of its calls were begun.
 
-        ``pool`` gives the blocks of a symmetric exchange. A plan for documents runs them by ``over``.
+        ``pool`` gives the blocks of a symmetric exchange; ``ranges`` names the steps for profilers. A plan for
+        documents runs them by ``over``.
         """
         tunables, workload = plan.tunables, plan.workload
+        comm = with_named_messages(comm) if ranges else comm
         self.plan = plan
         self.dtype = TORCH_DTYPES[tunables.dtype]
         self._watchdog, self._comm, self._module, self._calls = watchdog, comm, module, calls
         self._degree = tunables.exchange_degree(comm.size)
         self._groups = max(1, tunables.head_groups) if self._degree > 1 else 1
         self._exchanges_heads = self._degree > 1
-        self._pool_of, self._scale = pool, scale
-        self._kernels = tuple(_kernels(plan, branch, scale) for branch in tunables.branches)
+        self._pool_of, self._scale, self._ranges = pool, scale, ranges
+        names = [f"branch {n}" if ranges else "" for n in range(len(tunables.branches))]
+        self._kernels = tuple(
+            _kernels(plan, branch, scale, name) for name, branch in zip(names, tunables.branches, strict=True)
+        )
         input_dtype = TORCH_DTYPES[workload.dtype]
         self._wire = input_dtype if input_dtype.itemsize <= self.dtype.itemsize else self.dtype
         if not workload.packed:
@@ -102,6 +112,8 @@ class RingProgram(Executor):
             self._exchange: HeadExchange = SymmetricExchange(comm, members, shards, groups, self._pool_of)
         else:
             self._exchange = HeadExchange(comm, members, shards[members[0] : members[-1] + 1], groups)
+        if self._ranges:
+            name_messages(self._exchange, "scatter_heads", "gather_heads")
         own_heads = workload.kv_heads // degree // groups
         transport = tunables.transport, tunables.transport_groups
         self._rings = []
@@ -113,12 +125,13 @@ class RingProgram(Executor):
                 joining = None
             else:
                 geometry = ring_geometry(*pattern, parts, ring_place, batch, heads, *transport)
-                joining = _joining_program(plan, geometry, self._scale, length_of(shards[comm.rank]), batch)
+                own = length_of(shards[comm.rank])
+                joining = _joining_program(plan, geometry, self._scale, own, batch, self._ranges)
             setting = RingSetting(
                 comm=comm,
                 rank_of=tuple(range(place, comm.size, degree)),
                 kernels=self._kernels,
-                local=joining or _local_program(plan, geometry.local, self._scale),
+                local=joining or _local_program(plan, geometry.local, self._scale, self._ranges),
                 joins=joining is not None,
                 dtype=self.dtype,
                 wire=self._wire,
@@ -127,9 +140,14 @@ class RingProgram(Executor):
                 and not padded
                 and bool(geometry.chunks)
                 and all(call.rate == 1 for chunk in geometry.chunks for call in chunk.calls),
-                merge=merge_of(plan),
+                merge=named("merge", merge_of(plan)) if self._ranges else merge_of(plan),
             )
-            self._rings.append(Ring(setting, geometry))
+            ring = Ring(setting, geometry)
+            if self._ranges:
+                name_methods(
+                    ring, _gather="gather", _gather_backward="gather", _assemble="merge", _assemble_grads="sum"
+                )
+            self._rings.append(ring)
 
     def of_this_call(self) -> RingProgram:
         program, call = copy.copy(self), self._calls()
@@ -292,17 +310,22 @@ class _InFlight:
             self._under_way.popleft().wait()
 
 
-def _kernels(plan: Plan, branch: BranchTunables, scale: float) -> BranchKernels:
+def _kernels(plan: Plan, branch: BranchTunables, scale: float, range_of: str) -> BranchKernels:
+    def bound(name: str, *, full: bool) -> BoundKernel:
+        return bind(plan, name, scale, full=full, range_of=range_of)
+
     forward, backward = branch.forward, branch.backward
     return BranchKernels(
-        diagonal_forward=bind(plan, forward, scale).forward,
-        full_forward=bind(plan, forward, scale, full=True).forward,
-        diagonal_backward=bind(plan, backward, scale).backward if backward else None,
-        full_backward=bind(plan, backward, scale, full=True).backward if backward else None,
+        diagonal_forward=bound(forward, full=False).forward,
+        full_forward=bound(forward, full=True).forward,
+        diagonal_backward=bound(backward, full=False).backward if backward else None,
+        full_backward=bound(backward, full=True).backward if backward else None,
     )
 
 
-def _joining_program(plan: Plan, geometry: RingGeometry, scale: float, length: int, batch: int) -> Program | None:
+def _joining_program(
+    plan: Plan, geometry: RingGeometry, scale: float, length: int, batch: int, ranges: bool
+) -> Program | None:
     """Return all branches as a program on this rank's rows, where the chunks are calls of it; else None.
 
     Its fused steps then gather the rows of the chunks and merge their results with all others at once: apart, in
@@ -325,7 +348,7 @@ def _joining_program(plan: Plan, geometry: RingGeometry, scale: float, length: i
         away = [(placed.branch, [_plain(placed.call)]) for placed in window.calls if placed.branch in travelling]
         if away != [(chunk.branch, [_plain(call) for call in chunk.calls]) for chunk in geometry.chunks]:
             return None
-    return Program(replace(plan, tunables=joined), scale, travelling)
+    return Program(replace(plan, tunables=joined), scale, travelling, ranges=ranges)
 
 
 def _plain(call: Call) -> Call:
@@ -334,7 +357,7 @@ def _plain(call: Call) -> Call:
     return replace(call, runs=tuple(runs))
 
 
-def _local_program(plan: Plan, local: tuple[int, ...], scale: float) -> Program | None:
+def _local_program(plan: Plan, local: tuple[int, ...], scale: float, ranges: bool) -> Program | None:
     """Return the branches that stay on single ranks, as a program of their own on the rows of one."""
     if not local:
         return None
@@ -346,4 +369,5 @@ def _local_program(plan: Plan, local: tuple[int, ...], scale: float) -> Program 
         branches=tuple(tunables.branches[n] for n in local),
         params=tuple(p for p in tunables.params if p[0].rpartition(".")[0] in names.union(FUSED_STEPS)),
     )
-    return Program(replace(plan, workload=replace(plan.workload, pattern=some_pattern), tunables=some), scale)
+    here = replace(plan, workload=replace(plan.workload, pattern=some_pattern), tunables=some)
+    return Program(here, scale, ranges=ranges)

@@ -39,7 +39,7 @@ class Ring:
         if setting.joins:
             travel = self._travel(ForwardChunk, lambda chunk: (chunk.out.to(setting.dtype), chunk.lse))
             return setting.program.forward(*inputs, travel=travel)
-        chunks = [ForwardChunk(setting, chunk, _rows_of(chunk, inputs), (k, v)) for chunk in self._geometry.chunks]
+        chunks = [ForwardChunk(setting, chunk, self._gather(chunk, inputs), (k, v)) for chunk in self._geometry.chunks]
         finish = self._start(chunks)
         local = setting.local.forward(*inputs) if setting.local is not None else None
         finish()
@@ -54,7 +54,7 @@ class Ring:
             travel = self._travel(BackwardChunk, lambda chunk: _converted(chunk.grads, setting.dtype))
             return setting.program.backward(dout, *inputs, out, lse, travel=travel)
         chunks = [
-            BackwardChunk(setting, chunk, _backward_rows_of(chunk, inputs, dout, out, lse), (k, v))
+            BackwardChunk(setting, chunk, self._gather_backward(chunk, inputs, dout, out, lse), (k, v))
             for chunk in self._geometry.chunks
         ]
         finish = self._start(chunks)
@@ -99,6 +99,12 @@ class Ring:
             return finish
 
         return travel
+
+    def _gather(self, chunk: Chunk, inputs: Triple) -> Triple:
+        return _rows_of(chunk, inputs)
+
+    def _gather_backward(self, chunk: Chunk, inputs: Triple, dout: Tensor, out: Tensor, lse: Tensor) -> BackwardRows:
+        return _backward_rows_of(chunk, inputs, dout, out, lse)
 
     def _assemble(
         self, q: Tensor, chunks: Sequence[ForwardChunk], local: tuple[Tensor, Tensor] | None

@@ -198,6 +198,11 @@ class PlanTable(Question):
         workload = self.shape.workload(cached, dtype, False, batch, decode=True)
         return self._build(self._entry(workload), workload)
 
+    def choices_of(self, workload: Workload) -> tuple[PlanEntry | None, list[Choice]]:
+        """Return the row of the profile that serves a workload, and its choices, the one to run first."""
+        entry = self._entry(workload)
+        return entry, self._choices(entry, workload)
+
     def fallback_note(self, row: Row) -> str:
         """Return what to tell the user where the measured plan of a length does not serve it; "" where it does.
 
@@ -269,6 +274,8 @@ class PlanTable(Question):
         if entry is None or entry.choice is None:
             return []
         listed = [entry.choice, *entry.runners_up, *entry.front]
+        if entry.default is not None and entry.default.evidence is not None:
+            listed.append(entry.default)  # it may be leaner than the choice, and what was timed is no guess
         if self.launch == "captured":  # a graph of its own steps aside there, and such a plan was chosen for the graph
             captured = [entry.captured] if entry.captured is not None else []
             listed = captured + [choice for choice in listed if choice.tunables.launch == "eager"]

@@ -102,8 +102,13 @@ def _lse_view(group: DocumentGroup, lse: Tensor) -> Tensor:
     return as_view(lse, group.lse_view(lse.stride(), lse.shape[1]))
 
 
-def load_program(plan: Plan, scale: float) -> Program:
-    """Return the program of a plan on one device: for documents, or launched as the plan says."""
+def load_program(plan: Plan, scale: float, *, ranges: bool = False) -> Program:
+    """Return the program of a plan on one device: for documents, or launched as the plan says.
+
+    With named ranges it is launched step by step.
+    """
     if plan.workload.packed:
-        return (VarlenProgram if plan.tunables.packing == "varlen" else DocumentsProgram)(plan, scale)
-    return (GraphedProgram if plan.tunables.launch == "graph" else Program)(plan, scale)
+        return (VarlenProgram if plan.tunables.packing == "varlen" else DocumentsProgram)(plan, scale, ranges=ranges)
+    if plan.tunables.launch == "graph" and not ranges:
+        return GraphedProgram(plan, scale)
+    return Program(plan, scale, ranges=ranges)

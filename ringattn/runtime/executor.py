@@ -5,7 +5,7 @@ Legend: B batch, S length, H query heads, Hkv key/value heads, D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Self
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from ringattn.kernels.contract import Differentiable, not_differentiable
 from ringattn.kernels.torch_entry import Attend
 from ringattn.planning.plan import Plan
+from ringattn.planning.table import PlanTable
 
 # What checkpoint "none" keeps for the backward: gathered q, k, v of the copied calls, or what an exchange brought.
 Kept = list[Tensor]
@@ -30,16 +31,22 @@ ALL: Wanted = (True, True, True)
 class Executor:
     """A plan with its kernels loaded, run on tensors of any dtype. ``dtype`` is the one that it computes in.
 
-    ``differentiable`` gives the forward, for inputs in that dtype, of a plan that autograd needs no help with.
+    ``table`` is the one that the plan was taken from, for what an error says of others. ``differentiable`` gives the
+    forward, for inputs in that dtype, of a plan that autograd needs no help with.
     """
 
     plan: Plan
     dtype: torch.dtype
+    table: PlanTable | None = None
     differentiable: Differentiable = staticmethod(not_differentiable)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kept: Kept | None = None) -> tuple[Tensor, Tensor]:
         """Return out (B, S, H, D) in the input dtype and lse (B, H, S); ``kept``, if given, receives rows."""
         raise NotImplementedError
+
+    def direct(self, dtype: torch.dtype) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """Return what ``attend`` comes to for inputs of this dtype that keep nothing."""
+        return self.attend
 
     def gradients(
         self, dout: Tensor | None, saved: Sequence[Tensor], wanted: Wanted = ALL, dlse: Tensor | None = None

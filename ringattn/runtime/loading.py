@@ -10,6 +10,7 @@ from ringattn.kernels.registry import KERNELS
 from ringattn.planning.plan import Plan
 
 from .merge import TorchOps
+from .ranges import name_methods, named
 
 if TYPE_CHECKING:
     from .merge_triton import TritonOps
@@ -47,23 +48,42 @@ def may_be_torchs(plan: Plan) -> bool:
     return not workload.train or (is_one_op(plan) and not plan.conditions.deterministic)
 
 
-def bind(plan: Plan, name: str, scale: float, *, full: bool = False) -> BoundKernel:
-    """Return a kernel with the parameters of the plan; without a mask where blocks are ``full``."""
+def bind(plan: Plan, name: str, scale: float, *, full: bool = False, range_of: str = "") -> BoundKernel:
+    """Return a kernel with the parameters of the plan; without a mask where blocks are ``full``.
+
+    With named ranges around its calls if ``range_of`` says of what, and then autograd does not call it by itself.
+    """
     causal, deterministic = plan.workload.causal and not full, plan.conditions.deterministic
-    return KERNELS[name].load(
+    kernel = KERNELS[name].load(
         KernelConfig(causal, scale, deterministic, plan.tunables.params_of(name), plan.tunables.dtype)
     )
+    if not range_of:
+        return kernel
+    forward = named(f"{range_of} {name} forward", kernel.forward)
+    return BoundKernel(forward, named(f"{range_of} {name} backward", kernel.backward))
 
 
-def bind_varlen(plan: Plan, name: str, scale: float) -> BoundVarlen:
-    """Return a kernel's entry for packed sequences with the parameters of the plan."""
+def bind_varlen(plan: Plan, name: str, scale: float, range_of: str = "") -> BoundVarlen:
+    """Return a kernel's entry for packed sequences with the parameters of the plan; ``range_of`` as in ``bind``."""
     load = KERNELS[name].load_varlen
     assert load is not None, "rejection_reasons refuses it"
     causal, deterministic = plan.workload.causal, plan.conditions.deterministic
-    return load(KernelConfig(causal, scale, deterministic, plan.tunables.params_of(name), plan.tunables.dtype))
+    entry = load(KernelConfig(causal, scale, deterministic, plan.tunables.params_of(name), plan.tunables.dtype))
+    if not range_of:
+        return entry
+    forward = named(f"{range_of} {name} forward", entry.forward)
+    return BoundVarlen(forward, named(f"{range_of} {name} backward", entry.backward))
 
 
-def load_ops(plan: Plan) -> TorchOps | TritonOps:
+def load_ops(plan: Plan, *, ranges: bool = False) -> TorchOps | TritonOps:
+    """Return the steps between the kernels of a plan, with named ranges around them or without."""
+    ops = _ops_of(plan)
+    if ranges:
+        name_methods(ops, gather="gather", gather_backward="gather", merge="merge", scatter_sum="sum")
+    return ops
+
+
+def _ops_of(plan: Plan) -> TorchOps | TritonOps:
     if not plan.fused:
         return TorchOps(compiled=plan.tunables.compile)
     prepare_triton()

@@ -43,8 +43,13 @@ TravelBackward = Callable[[list[BackwardRows]], Callable[[], list[Triple]]]
 class Program(Executor):
     """Plan with its kernels loaded; stateless between calls, so one serves any number of threads."""
 
-    def __init__(self, plan: Plan, scale: float, travelling: frozenset[int] = frozenset()) -> None:
-        """Load the kernels of ``plan``; ``travelling`` branches are computed by callables that each call is given."""
+    def __init__(
+        self, plan: Plan, scale: float, travelling: frozenset[int] = frozenset(), *, ranges: bool = False
+    ) -> None:
+        """Load the kernels of ``plan``; ``travelling`` branches are computed by callables that each call is given.
+
+        ``ranges`` names the steps for profilers.
+        """
         assert scale > 0, "kernels mask before they scale"
         tunables = plan.tunables
         self.plan = plan
@@ -55,16 +60,18 @@ class Program(Executor):
         self._window = tunables.window_tokens
         self._geometry_of = cached_geometry if tunables.pattern_cache else build_geometry
         self._pool = (tunables.pool_threshold_mib, tunables.pool_strategy)
-        self._ops = load_ops(plan)
-        forward = [bind(plan, branch.forward, scale) for branch in tunables.branches]
-        backward = [bind(plan, branch.backward, scale) for branch in tunables.branches if branch.backward]
+        self._ops = load_ops(plan, ranges=ranges)
+        names = [f"branch {n}" if ranges else "" for n in range(len(tunables.branches))]
+        named = tuple(zip(names, tunables.branches, strict=True))
+        forward = [bind(plan, branch.forward, scale, range_of=name) for name, branch in named]
+        backward = [bind(plan, branch.backward, scale, range_of=name) for name, branch in named if branch.backward]
         self._forward = [kernel.forward for kernel in forward]
         self._backward = [kernel.backward for kernel in backward]
         self._strided = [KERNELS[b.backward].strided_backward for b in tunables.branches if b.backward]
         self._writer = writing_branch(plan, travelling) if backward else None
         self.differentiable = backward[0].differentiable if is_one_op(plan) else not_differentiable
         self._scale = scale
-        self._of_torch = tunables.branches[0].forward if may_be_torchs(plan) else ""
+        self._of_torch = tunables.branches[0].forward if may_be_torchs(plan) and not ranges else ""
 
     def torch_entry(self, q: Tensor, k: Tensor, v: Tensor) -> Attend | None:
         if not self._of_torch:
@@ -77,6 +84,10 @@ class Program(Executor):
             return self.forward(q, k, v, kept)
         out, lse = self.forward(q.to(self.dtype), k.to(self.dtype), v.to(self.dtype), kept)
         return out.to(q.dtype), lse
+
+    def direct(self, dtype: torch.dtype) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+        # A step less in the place of the one that its caller adds; a subclass has its own ``attend``.
+        return self.forward if type(self) is Program and dtype is self.dtype else self.attend
 
     def gradients(
         self, dout: Tensor | None, saved: Sequence[Tensor], wanted: Wanted = ALL, dlse: Tensor | None = None

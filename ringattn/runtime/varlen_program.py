@@ -29,12 +29,12 @@ class VarlenProgram(Program):
 
     _documents: Documents
 
-    def __init__(self, plan: Plan, scale: float) -> None:
-        super().__init__(plan, scale)
-        tunables = plan.tunables
-        self._varlen_forward = [bind_varlen(plan, branch.forward, scale).forward for branch in tunables.branches]
+    def __init__(self, plan: Plan, scale: float, *, ranges: bool = False) -> None:
+        super().__init__(plan, scale, ranges=ranges)
+        named = [(f"branch {n}" if ranges else "", branch) for n, branch in enumerate(plan.tunables.branches)]
+        self._varlen_forward = [bind_varlen(plan, branch.forward, scale, name).forward for name, branch in named]
         self._varlen_backward = [
-            bind_varlen(plan, branch.backward, scale).backward for branch in tunables.branches if branch.backward
+            bind_varlen(plan, branch.backward, scale, name).backward for name, branch in named if branch.backward
         ]
 
     def over(self, documents: Documents, batch: int, length: int) -> Self:

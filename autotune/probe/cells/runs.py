@@ -86,6 +86,7 @@ class CellRuns:
         self.transfer = Transfer(store, Compilers(task.environment.machine.just_in_time, ahead))
         self.observer = SearchObserver(task.observer, task.environment.clock)
         self.searched: list[CellSearch] = []
+        self.results: dict[Workload, CellResult] = {}
         self.recalled: list[CellSearch] = []  # that an earlier run finished
         self._store = store
         self._evaluator = evaluator
@@ -240,5 +241,6 @@ class CellRuns:
         self.finish(result, taken_s)
 
     def finish(self, result: CellResult, taken_s: float) -> None:
+        self.results[result.workload] = result
         self.rows.finish(result, taken_s)
         self.observer.time_left()

@@ -60,13 +60,14 @@ def entry_of(result: CellResult) -> PlanEntry:
         return PlanEntry(
             result.workload, choice=Choice(result.choice.tunables), failures=tuple(failures[:FAILURES_KEPT])
         )
+    leaner = any(measured.tunables != result.choice.tunables for measured in result.front)
     return PlanEntry(
         workload=result.workload,
         choice=choice_of(result.choice),
         captured=choice_of(result.captured) if result.captured is not None else None,
         runners_up=tuple(choice_of(m) for m in result.runners_up),
         auto=choice_of(result.auto) if result.auto is not None else None,
-        front=tuple(choice_of(m) for m in result.front) if len(result.front) > 1 else (),
+        front=tuple(choice_of(m) for m in result.front) if leaner else (),
         default=choice_of(result.default) if result.default is not None else None,
         torch=_torch_of(result),
         singles=tuple(choice_of(m) for m in result.singles if m.tunables != result.choice.tunables),

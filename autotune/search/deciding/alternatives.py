@@ -18,6 +18,7 @@ from .choose import Candidate, pareto_front
 
 FRONT_KEPT = 4
 RUNNERS_UP = 2
+LEANEST_BLOCKS = 4  # of the leanest plan at most: two that count, and two that are disturbed or in which it dies
 NARROW_GAIN = 0.01  # log-ratio by which a narrower dtype must surely be faster
 
 
@@ -84,6 +85,28 @@ class Alternatives:
         balanced = sorted(front, key=lambda c: cost("balanced", c.gain.median, c.peak_bytes))
         kept = self._validated(balanced, FRONT_KEPT)
         return [candidate for candidate in front if candidate in kept]
+
+    def leanest(self, below_bytes: float) -> Candidate | None:
+        """Time the leanest right plan below so many bytes twice, and validate it, while there is time; None otherwise.
+
+        The search lets a slow plan go after the call of its check, whatever memory it needs.
+        """
+        state, eager = self.state, self.state.under("eager")
+        for _ in range(LEANEST_BLOCKS):
+            peaks = {
+                plan: entry.checked.peak_bytes
+                for plan, entry in state.entries.items()
+                if entry.checked is not None and entry.checked.peak_bytes < below_bytes and state.may_be_chosen(entry)
+            }
+            lean = [eager.entry(plan) for plan, peak in peaks.items() if 0.99 * peak < min(peaks.values())]
+            if not lean or any(e.tunables == self.default.tunables or len(e.log_ratios) >= 2 for e in lean):
+                break
+            plan = min(lean, key=lambda e: (-len(e.log_ratios), eager.first_look(e) or 0.0)).tunables
+            if not self.deadline.allows(state.block_s([plan]) + state.validation_s(plan)):
+                break
+            state.block([state.entry(plan)])
+        leaner = [c for c in pareto_front(self._timed())[::-1] if c.peak_bytes < below_bytes]
+        return next(iter(self._validated(leaner, 1)), None)
 
     def runners_up(self, winner: Candidate, finals: Sequence[Candidate]) -> list[Candidate]:
         """The next two: finalists first, then what was timed before, validated while there is time."""

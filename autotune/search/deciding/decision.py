@@ -111,6 +111,12 @@ class Final:
         result.singles = tuple(map(self._measured, self._beside.singles(list(finals.values()))))
         return self._with_doubts(result, winner, usable, noisy)
 
+    def with_leanest(self, result: CellResult) -> CellResult | None:
+        """Return the result with its leanest right plan in the front; None where it has that, or there is no time."""
+        kept = [measured for measured in (result.choice, *result.runners_up, *result.front) if measured is not None]
+        found = self._beside.leanest(0.99 * min(measured.checked.peak_bytes for measured in kept))
+        return None if found is None else replace(result, front=(*result.front, self._measured(found)))
+
     def _validated_choice(self, default: Candidate, others: Sequence[Candidate], noisy: bool) -> Candidate:
         """The choice among what passes validation; NothingAllowed when nothing is within the limits.
 

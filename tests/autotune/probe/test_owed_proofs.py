@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-from machines import MIB, Setting, environment_of, invented, plan, row_of, workload
+from machines import MIB, Setting, by_kernels, environment_of, invented, plan, row_of, workload
 
 from autotune.exit_codes import NothingMeasured
 from autotune.journal.store import Store
@@ -487,3 +487,21 @@ def test_only_the_full_effort_tries_tile_shapes_and_a_dry_run_says_the_same(tmp_
         assert dict(report.chosen.params)["flash-cpu.tile"] == "64"
     else:
         assert (knobs, tried, report.chosen.params) == (set(), set(), ())
+
+
+def test_what_is_left_of_a_probe_keeps_the_leanest_plans(tmp_path: Path) -> None:
+    """Math takes seven times as long and half the memory: no search wants it, and ``prefer="memory"`` does."""
+
+    def peak(tunables: Tunables) -> int:
+        return (50 if {branch.backward for branch in tunables.branches} == {"math"} else 100) * MIB
+
+    house = House(tmp_path, by_kernels(**{"flash-cpu": 0.0, "math": 1.0}), new_shape_s=0.01, peak=peak)
+    result = house.probe(60.0)
+    assert result.profile_path is not None
+    for entry in load_profile(result.profile_path).plans:
+        assert entry.evidence is not None
+        assert entry.evidence.peak_bytes == 100 * MIB
+        leanest = min(entry.front, key=lambda choice: choice.evidence.peak_bytes if choice.evidence else 2**60)
+        assert leanest.evidence is not None
+        assert leanest.evidence.peak_bytes == 50 * MIB
+        assert (entry.workload, leanest.tunables) in house.proven()

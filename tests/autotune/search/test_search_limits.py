@@ -7,9 +7,11 @@ import re
 from dataclasses import replace
 
 import pytest
-from machines import MIB, Setting, by_kernels, invented, plan, workload
+from machines import MIB, Setting, Trial, by_kernels, invented, plan, workload
 
-from autotune.measure.evaluator import Checked
+from autotune.measure.evaluator import Checked, Fault, Proven
+from autotune.probe.output.writer import entry_of
+from autotune.search.budget import Deadline
 from autotune.search.limits import Limits
 from autotune.space.space import distance
 from ringattn.workload import Pattern, Tunables, Workload
@@ -213,3 +215,54 @@ def test_the_lean_end_of_the_front_is_proven_even_where_time_is_short(budget_s: 
         assert result.choice is not None
         assert result.choice.tunables == plan(cell, "swift")
         assert [m.tunables for m in result.front] == [plan(cell, "swift"), plan(cell, "swift", window_tokens=2048)]
+
+
+LEAN_MATH = by_kernels(quick=0.0, swift=-0.1, math=1.0)
+
+
+def with_lean_math(unproven: dict[Tunables, Fault], budget_s: float = 6.0, seed: int = 0) -> Trial:
+    """A search after which a backward by math, of seven times the time and half the memory, balances nothing."""
+
+    def peak(tunables: Tunables) -> int:
+        return (50 if tunables.branches[0].backward == "math" else 100) * MIB + (tunables.branches[0].forward == "math")
+
+    return Setting(DENSE, LEAN_MATH, plan(DENSE), rows={"peak": peak}, budget_s=budget_s, unproven=unproven).run(seed)
+
+
+@pytest.mark.parametrize("budget_s", [4.0, 6.0, 9.0])
+def test_the_leanest_plan_of_a_training_cell_is_kept_however_slow(budget_s: float) -> None:
+    """The search lets it go after one call; ``prefer="memory"`` had the choice alone then."""
+    for seed in range(3):
+        trial = with_lean_math({}, budget_s, seed)
+        assert min(m.checked.peak_bytes for m in (trial.result.choice, *trial.result.front) if m) >= 100 * MIB
+        result = trial.search.with_leanest(trial.result, Deadline(trial.clock, trial.clock.now() + 60))
+        assert result is not None
+        assert (result.choice, result.front[:-1]) == (trial.result.choice, trial.result.front)
+        leanest = result.front[-1]
+        assert leanest.checked.peak_bytes <= 50 * MIB + 1
+        assert leanest.gain.count >= 2
+        assert isinstance(trial.search.state.entry(leanest.tunables).validated, Proven)
+        noted = trial.search.study.noted_result()
+        assert noted is not None
+        assert len(noted.front) == len(result.front)
+        assert leanest.tunables in {choice.tunables for choice in entry_of(result).front}
+        assert trial.search.with_leanest(result, Deadline(trial.clock, trial.clock.now() + 60)) is None
+
+
+def test_the_leanest_plan_is_let_go_where_there_is_no_time_or_it_is_wrong() -> None:
+    trial = with_lean_math({})
+    assert trial.search.with_leanest(trial.result, Deadline(trial.clock, trial.clock.now())) is None
+    lean = [
+        entry.tunables for entry in trial.search.state.entries.values() if entry.tunables.branches[0].backward == "math"
+    ]
+    trial = with_lean_math({tunables: Fault("inaccurate", "dq is wrong") for tunables in lean})
+    found = trial.search.with_leanest(trial.result, Deadline(trial.clock, trial.clock.now() + 60))
+    assert found is None or not {m.tunables for m in found.front} & set(lean)
+
+
+def test_a_front_without_the_choice_is_written() -> None:
+    result = with_lean_math({}).result
+    assert result.choice is not None
+    lean = replace(result.choice, tunables=plan(DENSE, "math"))
+    assert [choice.tunables for choice in entry_of(replace(result, front=(lean,))).front] == [lean.tunables]
+    assert entry_of(replace(result, front=(result.choice,))).front == ()

@@ -9,13 +9,13 @@ from typing import Any
 import click
 
 from .options import (
-    POSITIVE,
     DtypeChoice,
     check_pattern,
     check_shape,
     check_writable,
     device_option,
     json_option,
+    number_of,
     pattern_options,
     profile_argument,
     shape_options,
@@ -34,7 +34,9 @@ _MOST_STEPS = 1000  # of which torch's profiler keeps every event
     help="With gradients or without.",
 )
 @click.option("--causal/--no-causal", default=True, show_default=True, help="Causal attention or full.")
-@click.option("--seq-len", type=POSITIVE, metavar="N", default=8192, show_default=True, help="Sequence length.")
+@click.option(
+    "--seq-len", type=number_of("seq_len"), metavar="N", default=8192, show_default=True, help="Sequence length."
+)
 @shape_options(heads=8, head_dim=64)
 @pattern_options
 @click.option(

@@ -87,7 +87,7 @@ def trace_workload(
     """Run a workload's steps under torch's profiler; write its Chrome trace to ``chrome``, if given."""
     module = build_module(workload, profile=profile, device=device, group=group)
     inputs = make_inputs(workload, workload.seq_len, "ordinary", 0, device, for_timing=True)
-    call = caller(module, inputs, workload.train)
+    call = caller(module, inputs, workload)
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)

@@ -65,7 +65,6 @@ def _lean(entry: PlanEntry, *, evidence: bool) -> PlanEntry:
         runners_up=tuple(map(lean, entry.runners_up)),
         auto=entry.auto and lean(entry.auto),
         front=tuple(map(lean, entry.front)),
-        default=entry.default if evidence else None,
         torch=None,
         singles=(),
         failures=(),

@@ -72,7 +72,7 @@ def test_sampled_rows_are_those_of_each_document_alone(pattern: Pattern, causal:
     exact = exact_over(case, inputs.documents.placed(1, 260), *tensors)
     for out, lse, grads in (
         (exact.out, exact.lse, exact[2:]),
-        results_of(case.module(), inputs, train=True),
+        results_of(case.module(), inputs, workload),
     ):
         expected = pick_rows(workload, sampled, out, lse, grads)
         for (name, got), (_, wanted) in zip(rows.tensors, expected.tensors, strict=True):

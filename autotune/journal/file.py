@@ -42,6 +42,7 @@ class WriterLock:
 
     def __init__(self, journal: Path) -> None:
         path = journal.with_name(journal.name + ".writer")
+        journal.parent.mkdir(parents=True, exist_ok=True)
         check_regular(path)
         self.note = ""
         self._path, self._is_new = path, not path.exists()

@@ -1,0 +1,1 @@
+"""Modules and functions in the place of torch's attention, over ``RingAttention``."""

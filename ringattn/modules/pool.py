@@ -1,0 +1,63 @@
+"""Holds one ``RingAttention`` for each kind of call that a function meets, so that profiles and plans serve it."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringattn.attention import RingAttention
+from ringattn.errors import InputError
+from ringattn.workload import Pattern
+
+# Kinds of call whose module is kept. A model has a handful; who meets more than these makes the oldest again.
+MOST_KINDS = 64
+
+_OPTIONS = inspect.signature(RingAttention).parameters.keys() - {
+    "num_heads", "head_dim", "num_kv_heads", "causal", "scale", "dropout", "device",
+}  # fmt: skip
+
+
+class AttentionPool:
+    """Dense ``RingAttention`` modules of one set of options, made on first need.
+
+    Over several ranks every rank must meet the kinds of call in the same order, as it must build modules.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        """Keep ``options``, those of ``RingAttention`` that a call does not decide; InputError for others."""
+        unknown = sorted(options.keys() - _OPTIONS)
+        if unknown:
+            raise InputError(f"{unknown[0]} is no option here; the options are {', '.join(sorted(_OPTIONS))}")
+        self._options = options
+        self._modules: dict[str, RingAttention] = {}
+        pattern = Pattern.of(
+            options.get("segment_lengths"), options.get("dilation_rates"), options.get("head_offset", "interleaved")
+        )
+        self.dilated = not pattern.dense
+
+    def module_for(self, q: Tensor, k: Tensor, causal: bool, scale: float | None) -> RingAttention:
+        """Return the module for q (B, S, H, D) and k (B, S, Hkv, D); raises what ``RingAttention`` raises."""
+        kind = self._kind(q.shape[2], k.shape[2], q.shape[3], causal, scale, q.device)
+        return self._modules[kind]
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _kind(
+        self, heads: int, kv_heads: int, head_dim: int, causal: bool, scale: float | None, device: torch.device
+    ) -> str:
+        """Return the name of a kind of call, its module made if there was none.
+
+        A compiler runs this while it traces and keeps the name, so that a graph has no break where a module is made.
+        """
+        if device.type == "meta":
+            raise InputError("q is on meta, where tensors hold no data; give it data with to_empty() first")
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        kind = f"{heads}/{kv_heads} x {head_dim} causal={causal} scale={scale} {device} deterministic={deterministic}"
+        if kind not in self._modules:
+            made = RingAttention(heads, head_dim, kv_heads, causal=causal, scale=scale, device=device, **self._options)
+            if len(self._modules) >= MOST_KINDS:
+                del self._modules[next(iter(self._modules))]
+            self._modules[kind] = made
+        return kind

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,6 +13,7 @@ from .options import (
     DtypeChoice,
     check_pattern,
     check_shape,
+    check_writable,
     device_option,
     integer_list,
     json_option,
@@ -57,14 +59,18 @@ LENGTHS = "4096,8192,16384"
 @click.option("--blocks", type=POSITIVE, metavar="N", default=9, show_default=True, help="Paired readings of each.")
 @seed_option("Fixes order and inputs.")
 @device_option
+@click.option(
+    "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write the comparison as a web page, too."
+)
 @json_option
-def compare(blocks: int, seed: int, as_json: bool, **asked: Any) -> None:
+def compare(blocks: int, seed: int, output: Path | None, as_json: bool, **asked: Any) -> None:
     """Time plans of earlier systems and other libraries beside this machine's.
 
     \b
     Examples:
         ringtune compare
-        ringtune compare --seq-lens 65536,262144 --segment-lengths 2048,4096 --dilation-rates 1,2 --head-offset blocked
+        ringtune compare --segment-lengths 2048,4096 --dilation-rates 1,2
+        ringtune compare --mode infer --output compared.html
 
     Speed-up is over torch's scaled_dot_product_attention, which is dense also
     where a dilated pattern is asked for. Error is the largest relative 2-norm
@@ -72,14 +78,18 @@ def compare(blocks: int, seed: int, as_json: bool, **asked: Any) -> None:
     """
     check_pattern(asked["segment_lengths"], asked["dilation_rates"])
     check_shape(asked["heads"], asked["kv_heads"])
+    if output is not None:
+        check_writable(output)
 
     from autotune.report.contenders import compare as measured
     from autotune.report.contenders import crossovers, workloads_of
+    from autotune.report.contenders_page import contenders_page
     from ringattn.hardware.facts import detect
     from ringattn.planning.setup import device_of
     from ringattn.workload import Pattern
 
     from .console import emit_json, print_answer, warn
+    from .report import write_page
 
     device = device_of(asked["device"])
     facts = detect(device)
@@ -90,10 +100,12 @@ def compare(blocks: int, seed: int, as_json: bool, **asked: Any) -> None:
     workloads = workloads_of(asked["seq_lens"], pattern, **shape)
     found = measured(workloads, facts, device, blocks=blocks, seed=seed, progress=warn)
     crossed = crossovers(found)
+    of_all = str(workloads[0]).replace(f" S{workloads[0].seq_len}", "")
+    if output is not None:
+        write_page(contenders_page(facts.device_name, of_all, found, crossed), output)
     if as_json:
-        emit_json({"facts": facts, "workloads": [str(w) for w in workloads], "standings": found, "crossovers": crossed})
+        emit_json({"facts": facts, "workload": of_all, "standings": found, "crossovers": crossed})
     else:
-        of_all = str(workloads[0]).replace(f" S{workloads[0].seq_len}", "")
         print_answer(comparison_summary(f"{facts.device_name}: {of_all}", found, crossed))
 
 
@@ -120,8 +132,4 @@ def comparison_summary(title: str, standings: Sequence[Standing], crossed: Seque
             speedup = "-" if math.isnan(s.speedup) else format_factor(s.speedup)
             figures = (format_ms(s.ms), f"{s.tokens_per_s:,.0f}", format_bytes(s.peak_bytes), error, speedup)
         table.add_row(length, s.name, *figures, plain(s.note))
-    lines = [
-        f"{c.name} is {'slower' if c.slower else 'faster'} than torch from about {c.seq_len:,} tokens on"
-        for c in crossed
-    ]
-    return Group(Text(plain(title), style="bold"), table, *(Text(plain(line)) for line in lines))
+    return Group(Text(plain(title), style="bold"), table, *(Text(plain(each)) for each in crossed))

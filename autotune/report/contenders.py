@@ -69,6 +69,10 @@ class Crossover:
     seq_len: int
     slower: bool
 
+    def __str__(self) -> str:
+        change = "slower" if self.slower else "faster"
+        return f"{self.name} is {change} than torch from about {self.seq_len:,} tokens on"
+
 
 def foreign_plan(name: str, workload: Workload) -> Tunables:
     """Return the name of another library's attention in the place of a plan, which a worker's requests carry."""

@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from autotune.report.contenders import (
     crossovers,
     workloads_of,
 )
+from autotune.report.contenders_page import contenders_page
 from autotune.space.presets import PRESETS
 from ringattn.hardware.facts import detect
 from ringattn.workload import Pattern, Tunables, Workload
@@ -88,11 +90,35 @@ def test_crossovers_lie_where_the_line_between_two_speedups_is_one() -> None:
     assert not crossovers(standings("never", 0.5, math.nan, 0.9))
 
 
-def test_the_command_prints_a_table_and_json() -> None:
+def test_the_command_prints_a_table_and_json_and_writes_a_page(tmp_path: Path) -> None:
     asked = ["compare", "--seq-lens", "64", "--heads", "2", "--head-dim", "16", "--blocks", "1", "--device", "cpu"]
     table = CliRunner().invoke(cli, asked)
     assert table.exit_code == 0
     assert all(name in table.stdout for name in ("Speed-up", *PRESETS))
-    document = json.loads(CliRunner().invoke(cli, [*asked, "--json"]).stdout)
+    page = tmp_path / "compared.html"
+    document = json.loads(CliRunner().invoke(cli, [*asked, "--json", "--output", str(page)]).stdout)
     assert {entry["name"] for entry in document["standings"]} >= {BASELINE, OURS, *PRESETS}
     assert document["crossovers"] == []
+    shown = page.read_text("utf-8")
+    for entry in document["standings"]:
+        assert entry["name"] in shown
+    assert "Nowhere between the lengths measured." in shown
+    assert "Made by <code>ringtune compare</code>" in shown
+    refused = CliRunner().invoke(cli, [*asked, "--output", str(tmp_path)])
+    assert refused.exit_code == 1
+    assert "is a folder" in refused.stderr
+
+
+def test_the_page_escapes_what_it_is_told_and_draws_what_is_known() -> None:
+    rows = [
+        Standing(1024, BASELINE, "", 1.0, 1e6, 2**20, 1e-6, 1.0),
+        Standing(1024, OURS, "<b>flash</b>", 0.5, 2e6, 2**20, math.nan, 2.0),
+        Standing(1024, "production", "oom: no room"),
+    ]
+    page = contenders_page("A <card>", "train dense", rows, [Crossover(OURS, 700, slower=False)])
+    assert "A &lt;card&gt;" in page
+    assert "&lt;b&gt;flash&lt;/b&gt;" in page
+    assert "this machine is faster than torch from about 700 tokens on" in page
+    assert "this machine: 2,000,000 tokens/s" in page
+    assert "oom: no room" in page
+    assert "nan" not in page

@@ -232,10 +232,14 @@ def _same(norm: nn.Module, x: Tensor) -> Tensor:
     return x
 
 
-def lengths_of(padding_mask: Tensor) -> Documents:
-    """Return the positions that rows of a mask (B, S), true at padding, have; InputError where padding ends no row."""
+def lengths_of(padding_mask: Tensor) -> Documents | None:
+    """Return the positions that rows of a mask (B, S), true at padding, have; None where there is no padding.
+
+    Raises:
+        InputError: padding that is not at the end of a row.
+    """
     there = ~padding_mask.bool().cpu()
     lengths = there.sum(1)
     if not bool((there == (torch.arange(there.shape[1]) < lengths[:, None])).all()):
         raise InputError("encoder_padding_mask has padding before a row's end; move it there, or pack rows")
-    return Documents(lengths=lengths)
+    return None if bool(there.all()) else Documents(lengths=lengths)

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torchscale_peer import longnet_of, randomized
 
+from ringattn import Documents
 from ringattn.errors import InputError
-from ringattn.integrations.torchscale import TorchscaleLongNet
+from ringattn.integrations.torchscale import TorchscaleLongNet, lengths_of
 from ringattn.reference import dilated_attention_reference
 from ringattn.workload import Pattern
 
@@ -133,6 +134,11 @@ def test_theirs_attends_to_its_padding_and_ours_does_not() -> None:
     torch.testing.assert_close(found[:, :48], expected, rtol=0, atol=1e-11)
     dropped = theirs(None, token_embeddings=padded, encoder_padding_mask=mask)["encoder_out"]
     assert (dropped[:, :48] - expected).abs().max() > 0.1
+
+
+def test_a_mask_without_padding_asks_for_no_documents() -> None:
+    assert lengths_of(torch.zeros(2, 8)) is None
+    assert lengths_of(torch.arange(8)[None] >= torch.tensor([[8], [3]])) == Documents(lengths=[8, 3])
 
 
 def test_of_takes_embeddings_dtype_and_mode_over() -> None:

@@ -16,6 +16,7 @@ import click
 from autotune.exit_codes import ExitCode, ProbeFailure
 from autotune.formats import plain
 
+from .compare import compare
 from .doctor import doctor
 from .explain import explain
 from .interrupts import PROBE_INTERRUPTED
@@ -151,7 +152,7 @@ def cli(verbose: bool) -> None:
 
 
 for _command in (
-    *(probe, show, report, explain, trace, which, validate, verify, doctor),
+    *(probe, show, report, explain, trace, which, validate, verify, doctor, compare),
     *(push, pull, list_store, merge, diff, forget, sign, verify_signature),
 ):
     cli.add_command(_command)

@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 def build_module(
     workload: Workload,
     *,
-    profile: Profile | str,
+    profile: Profile | str | None,
     device: torch.device,
     dtype: str | torch.dtype | None = None,
     group: Any = None,

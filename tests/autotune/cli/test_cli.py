@@ -16,7 +16,7 @@ from autotune.exit_codes import ExitCode
 
 ROOT = Path(__file__).parents[3]
 COMMANDS = (
-    *("probe", "show", "report", "explain", "trace", "which", "validate", "verify", "doctor"),
+    *("probe", "show", "report", "explain", "trace", "which", "validate", "verify", "doctor", "compare"),
     *("push", "pull", "list", "merge", "diff", "forget", "sign", "verify-signature"),
 )
 

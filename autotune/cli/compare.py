@@ -1,0 +1,135 @@
+"""``ringtune compare``: presets, torch, torchscale and this machine's plan, side by side."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .options import (
+    POSITIVE,
+    DtypeChoice,
+    check_pattern,
+    check_shape,
+    check_writable,
+    device_option,
+    integer_list,
+    json_option,
+    pattern_options,
+    seed_option,
+    shape_options,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from autotune.report.contenders import Crossover, Standing
+
+LENGTHS = "4096,8192,16384"
+
+
+@click.command(short_help="Compare presets, torch and this machine's plan.")
+@click.option(
+    "--seq-lens", type=integer_list, metavar="N,N,...", default=LENGTHS, show_default=True, help="Sequence lengths."
+)
+@click.option(
+    "--mode",
+    type=click.Choice(["train", "infer"]),
+    default="train",
+    show_default=True,
+    help="With gradients or without.",
+)
+@click.option("--causal/--no-causal", default=True, show_default=True, help="Causal attention or full.")
+@shape_options(heads=8, head_dim=64)
+@pattern_options
+@click.option(
+    "--head-offset",
+    type=click.Choice(["interleaved", "blocked"]),
+    default="interleaved",
+    show_default=True,
+    help="First position of a head in a segment: LongNet's rule, or torchscale's.",
+)
+@click.option(
+    "--dtype",
+    type=DtypeChoice(["bf16", "fp16", "fp32"]),
+    help="Input dtype.  [default: bf16 on a GPU, fp32 on a CPU]",
+)
+@click.option("--blocks", type=POSITIVE, metavar="N", default=9, show_default=True, help="Paired readings of each.")
+@seed_option("Fixes order and inputs.")
+@device_option
+@click.option(
+    "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write the comparison as a web page, too."
+)
+@json_option
+def compare(blocks: int, seed: int, output: Path | None, as_json: bool, **asked: Any) -> None:
+    """Time plans of earlier systems and other libraries beside this machine's.
+
+    \b
+    Examples:
+        ringtune compare
+        ringtune compare --segment-lengths 2048,4096 --dilation-rates 1,2
+        ringtune compare --mode infer --output compared.html
+
+    Speed-up is over torch's scaled_dot_product_attention, which is dense also
+    where a dilated pattern is asked for. Error is the largest relative 2-norm
+    of outputs and gradients against float64.
+    """
+    check_pattern(asked["segment_lengths"], asked["dilation_rates"])
+    check_shape(asked["heads"], asked["kv_heads"])
+    if output is not None:
+        check_writable(output)
+
+    from autotune.report.contenders import compare as measured
+    from autotune.report.contenders import crossovers, workloads_of
+    from autotune.report.contenders_page import contenders_page
+    from ringattn.hardware.facts import detect
+    from ringattn.planning.setup import device_of
+    from ringattn.workload import Pattern
+
+    from .console import emit_json, print_answer, warn
+    from .report import write_page
+
+    device = device_of(asked["device"])
+    facts = detect(device)
+    shape = {name: asked[name] for name in ("mode", "causal", "heads", "head_dim")}
+    shape |= {"kv_heads": asked["kv_heads"] or asked["heads"], "batch": asked["batch_size"]}
+    shape["dtype"] = asked["dtype"] or ("fp32" if facts.vendor == "cpu" else "bf16")
+    pattern = Pattern.of(asked["segment_lengths"], asked["dilation_rates"], asked["head_offset"])
+    workloads = workloads_of(asked["seq_lens"], pattern, **shape)
+    found = measured(workloads, facts, device, blocks=blocks, seed=seed, progress=warn)
+    crossed = crossovers(found)
+    of_all = str(workloads[0]).replace(f" S{workloads[0].seq_len}", "")
+    if output is not None:
+        write_page(contenders_page(facts.device_name, of_all, found, crossed), output)
+    if as_json:
+        emit_json({"facts": facts, "workload": of_all, "standings": found, "crossovers": crossed})
+    else:
+        print_answer(comparison_summary(f"{facts.device_name}: {of_all}", found, crossed))
+
+
+def comparison_summary(title: str, standings: Sequence[Standing], crossed: Sequence[Crossover]) -> Any:
+    """Return the comparison as a table for the terminal."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    from autotune.formats import format_bytes, format_factor, format_length, format_ms, plain
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("Length", "Contender", "Time", "Tokens/s", "Peak", "Error", "Speed-up", "What ran"):
+        right = name not in ("Contender", "What ran")
+        table.add_column(name, justify="right" if right else "left", no_wrap=right, overflow="fold")
+    last = 0
+    for s in standings:
+        length = format_length(s.seq_len) if s.seq_len != last else ""
+        last = s.seq_len
+        figures = ("-",) * 5
+        if not math.isnan(s.ms):
+            error = "-" if math.isnan(s.error) else f"{s.error:.1e}"
+            speedup = "-" if math.isnan(s.speedup) else format_factor(s.speedup)
+            figures = (format_ms(s.ms), f"{s.tokens_per_s:,.0f}", format_bytes(s.peak_bytes), error, speedup)
+        table.add_row(length, s.name, *figures, plain(s.note))
+    return Group(Text(plain(title), style="bold"), table, *(Text(plain(each)) for each in crossed))

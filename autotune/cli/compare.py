@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .options import (
-    POSITIVE,
     DtypeChoice,
     check_pattern,
     check_shape,
@@ -56,7 +55,14 @@ LENGTHS = "4096,8192,16384"
     type=DtypeChoice(["bf16", "fp16", "fp32"]),
     help="Input dtype.  [default: bf16 on a GPU, fp32 on a CPU]",
 )
-@click.option("--blocks", type=POSITIVE, metavar="N", default=9, show_default=True, help="Paired readings of each.")
+@click.option(
+    "--blocks",
+    type=click.IntRange(1, 10_000),
+    metavar="N",
+    default=9,
+    show_default=True,
+    help="Paired readings of each.",
+)
 @seed_option("Fixes order and inputs.")
 @device_option
 @click.option(

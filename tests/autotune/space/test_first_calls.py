@@ -29,7 +29,7 @@ def spaces(facts: HardwareFacts, **asked: object) -> list[Space]:
     def no_evaluator(*_: object) -> Evaluator:
         raise AssertionError("spaces are worked out, not measured")
 
-    environment = environment_of(facts, no_evaluator)
+    environment = environment_of(facts, no_evaluator, ())
     request = ProbeRequest(**asked)  # type: ignore[arg-type]
     found = [space_or_refusal(cell, environment, "auto") for cell in cells_for(request, facts)]
     return [space for space in found if isinstance(space, Space)]

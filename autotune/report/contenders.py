@@ -19,7 +19,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from autotune.accuracy.inputs import Inputs
 from autotune.accuracy.sampled_rows import Expected, Sampled, pick_rows
-from autotune.measure.bench import BenchSettings
+from autotune.measure.bench import BenchSettings, Phase
 from autotune.measure.benchmark import DeviceBench
 from autotune.measure.evaluator import Checked, Fault, Sample
 from autotune.measure.module_calls import build_module, results_of
@@ -114,10 +114,11 @@ class ContenderBench(DeviceBench):
         inputs: Inputs,
         sampled: Sampled,
         expected: Expected,
+        phase: Phase,
     ) -> tuple[float, float]:
         """Compare; the error of another library is a figure here, however large, and no fault."""
         if not isinstance(module, Foreign):
-            return super()._answer(module, workload, tunables, length, inputs, sampled, expected)
+            return super()._answer(module, workload, tunables, length, inputs, sampled, expected, phase)
         (out, lse, grads), taken_ms = self._timed(lambda: results_of(module, inputs, workload))
         if tunables.branches[0].forward == TORCH and not workload.pattern.dense:
             return math.nan, taken_ms

@@ -27,7 +27,7 @@ INPUT_DTYPES = ("bf16", "fp16", "fp32", "fp64")
 LONGEST = 2**40  # no sequence is, and strides (rate times a position's elements) fit 64 bits
 # Of every number of a workload. Heads of a dilated branch are told apart one by one: 2**16 of them take 2 s. The ring
 # of 2**10 ranks takes 15 s to plan, with the square of their number, but a job that has more is not refused for it.
-MOST = {"seq_len": LONGEST, "heads": 2**16, "kv_heads": 2**16, "head_dim": 2**16, "batch": LONGEST, "world": 2**20}
+MOST = {"seq_len": LONGEST, "heads": 2**16, "kv_heads": 2**16, "head_dim": 2**16, "batch": LONGEST, "world": 2**10}
 
 # bf16 holds more range than fp16 and fp16 more digits than bf16: neither is the wider one.
 _NOT_NARROWER = {

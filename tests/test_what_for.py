@@ -89,10 +89,22 @@ def takes_no(*names: str) -> None:
     assert not [name for name in arguments for part in names if part in name]
 
 
-def one_length() -> None:
+def documents() -> None:
     q, k, v = (x.detach() for x in CASE.inputs())
-    with pytest.raises(InputError):
-        CASE.module()(q[:, -1:], k, v)
+    out = CASE.module()(q[:1], k[:1], v[:1], cu_seqlens=[0, 5, q.shape[1]])
+    torch.testing.assert_close(out[:, :5], CASE.module()(q[:1, :5], k[:1, :5], v[:1, :5]))
+    padded = CASE.module()(q, k, v, lengths=[5] * q.shape[0])
+    torch.testing.assert_close(padded[:, :5], CASE.module()(q[:, :5], k[:, :5], v[:, :5]))
+
+
+def decoding() -> None:
+    q, k, v = (x.detach() for x in CASE.inputs())
+    module = CASE.module(causal=True)
+    cache = module.kv_cache(q.shape[0], dtype=q.dtype)
+    cache.append(k, v)
+    last = module(q, k, v)[:, -1:]
+    torch.testing.assert_close(module.decode(q[:, -1:], cache), last)
+    torch.testing.assert_close(module.cross(q[:, -1:], k, v), last)
 
 
 def no_dropout() -> None:
@@ -115,10 +127,9 @@ HERE: dict[str, tuple[str, Callable[[], None]]] = {
     "one sequence over several ranks": ("yes", over_ranks),
     "`torch.compile` and `torch.export` on one rank": ("yes", compiled_and_exported),
     "an attention mask": ("no", lambda: takes_no("mask")),
-    "padding inside a batch": ("no: a call for each length", lambda: takes_no("pad", "lengths_", "seqused")),
-    "several documents packed into one sequence": ("no", lambda: takes_no("cu_seqlens", "document", "ids")),
-    "a sliding window": ("no", lambda: takes_no("window")),
-    "decoding against a key/value cache, cross attention": ("no: q, k and v have one length", one_length),
+    "padding inside a batch, several documents packed into one sequence": ("yes: `lengths`, `cu_seqlens`", documents),
+    "a sliding window in `forward`": ("no", lambda: takes_no("window")),
+    "decoding against a key/value cache, cross attention": ("yes: `kv_cache`, `decode`, `cross`", decoding),
     "a bias on the logits, ALiBi, soft-capping": ("no", lambda: takes_no("bias", "alibi", "cap", "score_mod")),
     "dropout in training": ("no: refused", no_dropout),
     "double backward": ("no: raises", no_double_backward),
@@ -162,11 +173,7 @@ def flex_masks(allowed: Callable[..., torch.Tensor]) -> None:
 INSTEAD: dict[tuple[str, str], Callable[[], object]] = {
     ("an attention mask", SDPA): sdpa_masks,
     ("an attention mask", FLEX): lambda: flex_masks(lambda b, h, q, k: (q + k) % 3 > 0),
-    ("padding inside a batch", SDPA): sdpa_masks,
-    ("padding inside a batch", FLEX): lambda: flex_masks(lambda b, h, q, k: k < 20),
-    ("several documents packed into one sequence", FLEX): lambda: flex_masks(lambda b, h, q, k: q // 16 == k // 16),
-    ("a sliding window", FLEX): lambda: flex_masks(lambda b, h, q, k: q - k < 8),
-    ("decoding against a key/value cache, cross attention", SDPA): lambda: scaled_dot_product_attention(Q, KV, KV),
+    ("a sliding window in `forward`", FLEX): lambda: flex_masks(lambda b, h, q, k: q - k < 8),
     ("a bias on the logits, ALiBi, soft-capping", FLEX): lambda: flex_attention(
         X, X, X, score_mod=lambda score, b, h, q, k: 20 * torch.tanh((score + 0.1 * (k - q)) / 20)
     ),

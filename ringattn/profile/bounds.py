@@ -44,6 +44,7 @@ BOUNDS: Mapping[type, Mapping[str, int]] = {
         "batch": MAX_RUNS,
         "world": MAX_RANKS,
         "total_length": LONGEST,
+        "packed_tokens": LONGEST,
     },
     Pattern: {"branches": MAX_BRANCHES},
     Tunables: {

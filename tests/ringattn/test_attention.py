@@ -284,9 +284,9 @@ def test_train_means_that_gradients_are_wanted_not_the_mode_of_the_module(monkey
     asked: list[bool] = []
     plan_at = PlanTable.plan_at
 
-    def noting(table: PlanTable, seq_len: int, dtype: str, train: bool, batch: int) -> Any:
+    def noting(table: PlanTable, seq_len: int, dtype: str, train: bool, *rest: int) -> Any:
         asked.append(train)
-        return plan_at(table, seq_len, dtype, train, batch)
+        return plan_at(table, seq_len, dtype, train, *rest)
 
     monkeypatch.setattr(PlanTable, "plan_at", noting)
     q, k, v = Case(8).inputs()

@@ -56,7 +56,8 @@ def test_every_field_of_a_plan_has_a_test_here() -> None:
     tested |= {"pool_strategy", "compile", "params"}
     of_several_ranks = {"schedule", "layout", "ulysses", "head_groups", "grad_wire", "exchange"}  # tests/ring
     of_gpus = {"launch"}  # runtime/test_graphed_gpu.py
-    assert {field.name for field in fields(Tunables)} == tested | of_several_ranks | of_gpus
+    of_documents = {"packing"}  # test_documents.py
+    assert {field.name for field in fields(Tunables)} == tested | of_several_ranks | of_gpus | of_documents
     assert {field.name for field in fields(BranchTunables)} == {"forward", "backward", "gather"}
 
 

@@ -110,7 +110,7 @@ def test_estimates_are_near_what_was_recorded(path: Path) -> None:
         if measured.evidence is not None
     ]
     assert ratios
-    assert 0.49 <= min(ratios) <= max(ratios) <= 2
+    assert 0.49 <= min(ratios) <= max(ratios) <= 2.5
     assert 0.8 <= sorted(ratios)[len(ratios) // 2] <= 1.1
 
 

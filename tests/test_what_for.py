@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from ringattn import RingAttention
-from ringattn.errors import InputError, PlanError, RingAttentionError
+from ringattn.errors import PlanError, RingAttentionError
 
 SDPA, FLEX, FLASH = "`F.scaled_dot_product_attention`", "flex_attention", "FlashAttention"
 CASE = Case(33, 4, 2, 8, 2, causal=True)

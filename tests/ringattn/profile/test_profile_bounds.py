@@ -64,7 +64,11 @@ def test_every_number_and_list_in_a_profile_has_a_bound() -> None:
             1_000_000_000,
             r"plans\[0\].workload.world: is 1000000000; it must be an integer >= 1 and <= 1024",
         ),
-        (("plans", 0, "workload", "heads"), 2**40, r"workload.heads: is 1099511627776; it must be an integer >= 1 and <= 65536"),
+        (
+            ("plans", 0, "workload", "heads"),
+            2**40,
+            r"workload.heads: is 1099511627776; it must be an integer >= 1 and <= 65536",
+        ),
         (("plans", 0, "workload", "batch"), 2**62, "workload.batch: is"),
         (("plans", 0, "workload", "seq_len"), 2**41, "workload.seq_len: is"),
         (("plans", 0, "choice", "evidence", "median_ms"), 1e300, r"evidence.median_ms: is 1e\+300; 1000000000000000"),
@@ -127,7 +131,9 @@ def test_a_small_file_of_a_billion_ranks_is_refused_at_once(tmp_path: Path) -> N
     used = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     done = subprocess.run([sys.executable, "-c", SMALL, str(file)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1, done
-    assert done.stderr == (f"Error: {file}: plans[0].workload.world: is 1000000000; it must be an integer >= 1 and <= 1024\n")
+    assert done.stderr == (
+        f"Error: {file}: plans[0].workload.world: is 1000000000; it must be an integer >= 1 and <= 1024\n"
+    )
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss - used < 2**20  # KiB, beyond what torch takes
 
 

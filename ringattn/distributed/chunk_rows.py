@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ringattn.geometry.pattern import Call, run_view
 from ringattn.geometry.ring_schedules import Chunk
+from ringattn.kernels.compile_cache import prepare_triton
 from ringattn.planning.plan import Plan
 from ringattn.runtime.merge import as_view
 
@@ -85,6 +86,7 @@ def merge_block(total: Tensor, total_lse: Tensor, part: Tensor, part_lse: Tensor
 def merge_of(plan: Plan) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
     """Return the function that merges the blocks of a chunk, one after the other."""
     if plan.fused and plan.tunables.dtype != "fp64":
+        prepare_triton()
         from ringattn.runtime.merge_step_triton import merge_block as fused  # triton: only where there is a GPU for it
 
         return fused

@@ -9,23 +9,20 @@ Legend: B batch, Sq queries, S keys, H query heads, K key/value heads, G = H / K
 from __future__ import annotations
 
 import functools
-import importlib
 import math
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-from ringattn.errors import KernelLoadError
 from ringattn.hardware.facts import gpu_of
 from ringattn.workload import Pattern
 
 from .contract import BlockKernel, BoundKernel, CachedRows, KernelConfig, KernelNeed, Params
-from .triton import _MAX_ROW_STRIDE, _Compiled, _current, _Layout
-from .triton_tiles import LOWEST_SM, SMALLEST_BLOCK, Tile, parse
+from .triton import _MAX_ROW_STRIDE, _Compiled, _current, _Layout, device_side, refusal, shared_reasons
+from .triton_tiles import SMALLEST_BLOCK, Tile, parse
 
-_DTYPES = ("bf16", "fp16", "fp32", "tf32")
-_MAX_HEAD_DIM = 256
 _LARGEST_TILE = 32  # query rows; more are further tiles, which read the keys again. 64 of 128 leave the registers
 MOST_QUERIES = 16  # more are as well served by kernels for many
 _UNBOUNDED = 2**30  # longer than any cache, and 32-bit sums of two such numbers still fit
@@ -211,30 +208,17 @@ def load(config: KernelConfig) -> BoundKernel:
         raise _refusal(f"tile is {chosen!r}", "Write it as in 16x64-w4-s3: query rows, keys, warps, stages")
     if not isinstance(waves, int) or isinstance(waves, bool) or waves < 1:
         raise _refusal(f"waves is {waves!r}", "It is how many programs a multiprocessor gets, an integer >= 1")
-    try:
-        device_side = importlib.import_module(".split_kv_device", __package__)
-    except Exception as fault:  # an extension built for another Python or driver can fail at import with anything
-        raise _refusal(f"import triton: {type(fault).__name__}: {fault}", "Install the triton of this torch") from fault
-    launcher = _Launcher(device_side, config, tile, waves)
+    launcher = _Launcher(device_side("split-kv", ".split_kv_device"), config, tile, waves)
     return BoundKernel(launcher.forward, launcher.backward, cached=launcher.cached)
 
 
-def _refusal(reason: str, remedy: str) -> KernelLoadError:
-    return KernelLoadError("split-kv", " ".join(reason.split()), remedy)
+_refusal = partial(refusal, "split-kv")
 
 
 def reasons(need: KernelNeed) -> tuple[str, ...]:
     if need.vendor != "nvidia":
         return ("runs on NVIDIA GPUs only",)
-    found = []
-    if need.sm < LOWEST_SM:
-        found.append(f"needs sm_{LOWEST_SM} or newer, this is {need.arch}")
-    if need.dtype not in _DTYPES:
-        found.append(f"no {need.dtype}; it has {', '.join(_DTYPES)}")
-    if need.head_dim > _MAX_HEAD_DIM:
-        found.append(f"head_dim {need.head_dim}; its tiles hold up to {_MAX_HEAD_DIM}")
-    if need.dropout:
-        found.append("dropout is not exact across blocks")
+    found = shared_reasons(need)
     if need.backward:
         found.append("no backward")
     if need.rows >= _UNBOUNDED:

@@ -15,6 +15,8 @@ import math
 import operator
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -188,22 +190,30 @@ def load(config: KernelConfig) -> BoundKernel:
         if tile is None:
             raise _refusal(f"{name} is {value!r}", "Write a tile as in 128x64-w8-s2: query rows, keys, warps, stages")
         chosen[known[name]] = tile
-    prepare_triton()
-    try:
-        device_side = importlib.import_module(".triton_device", __package__)
-    except Exception as fault:  # an extension built for another Python or driver can fail at import with anything
-        raise _refusal(f"import triton: {type(fault).__name__}: {fault}", "Install the triton of this torch") from fault
-    launcher = _Launcher(device_side, config, chosen)
+    launcher = _Launcher(device_side("triton", ".triton_device"), config, chosen)
     return BoundKernel(launcher.forward, launcher.backward)
 
 
-def _refusal(reason: str, remedy: str) -> KernelLoadError:
-    return KernelLoadError("triton", " ".join(reason.split()), remedy)
+def device_side(kernel: str, module: str) -> ModuleType:
+    """Return the module with the device side of ``kernel``; KernelLoadError where triton is missing or broken."""
+    prepare_triton()
+    try:
+        return importlib.import_module(module, __package__)
+    except Exception as fault:  # an extension built for another Python or driver can fail at import with anything
+        reason = f"import triton: {type(fault).__name__}: {fault}"
+        raise refusal(kernel, reason, "Install the triton of this torch") from fault
 
 
-def reasons(need: KernelNeed) -> tuple[str, ...]:
-    if need.vendor != "nvidia":
-        return ("runs on NVIDIA GPUs only",)
+def refusal(kernel: str, reason: str, remedy: str) -> KernelLoadError:
+    """Return the error of a kernel that cannot be bound, in one line."""
+    return KernelLoadError(kernel, " ".join(reason.split()), remedy)
+
+
+_refusal = partial(refusal, "triton")
+
+
+def shared_reasons(need: KernelNeed) -> list[str]:
+    """Return why none of our Triton kernels can serve ``need`` on its device and in its dtype and head dimension."""
     found = []
     if need.sm < LOWEST_SM:
         found.append(f"needs sm_{LOWEST_SM} or newer, this is {need.arch}")
@@ -213,6 +223,13 @@ def reasons(need: KernelNeed) -> tuple[str, ...]:
         found.append(f"head_dim {need.head_dim}; its tiles hold up to {_MAX_HEAD_DIM}")
     if need.dropout:
         found.append("dropout is not exact across blocks")
+    return found
+
+
+def reasons(need: KernelNeed) -> tuple[str, ...]:
+    if need.vendor != "nvidia":
+        return ("runs on NVIDIA GPUs only",)
+    found = shared_reasons(need)
     programs = need.blocks * need.heads * -(-need.rows // SMALLEST_BLOCK)
     if programs > _MAX_PROGRAMS:
         found.append(f"its launch grid ends at {_MAX_PROGRAMS} programs and this call may need {programs}")

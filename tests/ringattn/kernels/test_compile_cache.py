@@ -9,11 +9,14 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from ringattn.kernels import compile_cache, packages
+from ringattn.errors import PlanError
+from ringattn.kernels import compile_cache, packages, split_kv, triton
 from ringattn.kernels.compile_cache import can_keep, prepare_triton
+from ringattn.kernels.contract import KernelConfig
 
 NOT_WRITABLE = "/proc/a-home"  # nobody can make a folder there, nor can root
 
@@ -43,6 +46,18 @@ def test_a_user_s_own_choice_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", "/theirs")
     prepare_triton()
     assert os.environ["TRITON_CACHE_DIR"] == "/theirs"
+
+
+@pytest.mark.parametrize("kernel", [triton, split_kv], ids=lambda module: module.__name__.rpartition(".")[2])
+def test_every_kernel_of_ours_prepares_triton(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where triton itself is missing."""
+    monkeypatch.setenv("HOME", NOT_WRITABLE)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "ringattn.kernels.triton_device", raising=False)
+    monkeypatch.delitem(sys.modules, "ringattn.kernels.split_kv_device", raising=False)
+    with pytest.raises(PlanError, match="import triton"):
+        kernel.load(KernelConfig(True, 0.5))
+    assert os.environ["TRITON_CACHE_DIR"].startswith(tempfile.gettempdir())
 
 
 def test_triton_makes_its_cache_where_the_home_cannot_be_written() -> None:

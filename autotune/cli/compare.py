@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .options import (
-    DtypeChoice,
+    causal_option,
     check_pattern,
     check_shape,
     check_writable,
     device_option,
+    dtype_option,
     integer_list,
     json_option,
     pattern_options,
     seed_option,
     shape_options,
+    train_or_infer_option,
 )
 
 if TYPE_CHECKING:
@@ -33,14 +35,8 @@ LENGTHS = "4096,8192,16384"
 @click.option(
     "--seq-lens", type=integer_list, metavar="N,N,...", default=LENGTHS, show_default=True, help="Sequence lengths."
 )
-@click.option(
-    "--mode",
-    type=click.Choice(["train", "infer"]),
-    default="train",
-    show_default=True,
-    help="With gradients or without.",
-)
-@click.option("--causal/--no-causal", default=True, show_default=True, help="Causal attention or full.")
+@train_or_infer_option
+@causal_option
 @shape_options(heads=8, head_dim=64)
 @pattern_options
 @click.option(
@@ -50,11 +46,7 @@ LENGTHS = "4096,8192,16384"
     show_default=True,
     help="First position of a head in a segment: LongNet's rule, or torchscale's.",
 )
-@click.option(
-    "--dtype",
-    type=DtypeChoice(["bf16", "fp16", "fp32"]),
-    help="Input dtype.  [default: bf16 on a GPU, fp32 on a CPU]",
-)
+@dtype_option("bf16", "fp16", "fp32")
 @click.option(
     "--blocks",
     type=click.IntRange(1, 10_000),

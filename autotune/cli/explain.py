@@ -9,16 +9,17 @@ from typing import Any
 import click
 
 from .options import (
-    DtypeChoice,
+    causal_option,
     check_pattern,
     check_shape,
     device_option,
+    dtype_option,
     json_option,
     launch_option,
-    number_of,
     pattern_options,
     profile_argument,
     ranks_asked,
+    seq_len_option,
     shape_options,
     world_option,
 )
@@ -33,17 +34,11 @@ from .options import (
     show_default=True,
     help="With gradients, without, or one query over SEQ-LEN cached positions.",
 )
-@click.option("--causal/--no-causal", default=True, show_default=True, help="Causal attention or full.")
-@click.option(
-    "--seq-len", type=number_of("seq_len"), metavar="N", default=8192, show_default=True, help="Sequence length."
-)
+@causal_option
+@seq_len_option
 @shape_options(heads=8, head_dim=64)
 @pattern_options
-@click.option(
-    "--dtype",
-    type=DtypeChoice(["bf16", "fp16", "fp32", "fp64"]),
-    help="Input dtype.  [default: bf16 on a GPU, fp32 on a CPU]",
-)
+@dtype_option("bf16", "fp16", "fp32", "fp64")
 @launch_option
 @device_option
 @world_option

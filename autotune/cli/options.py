@@ -103,7 +103,27 @@ def number_of(name: str) -> click.IntRange:
     return click.IntRange(min=1, max=MOST[name])
 
 
-MOST_RANKS = 2**10  # that a command plans for: their ring takes 15 s
+MOST_RANKS = MOST["world"]  # that a command plans for: their ring takes 15 s
+
+
+causal_option = click.option("--causal/--no-causal", default=True, show_default=True, help="Causal attention or full.")
+seq_len_option = click.option(
+    "--seq-len", type=number_of("seq_len"), metavar="N", default=8192, show_default=True, help="Sequence length."
+)
+train_or_infer_option = click.option(
+    "--mode",
+    type=click.Choice(["train", "infer"]),
+    default="train",
+    show_default=True,
+    help="With gradients or without.",
+)
+
+
+def dtype_option(*names: str) -> Callable[[Command], Command]:
+    """Return the option --dtype of a command that takes inputs in these."""
+    return click.option(
+        "--dtype", type=DtypeChoice(names), help="Input dtype.  [default: bf16 on a GPU, fp32 on a CPU]"
+    )
 
 
 def effort_option(default: str, text: str) -> Callable[[Command], Command]:

@@ -9,16 +9,18 @@ from typing import Any
 import click
 
 from .options import (
-    DtypeChoice,
+    causal_option,
     check_pattern,
     check_shape,
     check_writable,
     device_option,
+    dtype_option,
     json_option,
-    number_of,
     pattern_options,
     profile_argument,
+    seq_len_option,
     shape_options,
+    train_or_infer_option,
 )
 
 _MOST_STEPS = 1000  # of which torch's profiler keeps every event
@@ -26,24 +28,12 @@ _MOST_STEPS = 1000  # of which torch's profiler keeps every event
 
 @click.command(short_help="Show where the time of a step goes.")
 @profile_argument
-@click.option(
-    "--mode",
-    type=click.Choice(["train", "infer"]),
-    default="train",
-    show_default=True,
-    help="With gradients or without.",
-)
-@click.option("--causal/--no-causal", default=True, show_default=True, help="Causal attention or full.")
-@click.option(
-    "--seq-len", type=number_of("seq_len"), metavar="N", default=8192, show_default=True, help="Sequence length."
-)
+@train_or_infer_option
+@causal_option
+@seq_len_option
 @shape_options(heads=8, head_dim=64)
 @pattern_options
-@click.option(
-    "--dtype",
-    type=DtypeChoice(["bf16", "fp16", "fp32", "fp64"]),
-    help="Input dtype.  [default: bf16 on a GPU, fp32 on a CPU]",
-)
+@dtype_option("bf16", "fp16", "fp32", "fp64")
 @click.option(
     "--steps",
     type=click.IntRange(min=1, max=_MOST_STEPS),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ringattn.errors import FieldError
 from ringattn.tunables import BranchTunables, Tunables
-from ringattn.workload import LONGEST, Pattern, Workload
+from ringattn.workload import LONGEST, MOST, Pattern, Workload
 
 from .schema import Evidence, Fingerprint, LaunchBound, LinkSpeed, PlanEntry, Policy, Profile, Provenance
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 MAX_TEXT = 4096  # characters of one value
-MAX_RANKS = 1024
+MAX_RANKS = MOST["world"]
 MAX_BRANCHES = 64
 MAX_HEADS = 4096
 MAX_BYTES = 2**60
@@ -37,12 +37,10 @@ _PREFERENCE = {"forward": MAX_KERNELS, "backward": MAX_KERNELS}
 # The largest number of a field, or the most entries of a list. Text has MAX_TEXT, and numbers a sign where they may.
 BOUNDS: Mapping[type, Mapping[str, int]] = {
     Workload: {
-        "seq_len": LONGEST,
+        **MOST,
         "heads": MAX_HEADS,
-        "head_dim": 2**20,
         "kv_heads": MAX_HEADS,
         "batch": MAX_RUNS,
-        "world": MAX_RANKS,
         "total_length": LONGEST,
         "packed_tokens": LONGEST,
     },

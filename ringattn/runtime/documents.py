@@ -110,14 +110,18 @@ class Given(NamedTuple):
 NO_DOCUMENTS = Given()
 
 
+def _one_of(cu_seqlens: Any, lengths: Any) -> tuple[Any, bool]:
+    """Return the argument that is not None, and whether it is ``lengths``; InputError where both are given."""
+    if cu_seqlens is not None and lengths is not None:
+        raise InputError("cu_seqlens and lengths are both given; use the first for packed documents, else the other")
+    return (lengths, True) if cu_seqlens is None else (cu_seqlens, False)
+
+
 def given_of(cu_seqlens: Any, lengths: Any) -> Given:
     """Return the argument that is not None as a tensor, whose values nobody reads; torch.compile traces this."""
     if cu_seqlens is None and lengths is None:
         return NO_DOCUMENTS
-    if cu_seqlens is not None and lengths is not None:
-        raise InputError("cu_seqlens and lengths are both given; use the first for packed documents, else the other")
-    padded = cu_seqlens is None
-    given = lengths if padded else cu_seqlens
+    given, padded = _one_of(cu_seqlens, lengths)
     if isinstance(given, Documents):
         if given.padded != padded:
             raise InputError("the Documents are of the other argument, of cu_seqlens and lengths")
@@ -145,10 +149,7 @@ _read: MutableMapping[Tensor, tuple[int, bool, Documents]] = WeakIdKeyDictionary
 
 def documents_of(cu_seqlens: Any, lengths: Any) -> Documents:
     """Return the documents of a call's arguments, one of which is None; InputError where they make no sense."""
-    if cu_seqlens is not None and lengths is not None:
-        raise InputError("cu_seqlens and lengths are both given; use the first for packed documents, else the other")
-    padded = cu_seqlens is None
-    given = lengths if padded else cu_seqlens
+    given, padded = _one_of(cu_seqlens, lengths)
     if isinstance(given, Documents):
         if given.padded != padded:
             raise InputError(f"{'lengths' if padded else 'cu_seqlens'} is {given!r}; pass it as {given.name}")
@@ -164,8 +165,11 @@ def documents_of(cu_seqlens: Any, lengths: Any) -> Documents:
 
 def extent_of(total_length: Any, cu_seqlens: Any, lengths: Any) -> Extent:
     """Return what a call says of its sequences; InputError where it makes no sense."""
+    alone = cu_seqlens is None and lengths is None
+    if alone and total_length is None:
+        return TENSORS_ALONE  # nearly every call, which makes nothing for it
     total = None if total_length is None else integer("total_length", total_length)
-    if cu_seqlens is None and lengths is None:
+    if alone:
         return Extent(total)
     return Extent(total, documents_of(cu_seqlens, lengths))
 

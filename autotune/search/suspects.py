@@ -1,4 +1,4 @@
-"""Which trait of a plan its failure is of, found as in group testing: what failed plans share, and no right one has."""
+"""Finds the trait that a plan fails by, as in group testing: what failed plans share, and no right one has."""
 
 from __future__ import annotations
 

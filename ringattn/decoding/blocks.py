@@ -21,7 +21,7 @@ from ringattn.workload import Branch, Pattern
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Where queries and keys lie: ``queries`` positions from ``query_begin`` on, ``keys`` from ``key_begin`` on.
+    """Positions of queries and keys: ``queries`` positions from ``query_begin`` on, ``keys`` from ``key_begin`` on.
 
     ``window``: a position sees no more than so many, itself among them; None is no limit, and a number is for causal
     dense attention. A query before position 0 sees nothing where it is causal or dilated.

@@ -36,7 +36,7 @@ FEW_QUERIES = 16  # beyond, kernels for whole sequences have the work that they 
 
 
 class CrossModule(Protocol):
-    """What a module has that calls like these need."""
+    """Module as calls with queries of other positions need it."""
 
     shape: ModuleShape
     plan: PlanTable

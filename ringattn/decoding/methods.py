@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class DecodingMethods:
-    """What ``RingAttention`` does beyond a forward over one sequence."""
+    """Methods of ``RingAttention`` for caches, and for queries at other positions than the keys."""
 
     def cross(
         self: CrossModule,

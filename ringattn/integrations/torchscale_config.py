@@ -69,7 +69,7 @@ _WITHOUT_EFFECT = frozenset(
 
 @dataclass(frozen=True)
 class EncoderSettings:
-    """What torchscale's configuration says of an encoder, under plainer names."""
+    """Options of an encoder in torchscale's configuration, under plainer names."""
 
     embed_dim: int
     num_heads: int

@@ -115,7 +115,7 @@ def not_differentiable(shape: Sequence[int], /) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CachedRows:
-    """Which rows of a cache exist, and which positions they are. Tensors are (B,) int32, on the device.
+    """Rows of a cache that exist, and the positions that they are. Tensors are (B,) int32, on the device.
 
     Sequence b has ``lengths[b]`` positions, of which the cache holds those from ``begins[b]`` on; the last
     ``counts[b]`` of them are its queries, and any further rows of q see nothing. None is every row of k, 0, and every

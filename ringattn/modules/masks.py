@@ -54,7 +54,7 @@ class Keys:
 
     @cached_property
     def documents(self) -> Documents:
-        """Where documents begin and end among the positions that are in any, all rows one after the other."""
+        """Return where documents begin and end among the positions that are in any, all rows one after the other."""
         rows, columns = (self.codes > 0).nonzero(as_tuple=True)
         found = torch.stack((rows, self.codes[rows, columns].long()))
         begins = (found[:, 1:] != found[:, :-1]).any(0).nonzero().flatten() + 1

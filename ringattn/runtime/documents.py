@@ -130,7 +130,7 @@ def given_of(cu_seqlens: Any, lengths: Any) -> Given:
 
 
 class Extent(NamedTuple):
-    """What a call says of its sequences beside the tensors: the length over all ranks, and documents in it."""
+    """Length over all ranks of a call's sequences, and documents in them, as far as the tensors do not say them."""
 
     total_length: int | None = None
     documents: Documents | None = None

@@ -1,4 +1,4 @@
-"""Where the selected rows of every branch lie when all documents of a batch are packed: one call runs all of them.
+"""Lays out the selected rows of every branch when all documents of a batch are packed: one call runs all of them.
 
 A branch of rate 1 reads the packed rows where they are: its sequences are the segments of all documents. Of another,
 each (segment, key/value head) is a sequence of its own, since heads select unequally many rows: the rows of its group

@@ -1,4 +1,4 @@
-"""Which profiles of a store are believed: those that are whole, or only those that someone named has signed."""
+"""Decides which profiles of a store are believed: those that are whole, or only those that someone named has signed."""
 
 from __future__ import annotations
 

@@ -116,10 +116,13 @@ def comparison_summary(title: str, standings: Sequence[Standing], crossed: Seque
 
     from autotune.formats import format_bytes, format_factor, format_length, format_ms, plain
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("Length", "Contender", "Time", "Tokens/s", "Peak", "Error", "Speed-up", "What ran"):
-        right = name not in ("Contender", "What ran")
-        table.add_column(name, justify="right" if right else "left", no_wrap=right, overflow="fold")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for name in ("Length", "Contender", "Time", "Tokens/s", "Peak", "Error", "Speed-up"):
+        table.add_column(name, justify="left" if name == "Contender" else "right", no_wrap=True)
+    ran = Table(box=SIMPLE_HEAD, pad_edge=False)  # apart: beside the figures it broke names inside at 80 columns
+    for name in ("Length", "Contender"):
+        ran.add_column(name, justify="left" if name == "Contender" else "right", no_wrap=True)
+    ran.add_column("What ran", overflow="fold")
     last = 0
     for s in standings:
         length = format_length(s.seq_len) if s.seq_len != last else ""
@@ -129,5 +132,6 @@ def comparison_summary(title: str, standings: Sequence[Standing], crossed: Seque
             error = "-" if math.isnan(s.error) else f"{s.error:.1e}"
             speedup = "-" if math.isnan(s.speedup) else format_factor(s.speedup)
             figures = (format_ms(s.ms), f"{s.tokens_per_s:,.0f}", format_bytes(s.peak_bytes), error, speedup)
-        table.add_row(length, s.name, *figures, plain(s.note))
-    return Group(Text(plain(title), style="bold"), table, *(Text(plain(each)) for each in crossed))
+        table.add_row(length, s.name, *figures)
+        ran.add_row(length, s.name, plain(s.note))
+    return Group(Text(plain(title), style="bold"), table, ran, *(Text(plain(each)) for each in crossed))

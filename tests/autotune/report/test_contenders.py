@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import random
@@ -13,7 +14,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 from machines import FACTS, workload
+from rich.console import Console
 
+from autotune.cli.compare import comparison_summary
 from autotune.cli.main import cli
 from autotune.measure.evaluator import Block, Checked, Fault, Sample
 from autotune.report.contenders import (
@@ -107,6 +110,16 @@ def test_the_command_prints_a_table_and_json_and_writes_a_page(tmp_path: Path) -
     refused = CliRunner().invoke(cli, [*asked, "--output", str(tmp_path)])
     assert refused.exit_code == 1
     assert "is a folder" in refused.stderr
+
+
+def test_names_stay_whole_beside_long_reasons_at_80_columns() -> None:
+    why = "not measured: " + "a reason of many words, " * 9
+    rows = [Standing(1024, name, why) for name in PRESETS]
+    rows += [Standing(1024, OURS, "flash", 123.456, 1234567.0, 2**31, 1e-6, 12.5)]
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(comparison_summary("a card", rows, []))
+    shown = console.export_text()
+    assert all(name in shown for name in (*PRESETS, OURS, "123 ms", "1,234,567", "2.00 GiB", "1.0e-06", "Speed-up"))
 
 
 def test_the_page_escapes_what_it_is_told_and_draws_what_is_known() -> None:

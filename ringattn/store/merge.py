@@ -85,14 +85,14 @@ def same_machine_groups(profiles: Iterable[Profile]) -> list[list[Profile]]:
 def merge_profiles(profiles: Sequence[Profile]) -> Merged:
     """Merge profiles of one fingerprint and software: for each workload the row of higher effort, then the newer.
 
-    The result claims the least effort and the oldest day of those that gave it rows: true of every row. Merging is
+    Of one effort and day it is the row whose winner saved more: the other probe did not find that plan. The result claims the least effort and the oldest day of those that gave it rows: true of every row. Merging is
     done from what was pushed, not from results of merging.
     """
     ordered = [profile for profile, _ in groupby(sorted(profiles, key=_precedence))]
     assert len({(profile.fingerprint, profile.software) for profile in ordered}) == 1
     rows: dict[Workload, PlanEntry] = {}
-    for profile in ordered:
-        rows = merge_rows(rows, {entry.workload: entry for entry in profile.plans})
+    for _, equals in groupby(ordered, key=_effort_and_day):
+        rows = merge_rows(rows, _of_equals(equals))
     # By identity: of two equal rows the one that was kept is the later profile's.
     givers = [profile for profile in ordered if any(rows[entry.workload] is entry for entry in profile.plans)]
     superseded = tuple(profile for profile in ordered if profile not in givers)
@@ -129,6 +129,27 @@ def _effort_rank(effort: str) -> int:
     return _EFFORTS.index(effort) if effort in _EFFORTS else -1
 
 
-def _precedence(profile: Profile) -> tuple[int, str, str]:
+def _effort_and_day(profile: Profile) -> tuple[int, str]:
+    return _effort_rank(profile.provenance.effort), profile.provenance.date
+
+
+def _precedence(profile: Profile) -> tuple[tuple[int, str], str]:
     """Return a total order: effort, day, and between equals the content, which takes 117 ms to write as YAML."""
-    return _effort_rank(profile.provenance.effort), profile.provenance.date, repr(profile)
+    return _effort_and_day(profile), repr(profile)
+
+
+def _of_equals(profiles: Iterable[Profile]) -> dict[Workload, PlanEntry]:
+    """Return each workload's row with the lowest time relative to the default; refusals come after, guesses last."""
+    rows: dict[Workload, PlanEntry] = {}
+    for profile in profiles:
+        for entry in profile.plans:
+            other = rows.get(entry.workload)
+            if other is None or _cost(entry) <= _cost(other):
+                rows[entry.workload] = entry
+    return rows
+
+
+def _cost(entry: PlanEntry) -> tuple[int, float]:
+    if entry.evidence is not None:
+        return 0, entry.evidence.default_ratio
+    return (1, 0.0) if entry.choice is None else (2, 0.0)

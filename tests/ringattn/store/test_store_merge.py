@@ -47,6 +47,12 @@ def test_higher_effort_then_the_newer_row_serves() -> None:
     assert (merged.profile.provenance.effort, merged.profile.provenance.date) == ("quick", "2026-01-01")
 
 
+@pytest.mark.parametrize("slower", [timed(1024, "cudnn", 0.99, 1.0), refused(1024), unmeasured(1024, "math")])
+def test_of_one_effort_and_day_the_faster_winner_serves(slower: PlanEntry) -> None:
+    found, missed = (probed("quick", "2026-01-01", row) for row in (timed(1024, "flash", 0.7, 0.8), slower))
+    assert merge_profiles([found, missed]).profile is merge_profiles([missed, found]).profile is found
+
+
 def test_what_was_measured_outlives_what_could_not_be() -> None:
     old = probed("quick", "2026-01-01", timed(1024, "flash", 0.7, 0.8))
     busy = probed("full", "2026-02-01", unmeasured(1024, "math"))

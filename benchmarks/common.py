@@ -130,6 +130,8 @@ class Record:
         self.rows: list[dict[str, Any]] = []
         self._machine = machine()
         self._path = Path(folder) / f"{name}.json" if folder else None
+        if self._path:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
         print(json.dumps(self._machine), flush=True)
 
     def add(self, **row: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from ringattn import detect
@@ -49,3 +50,14 @@ def runnable(
         for name, kernel in KERNELS.items()
         if name not in ("math", "xformers") and not kernel.unsupported_reasons(need, facts)
     ]
+
+
+def flash_for_torchscale(
+    q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, bias=None, softmax_scale=None, is_causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """torch's FlashAttention 2 in the place of flash-attn's function, as torchscale calls it: out (B, S, H, D), lse."""
+    assert (dropout, bias, softmax_scale) == (0.0, None, None)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, is_causal, False
+    )[:2]
+    return out.transpose(1, 2), lse.detach()

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import torch
 from common import Clock, Record, looped_ms, median, need_gpus, peak_mib, ratio
-from common_kernels import BareKernel, runnable
+from common_kernels import BareKernel, flash_for_torchscale, runnable
 
 from ringattn import RingAttention
 
@@ -78,13 +78,7 @@ def torchscale(folder: str, pattern: Pattern) -> Callable[..., torch.Tensor]:
     import torchscale.component.multihead_attention as heads
     from torchscale.component.dilated_attention import DilatedAttention
 
-    def flash(q, k, v, dropout=0.0, bias=None, softmax_scale=None, is_causal=False):
-        out = torch.ops.aten._scaled_dot_product_flash_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, is_causal, False
-        )
-        return out[0].transpose(1, 2), out[1].detach()
-
-    heads.flash_attn_func = flash
+    heads.flash_attn_func = flash_for_torchscale
     arguments = types.SimpleNamespace(
         flash_attention=True,
         segment_length=list(pattern.segments),

@@ -12,7 +12,18 @@ import pytest
 import torch
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-ON_GPUS = ("decode", "dense", "dilated", "fused_ops", "launch", "memory", "packed", "ring", "triton_kernel")
+ON_GPUS = (
+    "decode",
+    "dense",
+    "dilated",
+    "encoder_layer",
+    "fused_ops",
+    "launch",
+    "memory",
+    "packed",
+    "ring",
+    "triton_kernel",
+)
 
 
 def end_of(name: str, monkeypatch: pytest.MonkeyPatch) -> object:

@@ -184,6 +184,11 @@ class Workload:
         return self.mode == "decode"
 
     @property
+    def probed(self) -> bool:
+        """False where a probe measures none like it, having neither a reference nor contenders for it."""
+        return not (self.window or self.softcap or self.head_dim_v)
+
+    @property
     def total(self) -> int:
         """Positions of the whole sequence, on all ranks."""
         return self.total_length or self.world * self.seq_len
@@ -213,6 +218,9 @@ class Workload:
         shape = f"B{self.batch} S{self.seq_len} {heads} {head_dim} {self.dtype}"
         scores = score_options(self)
         return f"{self.mode} {self.pattern} {causal}{scores} {shape}{packed}{world}"
+
+
+NOT_PROBED = "sliding windows, softcaps and a head_dim_v are not probed"
 
 
 def score_options(of: Any) -> str:

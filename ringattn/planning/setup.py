@@ -25,7 +25,7 @@ from ringattn.store.lookup import find_profiles
 from ringattn.tunables import CHECKPOINTS
 from ringattn.versions import TESTED_TORCH, newer_than_tested
 from ringattn.wording import plural
-from ringattn.workload import LONGEST, Pattern, check_score_options
+from ringattn.workload import LONGEST, NOT_PROBED, Pattern, check_score_options
 
 from .heuristic import Wishes
 from .matching import entries_for, further_entries
@@ -106,10 +106,11 @@ class Setup:
             for path, tier in {source.path: source.tier for source in map(self.source_of, self.entries)}.items():
                 say_once(logging.INFO, f"profile {path}, tier {tier}")
         elif self.resolution is not None:  # None: the heuristic was asked for
+            asked = replace(self.shape.workload(1, "bf16", True), window=self.shape.window)
+            remedy = f"`ringtune probe {probe_options(asked)}` measures one" if asked.probed else NOT_PROBED
             say_once(
                 logging.WARNING,
-                f"{self.facts.device_name}: no plan was measured for this workload, using the heuristic; "
-                f"`ringtune probe {probe_options(self.shape.workload(1, 'bf16', True))}` measures one",
+                f"{self.facts.device_name}: no plan was measured for this workload, using the heuristic; {remedy}",
             )
         warn_of_empty_heads(self.shape)
 

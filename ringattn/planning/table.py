@@ -17,7 +17,7 @@ from ringattn.geometry.layout import resolve_layout
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.hardware.kernel_faults import KernelFault, join_faults
 from ringattn.profile.schema import Choice, PlanEntry, Policy
-from ringattn.workload import INPUT_DTYPES, MOST, Mode, Pattern, Tunables, Workload, describe, not_narrower
+from ringattn.workload import INPUT_DTYPES, MOST, NOT_PROBED, Mode, Pattern, Tunables, Workload, describe, not_narrower
 
 from .fused_steps import FUSED_STEPS
 from .heuristic import NO_WISHES, Wishes, heuristic_tunables
@@ -240,6 +240,8 @@ class PlanTable(Question):
             return ""
         if row.plan is not None and row.plan.workload.packed:
             return f"{what}: documents were not measured; a heuristic plan serves"
+        if row.plan is not None and not row.plan.workload.probed:
+            return f"{what}: {NOT_PROBED}; a heuristic plan serves"
         measured = _buckets(self.entries, row.dtype, row.mode)
         shape = self.shape.workload(1, row.dtype, row.mode == "train")
         if row.bucket is not None or not measured:

@@ -17,38 +17,48 @@ from torch import Tensor
 
 from ringattn.autograd.function import Runner, outside_graphs, runner_of, without_autocast
 from ringattn.autograd.transforms import attend_traced, transforms_active
-from ringattn.autograd.warmup import first_calls_ms
 from ringattn.decoding.methods import DecodingMethods
 from ringattn.geometry.layout import resolve_layout
 from ringattn.hardware.kernel_faults import Combination
 from ringattn.maps.module import AttentionMaps
 from ringattn.planning.missed import count_calls, meet, record_path
-from ringattn.planning.plan import Conditions, Plan
+from ringattn.planning.plan import Conditions
 from ringattn.planning.preference import Launch, Preference, check_preference
 from ringattn.planning.self_check import asked_of_kernels, faults_among
-from ringattn.planning.setup import Setup, check_module, device_of, group_size, say_once, set_up, wishes_of
+from ringattn.planning.setup import (
+    Setup,
+    check_module,
+    check_scores,
+    device_of,
+    group_size,
+    say_once,
+    set_up,
+    wishes_of,
+)
 from ringattn.planning.table import ModuleShape, PlanTable, Row, build_table
 from ringattn.profile.schema import Profile
 from ringattn.runtime.documents import TENSORS_ALONE, Extent, extent_of, given_of
 from ringattn.runtime.documents_program import load_program
 from ringattn.runtime.fits import FitsMemory
-from ringattn.runtime.inputs import check_dtypes, check_inputs, check_length, check_total_length, check_types
+from ringattn.runtime.inputs import check_dtypes, check_inputs, check_total_length, check_types
 from ringattn.runtime.program import Program
 from ringattn.runtime.ranges import HasRanges
+from ringattn.runtime.sinks import check_sinks, with_sinks
 
-from .arguments import input_dtype, integer
+from .arguments import integer
 from .autograd import torch_compile as compiled
 from .dtypes import DTYPE_NAMES
 from .errors import InputError
+from .planned_module import PlannedModule
 from .sharded_module import ShardedModule, SomeDocuments
-from .workload import HeadOffset, Pattern, describe
+from .workload import HeadOffset, Pattern, describe, score_options
 
 if TYPE_CHECKING:
     from ringattn.distributed.context import RingContext
     from ringattn.distributed.program import RingProgram
 
 
-class RingAttention(DecodingMethods, ShardedModule, AttentionMaps, FitsMemory, HasRanges):
+class RingAttention(DecodingMethods, ShardedModule, AttentionMaps, PlannedModule, FitsMemory, HasRanges):
     """Exact dense or dilated attention over one sequence, run as this machine's hardware profile says.
 
     q is (B, S, H, D), k and v are (B, S, Hkv, D); out is like q, in its dtype. A pattern of branches
@@ -83,6 +93,10 @@ class RingAttention(DecodingMethods, ShardedModule, AttentionMaps, FitsMemory, H
             causal dense attention in a ring, else contiguous. See ``shard``, ``unshard`` and ``positions``.
         prefer: of the plans that the profile holds for a length the fastest (``"time"``), the leanest (``"memory"``)
             or ``"balanced"``, where half the memory is worth a factor sqrt(2) in time; None: the one its probe chose.
+        window: a position attends to no more than so many positions, those that end with its own (causal dense
+            attention); None is no limit. Over several ranks only keys that are seen travel.
+        softcap: logits s become softcap * tanh(s / softcap); None leaves them.
+        head_dim_v: head dimension of v and out (dense attention on one rank); None is head_dim.
         launch: ``"eager"`` takes the plan whose call is over first, host and device; ``"captured"`` the one that needs
             the device the shortest, for calls in a CUDA graph or a compiled model, which hide the host.
 
@@ -114,6 +128,9 @@ class RingAttention(DecodingMethods, ShardedModule, AttentionMaps, FitsMemory, H
         layout: str = "auto",
         prefer: Preference | None = None,
         launch: Launch = "eager",
+        window: int | None = None,
+        softcap: float | None = None,
+        head_dim_v: int | None = None,
     ) -> None:
         super().__init__()
         world = group_size(process_group)
@@ -131,8 +148,10 @@ class RingAttention(DecodingMethods, ShardedModule, AttentionMaps, FitsMemory, H
                 raise InputError(f"num_heads is {num_heads}, not a multiple of num_kv_heads, {num_kv_heads}")
             check_preference(prefer, launch)
             pattern = Pattern.of(segment_lengths, dilation_rates, head_offset)
+            scores = check_scores(causal, pattern, window, softcap, head_dim, head_dim_v, world)
             self.layout = resolve_layout(layout, pattern, causal)  # refuses before a profile is read
-            self.shape = shape = ModuleShape(num_heads, num_kv_heads, head_dim, causal, pattern, max_seq_len, world)
+            sizes = num_heads, num_kv_heads, head_dim
+            self.shape = shape = ModuleShape(*sizes, causal, pattern, max_seq_len, world, *scores)
             self.scale = 1.0 / math.sqrt(head_dim) if scale is None else float(scale)
             deterministic = torch.are_deterministic_algorithms_enabled()
             layout_with = partial(shape.layout, layout)
@@ -191,6 +210,7 @@ class RingAttention(DecodingMethods, ShardedModule, AttentionMaps, FitsMemory, H
         total_length: int | None = None,
         cu_seqlens: SomeDocuments = None,
         lengths: SomeDocuments = None,
+        sinks: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend over q (B, S, H, D) with k and v (B, S, Hkv, D), any strides.
 
@@ -203,52 +223,32 @@ class RingAttention(DecodingMethods, ShardedModule, AttentionMaps, FitsMemory, H
         attended, 0 in out, -inf in lse, without gradient. Integers in a list or a tensor, whose values are read once
         while it lives and is not written to (from a device, by waiting for it), or ``Documents``.
 
-        Returns out (B, S, H, D) in q's dtype; with ``return_lse`` also lse (B, H, S), natural log, float32 (float64
-        for float64), -inf where nothing is selected or every logit is -inf. A loss may use it, for a second backward;
-        what is -inf has no gradient. Over several ranks its backward raises RingAttentionError: use lse.detach().
+        ``sinks`` (H,) are one more logit of every query that sees a key, of a key whose value is 0: once in the
+        denominator of the softmax, whatever branches and ranks there are, and so in lse. Over several ranks each gives
+        the same, and their gradient is that of this rank's queries, to be summed over ranks as a weight's is.
+
+        Returns out (B, S, H, D) in q's dtype, D being that of v; with ``return_lse`` also lse (B, H, S), natural log,
+        float32 (float64 for float64), -inf where nothing is selected or every logit is -inf. A loss may use it, for a
+        second backward; what is -inf has no gradient. Over several ranks that raises RingAttentionError: use
+        lse.detach().
         """
+        if sinks is not None:
+            check_sinks(sinks, self.shape.heads, self.device)
         if self._ring is not None:
-            out, lse = outside_graphs(self._over_ranks, q, k, v, cu_seqlens, lengths, total_length, return_lse)
+            out, lse = outside_graphs(self._over_ranks, q, k, v, cu_seqlens, lengths, total_length, return_lse, sinks)
             return (out, lse) if return_lse else out
-        train, autocast = self.call_mode(q, k, v)
+        train, autocast = self.call_mode(q, k, v, sinks)
         if total_length is not None:
             check_total_length(total_length, q.shape[1])
         if torch.compiler.is_compiling() or transforms_active():
             narrow = autocast if self.casts(q, autocast) else None
             out, lse = attend_traced(self, q, k, v, train, narrow, given_of(cu_seqlens, lengths))
+            if sinks is not None:
+                out, lse = with_sinks(out, lse, sinks)
         else:
             extent = extent_of(total_length, cu_seqlens, lengths)
-            out, lse = self._eager(q, k, v, train, autocast, extent, return_lse)
+            out, lse = self._eager(q, k, v, train, autocast, extent, return_lse, sinks)
         return (out, lse) if return_lse else out
-
-    def plan_for(self, seq_len: int, dtype: torch.dtype | str, train: bool, batch: int = 1) -> Plan:
-        """Return the plan of a call with ``seq_len`` positions of this input dtype; PlanError where it is refused.
-
-        ``dtype`` is a torch.dtype or its name, ``"bf16"`` or ``"bfloat16"``. The plan's ``origin``, printed with it,
-        says whether the profile has it, measured or not, or the heuristic made it.
-        """
-        seq_len, batch = integer("the sequence length", seq_len), integer("batch", batch)
-        check_length(seq_len, self.shape.max_seq_len)
-        return self.plan.plan_at(seq_len, input_dtype(dtype), train, batch).runnable()
-
-    def explain(self) -> str:
-        """Return why these plans were chosen, as text: profiles looked at, the tier, the table, choices passed over."""
-        lines = [*self._setup.trace, "", "plans:", *(f"  {row}" for row in self.plan.rows)]
-        lines += [f"  note, {row.dtype} {row.mode}: {row.note}" for row in self.plan.rows if row.note]
-        return "\n".join(lines)
-
-    def warmup(
-        self,
-        lengths: Iterable[int] | int,
-        dtype: torch.dtype | str = torch.float32,
-        batch_size: int = 1,
-        train: bool = False,
-    ) -> dict[int, float]:
-        """Make the first call at each length ahead (kernel plans and compilation), through autograd if ``train``.
-
-        ``dtype`` is that of the inputs. Returns the milliseconds that each took.
-        """
-        return first_calls_ms(self.forward, self.shape, self.device, lengths, dtype, batch_size, train)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave loaded kernels out of copies and pickles, and let compiled graphs tell them apart."""
@@ -262,7 +262,9 @@ class RingAttention(DecodingMethods, ShardedModule, AttentionMaps, FitsMemory, H
     def extra_repr(self) -> str:
         s = self.shape
         kv = f", kv_heads={s.kv_heads}" if s.kv_heads != s.heads else ""
-        return f"heads={s.heads}{kv}, head_dim={s.head_dim}, {s.pattern}, causal={s.causal}, device={self.device}"
+        size = f"{s.head_dim}" + (f"/{s.head_dim_v}" if s.head_dim_v else "")
+        scores = score_options(s).replace(" ", ", ")
+        return f"heads={s.heads}{kv}, head_dim={size}, {s.pattern}, causal={s.causal}{scores}, device={self.device}"
 
     def program_for(
         self, q: Tensor, k: Tensor, v: Tensor, train: bool, extent: Extent = TENSORS_ALONE
@@ -323,24 +325,26 @@ class RingAttention(DecodingMethods, ShardedModule, AttentionMaps, FitsMemory, H
         return autocast is not None and q.dtype is not torch.float64 and self.plan.wishes.dtype is None
 
     def _eager(
-        self, q: Tensor, k: Tensor, v: Tensor, train: bool, autocast: torch.dtype | None, extent: Extent, with_lse: bool
-    ) -> tuple[Tensor, Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, train: bool, autocast: torch.dtype | None, extent: Extent,
+        with_lse: bool, sinks: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Run a call of one rank."""
         looks = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, train)
-        key = (looks, q.device, k.device, v.device, with_lse, extent, autocast)
+        key = (looks, q.device, k.device, v.device, with_lse, sinks is None, extent, autocast)
         run = self._runners.get(key)
         if run is None:
             run = self._new_runner(q, k, v, train, key, with_lse)
-        return run(q, k, v)
+        return run(q, k, v) if sinks is None else run(q, k, v, sinks)
 
     def _new_runner(self, q: Tensor, k: Tensor, v: Tensor, train: bool, key: Any, with_lse: bool) -> Runner:
         """Return the function that runs calls with tensors like these, remembered under ``key``."""
-        extent, autocast = key[-2:]
+        no_sinks, extent, autocast = key[-3:]
         narrow = autocast if self.casts(q, autocast) else None
         if narrow is not None:
             check_dtypes(q, k, v)
             q, k, v = q.to(narrow), k.to(narrow), v.to(narrow)
-        run = runner_of(self.program_for(q, k, v, train, extent), q, k, v, train, with_lse)
+        program = self.program_for(q, k, v, train, extent)
+        run = runner_of(program, q, k, v, train, with_lse, sinks=not no_sinks)
         if self._record_path:
             row = self._row(q.shape[0], q.shape[1], DTYPE_NAMES[q.dtype], train, extent)
             run = count_calls(self._record_path, run, row.runnable())
@@ -352,26 +356,29 @@ class RingAttention(DecodingMethods, ShardedModule, AttentionMaps, FitsMemory, H
         return run
 
     def _over_ranks(
-        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Any, lengths: Any, total_length: int | None, with_lse: bool
-    ) -> tuple[Tensor, Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Any, lengths: Any, total_length: int | None,
+        with_lse: bool, sinks: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Run the call in step with the other ranks; an error here is reported to them."""
         assert self._ring is not None
         with self._ring.call():
             if torch.compiler.is_exporting() or transforms_active():
                 raise InputError("torch.export and torch.func take no RingAttention over several ranks")
-            train, autocast = self.call_mode(q, k, v)
+            train, autocast = self.call_mode(q, k, v, sinks)
             extent = extent_of(total_length, cu_seqlens, lengths)
             check_inputs(q, k, v, self.shape, self.device, packed=extent.documents is not None)
             shapes = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, train)
-            key = (shapes, with_lse, extent, autocast)
+            key = (shapes, with_lse, sinks is None, extent, autocast)
             run = self._runners.get(key)
             if run is None:
                 run = self._new_runner(q, k, v, train, key, with_lse)
             narrow = autocast if autocast is not q.dtype and self.casts(q, autocast) else None
             self._ring.enter(q, train, extent, narrow, self._planned)
-        return run(q, k, v)
+        return run(q, k, v) if sinks is None else run(q, k, v, sinks)
 
-    def call_mode(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[bool, torch.dtype | None]:
+    def call_mode(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> tuple[bool, torch.dtype | None]:
         """Return whether to train, and autocast's dtype or None; raise for tensors without strides, and for dropout."""
         if self.dropout and self.training:
             if torch.compiler.is_dynamo_compiling():  # which cannot trace how a PlanError is made, and shows that
@@ -382,6 +389,7 @@ class RingAttention(DecodingMethods, ShardedModule, AttentionMaps, FitsMemory, H
         if not (q.layout is k.layout is v.layout is torch.strided) or q.is_nested or k.is_nested or v.is_nested:
             # Such tensors have no strides, which are read before a new shape is checked.
             check_inputs(q, k, v, self.shape, self.device)
-        train = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        train = q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
+        train = train and torch.is_grad_enabled()
         device = self._device_type
         return train, torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None

@@ -23,7 +23,16 @@ def _head_offsets(kv_heads: int, rate: int, rule: str) -> list[int]:
 
 
 def dilated_attention_reference(
-    q_BSHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, pattern: Pattern, causal: bool, scale: float | None = None
+    q_BSHD: Tensor,
+    k_BSHD: Tensor,
+    v_BSHD: Tensor,
+    pattern: Pattern,
+    causal: bool,
+    scale: float | None = None,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend over the multiset union of the keys that the branches of ``pattern`` select for each query.
 
@@ -33,11 +42,14 @@ def dilated_attention_reference(
     (LongNet, arXiv:2307.02486, equations 9-11 with the exact weights).
 
     Args:
-        q_BSHD: (B, S, H, D), any floating dtype; computed in that dtype. k and v: (B, S, Hkv, D).
+        q_BSHD: (B, S, H, D), any floating dtype; computed in that dtype. k: (B, S, Hkv, D), v: (B, S, Hkv, Dv).
         scale: factor on the logits; None is 1 / sqrt(D).
+        window: a position sees no more than so many, those that end with itself.
+        softcap: logits s become softcap * tanh(s / softcap).
+        sinks_H: (H,), one more logit of every position that sees any, of a key whose value is 0.
 
     Returns:
-        out (B, S, H, D) and lse (B, H, S), natural log, both differentiable. A logit of -inf has weight 0 and no
+        out (B, S, H, Dv) and lse (B, H, S), natural log, both differentiable. A logit of -inf has weight 0 and no
         gradient; a position without any other, as one that no branch selects, gives 0 and -inf, and no gradient. A
         logit of +inf or NaN makes its position NaN.
     """
@@ -48,6 +60,8 @@ def dilated_attention_reference(
     k_BSHD = k_BSHD.repeat_interleave(group, dim=2)
     v_BSHD = v_BSHD.repeat_interleave(group, dim=2)
     logits_BHSS = _logits(q_BSHD, k_BSHD, scale)
+    if softcap is not None:
+        logits_BHSS = softcap * torch.tanh(logits_BHSS / softcap)
 
     position = torch.arange(length, device=q_BSHD.device)
     count_HSS = torch.zeros(heads, length, length, dtype=torch.int64, device=q_BSHD.device)
@@ -58,6 +72,8 @@ def dilated_attention_reference(
             seen_SS = same_segment_SS & selected_S[:, None] & selected_S[None, :]
             if causal:
                 seen_SS = seen_SS & (position[None, :] <= position[:, None])
+            if window is not None:
+                seen_SS = seen_SS & (position[None, :] > position[:, None] - window)
             count_HSS[kv_head * group : (kv_head + 1) * group] += seen_SS
 
     seen_HSS = count_HSS > 0
@@ -67,6 +83,10 @@ def dilated_attention_reference(
     weighted = weighted.masked_fill(~seen_HSS, -math.inf)
     empty_BHS1 = (weighted == -math.inf).all(-1, keepdim=True)
     weighted = torch.where(empty_BHS1, torch.zeros_like(weighted), weighted)
+    if sinks_H is not None:
+        sinks_BHS1 = sinks_H[:, None, None].expand(batch, heads, length, 1)
+        weighted = torch.cat((weighted, sinks_BHS1), -1)
+        v_BSHD = torch.cat((v_BSHD, torch.zeros_like(v_BSHD[:, :1])), 1)
     weights = torch.softmax(weighted, dim=-1).masked_fill(empty_BHS1, 0.0)
     out_BSHD = torch.einsum("bhqk,bkhd->bqhd", weights, v_BSHD)
     return out_BSHD, torch.logsumexp(weighted, dim=-1).masked_fill(empty_BHS1[..., 0], -math.inf)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from numbers import Real
+from typing import Any, Literal
 
 from .arguments import integer, is_integer, is_list
 from .errors import FieldError, InputError
@@ -122,6 +123,8 @@ class Workload:
     ``total_length`` is the length of the whole sequence, where it is not ``world * seq_len``. ``kv_heads=0`` means as
     many as query heads. Where ``packed_tokens`` is not 0, the question is about ``batch`` documents of at most
     ``seq_len`` positions, and so many together.
+    In causal dense attention a position sees no more than ``window``, its own among them; ``softcap`` bounds the logits
+    by its tanh; ``head_dim_v`` is the head dimension of v. 0 is none, and that of q and k.
     """
 
     mode: Mode
@@ -136,6 +139,9 @@ class Workload:
     world: int = 1
     total_length: int = 0
     packed_tokens: int = field(default=0, metadata={"omit_default": True})
+    window: int = field(default=0, metadata={"omit_default": True})
+    softcap: float = field(default=0.0, metadata={"omit_default": True})
+    head_dim_v: int = field(default=0, metadata={"omit_default": True})
 
     def __post_init__(self) -> None:
         if self.kv_heads == 0:
@@ -146,7 +152,7 @@ class Workload:
             raise FieldError(f"is {self.dtype!r}; use one of {', '.join(INPUT_DTYPES)}", field="dtype")
         for name, most in MOST.items():
             object.__setattr__(self, name, integer(name, getattr(self, name), most=most))
-        for name in ("total_length", "packed_tokens"):
+        for name in ("total_length", "packed_tokens", "window", "head_dim_v"):
             object.__setattr__(self, name, integer(name, getattr(self, name), least=0))
         fewest, most = self.seq_len + self.batch - 1, self.batch * self.seq_len
         if self.packed_tokens and not fewest <= self.packed_tokens <= most:
@@ -154,6 +160,15 @@ class Workload:
             raise FieldError(f"is {self.packed_tokens}; {of_them} have {fewest} to {most}", field="packed_tokens")
         if self.heads % self.kv_heads:
             raise FieldError(f"is {self.heads}, not a multiple of kv_heads, {self.kv_heads}", field="heads")
+        check_score_options(self.causal, self.pattern, self.window, self.softcap)
+        if self.head_dim_v == self.head_dim:
+            object.__setattr__(self, "head_dim_v", 0)
+        if self.head_dim_v and not self.pattern.dense:
+            raise FieldError(
+                f"is {self.head_dim_v} and head_dim {self.head_dim}; the branches of {self.pattern} are merged in one "
+                "size, so pad the smaller with zeros",
+                field="head_dim_v",
+            )
 
     @property
     def train(self) -> bool:
@@ -167,6 +182,11 @@ class Workload:
     @property
     def decode(self) -> bool:
         return self.mode == "decode"
+
+    @property
+    def probed(self) -> bool:
+        """False where a probe measures none like it, having neither a reference nor contenders for it."""
+        return not (self.window or self.softcap or self.head_dim_v)
 
     @property
     def total(self) -> int:
@@ -194,8 +214,32 @@ class Workload:
         causal = "causal" if self.causal else "full"
         world = f" world={self.world}" if self.world > 1 else ""
         packed = f" packed={self.packed_tokens}" if self.packed else ""
-        shape = f"B{self.batch} S{self.seq_len} {heads} D{self.head_dim} {self.dtype}"
-        return f"{self.mode} {self.pattern} {causal} {shape}{packed}{world}"
+        head_dim = f"D{self.head_dim}" + (f"/{self.head_dim_v}" if self.head_dim_v else "")
+        shape = f"B{self.batch} S{self.seq_len} {heads} {head_dim} {self.dtype}"
+        scores = score_options(self)
+        return f"{self.mode} {self.pattern} {causal}{scores} {shape}{packed}{world}"
+
+
+NOT_PROBED = "sliding windows, softcaps and a head_dim_v are not probed"
+
+
+def score_options(of: Any) -> str:
+    """Return the window and softcap of a workload or a module's shape as text, each after a space."""
+    window = f" window={of.window}" if of.window else ""
+    return window + (f" softcap={of.softcap:g}" if of.softcap else "")
+
+
+def check_score_options(causal: bool, pattern: Pattern, window: int, softcap: float) -> None:
+    """Raise FieldError unless a sliding window and a softcap, 0 where there is none, make sense."""
+    if window and not (causal and pattern.dense):
+        raise FieldError(
+            f"is {window}, which is for causal dense attention, and this is {pattern}"
+            f"{'' if causal else ', not causal'}; FlexAttention has other windows",
+            field="window",
+        )
+    is_number = isinstance(softcap, Real) and not isinstance(softcap, bool)
+    if not is_number or not math.isfinite(softcap) or softcap < 0:
+        raise FieldError(f"is {softcap!r}; it must be a finite number > 0, or None for no cap", field="softcap")
 
 
 def describe(tunables: Tunables) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -97,6 +98,14 @@ def documents() -> None:
     torch.testing.assert_close(padded[:, :5], CASE.module()(q[:, :5], k[:, :5], v[:, :5]))
 
 
+def score_options() -> None:
+    case = replace(CASE, pattern=Case(1).pattern, causal=True, window=5, softcap=2.0)
+    q, k, v = case.inputs()
+    assert_equal_to(found(case.module(), q, k, v, case.dout()), exact(case, q, k, v, case.dout()))
+    none = torch.full((case.heads,), -torch.inf, dtype=q.dtype)
+    torch.testing.assert_close(case.module()(q, k, v, sinks=none), case.module()(q, k, v))
+
+
 def decoding() -> None:
     q, k, v = (x.detach() for x in CASE.inputs())
     module = CASE.module(causal=True)
@@ -128,9 +137,9 @@ HERE: dict[str, tuple[str, Callable[[], None]]] = {
     "`torch.compile` and `torch.export` on one rank": ("yes", compiled_and_exported),
     "an attention mask": ("no", lambda: takes_no("mask")),
     "padding inside a batch, several documents packed into one sequence": ("yes: `lengths`, `cu_seqlens`", documents),
-    "a sliding window in `forward`": ("no", lambda: takes_no("window")),
+    "a causal sliding window, soft-capping, attention sinks": ("yes: `window`, `softcap`, `sinks`", score_options),
     "decoding against a key/value cache, cross attention": ("yes: `kv_cache`, `decode`, `cross`", decoding),
-    "a bias on the logits, ALiBi, soft-capping": ("no", lambda: takes_no("bias", "alibi", "cap", "score_mod")),
+    "a bias on the logits, ALiBi": ("no", lambda: takes_no("bias", "alibi", "score_mod")),
     "dropout in training": ("no: refused", no_dropout),
     "double backward": ("no: raises", no_double_backward),
 }
@@ -173,9 +182,8 @@ def flex_masks(allowed: Callable[..., torch.Tensor]) -> None:
 INSTEAD: dict[tuple[str, str], Callable[[], object]] = {
     ("an attention mask", SDPA): sdpa_masks,
     ("an attention mask", FLEX): lambda: flex_masks(lambda b, h, q, k: (q + k) % 3 > 0),
-    ("a sliding window in `forward`", FLEX): lambda: flex_masks(lambda b, h, q, k: q - k < 8),
-    ("a bias on the logits, ALiBi, soft-capping", FLEX): lambda: flex_attention(
-        X, X, X, score_mod=lambda score, b, h, q, k: 20 * torch.tanh((score + 0.1 * (k - q)) / 20)
+    ("a bias on the logits, ALiBi", FLEX): lambda: flex_attention(
+        X, X, X, score_mod=lambda score, b, h, q, k: score + 0.1 * (k - q)
     ),
     ("dropout in training", SDPA): lambda: scaled_dot_product_attention(X, X, X, dropout_p=0.1),
     ("double backward", SDPA): sdpa_differentiates_twice,

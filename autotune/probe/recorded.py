@@ -12,7 +12,7 @@ from autotune.search.budget import EFFORTS, RESERVE_S
 from ringattn.planning.launches import total_forward_gflop
 from ringattn.planning.missed import read_record
 from ringattn.wording import plural
-from ringattn.workload import Workload
+from ringattn.workload import NOT_PROBED, Workload
 
 from .request import ProbeRequest
 
@@ -59,6 +59,8 @@ def choose_recorded(request: ProbeRequest) -> Choice:
             other_ranks.add(workload.world)
         elif workload.dtype == "fp64":
             left_out.append(f"{workload} left out: no better dtype to check it against")
+        elif not workload.probed:
+            left_out.append(f"{workload} left out: {NOT_PROBED}")
         else:
             cell = replace(workload, total_length=0)
             costs[cell] = costs.get(cell, 0.0) + max(calls, 1) * call_gflop(cell)

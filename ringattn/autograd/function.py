@@ -11,20 +11,26 @@ from torch import Tensor
 from ringattn.errors import RingAttentionError
 from ringattn.geometry.layout import check_own
 from ringattn.kernels.torch_entry import Attend
-from ringattn.runtime.executor import Executor, Grads
+from ringattn.runtime.executor import Executor
+from ringattn.runtime.sinks import SinkExecutor
 
 from . import checkpoint
 from .out_of_memory import note_plan
 
-# (q, k, v) -> out and lse; None in its place where a call asked for none and its kernel gives none
-Runner = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Any]]
+# (q, k, v), and sinks if the call has some -> out and lse; None in its place where a call asked for none and its kernel
+# gives none
+Runner = Callable[..., tuple[Tensor, Any]]
 
 
 class _Attend(torch.autograd.Function):
     """Forward by the plan; backward of every partial against the final out and LSE, saving what its checkpoint says."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, program: Executor, with_lse: bool) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, program: Executor, with_lse: bool, *sinks: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        if sinks:
+            program = SinkExecutor(program, *sinks)
         program = program.of_this_call()  # ranks tell the backward of this call from those of others
         out, lse, saved = checkpoint.forward(program, q, k, v)
         if not with_lse:  # autograd lets a view be changed in place only if it is the one output with a gradient
@@ -38,21 +44,24 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         some = dlse if dout is None else dout
         if some is None:
-            return None, None, None, None, None
+            return (None,) * len(ctx.needs_input_grad)
         saved = _saved(ctx, dout, dlse)
         if torch.is_autocast_enabled(some.device.type):
             with torch.autocast(some.device.type, enabled=False):
-                grads = _gradients(ctx, dout, dlse, saved)
-        else:
-            grads = _gradients(ctx, dout, dlse, saved)
-        return *grads, None, None
+                return _gradients(ctx, dout, dlse, saved)
+        return _gradients(ctx, dout, dlse, saved)
 
 
-def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, kept: Sequence[Tensor]) -> Grads:
+def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, kept: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """Return the gradient of every input of the Function."""
     program: Executor = ctx.program
     try:
         saved = checkpoint.restore(program, kept, ctx.on_host)
-        return program.gradients(dout, saved, ctx.needs_input_grad[:3], dlse)
+        grads = program.gradients(dout, saved, ctx.needs_input_grad[:3], dlse)
+        if isinstance(program, SinkExecutor):
+            of_sinks = program.sink_gradient(dout, saved, dlse) if ctx.needs_input_grad[5] else None
+            return *grads, None, None, of_sinks
+        return *grads, None, None
     except Exception as error:
         some = dlse.transpose(1, 2) if dout is None and dlse is not None else dout
         assert some is not None
@@ -82,11 +91,15 @@ def _saved(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Sequence[Tenso
     return saved
 
 
-def runner_of(program: Executor, q: Tensor, k: Tensor, v: Tensor, train: bool, with_lse: bool) -> Runner:
+def runner_of(
+    program: Executor, q: Tensor, k: Tensor, v: Tensor, train: bool, with_lse: bool, *, sinks: bool = False
+) -> Runner:
     """Return the function that runs ``program`` on tensors of these shapes, strides and dtype.
 
-    With ``train`` autograd can come back, to lse too if ``with_lse``.
+    With ``train`` autograd can come back, to lse too if ``with_lse``. It takes ``sinks`` (H,) as well if there are any.
     """
+    if sinks:
+        return _with_sinks(program, train, with_lse)
     run = differentiable(program, q, with_lse) if train else inferring(program, q)
     if all(x.stride(-1) == 1 or x.shape[-1] == 1 for x in (q, k, v)):
         if not with_lse and q.dtype is program.dtype:
@@ -108,11 +121,11 @@ def outside_graphs(call: Callable[..., tuple[Tensor, Any]], *arguments: Any) -> 
 def without_autocast(run: Runner, device_type: str, dtype: torch.dtype | None) -> Runner:
     """Wrap ``run``: autocast is off, so that it narrows no step, and inputs are converted to ``dtype`` (None: kept)."""
 
-    def wrapped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def wrapped(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> tuple[Tensor, Tensor]:
         with torch.autocast(device_type, enabled=False):
             if dtype is None:
-                return run(q, k, v)
-            out, lse = run(q.to(dtype), k.to(dtype), v.to(dtype))
+                return run(q, k, v, *sinks)
+            out, lse = run(q.to(dtype), k.to(dtype), v.to(dtype), *sinks)
         return out.to(q.dtype), lse
 
     return wrapped
@@ -153,6 +166,20 @@ def inferring(program: Executor, q: Tensor) -> Runner:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         try:
             return run(q, k, v)
+        except Exception as error:
+            note_plan(error, program, q)
+            raise
+
+    return attend
+
+
+def _with_sinks(program: Executor, train: bool, with_lse: bool) -> Runner:
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+        inputs = unit_stride_rows(q, k, v)
+        try:
+            if train:
+                return _Attend.apply(*inputs, program, with_lse, sinks)  # type: ignore[no-untyped-call, no-any-return]
+            return SinkExecutor(program, sinks).attend(*inputs)
         except Exception as error:
             note_plan(error, program, q)
             raise

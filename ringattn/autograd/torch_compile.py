@@ -150,7 +150,7 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     batch, length, heads, _ = q.shape
     wide = torch.float64 if q.dtype is torch.float64 else torch.float32
-    return q.new_empty(q.shape), q.new_empty((batch, heads, length), dtype=wide)
+    return q.new_empty((batch, length, heads, v.shape[3])), q.new_empty((batch, heads, length), dtype=wide)
 
 
 @torch.library.custom_op("ringattn::attend_backward", mutates_args=())

@@ -40,10 +40,14 @@ def first_calls_ms(
     for length in lengths:
         begin = time.perf_counter()
         q, k, v = (
-            torch.zeros(batch, length, heads, shape.head_dim, dtype=dtype, device=device)
+            torch.zeros(batch, length, heads, size, dtype=dtype, device=device)
             .normal_(generator=generator)
             .requires_grad_(train)
-            for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
+            for heads, size in (
+                (shape.heads, shape.head_dim),
+                (shape.kv_heads, shape.head_dim),
+                (shape.kv_heads, shape.value_dim),
+            )
         )
         with torch.set_grad_enabled(train):
             out = forward(q, k, v)

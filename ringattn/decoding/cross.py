@@ -64,7 +64,7 @@ def cross(
     check_align(align)
     if window is not None and not (module.shape.causal and module.shape.pattern.dense):
         raise InputError(f"window is {window!r}, and a sliding window is of causal dense attention")
-    window = None if window is None else integer("window", window)
+    window = window_of(module.shape, None if window is None else integer("window", window))
     if module.shape.world > 1:
         raise InputError(
             "cross attention over several ranks is not supported; use a KVCache, whose keys the ranks hold together, "
@@ -75,6 +75,13 @@ def cross(
     if torch.compiler.is_compiling():
         return torch.compiler.disable(_cross)(module, q, k, v, align, window)  # type: ignore[no-untyped-call, no-any-return]
     return _cross(module, q, k, v, align, window)
+
+
+def window_of(shape: ModuleShape, window: int | None) -> int | None:
+    """Return the window of a call: the module's, if it has one."""
+    if shape.window and window not in (None, shape.window):
+        raise InputError(f"window is {window} and the module's {shape.window}; leave it out, or give the module none")
+    return shape.window or window
 
 
 def _cross(

@@ -133,6 +133,8 @@ def _check_anew(module: CrossModule, q: Tensor, cache: KVCache) -> None:
     for name, (there, here) in own.items():
         if there != here:
             raise InputError(f"the cache has {name} {there} and the module {here}; make it with kv_cache()")
+    if shape.window and cache.window != shape.window:
+        raise InputError(f"the cache has window {cache.window} and the module {shape.window}; make it with kv_cache()")
     if cache.window is not None and not shape.causal:
         raise InputError(f"the cache has window {cache.window}, which is for a causal module, and this is not one")
     if q.shape[0] != cache.batch or q.dtype is not cache.dtype:

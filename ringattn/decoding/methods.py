@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ringattn.errors import InputError
+
 from .cache import KVCache
-from .cross import Align, cross
+from .cross import Align, cross, window_of
 from .decode import decode, prefill
 
 if TYPE_CHECKING:
@@ -36,7 +38,8 @@ class DecodingMethods:
         Keys are at positions 0 to Sk - 1. ``align`` says where the queries are, which causality and a dilated pattern
         depend on: ``"end"``, the last one at the last key, as when they follow what is cached, or ``"start"``, the
         first one at the first key. A query before position 0 sees nothing, but in dense attention that is not causal.
-        With ``window``, of causal dense attention, a query sees so many positions at most, its own among them.
+        With ``window``, of causal dense attention, a query sees so many positions at most, its own among them; that of
+        the module, if it has one.
 
         Returns what ``forward`` does, for Sq positions, and autograd comes back to q, k, v and lse in the same way.
         InputError over several ranks, under torch.export and under torch.func; torch.compile breaks its graph here.
@@ -54,9 +57,14 @@ class DecodingMethods:
         rollback: int = 0,
     ) -> KVCache:
         """Return an empty cache for ``batch`` sequences of this module; see ``KVCache``."""
+        if self.shape.head_dim_v:
+            raise InputError(
+                f"head_dim_v is {self.shape.head_dim_v} and head_dim {self.shape.head_dim}; a cache holds keys and "
+                "values of one size: pad the smaller with zeros"
+            )
         return KVCache(
             batch, self.shape.kv_heads, self.shape.head_dim, max_length, dtype=dtype, device=self.device,
-            window=window, pattern=self.shape.pattern, rollback=rollback,
+            window=window_of(self.shape, window), pattern=self.shape.pattern, rollback=rollback,
             process_group=None if self._ring is None else self._ring.comm.group,
         )  # fmt: skip
 

@@ -56,7 +56,7 @@ class CrossProgram(Program):
                 return out, lse
             blocks, total, total_BSH = blocks[1:], out.to(wide), lse.transpose(1, 2).contiguous()
         else:
-            total = q.new_zeros(q.shape, dtype=wide)
+            total = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=wide)
             total_BSH = q.new_full(q.shape[:3], -torch.inf, dtype=wide)
         for block in blocks:
             out, lse = self._forward_block(block, q, k, v)

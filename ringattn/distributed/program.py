@@ -39,7 +39,7 @@ from .head_exchange import HeadExchange
 from .peer_errors import sequence_number
 from .ranges import name_messages, with_named_messages
 from .ring import Ring
-from .ring_chunks import BranchKernels, RingSetting
+from .ring_chunks import BranchKernels, RingSetting, in_reverse
 from .symmetric_exchange import BufferPool, SymmetricExchange
 from .watchdog import Watchdog
 
@@ -115,7 +115,7 @@ class RingProgram(Executor):
         if self._ranges:
             name_messages(self._exchange, "scatter_heads", "gather_heads")
         own_heads = workload.kv_heads // degree // groups
-        transport = tunables.transport, tunables.transport_groups
+        transport = tunables.transport, tunables.transport_groups, workload.window
         self._rings = []
         for group in range(groups):
             heads = HeadRange((place * groups + group) * own_heads, own_heads, workload.kv_heads)
@@ -314,12 +314,21 @@ def _kernels(plan: Plan, branch: BranchTunables, scale: float, range_of: str) ->
     def bound(name: str, *, full: bool) -> BoundKernel:
         return bind(plan, name, scale, full=full, range_of=range_of)
 
+    def edge(name: str) -> BoundKernel:
+        """Return the kernel of a window's far edge, which is causal with both sides in reverse order."""
+        return in_reverse(bind(plan, name, scale, windowed=False, range_of=range_of))
+
     forward, backward = branch.forward, branch.backward
+    full = bound(forward, full=True).forward
+    full_backward = bound(backward, full=True).backward if backward else None
+    windowed = plan.workload.window > 0
     return BranchKernels(
         diagonal_forward=bound(forward, full=False).forward,
-        full_forward=bound(forward, full=True).forward,
+        full_forward=full,
         diagonal_backward=bound(backward, full=False).backward if backward else None,
-        full_backward=bound(backward, full=True).backward if backward else None,
+        full_backward=full_backward,
+        edge_forward=edge(forward).forward if windowed else full,
+        edge_backward=edge(backward).backward if windowed and backward else full_backward,
     )
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ringattn.geometry.ring_schedules import Chunk, Hop, Rectangle, Transfer
-from ringattn.kernels.contract import Backward, Forward
+from ringattn.kernels.contract import Backward, BoundKernel, Forward, Grads
 from ringattn.runtime.executor import Triple
 from ringattn.runtime.merge import accumulator_dtype
 from ringattn.runtime.program import BackwardRows, Program
@@ -28,12 +28,32 @@ from .comm import Comm, Message
 
 @dataclass(frozen=True, slots=True)
 class BranchKernels:
-    """The kernels of one branch for the block on the diagonal and for full blocks; no backward for inference."""
+    """The kernels of one branch for the block on the diagonal, full ones and the far edge of a sliding window.
+
+    No backward for inference.
+    """
 
     diagonal_forward: Forward
     full_forward: Forward
     diagonal_backward: Backward | None
     full_backward: Backward | None
+    edge_forward: Forward
+    edge_backward: Backward | None
+
+
+def in_reverse(kernel: BoundKernel) -> BoundKernel:
+    """Return a causal kernel for blocks of which row i sees keys j >= i instead."""
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
+        out, lse = kernel.forward(q.flip(1), k.flip(1), v.flip(1))
+        return out.flip(1), lse.flip(2)
+
+    def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /) -> Grads:
+        dout, q, k, v, out = (x.flip(1) for x in (dout, q, k, v, out))
+        dq, dk, dv = kernel.backward(dout, q, k, v, out, lse.flip(2))
+        return dq.flip(1), dk.flip(1), dv.flip(1)
+
+    return BoundKernel(forward, backward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +175,10 @@ class ForwardChunk(RunningChunk):
             if hop.step != step or not hop.work:
                 continue
             k, v = self.arrived(step)
-            for q_begin, q_end, k_begin, k_end in hop.work:
+            for q_begin, q_end, k_begin, k_end, edge in hop.work:
                 queries, keys = slice(q_begin, q_end), slice(k_begin, k_end)
-                out, lse = self.kernels.full_forward(self.q[:, queries], k[:, keys], v[:, keys])
+                forward = self.kernels.edge_forward if edge else self.kernels.full_forward
+                out, lse = forward(self.q[:, queries], k[:, keys], v[:, keys])
                 total, total_lse = self.out[:, queries], self.lse[:, :, queries].transpose(1, 2)
                 self.setting.merge(total, total_lse, out, lse.transpose(1, 2))
 
@@ -191,14 +212,25 @@ class BackwardChunk(RunningChunk):
             if hop.step == step and hop.work:
                 k, v = self.arrived(step)
                 parts = [self._block(rectangle, k, v) for rectangle in hop.work]
-                self._going[step] = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+                self._going[step] = self._joined(hop, parts).to(self.setting.grad_wire)
+
+    def _joined(self, hop: Hop, parts: list[Tensor]) -> Tensor:
+        """Return the gradients of the keys of a hop, of which windowed queries may meet one in several blocks."""
+        ends = [rectangle.k_end for rectangle in hop.work]
+        if [rectangle.k_begin for rectangle in hop.work] == [0, *ends[:-1]]:
+            return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        total = self._buffer(hop.rows, accumulator_dtype(self.setting.dtype)).zero_()
+        for rectangle, part in zip(hop.work, parts, strict=True):
+            total[:, rectangle.k_begin : rectangle.k_end].add_(part)
+        return total
 
     def _block(self, rectangle: Rectangle, k: Tensor, v: Tensor) -> Tensor:
-        """Add one block's dq; return its dk and dv side by side in the dtype they travel in."""
-        assert self.kernels.full_backward is not None
+        """Add one block's dq; return its dk and dv side by side."""
+        backward = self.kernels.edge_backward if rectangle.edge else self.kernels.full_backward
+        assert backward is not None
         queries = slice(rectangle.q_begin, rectangle.q_end)
         keys = slice(rectangle.k_begin, rectangle.k_end)
-        dq, dk, dv = self.kernels.full_backward(
+        dq, dk, dv = backward(
             self.dout[:, queries].contiguous(),
             self.q[:, queries],
             k[:, keys],
@@ -207,7 +239,7 @@ class BackwardChunk(RunningChunk):
             self.rows_lse[:, :, queries].contiguous(),
         )
         self.grads[0][:, queries].add_(dq)
-        return torch.cat((dk, dv), 2).to(self.setting.grad_wire)
+        return torch.cat((dk, dv), 2)
 
     def move_grads(self, hop: Hop, batch: Batch) -> None:
         going = self._going.pop(hop.step, None)

@@ -40,20 +40,26 @@ Shard = tuple[Span, ...]
 
 
 def resolve_layout(
-    asked: str, pattern: Pattern, causal: bool, measured: Sequence[str] = (), *, exchanged: bool = False
+    asked: str,
+    pattern: Pattern,
+    causal: bool,
+    measured: Sequence[str] = (),
+    *,
+    exchanged: bool = False,
+    windowed: bool = False,
 ) -> str:
     """Return the layout that ``asked`` stands for; ``measured`` are the layouts of a profile's plans for the module.
 
     ``"auto"`` is the one that most of those plans are for. Without any it is zigzag for causal dense attention, and
     else contiguous, so that segments stay on one rank. Where heads are ``exchanged`` every rank has all positions of
     some heads and so the same work whatever the layout; contiguous rows then arrive in order: 0.87 times the ideal's
-    time on 4 H100s with 8192 positions each, where zigzag's took 0.90.
+    time on 4 H100s with 8192 positions each, where zigzag's took 0.90. ``windowed`` work is as even in a ring.
     """
     if asked == "auto":
         counts = Counter(layout for layout in measured if layout)
         if counts:
             return max(sorted(counts), key=lambda layout: counts[layout])
-        return "zigzag" if causal and pattern.dense and not exchanged else "contiguous"
+        return "zigzag" if causal and pattern.dense and not (exchanged or windowed) else "contiguous"
     if asked not in LAYOUTS:
         raise InputError(f"layout is {asked!r}; use 'auto' or one of {', '.join(LAYOUTS)}")
     return asked

@@ -67,10 +67,12 @@ def ring_geometry(
     heads: HeadRange,
     transport: str,
     head_groups: int,
+    window: int = 0,
 ) -> RingGeometry:
     """Return the chunks of ring member ``me`` where ``shards`` says what each member holds.
 
-    ``transport`` is "ring" or "all-gather"; ``head_groups`` cuts the chunks of the latter.
+    ``transport`` is "ring" or "all-gather"; ``head_groups`` cuts the chunks of the latter. ``window`` is that of causal
+    dense attention over members that hold one span each; 0 is none.
     """
     total = max(span.end for shard in shards for span in shard)
     branches = pattern.resolved(total)
@@ -84,7 +86,7 @@ def ring_geometry(
         )
     )
     chunks = [
-        replace(chunk, hops=tuple(hops_of(chunk, causal, transport, group)))
+        replace(chunk, hops=tuple(hops_of(chunk, causal, transport, group, window)))
         for number, branch in enumerate(branches)
         if number not in local
         for group, chunk in _chunks_of(number, branch, pattern, shards, me, batch, heads, total, head_groups)
@@ -102,6 +104,7 @@ def documents_geometry(
     heads: HeadRange,
     transport: str,
     head_groups: int,
+    window: int = 0,
 ) -> RingGeometry:
     """Return the chunks of ring member ``me`` of every document, each a sequence of its own.
 
@@ -120,7 +123,7 @@ def documents_geometry(
             found = _chunks_of(number, branch, pattern, parts, me, 1, heads, document.length, head_groups)
             for group, chunk in found:
                 calls = tuple(replace(c, batch_start=document.row, start=c.start + row) for c in chunk.calls)
-                chunks.append(replace(chunk, calls=calls, hops=tuple(hops_of(chunk, causal, transport, group))))
+                chunks.append(replace(chunk, calls=calls, hops=tuple(hops_of(chunk, causal, transport, group, window))))
     return RingGeometry(shards[me], (), tuple(chunks))
 
 

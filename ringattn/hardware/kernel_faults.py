@@ -25,16 +25,21 @@ class Combination:
     deterministic: bool = False
     params: tuple[tuple[str, ParamValue], ...] = ()
     packed: bool = False  # the entry for packed sequences
+    window: bool = False
+    softcap: bool = False
+    head_dim_v: int = 0  # 0 is head_dim
 
     def __str__(self) -> str:
         parts = [
             f"{self.kernel} {'backward' if self.backward else 'forward'}",
-            f"head_dim {self.head_dim}",
+            f"head_dim {self.head_dim}" + (f" and {self.head_dim_v} of v" if self.head_dim_v else ""),
             self.dtype,
             "causal" if self.causal else "full",
             *(["grouped heads"] if self.grouped else []),
             *(["deterministic"] if self.deterministic else []),
             *(["packed"] if self.packed else []),
+            *(["sliding window"] if self.window else []),
+            *(["softcap"] if self.softcap else []),
             *(f"{name}={value}" for name, value in self.params),
         ]
         return ", ".join(parts)

@@ -52,7 +52,6 @@ _REFUSED = {
     "indices": "sparse attention by indices; use attn_implementation='eager'",
     "output_attentions": "attention weights, which no kernel here keeps; use attn_implementation='eager'",
     "position_bias": "a bias on the logits, as ALiBi's; use attn_implementation='flex_attention' or 'eager'",
-    "softcap": "capped logits; use attn_implementation='eager' or 'flex_attention', or a config without it",
 }
 
 
@@ -121,6 +120,7 @@ def _attention(
     scaling: float | None = None,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     s_aux: Tensor | None = None,
     sinks: Tensor | None = None,
     position_ids: Tensor | None = None,
@@ -134,7 +134,7 @@ def _attention(
     The signature is that of ``AttentionInterface``. InputError for a keyword that is not followed.
     """
     for name, given in others.items():
-        if given is None or given is False or name in _NO_MATHEMATICS or (name == "softcap" and given == 0):
+        if given is None or given is False or name in _NO_MATHEMATICS:
             continue
         why = _REFUSED.get(name, "nothing that is known here; leave it out, or use attn_implementation='sdpa'")
         raise InputError(f"{name} is given to attn_implementation='ringtune' and asks for {why}")
@@ -147,7 +147,7 @@ def _attention(
     sinks = sinks if s_aux is None else s_aux
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     call = Call(causal, sliding_window, position_ids, cu_seq_lens_q, cu_seq_lens_k, total_length)
-    options = {"scale": scaling, "with_lse": sinks is not None}
+    options = {"scale": scaling, "softcap": softcap or None, "with_lse": sinks is not None}
     out, lse = (attend_over_ranks if over_ranks else attend_here)(pool, q, k, v, attention_mask, call, options)
     if sinks is not None:  # one more logit in the softmax, of a key whose value is 0
         assert lse is not None

@@ -137,10 +137,11 @@ def attend_over_ranks(
     pool: AttentionPool, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Call, options: dict[str, Any]
 ) -> Result:
     """Attend with q, k and v (B, S, H or Hkv, D) of this rank's positions of whole sequences, which all ranks hold."""
-    attention = pool.module_for(q, k, call.causal, options["scale"])
+    window = call.sliding_window if call.causal else None
+    attention = pool.module_for(q, k, call.causal, options["scale"], options.get("softcap"), window)
     with attention.reporting():
         _check_over_ranks(attention, q, k, mask, call)
-    return attend(pool, q, k, v, causal=call.causal, total_length=call.total_length, **options)
+    return attend(pool, q, k, v, causal=call.causal, total_length=call.total_length, window_of_ranks=window, **options)
 
 
 def _check_over_ranks(attention: RingAttention, q: Tensor, k: Tensor, mask: Tensor | None, call: Call) -> None:
@@ -151,10 +152,10 @@ def _check_over_ranks(attention: RingAttention, q: Tensor, k: Tensor, mask: Tens
     if call.cu_seq_lens_q is not None or call.cu_seq_lens_k is not None:
         raise InputError("cu_seq_lens_q is for one rank; over several ranks give every sequence a row of its own")
     total = attention.shape.world * length if call.total_length is None else call.total_length
-    if call.sliding_window is not None and call.sliding_window < total:
+    if call.sliding_window is not None and call.sliding_window < total and not call.causal:
         raise InputError(
-            f"sliding_window is {call.sliding_window} and the sequences have {total} positions on all ranks together; "
-            "windows are for one rank, or set the config's sliding_window to None"
+            f"sliding_window is {call.sliding_window} without a causal mask, and the sequences have {total} positions "
+            "on all ranks together; use one rank, or set the config's sliding_window to None"
         )
     if call.position_ids is None or call.position_ids.dim() != 2:
         raise InputError("over several ranks the model's call needs position_ids, those of RingAttention.positions")
@@ -165,6 +166,8 @@ def _check_over_ranks(attention: RingAttention, q: Tensor, k: Tensor, mask: Tens
             "unequal numbers of positions"
         )
     keys = None if mask is None else _mask_keys(mask, call)
+    if keys is not None and keys.window not in (None, call.sliding_window):
+        raise InputError(f"sliding_window is {call.sliding_window}, and the attention mask has {keys.window}")
     if keys is not None and (keys.causal != call.causal or not bool((keys.codes > 0).all())):
         raise InputError("over several ranks there is no padding and no mask; give sequences of one length")
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from . import math as kernels_math
-from .contract import BlockKernel, BoundKernel, BoundVarlen, Grads, KernelConfig, KernelNeed, Sequences
+from .contract import FEATURE_WORDS, BlockKernel, BoundKernel, BoundVarlen, Grads, KernelConfig, KernelNeed, Sequences
 from .grid_limits import (
     FLASH_2_MAX_ELEMENTS,
     MAX_GRID,
@@ -113,17 +113,22 @@ def _flash_cpu_reasons(need: KernelNeed) -> tuple[str, ...]:
 # --- math --------------------------------------------------------------------------------------------------------
 
 
+def _math_fixed(config: KernelConfig) -> dict[str, Any]:
+    return {"causal": config.causal, "scale": config.scale, "window": config.window, "softcap": config.softcap}
+
+
 def _math(config: KernelConfig) -> BoundKernel:
+    fixed = _math_fixed(config)
     return BoundKernel(
-        functools.partial(kernels_math.forward, causal=config.causal, scale=config.scale),
-        functools.partial(kernels_math.backward, causal=config.causal, scale=config.scale),
+        functools.partial(kernels_math.forward, **fixed), functools.partial(kernels_math.backward, **fixed)
     )
 
 
 def _math_varlen(config: KernelConfig) -> BoundVarlen:
+    fixed = _math_fixed(config)
     return BoundVarlen(
-        functools.partial(kernels_math.varlen_forward, causal=config.causal, scale=config.scale),
-        functools.partial(kernels_math.varlen_backward, causal=config.causal, scale=config.scale),
+        functools.partial(kernels_math.varlen_forward, **fixed),
+        functools.partial(kernels_math.varlen_backward, **fixed),
     )
 
 
@@ -139,13 +144,18 @@ def _math_reasons(need: KernelNeed) -> tuple[str, ...]:
 # --- CUDA --------------------------------------------------------------------------------------------------------
 
 
+def _flash_window(config: KernelConfig) -> dict[str, int]:
+    """Return the keywords of a sliding window, of which FlashAttention counts the keys before a row's own."""
+    return {"window_size_left": config.window - 1, "window_size_right": 0} if config.window else {}
+
+
 def _flash(config: KernelConfig) -> BoundKernel:
     forward_op = _aten._flash_attention_forward.default
     backward_op = _aten._flash_attention_backward.default
-    causal, scale = config.causal, config.scale
+    causal, fixed = config.causal, {"scale": config.scale, **_flash_window(config)}
 
     def attend(q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
-        result = forward_op(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale)
+        result = forward_op(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, **fixed)
         return result[0], result[1]
 
     def forward(q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
@@ -155,7 +165,7 @@ def _flash(config: KernelConfig) -> BoundKernel:
     def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /) -> Grads:
         state = _random_state(2, torch.uint64, q.device)
         rows, keys = q.shape[1], k.shape[1]
-        grads = backward_op(dout, q, k, v, out, lse, None, None, rows, keys, 0.0, causal, state, state, scale=scale)
+        grads = backward_op(dout, q, k, v, out, lse, None, None, rows, keys, 0.0, causal, state, state, **fixed)
         return grads[0], grads[1], grads[2]
 
     return BoundKernel(forward, backward, lambda shape: attend)
@@ -165,12 +175,12 @@ def _flash_varlen(config: KernelConfig) -> BoundVarlen:
     """Bind the entry that ``torch.nn.attention.varlen.varlen_attn`` runs, with the LSE both ways."""
     forward_op = _aten._flash_attention_forward.default
     backward_op = _aten._flash_attention_backward.default
-    causal, scale = config.causal, config.scale
+    causal, fixed = config.causal, {"scale": config.scale, **_flash_window(config)}
 
     def forward(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, /) -> tuple[Tensor, Tensor]:
         cu_seqlens, longest = sequences.cu_seqlens, sequences.longest
         result = forward_op(
-            q, k, v, cu_seqlens, cu_seqlens, longest, longest, 0.0, causal, False, scale=scale
+            q, k, v, cu_seqlens, cu_seqlens, longest, longest, 0.0, causal, False, **fixed
         )  # fmt: skip
         return result[0], flash_2_empty_rows(result[1])
 
@@ -180,7 +190,7 @@ def _flash_varlen(config: KernelConfig) -> BoundVarlen:
         state = _random_state(2, torch.uint64, q.device)
         cu_seqlens, longest = sequences.cu_seqlens, sequences.longest
         grads = backward_op(
-            dout, q, k, v, out, lse, cu_seqlens, cu_seqlens, longest, longest, 0.0, causal, state, state, scale=scale
+            dout, q, k, v, out, lse, cu_seqlens, cu_seqlens, longest, longest, 0.0, causal, state, state, **fixed
         )
         return grads[0], grads[1], grads[2]
 
@@ -211,7 +221,8 @@ def _cudnn(config: KernelConfig) -> BoundKernel:
         if rows == 1:
             return one_row.backward(dout, q, k, v, out, lse)
         if not causal and rows % 128 == 64:
-            tail = one_row if _flash_2_head_dim_is_unsafe(q.shape[3]) else odd_tail
+            apart = _flash_2_head_dim_is_unsafe(q.shape[3]) or v.shape[3] != q.shape[3]
+            tail = one_row if apart else odd_tail
             return tail.backward(dout, q, k, v, out, lse)
         state = _random_state(1, torch.int64, q.device)
         heads, lse = _heads_first(dout, q, k, v, out), without_empty_rows(lse)
@@ -266,8 +277,9 @@ def cuda_reasons(
         reasons.append(f"needs sm_{lowest_sm} or newer, this is {need.arch}")
     if need.dtype not in dtypes:
         reasons.append(f"no {need.dtype}; it has {', '.join(dtypes)}")
-    if need.head_dim % head_dim_multiple or need.head_dim > head_dim_max:
-        reasons.append(f"head_dim {need.head_dim}; it needs a multiple of {head_dim_multiple} up to {head_dim_max}")
+    for name, size in (("head_dim", need.head_dim), ("head_dim_v", need.head_dim_v)):
+        if size % head_dim_multiple or size > head_dim_max:
+            reasons.append(f"{name} {size}; it needs a multiple of {head_dim_multiple} up to {head_dim_max}")
     if need.dropout:
         reasons.append("dropout is not exact across blocks")
     if need.heads > MAX_GRID:
@@ -356,7 +368,9 @@ def _efficient_reasons(need: KernelNeed) -> tuple[str, ...]:
 
 
 KERNELS = (
-    BlockKernel("cudnn", "", _cudnn_reasons, lambda config: in_parts(_cudnn(config))),
+    BlockKernel(
+        "cudnn", "", _cudnn_reasons, lambda config: in_parts(_cudnn(config)), features=frozenset({"head_dim_v"})
+    ),
     BlockKernel(
         "flash",
         "",
@@ -364,8 +378,15 @@ KERNELS = (
         lambda config: in_parts(_flash(config), flash_2_backward=True),
         load_varlen=_flash_varlen,
         reads_out_of_bounds=flash_2_reads_out_of_bounds,
+        features=frozenset({"window"}),
     ),
-    BlockKernel("efficient", "", _efficient_reasons, lambda config: in_parts(_efficient(config))),
+    BlockKernel(
+        "efficient",
+        "",
+        _efficient_reasons,
+        lambda config: in_parts(_efficient(config)),
+        features=frozenset({"head_dim_v"}),
+    ),
     BlockKernel("flash-cpu", "", _flash_cpu_reasons, _flash_cpu),
-    BlockKernel("math", "", _math_reasons, _math, load_varlen=_math_varlen),
+    BlockKernel("math", "", _math_reasons, _math, load_varlen=_math_varlen, features=frozenset(FEATURE_WORDS)),
 )

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, get_args
 
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.versions import Release, release
@@ -28,6 +28,13 @@ from ringattn.workload import ParamValue, Pattern
 if TYPE_CHECKING:
     from torch import Tensor
 
+
+Feature = Literal["window", "softcap", "head_dim_v"]
+FEATURE_WORDS: Mapping[Feature, str] = {
+    "window": "sliding window",
+    "softcap": "softcap",
+    "head_dim_v": "head_dim_v other than head_dim",
+}
 
 MOST_SEQUENCES = 65535  # CUDA's limit of the second and third grid dimension
 
@@ -40,7 +47,8 @@ class KernelNeed:
     where they are read in place, in elements. ``dtype`` is the compute dtype. ``queries``: so many query rows against
     ``rows`` keys, as in decoding; 0 is as many. ``software`` are the machine's (name, version) pairs, for rules that
     hold for some releases. ``packed_rows`` is 0, or the rows of all sequences of a call of the varlen entry, ``rows``
-    and ``blocks`` then being those of the longest and their number.
+    and ``blocks`` then being those of the longest and their number. ``window`` is that of a sliding window,
+    ``head_dim_v`` the head dimension of v; 0 is none, and that of q and k.
     """
 
     vendor: str
@@ -58,11 +66,24 @@ class KernelNeed:
     dropout: bool = False
     packed_rows: int = 0
     queries: int = 0
+    window: int = 0
+    softcap: bool = False
+    head_dim_v: int = 0
     software: tuple[tuple[str, str], ...] = ()
 
     def release(self, name: str) -> Release | None:
         """Return the version of cudnn, torch or a package by its import name; None where it is not known."""
         return release(dict(self.software).get(name, ""))
+
+    @property
+    def features(self) -> tuple[Feature, ...]:
+        """What is asked beyond plain and causal attention."""
+        asked = {
+            "window": self.window > 0,
+            "softcap": self.softcap,
+            "head_dim_v": self.head_dim_v not in (0, self.head_dim),
+        }
+        return tuple(feature for feature in get_args(Feature) if asked[feature])
 
     @property
     def sm(self) -> int:
@@ -190,6 +211,8 @@ class KernelConfig:
     """Everything that is fixed when a kernel is bound.
 
     ``dtype`` is the compute dtype: fp32 and tf32 tensors look alike, and a kernel that has both takes fp32 if it is "".
+    A causal row sees the last ``window`` keys up to its own, all of them if that is 0; logits s become
+    ``softcap * tanh(s / softcap)``, unless that is 0.
     """
 
     causal: bool
@@ -197,6 +220,8 @@ class KernelConfig:
     deterministic: bool = False
     params: Mapping[str, ParamValue] = field(default_factory=dict)
     dtype: str = ""
+    window: int = 0
+    softcap: float = 0.0
 
 
 Params = Mapping[str, tuple[ParamValue, ...]]
@@ -208,7 +233,8 @@ class BlockKernel:
 
     ``reasons`` is pure and empty when the kernel can run; ``package`` is the import name it needs ("" for torch
     itself). ``params`` lists, per direction and architecture, the values worth searching; the first is the default.
-    ``load_varlen`` binds its entry for packed sequences, if it has one.
+    ``load_varlen`` binds its entry for packed sequences, if it has one. ``features`` are what it does exactly, both
+    ways and by either entry, beyond plain and causal attention.
     ``strided_backward``: its backward reads dout and out in any layout whose last stride is 1; ``writes_grads``: it
     can write gradients where it is told; ``just_in_time``: it is compiled at its first call, which takes seconds;
     ``reads_caches``: it has a ``cached``; ``reads_out_of_bounds``: of what it refuses, where it is known to touch
@@ -228,6 +254,7 @@ class BlockKernel:
     reads_caches: bool = False
     reads_out_of_bounds: Callable[[KernelNeed], bool] = lambda need: False
     load_varlen: Callable[[KernelConfig], BoundVarlen] | None = None
+    features: frozenset[Feature] = frozenset()
 
     def unsupported_reasons(self, need: KernelNeed, facts: HardwareFacts) -> tuple[str, ...]:
         """Return why this kernel cannot serve ``need`` on the machine of ``facts``; empty when it can."""

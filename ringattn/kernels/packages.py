@@ -27,7 +27,17 @@ from ringattn.profile.locations import cache_folder, home_folder
 
 from .aten import cuda_reasons, far_rows_faults, flash_2_backward_faults, flash_2_reads_out_of_bounds
 from .compile_cache import can_keep
-from .contract import BlockKernel, BoundKernel, BoundVarlen, Grads, KernelConfig, KernelNeed, Params, Sequences
+from .contract import (
+    FEATURE_WORDS,
+    BlockKernel,
+    BoundKernel,
+    BoundVarlen,
+    Grads,
+    KernelConfig,
+    KernelNeed,
+    Params,
+    Sequences,
+)
 from .grid_limits import MAX_GRID, cutlass_empty_rows, flash_2_empty_rows, in_parts, without_empty_rows
 from .recorded_launch import RecordedLaunch
 
@@ -84,6 +94,11 @@ def _empty_grads(q: Tensor, k: Tensor, v: Tensor) -> Grads:
 _FLASH_2_REMEDY = "Install flash-attn >= 2.8 built for this torch"
 
 
+def _flash_2_window(config: KernelConfig) -> tuple[int, int]:
+    """Return how many keys a row sees before and after its own; -1 is all."""
+    return (config.window - 1, 0) if config.window else (-1, -1)
+
+
 def load_flash_attn_2(config: KernelConfig) -> BoundKernel:
     """Bind FlashAttention 2's extension module: the package's own functions are custom ops, which cost host time."""
     name = "flash-attn-2"
@@ -94,10 +109,11 @@ def load_flash_attn_2(config: KernelConfig) -> BoundKernel:
         raise _refusal(name, "flash_attn.flash_attn_interface has no flash_attn_gpu", _FLASH_2_REMEDY)
     fwd, bwd = extension.fwd, extension.bwd
     causal, scale, deterministic = config.causal, config.scale, config.deterministic
+    left, right, softcap = *_flash_2_window(config), config.softcap
 
     def forward(q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
         # out, alibi slopes, dropout, scale, causal, window left and right, softcap, return softmax, generator
-        result = fwd(q, k, v, None, None, 0.0, scale, causal, -1, -1, 0.0, False, None)
+        result = fwd(q, k, v, None, None, 0.0, scale, causal, left, right, softcap, False, None)
         return result[0], flash_2_empty_rows(result[1])
 
     def backward(
@@ -106,7 +122,7 @@ def load_flash_attn_2(config: KernelConfig) -> BoundKernel:
         dq, dk, dv = grads or _empty_grads(q, k, v)
         bwd(
             *(_unit_last(dout), q, k, v, out, _contiguous_lse(lse), dq, dk, dv, None),
-            *(0.0, scale, causal, -1, -1, 0.0, deterministic, None, None),
+            *(0.0, scale, causal, left, right, softcap, deterministic, None, None),
         )
         return dq, dk, dv
 
@@ -122,6 +138,7 @@ def load_flash_attn_2_varlen(config: KernelConfig) -> BoundVarlen:
         raise _refusal(name, "flash_attn.flash_attn_interface has no flash_attn_gpu", _FLASH_2_REMEDY)
     fwd, bwd = extension.varlen_fwd, extension.varlen_bwd
     causal, scale, deterministic = config.causal, config.scale, config.deterministic
+    left, right, softcap = *_flash_2_window(config), config.softcap
 
     def forward(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, /) -> tuple[Tensor, Tensor]:
         cu_seqlens, longest = sequences.cu_seqlens, sequences.longest
@@ -129,7 +146,7 @@ def load_flash_attn_2_varlen(config: KernelConfig) -> BoundVarlen:
         # dropout, scale, zero tensors, causal, window left and right, softcap, return softmax, generator
         result = fwd(
             *(q, k, v, None, cu_seqlens, cu_seqlens, None, None, None, None, longest, longest),
-            *(0.0, scale, False, causal, -1, -1, 0.0, False, None),
+            *(0.0, scale, False, causal, left, right, softcap, False, None),
         )
         return result[0], flash_2_empty_rows(result[1])
 
@@ -140,7 +157,7 @@ def load_flash_attn_2_varlen(config: KernelConfig) -> BoundVarlen:
         dq, dk, dv = _empty_grads(q, k, v)
         bwd(
             *(_unit_last(dout), q, k, v, out, _contiguous_lse(lse), dq, dk, dv, cu_seqlens, cu_seqlens, None),
-            *(longest, longest, 0.0, scale, False, causal, -1, -1, 0.0, deterministic, None, None),
+            *(longest, longest, 0.0, scale, False, causal, left, right, softcap, deterministic, None, None),
         )
         return dq, dk, dv
 
@@ -300,7 +317,10 @@ def _flash_4_keywords(config: KernelConfig) -> tuple[dict[str, object], dict[str
         forward["pack_gqa"] = bool(config.params["pack_gqa"])
     backward: dict[str, object] = {"softmax_scale": config.scale, "causal": config.causal}
     backward["deterministic"] = config.deterministic
-    return forward, backward
+    both: dict[str, object] = {"softcap": config.softcap} if config.softcap else {}
+    if config.window:
+        both |= {"window_size_left": config.window - 1, "window_size_right": 0}
+    return forward | both, backward | both
 
 
 def _aligned_to_16_bytes(x: Tensor) -> bool:
@@ -350,6 +370,22 @@ def _flash_4_arch_reasons(need: KernelNeed) -> list[str]:
         reasons.append(f"head_dim {need.head_dim}; the 99 KiB of shared memory on {need.arch} hold up to 128")
     if generation == 12 and need.backward and need.deterministic:
         reasons.append(f"its backward is not deterministic on {need.arch}")
+    return reasons + _flash_4_feature_reasons(need)
+
+
+def _flash_4_feature_reasons(need: KernelNeed) -> list[str]:
+    """Return what interface.py of 4.0.0b36 asserts of what is asked beyond causality."""
+    reasons = []
+    generation = need.sm // 10
+    if need.softcap and need.backward and generation == 12:
+        reasons.append(f"no softcap in its backward on {need.arch}")
+    if need.softcap and generation in (10, 11) and need.head_dim == 256:
+        reasons.append(f"no softcap of head_dim 256 on {need.arch}")
+    sizes = need.head_dim, need.head_dim_v or need.head_dim
+    if sizes[0] != sizes[1] and generation in (10, 11) and max(sizes) > 128 and sizes != (192, 128):
+        reasons.append(
+            f"head_dim {sizes[0]} with head_dim_v {sizes[1]}; on {need.arch} it has up to 128, and 192 with 128"
+        )
     return reasons
 
 
@@ -393,6 +429,8 @@ def load_xformers(config: KernelConfig) -> BoundKernel:
     if ops is None:
         raise _refusal(name, f"xformers.ops.fmha has no operator {operator}", _XFORMERS_REMEDY)
     bias = fmha.attn_bias.LowerTriangularMask() if config.causal else None
+    if config.window:
+        bias = fmha.attn_bias.LowerTriangularFromBottomRightLocalAttentionMask(config.window)
     forward_op, backward_op, scale, cutlass = ops.FwOp, ops.BwOp, config.scale, operator == "cutlass"
 
     def forward(q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
@@ -422,8 +460,9 @@ def xformers_reasons(need: KernelNeed) -> tuple[str, ...]:
 
 
 def xformers_params(need: KernelNeed) -> Params:
-    newest_cutlass = 90  # CUDA_MAXIMUM_COMPUTE_CAPABILITY of fmha.cutlass
-    return {"operator": _XFORMERS_OPERATORS if need.sm <= newest_cutlass else _XFORMERS_OPERATORS[:1]}
+    newest_cutlass = 90  # CUDA_MAXIMUM_COMPUTE_CAPABILITY of fmha.cutlass, whose backward has no window
+    both = need.sm <= newest_cutlass and not need.window
+    return {"operator": _XFORMERS_OPERATORS if both else _XFORMERS_OPERATORS[:1]}
 
 
 # --- the rows -----------------------------------------------------------------------------------------------------
@@ -448,6 +487,7 @@ KERNELS = (
         strided_backward=True,
         writes_grads=True,
         reads_out_of_bounds=flash_2_reads_out_of_bounds,
+        features=frozenset({"window", "softcap"}),
     ),
     BlockKernel(
         "flash-attn-3",
@@ -469,6 +509,7 @@ KERNELS = (
         strided_backward=True,
         writes_grads=True,
         just_in_time=True,
+        features=frozenset(FEATURE_WORDS),
     ),
     BlockKernel(
         "xformers",
@@ -478,5 +519,6 @@ KERNELS = (
         xformers_params,
         _XFORMERS_REMEDY,
         reads_out_of_bounds=flash_2_reads_out_of_bounds,
+        features=frozenset({"window"}),
     ),
 )

@@ -86,6 +86,7 @@ class _Launcher:
         self._chosen = chosen
         self._causal = config.causal
         self._scale = config.scale
+        self._window, self._softcap = config.window, config.softcap
         self._tf32 = config.dtype == "tf32"
         self._compiled: dict[tuple[object, ...], _Compiled] = {}
 
@@ -99,8 +100,9 @@ class _Launcher:
         step = self._step("forward", q, layout)
         row_tiles = -(-rows // step.tile.block_m)
         magnitude = abs(self._scale) or 2.0**-126  # masked scores times 0 would be no number
-        sizes = (rows, keys, heads, group, row_tiles, pairs, _section(q, keys, pairs, group))
-        scales = (magnitude, magnitude * math.log2(math.e))
+        sizes = (rows, keys, heads, group, row_tiles, pairs, _section(q, keys, pairs, group), self._window)
+        scale, cap_scale = self._scales(magnitude)
+        scales = (scale, scale * math.log2(math.e), cap_scale)
         with _current(q.device):
             step.launch(row_tiles * pairs, (q, k, v, out, lse), (*layout.strides[:9], *sizes, *scales))
         return out, lse
@@ -116,21 +118,27 @@ class _Launcher:
         if dout.stride(3) != 1:  # the gradient of out.sum() is one number, expanded
             dout = dout.contiguous()
         delta = torch.empty_like(lse)
+        scales = self._scales(self._scale)
         with _current(q.device):
             layout = _Layout.of(dout, q, k, v, out, dq)
             step = self._step("dq", q, layout)
             row_tiles = -(-rows // step.tile.block_m)
-            sizes = (rows, keys, heads, group, row_tiles, pairs, _section(q, keys, pairs, group))
+            sizes = (rows, keys, heads, group, row_tiles, pairs, _section(q, keys, pairs, group), self._window)
             tensors = (dout, q, k, v, out, lse, dq, delta)
-            step.launch(row_tiles * pairs, tensors, (*layout.strides, *sizes, self._scale))
+            step.launch(row_tiles * pairs, tensors, (*layout.strides, *sizes, *scales))
 
             layout = _Layout.of(dout, q, k, v, dk, dv)
             step = self._step("dkdv", q, layout)
             key_tiles = -(-keys // step.tile.block_n)
-            sizes = (rows, keys, heads, group, key_tiles, kv_pairs, _section(q, rows * group, kv_pairs, 1))
+            section = _section(q, rows * group, kv_pairs, 1)
+            sizes = (rows, keys, heads, group, key_tiles, kv_pairs, section, self._window)
             tensors = (dout, q, k, v, lse, delta, dk, dv)
-            step.launch(key_tiles * kv_pairs, tensors, (*layout.strides, *sizes, self._scale))
+            step.launch(key_tiles * kv_pairs, tensors, (*layout.strides, *sizes, *scales))
         return dq, dk, dv
+
+    def _scales(self, scale: float) -> tuple[float, float]:
+        """Return what scores are scaled by, and what raw ones are before tanh makes scores of them."""
+        return (self._softcap, scale / self._softcap) if self._softcap else (scale, 0.0)
 
     def _step(self, step: Step, q: Tensor, layout: _Layout) -> _Compiled:
         key = (step, q.dtype, q.shape[3], q.device, layout.align, layout.wide)
@@ -154,6 +162,8 @@ class _Launcher:
             "WIDE": layout.wide,
             "PRECISION": "tf32" if self._tf32 else tile.precision or "ieee",
             "ROUND": self._tf32 and device.type == "cuda",
+            "WINDOW": self._window > 0,
+            "CAP": self._softcap > 0,
         }
         return _Compiled(getattr(self._device_side, f"{step}_kernel"), tile, constants)
 
@@ -259,5 +269,6 @@ KERNELS = (
         strided_backward=True,
         writes_grads=True,
         just_in_time=True,
+        features=frozenset({"window", "softcap"}),
     ),
 )

@@ -12,6 +12,8 @@ What is different from the usual kernel:
   the end has an LSE of +inf, hence a p of 0.
 - Query heads of a group read one k and v, and dk and dv sum over the group in registers. dq has a kernel of its own,
   which also makes delta, so nothing is added atomically and results are the same bits every time.
+- A softcap makes the scores t = tanh(raw * scale / cap), which are then scaled by cap as others are by ``scale``: all
+  that follows is the same, but for the slope 1 - t^2 in the backward.
 - Lengths and strides are plain arguments: one compilation serves all. Offsets are 64-bit. Strides come in units of
   ALIGN elements, which tells the compiler that rows are aligned without compiling again for other strides.
 
@@ -25,7 +27,8 @@ import triton.language as tl
 
 # Arguments that differ from call to call and must not start a compilation.
 _STRIDES = tuple(f"{x}_{axis}" for x in ("q", "k", "v", "out", "dout", "dq", "dk", "dv") for axis in "nmh")
-_VARYING = (*_STRIDES, "rows", "keys", "heads", "group", "tiles", "pairs", "section", "scale", "scale_log2")
+_SIZES = ("rows", "keys", "heads", "group", "tiles", "pairs", "section", "window")
+_VARYING = (*_STRIDES, *_SIZES, "scale", "scale_log2", "cap_scale")
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _INF: tl.constexpr = tl.constexpr(float("inf"))
 
@@ -97,23 +100,52 @@ def _store(x, row_stride, offsets, tile, first, end, HEAD_DIM: tl.constexpr):
     tl.store(x + first * row_stride + offsets, tile.to(x.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _tanh(x):
+    """Return tanh with an error of 1e-7: Triton has none of its own. NaN stays."""
+    square = x * x
+    small = x * (1.0 - square * (1.0 / 3 - square * (2.0 / 15 - square * (17.0 / 315 - square * (62.0 / 2835)))))
+    e = tl.exp2(tl.abs(x) * -2.0 * _LOG2_E)
+    large = (1.0 - e) / (1.0 + e)
+    return tl.where(tl.abs(x) < 0.25, small, tl.where(x < 0, -large, large))
+
+
+@triton.jit
+def _seen(key, row, window, WINDOW: tl.constexpr):
+    """Mask the keys that a causal row sees."""
+    seen = key <= row
+    if WINDOW:
+        seen = seen & (key > row - window)
+    return seen
+
+
+@triton.jit
+def _window_keys(first_row, whole, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return from where on some row of the tile sees keys, and from where to ``whole`` every one does."""
+    begin = tl.maximum(first_row - window + 1, 0) // BLOCK_N * BLOCK_N
+    by_all = tl.cdiv(tl.maximum(first_row + BLOCK_M - window, 0), BLOCK_N) * BLOCK_N
+    return begin, tl.minimum(tl.maximum(by_all, begin), whole)
+
+
 # --- forward -----------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def _forward_keys(
-    sums, total, peak, q, k, v, k_m, v_m, k_offsets, v_offsets, row, begin, end, keys, scale_log2,
+    sums, total, peak, q, k, v, k_m, v_m, k_offsets, v_offsets, row, begin, end, keys, scale_log2, window, cap_scale,
     MASK: tl.constexpr, CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-    ROUND: tl.constexpr,
+    ROUND: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Attend over keys [begin, end); MASK where some of them may not exist or, if CAUSAL, not be seen."""
     for first in tl.range(begin, end, BLOCK_N):
         k_tile = _load(k, k_m, k_offsets, first, keys, ROUND, MASK, HEAD_DIM)
         scores = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
+        if CAP:
+            scores = _tanh(scores * cap_scale)
         if MASK:
             key = first + tl.arange(0, BLOCK_N)
             if CAUSAL:
-                seen = key[None, :] <= row[:, None]
+                seen = _seen(key[None, :], row[:, None], window, WINDOW)
             else:
                 seen = key[None, :] < keys
             scores = tl.where(seen, scores, -_INF)
@@ -132,9 +164,10 @@ def _forward_keys(
 @triton.jit(do_not_specialize=_VARYING)
 def forward_kernel(
     q, k, v, out, lse, q_n: tl.int64, q_m: tl.int64, q_h: tl.int64, k_n: tl.int64, k_m: tl.int64, k_h: tl.int64,
-    v_n: tl.int64, v_m: tl.int64, v_h: tl.int64, rows, keys, heads, group, tiles, pairs, section, scale, scale_log2,
-    CAUSAL: tl.constexpr, NEGATE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, ROUND: tl.constexpr,
+    v_n: tl.int64, v_m: tl.int64, v_h: tl.int64, rows, keys, heads, group, tiles, pairs, section, window, scale,
+    scale_log2, cap_scale, CAUSAL: tl.constexpr, NEGATE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    ROUND: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Write out (N, M, H, D) and lse (N, H, M), both contiguous, of one tile of query rows.
 
@@ -166,13 +199,20 @@ def forward_kernel(
     else:
         end = keys
         whole = keys // BLOCK_N * BLOCK_N
+    by_all = 0
+    if WINDOW:
+        begin, by_all = _window_keys(first_row, whole, window, BLOCK_M, BLOCK_N)
+        sums, total, peak = _forward_keys(
+            *(sums, total, peak, q_tile, k, v, k_m, v_m, k_offsets, v_offsets, row, begin, by_all, keys, scale_log2),
+            *(window, cap_scale, True, CAUSAL, HEAD_DIM, BLOCK_N, PRECISION, ROUND, WINDOW, CAP),
+        )
     sums, total, peak = _forward_keys(
-        *(sums, total, peak, q_tile, k, v, k_m, v_m, k_offsets, v_offsets, row, 0, whole, keys, scale_log2),
-        *(False, CAUSAL, HEAD_DIM, BLOCK_N, PRECISION, ROUND),
+        *(sums, total, peak, q_tile, k, v, k_m, v_m, k_offsets, v_offsets, row, by_all, whole, keys, scale_log2),
+        *(window, cap_scale, False, CAUSAL, HEAD_DIM, BLOCK_N, PRECISION, ROUND, WINDOW, CAP),
     )
     sums, total, peak = _forward_keys(
         *(sums, total, peak, q_tile, k, v, k_m, v_m, k_offsets, v_offsets, row, whole, end, keys, scale_log2),
-        *(True, CAUSAL, HEAD_DIM, BLOCK_N, PRECISION, ROUND),
+        *(window, cap_scale, True, CAUSAL, HEAD_DIM, BLOCK_N, PRECISION, ROUND, WINDOW, CAP),
     )
 
     total = tl.where(total == 0.0, 1.0, total)  # every score -inf: out 0 and lse -inf
@@ -195,20 +235,26 @@ def _weights(scores, lse, scale):
 
 @triton.jit
 def _dq_keys(
-    dq, q, dout, lse, delta, k, v, k_m, v_m, k_offsets, v_offsets, row, begin, end, keys, scale, MASK: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, ROUND: tl.constexpr,
+    dq, q, dout, lse, delta, k, v, k_m, v_m, k_offsets, v_offsets, row, begin, end, keys, scale, window, cap_scale,
+    MASK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, ROUND: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Add what keys [begin, end) give; MASK where a row may not see all of them."""
     for first in tl.range(begin, end, BLOCK_N):
         k_tile = _load(k, k_m, k_offsets, first, keys, ROUND, True, HEAD_DIM)
         v_tile = _load(v, v_m, v_offsets, first, keys, ROUND, True, HEAD_DIM)
-        p = _weights(tl.dot(q, tl.trans(k_tile), input_precision=PRECISION), lse[:, None], scale)
+        scores = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
+        if CAP:
+            scores = _tanh(scores * cap_scale)
+        p = _weights(scores, lse[:, None], scale)
         if MASK:
             key = first + tl.arange(0, BLOCK_N)
-            p = tl.where(key[None, :] <= row[:, None], p, 0.0)
+            p = tl.where(_seen(key[None, :], row[:, None], window, WINDOW), p, 0.0)
         dp = tl.dot(dout, tl.trans(v_tile), input_precision=PRECISION)
-        ds = (p * (dp - delta[:, None])).to(k_tile.dtype)
-        dq = tl.dot(_tf32(ds, ROUND), k_tile, dq, input_precision=PRECISION)
+        ds = p * (dp - delta[:, None])
+        if CAP:
+            ds = ds * (1.0 - scores * scores)
+        dq = tl.dot(_tf32(ds.to(k_tile.dtype), ROUND), k_tile, dq, input_precision=PRECISION)
     return dq
 
 
@@ -217,9 +263,9 @@ def dq_kernel(
     dout, q, k, v, out, lse, dq, delta, dout_n: tl.int64, dout_m: tl.int64, dout_h: tl.int64, q_n: tl.int64,
     q_m: tl.int64, q_h: tl.int64, k_n: tl.int64, k_m: tl.int64, k_h: tl.int64, v_n: tl.int64, v_m: tl.int64,
     v_h: tl.int64, out_n: tl.int64, out_m: tl.int64, out_h: tl.int64, dq_n: tl.int64, dq_m: tl.int64, dq_h: tl.int64,
-    rows, keys, heads, group, tiles, pairs, section, scale, CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr,
-    PRECISION: tl.constexpr, ROUND: tl.constexpr,
+    rows, keys, heads, group, tiles, pairs, section, window, scale, cap_scale, CAUSAL: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr, ROUND: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Write dq (N, M, H, D) and delta (N, H, M), the fp32 row sums of dout * out, of one tile of query rows."""
     tile, pair = _place(tiles, pairs, section, CAUSAL)
@@ -256,24 +302,34 @@ def dq_kernel(
         whole = (first_row + 1) // BLOCK_N * BLOCK_N
     else:
         whole = keys
+    by_all = 0
+    if WINDOW:
+        begin, by_all = _window_keys(first_row, whole, window, BLOCK_M, BLOCK_N)
+        grad = _dq_keys(
+            *(grad, q_tile, dout_tile, lse_row, delta_row, k, v, k_m, v_m, k_offsets, v_offsets, row, begin, by_all),
+            *(keys, scale, window, cap_scale, True, HEAD_DIM, BLOCK_N, PRECISION, ROUND, WINDOW, CAP),
+        )
     grad = _dq_keys(
-        *(grad, q_tile, dout_tile, lse_row, delta_row, k, v, k_m, v_m, k_offsets, v_offsets, row, 0, whole),
-        *(keys, scale, False, HEAD_DIM, BLOCK_N, PRECISION, ROUND),
+        *(grad, q_tile, dout_tile, lse_row, delta_row, k, v, k_m, v_m, k_offsets, v_offsets, row, by_all, whole),
+        *(keys, scale, window, cap_scale, False, HEAD_DIM, BLOCK_N, PRECISION, ROUND, WINDOW, CAP),
     )
     if CAUSAL:
         end = tl.minimum(first_row + BLOCK_M, keys)
         grad = _dq_keys(
             *(grad, q_tile, dout_tile, lse_row, delta_row, k, v, k_m, v_m, k_offsets, v_offsets, row, whole, end),
-            *(keys, scale, True, HEAD_DIM, BLOCK_N, PRECISION, ROUND),
+            *(keys, scale, window, cap_scale, True, HEAD_DIM, BLOCK_N, PRECISION, ROUND, WINDOW, CAP),
         )
+    if CAP:
+        scale *= cap_scale
     dq += (n * dq_n + head * dq_h) * ALIGN
     _store(dq, dq_m, _offsets(dq_m, WIDE, BLOCK_M, BLOCK_D), grad * scale, first_row, rows, HEAD_DIM)
 
 
 @triton.jit
 def _dkdv_rows(
-    dk, dv, k, v, q, dout, lse, delta, q_m, dout_m, q_offsets, dout_offsets, key, begin, end, rows, scale,
-    MASK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr, ROUND: tl.constexpr,
+    dk, dv, k, v, q, dout, lse, delta, q_m, dout_m, q_offsets, dout_offsets, key, begin, end, rows, scale, window,
+    cap_scale, MASK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
+    ROUND: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Add what query rows [begin, end) give; MASK where a row may not see all keys. Scores are transposed."""
     for first in tl.range(begin, end, BLOCK_M):
@@ -283,13 +339,18 @@ def _dkdv_rows(
         lse_row = tl.load(lse + row, mask=row < rows, other=_INF)
         delta_row = tl.load(delta + row, mask=row < rows, other=0.0)
         lse_row = tl.where(lse_row == -_INF, _INF, lse_row)
-        p = _weights(tl.dot(k, tl.trans(q_tile), input_precision=PRECISION), lse_row[None, :], scale)
+        scores = tl.dot(k, tl.trans(q_tile), input_precision=PRECISION)
+        if CAP:
+            scores = _tanh(scores * cap_scale)
+        p = _weights(scores, lse_row[None, :], scale)
         if MASK:
-            p = tl.where(key[:, None] <= row[None, :], p, 0.0)
+            p = tl.where(_seen(key[:, None], row[None, :], window, WINDOW), p, 0.0)
         dv = tl.dot(_tf32(p.to(dout_tile.dtype), ROUND), dout_tile, dv, input_precision=PRECISION)
         dp = tl.dot(v, tl.trans(dout_tile), input_precision=PRECISION)
-        ds = (p * (dp - delta_row[None, :])).to(q_tile.dtype)
-        dk = tl.dot(_tf32(ds, ROUND), q_tile, dk, input_precision=PRECISION)
+        ds = p * (dp - delta_row[None, :])
+        if CAP:
+            ds = ds * (1.0 - scores * scores)
+        dk = tl.dot(_tf32(ds.to(q_tile.dtype), ROUND), q_tile, dk, input_precision=PRECISION)
     return dk, dv
 
 
@@ -298,9 +359,9 @@ def dkdv_kernel(
     dout, q, k, v, lse, delta, dk, dv, dout_n: tl.int64, dout_m: tl.int64, dout_h: tl.int64, q_n: tl.int64,
     q_m: tl.int64, q_h: tl.int64, k_n: tl.int64, k_m: tl.int64, k_h: tl.int64, v_n: tl.int64, v_m: tl.int64,
     v_h: tl.int64, dk_n: tl.int64, dk_m: tl.int64, dk_h: tl.int64, dv_n: tl.int64, dv_m: tl.int64, dv_h: tl.int64,
-    rows, keys, heads, group, tiles, pairs, section, scale, CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr,
-    PRECISION: tl.constexpr, ROUND: tl.constexpr,
+    rows, keys, heads, group, tiles, pairs, section, window, scale, cap_scale, CAUSAL: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr, ROUND: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Write dk and dv (N, M, K, D) of one tile of keys: the sum over the query heads of its group."""
     tile, pair = _place(tiles, pairs, section, False)
@@ -321,8 +382,14 @@ def dkdv_kernel(
     dk_tile = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv_tile = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     whole = 0  # from this row on, rows see every key of the tile
+    last = rows  # to this one; under a window others, to the end of it, see the last keys of the tile
+    end = rows
     if CAUSAL:
         whole = tl.cdiv(first_key + BLOCK_N - 1, BLOCK_M) * BLOCK_M
+    if WINDOW:
+        end = tl.minimum(rows, first_key + BLOCK_N - 1 + window)
+        whole = tl.minimum(whole, end)
+        last = tl.maximum(whole, tl.minimum((first_key + window) // BLOCK_M * BLOCK_M, end))
     for member in tl.range(0, group, num_stages=1):
         head = kv_head * group + member
         q_head = q + (n * q_n + head * q_h) * ALIGN
@@ -331,15 +398,24 @@ def dkdv_kernel(
         delta_head = delta + (n * heads + head) * rows
         if CAUSAL:
             begin = first_key // BLOCK_M * BLOCK_M
-            end = tl.minimum(whole, rows)
             dk_tile, dv_tile = _dkdv_rows(
                 *(dk_tile, dv_tile, k_tile, v_tile, q_head, dout_head, lse_head, delta_head, q_m, dout_m),
-                *(q_offsets, dout_offsets, key, begin, end, rows, scale, True, HEAD_DIM, BLOCK_M, PRECISION, ROUND),
+                *(q_offsets, dout_offsets, key, begin, tl.minimum(whole, rows), rows, scale, window, cap_scale),
+                *(True, HEAD_DIM, BLOCK_M, PRECISION, ROUND, WINDOW, CAP),
             )
         dk_tile, dv_tile = _dkdv_rows(
             *(dk_tile, dv_tile, k_tile, v_tile, q_head, dout_head, lse_head, delta_head, q_m, dout_m),
-            *(q_offsets, dout_offsets, key, whole, rows, rows, scale, False, HEAD_DIM, BLOCK_M, PRECISION, ROUND),
+            *(q_offsets, dout_offsets, key, whole, last, rows, scale, window, cap_scale),
+            *(False, HEAD_DIM, BLOCK_M, PRECISION, ROUND, WINDOW, CAP),
         )
+        if WINDOW:
+            dk_tile, dv_tile = _dkdv_rows(
+                *(dk_tile, dv_tile, k_tile, v_tile, q_head, dout_head, lse_head, delta_head, q_m, dout_m),
+                *(q_offsets, dout_offsets, key, last, end, rows, scale, window, cap_scale),
+                *(True, HEAD_DIM, BLOCK_M, PRECISION, ROUND, WINDOW, CAP),
+            )
+    if CAP:
+        scale *= cap_scale
     dk += (n * dk_n + kv_head * dk_h) * ALIGN
     dv += (n * dv_n + kv_head * dv_h) * ALIGN
     _store(dk, dk_m, _offsets(dk_m, WIDE, BLOCK_N, BLOCK_D), dk_tile * scale, first_key, keys, HEAD_DIM)

@@ -92,11 +92,12 @@ def received(
 
 def _sums(program: Executor, inputs: Triple, lse: Tensor, weight_BS: Tensor) -> Tensor:
     """Return the column sums (B, H, S) of P, its rows weighted: one backward for as many heads of a group as fit D."""
-    q, k, _ = inputs
-    heads, head_dim, kv_heads = q.shape[2], q.shape[3], k.shape[2]
+    q, k, v = inputs
+    heads, kv_heads, head_dim = q.shape[2], k.shape[2], v.shape[3]
     group = heads // kv_heads
     # Only dq and dk depend on out, which are not wanted.
-    dout, out = torch.zeros_like(q, memory_format=torch.contiguous_format), q.new_zeros(()).expand(q.shape)
+    dout = q.new_zeros((*q.shape[:3], head_dim))
+    out = q.new_zeros(()).expand(dout.shape)
     found = []
     for first in range(0, group, head_dim):
         members = min(head_dim, group - first)

@@ -60,6 +60,8 @@ def rows(
     q_BNHD = _query_rows(q, own_S, at_N, ring).to(wide)
     q_BNKGD = torch.unflatten(q_BNHD, 2, (shape.kv_heads, -1))
     logits = torch.einsum("bnkgd,bskd->bkgns", q_BNKGD, k.to(wide)).mul_(scale)
+    if shape.softcap:
+        logits = logits.div_(shape.softcap).tanh_().mul_(shape.softcap)
     count_KNS = _times_seen(at_N, own_S, shape, total_length)[:, None]  # one axis for G
     logits = logits.masked_fill_(count_KNS == 0, -math.inf)
     peak = logits.amax(-1, keepdim=True)
@@ -99,4 +101,6 @@ def _times_seen(at_N: Tensor, own_S: Tensor, shape: ModuleShape, total_length: i
         counts += one_segment_NS & queries_KN[..., None] & keys_KS[:, None]
     if shape.causal:
         counts *= own_S <= at_N[:, None]
+    if shape.window:
+        counts *= own_S > at_N[:, None] - shape.window
     return counts

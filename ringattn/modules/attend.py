@@ -33,6 +33,8 @@ def attend(
     causal: bool,
     scale: float | None = None,
     window: int | None = None,
+    softcap: float | None = None,
+    window_of_ranks: int | None = None,
     aligned: Align = "end",
     with_lse: bool = False,
     keys: Keys | None = None,
@@ -42,15 +44,17 @@ def attend(
     """Attend over q (B, Sq, H, D) with k (B, Sk, Hkv, D) and v (B, Sk, Hkv, Dv); out is like q, with Dv.
 
     ``keys`` says which keys there are; None that all are. With them ``causal`` and ``window`` are theirs. A causal mask
-    is aligned to the end of queries and keys or to their start. A query without a key gets 0, and an lse of -inf; so
-    does one at padding, where causality, documents or ``of_one`` say that queries and keys are one sequence.
+    is aligned to the end of queries and keys or to their start. ``window_of_ranks`` is the window of whole sequences
+    over several ranks. A query without a key gets 0, and an lse of -inf; so does one at padding, where causality,
+    documents or ``of_one`` say that queries and keys are one sequence.
     """
     head_dim, value_dim = q.shape[3], v.shape[3]
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
     if value_dim != head_dim:  # columns of zeros change no logit, and add columns of zeros to out
         widest = max(head_dim, value_dim)
         q, k, v = (pad(x, (0, widest - x.shape[3])) for x in (q, k, v))
-    attention = pool.module_for(q, k, causal if keys is None else keys.causal, scale)
+    causal = causal if keys is None else keys.causal
+    attention = pool.module_for(q, k, causal, scale, softcap, window_of_ranks)
     if keys is not None and not keys.plain:
         out, lse = _masked(attention, q, k, v, keys, of_one, with_lse)
     else:

@@ -16,7 +16,7 @@ from ringattn.workload import Pattern
 MOST_KINDS = 64
 
 _OPTIONS = inspect.signature(RingAttention).parameters.keys() - {
-    "num_heads", "head_dim", "num_kv_heads", "causal", "scale", "dropout", "device",
+    "num_heads", "head_dim", "num_kv_heads", "causal", "scale", "dropout", "device", "window", "softcap", "head_dim_v",
 }  # fmt: skip
 
 
@@ -38,15 +38,24 @@ class AttentionPool:
         )
         self.dilated = not pattern.dense
 
-    def module_for(self, q: Tensor, k: Tensor, causal: bool, scale: float | None) -> RingAttention:
+    def module_for(
+        self,
+        q: Tensor,
+        k: Tensor,
+        causal: bool,
+        scale: float | None,
+        softcap: float | None = None,
+        window: int | None = None,
+    ) -> RingAttention:
         """Return the module for q (B, S, H, D) and k (B, S, Hkv, D); raises what ``RingAttention`` raises."""
-        kind = self._kind(q.shape[2], k.shape[2], q.shape[3], causal, scale, q.device)
+        kind = self._kind(q.shape[2], k.shape[2], q.shape[3], causal, scale, softcap, window, q.device)
         return self._modules[kind]
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _kind(
-        self, heads: int, kv_heads: int, head_dim: int, causal: bool, scale: float | None, device: torch.device
-    ) -> str:
+        self, heads: int, kv_heads: int, head_dim: int, causal: bool, scale: float | None, softcap: float | None,
+        window: int | None, device: torch.device,
+    ) -> str:  # fmt: skip
         """Return the name of a kind of call, its module made if there was none.
 
         A compiler runs this while it traces and keeps the name, so that a graph has no break where a module is made.
@@ -54,9 +63,10 @@ class AttentionPool:
         if device.type == "meta":
             raise InputError("q is on meta, where tensors hold no data; give it data with to_empty() first")
         deterministic = torch.are_deterministic_algorithms_enabled()
-        kind = f"{heads}/{kv_heads} x {head_dim} causal={causal} scale={scale} {device} deterministic={deterministic}"
+        scores: dict[str, Any] = {"causal": causal, "scale": scale, "softcap": softcap, "window": window}
+        kind = f"{heads}/{kv_heads} x {head_dim} {scores} {device} deterministic={deterministic}"
         if kind not in self._modules:
-            made = RingAttention(heads, head_dim, kv_heads, causal=causal, scale=scale, device=device, **self._options)
+            made = RingAttention(heads, head_dim, kv_heads, device=device, **scores, **self._options)
             if len(self._modules) >= MOST_KINDS:
                 del self._modules[next(iter(self._modules))]
             self._modules[kind] = made

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -29,6 +29,8 @@ from ringattn.kernels.registry import KERNELS
 
 ROWS = 200  # several tiles of every kernel (they have up to 192 rows), and 8 or 72 rows of a last one
 KV_HEADS, GROUP = 2, 2
+WINDOW = 77  # its two edges lie in different tiles, and neither at the end of one
+SOFTCAP = 2.0  # of logits that are normal: a third of them loses a tenth and more
 
 # Relative 2-norms: 8 roundings of 16-bit kernels and of TF32, whose P and dS are rounded once and twice. Float32
 # kernels sum in other orders, and some split each product in three of TF32.
@@ -69,38 +71,55 @@ def make_case(
     device: torch.device,
     exact_on: torch.device = _HOST,
     seed: int = 0,
+    window: int = 0,
+    softcap: float = 0.0,
+    head_dim_v: int = 0,
 ) -> Case:
     """Return the case of these shapes, the same for a seed. Float64 runs ``exact_on`` one device or the other."""
     generator = torch.Generator().manual_seed(seed)
     heads, scale = KV_HEADS * (GROUP if grouped else 1), head_dim**-0.5
 
-    def normal(count: int) -> Tensor:
+    def normal(count: int, size: int) -> Tensor:
         """Return values of the compute dtype, in float64."""
-        shape = (1, rows, count, head_dim)
+        shape = (1, rows, count, size)
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(exact_on, TORCH_DTYPES[dtype]).double()
 
-    q, dout = normal(heads), normal(heads)
-    k, v, other_k, other_v = (normal(KV_HEADS) for _ in range(4))
-    own_out, own_lse = kernels_math.forward(q, k, v, causal, scale)
-    other_out, other_lse = kernels_math.forward(q, other_k, other_v, False, scale)
+    value_dim = head_dim_v or head_dim
+    q, dout = normal(heads, head_dim), normal(heads, value_dim)
+    k, v, other_k, other_v = (normal(KV_HEADS, size) for size in (head_dim, value_dim) * 2)
+    own_out, own_lse = kernels_math.forward(q, k, v, causal, scale, window, softcap)
+    other_out, other_lse = kernels_math.forward(q, other_k, other_v, False, scale, softcap=softcap)
     lse = torch.logaddexp(own_lse, other_lse).float()
     shares = [(part - lse.double()).exp().transpose(1, 2)[..., None] for part in (own_lse, other_lse)]
     out = (shares[0] * own_out + shares[1] * other_out).to(TORCH_DTYPES[dtype])
-    grads = kernels_math.backward(dout, q, k, v, out.double(), lse.double(), causal, scale)
+    grads = kernels_math.backward(dout, q, k, v, out.double(), lse.double(), causal, scale, window, softcap)
     there = [x.to(device, TORCH_DTYPES[dtype]) for x in (q, k, v, dout, out)]
     exact = {"out": own_out, "lse": own_lse, **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
-    cancelling = _cancelling(q, k, v, dout, out.double(), lse.double(), causal, scale)
+    cancelling = _cancelling(q, k, v, dout, out.double(), lse.double(), causal, scale, window, softcap)
     return Case((there[0], there[1], there[2]), there[3], there[4], lse.to(device), exact, cancelling)
 
 
 def _cancelling(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    window: int,
+    softcap: float,
 ) -> float:
     """Return the norm of P (|dP| + |delta|) over that of P |dP - delta|."""
     group = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
-    p = torch.exp(torch.einsum("nqhd,nkhd->nhqk", q, k) * scale - lse[..., None])
+    scores = torch.einsum("nqhd,nkhd->nhqk", q, k) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    p = torch.exp(scores - lse[..., None])
     p = p.tril() if causal else p
+    p = p.triu(1 - window) if window else p
     dp = torch.einsum("nqhd,nkhd->nhqk", dout, v)
     delta = (dout * out).sum(-1).transpose(1, 2)[..., None]
     return float((p * (dp.abs() + delta.abs())).norm() / (p * (dp - delta)).norm())
@@ -134,6 +153,8 @@ def config_of(combination: Combination) -> KernelConfig:
         deterministic=combination.deterministic,
         params=dict(combination.params),
         dtype=combination.dtype,
+        window=WINDOW if combination.window else 0,
+        softcap=SOFTCAP if combination.softcap else 0.0,
     )
 
 
@@ -184,14 +205,30 @@ def check_all(combinations: Sequence[Combination], device: torch.device) -> dict
 
 
 def _check_here(combinations: Sequence[Combination], device: torch.device) -> dict[Combination, Verdict]:
-    cases: dict[tuple[int, str, bool, bool], Case] = {}
+    cases: dict[Combination, Case] = {}
     found = {}
     for asked in combinations:
-        shape = asked.head_dim, asked.dtype, asked.causal, asked.grouped
+        shape = replace(asked, kernel="", backward=False, deterministic=False, params=(), packed=False)
         if shape not in cases:
-            cases[shape] = make_case(*shape[:2], causal=shape[2], grouped=shape[3], rows=ROWS, device=device)
+            cases[shape] = case_of(shape, device)
         found[asked] = check(asked, cases[shape])
     return found
+
+
+def case_of(asked: Combination, device: torch.device) -> Case:
+    """Return the case that a combination is checked on."""
+    config = config_of(asked)
+    return make_case(
+        asked.head_dim,
+        asked.dtype,
+        causal=asked.causal,
+        grouped=asked.grouped,
+        rows=ROWS,
+        device=device,
+        window=config.window,
+        softcap=config.softcap,
+        head_dim_v=asked.head_dim_v,
+    )
 
 
 def _apart(work: Callable[[], Result], device: torch.device) -> Result:

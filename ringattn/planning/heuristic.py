@@ -11,12 +11,12 @@ from ringattn.geometry.pattern import nests
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.kernels.contract import KernelNeed
 from ringattn.profile.schema import Policy
-from ringattn.workload import BranchTunables, Tunables, Workload
+from ringattn.workload import BranchTunables, Tunables, Workload, describe
 
 from .equal_plans import plainest
 from .launches import forward_gflop, launches
 from .plan import ORDINARY, Conditions, Direction, build_plan, kernel_needs, kernel_rejections, rejection_reasons
-from .ring import exchanges_heads, travelling_branches
+from .ring import exchanges_heads, travelling_branches, window_reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,8 @@ def heuristic_tunables(
     )
     if workload.world > 1:
         tunables = _spread(workload, tunables, facts, conditions.layout)
+        if reason := window_reason(workload, tunables):
+            raise PlanError(f"cannot run {workload}", {describe(tunables): (reason,)})
     if wishes.checkpoint and workload.train:
         tunables = replace(tunables, checkpoint=wishes.checkpoint)
     branches = []
@@ -147,7 +149,9 @@ def _spread(workload: Workload, tunables: Tunables, facts: HardwareFacts, layout
     neighbour. Of a dilated pattern few rows travel: all are sent at once, while what stays is computed.
     """
     exchanges = exchanges_heads(workload.pattern, workload.kv_heads, workload.world, facts)
-    layout = layout or resolve_layout("auto", workload.pattern, workload.causal, exchanged=exchanges)
+    layout = layout or resolve_layout(
+        "auto", workload.pattern, workload.causal, exchanged=exchanges, windowed=workload.window > 0
+    )
     rows = "ring" if workload.pattern.dense else "all-gather"
     chosen = replace(tunables, schedule="ulysses" if exchanges else rows, layout=layout)
     travelling = travelling_branches(workload, chosen) if not exchanges else ()

@@ -25,7 +25,10 @@ def forward_gflop(workload: Workload, branch: int) -> float:
     if workload.decode:
         return 4e-9 * workload.head_dim * workload.batch * workload.heads * rows
     pairs = workload.batch * workload.heads * length / segment * rows**2
-    return 4e-9 * workload.head_dim * pairs * (0.5 if workload.causal else 1.0)
+    if 0 < workload.window < length:  # of a causal half, what is left without the triangle before the window
+        pairs *= 1.0 - (1.0 - workload.window / length) ** 2
+    products = workload.head_dim + (workload.head_dim_v or workload.head_dim)
+    return 2e-9 * products * pairs * (0.5 if workload.causal else 1.0)
 
 
 def total_forward_gflop(workload: Workload) -> float:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ringattn.profile.schema import PlanEntry, Profile
 from ringattn.wording import plural
-from ringattn.workload import Pattern, Workload, nearest_bucket
+from ringattn.workload import Pattern, Workload, nearest_bucket, score_options
 
 from .launches import occupancy, total_forward_gflop
 
@@ -16,19 +16,19 @@ from .launches import occupancy, total_forward_gflop
 def entries_for(profile: Profile, module: Workload) -> tuple[tuple[PlanEntry, ...], str]:
     """Return the rows of ``profile`` that answer a module, and a note on how they were chosen.
 
-    ``module`` is any of its workloads. Pattern, causal, head_dim and world match exactly or not at all. Of several
-    ranks, whose module takes one layout for all its rows, only the head counts nearest to its own are taken for a mode
-    and dtype.
+    ``module`` is any of its workloads, with its window. Pattern, causal, head dimensions, softcap and world match
+    exactly or not at all, and so does the window, of which short sequences have none. Of several ranks, whose module
+    takes one layout for all its rows, only the head counts nearest to its own are taken for a mode and dtype.
     """
-    exactly = module.causal, module.head_dim, module.world
     rows = [
         entry
         for entry in profile.plans
         if _same_pattern(entry.workload.pattern, module.pattern)
-        and (entry.workload.causal, entry.workload.head_dim, entry.workload.world) == exactly
+        and _exactly(entry.workload) == _exactly(module)
+        and entry.workload.window in (0, module.window)
     ]
     asked = f"{module.pattern} {'causal' if module.causal else 'full'} D{module.head_dim}"
-    asked += f" world={module.world}" if module.world > 1 else ""
+    asked += score_options(module) + (f" world={module.world}" if module.world > 1 else "")
     if not rows:
         return (), f"no plan for {asked}"
     if module.world > 1:
@@ -54,8 +54,9 @@ def entries_for(profile: Profile, module: Workload) -> tuple[tuple[PlanEntry, ..
 def further_entries(entries: Sequence[PlanEntry], others: Sequence[PlanEntry]) -> tuple[PlanEntry, ...]:
     """Return those of ``others`` whose length none of ``entries`` with equal mode, dtype, batch and heads reaches."""
 
-    def series(entry: PlanEntry) -> tuple[tuple[str, str], bool, int, tuple[int, int]]:
-        return _kind(entry), entry.workload.packed, entry.workload.batch, _heads(entry)
+    def series(entry: PlanEntry) -> tuple[tuple[str, str], bool, int, int, tuple[int, int]]:
+        w = entry.workload
+        return _kind(entry), w.packed, w.window, w.batch, _heads(entry)
 
     def is_reached(entry: PlanEntry) -> bool:
         alike = [known for known in entries if series(known) == series(entry)]
@@ -90,7 +91,8 @@ def entry_for(entries: Sequence[PlanEntry], workload: Workload, multiprocessors:
     alike = [
         entry
         for entry in entries
-        if _kind(entry) == (workload.mode, workload.dtype) and entry.workload.packed == workload.packed
+        if _kind(entry) == (workload.mode, workload.dtype)
+        and (entry.workload.packed, entry.workload.window) == (workload.packed, workload.window)
     ]
     series: dict[tuple[int, int, int], list[PlanEntry]] = {}
     for entry in alike:
@@ -121,6 +123,10 @@ def _reaches(entries: Sequence[PlanEntry], seq_len: int) -> bool:
 def _nearest_length(entries: Sequence[PlanEntry], seq_len: int) -> PlanEntry | None:
     bucket = nearest_bucket(seq_len, _lengths(entries))
     return next((entry for entry in entries if entry.workload.seq_len == bucket), None)
+
+
+def _exactly(w: Workload) -> tuple[object, ...]:
+    return w.causal, w.head_dim, w.head_dim_v, w.softcap, w.world
 
 
 def _kind(entry: PlanEntry) -> tuple[str, str]:

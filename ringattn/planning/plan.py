@@ -15,7 +15,7 @@ from ringattn.errors import KernelReason, PlanError
 from ringattn.geometry.pattern import nests
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.hardware.kernel_faults import Combination
-from ringattn.kernels.contract import KernelNeed
+from ringattn.kernels.contract import FEATURE_WORDS, KernelNeed
 from ringattn.kernels.registry import KERNELS
 from ringattn.wording import plural
 from ringattn.workload import BranchTunables, ParamValue, Tunables, Workload, describe
@@ -116,6 +116,9 @@ def kernel_need(
         row_elements=rows_apart * workload.heads * workload.head_dim,
         deterministic=conditions.deterministic,
         dropout=dropout,
+        window=workload.window,
+        softcap=workload.softcap > 0,
+        head_dim_v=workload.head_dim_v,
         queries=1 if workload.decode else 0,
     )
 
@@ -152,6 +155,7 @@ def kernel_needs(
             heads=block.heads,
             kv_heads=block.kv_heads,
             row_elements=block.heads * workload.head_dim,  # rows that travel are gathered
+            window=one.window if block.windowed else 0,
         )
         for block in blocks_of(workload, tunables)
         if block.branch == branch
@@ -181,6 +185,9 @@ def kernel_reasons(name: str, need: KernelNeed, facts: HardwareFacts, params: Pa
     if name not in KERNELS:
         return (f"unknown kernel; use one of {', '.join(KERNELS)}",)
     reasons = KERNELS[name].unsupported_reasons(need, facts)
+    if lacking := [FEATURE_WORDS[feature] for feature in need.features if feature not in KERNELS[name].features]:
+        able = [kernel.name for kernel in KERNELS.values() if kernel.features.issuperset(need.features)]
+        reasons += (f"no {', no '.join(lacking)}; {', '.join(able)} have it",)
     if facts.faults and not reasons:
         asked = combination_of(name, need, params)
         reasons = tuple(fault.reason for fault in facts.faults if fault.combination == asked)
@@ -200,6 +207,9 @@ def combination_of(name: str, need: KernelNeed, params: Params = NO_PARAMS) -> C
         deterministic=need.deterministic and need.backward,
         params=tuple(sorted((key, value) for key, value in params.items() if key in offered)),
         packed=need.packed_rows > 0,
+        window=need.window > 0,
+        softcap=need.softcap,
+        head_dim_v=need.head_dim_v,
     )
 
 

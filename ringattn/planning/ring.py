@@ -14,7 +14,10 @@ from ringattn.workload import Pattern, Tunables, Workload
 
 
 class Block(NamedTuple):
-    """The largest call of one kind that a branch's kernel meets: ``blocks`` of ``rows`` rows (of queries or keys)."""
+    """The largest call of one kind that a branch's kernel meets: ``blocks`` of ``rows`` rows (of queries or keys).
+
+    ``windowed``: under the workload's sliding window.
+    """
 
     branch: int
     rows: int
@@ -22,6 +25,7 @@ class Block(NamedTuple):
     causal: bool
     heads: int
     kv_heads: int
+    windowed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,8 @@ def ring_reasons(workload: Workload, tunables: Tunables, layout: str) -> list[st
     reasons = _degree_reasons(workload, tunables)
     if reasons:
         return reasons
+    if reason := window_reason(workload, tunables):
+        return [reason]
     if workload.packed:
         return ["schedule local: documents cross ranks"] if tunables.is_local else []
     crossing = Ranks(shards_of(tunables.layout, workload.total, workload.world), 1).travelling(workload)
@@ -80,6 +86,14 @@ def ring_reasons(workload: Workload, tunables: Tunables, layout: str) -> list[st
     if not tunables.is_local and not crossing:
         reasons.append(f"schedule {tunables.schedule}: every segment stays on one rank; use local")
     return reasons
+
+
+def window_reason(workload: Workload, tunables: Tunables) -> str:
+    """Return why a sliding window cannot follow this layout, empty where it can."""
+    degree = tunables.exchange_degree(workload.world)
+    if workload.window and tunables.layout == "zigzag" and not tunables.is_local and degree < workload.world:
+        return "layout zigzag: a sliding window is for rows without gaps, whose work is as even; use contiguous"
+    return ""
 
 
 def _degree_reasons(workload: Workload, tunables: Tunables) -> list[str]:
@@ -124,6 +138,7 @@ def blocks_of(workload: Workload, tunables: Tunables) -> tuple[Block, ...]:
         HeadRange(0, own, workload.kv_heads),
         tunables.transport,
         tunables.transport_groups,
+        workload.window,
     )
 
 
@@ -137,15 +152,16 @@ def _blocks(
     own: HeadRange,
     transport: str,
     head_groups: int,
+    window: int,
 ) -> tuple[Block, ...]:
     found: dict[Block, None] = {}
     for me in sorted({0, len(parts) // 2, len(parts) - 1}):
-        for chunk in ring_geometry(pattern, causal, parts, me, batch, own, transport, head_groups).chunks:
+        for chunk in ring_geometry(pattern, causal, parts, me, batch, own, transport, head_groups, window).chunks:
             blocks, heads = batch * chunk.segments, chunk.kv_heads * group
-            found[Block(chunk.branch, chunk.rows, blocks, causal, heads, chunk.kv_heads)] = None
+            found[Block(chunk.branch, chunk.rows, blocks, causal, heads, chunk.kv_heads, window > 0)] = None
             for rectangle in (rectangle for hop in chunk.hops for rectangle in hop.work):
                 for rows in (rectangle.q_end - rectangle.q_begin, rectangle.k_end - rectangle.k_begin):
-                    found[Block(chunk.branch, rows, blocks, False, heads, chunk.kv_heads)] = None
+                    found[Block(chunk.branch, rows, blocks, rectangle.edge, heads, chunk.kv_heads)] = None
     return tuple(found)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ringattn.arguments import input_dtype, is_integer
+from ringattn.arguments import input_dtype, integer, is_integer
 from ringattn.errors import InputError, PlanError
 from ringattn.geometry.pattern import heads_without_rows
 from ringattn.hardware.facts import HardwareFacts, detect
@@ -25,6 +25,7 @@ from ringattn.store.lookup import find_profiles
 from ringattn.tunables import CHECKPOINTS
 from ringattn.versions import TESTED_TORCH, newer_than_tested
 from ringattn.wording import plural
+from ringattn.workload import LONGEST, NOT_PROBED, Pattern, check_score_options
 
 from .heuristic import Wishes
 from .matching import entries_for, further_entries
@@ -105,10 +106,11 @@ class Setup:
             for path, tier in {source.path: source.tier for source in map(self.source_of, self.entries)}.items():
                 say_once(logging.INFO, f"profile {path}, tier {tier}")
         elif self.resolution is not None:  # None: the heuristic was asked for
+            asked = replace(self.shape.workload(1, "bf16", True), window=self.shape.window)
+            remedy = f"`ringtune probe {probe_options(asked)}` measures one" if asked.probed else NOT_PROBED
             say_once(
                 logging.WARNING,
-                f"{self.facts.device_name}: no plan was measured for this workload, using the heuristic; "
-                f"`ringtune probe {probe_options(self.shape.workload(1, 'bf16', True))}` measures one",
+                f"{self.facts.device_name}: no plan was measured for this workload, using the heuristic; {remedy}",
             )
         warn_of_empty_heads(self.shape)
 
@@ -162,7 +164,7 @@ def set_up_for(facts: HardwareFacts, profile: Any, target: torch.device, shape: 
     for note in notes:
         say_once(logging.WARNING, note)
     if measured is not None:
-        module = shape.workload(1, "fp32", train=False)
+        module = replace(shape.workload(1, "fp32", train=False), window=shape.window)
         entries, note = entries_for(measured, module)
         trace = (*trace, note)
         for source in resolution.beside:
@@ -235,6 +237,23 @@ def group_size(process_group: Any) -> int:
     if not callable(size):
         raise InputError(f"process_group is {process_group!r}; use a ProcessGroup or a one-dimensional DeviceMesh")
     return int(size())
+
+
+def check_scores(
+    causal: bool, pattern: Pattern, window: Any, softcap: Any, head_dim: int, head_dim_v: Any, world: int
+) -> tuple[int, float, int]:
+    """Return window, softcap and head_dim_v of a module, 0 where there is none; InputError unless they make sense."""
+    window = 0 if window is None else integer("window", window, most=LONGEST)
+    if softcap is None:
+        softcap = 0.0
+    elif softcap == 0:
+        raise InputError("softcap is 0; it must be a finite number > 0, or None for no cap")
+    check_score_options(causal, pattern, window, softcap)
+    head_dim_v = 0 if head_dim_v in (None, head_dim) else integer("head_dim_v", head_dim_v)
+    if head_dim_v and (world > 1 or not pattern.dense):
+        where = f"over {world} ranks keys and values travel together" if world > 1 else f"{pattern} merges its branches"
+        raise InputError(f"head_dim_v is {head_dim_v} and head_dim {head_dim}; {where}: pad the smaller with zeros")
+    return window, float(softcap), head_dim_v
 
 
 def check_module(causal: bool, scale: float | None, dropout: float, process_group: Any) -> None:

@@ -17,7 +17,7 @@ from ringattn.geometry.layout import resolve_layout
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.hardware.kernel_faults import KernelFault, join_faults
 from ringattn.profile.schema import Choice, PlanEntry, Policy
-from ringattn.workload import INPUT_DTYPES, MOST, Mode, Pattern, Tunables, Workload, describe, not_narrower
+from ringattn.workload import INPUT_DTYPES, MOST, NOT_PROBED, Mode, Pattern, Tunables, Workload, describe, not_narrower
 
 from .fused_steps import FUSED_STEPS
 from .heuristic import NO_WISHES, Wishes, heuristic_tunables
@@ -44,23 +44,37 @@ class ModuleShape:
     pattern: Pattern
     max_seq_len: int | None = None
     world: int = 1
+    window: int = 0
+    softcap: float = 0.0
+    head_dim_v: int = 0
 
     def __post_init__(self) -> None:
         """Raise FieldError for a number beyond those of any workload, which would take hours to plan for."""
         for name in ("heads", "kv_heads", "head_dim"):
             integer(name, getattr(self, name), most=MOST[name])
+        if self.head_dim_v:
+            integer("head_dim_v", self.head_dim_v, most=MOST["head_dim"])
+        if self.head_dim_v == self.head_dim:
+            object.__setattr__(self, "head_dim_v", 0)
 
     @classmethod
     def of(cls, workload: Workload) -> ModuleShape:
         """Return the shape of a module that meets this workload."""
         w = workload
-        return cls(w.heads, w.kv_heads, w.head_dim, w.causal, w.pattern, world=w.world)
+        scores = w.window, w.softcap, w.head_dim_v
+        return cls(w.heads, w.kv_heads, w.head_dim, w.causal, w.pattern, None, w.world, *scores)
+
+    @property
+    def value_dim(self) -> int:
+        """Head dimension of v and out."""
+        return self.head_dim_v or self.head_dim
 
     def layout(self, asked: str, entries: Sequence[PlanEntry], facts: HardwareFacts) -> str:
         """Return the layout over the ranks, where a profile has these rows for the module; see ``resolve_layout``."""
         measured = [entry.choice.tunables.layout for entry in entries if entry.choice is not None]
         exchanged = exchanges_heads(self.pattern, self.kv_heads, self.world, facts)
-        return resolve_layout(asked, self.pattern, self.causal, measured, exchanged=exchanged)
+        windowed = self.window > 0
+        return resolve_layout(asked, self.pattern, self.causal, measured, exchanged=exchanged, windowed=windowed)
 
     def workload(
         self,
@@ -75,6 +89,9 @@ class ModuleShape:
     ) -> Workload:
         """Return the workload of a call; with ``decode`` that of one query over a rank's part of a cache."""
         mode: Mode = "decode" if decode else "train" if train else "infer"
+        world = 1 if decode else self.world
+        # A window that reaches over everything is none, and what a cache holds is cut to it there.
+        windowed = not decode and self.window < (total_length or world * seq_len)
         return Workload(
             mode=mode,
             causal=self.causal,
@@ -85,9 +102,12 @@ class ModuleShape:
             kv_heads=self.kv_heads,
             batch=batch,
             pattern=self.pattern,
-            world=1 if decode else self.world,
+            world=world,
             total_length=total_length,
             packed_tokens=packed_tokens,
+            window=self.window if windowed else 0,
+            softcap=self.softcap,
+            head_dim_v=self.head_dim_v,
         )
 
 
@@ -189,8 +209,11 @@ class PlanTable(Question):
         return self.plan_at(w.seq_len, w.dtype, w.train, w.batch, w.total_length, w.packed_tokens)
 
     def local_at(self, seq_len: int, dtype: str, train: bool, batch: int) -> Row:
-        """Return the row for a sequence that one rank holds, also where the module has several."""
-        workload = replace(self.shape.workload(seq_len, dtype, train, batch), world=1)
+        """Return the row for a sequence that one rank holds, also where the module has several.
+
+        It is cut in blocks there, of which none has a window.
+        """
+        workload = replace(self.shape.workload(seq_len, dtype, train, batch), world=1, window=0)
         return self._build(self._entry(workload) if self.shape.world == 1 else None, workload)
 
     def decode_at(self, cached: int, dtype: str, batch: int) -> Row:
@@ -217,6 +240,8 @@ class PlanTable(Question):
             return ""
         if row.plan is not None and row.plan.workload.packed:
             return f"{what}: documents were not measured; a heuristic plan serves"
+        if row.plan is not None and not row.plan.workload.probed:
+            return f"{what}: {NOT_PROBED}; a heuristic plan serves"
         measured = _buckets(self.entries, row.dtype, row.mode)
         shape = self.shape.workload(1, row.dtype, row.mode == "train")
         if row.bucket is not None or not measured:

@@ -43,6 +43,9 @@ BOUNDS: Mapping[type, Mapping[str, int]] = {
         "batch": MAX_RUNS,
         "total_length": LONGEST,
         "packed_tokens": LONGEST,
+        "window": LONGEST,
+        "softcap": MAX_DURATION,
+        "head_dim_v": MOST["head_dim"],
     },
     Pattern: {"branches": MAX_BRANCHES},
     Tunables: {

@@ -40,11 +40,14 @@ def check_inputs(
             raise InputError(f"{name} has layout {x.layout}; make it a dense tensor with to_dense()")
         if x.dim() != 4:
             raise InputError(f"{name} has shape {tuple(x.shape)}; it must be (batch, sequence, heads, head_dim)")
-        if x.shape[2] != heads or x.shape[3] != shape.head_dim:
+        size, size_of = (
+            (shape.value_dim, "head_dim_v") if name == "v" and shape.head_dim_v else (shape.head_dim, "head_dim")
+        )
+        if x.shape[2] != heads or x.shape[3] != size:
             argument = "num_heads" if name == "q" else "num_kv_heads"
             raise InputError(
-                f"{name} has shape {tuple(x.shape)}; the module has {argument} {heads} and head_dim {shape.head_dim}, "
-                f"so it must be (batch, sequence, {heads}, {shape.head_dim})"
+                f"{name} has shape {tuple(x.shape)}; the module has {argument} {heads} and {size_of} {size}, "
+                f"so it must be (batch, sequence, {heads}, {size})"
             )
         if x.is_meta:
             raise InputError(f"{name} is on meta, where tensors hold no data; give it data with to_empty() first")
@@ -70,6 +73,11 @@ def check_inputs(
     batch, length = q.shape[:2]
     if batch == 0 or length == 0:
         raise InputError(f"q has shape {tuple(q.shape)}; batch and sequence must not be empty")
+    if packed and shape.head_dim_v:
+        raise InputError(
+            f"head_dim_v is {shape.head_dim_v} and head_dim {shape.head_dim}; documents take one size: pad the smaller "
+            "with zeros"
+        )
     if not packed:
         check_length(max(length, k.shape[1]), shape.max_seq_len)
     return batch, length

@@ -43,32 +43,44 @@ def may_be_torchs(plan: Plan) -> bool:
     tunables, workload = plan.tunables, plan.workload
     if not workload.pattern.dense or workload.world > 1 or workload.packed:
         return False
-    if tunables.params or tunables.launch == "graph":
+    if tunables.params or tunables.launch == "graph" or workload.window or workload.softcap:
         return False
     return not workload.train or (is_one_op(plan) and not plan.conditions.deterministic)
 
 
-def bind(plan: Plan, name: str, scale: float, *, full: bool = False, range_of: str = "") -> BoundKernel:
+def bind(
+    plan: Plan, name: str, scale: float, *, full: bool = False, windowed: bool = True, range_of: str = ""
+) -> BoundKernel:
     """Return a kernel with the parameters of the plan; without a mask where blocks are ``full``.
+
+    Its sliding window, if it has one, is left out of causal blocks that are not ``windowed``.
 
     With named ranges around its calls if ``range_of`` says of what, and then autograd does not call it by itself.
     """
-    causal, deterministic = plan.workload.causal and not full, plan.conditions.deterministic
-    kernel = KERNELS[name].load(
-        KernelConfig(causal, scale, deterministic, plan.tunables.params_of(name), plan.tunables.dtype)
-    )
+    kernel = KERNELS[name].load(_config(plan, name, scale, causal=plan.workload.causal and not full, windowed=windowed))
     if not range_of:
         return kernel
     forward = named(f"{range_of} {name} forward", kernel.forward)
     return BoundKernel(forward, named(f"{range_of} {name} backward", kernel.backward))
 
 
+def _config(plan: Plan, name: str, scale: float, *, causal: bool, windowed: bool = True) -> KernelConfig:
+    return KernelConfig(
+        causal,
+        scale,
+        plan.conditions.deterministic,
+        plan.tunables.params_of(name),
+        plan.tunables.dtype,
+        window=plan.workload.window if causal and windowed else 0,
+        softcap=plan.workload.softcap,
+    )
+
+
 def bind_varlen(plan: Plan, name: str, scale: float, range_of: str = "") -> BoundVarlen:
     """Return a kernel's entry for packed sequences with the parameters of the plan; ``range_of`` as in ``bind``."""
     load = KERNELS[name].load_varlen
     assert load is not None, "rejection_reasons refuses it"
-    causal, deterministic = plan.workload.causal, plan.conditions.deterministic
-    entry = load(KernelConfig(causal, scale, deterministic, plan.tunables.params_of(name), plan.tunables.dtype))
+    entry = load(_config(plan, name, scale, causal=plan.workload.causal))
     if not range_of:
         return entry
     forward = named(f"{range_of} {name} forward", entry.forward)

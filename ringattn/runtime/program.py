@@ -118,7 +118,7 @@ class Program(Executor):
         """
         dlse_BHS = dlse_BHS.masked_fill(lse == -torch.inf, 0.0)
         unit = torch.ldexp(dlse_BHS.new_ones(()), torch.frexp(dlse_BHS.abs().amax()).exponent)
-        dout, values = q.new_zeros(q.shape), v.new_zeros(v.shape)
+        dout, values = q.new_zeros((*q.shape[:3], v.shape[3])), v.new_zeros(v.shape)
         dout[..., 0] = (dlse_BHS / unit).transpose(1, 2)
         values[..., 0] = 1.0
         dq, dk, _ = self.backward(dout, q, k, values, torch.zeros_like(dout), lse, (), (wanted[0], wanted[1], False))

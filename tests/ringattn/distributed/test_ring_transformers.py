@@ -84,6 +84,23 @@ def test_ranks_hold_the_rows_of_the_whole(ranks: Callable[[int], Pool], layout: 
             torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
 
 
+def windowed_on_rank(whole: list[Tensor]) -> Tensor:
+    pool = AttentionPool(profile=None, process_group=dist.group.WORLD)
+    attention = pool.module_for(whole[0], whole[1], True, 0.5, window=4)
+    assert attention.layout == "contiguous"
+    q, k, v = map(attention.shard, whole)
+    call = Call(True, 4, attention.positions(13)[None], None, None, 13)
+    out, _ = attend_over_ranks(pool, q, k, v, None, call, {"scale": 0.5, "softcap": None, "with_lse": False})
+    return attention.unshard(out, 13)
+
+
+def test_a_sliding_window_over_ranks(ranks: Callable[[int], Pool]) -> None:
+    whole = [torch.randn(1, 13, heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
+    expected = masked(*whole, torch.ones(13, 13).tril().triu(-3).bool(), 0.5)
+    for found in ranks(2).run(windowed_on_rank, whole):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
 def one_rank_is_wrong() -> str:
     pool = AttentionPool(profile=None, process_group=dist.group.WORLD, layout="contiguous")
     attention = pool.module_for(Q, K, True, 1.0)
@@ -112,7 +129,7 @@ BOUNDS = torch.tensor([0, 6])
     [
         ({"k": torch.zeros(2, 7, 2, 8)}, "over several ranks there is no cached generation and no cross attention"),
         ({"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BOUNDS}, "cu_seq_lens_q is for one rank; over several ranks give"),
-        ({"sliding_window": 5}, "sliding_window is 5 and the sequences have 6 positions on all ranks together"),
+        ({"sliding_window": 5, "causal": False}, "sliding_window is 5 without a causal mask, and the sequences have 6"),
         ({"position_ids": None}, "over several ranks the model's call needs position_ids"),
         ({"position_ids": POSITIONS.expand(3, 1, -1)}, "over several ranks the model's call needs position_ids"),
         ({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}, "position_ids are not this rank's of 6 positions"),

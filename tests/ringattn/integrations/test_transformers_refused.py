@@ -94,7 +94,6 @@ def test_every_keyword_that_transformers_declares_is_taken_or_refused_by_name() 
 @pytest.mark.parametrize(
     ("name", "inputs", "told"),
     [
-        ("gemma 2", {}, "softcap is given to attn_implementation='ringtune' and asks for capped logits; use attn_impl"),
         ("modernbert, window 4", {}, "the model's mask is neither causal nor full"),
         ("t5", {"decoder_input_ids": tokens()}, "position_bias is given"),
         ("llama", {"output_attentions": True}, "output_attentions is given"),

@@ -51,12 +51,14 @@ def call(
     layout: str = "plain",
     size: float = 1.0,
     chosen: dict[str, str] = TILES,
+    window: int = 0,
+    softcap: float = 0.0,
     **rest: Any,
 ) -> Call:
     generator = torch.Generator().manual_seed(0)
     shapes = [(rows, heads), (keys or rows, kv_heads), (keys or rows, kv_heads), (rows, heads)]
     q, k, v, dout = (torch.randn(blocks, m, h, head_dim, generator=generator).to(dtype) for m, h in shapes)
-    config = {"causal": causal, "scale": scale, "params": chosen}
+    config = {"causal": causal, "scale": scale, "params": chosen, "window": window, "softcap": softcap}
     return Call(*(laid_out(x, layout) for x in (q * size, k * size, v)), dout, config, **rest)
 
 
@@ -73,7 +75,7 @@ def writing_in_place(made: Call) -> Call:
 
 def exact(made: Call) -> tuple[Tensor, ...]:
     """out, lse, dq, dk and dv by float64 matrix products."""
-    kernel = KERNELS["math"].load(KernelConfig(made.config["causal"], made.config["scale"]))
+    kernel = KERNELS["math"].load(KernelConfig(**made.config | {"params": {}}))
     q, k, v, dout = (x.double() for x in (made.q, made.k, made.v, made.dout))
     out, lse = kernel.forward(q, k, v)
     against = (out, lse) if made.out is None or made.lse is None else (made.out.double(), made.lse.double())
@@ -112,6 +114,22 @@ CALLS = {
     "expanded gradient": call(20)._replace(dout=torch.ones(()).expand(1, 20, 2, 16)),
     "gradients in place": writing_in_place(call(12, 4, 2)),
     "tiles of their own": call(40, chosen={}),
+    "window within a tile": call(70, window=5),
+    "window of one key": call(40, window=1),
+    "window of a tile": call(90, window=32),
+    "window over tiles, keys in larger ones": call(150, window=70, chosen=dict.fromkeys(TILES, "16x64-w4-s1")),
+    "window over tiles, rows in larger ones": call(150, window=33, chosen=dict.fromkeys(TILES, "64x16-w4-s1")),
+    "window beyond the rows": call(40, window=64),
+    "window, grouped heads": call(50, 4, 1, blocks=2, window=18),
+    "window, half precision": call(50, 4, 2, dtype=torch.float16, window=18),
+    "window, merged": merged(call(50, 2, 1, window=18)),
+    "softcap": call(40, softcap=0.5),
+    "softcap far from the logits": call(40, softcap=50.0),
+    "softcap, full": call(40, keys=53, causal=False, softcap=1.0),
+    "softcap, negative scale": call(40, scale=-0.4, softcap=1.0),
+    "softcap, scale of 0": call(20, scale=0.0, softcap=1.0),
+    "softcap and window, half precision": call(50, 4, 2, dtype=torch.float16, softcap=2.0, window=20),
+    "softcap and window, merged": merged(call(50, 2, 1, softcap=2.0, window=20)),
 }
 _NEGATIVE = -3e38  # times 1e3 it is -inf in float32
 
@@ -172,7 +190,7 @@ def test_it_computes_attention_and_its_gradients(name: str, found: dict[str, tup
         assert x.shape == like.shape
         if x is not results[1]:
             assert x.dtype is made.q.dtype
-            size = x64.norm().item() or _terms(made)
+            size = norm if (norm := x64.norm().item()) > 1e-9 else _terms(made)
             assert (x.double() - x64).norm() <= EXACT[made.q.dtype] * max(size, 1e-3)
     lse, lse64 = results[1], expected[1]
     assert lse.dtype is torch.float32
@@ -361,20 +379,34 @@ def test_nothing_that_varies_from_call_to_call_starts_a_compilation() -> None:
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("sm", "step", "dtype", "head_dim"),
-    [(80, "forward", "bf16", 128), (90, "forward", "tf32", 128), (80, "dq", "tf32", 96), (90, "dkdv", "bf16", 64)],
+    ("sm", "step", "dtype", "head_dim", "more"),
+    [
+        (80, "forward", "bf16", 128, {}),
+        (90, "forward", "tf32", 128, {}),
+        (80, "dq", "tf32", 96, {}),
+        (90, "dkdv", "bf16", 64, {}),
+        (90, "forward", "bf16", 128, {"WINDOW": True, "CAP": True}),
+        (80, "dq", "bf16", 64, {"WINDOW": True, "CAP": True}),
+        (90, "dkdv", "bf16", 64, {"WINDOW": True, "CAP": True}),
+    ],
 )
 def test_the_default_tile_compiles_and_fits(
-    sm: int, step: Step, dtype: str, head_dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sm: int,
+    step: Step,
+    dtype: str,
+    head_dim: int,
+    more: dict[str, object],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    compiled = compile_for(sm, step, dtype, head_dim, tiles(step, sm, dtype, head_dim)[0])
+    compiled = compile_for(sm, step, dtype, head_dim, tiles(step, sm, dtype, head_dim)[0], **more)
     assert compiled.metadata.shared <= {80: 163, 90: 227}[sm] * 1024
     assert ("wgmma" if sm == 90 else "mma.sync") in compiled.asm["ptx"]
     assert ("cvt.rna.tf32" in compiled.asm["ptx"]) == (dtype == "tf32")
 
 
-def compile_for(sm: int, step: Step, dtype: str, head_dim: int, tile: Tile) -> Any:
+def compile_for(sm: int, step: Step, dtype: str, head_dim: int, tile: Tile, **more: object) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -391,6 +423,9 @@ def compile_for(sm: int, step: Step, dtype: str, head_dim: int, tile: Tile) -> A
         "WIDE": False,
         "PRECISION": "tf32" if dtype == "tf32" else "ieee",
         "ROUND": dtype == "tf32",
+        "WINDOW": False,
+        "CAP": False,
+        **more,
     }
     signature, used, aligned = {}, {}, {}
     for position, parameter in enumerate(kernel.params):
@@ -401,7 +436,7 @@ def compile_for(sm: int, step: Step, dtype: str, head_dim: int, tile: Tile) -> A
             signature[name] = "*fp32" if name in ("lse", "delta") else f"*{element}"
             aligned[(position,)] = [["tt.divisibility", 16]]
         else:
-            signature[name] = parameter.annotation_type or ("fp32" if name.startswith("scale") else "i32")
+            signature[name] = parameter.annotation_type or ("fp32" if "scale" in name else "i32")
     source = triton.compiler.ASTSource(kernel, signature, used, aligned)
     options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
     return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)

@@ -77,7 +77,8 @@ class RingCase:
         lists = {} if self.case.pattern.dense else lists_of(self.case.pattern)
         return RingAttention(
             self.case.heads, self.case.head_dim, self.case.kv_heads, causal=self.case.causal, scale=self.case.scale,
-            profile=profile, device="cpu", process_group=group, layout=self.spread, **lists, **arguments,
+            profile=profile, device="cpu", process_group=group, layout=self.spread,
+            window=self.case.window, softcap=self.case.softcap, **lists, **arguments,
         )  # fmt: skip
 
 

@@ -58,6 +58,9 @@ class Case:
     scale: float | None = None
     layout: str = "plain"
     seed: int = 0
+    window: int | None = None
+    softcap: float | None = None
+    head_dim_v: int | None = None
 
     def workload(self, dtype: str = "fp64", mode: Any = "train") -> Workload:
         return Workload(
@@ -70,27 +73,36 @@ class Case:
             kv_heads=self.kv_heads,
             batch=self.batch,
             pattern=self.pattern,
+            window=0 if self.window is None or self.window >= self.length else self.window,
+            softcap=self.softcap or 0.0,
+            head_dim_v=self.head_dim_v or 0,
         )
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim_v or self.head_dim
 
     def inputs(
         self, dtype: torch.dtype = torch.float64, size: float = 1.0, device: str = "cpu"
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v as leaves that require a gradient, laid out as the case says."""
         generator = torch.Generator().manual_seed(self.seed)
+        shapes = (self.heads, self.head_dim), (self.kv_heads, self.head_dim), (self.kv_heads, self.value_dim)
         q, k, v = (
-            torch.randn(self.batch, self.length, heads, self.head_dim, generator=generator, dtype=torch.float64) * size
-            for heads in (self.heads, self.kv_heads, self.kv_heads)
+            torch.randn(self.batch, self.length, *shape, generator=generator, dtype=torch.float64) * size
+            for shape in shapes
         )
         return tuple(laid_out(x.to(device, dtype), self.layout).requires_grad_() for x in (q, k, v))  # type: ignore[return-value]
 
     def dout(self, dtype: torch.dtype = torch.float64, device: str = "cpu") -> Tensor:
         generator = torch.Generator().manual_seed(self.seed + 1)
-        shape = (self.batch, self.length, self.heads, self.head_dim)
+        shape = (self.batch, self.length, self.heads, self.value_dim)
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
 
     def module(self, **arguments: Any) -> RingAttention:
         """A module for this case on the CPU; no profile unless one is given."""
         given: dict[str, Any] = {"profile": None, "device": "cpu", "causal": self.causal, "scale": self.scale}
+        given |= {"window": self.window, "softcap": self.softcap, "head_dim_v": self.head_dim_v}
         lists = {} if self.pattern.dense else lists_of(self.pattern)
         return RingAttention(self.heads, self.head_dim, self.kv_heads, **lists, **(given | arguments))
 
@@ -220,7 +232,9 @@ class Results(NamedTuple):
 def exact(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Results:
     """The float64 result for these inputs, whatever their dtype."""
     leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    out, lse = dilated_attention_reference(*leaves, case.pattern, case.causal, case.scale)
+    out, lse = dilated_attention_reference(
+        *leaves, case.pattern, case.causal, case.scale, window=case.window, softcap=case.softcap
+    )
     return Results(out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout.double()))
 
 
@@ -271,6 +285,8 @@ def times_seen(case: Case) -> Tensor:
                 chosen = torch.tensor([p for p in range(begin, end) if (p - begin) % branch.rate == offset])
                 if len(chosen):
                     sees = chosen[None, :] <= chosen[:, None] if case.causal else torch.tensor(1.0)
+                    if case.window is not None:
+                        sees = sees & (chosen[None, :] > chosen[:, None] - case.window)
                     counts[head, chosen[:, None], chosen[None, :]] += sees
     return counts
 
@@ -282,12 +298,16 @@ def absolute_norms(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) ->
     counts = times_seen(case)
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
     scale = 1 / math.sqrt(case.head_dim) if case.scale is None else case.scale
-    logits = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale + counts.log()
-    p = torch.softmax(logits, -1).nan_to_num(0.0)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
+    slope = torch.ones_like(scores)
+    if case.softcap is not None:
+        scores = case.softcap * torch.tanh(scores / case.softcap)
+        slope = 1 - (scores / case.softcap) ** 2
+    p = torch.softmax(scores + counts.log(), -1).nan_to_num(0.0)
     out = torch.einsum("bhqk,bkhd->bqhd", p, v.abs())
     dp = torch.einsum("bqhd,bkhd->bhqk", dout.abs(), v.abs())
     delta = torch.einsum("bqhd,bqhd->bhq", dout.abs(), out)[..., None]
-    ds = p * (dp + delta) * abs(scale)
+    ds = p * (dp + delta) * slope * abs(scale)
     dq = torch.einsum("bhqk,bkhd->bqhd", ds, k.abs())
     dk = torch.einsum("bhqk,bqhd->bkhd", ds, q.abs()).unflatten(2, (case.kv_heads, group)).sum(3)
     dv = torch.einsum("bhqk,bqhd->bkhd", p, dout.abs()).unflatten(2, (case.kv_heads, group)).sum(3)

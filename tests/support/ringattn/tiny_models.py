@@ -43,6 +43,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", "CausalLM", DECODER | {"head_dim": 16}),
     "gemma, head_dim 256": ("Gemma", "CausalLM", DECODER | {"num_key_value_heads": 1, "head_dim": 256}),
     "gemma 2 without softcap": ("Gemma2", "CausalLM", DECODER | GEMMA2 | {"attn_logit_softcapping": None}),
+    "gemma 2, softcap 2": ("Gemma2", "CausalLM", DECODER | GEMMA2 | {"attn_logit_softcapping": 2.0}),
     "mistral, window 5": ("Mistral", "CausalLM", DECODER | {"sliding_window": 5}),
     "gpt-oss, window and sinks": (
         "GptOss",
@@ -53,7 +54,6 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt 2": ("GPT2", "LMHeadModel", GPT2),
     "bert": ("Bert", "MaskedLM", DECODER | NO_DROPOUT),
     "whisper": ("Whisper", "ConditionalGeneration", WHISPER),
-    "gemma 2": ("Gemma2", "CausalLM", DECODER | GEMMA2),
     "t5": ("T5", "ConditionalGeneration", T5),
     "modernbert, window 4": (
         "ModernBert",
@@ -61,7 +61,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         DECODER | {"local_attention": 8, "cls_token_id": 1, "sep_token_id": 2},
     ),
 }
-CAUSAL = list(MODELS)[:8]
+CAUSAL = list(MODELS)[:9]
 
 
 @functools.cache

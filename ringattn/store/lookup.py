@@ -27,8 +27,8 @@ from .bounded import ANSWER_S, NoAnswerYet, Pending
 from .folder import Folder
 from .merge import merge_profiles, same_machine_groups
 from .names import PROFILES, ProfileName, kind_of, shown_url
-from .store import MAX_FILES_OF_A_KIND, Store, others_note, parsed
-from .trust import CHECKSUM, Trust, trust_of
+from .store import MAX_FILES_OF_A_KIND, Store, others_note
+from .trust import CHECKSUM, StoreRefused, Trust, trust_of
 
 STORE_VARIABLE = "RINGTUNE_STORE"
 
@@ -91,6 +91,9 @@ def stored_profiles(
             fault = ""
         except NoAnswerYet:
             fault = f"{copy.url}: did not answer within {ANSWER_S:g} s"
+        except StoreRefused as error:
+            notes.append(str(error))
+            continue
         except StoreError as error:
             fault = str(error)
         if fault:
@@ -121,10 +124,12 @@ class LocalCopy:
     def fetch(self, source: Store, kind: str, world: int) -> Fetched:
         """Return the profiles of one kind in the store, and make the copy agree with it.
 
-        What the copy has is not asked for; a damaged file of it is fetched again. Raises StoreError where
-        the store cannot be listed.
+        What the copy has is not asked for, unless any content is believed, which may change; a damaged file of it is
+        fetched again. Raises StoreError where the store cannot be listed.
         """
         found = Fetched()
+        if warning := source.exposure(kind):
+            found.notes.append(warning)
         listed, others = source.listed(kind, world)
         if others:
             found.notes.append(others_note(source.url, others))
@@ -135,16 +140,16 @@ class LocalCopy:
             )
             listed = listed[:MAX_FILES_OF_A_KIND]
         for name in listed:
-            content = self._kept_content(name)
+            kept = self._kept_content(name)
             path = str(self.root / str(name))
             try:
-                if content is None:
-                    content = source.content(name)
+                content = source.content(name) if kept is None or not source.trust.asks_for_checksums else kept
+                if content != kept:
                     signature = source.signature(name) if source.trust.asks_for_signatures else None
                     if signature is not None:
                         self._keep(name.signature, signature, found)
                     path = self._keep(str(name), content, found) or f"{source.url}/{name}"
-                found.profiles[path] = parsed(content, name, path)
+                found.profiles[path] = source.parsed(content, name, path)
             except FileNotFoundError:
                 continue  # forgotten since it was listed
             except RingAttentionError as error:
@@ -160,7 +165,7 @@ class LocalCopy:
             path = str(self.root / str(name))
             try:
                 if content := self._kept_content(name):
-                    found.profiles[path] = parsed(content, name, path)
+                    found.profiles[path] = self.store.parsed(content, name, path)
             except ProfileError as error:
                 found.notes.append(f"{error} (skipped)")
         return found

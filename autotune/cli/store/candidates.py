@@ -58,6 +58,7 @@ def _of_other_kinds(facts: HardwareFacts, world: int, stores: tuple[str, ...], n
     for place in stores or store_places(os.environ):
         try:
             store = Store(open_backend(place), trust)
+            answered(store.exposure, store.url)
             names = answered(partial(store.names, world=world), store.url)
         except StoreError as error:
             if os.environ.get(FILE_VARIABLE):  # else this kind was looked for there, and that said so

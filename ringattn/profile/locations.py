@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -96,15 +96,16 @@ def collect(
     named: str | os.PathLike[str] | None = None,
     *,
     heuristics_only: bool = False,
-    stored: Sequence[Located] = (),
+    stored: Callable[[], Sequence[Located]] = tuple,
     environ: Mapping[str, str] | None = None,
     home: Path | None = None,
 ) -> tuple[tuple[Located, ...], tuple[str, ...]]:
     """Read every profile of the search order; return them, and a note for each broken file that was skipped.
 
     ``named`` is the file a user gave; without it RINGTUNE_PROFILE names one. Such a file must load: ProfileError.
-    ``heuristics_only`` reads no named file and leaves measured profiles out. ``stored`` are those found in stores,
-    which come after the user's folder. ``environ`` and ``home`` are this process's unless given.
+    ``heuristics_only`` reads no named file and leaves measured profiles out. ``stored`` returns those found in stores,
+    which come after the user's folder; it is called last, so that a store may be asked meanwhile. ``environ`` and
+    ``home`` are this process's unless given.
 
     RINGTUNE_TRUST ``any`` asks for no checksums. Of a folder or file that others may write a note says so; where it is
     ``signed`` they are skipped, but not a file that was named, nor what came with the package.
@@ -115,6 +116,7 @@ def collect(
     places = search_paths(environ, home_folder() if home is None else home)
     located: list[Located] = []
     notes: list[str] = []
+    before_stored = 0
     if named is not None and not heuristics_only:
         located.append(Located(os.fspath(named), load_profile(named, checksum=checksum), "argument"))
     for origin, place in places:
@@ -126,9 +128,10 @@ def collect(
                 if found.profile.source == "heuristic" or not heuristics_only:
                     located.append(found)
             if origin == "user":
-                located += stored
+                before_stored = len(located)
         elif named is None and not heuristics_only:
             located.append(Located(str(place), load_profile(place, checksum=checksum), "env"))
+    located[before_stored:before_stored] = stored()
     return tuple(located), tuple(notes)
 
 

@@ -108,9 +108,11 @@ def written_store(stores: tuple[str, ...]) -> Store:
 def _opened(place: str) -> Store:
     from ringattn.profile.locations import home_folder
     from ringattn.store.backend import open_backend
+    from ringattn.store.endpoint import check_reachable
     from ringattn.store.store import Store
     from ringattn.store.trust import trust_of
 
+    check_reachable(place)  # a client repeats what fails for minutes
     return Store(open_backend(place), trust_of(os.environ, home_folder()))
 
 

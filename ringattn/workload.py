@@ -26,9 +26,23 @@ HeadOffset = Literal["interleaved", "blocked"]
 
 INPUT_DTYPES = ("bf16", "fp16", "fp32", "fp64")
 LONGEST = 2**40  # no sequence is, and strides (rate times a position's elements) fit 64 bits
-# Of every number of a workload. Heads of a dilated branch are told apart one by one: 2**16 of them take 2 s. The ring
-# of 2**10 ranks takes 15 s to plan, with the square of their number, but a job that has more is not refused for it.
-MOST = {"seq_len": LONGEST, "heads": 2**16, "kv_heads": 2**16, "head_dim": 2**16, "batch": LONGEST, "world": 2**10}
+# Of every number of a workload, and of a row of a profile: what can be asked can be written. Heads of a dilated branch
+# are told apart one by one: 2**16 of them take 2 s. The ring of 2**10 ranks takes 15 s to plan, with the square of
+# their number, but a job that has more is not refused for it.
+MOST = {
+    "seq_len": LONGEST,
+    "heads": 2**16,
+    "kv_heads": 2**16,
+    "head_dim": 2**16,
+    "batch": LONGEST,
+    "world": 2**10,
+    "total_length": LONGEST,
+    "packed_tokens": LONGEST,
+    "window": LONGEST,
+    "head_dim_v": 2**16,
+}
+_MAY_BE_0 = ("total_length", "packed_tokens", "window", "head_dim_v")
+MOST_BRANCHES = 64  # of a pattern: each has kernels of its own to launch
 
 # bf16 holds more range than fp16 and fp16 more digits than bf16: neither is the wider one.
 _NOT_NARROWER = {
@@ -67,6 +81,8 @@ class Pattern:
     def __post_init__(self) -> None:
         if self.head_offset not in ("interleaved", "blocked"):
             raise FieldError(f"is {self.head_offset!r}; use 'interleaved' or 'blocked'", field="head_offset")
+        if len(self.branches) > MOST_BRANCHES:
+            raise FieldError(f"has {len(self.branches)} entries; {MOST_BRANCHES} is the most", field="segment_lengths")
         for branch in self.branches:
             for name, value in (("segment_lengths", branch.segment), ("dilation_rates", branch.rate)):
                 if not is_integer(value) or not 1 <= value <= LONGEST:
@@ -151,9 +167,8 @@ class Workload:
         if self.dtype not in INPUT_DTYPES:
             raise FieldError(f"is {self.dtype!r}; use one of {', '.join(INPUT_DTYPES)}", field="dtype")
         for name, most in MOST.items():
-            object.__setattr__(self, name, integer(name, getattr(self, name), most=most))
-        for name in ("total_length", "packed_tokens", "window", "head_dim_v"):
-            object.__setattr__(self, name, integer(name, getattr(self, name), least=0))
+            least = 0 if name in _MAY_BE_0 else 1
+            object.__setattr__(self, name, integer(name, getattr(self, name), least=least, most=most))
         fewest, most = self.seq_len + self.batch - 1, self.batch * self.seq_len
         if self.packed_tokens and not fewest <= self.packed_tokens <= most:
             of_them = f"{plural(self.batch, 'document')} of at most {self.seq_len} positions"
@@ -207,7 +222,8 @@ class Workload:
         """Return the same question at another length; documents grow and shrink together."""
         scaled = round(self.packed_tokens * seq_len / self.seq_len)
         least, most = seq_len + self.batch - 1, self.batch * seq_len
-        return replace(self, seq_len=seq_len, packed_tokens=min(most, max(least, scaled)) if self.packed else 0)
+        tokens = min(most, LONGEST, max(least, scaled)) if self.packed else 0
+        return replace(self, seq_len=seq_len, packed_tokens=tokens)
 
     def __str__(self) -> str:
         heads = f"H{self.heads}" + (f"/{self.kv_heads}" if self.kv_heads != self.heads else "")

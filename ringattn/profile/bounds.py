@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ringattn.errors import FieldError
 from ringattn.tunables import BranchTunables, Tunables
-from ringattn.workload import LONGEST, MOST, Pattern, Workload
+from ringattn.workload import LONGEST, MOST, MOST_BRANCHES, Pattern, Workload
 
 from .schema import Evidence, Fingerprint, LaunchBound, LinkSpeed, PlanEntry, Policy, Profile, Provenance
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 MAX_TEXT = 4096  # characters of one value
 MAX_RANKS = MOST["world"]
-MAX_BRANCHES = 64
-MAX_HEADS = 4096
 MAX_BYTES = 2**60
 MAX_DURATION = 10**15  # of whatever unit: no time, speed or ratio is longer
 MAX_KERNELS = 64  # in a list of preference
@@ -36,24 +34,14 @@ _PREFERENCE = {"forward": MAX_KERNELS, "backward": MAX_KERNELS}
 
 # The largest number of a field, or the most entries of a list. Text has MAX_TEXT, and numbers a sign where they may.
 BOUNDS: Mapping[type, Mapping[str, int]] = {
-    Workload: {
-        **MOST,
-        "heads": MAX_HEADS,
-        "kv_heads": MAX_HEADS,
-        "batch": MAX_RUNS,
-        "total_length": LONGEST,
-        "packed_tokens": LONGEST,
-        "window": LONGEST,
-        "softcap": MAX_DURATION,
-        "head_dim_v": MOST["head_dim"],
-    },
-    Pattern: {"branches": MAX_BRANCHES},
+    Workload: {**MOST, "softcap": MAX_DURATION},
+    Pattern: {"branches": MOST_BRANCHES},
     Tunables: {
-        "branches": MAX_BRANCHES,
+        "branches": MOST_BRANCHES,
         "window_tokens": LONGEST,
         "pool_threshold_mib": 2**40,
         "ulysses": MAX_RANKS,
-        "head_groups": MAX_HEADS,
+        "head_groups": MOST["kv_heads"],
         "params": 256,
     },
     BranchTunables: {},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Literal
 
 from ringattn.errors import ProfileError
 
+from .access import exposed, other_writers, trust_policy
 from .schema import Profile
 from .yaml_io import load_profile
 
@@ -95,60 +96,84 @@ def collect(
     named: str | os.PathLike[str] | None = None,
     *,
     heuristics_only: bool = False,
-    stored: Sequence[Located] = (),
+    stored: Callable[[], Sequence[Located]] = tuple,
     environ: Mapping[str, str] | None = None,
     home: Path | None = None,
 ) -> tuple[tuple[Located, ...], tuple[str, ...]]:
     """Read every profile of the search order; return them, and a note for each broken file that was skipped.
 
     ``named`` is the file a user gave; without it RINGTUNE_PROFILE names one. Such a file must load: ProfileError.
-    ``heuristics_only`` reads no named file and leaves measured profiles out. ``stored`` are those found in stores,
-    which come after the user's folder. ``environ`` and ``home`` are this process's unless given.
+    ``heuristics_only`` reads no named file and leaves measured profiles out. ``stored`` returns those found in stores,
+    which come after the user's folder; it is called last, so that a store may be asked meanwhile. ``environ`` and
+    ``home`` are this process's unless given.
+
+    RINGTUNE_TRUST ``any`` asks for no checksums. Of a folder or file that others may write a note says so; where it is
+    ``signed`` they are skipped, but not a file that was named, nor what came with the package.
     """
     environ = os.environ if environ is None else environ
+    policy = trust_policy(environ)
+    checksum, signed = policy != "any", policy == "signed"
     places = search_paths(environ, home_folder() if home is None else home)
     located: list[Located] = []
     notes: list[str] = []
+    before_stored = 0
     if named is not None and not heuristics_only:
-        located.append(Located(os.fspath(named), load_profile(named), "argument"))
+        located.append(Located(os.fspath(named), load_profile(named, checksum=checksum), "argument"))
     for origin, place in places:
         if origin != "env":
-            for found in _in_folder(origin, place, notes):
+            files = _files_in(origin, place, notes)
+            if origin != "shipped":
+                files = _own_files(place, files, notes, signed=signed)
+            for found in _loaded(origin, files, notes, checksum=checksum):
                 if found.profile.source == "heuristic" or not heuristics_only:
                     located.append(found)
             if origin == "user":
-                located += stored
+                before_stored = len(located)
         elif named is None and not heuristics_only:
-            located.append(Located(str(place), load_profile(place), "env"))
+            located.append(Located(str(place), load_profile(place, checksum=checksum), "env"))
+    located[before_stored:before_stored] = stored()
     return tuple(located), tuple(notes)
 
 
-def _in_folder(origin: Origin, folder: Path, notes: list[str]) -> Iterator[Located]:
+def _files_in(origin: Origin, folder: Path, notes: list[str]) -> list[Path]:
     try:
-        files = sorted(path for path in folder.iterdir() if path.suffix in _SUFFIXES and path.name[0] != ".")
+        return sorted(path for path in folder.iterdir() if path.suffix in _SUFFIXES and path.name[0] != ".")
     except (FileNotFoundError, NotADirectoryError):
         if origin == "env-path":  # somebody asked for this one
             notes.append(f"{folder}: {PATH_VARIABLE} names it, and there is no such folder")
-        return
     except OSError as error:
         notes.append(f"{folder}: skipped, it cannot be read: {error.strerror}")
-        return
+    return []
+
+
+def _own_files(folder: Path, files: list[Path], notes: list[str], *, signed: bool) -> list[Path]:
+    """Return the files of a folder; with ``signed`` those alone that nobody else may write. A note for what others may.
+
+    Of a folder with such a fault nothing is said of each file.
+    """
+    why = other_writers(folder) if files else ""
+    doubtful = {folder: why} if why else {path: why for path in files if (why := other_writers(path))}
+    notes += [f"{place}: {exposed(why, refused=signed)}" for place, why in doubtful.items()]
+    return [path for path in files if not {folder, path} & doubtful.keys()] if signed else files
+
+
+def _loaded(origin: Origin, files: list[Path], notes: list[str], *, checksum: bool) -> Iterator[Located]:
     for path in files:
         try:
-            yield Located(str(path), _load_unchanged(path), origin)
+            yield Located(str(path), _load_unchanged(path, checksum=checksum), origin)
         except ProfileError as error:
             notes.append(f"{error} (skipped)")
 
 
-def _load_unchanged(path: Path) -> Profile:
+def _load_unchanged(path: Path, *, checksum: bool) -> Profile:
     """Return the profile in a file, read again only when the file changes: a model asks once a layer."""
     try:
         status = path.stat()
     except OSError:
-        return load_profile(path)  # which says what is wrong
-    return _load_cached(path, status.st_ino, status.st_size, status.st_mtime_ns)
+        return load_profile(path, checksum=checksum)  # which says what is wrong
+    return _load_cached(path, status.st_ino, status.st_size, status.st_mtime_ns, checksum)
 
 
 @lru_cache(maxsize=256)
-def _load_cached(path: Path, _inode: int, _size: int, _modified_ns: int) -> Profile:
-    return load_profile(path)
+def _load_cached(path: Path, _inode: int, _size: int, _modified_ns: int, checksum: bool) -> Profile:
+    return load_profile(path, checksum=checksum)

@@ -42,9 +42,12 @@ _PLAIN_KEY = re.compile(r"[\w.+-]{1,60}")
 # --- files ------------------------------------------------------------------------------------------------------
 
 
-def load_profile(path: str | os.PathLike[str]) -> Profile:
-    """Return the profile in the file ``path``; ProfileError (one line: file, key path, fault) for anything else."""
-    return parse_profile(_read_bounded(Path(path)), os.fspath(path))
+def load_profile(path: str | os.PathLike[str], *, checksum: bool = True) -> Profile:
+    """Return the profile in the file ``path``; ProfileError (one line: file, key path, fault) for anything else.
+
+    ``checksum`` as in ``parse_profile``.
+    """
+    return parse_profile(_read_bounded(Path(path)), os.fspath(path), checksum=checksum)
 
 
 def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
@@ -102,8 +105,11 @@ def _read_bounded(path: Path) -> bytes:
 # --- text to profile and back -----------------------------------------------------------------------------------
 
 
-def parse_profile(content: str | bytes, source: str) -> Profile:
-    """Return the profile in a YAML text; ``source`` names it in the ProfileError that everything invalid raises."""
+def parse_profile(content: str | bytes, source: str, *, checksum: bool = True) -> Profile:
+    """Return the profile in a YAML text; ``source`` names it in the ProfileError that everything invalid raises.
+
+    Without ``checksum`` it need have none, nor one that fits.
+    """
     if isinstance(content, bytes):
         try:
             content = content.decode("utf-8")
@@ -114,7 +120,7 @@ def parse_profile(content: str | bytes, source: str) -> Profile:
     except YamlError as fault:
         raise ProfileError(source, str(fault)) from None
     try:
-        return _profile_of(plain)
+        return _profile_of(plain, checksum)
     except _Fault as fault:
         raise ProfileError(source, fault.message, fault.key) from None
 
@@ -151,7 +157,7 @@ def checksum_of(plain: dict[str, Any]) -> str:
     return "sha256:" + hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
-def _profile_of(plain: object) -> Profile:
+def _profile_of(plain: object, checksum: bool) -> Profile:
     if not isinstance(plain, dict):
         found = _kind(plain) if plain is None or isinstance(plain, list) else "one value"
         raise _Fault("", f"holds {found}; a profile is a mapping that starts with `schema: {SCHEMA_VERSION}`")
@@ -165,11 +171,13 @@ def _profile_of(plain: object) -> Profile:
             f"is {schema}, and this version reads {SCHEMA_VERSION}; write it anew with "
             "`ringtune probe --fresh --output FILE`, or use the ringtune that wrote it",
         )
-    if _CHECKSUM not in plain:
+    if checksum and _CHECKSUM not in plain:
         raise _Fault(_CHECKSUM, "is missing; the file was cut short, or written by hand without one")
-    given = _decode(str, plain[_CHECKSUM], _CHECKSUM)
+    given = _decode(str, plain.get(_CHECKSUM, ""), _CHECKSUM)
     content = {key: value for key, value in plain.items() if key != _CHECKSUM}
     profile: Profile = _decode(Profile, content, "")
+    if not checksum:
+        return profile
     actual = checksum_of(content)
     if given != actual:
         raise _Fault(

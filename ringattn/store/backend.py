@@ -39,6 +39,12 @@ class Backend(Protocol):
     def delete(self, name: str) -> None:
         """Remove a file, which need not be there."""
 
+    def other_writers(self, folder: str) -> str:
+        """Return why others than root and this user may change what is in ``folder``; empty where none can be seen.
+
+        Of what a server allows others nothing can be seen.
+        """
+
     def lease_refusal(self) -> str:
         """Return why ``create`` cannot be relied on here; empty where it can."""
 

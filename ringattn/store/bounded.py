@@ -37,7 +37,7 @@ class Pending(Generic[Answer]):
 
     def answer(self, deadline_s: float) -> Answer:
         """Return the answer, or raise what the work raised; NoAnswerYet at ``deadline_s`` of ``time.monotonic()``."""
-        self._thread.join(max(0.0, deadline_s - time.monotonic()))
+        self._thread.join(min(threading.TIMEOUT_MAX, max(0.0, deadline_s - time.monotonic())))
         if self._error is not None:
             raise self._error
         if not self._answers:

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ringattn.errors import StoreError
+from ringattn.profile.access import other_writers
 from ringattn.profile.whole_file import remove_stale, replace_file
 
 from .names import checked
@@ -101,6 +102,9 @@ class Folder:
         parent, leaf = os.path.split(checked(name, self.url))
         with suppress(FileNotFoundError), self._telling(name), self._opened(parent) as descriptor:
             os.unlink(leaf, dir_fd=descriptor)
+
+    def other_writers(self, folder: str) -> str:
+        return other_writers(self.root / checked(folder, self.url))
 
     def lease_refusal(self) -> str:
         return ""  # O_EXCL is atomic on NFS since version 3, and on Lustre

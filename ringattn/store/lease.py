@@ -41,7 +41,7 @@ class Holder:
         try:
             plain = json.loads(content)
             node, term_s = str(plain["node"])[:100], float(plain["term_s"])
-        except (ValueError, TypeError, KeyError, RecursionError):  # killed before it had written
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):  # killed before it had written
             return cls("", TERM_S)
         return cls(node, min(term_s, 10 * TERM_S) if term_s >= 0 else TERM_S)
 

@@ -7,10 +7,12 @@ that does not answer in time costs ``ANSWER_S`` once a process, and what the cac
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import shlex
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -24,11 +26,12 @@ from ringattn.wording import plural
 
 from .backend import open_backend
 from .bounded import ANSWER_S, NoAnswerYet, Pending
+from .endpoint import check_reachable
 from .folder import Folder
 from .merge import merge_profiles, same_machine_groups
 from .names import PROFILES, ProfileName, kind_of, shown_url
-from .store import MAX_FILES_OF_A_KIND, Store, others_note, parsed
-from .trust import CHECKSUM, Trust, trust_of
+from .store import MAX_FILES_OF_A_KIND, Store, others_note
+from .trust import CHECKSUM, StoreRefused, Trust, trust_of
 
 STORE_VARIABLE = "RINGTUNE_STORE"
 
@@ -54,52 +57,100 @@ def find_profiles(
     As ``locations.collect``, but for a machine and a number of ranks, since a store is asked for these alone. A
     profile that is named binds, and no store is asked. ``places`` are those of RINGTUNE_STORE unless given.
     """
-    stored: tuple[Located, ...] = ()
+    if named is not None or heuristics_only or os.environ.get(FILE_VARIABLE):
+        return collect(named, heuristics_only=heuristics_only)
+    stored = Stored()
+    asking = asked_stores(facts, world, store_places(os.environ) if places is None else tuple(places))
+
+    def answered() -> tuple[Located, ...]:
+        nonlocal stored
+        stored = asking()
+        return stored.located
+
+    located, notes = collect(stored=answered)
+    return located, (*notes, *stored.notes)
+
+
+def asked_stores(facts: HardwareFacts, world: int, places: tuple[str, ...]) -> Callable[[], Stored]:
+    """Ask stores for this machine's profiles, and return a function that waits for what they say."""
+    if not places:
+        return Stored
+    cache, trust = cache_folder(os.environ, home_folder()), trust_of(os.environ, home_folder())
+    pending = Pending(partial(stored_profiles, places, kind_of(Fingerprint.of(facts)), world, cache, trust))
+    return partial(pending.answer, math.inf)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Profiles out of stores, a note for all that was skipped, and the places that could not be asked."""
+
+    located: tuple[Located, ...] = ()
     notes: tuple[str, ...] = ()
-    if named is None and not heuristics_only and not os.environ.get(FILE_VARIABLE):
-        asked = store_places(os.environ) if places is None else tuple(places)
-        if asked:
-            cache = cache_folder(os.environ, home_folder())
-            trust = trust_of(os.environ, home_folder())
-            stored, notes = stored_profiles(asked, kind_of(Fingerprint.of(facts)), world, cache, trust)
-    located, more = collect(named, heuristics_only=heuristics_only, stored=stored)
-    return located, (*more, *notes)
+    unread: frozenset[str] = frozenset()
 
 
 @lru_cache(maxsize=64)
-def stored_profiles(
-    places: tuple[str, ...], kind: str, world: int, cache: Path, trust: Trust = CHECKSUM
-) -> tuple[tuple[Located, ...], tuple[str, ...]]:
+def stored_profiles(places: tuple[str, ...], kind: str, world: int, cache: Path, trust: Trust = CHECKSUM) -> Stored:
     """Return the profiles of one kind and number of ranks in stores, in order; asked once a process, all at once."""
-    began_s = time.monotonic()
+    deadline_s = time.monotonic() + ANSWER_S
     copies = [LocalCopy(place, cache, trust) for place in places]
+    questions = [Question(copy, kind, world) for copy in copies]
     notes: list[str] = []
-    asked: list[tuple[LocalCopy, Pending[Fetched] | None]] = []
-    for copy in copies:
-        try:
-            asked.append((copy, Pending(partial(copy.fetch, Store(open_backend(copy.place), trust), kind, world))))
-        except StoreError as error:
-            notes.append(f"{error} (skipped)")
-            asked.append((copy, None))
-    # The import of a client such as s3fs takes 0.4 s of this computer's time, and on a busy one more than there is.
-    deadline_s = max(began_s + ANSWER_S, time.monotonic() + 0.6 * ANSWER_S)
     located: list[Located] = []
-    for copy, pending in asked:
-        found = Fetched()
+    unread: set[str] = set()
+    for copy, question in zip(copies, questions, strict=True):
+        found, fault = Fetched(), ""
         try:
-            found = pending.answer(deadline_s) if pending else found
-            fault = ""
+            found = question.answer(deadline_s)
         except NoAnswerYet:
             fault = f"{copy.url}: did not answer within {ANSWER_S:g} s"
+        except StoreRefused as error:
+            notes.append(str(error))
+            unread.add(copy.place)
+            continue
         except StoreError as error:
             fault = str(error)
         if fault:
+            unread.add(copy.place)
             found = copy.kept(kind, world)
             count = plural(len(found.profiles), "profile")
             notes.append(f"{fault}; {f'{count} read of it before will do' if found.profiles else 'skipped'}")
         located += copy.merged(found, world)
         notes += found.notes
-    return tuple(located), tuple(notes)
+    return Stored(tuple(located), tuple(notes), frozenset(unread))
+
+
+class Question:
+    """Question to one store, put in a thread of its own: for the profiles of a kind, into its copy."""
+
+    def __init__(self, copy: LocalCopy, kind: str, world: int) -> None:
+        self._copy, self._kind, self._world = copy, kind, world
+        self._is_reachable = False
+        self._opened, self._opened_s = threading.Event(), math.inf
+        self._pending = Pending(self._ask)
+
+    def _ask(self) -> Fetched:
+        try:
+            check_reachable(self._copy.place)
+            self._is_reachable = True
+            backend = open_backend(self._copy.place)
+            self._opened_s = time.monotonic()
+        finally:
+            self._opened.set()
+        return self._copy.fetch(Store(backend, self._copy.store.trust), self._kind, self._world)
+
+    def answer(self, deadline_s: float) -> Fetched:
+        """Return the answer; NoAnswerYet at the deadline, or 0.6 s after a client was imported, if that is later.
+
+        The import of a client such as s3fs takes 0.4 s of this computer's time, and on a busy one more than there is.
+        """
+        try:
+            return self._pending.answer(deadline_s)
+        except NoAnswerYet:
+            if not self._is_reachable:
+                raise
+        self._opened.wait()
+        return self._pending.answer(self._opened_s + 0.6 * ANSWER_S)
 
 
 @dataclass(slots=True)
@@ -121,10 +172,12 @@ class LocalCopy:
     def fetch(self, source: Store, kind: str, world: int) -> Fetched:
         """Return the profiles of one kind in the store, and make the copy agree with it.
 
-        What the copy has is not asked for; a damaged file of it is fetched again. Raises StoreError where
-        the store cannot be listed.
+        What the copy has is not asked for, unless any content is believed, which may change; a damaged file of it is
+        fetched again. Raises StoreError where the store cannot be listed.
         """
         found = Fetched()
+        if warning := source.exposure(kind):
+            found.notes.append(warning)
         listed, others = source.listed(kind, world)
         if others:
             found.notes.append(others_note(source.url, others))
@@ -135,16 +188,16 @@ class LocalCopy:
             )
             listed = listed[:MAX_FILES_OF_A_KIND]
         for name in listed:
-            content = self._kept_content(name)
+            kept = self._kept_content(name)
             path = str(self.root / str(name))
             try:
-                if content is None:
-                    content = source.content(name)
+                content = source.content(name) if kept is None or not source.trust.asks_for_checksums else kept
+                if content != kept:
                     signature = source.signature(name) if source.trust.asks_for_signatures else None
                     if signature is not None:
                         self._keep(name.signature, signature, found)
                     path = self._keep(str(name), content, found) or f"{source.url}/{name}"
-                found.profiles[path] = parsed(content, name, path)
+                found.profiles[path] = source.parsed(content, name, path)
             except FileNotFoundError:
                 continue  # forgotten since it was listed
             except RingAttentionError as error:
@@ -160,7 +213,7 @@ class LocalCopy:
             path = str(self.root / str(name))
             try:
                 if content := self._kept_content(name):
-                    found.profiles[path] = parsed(content, name, path)
+                    found.profiles[path] = self.store.parsed(content, name, path)
             except ProfileError as error:
                 found.notes.append(f"{error} (skipped)")
         return found

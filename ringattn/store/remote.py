@@ -128,6 +128,9 @@ class Remote:
             files, root = self._connected
             files.rm_file(f"{root}/{name}")
 
+    def other_writers(self, folder: str) -> str:
+        return ""
+
     def lease_refusal(self) -> str:
         if self._scheme not in _OBJECT_STORES:
             return f"{self._scheme} cannot create a file on condition that there is none"

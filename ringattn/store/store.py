@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ringattn.errors import ProfileError, StoreError, one_line
+from ringattn.profile.access import exposed
 from ringattn.profile.schema import Profile
 from ringattn.profile.yaml_io import MAX_FILE_BYTES, dump_profile, parse_profile
 from ringattn.wording import plural
@@ -15,7 +16,7 @@ from ringattn.wording import plural
 from .backend import Backend
 from .names import PROFILES, ProfileName, checked, kind_of
 from .ssh_signature import MAX_BYTES, SignatureFault, sign
-from .trust import CHECKSUM, Trust
+from .trust import CHECKSUM, StoreRefused, Trust
 
 MAX_FILES_OF_A_KIND = 64  # for one number of ranks; each takes a request and some 20 ms to read
 
@@ -44,6 +45,17 @@ class Store:
         others = tuple(name for name in found if name not in known)
         return tuple(name for name in profiles if world in (None, name.world)), others
 
+    def exposure(self, kind: str = "") -> str:
+        """Return a warning where others may change the profiles, or those of one kind; empty where none can be seen.
+
+        StoreRefused where signatures are asked for: they could put an earlier signed profile in the place of a later.
+        """
+        folder = checked(f"{PROFILES}/{kind}" if kind else PROFILES, self.url)
+        why = self.backend.other_writers(folder)
+        if why and self.trust.asks_for_signatures:
+            raise StoreRefused(self.url, exposed(why, refused=True))
+        return f"{self.url}: {exposed(why, refused=False)}" if why else ""
+
     def named(self, text: str) -> ProfileName:
         """Return the one profile that a user means by a full name, a start of it, or a start of its hash.
 
@@ -58,12 +70,12 @@ class Store:
         raise StoreError(self.url, f"{text}: {many}; `ringtune list` prints the names")
 
     def content(self, name: ProfileName) -> bytes:
-        """Return a profile's bytes, which are those of its name, and signed where that is asked for.
+        """Return a profile's bytes: those of its name unless any are believed, and signed where that is asked for.
 
         StoreError for others, FileNotFoundError for none.
         """
         content = self.backend.read(str(name), MAX_FILE_BYTES)
-        if hashlib.sha256(content).hexdigest() != name.digest:
+        if self.trust.asks_for_checksums and hashlib.sha256(content).hexdigest() != name.digest:
             raise StoreError(
                 self.url, f"{name}: its content is not that of its name; `ringtune forget {name.short}` removes it"
             )
@@ -91,7 +103,18 @@ class Store:
 
     def profile(self, name: ProfileName) -> Profile:
         """Return a profile, of the kind and ranks that its name says; ProfileError or StoreError else."""
-        return parsed(self.content(name), name, f"{self.url}/{name}")
+        return self.parsed(self.content(name), name, f"{self.url}/{name}")
+
+    def parsed(self, content: bytes, name: ProfileName, source: str) -> Profile:
+        """Return the profile in the content of a file; ProfileError unless it is what the name says."""
+        profile = parse_profile(content, source, checksum=self.trust.asks_for_checksums)
+        if kind_of(profile.fingerprint) != name.kind:
+            raise ProfileError(source, f"is of {kind_of(profile.fingerprint)}, not of the kind in its name")
+        if {entry.workload.world for entry in profile.plans} != {name.world}:
+            raise ProfileError(
+                source, f"holds other rows than those for {plural(name.world, 'rank')}, as its name says"
+            )
+        return profile
 
     def push(self, profile: Profile, source: str = "profile") -> tuple[ProfileName, ...]:
         """Write a profile, one file for each number of ranks, beside what is there; return the names.
@@ -124,16 +147,6 @@ def others_note(url: str, others: Sequence[str]) -> str:
         f"{url}: {are} passed over: a profile's name in a store is {PROFILES}/KIND/xRANKS-SHA256.yaml, which "
         "`ringtune push FILE` gives it"
     )
-
-
-def parsed(content: bytes, name: ProfileName, source: str) -> Profile:
-    """Return the profile in the content of a file of a store; ProfileError unless it is what the name says."""
-    profile = parse_profile(content, source)
-    if kind_of(profile.fingerprint) != name.kind:
-        raise ProfileError(source, f"is of {kind_of(profile.fingerprint)}, not of the kind in its name")
-    if {entry.workload.world for entry in profile.plans} != {name.world}:
-        raise ProfileError(source, f"holds other rows than those for {plural(name.world, 'rank')}, as its name says")
-    return profile
 
 
 def by_world(profile: Profile) -> tuple[Profile, ...]:

@@ -49,19 +49,23 @@ def _of_other_kinds(facts: HardwareFacts, world: int, stores: tuple[str, ...], n
     from ringattn.profile.schema import Fingerprint
     from ringattn.store.backend import open_backend
     from ringattn.store.bounded import answered
-    from ringattn.store.lookup import store_places
+    from ringattn.store.lookup import asked_stores, store_places
     from ringattn.store.names import kind_of
     from ringattn.store.store import Store
     from ringattn.store.trust import trust_of
 
     here, trust = kind_of(Fingerprint.of(facts)), trust_of(os.environ, home_folder())
-    for place in stores or store_places(os.environ):
+    places = stores or store_places(os.environ)
+    unread = frozenset() if os.environ.get(FILE_VARIABLE) else asked_stores(facts, world, places)().unread
+    for place in places:
+        if place in unread:  # which was said
+            continue
         try:
             store = Store(open_backend(place), trust)
+            answered(store.exposure, store.url)
             names = answered(partial(store.names, world=world), store.url)
         except StoreError as error:
-            if os.environ.get(FILE_VARIABLE):  # else this kind was looked for there, and that said so
-                notes.append(str(error))
+            notes.append(str(error))
             continue
         others = {name.kind: name for name in names if name.kind != here}
         alike = [name for kind, name in sorted(others.items()) if kind.startswith(f"{facts.vendor}-")]
@@ -89,9 +93,11 @@ def store_contents(facts: HardwareFacts) -> list[dict[str, object]]:
     kind, cache = kind_of(Fingerprint.of(facts)), cache_folder(os.environ, home_folder())
     places: list[dict[str, object]] = []
     for place in store_places(os.environ):
-        located, notes = stored_profiles((place,), kind, 1, cache, trust)
-        files = [{"file": Path(entry.path).name, "source": entry.profile.source, "error": ""} for entry in located]
-        error = "; ".join(notes)
+        found = stored_profiles((place,), kind, 1, cache, trust)
+        files = [
+            {"file": Path(entry.path).name, "source": entry.profile.source, "error": ""} for entry in found.located
+        ]
+        error = "; ".join(found.notes)
         places.append({"origin": "store", "path": shown_url(place), "exists": True, "error": error, "files": files})
     return places
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,6 +43,7 @@ class OncePerKind:
     clock: Callable[[], float] = time.monotonic
     exact: bool = False  # a profile of other software versions does for a node that does not wait, and is renewed
     measured: bool = False  # this node did
+    said: set[str] = field(default_factory=set)  # notes on what lies in the store
 
     def run(self, measure: Callable[[Path | None], Path], wait_s: float | None) -> Path | None:
         """Return the file of the profile that all nodes of this kind take.
@@ -95,7 +96,9 @@ class OncePerKind:
         copy = LocalCopy(self.place, self.cache, self.store.trust)
         fetched = copy.fetch(self.store, kind_of(Fingerprint.of(self.facts)), self.world)
         for note in fetched.notes:
-            self.say(note)
+            if note not in self.said:  # it is looked every few seconds
+                self.said.add(note)
+                self.say(note)
         tiers = tiers or (("exact",) if self.exact else SAME_SILICON)
         located = [
             entry

@@ -90,19 +90,30 @@ def places_of(stores: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def opened_stores(stores: tuple[str, ...]) -> tuple[Store, ...]:
-    """Return every store that a command reads."""
-    from ringattn.profile.locations import home_folder
-    from ringattn.store.backend import open_backend
-    from ringattn.store.store import Store
-    from ringattn.store.trust import trust_of
+    """Return every store that a command reads; a warning where others may change one, which signatures refuse."""
+    from ..console import warn
 
-    trust = trust_of(os.environ, home_folder())
-    return tuple(Store(open_backend(place), trust) for place in places_of(stores))
+    opened = tuple(_opened(place) for place in places_of(stores))
+    for store in opened:
+        if warning := store.exposure():
+            warn(f"warning: {warning}")
+    return opened
 
 
 def written_store(stores: tuple[str, ...]) -> Store:
     """Return the store that a command writes: the first."""
-    return opened_stores(places_of(stores)[:1])[0]
+    return _opened(places_of(stores)[0])
+
+
+def _opened(place: str) -> Store:
+    from ringattn.profile.locations import home_folder
+    from ringattn.store.backend import open_backend
+    from ringattn.store.endpoint import check_reachable
+    from ringattn.store.store import Store
+    from ringattn.store.trust import trust_of
+
+    check_reachable(place)  # a client repeats what fails for minutes
+    return Store(open_backend(place), trust_of(os.environ, home_folder()))
 
 
 def signing_key() -> Path | None:

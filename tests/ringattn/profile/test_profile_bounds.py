@@ -20,13 +20,13 @@ from cli_runs import ringtune
 from machine_samples import H100, dense_entry, measured
 from profile_samples import RICH, assert_one_line, resealed
 
-from ringattn.errors import ProfileError
+from ringattn.errors import InputError, ProfileError
 from ringattn.hardware.facts import detect
 from ringattn.profile.bounds import BOUNDS, MAX_RANKS, MAX_RING_STEPS, MAX_TEXT
 from ringattn.profile.schema import Choice, PlanEntry, Profile
 from ringattn.profile.whole_file import STALE_TEMPORARY_S
 from ringattn.profile.yaml_io import dump_profile, load_profile, parse_profile, save_profile, to_plain
-from ringattn.workload import BranchTunables, Pattern, Tunables, Workload
+from ringattn.workload import LONGEST, BranchTunables, Pattern, Tunables, Workload
 
 ROOT = Path(__file__).parents[3]
 
@@ -92,10 +92,37 @@ def test_what_is_above_its_bound_is_refused(place: tuple[Any, ...], value: Any, 
 
 
 def test_a_pattern_of_many_branches_is_refused() -> None:
-    pattern = Pattern.of([64] * 65, [1] * 65)
-    entry = PlanEntry(replace(dense_entry().workload, pattern=pattern), refusal="too many")
-    with pytest.raises(ProfileError, match=r"pattern.branches: is 65 entries; 64 is the most"):
-        dump_profile(measured(H100, entry))
+    plain = to_plain(RICH)
+    plain["plans"][0]["workload"]["pattern"] = {"segment_lengths": [64] * 65, "dilation_rates": [1] * 65}
+    with pytest.raises(ProfileError, match=r"pattern.segment_lengths: has 65 entries; 64 is the most"):
+        parse_profile(resealed(plain), "p.yaml")
+
+
+ONE = dense_entry().workload
+
+
+@pytest.mark.parametrize("name", sorted(BOUNDS[Workload]))
+def test_what_can_be_asked_can_be_written(name: str) -> None:
+    """A probe of more heads than a profile may hold found that out when it wrote, after it had measured."""
+    sizes = {"heads": 1, "kv_heads": 1, "batch": 1, "seq_len": 1, "world": 1}
+    most = BOUNDS[Workload][name]
+    sizes |= {"heads": most} if name == "kv_heads" else {"batch": most} if name == "packed_tokens" else {}
+    largest = replace(ONE, **sizes | {name: most})
+    profile = measured(H100, PlanEntry(largest, refusal="nothing fits"))
+    assert parse_profile(dump_profile(profile), "p.yaml") == profile
+    with pytest.raises(InputError, match=f"{name} is {most + 1}; .*<= {most}"):
+        replace(largest, **{name: most + 1})
+
+
+def test_a_pattern_that_can_be_asked_for_can_be_written() -> None:
+    most = BOUNDS[Pattern]["branches"]
+    assert BOUNDS[Tunables]["branches"] == most
+    pattern = Pattern.of([LONGEST] * most, [LONGEST] * most)
+    profile = measured(H100, PlanEntry(replace(ONE, pattern=pattern), refusal="nothing fits"))
+    assert parse_profile(dump_profile(profile), "p.yaml") == profile
+    for more in (lambda: Pattern.of([64] * (most + 1), [1] * (most + 1)), lambda: Pattern.of([LONGEST + 1], [1])):
+        with pytest.raises(InputError):
+            more()
 
 
 def ring_entry(world: int, seq_len: int) -> PlanEntry:

@@ -91,6 +91,7 @@ def test_a_file_that_says_nothing_is_a_holder_with_the_usual_term(backend: Backe
     assert Holder.parse(b'{"node": "x", "term_s": 1e300}').term_s == 600.0
     assert Holder.parse(b'{"node": "x", "term_s": -1}').term_s == 60.0
     assert Holder.parse(b'{"node": "x", "term_s": NaN}').term_s == 60.0
+    assert Holder.parse(b'{"node": "x", "term_s": 1%s}' % (b"0" * 400)).term_s == 60.0  # no float holds it
     backend.put("leases/k/00000001", b"")
     clock = Clock(0.0)
     lease = Lease(backend, "k", clock=clock)

@@ -14,11 +14,12 @@ from machine_samples import H100, dense_entry, measured
 
 from ringattn.errors import StoreError
 from ringattn.profile.schema import Profile
+from ringattn.store.allowed_signers import parse_signers
 from ringattn.store.folder import Folder
 from ringattn.store.lookup import find_profiles, stored_profiles
 from ringattn.store.ssh_signature import NAMESPACE, Signature, SignatureFault, sign
 from ringattn.store.store import Store
-from ringattn.store.trust import Trust, parse_signers, trust_of
+from ringattn.store.trust import Trust, trust_of
 
 ONE_KEY = "ssh-ed25519 " + base64.b64encode(b"\0\0\0\x0bssh-ed25519\0\0\0 " + b"k" * 32).decode()
 BEGIN, END = b"-----BEGIN SSH SIGNATURE-----\n", b"\n-----END SSH SIGNATURE-----"
@@ -34,20 +35,34 @@ RSA = "ssh-rsa AAAAB3NzaC1yc2E="
         (f'admin namespaces="git" {ONE_KEY}', []),
         (f"# admin {ONE_KEY}\n\n", []),
         (f"admin {RSA}", []),
+        (f"*@cluster cert-authority {ONE_KEY}", []),
+        (f'admin Namespaces="*" {ONE_KEY}', ["admin"]),
+        (f'admin namespaces="ring????" {ONE_KEY}', ["admin"]),
+        (f'admin namespaces="*,!ringtune" {ONE_KEY}', []),
+        (f'admin valid-after="20200101",valid-before="20300101Z" {ONE_KEY}', ["admin"]),
     ],
 )
 def test_allowed_signers_are_read_as_openssh_does(line: str, principals: list[str]) -> None:
-    assert [name for _, name in parse_signers(line, "file")] == principals
+    assert [signer.principals for signer in parse_signers(line, "file")] == principals
 
 
 @pytest.mark.parametrize(
     ("line", "told"),
     [
         ("admin", "is no line of principals"),
+        (f'admin namespaces="git {ONE_KEY}', "is no line of principals"),
         (ONE_KEY, "is no line of principals"),
         ("admin ssh-ed25519", "is no line of principals"),
-        (f"admin cert-authority {ONE_KEY}", "option cert-authority is not known here"),
-        (f'admin namespaces="ringtune",valid-before="20200101" {ONE_KEY}', "option valid-before is not known here"),
+        (f"admin no-touch-required {ONE_KEY}", "option no-touch-required is not known here"),
+        (f'admin namespaces="git",namespaces="ringtune" {ONE_KEY}', "option namespaces is given twice"),
+        (f'admin namespaces="git"namespaces="ringtune" {ONE_KEY}', "options .* cannot be taken apart"),
+        (f'admin namespaces="git",,namespaces="ringtune" {ONE_KEY}', "options .* cannot be taken apart"),
+        (f"admin namespaces=ringtune {ONE_KEY}", "options .* cannot be taken apart"),
+        (f"admin namespaces {ONE_KEY}", "option namespaces has no value"),
+        (f'admin cert-authority="x" {ONE_KEY}', "option cert-authority has a value"),
+        (f'admin valid-before="2020" {ONE_KEY}', "'2020' is no time"),
+        (f'admin valid-after="20201399" {ONE_KEY}', "'20201399' is no time"),
+        (f'admin cert-authority,valid-after="never" {ONE_KEY}', "'never' is no time"),
         ("admin ssh-ed25519 !!", "its key is not base64"),
     ],
 )
@@ -58,8 +73,9 @@ def test_a_line_that_would_restrict_what_is_believed_is_not_passed_over(line: st
 
 def test_the_policy_is_named_or_refused(tmp_path: Path) -> None:
     assert trust_of({}, tmp_path) == trust_of({"RINGTUNE_TRUST": "checksum"}, tmp_path) == Trust()
-    for other in ("any", "Signed", "no"):
-        with pytest.raises(StoreError, match=r"RINGTUNE_TRUST: is .*; use checksum, or signed"):
+    assert trust_of({"RINGTUNE_TRUST": "any"}, tmp_path) == Trust("any")
+    for other in ("Signed", "no", "any,signed", " any"):
+        with pytest.raises(StoreError, match=r"RINGTUNE_TRUST: is .*; use any, checksum or signed"):
             trust_of({"RINGTUNE_TRUST": other}, tmp_path)
     signed = {"RINGTUNE_TRUST": "signed", "XDG_CONFIG_HOME": str(tmp_path)}
     named = signed | {"RINGTUNE_ALLOWED_SIGNERS": str(tmp_path / "mine")}
@@ -187,6 +203,60 @@ def test_keys_that_cannot_sign_are_told_in_one_line(store: Store, tmp_path: Path
             store.sign(name, tmp_path / key)
 
 
+def test_a_key_serves_while_it_is_valid(store: Store, tmp_path: Path) -> None:
+    profile = measured(H100, dense_entry())
+    (name,) = store.push(profile)
+    store.sign(name, tmp_path / "admin")
+    principals, _, key = (tmp_path / "signers").read_text().partition(" ")
+    assert ask()[0] == [profile]
+    for option, said in (
+        ('valid-before="20200131Z"', "until 2020-01-31 00:00 UTC"),
+        ('valid-after="29990131Z"', "from 2999-01-31 00:00 UTC"),
+    ):
+        (tmp_path / "signers").write_text(f"{principals} {option} {key}")
+        found, notes = ask()  # what was copied while it was valid is checked again
+        assert (found, f"a key of admin@cluster that {tmp_path / 'signers'} holds for valid {said}" in notes) == (
+            [],
+            True,
+        )
+    (tmp_path / "signers").write_text(f'{principals} valid-before="20200131Z" {key}{principals} {key}')
+    assert ask()[0] == [profile]
+
+
+LINES = (
+    "",
+    'valid-before="20200131"',
+    'valid-after="20200131Z"',
+    'valid-after="202001312359",valid-before="20300101000000Z"',
+    'namespaces="git"',
+    'namespaces="git,ring*"',
+    'namespaces="!ringtune,*"',
+    'NAMESPACES="*"',
+    "cert-authority",
+    'namespaces="git",namespaces="ringtune"',
+    'valid-before="never"',
+    "namespaces=ringtune",
+)
+
+
+@pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="ssh-keygen is not installed")
+@pytest.mark.parametrize("options", LINES)
+def test_openssh_believes_the_same_lines(tmp_path: Path, options: str) -> None:
+    principals, _, key = make_key(tmp_path / "admin").partition(" ")
+    line = f"{principals} {options} {key}"
+    (tmp_path / "signers").write_text(line)
+    content = b"content\n"
+    armored = sign(content, tmp_path / "admin")
+    (tmp_path / "sig").write_bytes(armored)
+    check = ["ssh-keygen", "-Y", "verify", "-n", NAMESPACE, "-f", tmp_path / "signers", "-I", principals]
+    theirs = subprocess.run([*check, "-s", tmp_path / "sig"], input=content, capture_output=True).returncode == 0
+    try:
+        ours = Trust("signed", parse_signers(line, "signers"), "signers").signer(content, armored) == principals
+    except (StoreError, SignatureFault):
+        ours = False
+    assert ours == theirs
+
+
 @pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="ssh-keygen is not installed")
 def test_openssh_makes_and_checks_the_same_signatures(tmp_path: Path) -> None:
     line = make_key(tmp_path / "admin")
@@ -195,7 +265,7 @@ def test_openssh_makes_and_checks_the_same_signatures(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(content)
     tool = ["ssh-keygen", "-Y"]
     subprocess.run([*tool, "sign", "-n", NAMESPACE, "-f", tmp_path / "admin", tmp_path / "file"], check=True)
-    trust = Trust(parse_signers(line, "signers"), "signers")
+    trust = Trust("signed", parse_signers(line, "signers"), "signers")
     theirs = (tmp_path / "file.sig").read_bytes()
     assert trust.signer(content, theirs) == "admin@cluster"
     with pytest.raises(SignatureFault, match="is not the signature of this file"):

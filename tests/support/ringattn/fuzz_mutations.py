@@ -144,7 +144,7 @@ def mutated_bytes(random: Random, content: bytes) -> bytes:
             del made[at : at + random.choice((1, 3, 40))]
         elif how == 2:
             made[at:at] = random.choice(
-                (b"\n", b"- ", b"{", b"[" * 50, b"&a ", b"*a", b"!!x ", b"\xff", b"? ", b"\t", b"'")
+                (b"\n", b"- ", b"{", b"[" * 50, b"&a ", b"*a", b"!!x ", b"\xff", b"? ", b"\t", b"'", b"0" * 400)
             )
         else:
             del made[at:]

@@ -155,6 +155,19 @@ def test_other_silicon_and_other_ranks_are_measured(shared: Path, tmp_path: Path
     assert len(Store(Folder(shared)).names()) == 2
 
 
+def test_a_note_on_the_store_is_said_once_however_often_it_is_asked(shared: Path, tmp_path: Path) -> None:
+    """A node that waited said it every two seconds."""
+    folder = shared / "profiles" / KIND
+    folder.mkdir(parents=True)
+    (folder / "by-hand.yaml").touch()
+    said: list[str] = []
+    asked = once(shared, tmp_path, say=said.append)
+    for _ in range(3):
+        assert asked.found() is None
+    (note,) = said
+    assert "by-hand.yaml is passed over" in note
+
+
 def test_what_another_measured_between_two_looks_is_taken(shared: Path, tmp_path: Path) -> None:
     class Late(Lease):
         def acquire(self) -> bool:

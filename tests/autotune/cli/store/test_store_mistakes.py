@@ -10,6 +10,7 @@ from cli_runs import measured_entry, one_line_error, profile_of_this_machine, ri
 from network_hosts import s3_server
 
 from ringattn.errors import StoreError
+from ringattn.profile.yaml_io import load_profile
 from ringattn.store.backend import open_backend
 from ringattn.store.folder import Folder
 from ringattn.store.lookup import stored_profiles
@@ -96,3 +97,75 @@ def test_a_misspelled_bucket_is_no_empty_store(monkeypatch: pytest.MonkeyPatch) 
                 act()
         line = one_line_error(ringtune("list", "--store", "s3://bukket/ringtune"), 1)
         assert "no such bucket bukket" in line
+
+
+# --- trust ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def exposed(tmp_path: Path) -> Path:
+    """A store to which everybody may write, with a profile of this machine."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    Store(Folder(shared)).push(profile_of_this_machine(measured_entry()))
+    shared.chmod(0o777)
+    return shared
+
+
+READING = {
+    "which": ("which", "-v", "--device", "cpu"),
+    "report": ("which", "--report", "--device", "cpu"),
+    "list": ("list",),
+    "pull": ("pull", "--device", "cpu"),
+    "probe": ("probe", "--if-missing", "--device", "cpu"),
+}
+
+
+@pytest.mark.parametrize("command", READING)
+def test_a_store_that_others_may_write_is_said_once(
+    exposed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
+    done = ringtune(*READING[command], "--store", exposed)
+    assert done.exit_code == 0, done.output
+    (line,) = [line for line in done.stderr.splitlines() if str(exposed) in line]
+    assert f"{exposed}: others may change its profiles: {exposed} may be written by everybody" in line
+
+
+@pytest.mark.parametrize("command", sorted(READING.keys() - {"report"}))
+def test_a_store_that_others_may_write_is_refused_where_signatures_are_asked_for(
+    exposed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    (tmp_path / "signers").touch(mode=0o644)
+    for variable, value in (("TRUST", "signed"), ("ALLOWED_SIGNERS", "signers"), ("SIGNING_KEY", "key")):
+        monkeypatch.setenv(f"RINGTUNE_{variable}", value if variable == "TRUST" else str(tmp_path / value))
+    done = ringtune(*READING[command], "--store", exposed)
+    assert done.exit_code == (4 if command == "which" else 1), done.output
+    (line,) = [line for line in done.stderr.splitlines() if str(exposed) in line]
+    assert f"{exposed}: skipped, since RINGTUNE_TRUST is signed and others may change its profiles" in line
+
+
+@pytest.mark.parametrize("command", READING)
+def test_an_unknown_policy_is_one_line(exposed: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    monkeypatch.setenv("RINGTUNE_TRUST", "signd")
+    line = one_line_error(ringtune(*READING[command], "--store", exposed), 1)
+    assert line == "Error: RINGTUNE_TRUST: is 'signd'; use any, checksum or signed"
+
+
+def test_which_needs_no_store_to_say_an_unknown_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RINGTUNE_TRUST", "none")
+    line = one_line_error(ringtune("which", "--device", "cpu"), 1)
+    assert line == "Error: RINGTUNE_TRUST: is 'none'; use any, checksum or signed"
+
+
+def test_pull_takes_what_was_edited_where_any_is_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "shared").mkdir()
+    (name,) = Store(Folder(tmp_path / "shared")).push(profile_of_this_machine(measured_entry()))
+    path = tmp_path / "shared" / str(name)
+    path.write_text(path.read_text().replace("causal: true", "causal: false"))
+    pull = ("pull", "--device", "cpu", "--store", tmp_path / "shared", "--output", tmp_path / "pulled")
+    assert "its content is not that of its name" in one_line_error(ringtune(*pull), 1)
+    monkeypatch.setenv("RINGTUNE_TRUST", "any")
+    assert ringtune(*pull).exit_code == 0
+    (pulled,) = (tmp_path / "pulled").iterdir()
+    assert not load_profile(pulled).plans[0].workload.causal

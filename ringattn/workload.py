@@ -41,6 +41,7 @@ MOST = {
     "window": LONGEST,
     "head_dim_v": 2**16,
 }
+LARGEST_SOFTCAP = 10**15
 _MAY_BE_0 = ("total_length", "packed_tokens", "window", "head_dim_v")
 MOST_BRANCHES = 64  # of a pattern: each has kernels of its own to launch
 
@@ -254,8 +255,11 @@ def check_score_options(causal: bool, pattern: Pattern, window: int, softcap: fl
             field="window",
         )
     is_number = isinstance(softcap, Real) and not isinstance(softcap, bool)
-    if not is_number or not math.isfinite(softcap) or softcap < 0:
-        raise FieldError(f"is {softcap!r}; it must be a finite number > 0, or None for no cap", field="softcap")
+    if not is_number or not 0 <= softcap <= LARGEST_SOFTCAP:
+        raise FieldError(
+            f"is {softcap!r}; it must be a finite number > 0, or None for no cap, and <= {LARGEST_SOFTCAP}",
+            field="softcap",
+        )
 
 
 def describe(tunables: Tunables) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ringattn.errors import FieldError
 from ringattn.tunables import BranchTunables, Tunables
-from ringattn.workload import LONGEST, MOST, MOST_BRANCHES, Pattern, Workload
+from ringattn.workload import LARGEST_SOFTCAP, LONGEST, MOST, MOST_BRANCHES, Pattern, Workload
 
 from .schema import Evidence, Fingerprint, LaunchBound, LinkSpeed, PlanEntry, Policy, Profile, Provenance
 
@@ -34,7 +34,7 @@ _PREFERENCE = {"forward": MAX_KERNELS, "backward": MAX_KERNELS}
 
 # The largest number of a field, or the most entries of a list. Text has MAX_TEXT, and numbers a sign where they may.
 BOUNDS: Mapping[type, Mapping[str, int]] = {
-    Workload: {**MOST, "softcap": MAX_DURATION},
+    Workload: {**MOST, "softcap": LARGEST_SOFTCAP},
     Pattern: {"branches": MOST_BRANCHES},
     Tunables: {
         "branches": MOST_BRANCHES,

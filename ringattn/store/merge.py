@@ -85,8 +85,9 @@ def same_machine_groups(profiles: Iterable[Profile]) -> list[list[Profile]]:
 def merge_profiles(profiles: Sequence[Profile]) -> Merged:
     """Merge profiles of one fingerprint and software: for each workload the row of higher effort, then the newer.
 
-    Of one effort and day it is the row whose winner saved more: the other probe did not find that plan. The result claims the least effort and the oldest day of those that gave it rows: true of every row. Merging is
-    done from what was pushed, not from results of merging.
+    Of one effort and day it is the row whose winner saved more: the other probe did not find that plan. The result
+    claims the least effort and the oldest day of those that gave it rows: true of every row. Merging is done from what
+    was pushed, not from results of merging.
     """
     ordered = [profile for profile, _ in groupby(sorted(profiles, key=_precedence))]
     assert len({(profile.fingerprint, profile.software) for profile in ordered}) == 1

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from oracle import DENSE, Case, assert_within_rule, exact, found
+from oracle import DENSE, Case, assert_within_rule, exact, found, pattern_of
 from test_sinks import assert_close, exact_with, sinks_of
 
 from ringattn import RingAttention, detect
@@ -114,3 +114,19 @@ def test_a_window_makes_a_long_sequence_cheap_in_memory() -> None:
     before = torch.cuda.memory_allocated()
     module(q, k, v)
     assert torch.cuda.max_memory_allocated() - before <= 4 * q.nbytes
+
+
+def test_sinks_of_a_plan_that_is_replayed() -> None:
+    """A graph of the forward ends before the sinks, and that of a backward begins after them."""
+    case = Case(256, 4, 4, 64, 1, pattern_of([64, 128], [1, 2]), causal=True)
+    branches = (BranchTunables("flash", "flash"), BranchTunables("flash", "flash", "copy"))
+    module = case.running(Tunables("bf16", branches, launch="graph"), "bf16", device="cuda")
+    for seed in range(6):
+        each = replace(case, seed=seed)
+        inputs, dout = each.inputs(torch.bfloat16, device="cuda"), each.dout(torch.bfloat16, "cuda")
+        sinks = sinks_of(each, torch.float32).detach().cuda().requires_grad_()
+        out = module(*inputs, sinks=sinks)
+        grads = torch.autograd.grad(out, (*inputs, sinks), dout)
+        expected = exact_with(each, sinks, dout, None, *inputs)
+        for x, x64 in zip((out, *grads), (expected[0], *expected[2:]), strict=True):
+            assert (x.double() - x64).norm() <= 2.0**-5 * x64.norm()

@@ -141,7 +141,7 @@ def attend_over_ranks(
     attention = pool.module_for(q, k, call.causal, options["scale"], options.get("softcap"), window)
     with attention.reporting():
         _check_over_ranks(attention, q, k, mask, call)
-    return attend(pool, q, k, v, causal=call.causal, total_length=call.total_length, window_of_ranks=window, **options)
+    return attend(pool, q, k, v, causal=call.causal, total_length=call.total_length, window_of_module=window, **options)
 
 
 def _check_over_ranks(attention: RingAttention, q: Tensor, k: Tensor, mask: Tensor | None, call: Call) -> None:

@@ -34,7 +34,7 @@ def attend(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
-    window_of_ranks: int | None = None,
+    window_of_module: int | None = None,
     aligned: Align = "end",
     with_lse: bool = False,
     keys: Keys | None = None,
@@ -44,7 +44,7 @@ def attend(
     """Attend over q (B, Sq, H, D) with k (B, Sk, Hkv, D) and v (B, Sk, Hkv, Dv); out is like q, with Dv.
 
     ``keys`` says which keys there are; None that all are. With them ``causal`` and ``window`` are theirs. A causal mask
-    is aligned to the end of queries and keys or to their start. ``window_of_ranks`` is the window of whole sequences
+    is aligned to the end of queries and keys or to their start. ``window_of_module`` is the window of whole sequences
     over several ranks. A query without a key gets 0, and an lse of -inf; so does one at padding, where causality,
     documents or ``of_one`` say that queries and keys are one sequence.
     """
@@ -54,13 +54,16 @@ def attend(
         widest = max(head_dim, value_dim)
         q, k, v = (pad(x, (0, widest - x.shape[3])) for x in (q, k, v))
     causal = causal if keys is None else keys.causal
-    attention = pool.module_for(q, k, causal, scale, softcap, window_of_ranks)
-    if keys is not None and not keys.plain:
+    if keys is not None and keys.plain:
+        _check_length(keys, k)
+        k, v, window, keys = k[:, : keys.length], v[:, : keys.length], keys.window, None
+    one_sequence = keys is None and q.shape[1] == k.shape[1] and not pool.dilated
+    if one_sequence and window is not None and window < k.shape[1]:  # a module's own takes one call, not blocks
+        window, window_of_module = None, window
+    attention = pool.module_for(q, k, causal, scale, softcap, window_of_module)
+    if keys is not None:
         out, lse = _masked(attention, q, k, v, keys, of_one, with_lse)
     else:
-        if keys is not None:
-            _check_length(keys, k)
-            k, v, window = k[:, : keys.length], v[:, : keys.length], keys.window
         out, lse = _unmasked(attention, q, k, v, window, aligned, with_lse, total_length)
     return (out if value_dim == q.shape[3] else out[..., :value_dim]), lse
 

@@ -10,7 +10,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import Case, Results, assert_equal_to, cases, exact, found
+from oracle import (
+    ALL_LAYOUTS,
+    UNIT_ROUNDOFF,
+    Case,
+    Results,
+    absolute_norms,
+    assert_equal_to,
+    cases,
+    exact,
+    found,
+)
 
 from ringattn import RingAttention, Workload, detect
 from ringattn.errors import InputError, PlanError
@@ -86,6 +96,42 @@ def test_blocks_of_math_under_a_window(length: int, window: int, monkeypatch: py
     case = Case(length, causal=True, window=window, head_dim=3)
     inputs, dout = case.inputs(), case.dout()
     assert_equal_to(found(case.module(), *inputs, dout), exact(case, *inputs, dout))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@given(
+    length=st.integers(2, 60), window=st.integers(1, 59), kv_heads=st.integers(1, 2), batch=st.integers(1, 2),
+    layout=st.sampled_from(ALL_LAYOUTS),
+)  # fmt: skip
+def test_a_kernel_without_windows_has_them_in_blocks(
+    dtype: torch.dtype, length: int, window: int, kv_heads: int, batch: int, layout: str
+) -> None:
+    window = min(window, length - 1)
+    case = Case(length, 2 * kv_heads, kv_heads, 8, batch, causal=True, window=window, layout=layout)
+    module = case.module(backend="flash-cpu", dtype=dtype)
+    assert module.plan_for(length, dtype, train=True, batch=batch).tunables.kernels == {"flash-cpu"}
+    inputs, dout = case.inputs(dtype), case.dout(dtype)
+    results, expected = found(module, *inputs, dout), exact(case, *inputs, dout)
+    norms = absolute_norms(case, *inputs, dout)
+    for name, norm in norms.items():
+        x, x64 = getattr(results, name), getattr(expected, name)
+        assert x.dtype is dtype
+        assert (x.double() - x64).norm() <= 8 * UNIT_ROUNDOFF[dtype] * norm, name
+    assert (results.lse.double() - expected.lse).abs().max() <= (2e-2 if dtype is torch.bfloat16 else 1e-5)
+
+
+@given(rows=st.integers(1, 50), window=st.integers(1, 60))
+def test_window_blocks_show_each_key_of_the_window_once(rows: int, window: int) -> None:
+    from ringattn.kernels.window_blocks import _parts
+
+    shown = torch.zeros(rows, rows, dtype=torch.int64)
+    for part in _parts(rows, window):
+        block = torch.ones(part.rows, part.keys, dtype=torch.int64)
+        block = block.tril() if part.kind == "causal" else block.triu() if part.kind == "reverse" else block
+        for tile in range(part.tiles):
+            q, k = part.q_begin + tile * window, part.k_begin + tile * window
+            shown[q : q + part.rows, k : k + part.keys] += block
+    assert torch.equal(shown, torch.ones(rows, rows).tril().triu(1 - window).long())
 
 
 def test_math_makes_no_scores_that_a_window_hides(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +256,7 @@ def test_calls_that_contradict_the_module_are_refused() -> None:
 @pytest.mark.parametrize(
     ("feature", "able"),
     [
-        ({"window": 9}, {"flash", "math", "flash-attn-2", "flash-attn-4", "xformers", "triton"}),
+        ({"window": 9}, {"flash", "flash-cpu", "math", "flash-attn-2", "flash-attn-4", "xformers", "triton"}),
         ({"softcap": 2.0}, {"math", "flash-attn-2", "flash-attn-4", "triton"}),
         ({"head_dim_v": 32}, {"cudnn", "efficient", "math", "flash-attn-4"}),
         ({"window": 9, "softcap": 2.0, "head_dim_v": 32}, {"math", "flash-attn-4"}),
@@ -238,5 +284,5 @@ def test_a_kernel_without_it_is_refused_with_those_that_have_it(
 
 
 def test_a_named_kernel_that_lacks_it_is_refused_at_init() -> None:
-    with pytest.raises(PlanError, match=r"flash-cpu: no sliding window, no softcap; math, .* have it"):
+    with pytest.raises(PlanError, match=r"flash-cpu: no softcap; math, .* have it"):
         RingAttention(2, 4, causal=True, window=5, softcap=1.0, backend="flash-cpu", profile=None, device="cpu")

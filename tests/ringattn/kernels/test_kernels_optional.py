@@ -309,17 +309,18 @@ class FakeFlash2:
     def fwd(self, *args: Any) -> list[Tensor]:
         q, k, v, out, alibi, dropout, scale, causal, left, right, softcap, return_softmax, generator = args
         assert (out, alibi, generator) == (None, None, None)
-        assert (dropout, left, right, softcap, return_softmax) == (0.0, -1, -1, 0.0, False)
-        return [*kernels_math.forward(q, k, v, causal, scale), torch.empty(0), torch.empty(2)]
+        assert (dropout, right, return_softmax) == (0.0, 0 if left >= 0 else -1, False)
+        found = kernels_math.forward(q, k, v, causal, scale, left + 1, softcap)
+        return [*found, torch.empty(0), torch.empty(2)]
 
     def bwd(self, *args: Any) -> list[Tensor]:
         dout, q, k, v, out, lse, dq, dk, dv, alibi, *rest = args
         dropout, scale, causal, left, right, softcap, deterministic, generator, rng_state = rest
         assert (alibi, generator, rng_state) == (None, None, None)
-        assert (dropout, left, right, softcap, deterministic) == (0.0, -1, -1, 0.0, True)
+        assert (dropout, right, deterministic) == (0.0, 0 if left >= 0 else -1, True)
         assert dout.stride(-1) == 1
         assert lse.is_contiguous()
-        _write((dq, dk, dv), kernels_math.backward(dout, q, k, v, out, lse, causal, scale))
+        _write((dq, dk, dv), kernels_math.backward(dout, q, k, v, out, lse, causal, scale, left + 1, softcap))
         return [dq, dk, dv, torch.empty(0)]
 
 
@@ -349,6 +350,11 @@ def _fake_3_backward(
     return torch.empty(0)
 
 
+def _flash_4_window(left: int | None, right: int | None) -> int:
+    assert right == (None if left is None else 0)
+    return 0 if left is None else left + 1
+
+
 class FakeFlash4:
     def __init__(self) -> None:
         self.forward_tile: tuple[object, ...] = ()
@@ -361,6 +367,9 @@ class FakeFlash4:
         qv: None = None,
         softmax_scale: float | None = None,
         causal: bool = False,
+        softcap: float | None = None,
+        window_size_left: int | None = None,
+        window_size_right: int | None = None,
         tile_mn: tuple[int, int] | None = None,
         mma_pv_is_rs: bool | None = None,
         intra_wg_overlap: bool | None = None,
@@ -370,7 +379,8 @@ class FakeFlash4:
     ) -> tuple[Tensor | None, ...]:
         assert softmax_scale is not None
         self.forward_tile = (tile_mn, mma_pv_is_rs, intra_wg_overlap, pack_gqa)
-        out, lse = kernels_math.forward(q, k, v, causal, softmax_scale)
+        window = _flash_4_window(window_size_left, window_size_right)
+        out, lse = kernels_math.forward(q, k, v, causal, softmax_scale, window, softcap or 0.0)
         return out, lse if return_lse else None, None, None, None
 
     def bwd(
@@ -384,13 +394,16 @@ class FakeFlash4:
         softmax_scale: float = 0.0,
         causal: bool = False,
         softcap: float = 0.0,
+        window_size_left: int | None = None,
+        window_size_right: int | None = None,
         deterministic: bool = False,
         dq: Tensor | None = None,
         dk: Tensor | None = None,
         dv: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         assert deterministic
-        computed = kernels_math.backward(dout, q, k, v, out, lse, causal, softmax_scale)
+        window = _flash_4_window(window_size_left, window_size_right)
+        computed = kernels_math.backward(dout, q, k, v, out, lse, causal, softmax_scale, window, softcap)
         if dq is None or dk is None or dv is None:
             return computed
         _write((dq, dk, dv), computed)
@@ -401,7 +414,11 @@ class FakeFmha:
     """``xformers.ops.fmha``: "flash" exact, "cutlass" with LSE rows padded to 32 and ``out`` read as contiguous."""
 
     class LowerTriangularMask:
-        pass
+        _window_size = 0
+
+    class LowerTriangularFromBottomRightLocalAttentionMask:
+        def __init__(self, window_size: int) -> None:
+            self._window_size = window_size
 
     def forward(
         self,
@@ -414,7 +431,8 @@ class FakeFmha:
         *,
         op: str,
     ) -> tuple[Tensor, Tensor]:
-        out, lse = kernels_math.forward(query, key, value, attn_bias is not None, scale)
+        window = getattr(attn_bias, "_window_size", 0)
+        out, lse = kernels_math.forward(query, key, value, attn_bias is not None, scale, window)
         if op == "cutlass forward":
             lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32))
         return out, lse
@@ -435,7 +453,8 @@ class FakeFmha:
     ) -> tuple[Tensor, ...]:
         assert op in ("flash backward", "cutlass backward")
         assert output.is_contiguous()
-        return kernels_math.backward(grad, query, key, value, output, lse, attn_bias is not None, scale)
+        window = getattr(attn_bias, "_window_size", 0)
+        return kernels_math.backward(grad, query, key, value, output, lse, attn_bias is not None, scale, window)
 
 
 def _operator(name: str) -> types.SimpleNamespace:
@@ -462,15 +481,17 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> FakeFlash4:
         memory_efficient_attention_backward=fmha.backward,
         flash=_operator("flash"),
         cutlass=_operator("cutlass"),
-        attn_bias=types.SimpleNamespace(LowerTriangularMask=FakeFmha.LowerTriangularMask),
+        attn_bias=FakeFmha,
     )
     return fake_4
 
 
-def _exact(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
+def _exact(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool, scale: float, **options: Any
+) -> tuple[Tensor, ...]:
     """out, lse, dq, dk, dv in float64 from the definition."""
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
-    out, lse = dilated_attention_reference(q, k, v, Pattern(), causal, scale)
+    out, lse = dilated_attention_reference(q, k, v, Pattern(), causal, scale, **options)
     return out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), dout.double())
 
 
@@ -497,6 +518,24 @@ def test_arguments_arrive_where_they_belong(name: str, causal: bool, kv_heads: i
     strided_lse = lse.transpose(1, 2).contiguous().transpose(1, 2)
     grads = kernel.backward(dout, q, k, v, out, strided_lse)
     _assert_all_close((out, lse, *grads), _exact(q, k, v, dout, causal, 0.3))
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        (name, options)
+        for options in ({"window": 1}, {"window": 4}, {"softcap": 0.5}, {"window": 4, "softcap": 0.5})
+        for name, kernel in TABLE.items()
+        if kernel.features.issuperset(options)
+    ],
+)
+def test_a_window_and_a_softcap_arrive(name: str, options: dict[str, Any]) -> None:
+    q, dout, k, v = _random(*((2, 9, 4, 8),) * 4)
+    kernel = TABLE[name].load(KernelConfig(causal=True, scale=0.3, deterministic=True, **options))
+    out, lse = kernel.forward(q, k, v)
+    grads = kernel.backward(dout, q, k, v, out, lse)
+    _assert_all_close((out, lse, *grads), _exact(q, k, v, dout, True, 0.3, **options))
 
 
 @pytest.mark.usefixtures("stand_ins")

@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from ringattn.attention import RingAttention
 from ringattn.decoding.cross import Align
 from ringattn.errors import InputError
+from ringattn.runtime.documents import Documents
 
 from .masks import Keys
 from .pool import AttentionPool
@@ -38,11 +39,13 @@ def attend(
     keys: Keys | None = None,
     of_one: bool = False,
     total_length: int | None = None,
+    cu_seqlens: Documents | None = None,
 ) -> Result:
     """Attend over q (B, Sq, H, D) with k (B, Sk, Hkv, D) and v (B, Sk, Hkv, Dv); out is like q, with Dv.
 
     ``keys`` says which keys there are; None that all are. With them ``causal`` and ``window`` are theirs. A causal mask
-    is aligned to the end of queries and keys or to their start. A query without a key gets 0, and an lse of -inf; so
+    is aligned to the end of queries and keys or to their start. ``total_length`` and ``cu_seqlens`` are those of a call
+    over several ranks, without ``keys``. A query without a key gets 0, and an lse of -inf; so
     does one at padding, where causality, documents or ``of_one`` say that queries and keys are one sequence.
     """
     head_dim, value_dim = q.shape[3], v.shape[3]
@@ -57,7 +60,7 @@ def attend(
         if keys is not None:
             _check_length(keys, k)
             k, v, window = k[:, : keys.length], v[:, : keys.length], keys.window
-        out, lse = _unmasked(attention, q, k, v, window, aligned, with_lse, total_length)
+        out, lse = _unmasked(attention, q, k, v, window, aligned, with_lse, total_length, cu_seqlens)
     return (out if value_dim == q.shape[3] else out[..., :value_dim]), lse
 
 
@@ -70,11 +73,12 @@ def _unmasked(
     aligned: Align,
     with_lse: bool,
     total_length: int | None = None,
+    cu_seqlens: Documents | None = None,
 ) -> Result:
     if q.shape[1] != k.shape[1] or (window is not None and window < k.shape[1]):
         found: Any = attention.cross(q, k, v, aligned, with_lse, window)
     else:
-        found = attention(q, k, v, with_lse, total_length)
+        found = attention(q, k, v, with_lse, total_length, cu_seqlens)
     return found if with_lse else (found, None)
 
 

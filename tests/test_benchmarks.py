@@ -12,7 +12,7 @@ import pytest
 import torch
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-ON_GPUS = ("decode", "dense", "dilated", "fused_ops", "launch", "memory", "packed", "ring", "triton_kernel")
+ON_GPUS = ("decode", "dense", "dilated", "fused_ops", "generate", "launch", "memory", "packed", "ring", "triton_kernel")
 
 
 def end_of(name: str, monkeypatch: pytest.MonkeyPatch) -> object:
@@ -76,3 +76,15 @@ def test_decoding_is_tried_on_any_machine(
     ]
     assert all(row["differs"] < 1e-2 for row in rows[:2])
     assert "share_of_copy" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("more", ["", "--batch 2 --padded"])
+def test_generation_is_timed_on_a_cpu_too(more: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    small = f"--device cpu --tiny --profile none --layers 1 --tokens 4 --turns 1 --lengths 9 {more} --output {tmp_path}"
+    monkeypatch.setattr(sys, "argv", ["generate.py", *small.split()])
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    runpy.run_path(str(BENCHMARKS / "generate.py"), run_name="__main__")
+    (row,) = json.loads((tmp_path / "generate.json").read_text("utf-8"))["rows"]
+    assert row["same_tokens"] == 1.0
+    assert row["ringtune_ms"] > 0

@@ -7,7 +7,6 @@ positions of all documents of a batch.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from typing import Any
 
 import torch
@@ -125,22 +124,20 @@ def _packed(attention: RingAttention, q: Tensor, k: Tensor, v: Tensor, keys: Key
 
 
 def _by_jobs(attention: RingAttention, q: Tensor, k: Tensor, v: Tensor, keys: Keys, with_lse: bool) -> Result:
-    """Attend job by job, those of one shape together."""
+    """Attend job by job, those of one shape together; in place where they lie evenly, as behind padding on the left."""
     batch, queries, heads, head_dim = q.shape
-    groups = defaultdict(list)
-    for job in keys.jobs(batch, queries):
-        if not len(job.queries) or not len(job.keys):
-            continue
-        if keys.window is not None and job.keys[-1] - job.keys[0] >= len(job.keys):
-            raise InputError("a sliding window counts positions, and a document has padding inside of it")
-        groups[len(job.queries), len(job.keys)].append(job)
     out, lse = _nothing(q, k, v)
     out, lse_TH = out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
-    for jobs in groups.values():
-        at_q = torch.stack([job.row * queries + job.queries for job in jobs]).to(q.device)
-        at_k = torch.stack([job.row * k.shape[1] + job.keys for job in jobs]).to(q.device)
-        q_rows, k_rows, v_rows = (x.flatten(0, 1)[at] for x, at in ((q, at_q), (k, at_k), (v, at_k)))
-        part, part_lse = _unmasked(attention, q_rows, k_rows, v_rows, keys.window, "end", with_lse)
+    for jobs in keys.calls(batch, queries):
+        if keys.window is not None and not jobs.gapless:
+            raise InputError("a sliding window counts positions, and a document has padding inside of it")
+        at_q, at_k = jobs.at(queries, k.shape[1], q.device)
+        if jobs.even is None:
+            of_q, of_k, of_v = (x.flatten(0, 1)[at] for x, at in ((q, at_q), (k, at_k), (v, at_k)))
+        else:
+            rows, q_rows, k_rows = jobs.even
+            of_q, of_k, of_v = q[rows, q_rows], k[rows, k_rows], v[rows, k_rows]
+        part, part_lse = _unmasked(attention, of_q, of_k, of_v, keys.window, "end", with_lse)
         out = out.index_copy(0, at_q.flatten(), part.flatten(0, 1))
         if part_lse is not None:
             lse_TH = lse_TH.index_copy(0, at_q.flatten(), part_lse.transpose(1, 2).flatten(0, 1))

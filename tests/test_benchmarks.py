@@ -18,6 +18,7 @@ ON_GPUS = (
     "dilated",
     "encoder_layer",
     "fused_ops",
+    "generate",
     "launch",
     "memory",
     "packed",
@@ -87,3 +88,15 @@ def test_decoding_is_tried_on_any_machine(
     ]
     assert all(row["differs"] < 1e-2 for row in rows[:2])
     assert "share_of_copy" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("more", ["", "--batch 2 --padded"])
+def test_generation_is_timed_on_a_cpu_too(more: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    small = f"--device cpu --tiny --profile none --layers 1 --tokens 4 --turns 1 --lengths 9 {more} --output {tmp_path}"
+    monkeypatch.setattr(sys, "argv", ["generate.py", *small.split()])
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    runpy.run_path(str(BENCHMARKS / "generate.py"), run_name="__main__")
+    (row,) = json.loads((tmp_path / "generate.json").read_text("utf-8"))["rows"]
+    assert row["same_tokens"] == 1.0
+    assert row["ringtune_ms"] > 0

@@ -24,7 +24,8 @@ FLASH_ATTN = {
 RING_FLASH_ATTENTION = {
     *(f"{kind}flash_attn{packed}_func" for kind in ("ring_", "zigzag_ring_", "stripe_")
       for packed in ("", "_kvpacked", "_qkvpacked")),
-    "ring_flash_attn_varlen_func", "zigzag_ring_flash_attn_varlen_func", "llama3_flash_attn_varlen_func",
+    *(f"{kind}flash_attn_varlen{packed}_func" for kind in ("ring_", "zigzag_ring_", "llama3_")
+      for packed in ("", "_kvpacked", "_qkvpacked")),
     "llama3_flash_attn_prepare_cu_seqlens", "substitute_hf_flash_attn", "update_ring_flash_attn_params",
 }  # fmt: skip
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,17 +20,19 @@ from ringattn.errors import InputError
 from ringattn.hardware.kernel_faults import Combination
 from ringattn.planning.plan import Plan
 from ringattn.planning.table import ModuleShape, PlanTable
-from ringattn.runtime.inputs import check_dtypes, check_inputs
+from ringattn.runtime.inputs import check_dtypes, check_inputs, check_length
 from ringattn.workload import Mode
 
 from .blocks import Extent
 from .kernel_choice import BlockKernels, rounded
+from .one_block import OneBlock
 from .program import CrossProgram
 
 if TYPE_CHECKING:
     from ringattn.distributed.context import RingContext
 
 Align = Literal["end", "start"]
+T = TypeVar("T")
 _MOST_PROGRAMS = 256
 FEW_QUERIES = 16  # beyond, kernels for whole sequences have the work that they are made for
 
@@ -58,9 +60,18 @@ def check_align(align: object) -> None:
 
 
 def cross(
-    module: CrossModule, q: Tensor, k: Tensor, v: Tensor, align: Align, window: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return out (B, Sq, H, D) and lse (B, H, Sq) of q over k and v (B, Sk, Hkv, D); see ``RingAttention.cross``."""
+    module: CrossModule,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    align: Align,
+    window: int | None = None,
+    with_lse: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Return out (B, Sq, H, D) and lse (B, H, Sq) of q over k and v (B, Sk, Hkv, D); see ``RingAttention.cross``.
+
+    lse may be None where it is not asked for.
+    """
     check_align(align)
     if window is not None and not (module.shape.causal and module.shape.pattern.dense):
         raise InputError(f"window is {window!r}, and a sliding window is of causal dense attention")
@@ -73,8 +84,8 @@ def cross(
     if torch.compiler.is_exporting() or transforms_active():
         raise InputError("torch.export and torch.func take no queries at other positions than the keys")
     if torch.compiler.is_compiling():
-        return torch.compiler.disable(_cross)(module, q, k, v, align, window)  # type: ignore[no-untyped-call, no-any-return]
-    return _cross(module, q, k, v, align, window)
+        return torch.compiler.disable(_cross)(module, q, k, v, align, window, with_lse)  # type: ignore[no-untyped-call, no-any-return]
+    return _cross(module, q, k, v, align, window, with_lse)
 
 
 def window_of(shape: ModuleShape, window: int | None) -> int | None:
@@ -85,29 +96,73 @@ def window_of(shape: ModuleShape, window: int | None) -> int | None:
 
 
 def _cross(
-    module: CrossModule, q: Tensor, k: Tensor, v: Tensor, align: Align, window: int | None
-) -> tuple[Tensor, Tensor]:
+    module: CrossModule, q: Tensor, k: Tensor, v: Tensor, align: Align, window: int | None, with_lse: bool
+) -> tuple[Tensor, Tensor | None]:
     train, autocast = module.call_mode(q, k, v)
+    looks = None if train or autocast is not None else looks_of(module, q, k, v, align, window, with_lse)
+    run: Runner | None = module.cross_programs.get(looks)
+    if run is not None:
+        check_length(k.shape[1], module.shape.max_seq_len)
+        return run(q, k, v)
     narrow = autocast if module.casts(q, autocast) else None
     if narrow is not None:
         check_dtypes(q, k, v)
     check_inputs(q, k, v, module.shape, module.device, cross=True)
     queries, keys = q.shape[1], k.shape[1]
     extent = Extent(keys - queries if align == "end" else 0, queries, 0, keys, window)
+    if looks is not None:
+        run = remember(module, looks, run_over_all(module, q, k, v, extent, with_lse))
+        return run(q, k, v)
     run = attend_at(module, q, k, v, extent, train, narrow)
     if autocast is not None:
         run = without_autocast(run, module.device.type, narrow)
     return run(q, k, v)
 
 
+def looks_of(
+    module: CrossModule, q: Tensor, k: Tensor, v: Tensor, align: Align, window: int | None, with_lse: bool
+) -> tuple[Any, ...] | None:
+    """Return what calls have in common that one function runs; None where queries do not see every key.
+
+    A cache has more keys at every step, in tensors with other strides: of these the next lengths up to a rounded one
+    are alike.
+    """
+    queries, keys, shape = q.shape[1], k.shape[1], module.shape
+    every = not shape.causal or (queries == 1 and align == "end" and (window is None or window >= keys))
+    if not every or not shape.pattern.dense or keys == 0 or k.shape != v.shape:
+        return None
+    of_keys = (k.shape[0], k.shape[2:], k.stride(3), v.stride(3), k.dtype, v.dtype, k.device, v.device)
+    return ("whole", with_lse, q.shape, q.stride(), q.dtype, q.device, of_keys, rounded(keys))
+
+
+def remember(module: CrossModule, key: tuple[Any, ...], made: T) -> T:
+    """Return what was made, kept for the next call."""
+    if len(module.cross_programs) >= _MOST_PROGRAMS:
+        module.cross_programs.clear()
+    module.cross_programs[key] = made
+    return made
+
+
 def attend_at(
     module: CrossModule, q: Tensor, k: Tensor, v: Tensor, extent: Extent, train: bool, narrow: torch.dtype | None = None
 ) -> Runner:
     """Return the function that attends with tensors like these at these positions, computing from dtype ``narrow``."""
+    program = _program_at(module, q, extent, train, narrow)
+    return runner_of(program, q, k, v, train, with_lse=True)
+
+
+def run_over_all(module: CrossModule, q: Tensor, k: Tensor, v: Tensor, extent: Extent, with_lse: bool) -> Runner:
+    """Return the function for calls that look alike, without gradients, in which every query sees every key."""
+    program = OneBlock(_program_at(module, q, extent, False, None), module.scale, q, k.shape[2])
+    return runner_of(program, q, k, v, False, with_lse)
+
+
+def _program_at(
+    module: CrossModule, q: Tensor, extent: Extent, train: bool, narrow: torch.dtype | None
+) -> CrossProgram:
     length = max(extent.queries, extent.keys, 1)
     mode: Mode = "train" if train else "decode" if extent.queries <= FEW_QUERIES else "infer"
-    program = program_of(module, q.shape[0], length, DTYPE_NAMES[narrow or q.dtype], mode)
-    return runner_of(program.at(extent), q, k, v, train, with_lse=True)
+    return program_of(module, q.shape[0], length, DTYPE_NAMES[narrow or q.dtype], mode).at(extent)
 
 
 def program_of(module: CrossModule, batch: int, length: int, dtype: str, mode: Mode) -> CrossProgram:
@@ -119,7 +174,7 @@ def program_of(module: CrossModule, batch: int, length: int, dtype: str, mode: M
             row = module.plan.decode_at(rounded(length), dtype, batch)
         else:
             row = module.plan.local_at(rounded(length), dtype, mode == "train", batch)
-        program = module.cross_programs[key] = program_for(module, row.runnable())
+        program = remember(module, key, program_for(module, row.runnable()))
     return program
 
 
@@ -129,10 +184,8 @@ def program_for(module: CrossModule, plan: Plan) -> CrossProgram:
     key = (plan.tunables, plan.workload.mode, batch)
     program: CrossProgram | None = module.cross_programs.get(key)
     if program is None:
-        if len(module.cross_programs) >= _MOST_PROGRAMS:
-            module.cross_programs.clear()
         kernels = BlockKernels(plan, module.plan, module.scale, module.validate_kernels)
-        program = module.cross_programs[key] = CrossProgram(plan, module.scale, kernels)
+        program = remember(module, key, CrossProgram(plan, module.scale, kernels))
     return program
 
 

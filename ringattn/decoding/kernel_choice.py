@@ -38,21 +38,25 @@ class BlockKernels:
     def __init__(self, plan: Plan, table: PlanTable, scale: float, validate: Validate) -> None:
         self._plan, self._table, self._scale, self._validate = plan, table, scale, validate
         self._bound: dict[tuple[str, bool], BoundKernel] = {}
-        self._chosen: dict[tuple[int, bool, bool, int, int, int, int], BoundKernel] = {}
+        self._chosen: dict[tuple[int, bool, bool, int, int, int, int], tuple[str, BoundKernel]] = {}
 
     def __call__(self, block: Block, backward: bool, row_elements: int) -> BoundKernel:
+        return self.named(block, backward, row_elements)[1]
+
+    def named(self, block: Block, backward: bool, row_elements: int) -> tuple[str, BoundKernel]:
+        """Return the name of the kernel of a block, and the kernel; PlanError where none can run it."""
         keys = block.k.count if backward or block.causal else rounded(block.k.count)
         key = (block.branch, backward, block.causal, block.q.count, keys, block.heads.count, row_elements)
-        kernel = self._chosen.get(key)
-        if kernel is None:
+        chosen = self._chosen.get(key)
+        if chosen is None:
             name = self._name(block, keys, backward, row_elements)
             full = not block.causal
             if (name, full) not in self._bound:
                 self._bound[name, full] = bind(self._plan, name, self._scale, full=full)
             if len(self._chosen) >= _MOST_REMEMBERED:
                 self._chosen.clear()
-            kernel = self._chosen[key] = self._bound[name, full]
-        return kernel
+            chosen = self._chosen[key] = name, self._bound[name, full]
+        return chosen
 
     def _name(self, block: Block, keys: int, backward: bool, row_elements: int) -> str:
         """Return the kernel of a block; PlanError with every candidate's reasons where none can."""

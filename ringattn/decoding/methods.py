@@ -44,8 +44,11 @@ class DecodingMethods:
         Returns what ``forward`` does, for Sq positions, and autograd comes back to q, k, v and lse in the same way.
         InputError over several ranks, under torch.export and under torch.func; torch.compile breaks its graph here.
         """
-        out, lse = cross(self, q, k, v, align, window)
-        return (out, lse) if return_lse else out
+        out, lse = cross(self, q, k, v, align, window, return_lse)
+        if not return_lse:
+            return out
+        assert lse is not None
+        return out, lse
 
     def kv_cache(
         self: CrossModule,

@@ -9,7 +9,7 @@ J key/value heads, G = H / Hkv.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -22,15 +22,13 @@ from ringattn.runtime.merge import accumulator_dtype
 from ringattn.runtime.program import Program, TravelBackward, TravelForward
 
 from .blocks import Block, Extent, Heads, Rows, blocks_of
-
-# (block, whether its backward, elements between neighbouring rows of q) -> the kernel that runs it
-KernelOf = Callable[[Block, bool, int], BoundKernel]
+from .kernel_choice import BlockKernels
 
 
 class CrossProgram(Program):
     """Plan for queries at some positions and keys at others; ``at`` says which."""
 
-    def __init__(self, plan: Plan, scale: float, kernel_of: KernelOf) -> None:
+    def __init__(self, plan: Plan, scale: float, kernel_of: BlockKernels) -> None:
         super().__init__(plan, scale)
         self._kernel_of = kernel_of
         self._merge = merge_of(plan)
@@ -91,6 +89,13 @@ class CrossProgram(Program):
                 view = _view(total, rows, block.heads, kv_heads)
                 view.add_(_turned(part.reshape(view.shape), block))
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+    def kernel_over_all(self, q: Tensor, kv_heads: int) -> tuple[str, BoundKernel]:
+        """Return the kernel, and its name, of the one block that all queries and keys are: each sees every key."""
+        (block,) = self._blocks(kv_heads)
+        assert _covers(block, q, kv_heads)
+        assert not block.causal
+        return self._kernel_of.named(block, False, q.stride(1))
 
     def _blocks(self, kv_heads: int) -> tuple[Block, ...]:
         assert self._extent is not None

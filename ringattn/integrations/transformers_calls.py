@@ -22,6 +22,7 @@ from ringattn.modules.masks import (
     remembered,
 )
 from ringattn.modules.pool import AttentionPool
+from ringattn.runtime.documents import Documents, documents_of
 
 from .transformers_masks import keys_of_codes
 
@@ -114,22 +115,16 @@ def _mask_keys(mask: Tensor, call: Call) -> Keys:
 
 def _of_bounds(q: Tensor, k: Tensor, call: Call) -> Keys | None:
     """Return the keys of documents that ``cu_seq_lens`` bound; None without it."""
-    bounds, of_keys = call.cu_seq_lens_q, call.cu_seq_lens_k
-    if bounds is None and of_keys is None:
+    packed = _bounds_given(call)
+    if packed is None:
         return None
-    if bounds is None or of_keys is None:
-        raise InputError("one of cu_seq_lens_q and cu_seq_lens_k is given; give both")
     if q.shape[:2] != k.shape[:2] or len(q) != 1:
         raise InputError(
             f"cu_seq_lens_q is for documents packed into one row, and q has {len(q)} rows of {q.shape[1]} positions, k "
             f"{len(k)} of {k.shape[1]}"
         )
-    packed, other = (
-        remembered(keys_of_bounds, given, q.shape[1], call.causal, call.sliding_window) for given in (bounds, of_keys)
-    )
-    if other.documents != packed.documents:
-        raise InputError("cu_seq_lens_q and cu_seq_lens_k differ; documents that attend to others are not supported")
-    return packed
+    assert call.cu_seq_lens_q is not None
+    return remembered(keys_of_bounds, call.cu_seq_lens_q, q.shape[1], call.causal, call.sliding_window)
 
 
 @torch.compiler.disable(reason="ranks agree on every call")  # type: ignore[no-untyped-call, untyped-decorator]
@@ -140,38 +135,68 @@ def attend_over_ranks(
     window = call.sliding_window if call.causal else None
     attention = pool.module_for(q, k, call.causal, options["scale"], options.get("softcap"), window)
     with attention.reporting():
-        _check_over_ranks(attention, q, k, mask, call)
-    return attend(pool, q, k, v, causal=call.causal, total_length=call.total_length, window_of_module=window, **options)
+        packed = _check_over_ranks(attention, q, k, mask, call)
+        if options["with_lse"] and attention.call_mode(q, k, v)[0]:
+            raise InputError(
+                "attention sinks (s_aux) over several ranks have no gradient, which is that of the log-sum-exp; train "
+                "on one rank, or a model without sinks"
+            )
+    over_ranks = {"total_length": call.total_length, "cu_seqlens": packed, "window_of_module": window}
+    return attend(pool, q, k, v, causal=call.causal, **over_ranks, **options)
 
 
-def _check_over_ranks(attention: RingAttention, q: Tensor, k: Tensor, mask: Tensor | None, call: Call) -> None:
-    """InputError unless every query attends to all positions of its sequence, or all up to its own."""
+def _check_over_ranks(
+    attention: RingAttention, q: Tensor, k: Tensor, mask: Tensor | None, call: Call
+) -> Documents | None:
+    """Return the packed documents; InputError unless every query attends to all of its sequence, or up to itself."""
     length = q.shape[1]
     if k.shape[1] != length:
         raise InputError("over several ranks there is no cached generation and no cross attention; use one rank")
-    if call.cu_seq_lens_q is not None or call.cu_seq_lens_k is not None:
-        raise InputError("cu_seq_lens_q is for one rank; over several ranks give every sequence a row of its own")
     total = attention.shape.world * length if call.total_length is None else call.total_length
-    if call.sliding_window is not None and call.sliding_window < total and not call.causal:
+    packed = _bounds_given(call)
+    longest = total if packed is None else packed.sizes(len(q), total)[1]
+    if call.sliding_window is not None and call.sliding_window < longest and not call.causal:
         raise InputError(
-            f"sliding_window is {call.sliding_window} without a causal mask, and the sequences have {total} positions "
-            "on all ranks together; use one rank, or set the config's sliding_window to None"
+            f"sliding_window is {call.sliding_window} without a causal mask, and a sequence has {longest} positions on "
+            "all ranks together; use one rank, or set the config's sliding_window to None"
         )
     if call.position_ids is None or call.position_ids.dim() != 2:
         raise InputError("over several ranks the model's call needs position_ids, those of RingAttention.positions")
-    if not remembered(_are_positions, call.position_ids, attention, total):
+    if not remembered(_are_positions, call.position_ids, attention, total, packed):
         raise InputError(
             f"position_ids are not this rank's of {total} positions in layout {attention.layout!r}; give the model "
-            "those of RingAttention.positions, every sequence a row of its own, and total_length where ranks hold "
-            "unequal numbers of positions"
+            "those of RingAttention.positions, total_length where ranks hold unequal numbers of positions, and with "
+            "packed documents cu_seq_lens_q and cu_seq_lens_k of the whole row, and positions from each one's start"
         )
     keys = None if mask is None else _mask_keys(mask, call)
     if keys is not None and keys.window not in (None, call.sliding_window):
         raise InputError(f"sliding_window is {call.sliding_window}, and the attention mask has {keys.window}")
     if keys is not None and (keys.causal != call.causal or not bool((keys.codes > 0).all())):
         raise InputError("over several ranks there is no padding and no mask; give sequences of one length")
+    return packed
 
 
-def _are_positions(position_ids: Tensor, attention: RingAttention, total_length: int) -> bool:
-    expected = attention.positions(total_length).to(position_ids.device)
-    return position_ids.shape[1] == len(expected) and bool((position_ids == expected).all())
+def _bounds_given(call: Call) -> Documents | None:
+    """Return the documents that ``cu_seq_lens`` bound; None without it."""
+    bounds, of_keys = call.cu_seq_lens_q, call.cu_seq_lens_k
+    if bounds is None and of_keys is None:
+        return None
+    if bounds is None or of_keys is None:
+        raise InputError("one of cu_seq_lens_q and cu_seq_lens_k is given; give both")
+    packed, other = (documents_of(given, None) for given in (bounds, of_keys))
+    if other != packed:
+        raise InputError("cu_seq_lens_q and cu_seq_lens_k differ; documents that attend to others are not supported")
+    return packed
+
+
+def _are_positions(position_ids: Tensor, attention: RingAttention, total_length: int, packed: Documents | None) -> bool:
+    expected = attention.positions(total_length, packed)
+    if position_ids.shape[1] != len(expected):
+        return False
+    found = position_ids.to(expected.device)
+    if packed is not None:  # each document counts from its own start; what lies beyond the last is padding
+        bounds = packed.tensor.to(expected.device)
+        inside = expected < bounds[-1]
+        found, expected = found[:, inside], expected[inside]
+        expected = expected - bounds[torch.searchsorted(bounds, expected, right=True) - 1]
+    return bool((found == expected).all())

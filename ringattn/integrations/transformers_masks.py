@@ -4,7 +4,7 @@ transformers describes a mask as a function of (batch element, head, query posit
 its own parts; a mask function of a model's or user's own comes with ``use_vmap`` and is refused. What a composition is
 this finds out by calling it for every key and the positions where its parts begin and end: causal and full masks,
 documents of a packed batch or chunks of fixed length, and causal sliding windows. Other compositions are marked, and
-refused where the first layer reads them. Nothing waits for the device here.
+refused where the first layer reads them. Of the device only whether there is any padding is waited for here.
 
 The result, int32 (B, 1, 2, Sk), has the shape of a mask, so that a model hands it on as it is: the codes of ``Keys``,
 and below them one number, the same everywhere, for causal and window.
@@ -61,6 +61,10 @@ def mask_codes(
     mask_function = causal_mask if mask_function is None else mask_function
     full = mask_function is full_mask
     end = kv_offset + kv_length if full else q_offset + q_length
+    if attention_mask is not None and not torch.compiler.is_compiling():  # in which nothing is read
+        there = attention_mask[:, kv_offset : kv_offset + kv_length]
+        if there.shape[1] == kv_length and bool(there.all()):  # the mask of all that generate() passes on
+            attention_mask = None
     if attention_mask is None and (full or mask_function is causal_mask) and isinstance(end, int):
         all_there = end == kv_offset + kv_length
         if full or (all_there and q_length in (1, kv_length)):

@@ -7,7 +7,6 @@ positions of all documents of a batch.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch.nn.functional import pad
 from ringattn.attention import RingAttention
 from ringattn.decoding.cross import Align
 from ringattn.errors import InputError
+from ringattn.runtime.documents import Documents
 
 from .masks import Keys
 from .pool import AttentionPool
@@ -40,13 +40,15 @@ def attend(
     keys: Keys | None = None,
     of_one: bool = False,
     total_length: int | None = None,
+    cu_seqlens: Documents | None = None,
 ) -> Result:
     """Attend over q (B, Sq, H, D) with k (B, Sk, Hkv, D) and v (B, Sk, Hkv, Dv); out is like q, with Dv.
 
     ``keys`` says which keys there are; None that all are. With them ``causal`` and ``window`` are theirs. A causal mask
-    is aligned to the end of queries and keys or to their start. ``window_of_module`` is the window of whole sequences
-    over several ranks. A query without a key gets 0, and an lse of -inf; so does one at padding, where causality,
-    documents or ``of_one`` say that queries and keys are one sequence.
+    is aligned to the end of queries and keys or to their start. ``total_length`` and ``cu_seqlens`` are those of a call
+    over several ranks, without ``keys``, and ``window_of_module`` the window of their whole sequences. A query without
+    a key gets 0, and an lse of -inf; so does one at padding, where causality, documents or ``of_one`` say that queries
+    and keys are one sequence.
     """
     head_dim, value_dim = q.shape[3], v.shape[3]
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
@@ -64,7 +66,7 @@ def attend(
     if keys is not None:
         out, lse = _masked(attention, q, k, v, keys, of_one, with_lse)
     else:
-        out, lse = _unmasked(attention, q, k, v, window, aligned, with_lse, total_length)
+        out, lse = _unmasked(attention, q, k, v, window, aligned, with_lse, total_length, cu_seqlens)
     return (out if value_dim == q.shape[3] else out[..., :value_dim]), lse
 
 
@@ -77,11 +79,12 @@ def _unmasked(
     aligned: Align,
     with_lse: bool,
     total_length: int | None = None,
+    cu_seqlens: Documents | None = None,
 ) -> Result:
     if q.shape[1] != k.shape[1] or (window is not None and window < k.shape[1]):
         found: Any = attention.cross(q, k, v, aligned, with_lse, window)
     else:
-        found = attention(q, k, v, with_lse, total_length)
+        found = attention(q, k, v, with_lse, total_length, cu_seqlens)
     return found if with_lse else (found, None)
 
 
@@ -128,22 +131,20 @@ def _packed(attention: RingAttention, q: Tensor, k: Tensor, v: Tensor, keys: Key
 
 
 def _by_jobs(attention: RingAttention, q: Tensor, k: Tensor, v: Tensor, keys: Keys, with_lse: bool) -> Result:
-    """Attend job by job, those of one shape together."""
+    """Attend job by job, those of one shape together; in place where they lie evenly, as behind padding on the left."""
     batch, queries, heads, head_dim = q.shape
-    groups = defaultdict(list)
-    for job in keys.jobs(batch, queries):
-        if not len(job.queries) or not len(job.keys):
-            continue
-        if keys.window is not None and job.keys[-1] - job.keys[0] >= len(job.keys):
-            raise InputError("a sliding window counts positions, and a document has padding inside of it")
-        groups[len(job.queries), len(job.keys)].append(job)
     out, lse = _nothing(q, k, v)
     out, lse_TH = out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
-    for jobs in groups.values():
-        at_q = torch.stack([job.row * queries + job.queries for job in jobs]).to(q.device)
-        at_k = torch.stack([job.row * k.shape[1] + job.keys for job in jobs]).to(q.device)
-        q_rows, k_rows, v_rows = (x.flatten(0, 1)[at] for x, at in ((q, at_q), (k, at_k), (v, at_k)))
-        part, part_lse = _unmasked(attention, q_rows, k_rows, v_rows, keys.window, "end", with_lse)
+    for jobs in keys.calls(batch, queries):
+        if keys.window is not None and not jobs.gapless:
+            raise InputError("a sliding window counts positions, and a document has padding inside of it")
+        at_q, at_k = jobs.at(queries, k.shape[1], q.device)
+        if jobs.even is None:
+            of_q, of_k, of_v = (x.flatten(0, 1)[at] for x, at in ((q, at_q), (k, at_k), (v, at_k)))
+        else:
+            rows, q_rows, k_rows = jobs.even
+            of_q, of_k, of_v = q[rows, q_rows], k[rows, k_rows], v[rows, k_rows]
+        part, part_lse = _unmasked(attention, of_q, of_k, of_v, keys.window, "end", with_lse)
         out = out.index_copy(0, at_q.flatten(), part.flatten(0, 1))
         if part_lse is not None:
             lse_TH = lse_TH.index_copy(0, at_q.flatten(), part_lse.transpose(1, 2).flatten(0, 1))

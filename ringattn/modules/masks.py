@@ -5,7 +5,8 @@ Legend: B batch, Sq queries, Sk keys, L positions that exist: a cache may have r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
@@ -28,6 +29,37 @@ class Job(NamedTuple):
     keys: Tensor
 
 
+class Jobs:
+    """Jobs with as many queries and keys as each other, one kernel call.
+
+    ``even`` are batch elements, query positions and key positions where all of these lie evenly, as views then have
+    them; None where rows are gathered. ``gapless`` says whether the keys of every job are consecutive.
+    """
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self.rows = torch.tensor([job.row for job in jobs])
+        self.queries, self.keys = torch.stack([job.queries for job in jobs]), torch.stack([job.keys for job in jobs])
+        alike = bool((self.queries == self.queries[0]).all() and (self.keys == self.keys[0]).all())
+        self.gapless = bool((self.keys.diff(dim=1) == 1).all())
+        spans = [_span(x) for x in (self.rows, self.queries[0], self.keys[0])]
+        self.even = tuple(spans) if alike and all(span is not None for span in spans) else None
+        self._at: dict[tuple[torch.device, int, int], tuple[Tensor, Tensor]] = {}
+
+    def at(self, queries: int, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return query and key positions (jobs, n) on the device, counted through all rows of so many of either."""
+        found = self._at.get((device, queries, keys))
+        if found is None:
+            rows = self.rows[:, None]
+            found = (rows * queries + self.queries).to(device), (rows * keys + self.keys).to(device)
+            self._at[device, queries, keys] = found
+        return found
+
+
+def _span(numbers: Tensor) -> slice | None:
+    """Return consecutive numbers as a slice; None for others."""
+    return slice(int(numbers[0]), int(numbers[-1]) + 1) if bool((numbers.diff() == 1).all()) else None
+
+
 class Keys:
     """Positions of a batch that may be attended: codes (B, L), int, on the host.
 
@@ -43,6 +75,7 @@ class Keys:
         self.plain = bool((codes_BL == 1).all())
         self.single = bool((codes_BL <= 1).all())  # one document in each row
         self._kept: dict[torch.device, Tensor] = {}
+        self._jobs: dict[tuple[int, int], list[Jobs]] = {}
 
     @cached_property
     def lengths(self) -> Documents | None:
@@ -66,6 +99,17 @@ class Keys:
         if kept is None:
             kept = self._kept[device] = (self.codes > 0).flatten().nonzero().flatten().to(device)
         return kept
+
+    def calls(self, batch: int, queries: int) -> list[Jobs]:
+        """Return the jobs that have queries and keys, those of one size together; found once for all layers."""
+        calls = self._jobs.get((batch, queries))
+        if calls is None:
+            groups = defaultdict(list)
+            for job in self.jobs(batch, queries):
+                if len(job.queries) and len(job.keys):
+                    groups[len(job.queries), len(job.keys)].append(job)
+            calls = self._jobs[batch, queries] = [Jobs(jobs) for jobs in groups.values()]
+        return calls
 
     def jobs(self, batch: int, queries: int) -> Iterator[Job]:
         """Yield what ``queries`` rows of each batch element attend to, document by document."""

@@ -1,29 +1,15 @@
-"""One pool of ranks per world size for all tests here, made anew only after a test broke it."""
+"""Ranks that tests share, and some that a test may break."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from faults import TIMEOUT_S
 from pool import Pool
+from shared_ranks import ranks
 
-_pools: dict[int, Pool] = {}
-
-
-@pytest.fixture(scope="session")
-def ranks() -> Iterator[Callable[[int], Pool]]:
-    """``ranks(world)`` is the pool of that size."""
-
-    def of(world: int) -> Pool:
-        if world not in _pools or not _pools[world].alive:
-            _pools[world] = Pool(world)
-        return _pools[world]
-
-    yield of
-    for pool in _pools.values():
-        pool.stop()
-    _pools.clear()
+__all__ = ["ranks"]
 
 
 @pytest.fixture

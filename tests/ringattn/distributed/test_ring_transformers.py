@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +15,13 @@ import torch.distributed as dist
 from example_ranks import run_here, run_ranks
 from masked import masked
 from pool import Pool
+from tiny_models import VOCABULARY, attention, tiny
 from torch import Tensor
 
+from ringattn import RingAttention
 from ringattn.distributed.peer_errors import PeerError
 from ringattn.errors import InputError
+from ringattn.integrations.transformers import register
 from ringattn.integrations.transformers_calls import Call, attend_over_ranks
 from ringattn.integrations.transformers_masks import mask_codes
 from ringattn.modules.pool import AttentionPool
@@ -46,7 +51,7 @@ def causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return key <= query
 
 
-def packed_on_rank(positions: Tensor) -> Any:
+def mask_on_rank(positions: Tensor) -> Any:
     """As transformers writes the mask of positions that jump."""
     number = (positions.diff(prepend=positions[:, :1] - 1) != 1).cumsum(1)
 
@@ -67,8 +72,8 @@ def attended_on_rank(whole: list[Tensor], layout: str) -> list[Tensor]:
     ones = torch.ones(1, length, dtype=torch.bool)
     masks = (
         None,
-        mask_codes(causal, packed_on_rank, 1, length, length, attention_mask=ones),
-        mask_codes(causal, causal, 1, length, length, mask_function=packed_on_rank(positions)),
+        mask_codes(causal, mask_on_rank, 1, length, length, attention_mask=ones),
+        mask_codes(causal, causal, 1, length, length, mask_function=mask_on_rank(positions)),
     )
     call = Call(True, None, positions, None, None, whole[0].shape[1])
     options = {"scale": 0.5, "with_lse": False}
@@ -101,6 +106,62 @@ def test_a_sliding_window_over_ranks(ranks: Callable[[int], Pool]) -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
+ROW_BOUNDS = (0, 6, 7, 7, 18)  # and two positions of padding
+
+
+def packed_on_rank(layout: str, family: str) -> list[Tensor]:
+    """Logits of a model whose row of documents the ranks hold together, and the gradients of all its weights."""
+    register("over-ranks", profile=None, process_group=dist.group.WORLD, layout=layout)
+    model, ids, positions = packed_row(family)
+    config = model.config
+    cutter = RingAttention(
+        config.num_attention_heads, config.head_dim, config.num_key_value_heads, causal=True, profile=None,
+        process_group=dist.group.WORLD, layout=layout,
+    )  # fmt: skip
+    bounds = torch.tensor(ROW_BOUNDS, dtype=torch.int32)
+    whole = torch.stack((ids[0], positions[0]), 1)[None]
+    part_ids, part_positions = cutter.shard(whole, cu_seqlens=ROW_BOUNDS).unbind(2)
+    with attention(model, "over-ranks"):
+        logits = model(
+            part_ids, position_ids=part_positions, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds,
+            total_length=ids.shape[1], use_cache=False,
+        ).logits  # fmt: skip
+    kept = cutter.positions(ids.shape[1], ROW_BOUNDS) < ROW_BOUNDS[-1]
+    dlogits = cutter.shard(weights_of(ids), cu_seqlens=ROW_BOUNDS)
+    grads = torch.autograd.grad(logits[:, kept], list(model.parameters()), dlogits[:, kept])
+    for grad in grads:
+        dist.all_reduce(grad)
+    return [cutter.unshard(logits.detach(), ids.shape[1], cu_seqlens=ROW_BOUNDS), *grads]
+
+
+def packed_row(family: str) -> tuple[Any, Tensor, Tensor]:
+    """A model in float64, and tokens and positions (1, S) of a row of documents with padding at its end."""
+    positions = torch.cat([torch.arange(n) for n in (6, 1, 11, 2)])[None]
+    ids = torch.randint(3, VOCABULARY, positions.shape, generator=torch.Generator().manual_seed(1))
+    return copy.deepcopy(tiny(family)).double(), ids, positions
+
+
+def weights_of(ids: Tensor) -> Tensor:
+    return torch.randn(*ids.shape, VOCABULARY, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_packed_documents_over_ranks_are_those_of_calls_of_their_own(
+    family: str, layout: str, ranks: Callable[[int], Pool]
+) -> None:
+    """Logits and gradients of ``sdpa`` on one device, a call for each document."""
+    model, ids, _ = packed_row(family)
+    with attention(model, "sdpa"):
+        parts = [model(ids[:, begin:end]).logits for begin, end in itertools.pairwise(ROW_BOUNDS) if begin < end]
+    expected = torch.cat(parts, 1)
+    grads = torch.autograd.grad(expected, list(model.parameters()), weights_of(ids)[:, : ROW_BOUNDS[-1]])
+    for logits, *found in ranks(2).run(packed_on_rank, layout, family):
+        torch.testing.assert_close(logits[:, : ROW_BOUNDS[-1]], expected.detach(), rtol=0, atol=1e-9)
+        for one, other in zip(found, grads, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-9)
+
+
 def one_rank_is_wrong() -> str:
     pool = AttentionPool(profile=None, process_group=dist.group.WORLD, layout="contiguous")
     attention = pool.module_for(Q, K, True, 1.0)
@@ -128,8 +189,10 @@ BOUNDS = torch.tensor([0, 6])
     ("given", "told"),
     [
         ({"k": torch.zeros(2, 7, 2, 8)}, "over several ranks there is no cached generation and no cross attention"),
-        ({"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BOUNDS}, "cu_seq_lens_q is for one rank; over several ranks give"),
-        ({"sliding_window": 5, "causal": False}, "sliding_window is 5 without a causal mask, and the sequences have 6"),
+        ({"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BOUNDS}, "cu_seqlens is for packed documents in one row"),
+        ({"cu_seq_lens_q": BOUNDS}, "one of cu_seq_lens_q and cu_seq_lens_k is given; give both"),
+        ({"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BOUNDS[:1]}, "cu_seqlens has 1 entry"),
+        ({"sliding_window": 5, "causal": False}, "sliding_window is 5 without a causal mask, and a sequence has 6"),
         ({"position_ids": None}, "over several ranks the model's call needs position_ids"),
         ({"position_ids": POSITIONS.expand(3, 1, -1)}, "over several ranks the model's call needs position_ids"),
         ({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}, "position_ids are not this rank's of 6 positions"),

@@ -144,3 +144,13 @@ def test_it_takes_every_argument_that_transformers_gives() -> None:
         "config": None,
     }
     assert codes_of(1, 5, 5, mask_function=masking_utils.causal_mask_function, **model_gives) is None
+
+
+def test_a_mask_without_padding_is_none() -> None:
+    """As ``generate`` passes one on at every step; with padding, or of a cache with room, it is not."""
+    ones = torch.ones(2, 6).bool()
+    assert codes_of(2, 1, 6, q_offset=5, attention_mask=ones) is None
+    assert codes_of(2, 6, 6, attention_mask=ones) is None
+    assert codes_of(2, 1, 6, q_offset=5, attention_mask=ones[:, :5]) is not None
+    assert codes_of(2, 1, 6, q_offset=5, attention_mask=ones & (torch.arange(6) > 0)) is not None
+    assert codes_of(2, 1, 8, q_offset=5, attention_mask=ones) is not None

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from masked import allowed_by, masked
 from torch import Tensor
 
+from ringattn import RingAttention
 from ringattn.errors import InputError
 from ringattn.modules import masks
 from ringattn.modules.attend import attend
@@ -198,3 +199,22 @@ def test_a_tensor_that_counts_no_versions_is_read_every_time() -> None:
         assert remembered(lambda x: x.sum().item(), x) == 3
         x += 1
         assert remembered(lambda x: x.sum().item(), x) == 6
+
+
+def test_a_cache_behind_padding_on_the_left_is_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neighbouring sequences of one length in one call, and none of the keys copied; jobs are found once."""
+    kept = torch.arange(9) >= torch.tensor([[3], [3], [0], [5]])
+    keys = keys_of_padding(kept, causal=True)
+    q, k, v = (x.detach() for x in inputs(4, 1, 9))
+    seen, real = [], RingAttention.cross
+
+    def noted(self: RingAttention, *tensors: Any) -> Any:
+        seen.append(tensors[1])
+        return real(self, *tensors)
+
+    monkeypatch.setattr(RingAttention, "cross", noted)
+    out, _ = attend(POOL, q, k, v, causal=True, keys=keys)
+    assert [tuple(x.shape[:2]) for x in seen] == [(2, 6), (1, 9), (1, 4)]
+    assert all(x.untyped_storage().data_ptr() == k.untyped_storage().data_ptr() for x in seen)
+    torch.testing.assert_close(out, masked(q, k, v, allowed_by(keys, 4, 1)), rtol=0, atol=1e-12)
+    assert keys.calls(4, 1) is keys.calls(4, 1)

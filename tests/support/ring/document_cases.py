@@ -27,15 +27,19 @@ class DocumentsCase:
     def documents(self) -> dict[str, Any]:
         return {"cu_seqlens": self.cu_seqlens} if self.cu_seqlens is not None else {"lengths": self.lengths}
 
-    def module(self) -> RingAttention:
-        """A module that obeys exactly this schedule, for these documents."""
+    def profile(self, world: int) -> Profile:
+        """A profile of this one plan, for these documents."""
         ring, case = self.ring, self.ring.case
-        world = dist.get_world_size()
         count, longest, positions = documents_of(self.cu_seqlens, self.lengths).sizes(case.batch, case.length)
         share = max(2, -(-longest // world))
         tokens = min(count * share, max(share + count - 1, -(-positions // world)))
         workload = replace(case.workload(), seq_len=share, batch=count, packed_tokens=tokens, world=world)
-        profile = Profile.single(cpu(), workload, ring.tunables("fp64", "math", "math"))
+        return Profile.single(cpu(), workload, ring.tunables("fp64", "math", "math"))
+
+    def module(self) -> RingAttention:
+        """A module that obeys exactly this schedule, for these documents."""
+        ring, case = self.ring, self.ring.case
+        profile = self.profile(dist.get_world_size())
         lists = {} if case.pattern.dense else lists_of(case.pattern)
         return RingAttention(
             case.heads, case.head_dim, case.kv_heads, causal=case.causal, scale=case.scale, profile=profile,

@@ -56,6 +56,22 @@ class RingCase:
             exchange=self.exchange,
         )
 
+    def profile(
+        self,
+        world: int,
+        dtype: torch.dtype = torch.float64,
+        compute: str = "fp64",
+        kernels: tuple[str, str] = ("math", "math"),
+        train: bool = True,
+    ) -> Profile:
+        """A profile of this one plan, for inputs of ``dtype``."""
+        workload = replace(
+            self.case.workload(NAMES[dtype], "train" if train else "infer"),
+            seq_len=-(-self.case.length // world),
+            world=world,
+        )
+        return Profile.single(cpu(), workload, self.tunables(compute, *kernels, train))
+
     def module(
         self,
         dtype: torch.dtype = torch.float64,
@@ -67,13 +83,7 @@ class RingCase:
     ) -> RingAttention:
         """A module on all ranks that obeys exactly this schedule: its profile holds this one plan, and must run."""
         group = group or dist.group.WORLD
-        world = group.size()
-        workload = replace(
-            self.case.workload(NAMES[dtype], "train" if train else "infer"),
-            seq_len=-(-self.case.length // world),
-            world=world,
-        )
-        profile = Profile.single(cpu(), workload, self.tunables(compute, *kernels, train))
+        profile = self.profile(group.size(), dtype, compute, kernels, train)
         lists = {} if self.case.pattern.dense else lists_of(self.case.pattern)
         return RingAttention(
             self.case.heads, self.case.head_dim, self.case.kv_heads, causal=self.case.causal, scale=self.case.scale,

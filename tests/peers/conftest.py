@@ -1,0 +1,5 @@
+"""Ranks that tests share."""
+
+from shared_ranks import ranks
+
+__all__ = ["ranks"]

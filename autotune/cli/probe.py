@@ -132,7 +132,8 @@ MODES: dict[str, tuple[Mode, ...]] = {
 @click.option(
     "--storage",
     metavar="URL",
-    help="Database that Optuna's studies go to, such as sqlite:///studies.db; one probe at a time uses it.  "
+    help="Where Optuna's studies go, which probes of identical nodes share cell by cell: "
+    "postgresql://USER@HOST/DATABASE, grpc://HOST:PORT of Optuna's proxy, FILE.journal in a shared folder.  "
     "[default: PROFILE.journal]",
 )
 @device_option
@@ -197,6 +198,9 @@ def probe(
     makes 1 and a traceback of its own of any code but 0; started by it, a
     probe that wrote its profile ends with 0. Where the code matters, use
     --nproc.
+
+    With --storage probes of identical nodes share one search; see the page
+    "Search on many nodes at once" of the documentation.
 
     Beside the profile stays PROFILE.journal, with which an interrupted probe
     goes on, and PROFILE.journal.writer, which keeps two probes from writing

@@ -16,6 +16,7 @@ class ExitCode(IntEnum):
     STALE = 5
     INCONCLUSIVE = 6  # in part: what was measured stands
     NOTHING_MEASURED = 7
+    UNAVAILABLE = 69  # a server that is needed does not answer
     BUSY = 75
     INTERRUPTED = 130
 

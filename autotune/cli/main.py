@@ -37,7 +37,8 @@ from .which import which
 
 EPILOG = """\b
 Exit codes: 0 ok, 1 error, 2 usage, 3 no device, 4 no matching profile,
-            5 stale, 6 inconclusive, 7 nothing measured, 75 device busy, 130 interrupted.
+            5 stale, 6 inconclusive, 7 nothing measured, 69 storage unavailable, 75 device busy,
+            130 interrupted.
 """
 
 _WANTS_JSON = "ringtune.wants_json"

@@ -6,7 +6,7 @@ An option is named after the field of ProbeRequest that it fills: the request is
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -249,20 +249,19 @@ like_option = click.option(
     help="What a program with RINGTUNE_RECORD=FILE recorded, a regular file: probe the workloads that cost it most.",
 )
 
-_SHAPE = {
+SHAPE = {
     *("model", "modes", "causal", "seq_lens", "batch_size", "documents", "heads", "kv_heads", "head_dim"),
     *("segment_lengths", "dilation_rates", "dense", "precision"),
 }
 
 
-def check_alone_with_like() -> None:
-    """Raise UsageError where --like, which says all of a workload, comes with an option that says part of one."""
+def check_alone(option: str, excluded: Collection[str]) -> None:
+    """Raise UsageError where ``option``, which says what to probe, comes with a parameter that it excludes."""
     context = click.get_current_context()
-    if context.params["like"] is None:
-        return
     for parameter in context.command.params:
-        if parameter.name in _SHAPE and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"--like says what to probe; leave {parameter.opts[0]} out")
+        given = context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
+        if given and parameter.name in excluded:
+            raise click.UsageError(f"{option} says what to probe; leave {parameter.opts[0]} out")
 
 
 def pattern_options(command: Command) -> Command:

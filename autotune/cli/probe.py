@@ -11,9 +11,10 @@ import click
 from autotune.exit_codes import ExitCode
 
 from .options import (
+    SHAPE,
     DtypeChoice,
     budget_option,
-    check_alone_with_like,
+    check_alone,
     check_pattern,
     check_shape,
     check_writable,
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from autotune.probe.request import DryRun, ProbeResult
     from ringattn.workload import Mode
 
+# The rows are those of the profile, of which --mode may choose.
+_NOT_WITH_ADDED = (SHAPE - {"modes"}) | {"like", "layout", "dry_run", "if_missing", "if_stale"}
 MODES: dict[str, tuple[Mode, ...]] = {
     "train": ("train",),
     "infer": ("infer",),
@@ -76,6 +79,13 @@ MODES: dict[str, tuple[Mode, ...]] = {
 )
 @model_option
 @like_option
+@click.option(
+    "--add-kernel",
+    "add_kernels",
+    metavar="NAME",
+    multiple=True,
+    help="Measure plans with this kernel against those of the profile there is, and nothing else; repeatable.",
+)
 @click.option("--causal/--no-causal", default=None, help="Causal attention or full.  [default: what the grid says]")
 @click.option(
     "--seq-len",
@@ -132,7 +142,8 @@ MODES: dict[str, tuple[Mode, ...]] = {
 @click.option(
     "--storage",
     metavar="URL",
-    help="Database that Optuna's studies go to, such as sqlite:///studies.db; one probe at a time uses it.  "
+    help="Where Optuna's studies go, which probes of identical nodes share cell by cell: "
+    "postgresql://USER@HOST/DATABASE, grpc://HOST:PORT of Optuna's proxy, FILE.journal in a shared folder.  "
     "[default: PROFILE.journal]",
 )
 @device_option
@@ -186,6 +197,7 @@ def probe(
         ringtune probe --nproc gpu
         torchrun --standalone --nproc-per-node 4 -m autotune probe
         ringtune probe --if-missing --wait --store /shared/ringtune
+        ringtune probe --add-kernel flash-attn-4
 
     With --store the profile is also put into that store. With --if-missing
     nothing is measured where a store has a profile of this kind of machine.
@@ -198,12 +210,18 @@ def probe(
     probe that wrote its profile ends with 0. Where the code matters, use
     --nproc.
 
+    With --storage probes of identical nodes share one search; see the page
+    "Search on many nodes at once" of the documentation.
+
     Beside the profile stays PROFILE.journal, with which an interrupted probe
     goes on, and PROFILE.journal.writer, which keeps two probes from writing
     one. While no probe runs both may be deleted; an interrupted one then
     starts over.
     """
-    check_alone_with_like()
+    if like is not None:
+        check_alone("--like", SHAPE)
+    if options["add_kernels"]:
+        check_alone("--add-kernel", _NOT_WITH_ADDED)
     if model is None:
         check_shape(options["heads"], options["kv_heads"])
     check_pattern(options["segment_lengths"], options["dilation_rates"])

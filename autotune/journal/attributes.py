@@ -18,6 +18,7 @@ from ringattn.profile.yaml_io import from_plain
 MOST_NUMBER = 10**6  # of a block or a trial of one cell: the longest probe so far had 400 blocks
 LARGEST_LOG = 50.0  # of a ratio of two times, e^50: further away no float holds their quotient's square
 LONGEST_MS = 1e9  # eleven days
+NO_JOURNAL = (LookupError, TypeError, ValueError, AssertionError, AttributeError)  # what Optuna ends with on one
 
 
 class BadStudy(ProbeFailure):

@@ -30,6 +30,7 @@ from .result import ResultRecord
 RUNS = "runs"  # the constraint every trial has: above 0 where the plan gave no number
 SAMPLER, QUEUE = "sampler", "queue"
 RESULT, DEFAULT, FINAL = "result", "default", "final since"  # facts of the whole cell
+LEFT = "left without a result"  # the same, for the workers of one run
 _BLOCK = "block "
 
 
@@ -154,26 +155,14 @@ class CellStudy:
     # --- trials begin -----------------------------------------------------------------------------------------------
 
     def open(self, entry: Entry, proposed_by: str) -> None:
-        """Begin a trial of this plan; all of its parameters are one line of a journal."""
+        """Begin a trial of this plan in one step: one line of a journal, which a kill leaves whole or not at all."""
         params = self.parameters.of(entry.tunables)
         assert self.parameters.plan(params) == entry.tunables, f"a plan outside its own space: {entry.tunables}"
         distributions = {name: self.parameters.distributions[name] for name in params}
         attrs = {"plan": describe(entry.tunables), "proposed_by": proposed_by}
-        self.study.add_trial(
-            create_trial(
-                state=TrialState.WAITING,
-                params=params,
-                distributions=distributions,
-                system_attrs={"fixed_params": params},
-                user_attrs=attrs,
-            )
-        )
-        trial = self.study.ask()
-        while (
-            there := self.study._storage.get_trial(trial._trial_id)
-        ).params != params or "plan" not in there.user_attrs:
-            self.study.tell(trial, state=TrialState.FAIL)  # one that somebody else enqueued meanwhile
-            trial = self.study.ask()
+        template = create_trial(state=TrialState.RUNNING, params=params, distributions=distributions, user_attrs=attrs)
+        made = self.study._storage.create_new_trial(self.study._study_id, template_trial=template)
+        trial = Trial(self.study, made)
         self._begin(entry, trial)
         if entry.checked is not None:  # timed before: the check is told once
             self._trial(entry).set_user_attr("repeats", self._numbers[entry.tunables])
@@ -311,6 +300,11 @@ class CellStudy:
     def noted_result(self) -> ResultRecord | None:
         """Return the result that the cell came to, if any."""
         record: ResultRecord | None = attribute(self._attrs, RESULT, ResultRecord, self._where)
+        return record
+
+    def noted_left(self) -> ResultRecord | None:
+        """Return what stands for a result in the run that left the cell without one, if any."""
+        record: ResultRecord | None = attribute(self._attrs, LEFT, ResultRecord, self._where)
         return record
 
     def noted_default(self) -> Tunables | None:

@@ -14,10 +14,14 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
+from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
 from autotune.exit_codes import DeviceBusy, ProbeFailure
 from autotune.locks import FileLock, LockHeld
+from ringattn.wording import plural
+
+from .attributes import NO_JOURNAL
 
 _TAIL_BYTES = 2**20
 _OPTUNA_LOCK_SUFFIXES = (".lock", ".rename")
@@ -37,10 +41,11 @@ def check_regular(path: Path) -> None:
 class WriterLock:
     """A lock on a file beside the journal, which holds the id of the process that has it.
 
-    ``note`` says why two writers at once would not see each other, "" where they would.
+    Workers of a ``shared`` search have it together, as they write one journal line by line, and one profile. ``note``
+    says why two writers at once would not see each other, "" where they would.
     """
 
-    def __init__(self, journal: Path) -> None:
+    def __init__(self, journal: Path, *, shared: bool = False) -> None:
         path = journal.with_name(journal.name + ".writer")
         journal.parent.mkdir(parents=True, exist_ok=True)
         check_regular(path)
@@ -48,7 +53,7 @@ class WriterLock:
         self._path, self._is_new = path, not path.exists()
         self._lock: FileLock | None = None
         try:
-            self._lock = FileLock(path)
+            self._lock = FileLock(path, shared=shared)
         except LockHeld as held:
             raise DeviceBusy(
                 f"{journal}: another probe ({held}) is writing it; wait for it or choose another --output. "
@@ -160,3 +165,30 @@ class JournalFile(JournalFileBackend):
 
     def close(self) -> None:
         self._lines.close()
+
+
+def open_journal(path: Path, *, fresh: bool) -> tuple[JournalFile, JournalStorage, list[str]]:
+    """Return the journal at ``path``, empty where it is ``fresh`` or not a probe's, and what has to be said of it."""
+    check_regular(path)
+    cleared = clear_optuna_locks(path)
+    notes = [f"removed orphaned locks: {', '.join(cleared)}"] if cleared else []
+    if fresh:
+        path.unlink(missing_ok=True)
+    if path.exists() and is_foreign(path):
+        notes.append(_set_aside(path))
+    if path.exists() and (dropped := cut_to_whole_lines(path)):
+        notes.append(f"{path.name}: dropped {plural(dropped, 'byte')} of a half-written record")
+    file = JournalFile(path)
+    try:
+        return file, JournalStorage(file), notes
+    except NO_JOURNAL:
+        file.close()
+        notes.append(_set_aside(path))
+        file = JournalFile(path)
+        return file, JournalStorage(file), notes
+
+
+def _set_aside(path: Path) -> str:
+    aside = path.with_name(path.name + ".unreadable")
+    path.replace(aside)
+    return f"{path.name}: holds no records of a probe; moved to {aside.name}, starting over"

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from ringattn.profile.schema import Profile
 
 
-NO_JOURNAL = (LookupError, TypeError, ValueError, AssertionError, AttributeError)  # what Optuna ends with on one
-
-
 @dataclass(frozen=True, slots=True)
 class TimedTrial:
     """One trial of a search: when it ended, its speed-up over the default, or None where it gave no time."""
@@ -56,7 +53,7 @@ def search_histories(profile: Profile, storage: str) -> tuple[SearchHistory, ...
     """
     import optuna
 
-    from .store import without_password
+    from .storages import without_password
 
     shown = without_password(storage)
     opened = _opened(storage, shown)
@@ -80,10 +77,15 @@ def _opened(storage: str, shown: str) -> BaseStorage:
     from optuna.storages.journal import JournalFileBackend
     from sqlalchemy.exc import SQLAlchemyError
 
-    if "://" not in storage and not Path(storage).is_file():  # Optuna would make one
+    from .attributes import NO_JOURNAL
+    from .storages import GRPC, is_url, open_storage
+
+    if not is_url(storage) and not Path(storage).is_file():  # Optuna would make one
         raise ProbeFailure(f"{storage}: no such file; --storage names the journal of a probe, or an Optuna URL")
     try:
-        if "://" in storage:
+        if storage.startswith(GRPC):
+            return open_storage(storage)
+        if is_url(storage):
             _check_made(storage, shown)
             return optuna.storages.get_storage(storage)
         return optuna.storages.JournalStorage(JournalFileBackend(storage))

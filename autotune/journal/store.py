@@ -3,124 +3,174 @@
 from __future__ import annotations
 
 import contextlib
-import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import optuna
-from optuna.exceptions import OptunaError, StorageInternalError
+from optuna.exceptions import UpdateFinishedTrialError
 from optuna.pruners import BasePruner
 from optuna.samplers import BaseSampler
 from optuna.storages import BaseStorage, InMemoryStorage, JournalStorage
 from optuna.study import Study, StudyDirection
 
 from autotune.exit_codes import ProbeFailure
-from ringattn.wording import plural
+from ringattn.profile.yaml_io import to_plain
 from ringattn.workload import Workload
 
-from .attributes import BadStudy, attribute, read_by_optuna, required
-from .cell_study import RESULT
-from .file import JournalFile, WriterLock, check_regular, clear_optuna_locks, cut_to_whole_lines, is_foreign
-from .lease import Lease
+from .attributes import BadStudy, attribute, read_by_optuna, required, typed
+from .cell_status import CellStatus
+from .file import JournalFile, WriterLock, open_journal
+from .lease import Worker
+from .mirror import Mirror
+from .seconds import UsedSeconds
+from .storages import (
+    close_storage,
+    is_url,
+    not_opened,
+    open_storage,
+    quiet_optuna,
+    reason_of,
+    refuse_journal_behind_proxy,
+    shown,
+    storage_errors,
+)
 
 HEADER = "probe"
-_USED = "used_s"
-COUNTED_EVERY_S = 5.0
-_CELLS = "cells"  # names of the studies of a database that are this probe's
+_CELL = "cell "  # begins the attributes that name the studies of a storage that are this probe's
+_OPENING = "the opening"  # the part that a worker holds while it looks whose search this is, and may delete it
+_SINCE = "first worker"
+FINISHED = "finished"
 
 
 class Store:
-    """All studies of one probe. ``path=None`` keeps them in memory (simulation, tests)."""
+    """All studies of one probe. ``path=None`` without a ``url`` keeps them in memory (simulation, tests).
 
-    def __init__(self, path: Path | None, *, identity: str = "", fresh: bool = False, url: str | None = None) -> None:
-        """Opens or starts the journal at ``path``, or with ``url`` the storage that Optuna finds there.
+    With a ``url`` several workers share them: see ``Worker``. The journal at ``path`` is one process's alone.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        *,
+        identity: str = "",
+        fresh: bool = False,
+        url: str | None = None,
+        again: Callable[[Store], bool] = lambda store: True,
+    ) -> None:
+        """Opens or starts the journal at ``path``, or with ``url`` the storage there, see ``open_storage``.
+
+        Either way no process without that ``url`` writes the journal, nor the profile that it is of, meanwhile.
 
         ``identity`` says what the probe is (machine, software, request); a journal with another one, or ``fresh``, is
-        started over. Raises DeviceBusy when another process writes it, OSError when it cannot be written, ProbeFailure
-        for a ``url`` that Optuna cannot open.
+        started over; so is a finished one, if ``again`` says so of it. Raises DeviceBusy when another process writes
+        the journal, or goes on with what ``fresh`` is to forget; OSError when it cannot be written; ProbeFailure for a
+        ``url`` that Optuna cannot open, or whose search has another identity.
         """
-        assert url is None or path is not None
         self.path = path
         self.notes: list[str] = []
         self._url = url
         self._identity = identity
-        self._lock: WriterLock | None = None
-        self._lease: Lease | None = None
+        self._locks: list[WriterLock] = []
         self._file: JournalFile | None = None
         self._storage: BaseStorage = InMemoryStorage()
-        self._count: Callable[[], None] = lambda: None
-        if path is not None:
-            self._lock = WriterLock(path)  # also beside another storage: two probes must not write one profile
-            self.notes += [self._lock.note] if self._lock.note else []
+        self._worker: Worker | None = None
         try:
             if url is not None:
-                self._open_url(url)
+                self._storage = open_storage(url)
+                self._lock(*([] if is_url(url) else [Path(url)]), *([] if path is None else [path]))
             elif path is not None:
-                self._storage = self._open_journal(path, fresh)
-            if url is not None and fresh:
-                self._delete_studies()
-            self._header = self._study(HEADER)
-            self.resumed = self._resume()
+                self._lock(path)
+                self._file, self._storage, notes = open_journal(path, fresh=fresh)
+                self.notes += notes
+            self._join()
+            with self.worker.held(_OPENING) if self.shared else contextlib.nullcontext():
+                self.resumed = self._open(fresh, again)
         except BaseException as error:
-            if self._lock is not None:
-                self._lock.forget()
+            for lock in () if self.shared else self._locks:  # others may have theirs by now
+                lock.forget()
             self.close()
             self._translate(error)
             raise
 
-    def _resume(self) -> bool:
-        """Return whether the header is of this very probe; a new one becomes it."""
-        with read_by_optuna(_where(HEADER)):
-            attrs = self._header.user_attrs
-        if self._url is not None and not _is_probe_header(self._header):
-            raise self._somebody_else_s()
-        if not attrs:
-            self._header.set_user_attr("identity", self._identity)
-            return False
-        if required(attrs, "identity", str, _where(HEADER)) == self._identity:
-            return True
-        assert self.path is not None, "a store in memory is always new"
-        if self._url is not None:
-            raise ProbeFailure(
-                f"{self.place}: holds the studies of another machine, software or request; "
-                "name another database, or give --fresh to delete them"
-            )
-        self.notes.append(f"{self.path.name}: of another machine, software or request; starting over")
-        self.start_over()
-        return False
+    @property
+    def shared(self) -> bool:
+        """Return whether other processes may work on the same search."""
+        return self._url is not None
+
+    @property
+    def worker(self) -> Worker:
+        """Return this process as one of the search's workers."""
+        assert self._worker is not None, "the store is closed"
+        return self._worker
 
     @property
     def place(self) -> str:
         """Return where the studies are, in words."""
         if self._url is not None:
-            return f"--storage {without_password(self._url)}"
+            return shown(self._url)
         return str(self.path) if self.path is not None else "memory"
 
-    def _open_url(self, url: str) -> None:
-        """Open the storage of a URL, which can be read and written and which no other probe holds."""
-        try:
-            with _quiet_optuna():
-                self._storage = optuna.storages.get_storage(url)
-                self._lease = Lease(url, self.place)
-        except _url_errors() as error:
-            raise _not_opened(url, error) from error
+    def _lock(self, *journals: Path) -> None:
+        for journal in journals:
+            self._locks.append(WriterLock(journal, shared=self.shared))
+            self.notes += [self._locks[-1].note] if self._locks[-1].note else []
 
-    def start_over(self) -> None:
-        """Forget everything; the lock stays held."""
+    def _join(self) -> None:
+        try:
+            with quiet_optuna():
+                self._worker = Worker(self._storage, self.place, alone=not self.shared)
+            self.seconds = UsedSeconds(self._worker)
+        except storage_errors() as error:
+            raise not_opened(self._url or "", error) from error
         if self._url is not None:
+            refuse_journal_behind_proxy(self._storage, self._url)
+
+    def _open(self, fresh: bool, again: Callable[[Store], bool]) -> bool:
+        """Return whether there is a search of this very probe to go on with; a new one begins else."""
+        first = self.worker.open(fresh=fresh)
+        if fresh and first and self.shared:
             self._delete_studies()
-        elif self.path is not None:
+        self._header = self._study(HEADER)
+        with read_by_optuna(_where(HEADER)):
+            attrs = self._header.user_attrs
+        if self.shared and not _is_probe_header(self._header):
+            raise self._somebody_else_s()
+        if not attrs:
+            self._begin()
+            return False
+        if required(attrs, "identity", str, _where(HEADER)) != self._identity:
+            if self._url is not None:
+                raise ProbeFailure(
+                    f"{self.place}: holds the studies of another machine, software or request; "
+                    "name another storage, or give --fresh to delete them"
+                )
+            assert self.path is not None, "a store in memory is always new"
+            self.notes.append(f"{self.path.name}: of another machine, software or request; starting over")
+        elif not (first and self.recall(FINISHED, bool) and again(self)):
+            return True
+        self._start_over()
+        return False
+
+    def _start_over(self) -> None:
+        """Forget everything; the lock stays held."""
+        if self.shared:
+            self._delete_studies()
+        else:
             assert self._file is not None
+            assert self.path is not None
             self._file.close()
             self.path.unlink()
             self._file = JournalFile(self.path)
             self._storage = JournalStorage(self._file)
-        else:
-            self._storage = InMemoryStorage()
-        self.resumed = False
+            self._join()
+            self.worker.open(fresh=True)
         self._header = self._study(HEADER)
-        self._header.set_user_attr("identity", self._identity)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._header.set_user_attr("identity", self._identity)  # first: without it the study is somebody else's
+        self._header.set_user_attr(_SINCE, self.worker.number)
 
     def _delete_studies(self) -> None:
         """Every study of a storage that may hold those of others, too: the probe's own are known by its header."""
@@ -129,43 +179,15 @@ class Store:
             header = optuna.load_study(study_name=HEADER, storage=self._storage)
             if not _is_probe_header(header):
                 raise self._somebody_else_s()
-            kept = header.user_attrs
-            cells: tuple[str, ...] = attribute(kept, _CELLS, tuple[str, ...], _where(HEADER)) or ()
-            for name in names & {HEADER, *cells}:
+            cells = {name.removeprefix(_CELL) for name in header.user_attrs if name.startswith(_CELL)}
+            for name in (*(names & cells), HEADER):  # last, as it knows the others, and this may be killed
                 optuna.delete_study(study_name=name, storage=self._storage)
 
     def _somebody_else_s(self) -> ProbeFailure:
         return ProbeFailure(f"{self.place}: its study {HEADER!r} is not of a probe; name another database")
 
-    def _open_journal(self, path: Path, fresh: bool) -> JournalStorage:
-        check_regular(path)
-        cleared = clear_optuna_locks(path)
-        if cleared:
-            self.notes.append(f"removed orphaned locks: {', '.join(cleared)}")
-        if fresh:
-            path.unlink(missing_ok=True)
-        if path.exists() and is_foreign(path):
-            self._set_aside(path)
-        if path.exists():
-            dropped = cut_to_whole_lines(path)
-            if dropped:
-                self.notes.append(f"{path.name}: dropped {plural(dropped, 'byte')} of a half-written record")
-        self._file = JournalFile(path)
-        try:
-            return JournalStorage(self._file)
-        except (LookupError, TypeError, ValueError, AssertionError, AttributeError):  # what Optuna ends with on it
-            self._file.close()
-            self._set_aside(path)
-            self._file = JournalFile(path)
-            return JournalStorage(self._file)
-
-    def _set_aside(self, path: Path) -> None:
-        aside = path.with_name(path.name + ".unreadable")
-        path.replace(aside)
-        self.notes.append(f"{path.name}: holds no records of a probe; moved to {aside.name}, starting over")
-
     def _study(self, name: str, sampler: BaseSampler | None = None, pruner: BasePruner | None = None) -> Study:
-        with _quiet_optuna():
+        with quiet_optuna():
             study = optuna.create_study(
                 study_name=name,
                 storage=self._storage,
@@ -182,12 +204,29 @@ class Store:
         return study
 
     def study(self, cell: Workload, sampler: BaseSampler | None = None, pruner: BasePruner | None = None) -> Study:
-        """The study of a cell, with everything an earlier run recorded in it."""
+        """The study of a cell, with everything an earlier run recorded in it; of a shared search its lease is held."""
         name = str(cell)
-        if self._url is not None and name not in (known := self.recall(_CELLS, tuple[str, ...]) or ()):
-            self._header.set_user_attr(_CELLS, [*known, name])
+        if self.shared and f"{_CELL}{name}" not in self._header.user_attrs:
+            self.set_status(cell, CellStatus())
         with read_by_optuna(_where(name)):
-            return self._study(name, sampler, pruner)
+            study = self._study(name, sampler, pruner)
+            if not self.shared:
+                return study
+            with quiet_optuna():
+                mirror = Mirror(self._storage, study._study_id, self.worker.check)
+            return Study(study_name=name, storage=mirror, sampler=study.sampler, pruner=study.pruner)
+
+    def statuses(self) -> dict[str, CellStatus]:
+        """Return the state of every cell that a worker has met, by its name."""
+        found = {name: value for name, value in self._header.user_attrs.items() if name.startswith(_CELL)}
+        return {
+            name.removeprefix(_CELL): typed(value, CellStatus, f"{_where(HEADER)}: {name}")
+            for name, value in found.items()
+        }
+
+    def set_status(self, cell: Workload, status: CellStatus) -> None:
+        """Set the state of a cell, on which this worker holds the lease; before its study is made."""
+        self._header.set_user_attr(f"{_CELL}{cell}", to_plain(status))
 
     def remember(self, name: str, value: Any) -> None:
         """A fact of the whole probe (JSON), such as a cell that is done."""
@@ -195,58 +234,39 @@ class Store:
         self.sync()
 
     def finished(self, cells: Iterable[Workload]) -> int:
-        """Return how many of the cells an earlier run came to a result of."""
-        names = {str(cell) for cell in cells}
-        studies = self._storage.get_all_studies()
-        return sum(study.study_name in names and RESULT in study.user_attrs for study in studies)
+        """Return how many of the cells have a result."""
+        done = {name for name, status in self.statuses().items() if status.state == "done"}
+        return sum(str(cell) in done for cell in cells)
 
     @property
     def used_s(self) -> float:
-        """Return the seconds that earlier runs used; of one that was killed its last COUNTED_EVERY_S may be missing."""
-        used: float = self.recall(_USED, float) or 0.0
-        return used
-
-    @contextlib.contextmanager
-    def counting(self, elapsed_s: Callable[[], float]) -> Iterator[None]:
-        """Count the seconds of a run until the block is left."""
-        before_s, counted_s = self.used_s, 0.0
-
-        def count(*, at_end: bool = False) -> None:
-            nonlocal counted_s
-            now_s = elapsed_s()
-            if at_end or now_s - counted_s >= COUNTED_EVERY_S:
-                counted_s = now_s
-                self._header.set_user_attr(_USED, round(before_s + now_s, 1))
-
-        self._count = count
-        try:
-            yield
-        finally:
-            self._count = lambda: None
-            count(at_end=True)
+        """Return the seconds that others used, and earlier runs."""
+        return self.seconds.of_others(self.recall(_SINCE, int) or 0)
 
     def sync(self) -> None:
         """Put on the disk what was told so far."""
-        self._count()
+        self.seconds.count(often=True)
         if self._file is not None:
             self._file.sync()
-        if self._lease is not None:
-            self._lease.check()
+        self.worker.check()
 
     def recall(self, name: str, hint: Any) -> Any:
         """Return a fact of the whole probe as a value of the type ``hint``, None where there is none; or BadStudy."""
         return attribute(self._header.user_attrs, name, hint, _where(HEADER))
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-        if self._lease is not None:
-            self._lease.release()
-            self._lease = None
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
+        """Leave the search, and let others have the files; of what cannot be written any more the locks, too."""
+        worker, file, locks = self._worker, self._file, self._locks
+        self._worker, self._file, self._locks = None, None, []
+        with contextlib.ExitStack() as ends:  # the last first
+            for lock in locks:
+                ends.callback(lock.release)
+            if self.shared:
+                ends.callback(close_storage, self._storage)
+            if file is not None:
+                ends.callback(file.close)
+            if worker is not None:
+                ends.callback(worker.leave)
 
     def __enter__(self) -> Store:
         return self
@@ -257,11 +277,17 @@ class Store:
             self._translate(error)
 
     def _translate(self, error: BaseException) -> None:
-        """Raise ProbeFailure for what a database, but no mistake of ours, ends with."""
-        if self._url is not None and isinstance(error, StorageInternalError | _database_error()):
-            reason = _reason(error.__cause__ or error, self._url)
+        """Raise ProbeFailure for what a storage, but no mistake of ours, ends with."""
+        if self._url is None:
+            return
+        if isinstance(error, storage_errors()):
+            reason = reason_of(error.__cause__ or error, self._url)
             raise ProbeFailure(
                 f"{self.place}: cannot be used any more ({reason}); run the same command to go on when it can"
+            ) from error
+        if isinstance(error, UpdateFinishedTrialError):
+            raise ProbeFailure(
+                f"{self.place}: another process has ended a trial of this one; run the same command to go on"
             ) from error
 
 
@@ -273,57 +299,3 @@ def _is_probe_header(study: Study) -> bool:
 
 def _where(name: str) -> str:
     return f"study {name!r}"
-
-
-def _database_error() -> type[Exception]:
-    """Return the error of all databases. A journal needs none: their package takes 0.2 s to import."""
-    from sqlalchemy.exc import SQLAlchemyError
-
-    return SQLAlchemyError
-
-
-def _url_errors() -> tuple[type[Exception], ...]:
-    """Return what a URL that is not usable ends with."""
-    return ImportError, OptunaError, _database_error(), RuntimeError, ValueError
-
-
-def check_url(url: str) -> None:
-    """Raise ProbeFailure for a URL that no storage can be opened at; nothing is written, and no SQLite file made."""
-    import sqlalchemy
-
-    try:
-        engine = sqlalchemy.create_engine(url)
-        file = engine.url.database if engine.dialect.name == "sqlite" else None
-        if file is None or file in ("", ":memory:") or Path(file).exists():
-            engine.connect().close()
-        elif not Path(file).absolute().parent.is_dir():
-            raise ValueError(f"the folder of {file} does not exist")
-        engine.dispose()
-    except _url_errors() as error:
-        raise _not_opened(url, error) from error
-
-
-def _not_opened(url: str, error: Exception) -> ProbeFailure:
-    reason = _reason(error, url)
-    return ProbeFailure(f"--storage {without_password(url)}: cannot be opened ({reason}); give a URL that Optuna takes")
-
-
-def without_password(url: str) -> str:
-    """Return a URL as messages show it."""
-    return re.sub(r"(//[^:/@]*):[^@/]*@", r"\1:***@", url)
-
-
-def _reason(error: BaseException, url: str) -> str:
-    """Return the first line of what an error says, without the password of the URL."""
-    return (str(error).splitlines() or [type(error).__name__])[0].replace(url, without_password(url))
-
-
-@contextlib.contextmanager
-def _quiet_optuna() -> Iterator[None]:
-    """Optuna announces every study on stderr; a progress display cannot use that."""
-    before = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    try:
-        yield
-    finally:
-        optuna.logging.set_verbosity(before)

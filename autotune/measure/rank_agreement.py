@@ -10,14 +10,13 @@ import statistics
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ringattn.errors import DeviceError
-from ringattn.hardware.identity import host_identity
+from ringattn.hardware.identity import pid_scope
 
 from .messages import MESSAGE_MIB, LinkReading, Rendezvous
 
@@ -71,9 +70,9 @@ class RankGroup(SingleRank):
             raise DeviceError(f"rank {rendezvous.rank} cannot meet the others: {text}") from error
         self.group = dist.group.WORLD
         everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, (_place(), os.getpid()), group=self._control)
+        dist.all_gather_object(everyone, (pid_scope(), os.getpid()), group=self._control)
         self.siblings = tuple(
-            pid for rank, (place, pid) in enumerate(everyone) if rank != self.rank and place == _place()
+            pid for rank, (place, pid) in enumerate(everyone) if rank != self.rank and place == pid_scope()
         )
 
     def max_over_ranks(self, *values: float) -> tuple[float, ...]:
@@ -93,11 +92,6 @@ class RankGroup(SingleRank):
         said: list[Any] = [None] * self.size
         dist.all_gather_object(said, fault, group=self._control)
         return next((rank, text) for rank, text in enumerate(said) if text)
-
-
-def _place() -> tuple[str, str]:
-    """Return where a process id is valid: the host, and its namespace of process ids."""
-    return host_identity(), str(Path("/proc/self/ns/pid").readlink())
 
 
 def ring_neighbours(peers: SingleRank) -> tuple[int, int]:

@@ -8,7 +8,7 @@ import optuna
 
 from autotune.exit_codes import ProbeFailure
 from autotune.folders import is_there, write_trouble
-from autotune.journal.store import check_url
+from autotune.journal.storages import check_storage
 from autotune.search.proposing.samplers import sampler_of
 
 from .grid import check_lengths
@@ -20,7 +20,7 @@ def check_request(request: ProbeRequest) -> None:
     check_lengths(request)
     sampler_of(request.sampler, request.seed % 2**32, {}, optuna.samplers.RandomSampler)
     if request.storage is not None:
-        check_url(request.storage)
+        check_storage(request.storage)
 
 
 def check_output(path: Path) -> None:

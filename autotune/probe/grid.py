@@ -64,7 +64,7 @@ def cells_for(request: ProbeRequest, facts: HardwareFacts) -> tuple[Cell, ...]:
     found = [workload for workload in workloads if _fits(workload, facts)]
     if not found:
         raise UsageFailure(f"{_too_large(workloads[0], facts)}; ask for a shorter --seq-len")
-    return tuple(_cell(workload, request) for workload in found)
+    return tuple(cell_of(workload, request) for workload in found)
 
 
 def left_out(request: ProbeRequest, facts: HardwareFacts) -> str:
@@ -208,7 +208,8 @@ def _input_dtypes(request: ProbeRequest, facts: HardwareFacts) -> tuple[str, ...
     return (usual,)
 
 
-def _cell(workload: Workload, request: ProbeRequest) -> Cell:
+def cell_of(workload: Workload, request: ProbeRequest) -> Cell:
+    """Return a workload with the compute dtypes that the request allows."""
     if request.precision == "auto":
         return Cell(workload, not_narrower(workload.dtype), NARROWER[workload.dtype])
     if request.precision == "tf32":

@@ -39,6 +39,7 @@ class ProbeRequest:
     seq_lens: tuple[int, ...] = ()
     longest: int | None = None  # of the whole sequence: without seq_lens, lengths up to it instead of the grid's
     recorded: tuple[tuple[Workload, int], ...] = ()  # with their calls, of which the costliest are the cells
+    add_kernels: tuple[str, ...] = ()  # measured against the plans of the profile at ``output``, and nothing else
     batch_size: int = 1
     documents: int | None = None  # so many packed into each length
     heads: int | None = None

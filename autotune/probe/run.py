@@ -8,24 +8,32 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from autotune.exit_codes import NothingMeasured
 from autotune.formats import format_duration
 from autotune.journal.file import journal_path
-from autotune.journal.store import Store
+from autotune.journal.store import FINISHED, Store
 from autotune.measure.evaluator import Evaluator, KnowsLinks
+from autotune.probe.cells.adopting import adopt_all
+from autotune.probe.cells.compiling import STILL_COMPILING, end_compilers
 from autotune.probe.cells.leanest import keep_leanest
+from autotune.probe.cells.outcome import Outcome, agreed_outcome, outcome_of
 from autotune.probe.cells.pending_validation import validate_pending
 from autotune.probe.cells.refining import refine
 from autotune.probe.cells.rows import Rows
-from autotune.probe.cells.runs import STILL_COMPILING, CellRuns
+from autotune.probe.cells.runs import CellRuns, SpaceOf
+from autotune.probe.cells.searching import search_cells
+from autotune.probe.cells.sharing import SharedBudget
+from autotune.probe.cells.space import space_or_refusal
 from autotune.probe.output.earlier_profile import earlier_profile, profiles_before, verified_instead
 from autotune.probe.output.joined_layout import joined_layout
 from autotune.probe.output.writer import merged, merged_speeds, save_loaded
-from autotune.search.budget import RESERVE_S, Budget
+from autotune.search.budget import RESERVE_S
+from autotune.space.space import Space
 from ringattn import __version__
+from ringattn.errors import PlanError
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.profile.schema import LinkSpeed, Profile
 from ringattn.wording import plural
@@ -62,54 +70,109 @@ class ProbeRun:
             if isinstance(outcome, ProbeResult):
                 task.observer.finished(outcome)
                 return outcome
-            cells = outcome
-        journal = journal_path(self._path)
+            cells = outcome if task.request.storage is None else cells  # other nodes may find others stale
         before = profiles_before(self._path, environment, task.request.ranks)
-        identity = journal_identity(task.request, environment.facts, before)
-        with Store(journal, identity=identity, fresh=not task.request.resume, url=task.request.storage) as store:
-            if store.recall("finished", bool):  # of an earlier probe that came to its end: nothing to go on with
-                store.start_over()
+        return self._search(began, cells, old, before, layout_of, self._space_of)
+
+    def _space_of(self, cell: Cell, layout: str) -> Space | PlanError:
+        return space_or_refusal(cell, self._task.environment, layout)
+
+    def _search(
+        self,
+        began: float,
+        cells: Sequence[Cell],
+        old: Profile | None,
+        before: Sequence[Profile],
+        layout_of: Callable[[Workload], str],
+        space_of: SpaceOf,
+    ) -> ProbeResult:
+        """Search the cells, each in the space that ``space_of`` gives, and write what comes of it."""
+        task, environment = self._task, self._task.environment
+        with self._store(before, old) as store:
             for note in store.notes:
                 task.observer.note(note)
             if store.resumed:
                 done = f"{store.finished(cell.workload for cell in cells)} of {plural(len(cells), 'cell')}"
                 used = format_duration(store.used_s)
-                task.observer.note(f"continues {store.place}: {done} done, {used} used")
+                beside = f", beside {', '.join(others)}" if (others := store.worker.others()) else ""
+                task.observer.note(f"continues {store.place}: {done} done, {used} used{beside}")
             evaluator = environment.evaluator(environment.facts, task.request, task.preset)
             try:
                 spent_s = environment.clock.now() - began
                 speed = _link_speed(store, evaluator)  # starts the ranks' workers, which the budget does not pay for
-                budget = Budget(task.preset.budget_s, environment.clock, reserve_s=RESERVE_S, spent_s=spent_s)
+                budget = SharedBudget(
+                    store, task.preset.budget_s, environment.clock, reserve_s=RESERVE_S, spent_s=spent_s
+                )
                 rows = Rows(task, merged_speeds(old, speed))
-                runs = CellRuns(task, cells, rows, store, evaluator, budget, layout_of, before)
-                with store.counting(budget.elapsed_s):
-                    runs.run()
-                    validate_pending(runs)  # before finer anchors: what the profile holds already should be proven
-                    if task.preset.refine_anchors:
-                        refine(runs)
-                        validate_pending(runs)
-                    keep_leanest(runs)
-                result = self._end(runs, store, evaluator, old)
-                runs.end_compilers()
+                runs = CellRuns(task, cells, rows, store, evaluator, budget, layout_of, space_of, before)
+                with store.seconds.counting(budget.own_s):
+                    outcome = self._measured(runs, store, evaluator)
+                result = self._end(runs, store, evaluator, old, outcome)
+                end_compilers(runs)
             finally:
                 evaluator.close()
         task.observer.finished(result)
         return result
 
-    def _end(self, runs: CellRuns, store: Store, evaluator: Evaluator, old: Profile | None) -> ProbeResult:
+    def _store(self, before: Sequence[Profile], old: Profile | None) -> Store:
+        """Open the studies of this probe: the journal beside the profile, or what several workers share."""
+        request = self._task.request
+        return Store(
+            journal_path(self._path),
+            identity=self._identity(before, old),
+            fresh=not request.resume,
+            url=request.storage,
+            again=lambda store: outcome_of(store) is None or self._has_all(old),
+        )
+
+    def _identity(self, before: Sequence[Profile], old: Profile | None) -> str:
+        # Nodes have earlier profiles of their own; those of the first are in the storage.
+        shared = self._task.request.storage is not None
+        return journal_identity(self._task.request, self._task.environment.facts, () if shared else before)
+
+    def _has_all(self, old: Profile | None) -> bool:
+        """Return whether this node has what a finished search came to, and is to search again."""
+        rows = set() if old is None else {entry.workload for entry in old.plans}
+        return {cell.workload for cell in self._cells} <= rows
+
+    def _measure(self, runs: CellRuns) -> None:
+        """Search every cell, as far as other workers have not."""
+        search_cells(runs)
+        validate_pending(runs)  # before finer anchors: what the profile holds already should be proven
+        if self._task.preset.refine_anchors:
+            refine(runs)
+            validate_pending(runs)
+        keep_leanest(runs)
+
+    def _measured(self, runs: CellRuns, store: Store, evaluator: Evaluator) -> Outcome:
+        """Measure, and agree with the other workers that the search is over; then all rows are the studies'."""
+        if outcome_of(store) is None:
+            self._measure(runs)
+        rows = runs.rows
+        rows.notes.extend(getattr(evaluator, "unmonitored", ()))
+        rows.notes.extend(f"not tried any further: {why}" for why in runs.transfer.traps.lost.values())
+        if compiling := runs.transfer.compilers.waited_for():
+            rows.notes.append(f"{STILL_COMPILING}: {', '.join(compiling)}")
+        outcome = agreed_outcome(
+            store, rows.all_notes(), runs.budget.elapsed_s, self._task.environment.today.isoformat(), runs.budget.idle
+        )
+        if store.shared:
+            adopt_all(runs)
+        return outcome
+
+    def _end(
+        self, runs: CellRuns, store: Store, evaluator: Evaluator, old: Profile | None, outcome: Outcome
+    ) -> ProbeResult:
         """Write the profile with the new rows beside those of ``old``."""
         rows, budget = runs.rows, runs.budget
         inconclusive = inconclusive_lines(rows.reports.values())
         if all(report.status == "inconclusive" for report in rows.reports.values()):
-            store.remember("finished", True)  # the next run must measure anew, not read the same numbers again
+            store.remember(FINISHED, True)  # the next run must measure anew, not read the same numbers again
             raise NothingMeasured(f"no cell could be measured, so no profile was written: {'; '.join(inconclusive)}")
-        rows.notes.extend(getattr(evaluator, "unmonitored", ()))
         pending = sum(report.validation_pending for report in rows.reports.values())
         if pending:
-            rows.notes.append(f"{plural(pending, 'cell')}: {VALIDATION_PENDING}")
-        rows.notes.extend(f"not tried any further: {why}" for why in runs.transfer.traps.lost.values())
-        if compiling := runs.transfer.compilers.waited_for():
-            rows.notes.append(f"{STILL_COMPILING}: {', '.join(compiling)}")
+            said = f"{plural(pending, 'cell')}: {VALIDATION_PENDING}"
+            outcome = dataclasses.replace(outcome, notes=(*outcome.notes, said))
         # A row without a plan makes the runtime refuse: only what nothing can run may be one.
         entries = {
             workload: entry
@@ -121,15 +184,20 @@ class ProbeRun:
         if len(written) < len(entries):
             stay = plural(len(entries) - len(written), "row")
             self._task.observer.note(f"{self._path.name}: {stay} measured before and not this time: kept")
-        profile = rows.profile(plans, budget.elapsed_s())
+        profile = rows.profile(plans, outcome)
         save_loaded(profile, self._path, written, evaluator)
-        store.remember("finished", True)
-        return ProbeResult(self._path, profile, tuple(rows.reports.values()), budget.elapsed_s(), inconclusive)
+        store.remember(FINISHED, True)
+        return ProbeResult(self._path, profile, tuple(rows.reports.values()), budget.here_s(), inconclusive)
 
 
 def journal_identity(request: ProbeRequest, facts: HardwareFacts, before: Sequence[Profile] = ()) -> str:
-    """Hash what a journal belongs to: machine, software, request, earlier profiles and the version of the tool."""
-    asked = dataclasses.asdict(dataclasses.replace(request, output=None, resume=True, dry_run=False))
+    """Hash what a search belongs to: machine, software, request, earlier profiles and the version of the tool.
+
+    How a node names its device and reaches the storage says nothing of the search.
+    """
+    asked = dataclasses.asdict(
+        dataclasses.replace(request, output=None, resume=True, dry_run=False, storage=None, device=None)
+    )
     plans = [dataclasses.asdict(profile)["plans"] for profile in before]
     text = json.dumps([__version__, asked, dataclasses.asdict(facts), plans], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -32,6 +32,7 @@ def run_probe(
     when every cell is inconclusive, when another probe holds the profile; KeyboardInterrupt passes through after the
     journal is safe.
     """
+    from .added_kernels import AddedKernels
     from .checks import check_request
     from .device_lock import device_lock
     from .dry_run import dry_run
@@ -53,7 +54,8 @@ def run_probe(
     with _surroundings(request, environment) as environment:
         path, cells = _asked(request, observer, environment)
         with device_lock(request, environment, observer.note):
-            return ProbeRun(Task.of(request, observer, environment), path, cells).run()
+            run = AddedKernels if request.add_kernels else ProbeRun
+            return run(Task.of(request, observer, environment), path, cells).run()
 
 
 def _check_file(request: ProbeRequest, environment: Environment | None) -> None:
@@ -73,8 +75,8 @@ def _asked(request: ProbeRequest, observer: ProbeObserver, environment: Environm
     from .environment import default_profile_path
     from .grid import cells_for, left_out
 
-    cells = cells_for(request, environment.facts)
-    if large := left_out(request, environment.facts):
+    cells = () if request.add_kernels else cells_for(request, environment.facts)  # those are the profile's
+    if cells and (large := left_out(request, environment.facts)):
         observer.note(large)
     path = request.output or default_profile_path(environment, request.ranks)
     check_output(path)

@@ -19,6 +19,15 @@ def host_identity() -> str:
     return f"{platform.node()} {text_of(_BOOT_ID).strip()}"
 
 
+def pid_scope() -> tuple[str, str]:
+    """Return where a process id is valid: the host, and its namespace of process ids, "" where that is not told."""
+    try:
+        namespace = str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        namespace = ""
+    return host_identity(), namespace
+
+
 def device_identity(device: torch.device) -> str:
     """Return text that tells this device from any other, the same under each of its names and numbers.
 

@@ -19,17 +19,22 @@ def validate_pending(runs: CellRuns) -> None:
     for search in sorted(pending, key=lambda search: search.state.validation_s()):
         if budget.available_s() < search.state.validation_s():
             continue
-        if search.validate_default() is None:
-            rows.validated(search.cell)
-            runs.observer.time_left()
-        else:
-            broken.append(search)
+        with runs.shared.lease_again(search.cell) as taken:
+            if not taken:  # another worker does
+                continue
+            if search.validate_default() is None:
+                rows.validated(search.cell)
+                runs.observer.time_left()
+            else:
+                broken.append(search)
     for index, search in enumerate(broken):
         share_s = budget.available_s() / (len(broken) - index)
-        result = search.run_without_default(budget.deadline(share_s))
-        runs.finish(result, rows.reports[result.workload].elapsed_s)
+        with runs.shared.lease_again(search.cell) as taken:
+            if taken:
+                result = search.run_without_default(budget.deadline(share_s))
+                runs.finish(result, rows.reports[result.workload].elapsed_s)
 
 
 def _pending_of_earlier_run(runs: CellRuns) -> list[CellSearch]:
-    """Cells that an interrupted probe finished without the validation of their default."""
+    """Cells that an interrupted probe finished, or another worker, without the validation of their default."""
     return [search for search in runs.recalled if runs.rows.reports[search.cell].validation_pending]

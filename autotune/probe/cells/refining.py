@@ -13,21 +13,26 @@ from .runs import CellRuns
 
 
 def refine(runs: CellRuns) -> None:
-    """Search the cells half way between those that disagree."""
+    """Search the cells half way between those that disagree, as far as no other worker does."""
     budget, rows = runs.budget, runs.rows
-    for middle in _disagreements(runs.cells, rows):
+    for middle, agree in middles(runs.cells, rows):
+        if agree or runs.space(middle) is None:
+            continue
         if budget.available_s() < rows.typical_cell_s():
             return
-        search = runs.new_search(middle)
-        if search is None or runs.recall(search) or search.settle(budget.deadline(budget.available_s())) is not None:
-            continue
-        need = search.need()
-        runs.observer.add(middle.workload, need)
-        share_s = min(need.total_s, budget.available_s())
-        runs.search(search, share_s, budget.available_s() - share_s)
+        with runs.shared.lease(middle.workload) as taken:
+            if not taken or runs.recall(search := runs.new_search(middle)):
+                continue
+            if search.settle(budget.deadline(budget.available_s())) is not None:
+                continue
+            need = search.need()
+            runs.observer.add(middle.workload, need)
+            share_s = min(need.total_s, budget.available_s())
+            runs.search(search, share_s, budget.available_s() - share_s)
 
 
-def _disagreements(cells: Sequence[Cell], rows: Rows) -> list[Cell]:
+def middles(cells: Sequence[Cell], rows: Rows) -> list[tuple[Cell, bool]]:
+    """Return the cells half way between neighbours that have a plan, and whether those agree."""
     found = []
     by_question: dict[Workload, list[Cell]] = {}
     for cell in cells:
@@ -37,8 +42,9 @@ def _disagreements(cells: Sequence[Cell], rows: Rows) -> list[Cell]:
         group.sort(key=lambda cell: cell.workload.seq_len)
         for shorter, longer in itertools.pairwise(group):
             middle = between(shorter, longer)
-            if middle is not None and not _agree(rows.winners[shorter.workload], rows.winners[longer.workload]):
-                found.append(middle)
+            if middle is not None:
+                winners = rows.winners[shorter.workload], rows.winners[longer.workload]
+                found.append((middle, _agree(*winners)))
     return found
 
 

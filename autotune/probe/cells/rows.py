@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from collections.abc import Mapping, Sequence
 
 from autotune.journal.result import CellResult
@@ -13,6 +14,8 @@ from autotune.probe.task import Task
 from ringattn.errors import PlanError
 from ringattn.profile.schema import LinkSpeed, PlanEntry, Profile
 from ringattn.workload import Tunables, Workload
+
+from .outcome import Outcome
 
 
 class Rows:
@@ -27,18 +30,22 @@ class Rows:
         self.notes: list[str] = []  # for the provenance, as are disturbances
         self._disturbances: list[Interference] = []
 
-    def profile(self, entries: Mapping[Workload, PlanEntry], elapsed_s: float) -> Profile:
-        """A profile of these entries, with the notes so far."""
+    def profile(self, entries: Mapping[Workload, PlanEntry], outcome: Outcome) -> Profile:
+        """A profile of these entries, with what the workers agreed on."""
         return build_profile(
             self._task.environment.facts,
             entries,
             self._task.request,
             budget_s=self._task.preset.budget_s,
-            elapsed_s=elapsed_s,
-            notes=(*map(str, largest_of_each(self._disturbances)), *dict.fromkeys(self.notes)),
-            today=self._task.environment.today,
+            elapsed_s=outcome.elapsed_s,
+            notes=outcome.notes,
+            today=datetime.date.fromisoformat(outcome.date),
             link_speeds=self._link_speeds,
         )
+
+    def all_notes(self) -> tuple[str, ...]:
+        """Return what the provenance says of this worker's part."""
+        return (*map(str, largest_of_each(self._disturbances)), *dict.fromkeys(self.notes))
 
     # --- a row comes ----------------------------------------------------------------------------------------------
 
@@ -55,6 +62,13 @@ class Rows:
         self.entries[cell], self.reports[cell] = entry, report
         if entry.choice is not None:
             self.winners[cell] = entry.choice.tunables
+
+    def forget(self) -> None:
+        """Forget the rows that studies have; what nothing can run stays refused."""
+        refused = {cell for cell, report in self.reports.items() if report.status == "refused" and not report.trials}
+        self.entries = {cell: self.entries[cell] for cell in refused}
+        self.reports = {cell: self.reports[cell] for cell in refused}
+        self.winners.clear()
 
     def validated(self, cell: Workload) -> None:
         """The default of this cell, whose validation was pending, has passed it."""

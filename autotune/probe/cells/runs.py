@@ -1,38 +1,35 @@
-"""Every cell of a probe, one after the other: the default first, then a search within the cell's share of the time."""
+"""Cells of a probe, each with its space, its search and, once it has a result, its row."""
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
+from autotune.journal.cell_study import LEFT
 from autotune.journal.result import CellResult
 from autotune.journal.store import Store
 from autotune.measure.evaluator import CallsAhead, Evaluator
 from autotune.probe.grid import Cell
 from autotune.probe.observer import SearchObserver
 from autotune.probe.output.earlier_profile import plans_before
-from autotune.probe.recorded import call_gflop
 from autotune.probe.task import Task
-from autotune.search.budget import Budget, CellNeed, Progress, allot, spare_s
 from autotune.search.compilers import Compilers
 from autotune.search.limits import Limits
 from autotune.search.loop import CellSearch
 from autotune.search.settings import SearchSettings
 from autotune.search.transfer import Transfer
-from autotune.space.first_calls import calls_worth_making
+from autotune.space.space import Space
 from ringattn.errors import PlanError
 from ringattn.profile.schema import Profile
+from ringattn.profile.yaml_io import to_plain
 from ringattn.workload import Tunables, Workload
 
 from .rows import Rows
-from .space import space_or_refusal
+from .sharing import SharedBudget, SharedCells
 
-# Of the time that no cell needs, for one that noise keeps from an answer: two ranks of a CPU gave up after 15 of 30 s.
-# The rest is for proofs that are owed.
-UNDECIDED_SHARE = 0.5
-UNDECIDED_MORE = 0.3  # of its own share it may have in any case: of eight blocks two are outliers in one cell of 100
 HANG_S = {"cpu": 6.0, "nvidia": 25.0}  # cuDNN makes a plan for every shape
+
+SpaceOf = Callable[[Cell, str], Space | PlanError]  # plans for a cell in a layout over several ranks
 
 
 def hang_s(vendor: str, budget_s: float) -> float:
@@ -40,31 +37,11 @@ def hang_s(vendor: str, budget_s: float) -> float:
     return min(HANG_S[vendor], 0.1 * budget_s)
 
 
-LEAST_OF_BASE = (
-    0.4  # of what an answer takes in comfort, two blocks of the default and what is nearest to it take so much
-)
-KEPT_OF_SETTLING = 0.25
 LARGER = "; give a larger --budget"
-STILL_COMPILING = "still being compiled when the time was over, and not tried; the next probe has what was finished"
-
-
-def affordable(needs: Mapping[Workload, CellNeed], available_s: float) -> list[Workload]:
-    """Return the cells to share the time: all, in their order, or as many of the cheapest as can have an answer.
-
-    On a busy CPU 60 s, half of them gone into the defaults of 20 cells, were too little for any but three.
-    """
-    cheapest = sorted(needs, key=lambda workload: needs[workload].base_s)
-    spent_s = itertools.accumulate(LEAST_OF_BASE * needs[workload].base_s for workload in cheapest)
-    count = max(1, sum(seconds <= available_s for seconds in spent_s))
-    return list(needs) if count >= len(cheapest) else cheapest[:count]
-
-
-def _needs(searches: Mapping[Workload, CellSearch]) -> dict[Workload, CellNeed]:
-    return {workload: search.need() for workload, search in searches.items()}
 
 
 class CellRuns:
-    """The searches of one probe. What must survive a kill is in the store, everything else here."""
+    """The searches of one probe. What must survive a kill, and what other workers need, is in the store."""
 
     def __init__(
         self,
@@ -73,8 +50,9 @@ class CellRuns:
         rows: Rows,
         store: Store,
         evaluator: Evaluator,
-        budget: Budget,
+        budget: SharedBudget,
         layout_of: Callable[[Workload], str],
+        space_of: SpaceOf,
         before: Sequence[Profile] = (),
     ) -> None:
         """``layout_of`` says in which layout over several ranks a cell is searched; ``before`` are earlier profiles."""
@@ -82,128 +60,58 @@ class CellRuns:
         self.cells = tuple(cells)
         self.rows = rows
         self.budget = budget
+        self.shared = SharedCells(store, budget)
         ahead = evaluator if isinstance(evaluator, CallsAhead) else None
         self.transfer = Transfer(store, Compilers(task.environment.machine.just_in_time, ahead))
         self.observer = SearchObserver(task.observer, task.environment.clock)
+        self.teaches = True  # False: every kernel is tried in every cell
         self.searched: list[CellSearch] = []
         self.results: dict[Workload, CellResult] = {}
-        self.recalled: list[CellSearch] = []  # that an earlier run finished
-        self._store = store
+        self.recalled: list[CellSearch] = []  # that an earlier run finished, or another worker
+        self.store = store
         self._evaluator = evaluator
-        self._layout_of = layout_of
+        self._layout_of, self._space_of = layout_of, space_of
         self._before = tuple(before)
+        self._spaces: dict[Workload, Space | None] = {}
         self._nearby: dict[Workload, tuple[Tunables, ...]] = {}  # plans of earlier profiles
-        self._looked_too_early: frozenset[Workload] = frozenset()  # their defaults, beside first calls
 
-    def run(self) -> None:
-        """All cells that no earlier run has finished, cheapest first."""
-        self.task.observer.plan([cell.workload for cell in self.cells], self.task.preset.budget_s)
-        made = [(cell, search) for cell in self.cells if (search := self.new_search(cell)) is not None]
-        new = [(cell, search) for cell, search in made if not self.recall(search)]
-        # Patterns last: what they compile, 11 s of a first probe of an H100, helpers have compiled until then. And the
-        # cheapest first, as on a busy machine there may be no time for all.
-        new.sort(key=lambda pair: (not pair[0].workload.pattern.dense, call_gflop(pair[0].workload)))
-        standing = [(search.cell, plan) for _, search in new for plan in search.state.standing]
-        self.transfer.compilers.begin(calls_worth_making([search.space for _, search in new], standing))
-        compiled_beside = self.transfer.compilers.at_work
-        searches = self._settle(new)
-        self._try_while_compiling(list(searches.values()))
-        if compiled_beside:
-            self._looked_too_early = frozenset(searches)
-        self.observer.expect(Progress(self.budget, _needs(searches)))
-        order = sorted(searches, key=lambda w: (w.seq_len, w.mode, not w.pattern.dense, str(w.pattern)))
-        while order:
-            available_s = self.budget.available_s()
-            needs = {other: searches[other].need() for other in order}  # each finished cell shows how noisy it is here
-            chosen = affordable(needs, available_s)
-            workload = chosen[0]
-            order.remove(workload)
-            if workload in self._looked_too_early:
-                searches[workload].look_again()
-                needs[workload] = searches[workload].need()
-                available_s = self.budget.available_s()
-            shares = allot([needs[other] for other in chosen], available_s)
-            unneeded_s = UNDECIDED_SHARE * max(0.0, available_s - sum(shares))
-            searches[workload].state.undecided_s = max(unneeded_s, UNDECIDED_MORE * shares[0])
-            self.search(searches[workload], shares[0], spare_s(shares, available_s))
+    # --- one cell ---------------------------------------------------------------------------------------------------
 
-    def recall(self, search: CellSearch) -> bool:
-        """Return whether an earlier run finished this cell; then its row is that of its study."""
-        result = search.recalled()
-        if result is None:
-            return False
-        self.recalled.append(search)
-        self.transfer.finished.append(search.beliefs.timed())
-        self.rows.finish(result, 0.0)
-        return True
+    def space(self, cell: Cell) -> Space | None:
+        """Return the plans of a cell; None where nothing can run it, and its row says so then."""
+        workload = cell.workload
+        if workload not in self._spaces:
+            space = self._space_of(cell, self._layout_of(workload))
+            if isinstance(space, PlanError):
+                self.rows.refuse(workload, space)
+            self._spaces[workload] = None if isinstance(space, PlanError) else space
+        return self._spaces[workload]
 
-    def _try_while_compiling(self, searches: Sequence[CellSearch]) -> None:
-        """Try what needs no compiler at work, and wait for those, as long as the cells have what any answer takes."""
-        while self._compiling() and (left_s := self._left_beside_answers_s(searches)) > 0:
-            deadline = self.budget.deadline(left_s)
-            tried = sum(search.try_meanwhile(deadline) for search in searches)  # one block of each
-            if not tried:
-                self.transfer.compilers.wait(min(left_s, self._left_beside_answers_s(searches)))
+    def known_space(self, cell: Cell) -> Space:
+        """Return the plans of a cell that something can run."""
+        space = self.space(cell)
+        assert space is not None, f"nothing can run {cell.workload}"
+        return space
 
-    def end_compilers(self) -> None:
-        """Let what is being compiled end, as far as the budget goes and a little longer, and say what failed."""
-        if kernels := self.transfer.compilers.waited_for():
-            self.task.observer.note(f"{STILL_COMPILING}: {', '.join(kernels)}")
-        if note := self.transfer.compilers.end(self.budget.available_s()):
-            self.task.observer.note(note)
+    def plans_before(self, workload: Workload) -> tuple[tuple[Tunables, ...], tuple[Tunables, ...]]:
+        """Return the plans of earlier profiles for a workload, and for the nearest length."""
+        return plans_before(workload, self._before, self.task.environment, self._layout_of(workload))
 
-    def _compiling(self) -> bool:
-        self.transfer.hear_of_compilers()
-        return self.transfer.compilers.at_work
-
-    def _left_beside_answers_s(self, searches: Sequence[CellSearch]) -> float:
-        return self.budget.available_s() - sum(search.need().base_s for search in searches)
-
-    def _settle(self, new: Sequence[tuple[Cell, CellSearch]]) -> dict[Workload, CellSearch]:
-        """The default of every cell, checked and proven: the yardstick of the budget, and of everything else."""
-        searches: dict[Workload, CellSearch] = {}
-        worker_started_s = self.budget.elapsed_s()
-        kept_s = 0.5 * self.task.preset.budget_s  # half of the time, at most, may go into yardsticks
-        for number, (cell, search) in enumerate(new):
-            if len(affordable(_needs(searches), self.budget.available_s())) < len(searches):
-                self.finish(search.inconclusive(f"no time was left for it{LARGER}"), 0.0)
-                continue
-            fault = search.settle(self.budget.deadline(max(0.0, self.budget.available_s() - kept_s)))
-            if number == 0:  # the worker was started for it, which is nobody's yardstick
-                kept_s = min(kept_s, 0.5 * self.budget.available_s())
-                worker_started_s = self.budget.elapsed_s()
-            if fault is None:
-                searches[cell.workload] = search
-            elif fault.from_outside:  # no verdict on any plan
-                remedy = "; give a larger --budget or a shorter --seq-len" if fault.kind == "timeout" else ""
-                self.finish(search.inconclusive(fault.message + remedy), 0.0)
-            else:
-                refused = search.refused(f"no plan could be run: {fault.message}")
-                self.finish(refused, 0.0)
-        # The rows are run once more at the end, which takes longer on a busy machine, as the checks did.
-        self.budget.keep(KEPT_OF_SETTLING * (self.budget.elapsed_s() - worker_started_s))
-        return searches
-
-    def new_search(self, cell: Cell) -> CellSearch | None:
-        """None where nothing can run the cell; its row says so then."""
-        layout = self._layout_of(cell.workload)
-        space = space_or_refusal(cell, self.task.environment, layout)
-        if isinstance(space, PlanError):
-            self.rows.refuse(cell.workload, space)
-            return None
-        standing, nearby = plans_before(cell.workload, self._before, self.task.environment, layout)
-        self._nearby[cell.workload] = nearby
+    def new_search(self, cell: Cell) -> CellSearch:
+        """Return the search of a cell that can be run, whose lease is held, with all that its study knows."""
+        status = self.shared.meet(cell.workload, lambda: self.plans_before(cell.workload))
+        self._nearby[cell.workload] = status.nearby
         return CellSearch(
-            space.including((*standing, *nearby)),
+            self.known_space(cell).including((*status.standing, *status.nearby)),
             self._evaluator,
-            self._store,
+            self.store,
             self._settings(),
             self.observer,
             self.task.environment.clock,
             main_dtypes=cell.main_dtypes,
             transfer=self.transfer,
             end=self.budget.deadline(math.inf),
-            standing=standing,
+            standing=status.standing,
         )
 
     def _settings(self) -> SearchSettings:
@@ -222,25 +130,72 @@ class CellRuns:
             sampler=request.sampler,
         )
 
+    def settle(self, search: CellSearch, most_s: float) -> bool:
+        """Settle the default of a cell, and say what its search would take; else it is left with the reason."""
+        fault = search.settle(self.budget.deadline(max(0.0, most_s)))
+        if fault is None:
+            self.shared.settle(search.cell, search.need())
+            return True
+        if fault.from_outside:  # no verdict on any plan
+            remedy = "; give a larger --budget or a shorter --seq-len" if fault.kind == "timeout" else ""
+            self.leave(search, search.inconclusive(fault.message + remedy))
+        else:
+            self.leave(search, search.refused(f"no plan could be run: {fault.message}"))
+        return False
+
     def search(self, search: CellSearch, share_s: float, spare_s: float) -> None:
         """``spare_s`` makes up for what this cell should not pay for alone: crashes, hangs, compilation."""
         state, cell, clock = search.state, search.cell, self.task.environment.clock
         began, lost_before_s = clock.now(), state.lost_s
         self.observer.begin(cell)
         if share_s < search.least_s():
-            self.finish(search.inconclusive(f"no time was left for it{LARGER}"), 0.0)
+            self.leave(search, search.inconclusive(f"no time was left for it{LARGER}"))
             return
         deadline = self.budget.working_deadline(share_s, lambda: state.lost_s, spare_s)
         result = search.run(deadline, seeds=(*self._nearby[cell], *self.rows.seeds(cell)))
         taken_s = clock.now() - began
         self.observer.end(cell, max(0.0, taken_s - (state.lost_s - lost_before_s)))
-        self.transfer.finished.append(search.beliefs.timed())
+        self._teach(search)
         if math.isfinite(sigma := state.noise_sigma()):
             self.transfer.sigmas.append(sigma)
         self.searched.append(search)
+        self.shared.finish(cell)
         self.finish(result, taken_s)
 
+    # --- its result -------------------------------------------------------------------------------------------------
+
     def finish(self, result: CellResult, taken_s: float) -> None:
+        """Make the row of a cell that this worker has searched."""
         self.results[result.workload] = result
         self.rows.finish(result, taken_s)
         self.observer.time_left()
+
+    def recall(self, search: CellSearch, *, left_too: bool = False) -> bool:
+        """Return whether this cell has a result; then its row is that of its study.
+
+        ``left_too``: also what stands for a result where the cell was left without one.
+        """
+        result = search.recalled()
+        if result is None and left_too and (record := search.study.noted_left()) is not None:
+            result = CellResult.of(search.cell, record, search.study.plan_of, search.state.failures())
+        elif result is None:
+            return False
+        else:
+            self.shared.finish(search.cell)
+        assert result is not None
+        self.recalled = [other for other in self.recalled if other.cell != search.cell] + [search]
+        self._teach(search)
+        self.rows.finish(result, 0.0)
+        return True
+
+    def _teach(self, search: CellSearch) -> None:
+        """Let the cells of other lengths know how far behind each plan was, and so leave hopeless kernels out."""
+        if self.teaches:
+            self.transfer.finished = [timed for timed in self.transfer.finished if timed.cell != search.cell]
+            self.transfer.finished.append(search.beliefs.timed())
+
+    def leave(self, search: CellSearch, result: CellResult) -> None:
+        """Give a cell up for this run: other workers take this for its result, the next run tries anew."""
+        search.study.note(LEFT, to_plain(result.record(search.study.number_of)))
+        self.shared.leave(search.cell)
+        self.finish(result, 0.0)

@@ -42,6 +42,7 @@ LIVE = [
     (("--seed", "7"), {"seed": 7}),
     (("--sampler", "tpe"), {"sampler": "tpe"}),
     (("--storage", "sqlite:///studies.db"), {"storage": "sqlite:///studies.db"}),
+    (("--add-kernel", "math", "--add-kernel", "xformers"), {"add_kernels": ("math", "xformers")}),
     (("--device", "cpu"), {"device": "cpu"}),
     (("--device", "1"), {"device": "cuda:1"}),
     (("--nproc", "1"), {}),

@@ -222,7 +222,7 @@ def test_another_storage_is_opened_by_its_url_and_one_that_cannot_be_says_so(tmp
     with Store(tmp_path / "p.journal", identity="b", url=url, fresh=True) as store:
         assert study_of(store).recalled == {}
     assert "somebody else's" in optuna.get_all_study_names(url)
-    with pytest.raises(ProbeFailure, match="--storage nonsense: cannot be opened"):
+    with pytest.raises(ProbeFailure, match="--storage nonsense: names no storage"):
         Store(tmp_path / "q.journal", url="nonsense")
     with pytest.raises(ProbeFailure) as failure:
         Store(tmp_path / "q.journal", url="nosuch://me:secret@host/studies")
@@ -444,14 +444,13 @@ def test_a_trial_that_was_left_waiting_is_given_to_no_other_plan(tmp_path: Path)
         study.study.enqueue_trial(params)  # by somebody, while the probe runs
         study.open(Entry(MATH), SAMPLER)
         assert study.parameters.plan(study.study.get_trials()[study.number_of(MATH)].params) == MATH
-        assert not study.study.get_trials(states=(TrialState.WAITING,))
     with Store(path, identity="a") as store:
         assert set(study_of(store).recalled) == {QUICK, MATH}
 
 
 def test_a_storage_that_cannot_be_opened_leaves_no_file_behind(tmp_path: Path) -> None:
     path = tmp_path / "p.yaml.journal"
-    with pytest.raises(ProbeFailure, match="cannot be opened"):
+    with pytest.raises(ProbeFailure, match=r"the folder of .* does not exist"):
         Store(path, url=f"sqlite:///{tmp_path}/no such folder/s.db")
     assert list(tmp_path.iterdir()) == []
 
@@ -460,6 +459,19 @@ def test_a_failure_leaves_the_lock_of_an_earlier_probe(tmp_path: Path) -> None:
     path = tmp_path / "p.yaml.journal"
     Store(path).close()
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(ProbeFailure, match="cannot be opened"):
+    with pytest.raises(ProbeFailure, match=r"the folder of .* does not exist"):
         Store(path, url=f"sqlite:///{tmp_path}/no such folder/s.db")
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_workers_of_one_storage_have_a_profile_together_and_no_other_probe_has_it(tmp_path: Path) -> None:
+    """Of eight GPUs of a host each has its worker, and all have one --output."""
+    profile, shared = tmp_path / "p.yaml.journal", f"{tmp_path}/s.journal"
+    with Store(profile, identity="a", url=shared), Store(profile, identity="a", url=shared):
+        for journal in (profile, Path(shared)):
+            with pytest.raises(DeviceBusy, match=r"another probe .* is writing it"):
+                Store(journal)
+    with Store(profile), pytest.raises(DeviceBusy, match=r"another probe .* is writing it"):
+        Store(profile, identity="a", url=shared)
+    with Store(Path(shared)), pytest.raises(DeviceBusy, match=r"another probe .* is writing it"):
+        Store(profile, identity="a", url=shared)

@@ -10,7 +10,8 @@ from machines import Setting, by_kernels, far_from, plan, workload
 
 from autotune.measure.evaluator import Fault
 from autotune.measure.simulated import SimulatedClock, Trouble
-from autotune.probe.cells.runs import LEAST_OF_BASE, affordable, hang_s
+from autotune.probe.cells.needs import LEAST_OF_BASE, affordable
+from autotune.probe.cells.runs import hang_s
 from autotune.search.budget import Budget, CellNeed
 from autotune.search.deciding.decision import Final
 from autotune.search.deciding.launch_ways import LaunchWays

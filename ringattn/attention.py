@@ -232,11 +232,11 @@ class RingAttention(DecodingMethods, ShardedModule, AttentionMaps, PlannedModule
         second backward; what is -inf has no gradient. Over several ranks that raises RingAttentionError: use
         lse.detach().
         """
-        if sinks is not None:
-            check_sinks(sinks, self.shape.heads, self.device)
         if self._ring is not None:
             out, lse = outside_graphs(self._over_ranks, q, k, v, cu_seqlens, lengths, total_length, return_lse, sinks)
             return (out, lse) if return_lse else out
+        if sinks is not None:
+            check_sinks(sinks, self.shape.heads, self.device)
         train, autocast = self.call_mode(q, k, v, sinks)
         if total_length is not None:
             check_total_length(total_length, q.shape[1])
@@ -364,6 +364,8 @@ class RingAttention(DecodingMethods, ShardedModule, AttentionMaps, PlannedModule
         with self._ring.call():
             if torch.compiler.is_exporting() or transforms_active():
                 raise InputError("torch.export and torch.func take no RingAttention over several ranks")
+            if sinks is not None:
+                check_sinks(sinks, self.shape.heads, self.device)
             train, autocast = self.call_mode(q, k, v, sinks)
             extent = extent_of(total_length, cu_seqlens, lengths)
             check_inputs(q, k, v, self.shape, self.device, packed=extent.documents is not None)
@@ -373,7 +375,7 @@ class RingAttention(DecodingMethods, ShardedModule, AttentionMaps, PlannedModule
             if run is None:
                 run = self._new_runner(q, k, v, train, key, with_lse)
             narrow = autocast if autocast is not q.dtype and self.casts(q, autocast) else None
-            self._ring.enter(q, train, extent, narrow, self._planned)
+            self._ring.enter(q, train, extent, narrow, self._planned, sinks=sinks is not None)
         return run(q, k, v) if sinks is None else run(q, k, v, sinks)
 
     def call_mode(

@@ -87,6 +87,8 @@ class RingContext:
         extent: Extent,
         narrow: torch.dtype | None,
         planned: Callable[[Tensor, bool, Extent, torch.dtype | None], str],
+        *,
+        sinks: bool = False,
     ) -> None:
         """Begin a call with ``q``: where it differs from the last, ranks wait for each other and compare.
 
@@ -95,9 +97,12 @@ class RingContext:
         """
 
         def describe() -> str:
-            return self._describe(q, train, extent, narrow) + BY_THE_PLAN + planned(q, train, extent, narrow)
+            with_sinks = ", with sinks" * sinks
+            return (
+                self._describe(q, train, extent, narrow) + with_sinks + BY_THE_PLAN + planned(q, train, extent, narrow)
+            )
 
-        self.enter_as((q.shape[:2], q.dtype, train, extent, narrow), describe)
+        self.enter_as((q.shape[:2], q.dtype, train, extent, narrow, sinks), describe)
 
     def enter_as(self, signature: tuple[Any, ...], describe: Callable[[], str]) -> None:
         """Begin a call of this signature, which ranks compare by its description where it differs from the last."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ringattn.arguments import is_integer
+from ringattn.arguments import is_integer, is_list
 from ringattn.errors import InputError
 from ringattn.geometry.pattern import head_offset_of
 from ringattn.planning.table import ModuleShape
@@ -32,7 +32,11 @@ def check_positions(positions: Tensor | Sequence[int], total_length: int) -> lis
             raise InputError(
                 f"positions is {positions.dtype} of shape {tuple(positions.shape)}; give integers of shape (rows,)"
             )
+        if positions.is_meta:
+            raise InputError("positions is on meta, where tensors hold no data; give a list of integers")
         given = positions.tolist()
+    elif not is_list(positions):
+        raise InputError(f"positions is {positions!r}; give a list of integers, or a tensor of them")
     else:
         given = list(positions)
     for position in given:

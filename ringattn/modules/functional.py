@@ -48,7 +48,7 @@ def scaled_dot_product_attention(
         if not isinstance(x, Tensor) or x.dim() < 2:
             shape = f"has shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"is a {type(x).__name__}"
             raise InputError(f"{name} {shape}; it must be a tensor (..., heads, sequence, head_dim)")
-    lead = query.shape[:-3]
+    lead = tuple(query.shape[:-3])
     q, k, v = (_four_dimensions(x) for x in (query, key, value))
     if not enable_gqa and q.shape[1] != k.shape[1]:
         raise InputError(f"query has {q.shape[1]} heads and key {k.shape[1]}; use enable_gqa=True")
@@ -57,7 +57,10 @@ def scaled_dot_product_attention(
             f"query, key and value have shapes {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}; all "
             "but the sequence of key and value, the heads of both with enable_gqa, and value's last must be equal"
         )
-    keys = None if attn_mask is None else _keys(attn_mask, is_causal, q, k)
+    keys = None
+    if attn_mask is not None:
+        _check_mask(attn_mask, is_causal, (*lead, *q.shape[1:3], k.shape[2]))
+        keys = _keys(attn_mask, q, k)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out, _ = attend(_pool, q, k, v, causal=is_causal, scale=scale, keys=keys, aligned="start")
     out = out.transpose(1, 2)
@@ -71,11 +74,28 @@ def _four_dimensions(x: Tensor) -> Tensor:
     return x.flatten(0, -4)
 
 
-@torch.compiler.disable(reason="what a mask means is read on the host")  # type: ignore[no-untyped-call, untyped-decorator]
-def _keys(mask: Tensor, is_causal: bool, q: Tensor, k: Tensor) -> Keys:
+def _check_mask(mask: object, is_causal: bool, scores: tuple[int, ...]) -> None:
+    """InputError unless the mask can be broadcast to the shape of the scores, (..., H, Sq, Sk), as torch's must be."""
     if is_causal:
         raise InputError("attn_mask and is_causal are both given; give one of them")
-    keys = remembered(keys_of_mask, mask)
-    if mask.dim() > 4 or len(keys.codes) not in (1, len(q)):
+    if not isinstance(mask, Tensor):
+        raise InputError(f"attn_mask is a {type(mask).__name__}; it must be a tensor")
+    fits = all(size in (1, wanted) for size, wanted in zip(reversed(mask.shape), reversed(scores), strict=False))
+    if not 2 <= mask.dim() <= len(scores) or mask.dim() > 4 or not fits:
+        raise InputError(
+            f"attn_mask has shape {tuple(mask.shape)}, which does not broadcast to the scores, {scores}; it must be "
+            "(B or 1, 1, Sq or 1, Sk)"
+        )
+
+
+@torch.compiler.disable(reason="what a mask means is read on the host")  # type: ignore[no-untyped-call, untyped-decorator]
+def _keys(mask: Tensor, q: Tensor, k: Tensor) -> Keys:
+    keys = remembered(_keys_of_broadcast, mask, q.shape[2], k.shape[2])
+    if len(keys.codes) not in (1, len(q)):
         raise InputError(f"attn_mask has shape {tuple(mask.shape)}; it must be (B or 1, 1, Sq or 1, Sk)")
     return keys
+
+
+def _keys_of_broadcast(mask: Tensor, queries: int, keys: int) -> Keys:
+    """Return what a mask means whose last dimension, or last two, may be 1 for all keys and queries."""
+    return keys_of_mask(mask.expand(*mask.shape[:-2], queries, keys))

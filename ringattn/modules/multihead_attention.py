@@ -129,7 +129,7 @@ class MultiheadAttention(nn.Module):
             key_padding_mask: (B, Sk), True or -inf at keys that are not there. Where query is key, such rows give the
                 output projection's bias.
             need_weights: refused if true; unlike torch's, the default is False.
-            attn_mask: (Sq, Sk), a causal mask; others are refused.
+            attn_mask: (Sq, Sk), a causal mask, True or -inf at keys that are not attended; others are refused.
             average_attn_weights: of no effect, as without weights in torch.
             is_causal: this call is causal; with an attn_mask, that must be causal.
             positions: (Sq,) or (B, Sq) for rotary embeddings; None counts from 0, over several ranks from where this
@@ -194,8 +194,8 @@ class MultiheadAttention(nn.Module):
     ) -> Keys | None:
         """Return the keys that the masks leave."""
         if attn_mask is not None:
-            keys = remembered(keys_of_mask, attn_mask)
-            if not keys.causal or keys.length != q.shape[1]:
+            keys = remembered(_kept_by, attn_mask)
+            if not keys.causal or attn_mask.shape[-2:] != (q.shape[1], k.shape[1]):
                 raise InputError(
                     f"attn_mask has shape {tuple(attn_mask.shape)} and is not causal; use key_padding_mask, or "
                     "FlexAttention (torch.nn.attention.flex_attention), which follows any mask"
@@ -224,6 +224,11 @@ class MultiheadAttention(nn.Module):
     def extra_repr(self) -> str:
         kv = f", num_kv_heads={self.num_kv_heads}" if self.num_kv_heads != self.num_heads else ""
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}{kv}, causal={self.causal}"
+
+
+def _kept_by(attn_mask: Tensor) -> Keys:
+    """Return what a mask means that is True at keys which are not attended, as those of torch's module are."""
+    return keys_of_mask(~attn_mask if attn_mask.dtype is torch.bool else attn_mask)
 
 
 def _kept(key_padding_mask: Tensor, causal: bool) -> Keys:

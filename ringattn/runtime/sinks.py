@@ -26,6 +26,8 @@ def check_sinks(sinks: object, heads: int, device: torch.device) -> None:
         raise InputError(
             f"sinks is {sinks.dtype} of shape {tuple(sinks.shape)}; it must be floating, one for each head, ({heads},)"
         )
+    if sinks.layout is not torch.strided:
+        raise InputError(f"sinks has layout {sinks.layout}; make it a dense tensor with to_dense()")
     if sinks.device != device:
         raise InputError(f"sinks is on {sinks.device}, the module's plans are for {device}; move it there")
 

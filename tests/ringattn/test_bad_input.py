@@ -540,3 +540,23 @@ def test_a_module_holds_on_to_nothing_of_who_made_it() -> None:
 def test_a_profile_may_be_named_by_a_path_object(tmp_path: Path) -> None:
     with pytest.raises(ProfileError, match=r"none\.yaml"):
         module(profile=tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (1, "positions is 1; give a list of integers"),
+        (None, "positions is None; give a list of integers"),
+        (torch.empty(1, dtype=torch.int64, device="meta"), "positions is on meta"),
+    ],
+)
+def test_positions_of_rows_that_are_no_list(given: Any, told: str) -> None:
+    x = torch.zeros(1, 8, 2, 4)
+    with pytest.raises(InputError, match=told):
+        RingAttention(2, 4, profile=None, device="cpu").rows(x, x, x, given)
+
+
+def test_sparse_sinks() -> None:
+    x = torch.zeros(1, 8, 2, 4)
+    with pytest.raises(InputError, match=r"sinks has layout torch\.sparse_coo; make it a dense tensor"):
+        RingAttention(2, 4, profile=None, device="cpu")(x, x, x, sinks=torch.zeros(2).to_sparse())

@@ -65,6 +65,8 @@ def test_masks_that_are_causal_or_of_keys() -> None:
     of_keys = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 1, 1, 0, 1, 1]]).bool()[:, None, None]
     check(q, k, v, attn_mask=of_keys)
     check(q, k, v, attn_mask=of_keys[:1])
+    check(q, k, v, attn_mask=torch.ones(2, 1, 6, 1).bool())  # one for all keys
+    check(q, k, v, attn_mask=torch.zeros(1, 1, dtype=torch.float64))
     check(q, k, v, attn_mask=torch.zeros(2, 1, 1, 6, dtype=torch.float64).masked_fill(~of_keys, -torch.inf))
 
 
@@ -79,7 +81,13 @@ def test_masks_that_are_causal_or_of_keys() -> None:
         ({"attn_mask": torch.eye(6).bool()}, "use FlexAttention"),
         ({"attn_mask": torch.ones(6, 6).tril().bool(), "is_causal": True}, "attn_mask and is_causal are both given"),
         ({"attn_mask": torch.ones(3, 1, 1, 6).bool()}, r"attn_mask has shape \(3, 1, 1, 6\)"),
-        ({"attn_mask": torch.ones(1, 1, 1, 9).bool()}, "the attention mask has 9 positions and k has 6"),
+        ({"attn_mask": torch.ones(1, 1, 1, 9).bool()}, r"attn_mask has shape \(1, 1, 1, 9\), which does not broadcast"),
+        ({"attn_mask": torch.ones(1, 1, 1, 5).bool()}, r"attn_mask has shape \(1, 1, 1, 5\), which does not broadcast"),
+        ({"attn_mask": torch.ones(5, 6).bool()}, r"attn_mask has shape \(5, 6\), which does not broadcast"),
+        ({"attn_mask": torch.ones(3, 3).tril().bool()}, r"attn_mask has shape \(3, 3\), which does not broadcast"),
+        ({"attn_mask": torch.ones(6).bool()}, r"attn_mask has shape \(6,\), which does not broadcast"),
+        ({"attn_mask": torch.ones(0, 0).bool()}, r"attn_mask has shape \(0, 0\), which does not broadcast"),
+        ({"attn_mask": [[True] * 6] * 6}, "attn_mask is a list; it must be a tensor"),
     ],
 )
 def test_what_is_not_exact_is_refused_in_one_line(arguments: dict[str, Any], told: str) -> None:

@@ -52,7 +52,7 @@ def test_state_dicts_fit_both_ways(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("masks", ["none", "padding", "float padding", "causal"])
+@pytest.mark.parametrize("masks", ["none", "padding", "float padding", "causal", "boolean causal"])
 def test_cross_attention_is_torchs(options: dict[str, Any], masks: str) -> None:
     """Also of as many queries as keys by chance: no query is padding."""
     ours, theirs = pair(**options)
@@ -64,11 +64,9 @@ def test_cross_attention_is_torchs(options: dict[str, Any], masks: str) -> None:
     if "padding" in masks:
         mask = torch.zeros(2, 6, dtype=torch.float64).masked_fill(padding, -torch.inf)
         given["key_padding_mask"] = mask if "float" in masks else padding
-    if masks == "causal":
-        given |= {
-            "attn_mask": nn.Transformer.generate_square_subsequent_mask(6, dtype=torch.float64),
-            "is_causal": True,
-        }
+    if "causal" in masks:
+        mask = nn.Transformer.generate_square_subsequent_mask(6, dtype=torch.float64)
+        given |= {"attn_mask": mask.isneginf() if "boolean" in masks else mask, "is_causal": True}
     out, weights = ours(query, key, value, **given)
     expected, _ = theirs(query, key, value, **given)
     assert weights is None
@@ -171,6 +169,9 @@ def test_arguments_that_make_no_sense(made: dict[str, Any], told: str) -> None:
     [
         ({"need_weights": True}, "need_weights is True, and no kernel keeps attention weights; use torch.nn.Multihead"),
         ({"attn_mask": torch.eye(6).bool()}, "FlexAttention"),
+        # True is what is not attended, so that this one sees the future.
+        ({"attn_mask": torch.ones(6, 6).tril().bool()}, "is neither causal nor the same"),
+        ({"attn_mask": torch.ones(5, 5).triu(1).bool()}, "attn_mask has shape (5, 5) and is not causal"),
         ({"attn_mask": torch.zeros(2, 1, 1, 6)}, r"attn_mask has shape (2, 1, 1, 6) and is not causal"),
         ({"attn_mask": torch.rand(6, 6)}, "as ALiBi does, which no kernel here computes; use FlexAttention"),
         ({"key_padding_mask": torch.rand(2, 6)}, "key_padding_mask adds a bias to the logits"),

@@ -50,6 +50,43 @@ def _bad_input_on_one_rank() -> Told:
     return told
 
 
+def _sinks_of_one_rank_alone() -> Told:
+    module = RingCase(CASE, "ring", "zigzag").module()
+    leaves, sinks = leaves_of(module), torch.zeros(CASE.heads, dtype=torch.float64)
+    told = told_of(lambda: module(*leaves, sinks=sinks if dist.get_rank() == 1 else None))
+    assert_works()
+    return told
+
+
+def test_sinks_on_one_rank_alone(ranks: Callable[[int], Pool]) -> None:
+    told = set(ranks(2).run(_sinks_of_one_rank_alone))
+    assert len(told) == 1
+    error, message = told.pop()
+    assert error == "InputError"
+    assert "with gradients, by the plan" in message
+    assert "with gradients, with sinks, by the plan" in message
+
+
+def _bad_sinks_on_one_rank() -> Told:
+    with group_to_break() as group:
+        module = RingCase(CASE, "ring", "zigzag").module(group=group)
+        sinks = torch.zeros(CASE.heads + (dist.get_rank() == 1), dtype=torch.float64)
+        told = told_of(lambda: module(*leaves_of(module), sinks=sinks))
+        assert_aborted(module)
+    assert_works()
+    return told
+
+
+def test_bad_sinks_on_one_rank(ranks: Callable[[int], Pool]) -> None:
+    told = ranks(2).run(_bad_sinks_on_one_rank)
+    assert told[1] == (
+        "InputError",
+        "sinks is torch.float64 of shape (7,); it must be floating, one for each head, (6,)",
+    )
+    assert told[0][0] == "PeerError"
+    assert told[0][1].startswith("rank 1 failed: InputError: sinks is torch.float64 of shape (7,)")
+
+
 def test_a_bad_input_on_one_rank(ranks: Callable[[int], Pool]) -> None:
     told = ranks(3).run(_bad_input_on_one_rank)
     assert told[1][0] == "InputError"

@@ -38,6 +38,11 @@ def kind_of(fingerprint: Fingerprint) -> str:
     return fingerprint_name(HardwareFacts(**made))
 
 
+def file_stem(kind: str, ranks: int) -> str:
+    """Return the name, without suffix, of the file in a folder that holds a kind's rows for one number of ranks."""
+    return f"{kind}-x{ranks}" if ranks > 1 else kind
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class ProfileName:
     """Name of a profile in a store: the machine's kind, the number of ranks, and the SHA-256 of the file."""

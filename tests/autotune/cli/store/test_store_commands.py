@@ -86,6 +86,35 @@ def test_what_is_pushed_serves_this_machine_and_is_pulled(place: str, mine: Path
     assert one_line_error(ringtune("pull", "--device", "cpu"), 4)
 
 
+def test_what_is_pulled_joins_the_one_file_of_this_machine(folder: Path, mine: Path, tmp_path: Path) -> None:
+    own = load_profile(mine)
+    usual = tmp_path / "config" / "ringtune" / f"{kind_of(own.fingerprint)}.yaml"
+    save_profile(own, usual)
+    Store(open_backend(str(folder))).push(replace(own, plans=(measured_entry(4096),)))
+    for _ in range(2):  # the second time nothing is added
+        assert document("pull", "--device", "cpu")["written"] == [str(usual)]
+        assert list(usual.parent.iterdir()) == [usual]
+        assert {entry.workload.seq_len for entry in load_profile(usual).plans} == {512, 4096}
+    assert document("which", "--device", "cpu")["path"] == str(usual)
+
+
+def test_a_pull_leaves_a_file_of_other_software_alone(folder: Path, mine: Path, tmp_path: Path) -> None:
+    profile = load_profile(mine)
+    other = replace(profile, software=(("torch", "1.0"),))
+    usual = tmp_path / "here" / f"{kind_of(profile.fingerprint)}.yaml"
+    save_profile(other, usual)
+    Store(open_backend(str(folder))).push(profile)
+    for _ in range(2):
+        (written,) = document("pull", "--output", usual.parent, "--device", "cpu")["written"]
+        assert load_profile(usual) == other
+        assert load_profile(written) == profile
+    assert len(list(usual.parent.iterdir())) == 2
+    usual.write_text("schema: 1\n")
+    assert document("pull", "--output", usual.parent, "--device", "cpu")["written"] == [written]
+    save_profile(profile, usual)
+    assert document("pull", "--output", usual.parent, "--device", "cpu")["written"] == [str(usual)]
+
+
 def test_pushing_without_a_file_pushes_what_this_machine_uses(place: str, at_home: Path) -> None:
     (pushed,) = document("push", "--device", "cpu")["pushed"]
     assert pushed["file"] == str(at_home)

@@ -75,6 +75,12 @@ class ProfileName:
         return f"{self.kind}/x{self.world}-{self.digest[:12]}"
 
 
+def is_signature(name: str) -> bool:
+    """Tell whether a file's name in a store is that of the signature of a profile, which need not be there."""
+    profile = name.removesuffix(".sig")
+    return profile != name and ProfileName.parse(profile) is not None
+
+
 def is_name(name: str) -> bool:
     """Tell whether a name can be one of a store's."""
     return _NAME.fullmatch(name) is not None

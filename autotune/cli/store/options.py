@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 def store_place(value: str) -> str:
     """Parse a URL, or a folder, which may be relative here: a person types it in a folder of their own."""
-    from ringattn.profile.yaml_io import url_in
+    from ringattn.store.backend import absolute_place
 
     if not value or "\0" in value:
         raise click.BadParameter(f"{value!r} is neither a folder nor a URL")
-    return value if url_in(value) else str(Path(value).absolute())
+    return absolute_place(value)
 
 
 store_option = click.option(

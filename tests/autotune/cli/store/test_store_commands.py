@@ -127,6 +127,19 @@ def test_which_takes_a_store_that_no_variable_names(folder: Path, mine: Path, mo
     assert ringtune("which", "--device", "cpu", "--store", folder).exit_code == 0
 
 
+def test_a_relative_folder_is_the_same_store_in_the_variable_and_the_option(
+    folder: Path, mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RINGTUNE_STORE")
+    assert ringtune("push", mine, "--store", "shared").exit_code == 0
+    monkeypatch.setenv("RINGTUNE_STORE", "shared")
+    told = ringtune("which", "--device", "cpu")
+    assert told.exit_code == 0
+    assert told.stderr == ""
+    assert document("push", mine)["store"] == str(folder)
+
+
 def test_all_files_are_read_before_one_is_pushed(folder: Path, mine: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.yaml").write_text("schema: 1\n")
     assert "bad.yaml" in one_line_error(ringtune("push", mine, tmp_path / "bad.yaml"), 1)

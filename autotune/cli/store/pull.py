@@ -89,6 +89,7 @@ def file_of_machine(folder: Path, profile: Profile, world: int) -> tuple[Path, t
     import hashlib
     from dataclasses import replace
 
+    from autotune.folders import is_there
     from ringattn.errors import ProfileError
     from ringattn.profile.yaml_io import load_profile
     from ringattn.store.names import file_stem, kind_of
@@ -98,7 +99,7 @@ def file_of_machine(folder: Path, profile: Profile, world: int) -> tuple[Path, t
     usual = folder / f"{name}.yaml"
     own = folder / f"{name}-{hashlib.sha256(repr(machine).encode()).hexdigest()[:8]}.yaml"
     for path in (usual, own):
-        if not path.exists():
+        if not is_there(path):
             return path, ()
         try:
             there = load_profile(path)

@@ -115,6 +115,12 @@ def test_a_pull_leaves_a_file_of_other_software_alone(folder: Path, mine: Path, 
     assert document("pull", "--output", usual.parent, "--device", "cpu")["written"] == [str(usual)]
 
 
+def test_a_folder_that_cannot_be_pulled_into_says_so(folder: Path, mine: Path, tmp_path: Path) -> None:
+    assert ringtune("push", mine).exit_code == 0
+    told = one_line_error(ringtune("pull", "--output", tmp_path / ("x" * 300), "--device", "cpu"), 1)
+    assert "cannot be written: File name too long" in told
+
+
 def test_pushing_without_a_file_pushes_what_this_machine_uses(place: str, at_home: Path) -> None:
     (pushed,) = document("push", "--device", "cpu")["pushed"]
     assert pushed["file"] == str(at_home)

@@ -264,7 +264,7 @@ def probe(
         result = run_probe(request, observer)
     if store is not None and result.profile_path is not None:
         push_measured(store, result.profile_path)
-    _print_result(result, as_json)
+    _print_result(result, as_json, options["device"], ranks)
     if result.inconclusive and not started_by_torchrun(os.environ):
         raise click.exceptions.Exit(ExitCode.INCONCLUSIVE)
 
@@ -287,7 +287,7 @@ def _shape_from_files(model: Path | None, like: Path | None, options: dict[str, 
     return ()
 
 
-def _print_result(result: ProbeResult, as_json: bool) -> None:
+def _print_result(result: ProbeResult, as_json: bool, device: str | None, ranks: int) -> None:
     from autotune.formats import format_duration
     from ringattn.wording import plural
 
@@ -309,7 +309,7 @@ def _print_result(result: ProbeResult, as_json: bool) -> None:
         done = "verified" if result.verified else "written"
         click.echo(f"\nProfile {done} in {format_duration(result.elapsed_s)}: {result.profile_path}")
         assert result.profile_path is not None
-        click.echo(f"{_how_to_use(result.profile_path)}.")
+        click.echo(f"{_how_to_use(result.profile_path, device, ranks)}.")
         click.echo(f"'ringtune show {result.profile_path}' prints it again, 'ringtune report' makes a web page of it.")
     if noise := noise_line(result):
         warn(noise)
@@ -334,14 +334,21 @@ def noise_line(result: ProbeResult) -> str:
     return f"noise of one timing against the default's: {middle:.1%} in the median cell, at most {worst:.1%} ({where})"
 
 
-def _how_to_use(path: Path) -> str:
-    """Return how the runtime finds the file: by itself, or named."""
+def _how_to_use(path: Path, device: str | None = None, ranks: int = 1) -> str:
+    """Return how the runtime finds the file: by itself, in part, or named; as this machine resolves now."""
     from ringattn.profile.locations import home_folder, search_paths
 
+    from .locate import resolve_here
+
     found = {place.resolve() for _, place in search_paths(os.environ, home_folder())}
-    if found & {path.resolve(), path.resolve().parent}:
+    if not found & {path.resolve(), path.resolve().parent}:
+        return f"RINGTUNE_PROFILE={path} or RingAttention(profile='{path}') uses it"
+    resolution, _, _ = resolve_here(device, ranks)
+    serving = [Path(source.path).resolve() for source in resolution.sources]
+    if path.resolve() in serving[:1]:
         return "RingAttention(profile='auto') uses it from now on"
-    return f"RINGTUNE_PROFILE={path} or RingAttention(profile='{path}') uses it"
+    part = "for what that has not measured" if path.resolve() in serving else f"only as RINGTUNE_PROFILE={path}"
+    return f"{resolution.path} comes before it, so that RingAttention(profile='auto') uses it {part}"
 
 
 def probe_document(result: ProbeResult) -> dict[str, object]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autotune.probe.cells.space import space_or_refusal
-from autotune.probe.output.earlier_profile import earlier_profile, recorded_rows
+from autotune.probe.output.earlier_profile import check_rows, earlier_profile, recorded_rows
 from autotune.probe.output.joined_layout import joined_layout
 from autotune.search.budget import RESERVE_S
 from autotune.space.space import Space
@@ -23,10 +23,11 @@ def dry_run(task: Task, path: Path, cells: Sequence[Cell]) -> ProbeResult:
 
     Where a profile is there that the rows would join, cells lie over several ranks as its rows do, and those that it
     has already are verified. Raises what the probe would raise of it: ProfileError for a broken file, ProbeFailure for
-    another layout than its rows'.
+    another layout than its rows', UsageFailure for more rows than it can hold.
     """
     budget_s = task.preset.budget_s
     old = earlier_profile(task, path)
+    check_rows(path, old, cells)
     new = {cell.workload for cell in cells}
     rows, searched = [], dict[str, dict[str, None]]()
     layouts = [joined_layout(cell.workload, task.request.layout, old, new, path) for cell in cells]

@@ -26,6 +26,7 @@ from ringattn.hardware.identity import device_identity
 from ringattn.profile.locations import FILE_VARIABLE, Located, collect, home_folder, user_folder
 from ringattn.profile.resolve import resolve
 from ringattn.profile.schema import Policy
+from ringattn.store.names import file_stem
 
 from .request import ProbeRequest
 
@@ -127,5 +128,5 @@ def device_name(request: ProbeRequest, facts: HardwareFacts) -> str:
 
 def default_profile_path(environment: Environment, ranks: int = 1) -> Path:
     """Return where the runtime looks first, under a name of the machine and the number of ranks."""
-    over = f"-x{ranks}" if ranks > 1 else ""
-    return user_folder(environment.environ, environment.home) / f"{fingerprint_name(environment.facts)}{over}.yaml"
+    name = file_stem(fingerprint_name(environment.facts), ranks)
+    return user_folder(environment.environ, environment.home) / f"{name}.yaml"

@@ -27,7 +27,7 @@ from autotune.probe.cells.runs import CellRuns, SpaceOf
 from autotune.probe.cells.searching import search_cells
 from autotune.probe.cells.sharing import SharedBudget
 from autotune.probe.cells.space import space_or_refusal
-from autotune.probe.output.earlier_profile import earlier_profile, profiles_before, verified_instead
+from autotune.probe.output.earlier_profile import check_rows, earlier_profile, profiles_before, verified_instead
 from autotune.probe.output.joined_layout import joined_layout
 from autotune.probe.output.writer import merged, merged_speeds, save_loaded
 from autotune.search.budget import RESERVE_S
@@ -58,6 +58,7 @@ class ProbeRun:
         began = environment.clock.now()
         cells = self._cells
         old = earlier_profile(task, self._path)
+        check_rows(self._path, old, cells)
         new = {cell.workload for cell in cells}
 
         def layout_of(cell: Workload) -> str:

@@ -13,6 +13,7 @@ from typing import Literal
 from ringattn.errors import ProfileError
 
 from .access import exposed, other_writers, trust_policy
+from .precedence import effort_and_day
 from .schema import Profile
 from .yaml_io import load_profile
 
@@ -105,7 +106,7 @@ def collect(
     ``named`` is the file a user gave; without it RINGTUNE_PROFILE names one. Such a file must load: ProfileError.
     ``heuristics_only`` reads no named file and leaves measured profiles out. ``stored`` returns those found in stores,
     which come after the user's folder; it is called last, so that a store may be asked meanwhile. ``environ`` and
-    ``home`` are this process's unless given.
+    ``home`` are this process's unless given. Of one folder those of higher effort go first, then the newer.
 
     RINGTUNE_TRUST ``any`` asks for no checksums. Of a folder or file that others may write a note says so; where it is
     ``signed`` they are skipped, but not a file that was named, nor what came with the package.
@@ -124,7 +125,12 @@ def collect(
             files = _files_in(origin, place, notes)
             if origin != "shipped":
                 files = _own_files(place, files, notes, signed=signed)
-            for found in _loaded(origin, files, notes, checksum=checksum):
+            # Stable: of one effort and day they stay in the order of their names.
+            for found in sorted(
+                _loaded(origin, files, notes, checksum=checksum),
+                key=lambda entry: effort_and_day(entry.profile),
+                reverse=True,
+            ):
                 if found.profile.source == "heuristic" or not heuristics_only:
                     located.append(found)
             if origin == "user":
@@ -137,7 +143,8 @@ def collect(
 
 def _files_in(origin: Origin, folder: Path, notes: list[str]) -> list[Path]:
     try:
-        return sorted(path for path in folder.iterdir() if path.suffix in _SUFFIXES and path.name[0] != ".")
+        files = [path for path in folder.iterdir() if path.suffix in _SUFFIXES and path.name[0] != "."]
+        return sorted(files, key=lambda path: (path.stem, path))  # a.yaml before a-b.yaml
     except (FileNotFoundError, NotADirectoryError):
         if origin == "env-path":  # somebody asked for this one
             notes.append(f"{folder}: {PATH_VARIABLE} names it, and there is no such folder")

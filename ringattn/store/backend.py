@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ringattn.errors import StoreError
+from ringattn.profile.yaml_io import url_in
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 
@@ -47,6 +48,11 @@ class Backend(Protocol):
 
     def lease_refusal(self) -> str:
         """Return why ``create`` cannot be relied on here; empty where it can."""
+
+
+def absolute_place(place: str) -> str:
+    """Return a URL as it is, and a folder from / on: a relative one is of the working folder now."""
+    return place if url_in(place) else str(Path(place).absolute())
 
 
 def open_backend(place: str) -> Backend:

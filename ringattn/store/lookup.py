@@ -24,7 +24,7 @@ from ringattn.profile.schema import Fingerprint, Profile
 from ringattn.profile.yaml_io import dump_profile
 from ringattn.wording import plural
 
-from .backend import open_backend
+from .backend import absolute_place, open_backend
 from .bounded import ANSWER_S, NoAnswerYet, Pending
 from .endpoint import check_reachable
 from .folder import Folder
@@ -37,9 +37,12 @@ STORE_VARIABLE = "RINGTUNE_STORE"
 
 
 def store_places(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the folders and URLs of RINGTUNE_STORE, in order: parted by blanks, quoted as in a shell."""
+    """Return the folders and URLs of RINGTUNE_STORE, in order: parted by blanks, quoted as in a shell.
+
+    A relative folder is of the working one, as `--store` has it.
+    """
     try:
-        return tuple(shlex.split(environ.get(STORE_VARIABLE, "")))
+        return tuple(absolute_place(place) for place in shlex.split(environ.get(STORE_VARIABLE, "")) if place)
     except ValueError as error:
         raise StoreError(STORE_VARIABLE, f"cannot be taken apart: {error}; it holds folders and URLs") from None
 

@@ -9,11 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from ringattn.profile.precedence import effort_and_day, effort_rank
 from ringattn.profile.schema import PlanEntry, Profile, Provenance
 from ringattn.wording import plural
 from ringattn.workload import Workload, describe
-
-_EFFORTS = ("quick", "standard", "full")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +91,7 @@ def merge_profiles(profiles: Sequence[Profile]) -> Merged:
     ordered = [profile for profile, _ in groupby(sorted(profiles, key=_precedence))]
     assert len({(profile.fingerprint, profile.software) for profile in ordered}) == 1
     rows: dict[Workload, PlanEntry] = {}
-    for _, equals in groupby(ordered, key=_effort_and_day):
+    for _, equals in groupby(ordered, key=effort_and_day):
         rows = merge_rows(rows, _of_equals(equals))
     # By identity: of two equal rows the one that was kept is the later profile's.
     givers = [profile for profile in ordered if any(rows[entry.workload] is entry for entry in profile.plans)]
@@ -121,22 +120,14 @@ def _joint_provenance(profiles: Sequence[Profile]) -> Provenance:
     return Provenance(
         tool_version=min(origin.tool_version for origin in origins),
         date=min(origin.date for origin in origins),
-        effort=min((origin.effort for origin in origins), key=_effort_rank),
+        effort=min((origin.effort for origin in origins), key=effort_rank),
         notes=(f"merged from {plural(len(origins), 'profile')}",),
     )
 
 
-def _effort_rank(effort: str) -> int:
-    return _EFFORTS.index(effort) if effort in _EFFORTS else -1
-
-
-def _effort_and_day(profile: Profile) -> tuple[int, str]:
-    return _effort_rank(profile.provenance.effort), profile.provenance.date
-
-
 def _precedence(profile: Profile) -> tuple[tuple[int, str], str]:
     """Return a total order: effort, day, and between equals the content, which takes 117 ms to write as YAML."""
-    return _effort_and_day(profile), repr(profile)
+    return effort_and_day(profile), repr(profile)
 
 
 def _of_equals(profiles: Iterable[Profile]) -> dict[Workload, PlanEntry]:

@@ -38,6 +38,11 @@ def kind_of(fingerprint: Fingerprint) -> str:
     return fingerprint_name(HardwareFacts(**made))
 
 
+def file_stem(kind: str, ranks: int) -> str:
+    """Return the name, without suffix, of the file in a folder that holds a kind's rows for one number of ranks."""
+    return f"{kind}-x{ranks}" if ranks > 1 else kind
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class ProfileName:
     """Name of a profile in a store: the machine's kind, the number of ranks, and the SHA-256 of the file."""
@@ -68,6 +73,12 @@ class ProfileName:
     def short(self) -> str:
         """The name as lists print it, of which commands take any start."""
         return f"{self.kind}/x{self.world}-{self.digest[:12]}"
+
+
+def is_signature(name: str) -> bool:
+    """Tell whether a file's name in a store is that of the signature of a profile, which need not be there."""
+    profile = name.removesuffix(".sig")
+    return profile != name and ProfileName.parse(profile) is not None
 
 
 def is_name(name: str) -> bool:

@@ -14,7 +14,7 @@ from ringattn.profile.yaml_io import MAX_FILE_BYTES, dump_profile, parse_profile
 from ringattn.wording import plural
 
 from .backend import Backend
-from .names import PROFILES, ProfileName, checked, kind_of
+from .names import PROFILES, ProfileName, checked, is_signature, kind_of
 from .ssh_signature import MAX_BYTES, SignatureFault, sign
 from .trust import CHECKSUM, StoreRefused, Trust
 
@@ -41,7 +41,8 @@ class Store:
         folder = f"{PROFILES}/{kind}" if kind else PROFILES
         found = {name: ProfileName.parse(name) for name in self.backend.names(checked(folder, self.url))}
         profiles = sorted(name for name in found.values() if name is not None)
-        known = {str(name) for name in profiles} | {name.signature for name in profiles}
+        # A signature is there before its profile, and alone where a push was killed between the two.
+        known = {str(name) for name in profiles} | {name for name in found if is_signature(name)}
         others = tuple(name for name in found if name not in known)
         return tuple(name for name in profiles if world in (None, name.world)), others
 
@@ -96,10 +97,14 @@ class Store:
     def sign(self, name: ProfileName, key_file: Path) -> None:
         """Put a signature beside a profile, in place of an earlier one; StoreError where the key cannot be used."""
         content = replace(self, trust=CHECKSUM).content(name)
+        self.backend.put(name.signature, self.signed(content, key_file, name.short))
+
+    def signed(self, content: bytes, key_file: Path, name: str) -> bytes:
+        """Return the signature of what ``name`` is to hold; StoreError where the key cannot be used."""
         try:
-            self.backend.put(name.signature, sign(content, key_file))
+            return sign(content, key_file)
         except SignatureFault as fault:
-            raise StoreError(self.url, f"{name.short}: cannot be signed: {fault}") from None
+            raise StoreError(self.url, f"{name}: cannot be signed: {fault}") from None
 
     def profile(self, name: ProfileName) -> Profile:
         """Return a profile, of the kind and ranks that its name says; ProfileError or StoreError else."""
@@ -116,22 +121,38 @@ class Store:
             )
         return profile
 
-    def push(self, profile: Profile, source: str = "profile") -> tuple[ProfileName, ...]:
-        """Write a profile, one file for each number of ranks, beside what is there; return the names.
+    def push(self, profile: Profile, source: str = "profile", key_file: Path | None = None) -> tuple[ProfileName, ...]:
+        """Write a profile as ``push_all`` does."""
+        return self.push_all([(source, profile)], key_file)[0]
 
-        ProfileError where it is a heuristic or holds no plans, and where what would be written is too large.
+    def push_all(
+        self, profiles: Sequence[tuple[str, Profile]], key_file: Path | None = None
+    ) -> tuple[tuple[ProfileName, ...], ...]:
+        """Write profiles, one file for each number of ranks, beside what is there; return the names of each.
+
+        With ``key_file`` they are signed, and no reader sees one before its signature. Nothing is written before all
+        can be. ProfileError where one is a heuristic or holds no plans, and where what would be written is too large;
+        StoreError where the key cannot be used. ``profiles`` come with the names that messages have for them.
         """
-        if profile.source != "measured" or not profile.plans:
-            raise ProfileError(source, "holds no measured plans; a store takes measured profiles, folders the others")
-        pushed = []
-        for part in by_world(profile):
-            content = dump_profile(part).encode("utf-8")
-            if len(content) > MAX_FILE_BYTES:
-                raise ProfileError(source, f"would be {len(content)} bytes, above the limit of {MAX_FILE_BYTES}")
-            name = ProfileName.of(part.fingerprint, part.plans[0].workload.world, content)
+        files: list[list[tuple[ProfileName, bytes, bytes | None]]] = []
+        for source, profile in profiles:
+            if profile.source != "measured" or not profile.plans:
+                raise ProfileError(
+                    source, "holds no measured plans; a store takes measured profiles, folders the others"
+                )
+            files.append([])
+            for part in by_world(profile):
+                content = dump_profile(part).encode("utf-8")
+                if len(content) > MAX_FILE_BYTES:
+                    raise ProfileError(source, f"would be {len(content)} bytes, above the limit of {MAX_FILE_BYTES}")
+                name = ProfileName.of(part.fingerprint, part.plans[0].workload.world, content)
+                signature = None if key_file is None else self.signed(content, key_file, name.short)
+                files[-1].append((name, content, signature))
+        for name, content, signature in (file for of_one in files for file in of_one):
+            if signature is not None:
+                self.backend.put(name.signature, signature)
             self.backend.put(str(name), content)
-            pushed.append(name)
-        return tuple(pushed)
+        return tuple(tuple(name for name, _, _ in of_one) for of_one in files)
 
     def forget(self, names: Sequence[ProfileName]) -> None:
         """Remove profiles; whoever has one may push it again."""

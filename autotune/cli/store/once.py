@@ -16,7 +16,7 @@ from ringattn.store.lookup import LocalCopy
 from ringattn.store.names import kind_of
 from ringattn.store.store import Store
 
-from .options import push_signed
+from .options import signing_key
 
 if TYPE_CHECKING:
     from ringattn.hardware.facts import HardwareFacts
@@ -113,6 +113,6 @@ def push_measured(store: Store, path: Path) -> None:
     from ringattn.profile.yaml_io import load_profile
 
     try:
-        push_signed(store, load_profile(path), str(path))
+        store.push(load_profile(path), str(path), signing_key())
     except StoreError as error:
         raise ProbeFailure(f"{error}; what was measured is in {path}: `ringtune push {path}` sends it") from error

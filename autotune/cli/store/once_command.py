@@ -13,7 +13,7 @@ from autotune.folders import made_folder
 from autotune.formats import plain
 
 from .once import OncePerKind
-from .options import places_of, signing_key, written_store
+from .options import check_signing_key, places_of, signing_key, written_store
 
 if TYPE_CHECKING:
     from autotune.probe.request import ProbeRequest
@@ -54,6 +54,7 @@ def probe_if_missing(
     once = OncePerKind(store, place, cache, facts, request.ranks, warn, exact=if_stale)
 
     def measure(earlier: Path | None) -> Path:
+        check_signing_key(store)
         folder = made_folder(cache / "measured", "XDG_CACHE_HOME")
         output = folder / f"{kind_of(Fingerprint.of(facts))}-x{request.ranks}.yaml"
         with probe_observer() as observer:

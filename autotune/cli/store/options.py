@@ -12,18 +12,16 @@ import click
 from ..options import seconds
 
 if TYPE_CHECKING:
-    from ringattn.profile.schema import Profile
-    from ringattn.store.names import ProfileName
     from ringattn.store.store import Store
 
 
 def store_place(value: str) -> str:
     """Parse a URL, or a folder, which may be relative here: a person types it in a folder of their own."""
-    from ringattn.profile.yaml_io import url_in
+    from ringattn.store.backend import absolute_place
 
     if not value or "\0" in value:
         raise click.BadParameter(f"{value!r} is neither a folder nor a URL")
-    return value if url_in(value) else str(Path(value).absolute())
+    return absolute_place(value)
 
 
 store_option = click.option(
@@ -124,24 +122,22 @@ def signing_key() -> Path | None:
     return Path(named) if named else None
 
 
-def push_signed(store: Store, profile: Profile, source: str) -> tuple[ProfileName, ...]:
-    """Push a profile, and sign it where a key is named."""
-    names = store.push(profile, source)
-    if (key := signing_key()) is not None:
-        for name in names:
-            store.sign(name, key)
-    return names
-
-
 def check_store_writable(store: Store) -> None:
-    """Raise StoreError now rather than after minutes of measuring, when the store cannot be written."""
+    """Raise StoreError now rather than after minutes of measuring, when the store or its key cannot be used."""
     import secrets
 
     from ringattn.store.names import LEASES
 
     trial = f"{LEASES}/trial-{secrets.token_hex(8)}"
+    check_signing_key(store)
     store.backend.put(trial, b"")
     store.backend.delete(trial)
+
+
+def check_signing_key(store: Store) -> None:
+    """Raise StoreError where a key is named with which nothing can be signed."""
+    if (key := signing_key()) is not None:
+        store.signed(b"", key, "what is measured")
 
 
 def is_store_name(text: str) -> bool:

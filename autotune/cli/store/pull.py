@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from ..options import device_option, json_option
 from .options import opened_stores, store_option
+
+if TYPE_CHECKING:
+    from ringattn.profile.schema import Profile
 
 
 @click.command(short_help="Copy profiles out of a store.")
@@ -26,9 +30,9 @@ def pull(
 ) -> None:
     """Copy profiles out of the stores into a folder, where no store is needed.
 
-    Without NAME it is every profile of this kind of machine. Profiles of one
-    machine and software are merged into one file. Exit code 4 says that the
-    stores hold none.
+    Without NAME it is every profile of this kind of machine. Those of one
+    machine and software are merged into one file, that of a probe there, with
+    what it holds already. Exit code 4 says that the stores hold none.
 
     \b
         ringtune pull --store /shared/ringtune
@@ -36,7 +40,7 @@ def pull(
     from autotune.exit_codes import ExitCode, ProbeFailure
     from autotune.formats import plain
     from ringattn.profile.locations import home_folder, user_folder
-    from ringattn.profile.yaml_io import dump_profile, save_profile
+    from ringattn.profile.yaml_io import save_profile
     from ringattn.store.merge import merge_profiles, same_machine_groups
     from ringattn.store.names import ProfileName
     from ringattn.wording import plural
@@ -62,11 +66,10 @@ def pull(
     written = []
     for world in sorted({world for world, _ in profiles}):
         for group in same_machine_groups(profile for over, profile in profiles if over == world):
-            merged = merge_profiles(group)
+            path, there = file_of_machine(folder, group[0], world)
+            merged = merge_profiles([*there, *group])
             for conflict in merged.conflicts:
                 warn(f"conflict: {conflict}")
-            name = ProfileName.of(merged.profile.fingerprint, world, dump_profile(merged.profile).encode("utf-8"))
-            path = folder / f"{name.kind}-x{world}-{name.digest[:12]}.yaml"
             save_profile(merged.profile, path)
             written.append((path, len(merged.profile.plans)))
     if as_json:
@@ -74,6 +77,42 @@ def pull(
         return
     for path, rows in written:
         click.echo(f"{plain(path)}: {plural(rows, 'row')}")
+
+
+def file_of_machine(folder: Path, profile: Profile, world: int) -> tuple[Path, tuple[Profile, ...]]:
+    """Return the one file in a folder for a machine, its software and a number of ranks, and what it holds already.
+
+    It is that of a probe, so that what is measured later joins it and is not one of two that hold the same rows. Where
+    that is of another machine or other software, or broken, it stays, and the name has a hash at its end. ProfileError
+    where the file of that name is broken.
+    """
+    import hashlib
+    from dataclasses import replace
+
+    from autotune.folders import is_there
+    from ringattn.errors import ProfileError
+    from ringattn.profile.yaml_io import load_profile
+    from ringattn.store.names import file_stem, kind_of
+
+    machine = (replace(profile.fingerprint, link_speeds=()), profile.software)
+    name = file_stem(kind_of(profile.fingerprint), world)
+    usual = folder / f"{name}.yaml"
+    own = folder / f"{name}-{hashlib.sha256(repr(machine).encode()).hexdigest()[:8]}.yaml"
+    for path in (usual, own):
+        if not is_there(path):
+            return path, ()
+        try:
+            there = load_profile(path)
+        except ProfileError:
+            if path == own:
+                raise
+            continue
+        if there.source == "measured" and (there.fingerprint, there.software) == (
+            profile.fingerprint,
+            profile.software,
+        ):
+            return path, (there,)
+    return own, ()  # another profile was put there by hand
 
 
 def kinds_here(device: str | None) -> tuple[str, ...]:

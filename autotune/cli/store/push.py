@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from ..options import device_option, json_option
-from .options import push_signed, store_option, written_store
+from .options import signing_key, store_option, written_store
 
 
 @click.command(short_help="Put profiles into a store.")
@@ -33,8 +33,9 @@ def push(files: tuple[Path, ...], stores: tuple[str, ...], device: str | None, a
 
     store = written_store(stores)
     chosen = files or (chosen_profile_path(None, device),)
-    profiles = [(path, load_profile(path)) for path in chosen]  # all of them, before anything is written
-    pushed = [(path, name) for path, profile in profiles for name in push_signed(store, profile, str(path))]
+    profiles = [(str(path), load_profile(path)) for path in chosen]  # all of them, before anything is written
+    names = store.push_all(profiles, signing_key())
+    pushed = [(path, name) for path, of_one in zip(chosen, names, strict=True) for name in of_one]
     if as_json:
         emit_json({"store": store.url, "pushed": [{"file": path, "name": str(name)} for path, name in pushed]})
         return

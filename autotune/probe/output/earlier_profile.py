@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from autotune.exit_codes import UsageFailure
 from autotune.probe.environment import Environment
 from autotune.probe.grid import Cell
 from autotune.probe.request import CellReport, ProbeResult
@@ -23,6 +24,9 @@ from ringattn.profile.yaml_io import load_profile
 from ringattn.workload import Tunables, Workload
 
 from .writer import same_machine
+
+# A row has 390 values in the mean of 55 of an H200, of which a file may have 200,000.
+MOST_ROWS = 400
 
 
 def earlier_profile(task: Task, path: Path) -> Profile | None:
@@ -43,6 +47,18 @@ def earlier_profile(task: Task, path: Path) -> Profile | None:
         task.observer.note(f"{path.name}: of another machine or other software; it will be replaced")
         return None
     return profile
+
+
+def check_rows(path: Path, old: Profile | None, cells: Sequence[Cell]) -> None:
+    """Raise UsageFailure where the file could not hold the rows of ``old`` and of these cells."""
+    kept = set() if old is None else {entry.workload for entry in old.plans}
+    rows = len(kept | {cell.workload for cell in cells})
+    if rows > MOST_ROWS and rows > len(kept):
+        there = f", {len(kept)} of them there already" if kept else ""
+        raise UsageFailure(
+            f"{path}: would hold {rows} rows{there}; {MOST_ROWS} is the most for one file: ask for fewer lengths, or "
+            "name further files with --output"
+        )
 
 
 def recorded_rows(old: Profile, cells: Sequence[Cell]) -> tuple[PlanEntry, ...]:

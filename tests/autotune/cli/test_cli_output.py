@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cli_runs import engine, ringtune
+from cli_runs import engine, measured_entry, profile_of_this_machine, ringtune
 from patience import LIMIT_S
 from report_samples import evidence, gpu_profile, heuristic_profile, plan
 
@@ -191,12 +191,20 @@ def test_an_ascii_terminal_is_no_reason_to_fail(gpu_file: Path) -> None:
 def test_a_profile_that_the_runtime_does_not_find_says_how_to_use_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RINGTUNE_PROFILE_PATH", str(tmp_path / "found"))
-    assert _how_to_use(tmp_path / "found" / "m.yaml") == "RingAttention(profile='auto') uses it from now on"
-    elsewhere = tmp_path / "m.yaml"
+    found, elsewhere = tmp_path / "found" / "m.yaml", tmp_path / "m.yaml"
+    for path in (found, elsewhere):
+        save_profile(profile_of_this_machine(measured_entry()), path)
+    monkeypatch.setenv("RINGTUNE_PROFILE_PATH", str(found.parent))
+    assert _how_to_use(found, "cpu") == "RingAttention(profile='auto') uses it from now on"
     assert _how_to_use(elsewhere) == f"RINGTUNE_PROFILE={elsewhere} or RingAttention(profile='{elsewhere}') uses it"
+    first = found.with_name("a.yaml")
+    save_profile(load_profile(found), first)
+    assert _how_to_use(found, "cpu") == (
+        f"{first} comes before it, so that RingAttention(profile='auto') uses it for what that has not measured"
+    )
     monkeypatch.setenv("RINGTUNE_PROFILE", str(elsewhere))
-    assert "from now on" in _how_to_use(elsewhere)
+    assert "from now on" in _how_to_use(elsewhere, "cpu")
+    assert _how_to_use(found, "cpu").endswith(f"uses it only as RINGTUNE_PROFILE={found}")
 
 
 def test_heuristics_have_nothing_to_show_but_their_policy(tmp_path: Path) -> None:

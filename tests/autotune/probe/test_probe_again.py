@@ -12,10 +12,11 @@ import pytest
 from machines import FACTS, row_of
 from probed_machine import Machine, Watching, request_for, truth, winners
 
-from autotune.exit_codes import DeviceBusy, ExitCode, NothingMeasured, ProbeFailure
+from autotune.exit_codes import DeviceBusy, ExitCode, NothingMeasured, ProbeFailure, UsageFailure
 from autotune.measure.evaluator import Checked, Fault, Killed
 from autotune.measure.simulated import ReplayEvaluator, Trouble
 from autotune.probe.grid import cells_for
+from autotune.probe.output.earlier_profile import MOST_ROWS
 from autotune.probe.request import ProbeRequest, ProbeResult
 from autotune.probe.tuning import run_probe, verify_profile
 from ringattn.errors import ProfileError
@@ -38,6 +39,25 @@ def test_a_second_probe_of_an_unchanged_machine_verifies(machine: Machine, tmp_p
     assert machine.made[1].calls < searched / 2
     assert any("verifying" in note for note in observer.notes)
     assert {report.status for report in result.cells} == {"resumed"}
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_more_rows_than_a_file_holds_are_refused_before_anything_is_measured(
+    machine: Machine, tmp_path: Path, dry_run: bool
+) -> None:
+    path = tmp_path / "m.yaml"
+    lengths = tuple(range(64, 64 + MOST_ROWS))
+    with pytest.raises(UsageFailure, match=f"would hold {MOST_ROWS * 2} rows; {MOST_ROWS} is the most"):
+        run_probe(request_for(path, seq_lens=lengths, dry_run=dry_run), Watching(), machine.environment)
+    run_probe(request_for(path), Watching(), machine.environment)
+    profile = load_profile(path)
+    (entry, *_), there = profile.plans, len(profile.plans)
+    more = tuple(replace(entry, workload=entry.workload.at(length)) for length in range(8192, 8192 + MOST_ROWS - there))
+    save_profile(replace(profile, plans=(*profile.plans, *more)), path)
+    made = len(machine.made)
+    with pytest.raises(UsageFailure, match=f"{MOST_ROWS} of them there already"):
+        run_probe(request_for(path, seq_lens=(96,), dry_run=dry_run), Watching(), machine.environment)
+    assert len(machine.made) == made
 
 
 def test_stale_winners_are_found_and_searched_again(machine: Machine, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from ringattn.hardware.facts import HardwareFacts
 from ringattn.profile import locations as profile_paths
 from ringattn.profile.locations import Located, Origin, collect, search_paths, shipped_folder, user_folder
 from ringattn.profile.resolve import TraceLine, arch_range, built_in_heuristic, resolve
-from ringattn.profile.schema import Fingerprint, Policy, Profile
+from ringattn.profile.schema import Fingerprint, Policy, Profile, Provenance
 from ringattn.profile.yaml_io import save_profile
 from ringattn.workload import INPUT_DTYPES
 
@@ -484,3 +484,19 @@ def test_collect_reads_this_process_unless_told_otherwise(tmp_path: Path, monkey
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     save_profile(measured(H100), tmp_path / "ringtune" / "p.yaml")
     assert collect()[0][0] == Located(str(tmp_path / "ringtune" / "p.yaml"), measured(H100), "user")
+
+
+def test_of_one_folder_the_higher_effort_goes_first_then_the_newer_then_the_name(tmp_path: Path) -> None:
+    made = {
+        "a": ("quick", "2026-03-01"),
+        "b": ("standard", "2026-01-01"),
+        "c-x1-82e87135e9ba": ("standard", "2026-02-01"),
+        "c": ("standard", "2026-02-01"),
+    }
+    for name, (effort, date) in made.items():
+        profile = replace(measured(H100, dense_entry()), provenance=Provenance("0.1.0", date, effort))
+        save_profile(profile, tmp_path / f"{name}.yaml")
+    located, _ = collect(environ={"RINGTUNE_PROFILE_PATH": str(tmp_path)}, home=tmp_path)
+    resolution = resolve(located, H100)
+    order = [Path(source.path).stem for source in resolution.sources if Path(source.path).parent == tmp_path]
+    assert order == ["c", "c-x1-82e87135e9ba", "b", "a"]

@@ -54,7 +54,12 @@ def ask(tmp_path: Path, world: int = 1) -> tuple[list[Profile], tuple[str, ...]]
 def test_places_are_parted_by_blanks_and_quoted_as_in_a_shell() -> None:
     assert store_places({}) == store_places({"RINGTUNE_STORE": " "}) == ()
     text = "s3://bucket/a,b  /mnt/x:y 'a folder'\nmemory://x"
-    assert store_places({"RINGTUNE_STORE": text}) == ("s3://bucket/a,b", "/mnt/x:y", "a folder", "memory://x")
+    assert store_places({"RINGTUNE_STORE": text}) == (
+        "s3://bucket/a,b",
+        "/mnt/x:y",
+        str(Path.cwd() / "a folder"),
+        "memory://x",
+    )
     with pytest.raises(StoreError, match="RINGTUNE_STORE: cannot be taken apart"):
         store_places({"RINGTUNE_STORE": "'half"})
 

@@ -217,7 +217,7 @@ def test_what_was_measured_is_not_lost_to_a_failed_request(
 
     asked = once(shared, tmp_path)
     measure = measuring(tmp_path, dense_entry())
-    monkeypatch.setattr(Store, "push", lambda self, profile, source: fail(self.backend, "", b""))
+    monkeypatch.setattr(Store, "push", lambda self, *_: fail(self.backend, "", b""))
     with pytest.raises(
         ProbeFailure, match=r"gone; what was measured is in .*measured\.yaml: `ringtune push .*` sends it"
     ):

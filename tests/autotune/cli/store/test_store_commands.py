@@ -86,6 +86,41 @@ def test_what_is_pushed_serves_this_machine_and_is_pulled(place: str, mine: Path
     assert one_line_error(ringtune("pull", "--device", "cpu"), 4)
 
 
+def test_what_is_pulled_joins_the_one_file_of_this_machine(folder: Path, mine: Path, tmp_path: Path) -> None:
+    own = load_profile(mine)
+    usual = tmp_path / "config" / "ringtune" / f"{kind_of(own.fingerprint)}.yaml"
+    save_profile(own, usual)
+    Store(open_backend(str(folder))).push(replace(own, plans=(measured_entry(4096),)))
+    for _ in range(2):  # the second time nothing is added
+        assert document("pull", "--device", "cpu")["written"] == [str(usual)]
+        assert list(usual.parent.iterdir()) == [usual]
+        assert {entry.workload.seq_len for entry in load_profile(usual).plans} == {512, 4096}
+    assert document("which", "--device", "cpu")["path"] == str(usual)
+
+
+def test_a_pull_leaves_a_file_of_other_software_alone(folder: Path, mine: Path, tmp_path: Path) -> None:
+    profile = load_profile(mine)
+    other = replace(profile, software=(("torch", "1.0"),))
+    usual = tmp_path / "here" / f"{kind_of(profile.fingerprint)}.yaml"
+    save_profile(other, usual)
+    Store(open_backend(str(folder))).push(profile)
+    for _ in range(2):
+        (written,) = document("pull", "--output", usual.parent, "--device", "cpu")["written"]
+        assert load_profile(usual) == other
+        assert load_profile(written) == profile
+    assert len(list(usual.parent.iterdir())) == 2
+    usual.write_text("schema: 1\n")
+    assert document("pull", "--output", usual.parent, "--device", "cpu")["written"] == [written]
+    save_profile(profile, usual)
+    assert document("pull", "--output", usual.parent, "--device", "cpu")["written"] == [str(usual)]
+
+
+def test_a_folder_that_cannot_be_pulled_into_says_so(folder: Path, mine: Path, tmp_path: Path) -> None:
+    assert ringtune("push", mine).exit_code == 0
+    told = one_line_error(ringtune("pull", "--output", tmp_path / ("x" * 300), "--device", "cpu"), 1)
+    assert "cannot be written: File name too long" in told
+
+
 def test_pushing_without_a_file_pushes_what_this_machine_uses(place: str, at_home: Path) -> None:
     (pushed,) = document("push", "--device", "cpu")["pushed"]
     assert pushed["file"] == str(at_home)
@@ -96,6 +131,19 @@ def test_which_takes_a_store_that_no_variable_names(folder: Path, mine: Path, mo
     monkeypatch.delenv("RINGTUNE_STORE")
     assert ringtune("which", "--device", "cpu").exit_code == 4
     assert ringtune("which", "--device", "cpu", "--store", folder).exit_code == 0
+
+
+def test_a_relative_folder_is_the_same_store_in_the_variable_and_the_option(
+    folder: Path, mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RINGTUNE_STORE")
+    assert ringtune("push", mine, "--store", "shared").exit_code == 0
+    monkeypatch.setenv("RINGTUNE_STORE", "shared")
+    told = ringtune("which", "--device", "cpu")
+    assert told.exit_code == 0
+    assert told.stderr == ""
+    assert document("push", mine)["store"] == str(folder)
 
 
 def test_all_files_are_read_before_one_is_pushed(folder: Path, mine: Path, tmp_path: Path) -> None:

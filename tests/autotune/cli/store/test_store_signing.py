@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,12 @@ from cli_runs import measured_entry, one_line_error, profile_of_this_machine, ri
 
 import autotune.probe.tuning
 from autotune.probe.request import ProbeObserver, ProbeRequest, ProbeResult
+from ringattn.errors import StoreError
+from ringattn.profile.resolve import built_in_heuristic
 from ringattn.profile.yaml_io import save_profile
+from ringattn.store.folder import Folder
 from ringattn.store.lookup import stored_profiles
+from ringattn.store.store import Store
 
 
 @pytest.fixture
@@ -76,3 +81,38 @@ def test_what_a_node_measures_must_be_believed(key: Path, tmp_path: Path, monkey
     assert "measured here" in ringtune("probe", "--if-missing", "--device", "cpu").stdout
     assert "taken from the store" in ringtune("probe", "--if-missing", "--device", "cpu").stdout
     assert len(asked) == 1
+
+
+def test_what_cannot_be_signed_is_not_stored_nor_measured(
+    key: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "no_key").write_text("no key")
+    monkeypatch.setenv("RINGTUNE_SIGNING_KEY", str(tmp_path / "no_key"))
+    monkeypatch.setattr(autotune.probe.tuning, "run_probe", lambda *_: pytest.fail("measured"))
+    for command in (
+        ("push", tmp_path / "mine.yaml"),
+        ("probe", "--store", tmp_path / "shared", "--device", "cpu"),
+        ("probe", "--if-missing", "--device", "cpu"),
+    ):
+        assert "cannot be signed" in one_line_error(ringtune(*command), 1)
+        assert not (tmp_path / "shared" / "profiles").exists()
+
+
+def test_a_profile_is_never_seen_without_its_signature(key: Path, tmp_path: Path) -> None:
+    class Cut(Folder):
+        def put(self, name: str, content: bytes) -> None:
+            if name.endswith(".yaml"):
+                raise StoreError(self.url, "No space left on device")
+            super().put(name, content)
+
+    store = Store(Cut(tmp_path / "shared"))
+    with pytest.raises(StoreError, match="No space"):
+        store.push(profile_of_this_machine(measured_entry()), key_file=key)
+    assert store.listed() == ((), ())
+
+
+def test_of_several_files_none_is_pushed_where_one_cannot_be(key: Path, tmp_path: Path) -> None:
+    heuristic = replace(profile_of_this_machine(), source="heuristic", policy=built_in_heuristic("cpu").policy)
+    save_profile(heuristic, tmp_path / "rule.yaml")
+    assert "no measured plans" in one_line_error(ringtune("push", tmp_path / "mine.yaml", tmp_path / "rule.yaml"), 1)
+    assert list((tmp_path / "shared").iterdir()) == []

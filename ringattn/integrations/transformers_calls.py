@@ -72,8 +72,7 @@ def _without(pool: AttentionPool, q: Tensor, k: Tensor, v: Tensor, call: Call, o
             f"there are {queries} queries, {length} keys, a causal mask and no attention_mask to say where the queries "
             "are; give the model's attention the mask of create_causal_mask"
         )
-    causal = call.causal and (queries > 1 or window is not None)
-    return attend(pool, q, k, v, causal=causal, window=window, **options)
+    return attend(pool, q, k, v, causal=call.causal, window=window, **options)
 
 
 @torch.compiler.disable(reason="what a mask means is read on the host")  # type: ignore[no-untyped-call, untyped-decorator]

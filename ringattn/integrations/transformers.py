@@ -147,10 +147,6 @@ def _attention(
     sinks = sinks if s_aux is None else s_aux
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     call = Call(causal, sliding_window, position_ids, cu_seq_lens_q, cu_seq_lens_k, total_length)
-    options = {"scale": scaling, "softcap": softcap or None, "with_lse": sinks is not None}
-    out, lse = (attend_over_ranks if over_ranks else attend_here)(pool, q, k, v, attention_mask, call, options)
-    if sinks is not None:  # one more logit in the softmax, of a key whose value is 0
-        assert lse is not None
-        share_BSH1 = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None]).transpose(1, 2).unsqueeze(-1)
-        out = (out * share_BSH1).to(out.dtype)
+    options = {"scale": scaling, "softcap": softcap or None, "sinks": sinks}
+    out, _ = (attend_over_ranks if over_ranks else attend_here)(pool, q, k, v, attention_mask, call, options)
     return out, None

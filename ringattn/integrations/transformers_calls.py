@@ -135,11 +135,6 @@ def attend_over_ranks(
     attention = pool.module_for(q, k, call.causal, options["scale"], options.get("softcap"), window)
     with attention.reporting():
         packed = _check_over_ranks(attention, q, k, mask, call)
-        if options["with_lse"] and attention.call_mode(q, k, v)[0]:
-            raise InputError(
-                "attention sinks (s_aux) over several ranks have no gradient, which is that of the log-sum-exp; train "
-                "on one rank, or a model without sinks"
-            )
     over_ranks = {"total_length": call.total_length, "cu_seqlens": packed, "window_of_module": window}
     return attend(pool, q, k, v, causal=call.causal, **over_ranks, **options)
 

@@ -18,6 +18,7 @@ from ringattn.errors import InputError
 from ringattn.modules.pool import AttentionPool
 from ringattn.planning.preference import Launch, Preference
 from ringattn.profile.schema import Profile
+from ringattn.wording import needs_package
 from ringattn.workload import HeadOffset
 
 from .transformers_calls import Call, attend_here, attend_over_ranks
@@ -85,10 +86,16 @@ def register(
         ImportError: transformers is not installed, or older than 5.6.
         InputError: an argument that makes no sense.
     """
-    transformers = importlib.import_module("transformers")
+    try:
+        transformers = importlib.import_module("transformers")
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        raise ImportError(needs_package("its models", "transformers 5.6 or newer", "transformers")) from None
     masks = importlib.import_module("transformers.masking_utils")
     if "q_offset" not in inspect.signature(masks.sdpa_mask).parameters:
-        raise ImportError(f"transformers is {transformers.__version__}; this needs 5.6 or newer")
+        needed = needs_package("its models", "transformers 5.6 or newer", "transformers")
+        raise ImportError(f"transformers is {transformers.__version__}; {needed}")
     pool = AttentionPool(
         segment_lengths=segment_lengths,
         dilation_rates=dilation_rates,

@@ -135,7 +135,7 @@ def attend_over_ranks(
     attention = pool.module_for(q, k, call.causal, options["scale"], options.get("softcap"), window)
     with attention.reporting():
         packed = _check_over_ranks(attention, q, k, mask, call)
-    over_ranks = {"total_length": call.total_length, "cu_seqlens": packed, "window_of_module": window}
+    over_ranks: dict[str, Any] = {"total_length": call.total_length, "cu_seqlens": packed, "window_of_module": window}
     return attend(pool, q, k, v, causal=call.causal, **over_ranks, **options)
 
 

@@ -89,7 +89,7 @@ def _unmasked(
         found: Any = attention.cross(q, k, v, aligned, with_lse or sinks is not None, window)
         if sinks is not None:
             check_sinks(sinks, attention.shape.heads, attention.device)
-            out, lse = with_sinks(*found, sinks)
+            out, lse = with_sinks(found[0], found[1], sinks)
             return out, lse if with_lse else None
     else:
         found = attention(q, k, v, with_lse, total_length, cu_seqlens, sinks=sinks)

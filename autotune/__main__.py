@@ -12,6 +12,9 @@ from typing import NoReturn
 
 from autotune.cli.interrupts import leave_interrupted
 
+# Packages that are no extra, by the names that are imported: a bare Python with NO_INSTALL=1 has none of them.
+NEEDED = {"click": "click", "jinja2": "jinja2", "optuna": "optuna", "rich": "rich", "torch": "torch", "yaml": "pyyaml"}
+
 
 def answer_interrupts() -> None:
     """Let Ctrl-C end the process with one line before torch is imported, and raise KeyboardInterrupt later.
@@ -46,9 +49,17 @@ def _has_torch() -> bool:
 def main() -> NoReturn:
     """Run the command, as the console script."""
     answer_interrupts()
-    from autotune.cli.main import main as run
+    try:
+        from autotune.cli.main import main as run
 
-    run()
+        run()
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in NEEDED:
+            raise
+        from ringattn.wording import needs_package
+
+        sys.exit(f"Error: {needs_package('ringtune', NEEDED[package])}")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ Legend: B batch, S sequence, H query heads, Hkv key/value heads, D head dimensio
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -21,7 +20,7 @@ from ringattn.decoding.methods import DecodingMethods
 from ringattn.geometry.layout import resolve_layout
 from ringattn.hardware.kernel_faults import Combination
 from ringattn.maps.module import AttentionMaps
-from ringattn.planning.missed import count_calls, meet, record_path
+from ringattn.planning.missed import record_path
 from ringattn.planning.plan import Conditions
 from ringattn.planning.preference import Launch, Preference, check_preference
 from ringattn.planning.self_check import asked_of_kernels, faults_among
@@ -31,7 +30,6 @@ from ringattn.planning.setup import (
     check_scores,
     device_of,
     group_size,
-    say_once,
     set_up,
     wishes_of,
 )
@@ -273,10 +271,7 @@ class RingAttention(DecodingMethods, ShardedModule, AttentionMaps, PlannedModule
         packed = extent.documents is not None
         batch, length = check_inputs(q, k, v, self.shape, self.device, packed=packed)
         row = self._validated_row(batch, length, DTYPE_NAMES[q.dtype], train, extent)
-        plan = row.runnable()
-        if (note := self.plan.fallback_note(row)) and self._logs:
-            say_once(logging.WARNING, note)
-        meet(self._record_path, plan)
+        plan = self.served(row)
         ring = None if plan.tunables.is_local else self._ring
         # A program over several ranks is made for one shape, but for documents.
         key = (plan.tunables, plan.workload.mode, packed) if ring is None or packed else (plan.tunables, plan.workload)
@@ -347,7 +342,7 @@ class RingAttention(DecodingMethods, ShardedModule, AttentionMaps, PlannedModule
         run = runner_of(program, q, k, v, train, with_lse, sinks=not no_sinks)
         if self._record_path:
             row = self._row(q.shape[0], q.shape[1], DTYPE_NAMES[q.dtype], train, extent)
-            run = count_calls(self._record_path, run, row.runnable())
+            run = self.counted(run, row.runnable())
         if autocast is not None:
             run = without_autocast(run, self._device_type, narrow)
         if len(self._runners) >= compiled.MOST_SHAPES:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from ringattn.autograd.warmup import first_calls_ms
+from ringattn.planning.missed import Arguments, Result, count_calls, meet
 from ringattn.planning.plan import Plan
-from ringattn.planning.setup import Setup
-from ringattn.planning.table import ModuleShape, PlanTable
+from ringattn.planning.setup import Setup, say_once
+from ringattn.planning.table import ModuleShape, PlanTable, Row
 from ringattn.runtime.inputs import check_length
 
 from .arguments import input_dtype, integer
@@ -24,6 +26,8 @@ class PlannedModule:
     device: torch.device
     forward: Callable[..., Any]
     _setup: Setup
+    _logs: bool
+    _record_path: str
 
     def plan_for(self, seq_len: int, dtype: torch.dtype | str, train: bool, batch: int = 1) -> Plan:
         """Return the plan of a call with ``seq_len`` positions of this input dtype; PlanError where it is refused.
@@ -40,6 +44,25 @@ class PlannedModule:
         lines = [*self._setup.trace, "", "plans:", *(f"  {row}" for row in self.plan.rows)]
         lines += [f"  note, {row.dtype} {row.mode}: {row.note}" for row in self.plan.rows if row.note]
         return "\n".join(lines)
+
+    def served(self, row: Row) -> Plan:
+        """Return the plan of the row of a call, what gives way to it said and what was not measured recorded."""
+        plan = row.runnable()
+        if not self._measurable(plan):
+            return plan
+        note = self.plan.fallback_note(row, searched=self._setup.resolution is not None)
+        if note and self._logs:
+            say_once(logging.WARNING, note)
+        meet(self._record_path, plan)
+        return plan
+
+    def counted(self, run: Callable[Arguments, Result], plan: Plan) -> Callable[Arguments, Result]:
+        """Return ``run`` with its calls counted in the record, if there is one and the plan was not measured."""
+        return count_calls(self._record_path, run, plan) if self._record_path and self._measurable(plan) else run
+
+    def _measurable(self, plan: Plan) -> bool:
+        """Tell whether a row could serve: what each of several ranks does by itself is in no profile of so many."""
+        return plan.workload.world == self.shape.world
 
     def warmup(
         self,

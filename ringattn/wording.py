@@ -12,6 +12,13 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}es" if noun.endswith(("ch", "sh", "s", "x")) else f"{count} {noun}s"
 
 
+def needs_package(what: str, package: str, extra: str = "") -> str:
+    """Return what to say where a package is not installed that ``extra``, or the plain installation, brings."""
+    if extra:
+        return f"{what} need {package}; install the extra: pip install '.[{extra}]'"
+    return f"{what} needs {package}, which is not installed; pip install . brings it"
+
+
 def format_bytes(count: int) -> str:
     """Format bytes as ``512 B``, ``3.00 KiB``, ``1.50 GiB``."""
     value, unit = float(count), "B"

@@ -10,9 +10,9 @@ from pathlib import Path
 from autotune.exit_codes import UsageFailure
 from autotune.search.budget import EFFORTS, RESERVE_S
 from ringattn.planning.launches import total_forward_gflop
-from ringattn.planning.missed import read_record
+from ringattn.planning.missed import read_record, unmeasurable
 from ringattn.wording import plural
-from ringattn.workload import NOT_PROBED, Workload
+from ringattn.workload import Workload
 
 from .request import ProbeRequest
 
@@ -57,10 +57,8 @@ def choose_recorded(request: ProbeRequest) -> Choice:
     for workload, calls in request.recorded:
         if workload.world != request.ranks:
             other_ranks.add(workload.world)
-        elif workload.dtype == "fp64":
-            left_out.append(f"{workload} left out: no better dtype to check it against")
-        elif not workload.probed:
-            left_out.append(f"{workload} left out: {NOT_PROBED}")
+        elif why := unmeasurable(workload):
+            left_out.append(f"{workload} left out: {why}")
         else:
             cell = replace(workload, total_length=0)
             costs[cell] = costs.get(cell, 0.0) + max(calls, 1) * call_gflop(cell)

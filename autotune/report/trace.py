@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -88,6 +89,7 @@ def trace_workload(
     module = build_module(workload, profile=profile, device=device, group=group)
     inputs = make_inputs(workload, workload.seq_len, "ordinary", 0, device, for_timing=True)
     call = caller(module, inputs, workload)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library tells of its own start and stop on stderr
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)

@@ -5,7 +5,7 @@ Legend: B batch, Sq queries, Sk keys, H query heads, Hkv key/value heads, D head
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
@@ -18,8 +18,9 @@ from ringattn.autograd.transforms import transforms_active
 from ringattn.dtypes import DTYPE_NAMES
 from ringattn.errors import InputError
 from ringattn.hardware.kernel_faults import Combination
+from ringattn.planning.missed import Arguments, Result
 from ringattn.planning.plan import Plan
-from ringattn.planning.table import ModuleShape, PlanTable
+from ringattn.planning.table import ModuleShape, PlanTable, Row
 from ringattn.runtime.inputs import check_dtypes, check_inputs, check_length
 from ringattn.workload import Mode
 
@@ -52,6 +53,10 @@ class CrossModule(Protocol):
     def call_mode(self, q: Tensor, k: Tensor, v: Tensor, /) -> tuple[bool, torch.dtype | None]: ...
 
     def casts(self, q: Tensor, autocast: torch.dtype | None, /) -> bool: ...
+
+    def served(self, row: Row, /) -> Plan: ...
+
+    def counted(self, run: Callable[Arguments, Result], plan: Plan, /) -> Callable[Arguments, Result]: ...
 
 
 def check_align(align: object) -> None:
@@ -147,35 +152,41 @@ def attend_at(
     module: CrossModule, q: Tensor, k: Tensor, v: Tensor, extent: Extent, train: bool, narrow: torch.dtype | None = None
 ) -> Runner:
     """Return the function that attends with tensors like these at these positions, computing from dtype ``narrow``."""
-    program = _program_at(module, q, extent, train, narrow)
-    return runner_of(program, q, k, v, train, with_lse=True)
+    program, plan = _program_at(module, q, extent, train, narrow)
+    return module.counted(runner_of(program, q, k, v, train, with_lse=True), plan)
 
 
 def run_over_all(module: CrossModule, q: Tensor, k: Tensor, v: Tensor, extent: Extent, with_lse: bool) -> Runner:
     """Return the function for calls that look alike, without gradients, in which every query sees every key."""
-    program = OneBlock(_program_at(module, q, extent, False, None), module.scale, q, k.shape[2])
-    return runner_of(program, q, k, v, False, with_lse)
+    blocks, plan = _program_at(module, q, extent, False, None)
+    program = OneBlock(blocks, module.scale, q, k.shape[2])
+    return module.counted(runner_of(program, q, k, v, False, with_lse), plan)
 
 
 def _program_at(
     module: CrossModule, q: Tensor, extent: Extent, train: bool, narrow: torch.dtype | None
-) -> CrossProgram:
+) -> tuple[CrossProgram, Plan]:
     length = max(extent.queries, extent.keys, 1)
     mode: Mode = "train" if train else "decode" if extent.queries <= FEW_QUERIES else "infer"
-    return program_of(module, q.shape[0], length, DTYPE_NAMES[narrow or q.dtype], mode).at(extent)
+    program, plan = program_of(module, q.shape[0], length, DTYPE_NAMES[narrow or q.dtype], mode)
+    return program.at(extent), plan
 
 
-def program_of(module: CrossModule, batch: int, length: int, dtype: str, mode: Mode) -> CrossProgram:
-    """Return the program of the plan for so many positions, all of them on this rank; "decode": for a few queries."""
+def program_of(module: CrossModule, batch: int, length: int, dtype: str, mode: Mode) -> tuple[CrossProgram, Plan]:
+    """Return the plan for so many positions, all of them on this rank, after its program; "decode": for a few queries.
+
+    Plans with equal tunables share a program.
+    """
     key = ("plan", batch, rounded(length), dtype, mode)
-    program: CrossProgram | None = module.cross_programs.get(key)
-    if program is None:
+    found: tuple[CrossProgram, Plan] | None = module.cross_programs.get(key)
+    if found is None:
         if mode == "decode":
             row = module.plan.decode_at(rounded(length), dtype, batch)
         else:
             row = module.plan.local_at(rounded(length), dtype, mode == "train", batch)
-        program = remember(module, key, program_for(module, row.runnable()))
-    return program
+        plan = module.served(row)
+        found = remember(module, key, (program_for(module, plan), plan))
+    return found
 
 
 def program_for(module: CrossModule, plan: Plan) -> CrossProgram:

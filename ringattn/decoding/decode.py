@@ -38,8 +38,9 @@ _MOST_STEPS = 256
 class Step:
     """Ready to attend with few or many queries over a cache: a kernel that reads caches, or a program for blocks."""
 
-    def __init__(self, cached: CachedForward | None, dtype: torch.dtype, blocks: CrossProgram) -> None:
-        self.cached, self.dtype, self.blocks = cached, dtype, blocks
+    def __init__(self, module: CrossModule, cached: CachedForward | None, blocks: CrossProgram, plan: Plan) -> None:
+        self.cached, self.dtype, self.blocks = cached, TORCH_DTYPES[plan.tunables.dtype], blocks
+        self.attend = module.counted(_attend, plan)
 
 
 def decode(module: CrossModule, q: Tensor, cache: KVCache, counts: Sequence[int] | None) -> tuple[Tensor, Tensor]:
@@ -83,12 +84,12 @@ def _decode(module: CrossModule, q: Tensor, cache: KVCache, counts: Sequence[int
     step = step_of(module, q, cache)
     ring = module._ring
     if ring is None:
-        return _attend(module, step, q, cache, counted)
+        return step.attend(module, step, q, cache, counted)
     ring.enter_as(
         ("decode", q.shape, q.dtype),
         lambda: f"decodes {queries} positions of {q.shape[0]} sequences of {max(cache.lengths)}",
     )
-    out, lse = _attend(module, step, q, cache, counted)
+    out, lse = step.attend(module, step, q, cache, counted)
     parts = ring.gather_alike(torch.cat((out.to(lse.dtype), lse.transpose(1, 2)[..., None]), -1))
     return _merged(torch.stack(parts), q.dtype)
 
@@ -166,15 +167,15 @@ def step_of(module: CrossModule, q: Tensor, cache: KVCache) -> Step:
 def _new_step(module: CrossModule, q: Tensor, longest: int) -> Step:
     batch, queries = q.shape[:2]
     if queries > FEW_QUERIES:
-        blocks = program_of(module, batch, longest, DTYPE_NAMES[q.dtype], "infer")
-        return Step(None, blocks.dtype, blocks)
+        return Step(module, None, *program_of(module, batch, longest, DTYPE_NAMES[q.dtype], "infer"))
     while True:
-        plan = module.plan.decode_at(longest, DTYPE_NAMES[q.dtype], batch).runnable()
+        row = module.plan.decode_at(longest, DTYPE_NAMES[q.dtype], batch)
+        plan = row.runnable()
         asked = combinations(plan.workload, plan.tunables, module.plan.facts, conditions=plan.conditions)
         cached = _cached(module, plan, queries)
         if cached is None or module.validate_kernels(asked):
             break
-    return Step(cached, TORCH_DTYPES[plan.tunables.dtype], program_for(module, plan))
+    return Step(module, cached, program_for(module, plan), module.served(row))
 
 
 def _cached(module: CrossModule, plan: Plan, queries: int) -> CachedForward | None:

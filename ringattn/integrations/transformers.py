@@ -18,6 +18,7 @@ from ringattn.errors import InputError
 from ringattn.modules.pool import AttentionPool
 from ringattn.planning.preference import Launch, Preference
 from ringattn.profile.schema import Profile
+from ringattn.wording import needs_package
 from ringattn.workload import HeadOffset
 
 from .transformers_calls import Call, attend_here, attend_over_ranks
@@ -85,10 +86,16 @@ def register(
         ImportError: transformers is not installed, or older than 5.6.
         InputError: an argument that makes no sense.
     """
-    transformers = importlib.import_module("transformers")
+    try:
+        transformers = importlib.import_module("transformers")
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        raise ImportError(needs_package("its models", "transformers 5.6 or newer", "transformers")) from None
     masks = importlib.import_module("transformers.masking_utils")
     if "q_offset" not in inspect.signature(masks.sdpa_mask).parameters:
-        raise ImportError(f"transformers is {transformers.__version__}; this needs 5.6 or newer")
+        needed = needs_package("its models", "transformers 5.6 or newer", "transformers")
+        raise ImportError(f"transformers is {transformers.__version__}; {needed}")
     pool = AttentionPool(
         segment_lengths=segment_lengths,
         dilation_rates=dilation_rates,
@@ -147,10 +154,6 @@ def _attention(
     sinks = sinks if s_aux is None else s_aux
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     call = Call(causal, sliding_window, position_ids, cu_seq_lens_q, cu_seq_lens_k, total_length)
-    options = {"scale": scaling, "softcap": softcap or None, "with_lse": sinks is not None}
-    out, lse = (attend_over_ranks if over_ranks else attend_here)(pool, q, k, v, attention_mask, call, options)
-    if sinks is not None:  # one more logit in the softmax, of a key whose value is 0
-        assert lse is not None
-        share_BSH1 = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None]).transpose(1, 2).unsqueeze(-1)
-        out = (out * share_BSH1).to(out.dtype)
+    options = {"scale": scaling, "softcap": softcap or None, "sinks": sinks}
+    out, _ = (attend_over_ranks if over_ranks else attend_here)(pool, q, k, v, attention_mask, call, options)
     return out, None

@@ -72,8 +72,7 @@ def _without(pool: AttentionPool, q: Tensor, k: Tensor, v: Tensor, call: Call, o
             f"there are {queries} queries, {length} keys, a causal mask and no attention_mask to say where the queries "
             "are; give the model's attention the mask of create_causal_mask"
         )
-    causal = call.causal and (queries > 1 or window is not None)
-    return attend(pool, q, k, v, causal=causal, window=window, **options)
+    return attend(pool, q, k, v, causal=call.causal, window=window, **options)
 
 
 @torch.compiler.disable(reason="what a mask means is read on the host")  # type: ignore[no-untyped-call, untyped-decorator]
@@ -136,12 +135,7 @@ def attend_over_ranks(
     attention = pool.module_for(q, k, call.causal, options["scale"], options.get("softcap"), window)
     with attention.reporting():
         packed = _check_over_ranks(attention, q, k, mask, call)
-        if options["with_lse"] and attention.call_mode(q, k, v)[0]:
-            raise InputError(
-                "attention sinks (s_aux) over several ranks have no gradient, which is that of the log-sum-exp; train "
-                "on one rank, or a model without sinks"
-            )
-    over_ranks = {"total_length": call.total_length, "cu_seqlens": packed, "window_of_module": window}
+    over_ranks: dict[str, Any] = {"total_length": call.total_length, "cu_seqlens": packed, "window_of_module": window}
     return attend(pool, q, k, v, causal=call.causal, **over_ranks, **options)
 
 

@@ -17,6 +17,7 @@ from ringattn.attention import RingAttention
 from ringattn.decoding.cross import Align
 from ringattn.errors import InputError
 from ringattn.runtime.documents import Documents
+from ringattn.runtime.sinks import check_sinks, with_sinks
 
 from .masks import Keys
 from .pool import AttentionPool
@@ -41,12 +42,14 @@ def attend(
     of_one: bool = False,
     total_length: int | None = None,
     cu_seqlens: Documents | None = None,
+    sinks: Tensor | None = None,
 ) -> Result:
     """Attend over q (B, Sq, H, D) with k (B, Sk, Hkv, D) and v (B, Sk, Hkv, Dv); out is like q, with Dv.
 
     ``keys`` says which keys there are; None that all are. With them ``causal`` and ``window`` are theirs. A causal mask
     is aligned to the end of queries and keys or to their start. ``total_length`` and ``cu_seqlens`` are those of a call
-    over several ranks, without ``keys``, and ``window_of_module`` the window of their whole sequences. A query without
+    over several ranks, without ``keys``, and ``window_of_module`` the window of their whole sequences. ``sinks``
+    (H,) are those of ``RingAttention.forward``. A query without
     a key gets 0, and an lse of -inf; so does one at padding, where causality, documents or ``of_one`` say that queries
     and keys are one sequence.
     """
@@ -64,9 +67,9 @@ def attend(
         window, window_of_module = None, window
     attention = pool.module_for(q, k, causal, scale, softcap, window_of_module)
     if keys is not None:
-        out, lse = _masked(attention, q, k, v, keys, of_one, with_lse)
+        out, lse = _masked(attention, q, k, v, keys, of_one, with_lse, sinks)
     else:
-        out, lse = _unmasked(attention, q, k, v, window, aligned, with_lse, total_length, cu_seqlens)
+        out, lse = _unmasked(attention, q, k, v, window, aligned, with_lse, sinks, total_length, cu_seqlens)
     return (out if value_dim == q.shape[3] else out[..., :value_dim]), lse
 
 
@@ -78,18 +81,30 @@ def _unmasked(
     window: int | None,
     aligned: Align,
     with_lse: bool,
+    sinks: Tensor | None,
     total_length: int | None = None,
     cu_seqlens: Documents | None = None,
 ) -> Result:
     if q.shape[1] != k.shape[1] or (window is not None and window < k.shape[1]):
-        found: Any = attention.cross(q, k, v, aligned, with_lse, window)
+        found: Any = attention.cross(q, k, v, aligned, with_lse or sinks is not None, window)
+        if sinks is not None:
+            check_sinks(sinks, attention.shape.heads, attention.device)
+            out, lse = with_sinks(found[0], found[1], sinks)
+            return out, lse if with_lse else None
     else:
-        found = attention(q, k, v, with_lse, total_length, cu_seqlens)
+        found = attention(q, k, v, with_lse, total_length, cu_seqlens, sinks=sinks)
     return found if with_lse else (found, None)
 
 
 def _masked(
-    attention: RingAttention, q: Tensor, k: Tensor, v: Tensor, keys: Keys, of_one: bool, with_lse: bool
+    attention: RingAttention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Keys,
+    of_one: bool,
+    with_lse: bool,
+    sinks: Tensor | None,
 ) -> Result:
     _check_length(keys, k)
     windowed = keys.window is not None and keys.window < keys.length
@@ -97,13 +112,13 @@ def _masked(
         raise InputError(f"a sliding window of {keys.window} needs a causal mask here; use FlexAttention or flash-attn")
     packs = (keys.causal or of_one or not keys.single) and q.shape[1] == keys.length
     if packs and not windowed and len(keys.codes) == len(q):
-        return _packed(attention, q, k[:, : keys.length], v[:, : keys.length], keys, with_lse)
+        return _packed(attention, q, k[:, : keys.length], v[:, : keys.length], keys, with_lse, sinks)
     if not attention.shape.pattern.dense:
         raise InputError(
             f"pattern {attention.shape.pattern} counts positions, which padding shifts where queries and keys are not "
             "one sequence; call without padding"
         )
-    return _by_jobs(attention, q, k, v, keys, with_lse)
+    return _by_jobs(attention, q, k, v, keys, with_lse, sinks)
 
 
 def _check_length(keys: Keys, k: Tensor) -> None:
@@ -111,10 +126,12 @@ def _check_length(keys: Keys, k: Tensor) -> None:
         raise InputError(f"the attention mask has {keys.length} positions and k has {k.shape[1]}")
 
 
-def _packed(attention: RingAttention, q: Tensor, k: Tensor, v: Tensor, keys: Keys, with_lse: bool) -> Result:
+def _packed(
+    attention: RingAttention, q: Tensor, k: Tensor, v: Tensor, keys: Keys, with_lse: bool, sinks: Tensor | None
+) -> Result:
     """Attend over the documents alone; padding gets 0, an lse of -inf and no gradient."""
     if keys.lengths is not None:
-        found = attention(q, k, v, return_lse=with_lse, lengths=keys.lengths)
+        found = attention(q, k, v, return_lse=with_lse, lengths=keys.lengths, sinks=sinks)
         return found if with_lse else (found, None)
     batch, length, heads, head_dim = q.shape
     kept_T = keys.kept_on(q.device)
@@ -122,7 +139,8 @@ def _packed(attention: RingAttention, q: Tensor, k: Tensor, v: Tensor, keys: Key
         return _nothing(q, k, v)
     whole = len(kept_T) == batch * length
     packed = (x.flatten(0, 1) if whole else x.flatten(0, 1).index_select(0, kept_T) for x in (q, k, v))
-    out, lse = attention(*(x.unsqueeze(0) for x in packed), return_lse=True, cu_seqlens=keys.documents)
+    row = (x.unsqueeze(0) for x in packed)
+    out, lse = attention(*row, return_lse=True, cu_seqlens=keys.documents, sinks=sinks)
     out_TH, lse_TH = out[0], lse[0].transpose(0, 1)
     if not whole:
         out_TH = q.new_zeros(batch * length, heads, head_dim).index_copy(0, kept_T, out_TH)
@@ -130,7 +148,9 @@ def _packed(attention: RingAttention, q: Tensor, k: Tensor, v: Tensor, keys: Key
     return out_TH.view(q.shape), lse_TH.view(batch, length, heads).transpose(1, 2)
 
 
-def _by_jobs(attention: RingAttention, q: Tensor, k: Tensor, v: Tensor, keys: Keys, with_lse: bool) -> Result:
+def _by_jobs(
+    attention: RingAttention, q: Tensor, k: Tensor, v: Tensor, keys: Keys, with_lse: bool, sinks: Tensor | None
+) -> Result:
     """Attend job by job, those of one shape together; in place where they lie evenly, as behind padding on the left."""
     batch, queries, heads, head_dim = q.shape
     out, lse = _nothing(q, k, v)
@@ -144,7 +164,7 @@ def _by_jobs(attention: RingAttention, q: Tensor, k: Tensor, v: Tensor, keys: Ke
         else:
             rows, q_rows, k_rows = jobs.even
             of_q, of_k, of_v = q[rows, q_rows], k[rows, k_rows], v[rows, k_rows]
-        part, part_lse = _unmasked(attention, of_q, of_k, of_v, keys.window, "end", with_lse)
+        part, part_lse = _unmasked(attention, of_q, of_k, of_v, keys.window, "end", with_lse, sinks)
         out = out.index_copy(0, at_q.flatten(), part.flatten(0, 1))
         if part_lse is not None:
             lse_TH = lse_TH.index_copy(0, at_q.flatten(), part_lse.transpose(1, 2).flatten(0, 1))

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 from ringattn.errors import InputError, ProfileError
 from ringattn.profile.whole_file import check_regular, read_regular
 from ringattn.profile.yaml_io import from_plain, to_plain
-from ringattn.workload import Workload
+from ringattn.workload import NOT_PROBED, Workload
 
 if TYPE_CHECKING:
     from .heuristic import Wishes
@@ -76,6 +76,27 @@ def probe_options(workload: Workload) -> str:
     if workload.world > 1:
         options.append(f"--nproc {workload.world}")
     return " ".join(options)
+
+
+def unmeasurable(workload: Workload) -> str:
+    """Return why no probe measures such a workload; "" where one does."""
+    if not workload.probed:
+        return NOT_PROBED
+    if workload.dtype == "fp64":
+        return "no better dtype to check it against"
+    if workload.packed and workload.world > 1:
+        return "documents are probed on one rank"
+    return ""
+
+
+def remedy(workload: Workload, *options: str, what: str = "it") -> str:
+    """Return which `ringtune probe` measures such a workload, or why none does: the end of every warning about one.
+
+    ``options`` are those beside the shape's; ``what`` is what the command measures.
+    """
+    if why := unmeasurable(workload):
+        return f"no probe measures {what} ({why})"
+    return f"`{' '.join(('ringtune probe', probe_options(workload), *options))}` measures {what}"
 
 
 def record_path(profile: object, wishes: Wishes) -> str:

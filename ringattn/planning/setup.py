@@ -25,11 +25,11 @@ from ringattn.store.lookup import find_profiles
 from ringattn.tunables import CHECKPOINTS
 from ringattn.versions import TESTED_TORCH, newer_than_tested
 from ringattn.wording import plural
-from ringattn.workload import LONGEST, NOT_PROBED, Pattern, check_score_options
+from ringattn.workload import LONGEST, Pattern, check_score_options
 
 from .heuristic import Wishes
 from .matching import entries_for, further_entries
-from .missed import probe_options
+from .missed import remedy
 from .plan import kernel_need
 from .table import ModuleShape
 from .validation_memory import user_memory
@@ -107,10 +107,10 @@ class Setup:
                 say_once(logging.INFO, f"profile {path}, tier {tier}")
         elif self.resolution is not None:  # None: the heuristic was asked for
             asked = replace(self.shape.workload(1, "bf16", True), window=self.shape.window)
-            remedy = f"`ringtune probe {probe_options(asked)}` measures one" if asked.probed else NOT_PROBED
             say_once(
                 logging.WARNING,
-                f"{self.facts.device_name}: no plan was measured for this workload, using the heuristic; {remedy}",
+                f"{self.facts.device_name}: no plan was measured for this workload, using the heuristic; "
+                f"{remedy(asked, what='one')}",
             )
         warn_of_empty_heads(self.shape)
 

@@ -17,12 +17,12 @@ from ringattn.geometry.layout import resolve_layout
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.hardware.kernel_faults import KernelFault, join_faults
 from ringattn.profile.schema import Choice, PlanEntry, Policy
-from ringattn.workload import INPUT_DTYPES, MOST, NOT_PROBED, Mode, Pattern, Tunables, Workload, describe, not_narrower
+from ringattn.workload import INPUT_DTYPES, MOST, Mode, Pattern, Tunables, Workload, describe, not_narrower
 
 from .fused_steps import FUSED_STEPS
 from .heuristic import NO_WISHES, Wishes, heuristic_tunables
 from .matching import entry_for
-from .missed import probe_options
+from .missed import remedy
 from .plan import ORDINARY, Conditions, Origin, Plan, build_plan, rejection_reasons
 from .preference import Launch, Preference, by_preference
 from .ring import exchanges_heads
@@ -226,34 +226,30 @@ class PlanTable(Question):
         entry = self._entry(workload)
         return entry, self._choices(entry, workload)
 
-    def fallback_note(self, row: Row) -> str:
+    def fallback_note(self, row: Row, *, searched: bool = False) -> str:
         """Return what to tell the user where the measured plan of a length does not serve it; "" where it does.
 
-        One text for all lengths outside the measured ones, so that saying it once is enough.
+        One text for all lengths outside the measured ones, so that saying it once is enough. Without any row it is
+        said at init, but of decoding: not where profiles were ``searched``.
         """
         what = f"{row.dtype} {row.mode}"
         instead = "a heuristic plan" if self.entries and row.origin.source == "heuristic" else "the next best plan"
         if row.note:
             first = "a measured plan" if self.entries else "the heuristic's first plan"
             return f"{what}: {first} cannot run here and gives way to {instead} ({row.note})"
-        if not self.entries or row.origin.source == "profile":
+        told_at_init = not self.entries and (row.mode != "decode" or not searched)
+        if told_at_init or row.plan is None or row.origin.source == "profile":
             return ""
-        if row.plan is not None and row.plan.workload.packed:
-            return f"{what}: documents were not measured; a heuristic plan serves"
-        if row.plan is not None and not row.plan.workload.probed:
-            return f"{what}: {NOT_PROBED}; a heuristic plan serves"
-        measured = _buckets(self.entries, row.dtype, row.mode)
-        shape = self.shape.workload(1, row.dtype, row.mode == "train")
-        if row.bucket is not None or not measured:
-            if row.dtype == "fp64":  # a probe's reference has no better dtype to hold it against
-                return f"{what}: not measured; a heuristic plan serves"
-            options = f"{probe_options(shape)} --mode {row.mode} --precision {row.dtype}"
-            return f"{what}: not measured; a heuristic plan serves; `ringtune probe {options}` measures it"
-        lengths = f"from {measured[0]} to {measured[-1]}" if len(measured) > 1 else f"at {measured[0]}"
-        return (
-            f"{what}: measured {lengths} positions; outside, a heuristic plan serves; "
-            f"`ringtune probe {probe_options(shape)} --seq-len LENGTH` measures one more"
-        )
+        w = row.plan.workload
+        measured = _buckets(self.entries, w)
+        named = f"--mode {w.mode}", f"--precision {w.dtype}"
+        lengths = ("--documents N", "--seq-len TOKENS") if w.packed else ("--seq-len LENGTH",)
+        if row.bucket is None and measured:
+            span = f"from {measured[0]} to {measured[-1]}" if len(measured) > 1 else f"at {measured[0]}"
+            outside = f"measured {span} positions; outside, a heuristic plan serves"
+            return f"{what}: {outside}; {remedy(w, *named, *lengths, what='one more')}"
+        subject = "documents were not measured" if w.packed else "not measured"
+        return f"{what}: {subject}; a heuristic plan serves; {remedy(w, *named, *lengths[: 2 * w.packed])}"
 
     def _build(self, entry: PlanEntry | None, workload: Workload) -> Row:
         """Return the first that can run of the entry's choices and the heuristic, for this workload."""
@@ -429,6 +425,10 @@ def _merged_reasons(refusals: list[PlanError]) -> dict[str, tuple[str, ...]]:
     return merged
 
 
-def _buckets(entries: tuple[PlanEntry, ...], dtype: str, mode: Mode) -> list[int]:
-    measured = {e.workload.seq_len for e in entries if (e.workload.dtype, e.workload.mode) == (dtype, mode)}
-    return sorted(measured)
+def _buckets(entries: tuple[PlanEntry, ...], of: Workload) -> list[int]:
+    """Return the measured lengths of workloads of this kind."""
+
+    def kind(w: Workload) -> tuple[object, ...]:
+        return w.mode, w.dtype, w.packed, w.window
+
+    return sorted({entry.workload.seq_len for entry in entries if kind(entry.workload) == kind(of)})

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from ringattn.errors import StoreError
+from ringattn.wording import needs_package
 
 from .names import LEASES, checked, shown_url
 
@@ -28,11 +29,13 @@ class Remote:
         try:
             import fsspec
         except ImportError:
-            raise StoreError(self.url, "URLs need fsspec; install the extra: pip install '.[store]'") from None
+            raise StoreError(self.url, needs_package("URLs", "fsspec", "store")) from None
         try:
             fsspec.get_filesystem_class(self._scheme)
         except ImportError as error:  # which names the package to install
-            raise StoreError(self.url, " ".join(str(error).split())) from None
+            package = f"fsspec and its package for {self._scheme}://"
+            told = f"{needs_package('such URLs', package, 'store')}, and beside it: {error}"
+            raise StoreError(self.url, " ".join(told.split())) from None
         except ValueError:
             close = get_close_matches(self._scheme, fsspec.available_protocols(), n=1)
             raise StoreError(

@@ -12,6 +12,8 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
+from ringattn.wording import needs_package
+
 NAMESPACE = "ringtune"  # a signature made for mail or commits is none for a profile
 KEY_TYPE = b"ssh-ed25519"
 MAX_BYTES = 4096
@@ -19,7 +21,7 @@ MAX_BYTES = 4096
 _MAGIC = b"SSHSIG"
 _BEGIN, _END = "-----BEGIN SSH SIGNATURE-----", "-----END SSH SIGNATURE-----"
 _HASHES = {b"sha256": hashlib.sha256, b"sha512": hashlib.sha512}
-NEEDS_CRYPTOGRAPHY = "signatures need cryptography; install the extra: pip install '.[sign]'"
+NEEDS_CRYPTOGRAPHY = needs_package("signatures", "cryptography", "sign")
 
 
 class SignatureFault(Exception):

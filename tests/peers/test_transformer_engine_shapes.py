@@ -23,8 +23,7 @@ from ringattn.errors import InputError
 SHRINK = 128
 WINDOW = "sliding_window is"
 BIAS = "the attention mask adds a bias to the logits"
-SINKS = "attention sinks (s_aux) over several ranks have no gradient"
-REASONS = {WINDOW: "windows without a causal mask", BIAS: "biases", SINKS: "training sinks over ranks"}
+REASONS = {WINDOW: "windows without a causal mask", BIAS: "biases"}
 NO_WINDOW = (-1, -1)
 
 
@@ -43,7 +42,7 @@ def config(
     length //= SHRINK
     shape = tuple({"b": 2, "h": heads, "s": length, "1": 1}[letter] for letter in bias)
     window = window if window == NO_WINDOW else (window[0] // SHRINK, window[1] // SHRINK)
-    refused = BIAS if bias else WINDOW if window != NO_WINDOW and not causal else SINKS if sinks else ""
+    refused = BIAS if bias else WINDOW if window != NO_WINDOW and not causal else ""
     seen = window[0] + 1 if window != NO_WINDOW and causal else None
     case = Case(length, heads, kv_heads or heads, head_dim, batch=2, causal=causal, window=seen)
     return PeerCase(case, value_dim, window, shape, sinks, refused=refused)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,3 +87,12 @@ def test_the_command_prints_json() -> None:
 def test_what_cannot_be_traced_is_said_before_torch_is_loaded(tmp_path: Path) -> None:
     assert CliRunner().invoke(cli, [*SMALL, "--output", str(tmp_path / "none" / "trace.json")]).exit_code == 1
     assert CliRunner().invoke(cli, [*SMALL, "--kv-heads", "3"]).exit_code == 2
+
+
+def test_the_profiler_says_nothing_of_its_own() -> None:
+    """kineto wrote "USDT: ... profiler_start" to stderr. A new process: it reads its level once."""
+    shape = ["--heads", "2", "--head-dim", "16", "--seq-len", "64", "--steps", "1", "--device", "cpu"]
+    command = [sys.executable, "-m", "autotune", "trace", *shape]
+    root = Path(__file__).parents[3]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=root)
+    assert "profiler_start" not in done.stdout + done.stderr

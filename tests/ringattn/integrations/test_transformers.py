@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tiny_models import BATCH, CAUSAL, LENGTH, attention, padded, tiny, tokens
 from torch import Tensor
 
 from ringattn.integrations.transformers import register
+from ringattn.planning.missed import VARIABLE, read_record, record_at
 
 POSITIONS = torch.cat([torch.arange(n) for n in (3, 1, 8)])[None]  # documents of 3, 1 and 8 tokens
 BOUNDS = torch.tensor([0, 3, 4, 12], dtype=torch.int32)
@@ -51,6 +53,29 @@ def assert_same(model: Any, kept: Tensor | None = None, **inputs: Any) -> None:
 def test_nothing_happens_on_import() -> None:
     code = "import sys, ringattn.integrations.transformers; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"pip install '\.\[transformers\]'"):
+        register()
+
+
+def test_steps_over_a_cache_are_recorded_for_a_probe_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were not recorded, and would have asked for the plans of full attention, which none measures of a Llama."""
+    record = tmp_path / "missed.jsonl"
+    monkeypatch.setenv(VARIABLE, str(record))
+    register("recorded")
+    model = tiny("llama")
+    with attention(model, "recorded"):
+        model.generate(tokens(), max_new_tokens=4, do_sample=False)
+    record_at(str(record)).write()
+    calls, _ = read_record(record)
+    assert {workload.mode for workload in calls} == {"infer", "decode"}
+    assert all(workload.causal for workload in calls)
+    assert sum(n for workload, n in calls.items() if workload.decode) == 3 * model.config.num_hidden_layers
 
 
 @pytest.mark.parametrize("name", [*CAUSAL, "bert"])

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,26 @@ def test_copies_and_pickles_record_to_the_same_file(path: Path) -> None:
     for copied in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):  # noqa: S301
         copied(*inputs())
     assert recorded(path) == {INFER: 3}
+
+
+def test_steps_over_a_cache_and_cross_attention_are_recorded(path: Path) -> None:
+    module = made(causal=True)
+    cache = module.kv_cache(2, dtype="fp32")
+    step, prompt = inputs(length=1), inputs()
+    with torch.no_grad():
+        module.prefill(*prompt, cache)
+        for _ in range(3):
+            module.prefill(*step, cache)
+        module.decode(step[0], cache)
+    for _ in range(2):
+        module.cross(step[0], *prompt[1:])
+    module.cross(inputs(length=20)[0], *prompt[1:])
+    long = replace(INFER, causal=True)
+    assert recorded(path) == {
+        long: 2,
+        replace(long, mode="decode", seq_len=40): 4,
+        replace(long, mode="decode"): 2,
+    }
 
 
 def test_a_call_that_fails_is_not_counted(tmp_path: Path) -> None:

@@ -60,7 +60,8 @@ def test_sequences_within_a_window_take_the_rows_without() -> None:
     assert [table.plan_at(n, "bf16", True, 1).bucket for n in (4096, 4097, 8192)] == [4096, None, 8192]
     assert table.plan_at(4096, "bf16", True, 1).measured == rows[0].workload
     assert table.fallback_note(table.plan_at(4097, "bf16", True, 1)) == (
-        "bf16 train: sliding windows, softcaps and a head_dim_v are not probed; a heuristic plan serves"
+        "bf16 train: measured at 8192 positions; outside, a heuristic plan serves; no probe measures one more (sliding "
+        "windows, softcaps and a head_dim_v are not probed)"
     )
 
 

@@ -500,7 +500,8 @@ def test_beyond_the_measured_lengths_the_heuristic_serves_and_is_said_once(said:
     assert record.levelname == "WARNING"
     assert record.getMessage() == (
         "fp32 infer: measured from 64 to 128 positions; outside, a heuristic plan serves; "
-        "`ringtune probe --heads 2 --head-dim 4 --no-causal --dense --seq-len LENGTH` measures one more"
+        "`ringtune probe --heads 2 --head-dim 4 --no-causal --dense --mode infer --precision fp32 "
+        "--seq-len LENGTH` measures one more"
     )
 
 
@@ -513,6 +514,35 @@ def test_a_mode_that_was_not_measured_is_said_with_its_remedy(said: pytest.LogCa
     assert record.getMessage() == (
         "bf16 train: not measured; a heuristic plan serves; `ringtune probe --heads 2 --head-dim 4 --no-causal --dense "
         "--mode train --precision bf16` measures it"
+    )
+
+
+def test_documents_that_were_not_measured_are_said_with_their_remedy(said: pytest.LogCaptureFixture) -> None:
+    module = Case(64).module(profile=measured_here(small(64, "math")))
+    said.clear()
+    q, k, v = (x.detach() for x in Case(64).inputs(torch.float32))
+    module(q, k, v, cu_seqlens=[0, 20, 64])
+    (record,) = said.records
+    assert record.getMessage() == (
+        "fp32 infer: documents were not measured; a heuristic plan serves; `ringtune probe --heads 2 --head-dim 4 "
+        "--no-causal --dense --mode infer --precision fp32 --documents N --seq-len TOKENS` measures it"
+    )
+    module(*(x.double() for x in (q, k, v)), cu_seqlens=[0, 20, 64])
+    assert said.records[-1].getMessage().endswith("no probe measures it (no better dtype to check it against)")
+
+
+@pytest.mark.parametrize("profile", ["none", "of training"])
+def test_decoding_that_was_not_measured_is_said_with_its_remedy(profile: str, said: pytest.LogCaptureFixture) -> None:
+    given = {"profile": measured_here(small(64, "math"))} if profile == "of training" else {}
+    module = RingAttention(2, 4, device="cpu", **given)
+    said.clear()
+    x = torch.randn(1, 1, 2, 4)
+    module.cross(x, *(torch.randn(1, 30, 2, 4) for _ in range(2)))
+    module.prefill(x, x, x, module.kv_cache(1, dtype="fp32"))
+    (record,) = said.records
+    assert record.getMessage() == (
+        "fp32 decode: not measured; a heuristic plan serves; `ringtune probe --heads 2 --head-dim 4 --no-causal "
+        "--dense --mode decode --precision fp32` measures it"
     )
 
 

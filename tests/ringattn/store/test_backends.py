@@ -121,6 +121,15 @@ def test_a_url_without_fsspec_names_the_extra(monkeypatch: pytest.MonkeyPatch) -
         open_backend("s3://bucket/profiles")
 
 
+def test_a_url_whose_package_is_missing_names_the_extra_and_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(scheme: str) -> None:
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr("fsspec.get_filesystem_class", missing)
+    with pytest.raises(StoreError, match=r"'\.\[store\]', and beside it: Install s3fs to access S3"):
+        open_backend("s3://bucket/profiles")
+
+
 def test_a_back_end_that_cannot_create_on_condition_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     careless = Remote("memory://careless")
     monkeypatch.setattr(Remote, "create", lambda self, name, content: True)

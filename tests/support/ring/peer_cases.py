@@ -25,6 +25,7 @@ from ringattn.modules.pool import AttentionPool
 from ringattn.reference import dilated_attention_reference
 
 TOLERANCE = 1e-10
+_RESULTS = ("out", "dq", "dk", "dv", "dsinks")  # the last of configurations with sinks alone
 
 
 class Exchange(NamedTuple):
@@ -70,7 +71,7 @@ class PeerCase:
         return kept
 
     def expected(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
-        """out and the gradients in float64, straight from a mask of S x S."""
+        """out and the gradients in float64, also of sinks, straight from a mask of S x S."""
         at = torch.arange(self.case.length)
         seen = self.kept()[:, None] & self.kept()
         if self.case.causal:
@@ -81,10 +82,22 @@ class PeerCase:
             number = torch.bucketize(at, torch.tensor(self.bounds), right=True)
             seen = seen & (number == number[:, None])
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        out, _ = attend(*leaves, seen.double().expand(self.case.heads, -1, -1))
+        out, lse = attend(*leaves, seen.double().expand(self.case.heads, -1, -1))
+        if self.sinks:
+            sinks = self.logits_of_sinks()
+            leaves.append(sinks)
+            empty = lse == -torch.inf
+            share = torch.sigmoid(lse.masked_fill(empty, 0.0) - sinks[:, None])
+            out = out * share.masked_fill(empty, 0.0).transpose(1, 2).unsqueeze(-1)
         return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
-    def call(self, pool: AttentionPool, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+    def logits_of_sinks(self) -> Tensor:
+        """(H,): a logit for each head."""
+        return torch.linspace(-1.0, 1.0, self.case.heads, dtype=torch.float64).requires_grad_()
+
+    def call(
+        self, pool: AttentionPool, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         """Call the attention function as a model does over ranks, with tensors of this rank's positions (S,)."""
         given: dict[str, Any] = {"position_ids": positions[None]}
         if self.bounds is not None:
@@ -93,8 +106,8 @@ class PeerCase:
             given = {"position_ids": (positions - starts)[None], "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
         if self.window != (-1, -1):
             given["sliding_window"] = self.window[0] + 1  # which counts the position itself
-        if self.sinks:
-            given["s_aux"] = torch.zeros(self.case.heads, dtype=q.dtype, requires_grad=True)
+        if sinks is not None:
+            given["s_aux"] = sinks
         mask = torch.ones(self.bias, dtype=q.dtype) if self.bias else None
         given |= {"is_causal": self.case.causal, "total_length": self.case.length}
         given["scaling"] = 1 / math.sqrt(self.case.head_dim)
@@ -126,15 +139,20 @@ def check_peers(cases: list[PeerCase], exchange: Exchange) -> int:
         module = pool.module_for(q, k, case.causal, 1 / math.sqrt(case.head_dim), window=case.window)
         cut = {"cu_seqlens": each.bounds}
         leaves = [laid_out(module.shard(x, **cut), case.layout).requires_grad_() for x in (q, k, v)]
-        out = each.call(pool, *leaves, module.positions(case.length, **cut))
+        sinks = each.logits_of_sinks() if each.sinks else None
+        out = each.call(pool, *leaves, module.positions(case.length, **cut), sinks)
+        leaves += [sinks] if sinks is not None else []
         results = [out.detach(), *torch.autograd.grad(out, leaves, module.shard(dout, **cut).contiguous())]
-        whole = [module.unshard(x, case.length, **cut) for x in results]
+        whole = [module.unshard(x, case.length, **cut) for x in results[:4]]
+        for dsinks in results[4:]:  # over the queries of this rank, as a weight's
+            dist.all_reduce(dsinks)
+            whole.append(dsinks)
         (program,) = module._programs.values()
         assert program.plan.tunables.schedule == exchange.schedule, program.plan
         if number % world != dist.get_rank():
             continue
-        for name, x, x64 in zip(("out", "dq", "dk", "dv"), whole, each.expected(q, k, v, dout), strict=True):
-            x, x64 = (t[:, each.kept()] for t in (x, x64))
+        for name, x, x64 in zip(_RESULTS, whole, each.expected(q, k, v, dout), strict=False):
+            x, x64 = (t if name == "dsinks" else t[:, each.kept()] for t in (x, x64))
             error = (x - x64).abs().max().item()
             assert error <= TOLERANCE * max(1.0, x64.abs().max().item()), f"{each}, {exchange}: {name} {error:.1e}"
     return len(cases)

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from autotune.probe.request import DryRun, ProbeResult
+    from autotune.probe.request import CellReport, DryRun, ProbeResult
 
 
 def print_result(result: ProbeResult, as_json: bool) -> None:
-    from autotune.formats import format_duration
-    from ringattn.wording import plural
+    """Print the profile on stdout, what could not be measured on stderr, and last where the profile is.
 
+    With ``as_json`` the document alone is on stdout.
+    """
     from .console import emit_json, print_answer, warn
 
     if as_json:
@@ -31,20 +32,55 @@ def print_result(result: ProbeResult, as_json: bool) -> None:
         from autotune.report.terminal import terminal_summary
 
         print_answer(terminal_summary(result.profile))
+    for line in trouble_lines(result):
+        warn(line)
+    if not as_json and result.profile is not None:
+        from autotune.formats import format_duration
+
         done = "verified" if result.verified else "written"
         click.echo(f"\nProfile {done} in {format_duration(result.elapsed_s)}: {result.profile_path}")
         assert result.profile_path is not None
         click.echo(f"{_how_to_use(result.profile_path)}.")
         click.echo(f"'ringtune show {result.profile_path}' prints it again, 'ringtune report' makes a web page of it.")
-    if noise := noise_line(result):
-        warn(noise)
-    for line in result.inconclusive:
-        warn(f"inconclusive: {line}")
-    unsure = [cell for cell in result.cells if cell.status == "inconclusive"]
-    if kept := sum(cell.chosen is not None for cell in unsure):
-        warn(f"the profile leaves {plural(kept, 'cell')} at the default, for the reasons above")
-    if without := sum(cell.chosen is None for cell in unsure):
-        warn(f"the profile has no row for {plural(without, 'cell')}, whose default is over a limit or was not checked")
+
+
+def trouble_lines(result: ProbeResult) -> tuple[str, ...]:
+    """Return the noise of this machine, why cells could not be measured, and what became of all cells."""
+    noise = noise_line(result)
+    return (
+        *([noise] if noise else []),
+        *(f"inconclusive: {line}" for line in result.inconclusive),
+        *([tally_line(result)] if result.inconclusive else []),
+    )
+
+
+def tally_line(result: ProbeResult) -> str:
+    """Return how many cells this probe measured, and what the profile has for each of the others."""
+    from collections import Counter
+
+    from ringattn.wording import plural
+
+    rows = {entry.workload: entry for entry in result.profile.plans} if result.profile is not None else {}
+
+    def ending(cell: CellReport) -> str:
+        if cell.status == "refused":
+            return "refused"
+        if cell.status != "inconclusive":
+            return "measured now"
+        row = rows.get(cell.workload)
+        if row is None or row.choice is None:
+            return "without a row, the default being over a limit or not checked"
+        return "kept from an earlier probe" if row.evidence is not None else "at the default"
+
+    counts = Counter(map(ending, result.cells))
+    counts.setdefault("measured now", 0)
+    told = ", ".join(
+        f"{counts[name]} {name}" for name in sorted(counts, key=lambda name: (name != "measured now", name))
+    )
+    return (
+        f"this probe, {plural(len(result.cells), 'cell')}: {told}; when the machine is quieter, the same command "
+        "measures again, and what was measured stays"
+    )
 
 
 def noise_line(result: ProbeResult) -> str:

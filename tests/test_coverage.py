@@ -63,7 +63,7 @@ OF_MODULE: dict[str, tuple[list[Any], list[Any]]] = {
     "dtype": ([torch.float32], []),
     "key_padding_mask": ([torch.tensor([[False, False, True, True]])], []),
     "need_weights": ([False], [True]),
-    "attn_mask": ([CAUSAL], [OTHER]),
+    "attn_mask": ([~CAUSAL], [OTHER]),  # of a module True is masked, as in torch
     "average_attn_weights": ([False], []),
     "is_causal": ([True], []),
 }

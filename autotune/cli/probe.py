@@ -43,7 +43,6 @@ from .store.options import (
 )
 
 if TYPE_CHECKING:
-    from autotune.probe.request import DryRun, ProbeResult
     from ringattn.workload import Mode
 
 # The rows are those of the profile, of which --mode may choose.
@@ -236,6 +235,7 @@ def probe(
     from autotune.probe.request import ProbeRequest
     from autotune.probe.tuning import run_probe
 
+    from .probe_result import print_result
     from .progress import probe_observer
     from .store.once import push_measured
 
@@ -264,7 +264,7 @@ def probe(
         result = run_probe(request, observer)
     if store is not None and result.profile_path is not None:
         push_measured(store, result.profile_path)
-    _print_result(result, as_json, options["device"], ranks)
+    print_result(result, as_json, options["device"], ranks)
     if result.inconclusive and not started_by_torchrun(os.environ):
         raise click.exceptions.Exit(ExitCode.INCONCLUSIVE)
 
@@ -285,128 +285,3 @@ def _shape_from_files(model: Path | None, like: Path | None, options: dict[str, 
         options["recorded"], notes = read_workloads(like)
         return notes
     return ()
-
-
-def _print_result(result: ProbeResult, as_json: bool, device: str | None, ranks: int) -> None:
-    from autotune.formats import format_duration
-    from ringattn.wording import plural
-
-    from .console import emit_json, print_answer, warn
-
-    if as_json:
-        emit_json(probe_document(result))
-    elif result.dry_run is not None:
-        print_answer(dry_run_summary(result.dry_run))
-        click.echo(f"The profile would be {result.profile_path}")
-        if result.dry_run.verifies:
-            click.echo(
-                "It has all these cells: they would be verified, and only stale ones searched; --fresh searches all"
-            )
-    elif result.profile is not None:
-        from autotune.report.terminal import terminal_summary
-
-        print_answer(terminal_summary(result.profile))
-        done = "verified" if result.verified else "written"
-        click.echo(f"\nProfile {done} in {format_duration(result.elapsed_s)}: {result.profile_path}")
-        assert result.profile_path is not None
-        click.echo(f"{_how_to_use(result.profile_path, device, ranks)}.")
-        click.echo(f"'ringtune show {result.profile_path}' prints it again, 'ringtune report' makes a web page of it.")
-    if noise := noise_line(result):
-        warn(noise)
-    for line in result.inconclusive:
-        warn(f"inconclusive: {line}")
-    unsure = [cell for cell in result.cells if cell.status == "inconclusive"]
-    if kept := sum(cell.chosen is not None for cell in unsure):
-        warn(f"the profile leaves {plural(kept, 'cell')} at the default, for the reasons above")
-    if without := sum(cell.chosen is None for cell in unsure):
-        warn(f"the profile has no row for {plural(without, 'cell')}, whose default is over a limit or was not checked")
-
-
-def noise_line(result: ProbeResult) -> str:
-    """Return how much two timings of one plan differ here, in the median cell and in the worst; "" where unknown."""
-    import statistics
-
-    known = [(cell.noise, cell.workload) for cell in result.cells if cell.noise is not None]
-    if not known:
-        return ""
-    worst, where = max(known, key=lambda pair: pair[0])
-    middle = statistics.median(noise for noise, _ in known)
-    return f"noise of one timing against the default's: {middle:.1%} in the median cell, at most {worst:.1%} ({where})"
-
-
-def _how_to_use(path: Path, device: str | None = None, ranks: int = 1) -> str:
-    """Return how the runtime finds the file: by itself, in part, or named; as this machine resolves now."""
-    from ringattn.profile.locations import home_folder, search_paths
-
-    from .locate import resolve_here
-
-    found = {place.resolve() for _, place in search_paths(os.environ, home_folder())}
-    if not found & {path.resolve(), path.resolve().parent}:
-        return f"RINGTUNE_PROFILE={path} or RingAttention(profile='{path}') uses it"
-    resolution, _, _ = resolve_here(device, ranks)
-    serving = [Path(source.path).resolve() for source in resolution.sources]
-    if path.resolve() in serving[:1]:
-        return "RingAttention(profile='auto') uses it from now on"
-    part = "for what that has not measured" if path.resolve() in serving else f"only as RINGTUNE_PROFILE={path}"
-    return f"{resolution.path} comes before it, so that RingAttention(profile='auto') uses it {part}"
-
-
-def probe_document(result: ProbeResult) -> dict[str, object]:
-    """Return what ``probe --json`` prints: where the profile is and how every cell ended."""
-    return {
-        "profile_path": result.profile_path,
-        "verified": result.verified,
-        "elapsed_s": result.elapsed_s,
-        "cells": result.cells,
-        "inconclusive": result.inconclusive,
-        "dry_run": result.dry_run,
-    }
-
-
-def dry_run_summary(dry_run: DryRun) -> Any:
-    """Return the cells, the space and the estimate as tables."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    from autotune.formats import format_duration, plain
-    from autotune.report.plan_text import PlanText
-    from ringattn.wording import plural
-
-    def table(*columns: str) -> Table:
-        made = Table(box=SIMPLE_HEAD, pad_edge=False)
-        for column in columns:
-            made.add_column(column, overflow="fold")
-        return made
-
-    cells = table("Workload, kernels raced", "Plans", "Estimate")
-    for column in cells.columns[1:]:
-        column.justify = "right"
-    for cell in dry_run.cells:
-        kernels = ", ".join(cell.kernels) or "none"
-        workload = f"{cell.workload} {cell.layout}" if cell.layout else str(cell.workload)
-        described = Group(Text(plain(workload)), PlanText(plain(kernels), style="dim"))
-        cells.add_row(described, str(cell.candidates), format_duration(cell.estimate_s))
-    space = table("Tunable", "Values")
-    for name, values in dry_run.tunables:
-        space.add_row(plain(name), plain(", ".join(values)))
-    title = f"{plural(len(dry_run.cells), 'cell')}, about {format_duration(dry_run.estimate_s)}"
-    parts: list[Any] = [Text(title, style="bold"), cells, Text("Searched", style="bold"), space]
-    ruled_out = rejected_kernels(dry_run)
-    if ruled_out:
-        rejected = table("Kernel", "Reason")
-        for name, reasons in ruled_out.items():
-            rejected.add_row(plain(name), plain("; ".join(reasons)))
-        parts += [Text("Ruled out beforehand", style="bold"), rejected]
-    return Group(*parts)
-
-
-def rejected_kernels(dry_run: DryRun) -> dict[str, tuple[str, ...]]:
-    """Return why each kernel that no cell races is ruled out, each reason once."""
-    from autotune.report.summary import ruled_out
-    from ringattn.workload import kernels_described
-
-    raced = {name for cell in dry_run.cells for pair in cell.kernels for name in kernels_described(pair)}
-    found = ruled_out((name, why) for cell in dry_run.cells for name, reasons in cell.rejected for why in reasons)
-    return {name: reasons for name, reasons in found.items() if name not in raced}

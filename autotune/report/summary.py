@@ -287,9 +287,11 @@ def machine_title(profile: Profile) -> str:
 
 
 def provenance_line(profile: Profile) -> str:
-    """Return date, version, effort and time taken in one line."""
+    """Return date, version, effort and time in one line: those of the last probe, which may keep rows of others."""
     p = profile.provenance
-    parts = [f"{profile.source} {p.date}".strip(), f"ringtune {p.tool_version}" if p.tool_version else ""]
+    when = f"{'last probe ' if profile.source == 'measured' else ''}{p.date}" if p.date else ""
+    parts = [f"{profile.source}; {when}" if when else profile.source]
+    parts.append(f"ringtune {p.tool_version}" if p.tool_version else "")
     if profile.source == "measured":
         parts += [f"effort {p.effort}" if p.effort else "", f"seed {p.seed}" if p.seed is not None else ""]
         parts.append(f"took {format_duration(p.elapsed_s)}" if p.elapsed_s is not None else "")
@@ -323,7 +325,8 @@ def verdict(profile: Profile) -> str:
     some = f"{numbers.measured} of them" if numbers.measured < numbers.cells else "all"
     text = f"{plural(numbers.cells, 'workload')}, {some} measured{won if numbers.measured else ''}."
     if numbers.unmeasured:
-        text += f" {numbers.unmeasured} could not be measured and keep the default."
+        keep = "keeps" if numbers.unmeasured == 1 else "keep"
+        text += f" {numbers.unmeasured} could not be measured and {keep} the default."
     if numbers.refused:
         text += f" {numbers.refused} without a plan."
     if numbers.over_torch is not None:

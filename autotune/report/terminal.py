@@ -67,7 +67,7 @@ def terminal_summary(profile: Profile) -> RenderableType:
         counts = ", ".join(f"{count} {kind}" for kind, count in failures)
         parts += [Text(""), Text(f"Candidates that failed and were left out: {plain(counts)}", style="yellow")]
     notes = profile.provenance.notes
-    parts += [Text(f"Note: {plain(note)}", style="dim") for note in notes[:NOTES_SHOWN]]
+    parts += [Text(f"Last probe: {plain(note)}", style="dim") for note in notes[:NOTES_SHOWN]]
     if len(notes) > NOTES_SHOWN:
         parts.append(Text(f"and {plural(len(notes) - NOTES_SHOWN, 'more note')}, see `ringtune report`", style="dim"))
     return Group(*parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from report_samples import gpu_profile, plan
 from autotune.exit_codes import DeviceBusy, ExitCode, NoDevice, NothingMeasured, ProbeFailure, UsageFailure
 from autotune.probe.request import CellReport, ProbeObserver, ProbeResult
 from ringattn.errors import DeviceError, PlanError, ProfileError
+from ringattn.profile.schema import Choice, PlanEntry
 from ringattn.workload import Workload
 
 FAULTS = [
@@ -85,17 +87,59 @@ def test_ctrl_c_says_that_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> No
 def test_inconclusive_cells_still_show_the_profile_and_exit_6(monkeypatch: pytest.MonkeyPatch) -> None:
     profile = gpu_profile()
     cell = profile.plans[0].workload
-    kept = CellReport(cell, "inconclusive", chosen=plan("math", "math", dtype="fp32"), noise=0.12)
-    quiet = CellReport(cell.at(7), "default", chosen=plan("math", "math", dtype="fp32"), noise=0.02)
-    result = ProbeResult(Path("p.yaml"), profile, (kept, quiet), 9.0, ("train dense S1024: noise 12 %",))
+    unsure = CellReport(cell.at(9), "inconclusive", chosen=plan("math", "math", dtype="fp32"), noise=0.12)
+    row = PlanEntry(unsure.workload, choice=Choice(plan("math", "math", dtype="fp32")))
+    quiet = CellReport(cell, "default", chosen=plan("math", "math", dtype="fp32"), noise=0.02)
+    profile = replace(profile, plans=(*profile.plans, row))
+    result = ProbeResult(Path("p.yaml"), profile, (unsure, quiet), 9.0, ("train dense S1024: noise 12 %",))
     engine(monkeypatch, lambda observer: result)
     shown = ringtune("probe")
     assert shown.exit_code == 6
     assert "NVIDIA H100" in shown.stdout
     assert "inconclusive: train dense S1024: noise 12 %" in shown.stderr
-    assert "the profile leaves 1 cell at the default, for the reasons above" in shown.stderr
-    assert f"7.0% in the median cell, at most 12.0% ({cell})" in shown.stderr
-    assert "no row" not in shown.stderr
+    assert "this probe, 2 cells: 1 measured now, 1 at the default;" in shown.stderr
+    assert f"7.0% in the median cell, at most 12.0% ({unsure.workload})" in shown.stderr
+    assert "without a row" not in shown.stderr
+
+
+def test_what_went_wrong_stands_before_where_the_profile_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After "uses it from now on" nobody reads on."""
+    profile = gpu_profile()
+    unsure = CellReport(
+        profile.plans[0].workload, "inconclusive", chosen=plan("math", "math", dtype="fp32"), noise=0.12
+    )
+    result = ProbeResult(Path("p.yaml"), profile, (unsure,), 9.0, ("train dense S1024: noise 12 %",))
+    engine(monkeypatch, lambda observer: result)
+    told = ringtune("probe").output  # both streams in the order in which they were written
+    order = [told.index(text) for text in ("noise of one timing", "inconclusive: ", "this probe, ", "Profile written")]
+    assert order == sorted(order)
+
+
+def test_the_cells_of_a_probe_are_counted_once_each_by_what_the_profile_has_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows that an earlier probe measured and this one could not counted as measured and as left at the default."""
+    profile = gpu_profile()
+    (measured, *_) = (entry for entry in profile.plans if entry.evidence is not None)
+    cells = [measured.workload.at(n) for n in (11, 12, 13, 14)]
+    rows = [
+        replace(measured, workload=cells[0]),
+        replace(measured, workload=cells[1]),
+        PlanEntry(cells[2], choice=Choice(plan("math", "math", dtype="fp32"))),
+    ]
+    reports = (
+        CellReport(cells[0], "tuned", chosen=plan("math", "math", dtype="fp32")),
+        *(CellReport(cell, "inconclusive", chosen=plan("math", "math", dtype="fp32")) for cell in cells[1:3]),
+        CellReport(cells[3], "inconclusive"),
+    )
+    result = ProbeResult(Path("p.yaml"), replace(profile, plans=tuple(rows)), reports, 9.0, ("3 cells: noise",))
+    engine(monkeypatch, lambda observer: result)
+    shown = ringtune("probe")
+    assert "3 workloads, 2 of them measured" in shown.stdout
+    assert (
+        "this probe, 4 cells: 1 measured now, 1 at the default, 1 kept from an earlier probe, "
+        "1 without a row, the default being over a limit or not checked;"
+    ) in shown.stderr
 
 
 def test_a_cell_without_a_plan_is_not_said_to_keep_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,5 +149,5 @@ def test_a_cell_without_a_plan_is_not_said_to_keep_its_default(monkeypatch: pyte
     engine(monkeypatch, lambda observer: result)
     shown = ringtune("probe")
     assert shown.exit_code == 6
-    assert "the profile has no row for 1 cell, " in shown.stderr
+    assert "this probe, 1 cell: 0 measured now, 1 without a row, " in shown.stderr
     assert "at the default" not in shown.stderr

@@ -32,6 +32,7 @@ from autotune.report.summary import (
     headline,
     machine_title,
     other_plans,
+    provenance_line,
     recorded_choices,
     relative_time,
     ruled_out,
@@ -161,7 +162,7 @@ def test_the_summary_shows_a_few_notes_and_counts_the_rest() -> None:
     notes = tuple(f"note number {n}" for n in range(9))
     noted = dataclasses.replace(profile, provenance=dataclasses.replace(profile.provenance, notes=notes))
     text = summary_text(noted)
-    assert text.count("Note: note number") == 4
+    assert text.count("Last probe: note number") == 4
     assert "and 5 more notes" in text
 
 
@@ -588,7 +589,7 @@ def test_a_plan_that_was_not_measured_is_told_apart_from_one_that_was() -> None:
     profile = cpu_profile()
     mixed = dataclasses.replace(profile, plans=(*profile.plans, bare(profile.plans[0].workload.at(9999))))
     assert verdict(mixed).startswith("5 workloads, 4 of them measured; ")
-    assert "1 could not be measured and keep the default." in verdict(mixed)
+    assert "1 could not be measured and keeps the default." in verdict(mixed)
     assert re.search(r"9,999 .* not measured", summary_text(mixed))
     text = " ".join(" ".join(read(html_report(mixed)).text).split())
     assert "With a plan 5 every workload has one Measured 4 1 at the default, not measured" in text
@@ -745,3 +746,13 @@ CONTRAST_SCRIPT = """
   });
 })()
 """
+
+
+def test_date_time_and_notes_are_said_to_be_of_the_last_probe() -> None:
+    """A profile may hold rows of several probes, and one date."""
+    profile = gpu_profile()
+    assert f"measured; last probe {profile.provenance.date}, " in provenance_line(profile)
+    assert "last probe" not in provenance_line(heuristic_profile())
+    noted = dataclasses.replace(profile, provenance=dataclasses.replace(profile.provenance, notes=("a busy core",)))
+    assert "Last probe: a busy core" in summary_text(noted)
+    assert "Notes of the last probe" in html_report(noted)

@@ -252,7 +252,8 @@ def _note_blocks(
             for transfer in hop.receives:
                 there = _same_chunk(chunk, geometries, transfer, segments[chunk.branch])
                 keys += there[number][transfer.begin : transfer.begin + transfer.rows]
-            for q_begin, q_end, k_begin, k_end in hop.work:
+            for q_begin, q_end, k_begin, k_end, edge in hop.work:
+                assert not edge, "no window is asked for"
                 note(chunk.branch, own[number][q_begin:q_end], keys[k_begin:k_end], False)
 
 
@@ -340,6 +341,6 @@ def test_the_rows_of_a_whole_journey_are_those_of_its_hops(
     )
     for chunk in geometry.chunks:
         steps = range(1, len(chunk.members))
-        carried = [_carried(chunk, causal, direction, owner, step) for owner in range(world) for step in steps]
-        assert _travelling(chunk, causal, direction) == sum(carried)
+        carried = [_carried(chunk, causal, 0, direction, owner, step) for owner in range(world) for step in steps]
+        assert _travelling(chunk, causal, 0, direction) == sum(end - begin for begin, end in carried)
     assert geometry.chunks

@@ -204,8 +204,8 @@ def test_a_position_without_a_result_is_zero_and_minus_infinity() -> None:
 
 
 def test_many_bfloat16_parts_are_added_in_float32() -> None:
-    """256 and then 256 ones: a bfloat16 sum would stay at 256."""
-    count = 256
+    """256 and then 62 ones: a bfloat16 sum would stay at 256."""
+    count = 62
     case = Case(4, 1, 1, 1, pattern=pattern_of([4] * (count + 1), [1] * (count + 1)))
     geometry = build_geometry(key_of(case))
     (window,) = geometry.windows
@@ -216,14 +216,14 @@ def test_many_bfloat16_parts_are_added_in_float32() -> None:
     ]
     grad = torch.empty(1, 4, 1, 1, dtype=torch.bfloat16)
     OPS.scatter_sum(geometry, window, [GradJob(parts, grad)], lease())
-    assert (grad == 512).all()
+    assert (grad == 318).all()
     out = torch.empty_like(grad)
     lse = torch.empty(1, 1, 4)
-    # equal weights of 1/257: the mean of the values, far below one bfloat16 step of each summand otherwise
+    # equal weights of 1/63: the mean of the values, far below one bfloat16 step of each summand otherwise
     partials = [Partial(placed, part, torch.zeros(1, 1, 4)) for placed, part in parts]
     OPS.merge(geometry, window, partials, out, lse, lease())
-    torch.testing.assert_close(out.float(), torch.full((1, 4, 1, 1), 512 / 257), rtol=2**-8, atol=0)
-    torch.testing.assert_close(lse, torch.full((1, 1, 4), 257.0).log())
+    torch.testing.assert_close(out.float(), torch.full((1, 4, 1, 1), 318 / 63), rtol=2**-8, atol=0)
+    torch.testing.assert_close(lse, torch.full((1, 1, 4), 63.0).log())
 
 
 @given(patterns(dense=False, longest=16), st.randoms(use_true_random=False))

@@ -59,6 +59,8 @@ def attend(
         widest = max(head_dim, value_dim)
         q, k, v = (pad(x, (0, widest - x.shape[3])) for x in (q, k, v))
     causal = causal if keys is None else keys.causal
+    if keys is not None and not (keys.plain and keys.length == k.shape[1]):
+        _refuse_over_ranks(pool.module_for(q, k, causal, scale, softcap, window_of_module))
     if keys is not None and keys.plain:
         _check_length(keys, k)
         k, v, window, keys = k[:, : keys.length], v[:, : keys.length], keys.window, None
@@ -71,6 +73,16 @@ def attend(
     else:
         out, lse = _unmasked(attention, q, k, v, window, aligned, with_lse, sinks, total_length, cu_seqlens)
     return (out if value_dim == q.shape[3] else out[..., :value_dim]), lse
+
+
+def _refuse_over_ranks(attention: RingAttention) -> None:
+    """Raise InputError over several ranks, on all of them: a rank's mask says nothing of the others' keys."""
+    if attention.shape.world > 1:
+        with attention.reporting():
+            raise InputError(
+                "a mask of keys is for one rank; over several ranks give RingAttention cu_seqlens or lengths, which "
+                "are of the whole sequence"
+            )
 
 
 def _unmasked(

@@ -128,8 +128,8 @@ def estimated_bytes(workload: Workload, tunables: Tunables) -> int:
     """Estimate the peak of a plan that nobody measured: results, gradients, accumulators and partial results.
 
     Most of the kernels sum dq in float32. Of the peaks recorded on H100s and H200s it says 0.5 to 1.9 times as much, up
-    to 2.5 of graphs of a pattern, and of half of them the same to 2 %. A decoding step's own is less than 6 MiB of partial
-    results beside it: of 64 sequences, most of all.
+    to 2.5 of graphs of a pattern, and of half of them the same to 2 %. Of a decoding step it leaves out
+    the partial results: at most 6 MiB there, of 64 sequences.
     """
     w, itemsize = workload, TORCH_DTYPES[tunables.dtype].itemsize
     wide = 8 if w.dtype == "fp64" else 4

@@ -11,7 +11,9 @@ import torch.distributed as dist
 from pool import Pool
 from torch import Tensor
 
-from ringattn import LongNetEncoder, RingAttention
+from ringattn import LongNetEncoder, MultiheadAttention, RingAttention
+from ringattn.distributed.peer_errors import PeerError
+from ringattn.errors import InputError
 
 PATTERN = {"segment_lengths": [4, 8], "dilation_rates": [1, 2]}
 OPTIONS: dict[str, Any] = {"causal": True, "profile": None, **PATTERN}
@@ -42,3 +44,20 @@ def test_rows_and_gradients_with_rotary_embeddings(ranks: Callable[[int], Pool],
     for found, grad in ranks(2).run(encoded_on_rank, x):
         torch.testing.assert_close(found, y.detach(), rtol=0, atol=1e-12)
         torch.testing.assert_close(grad, encoder.blocks[0].mlp[0].weight.grad, rtol=0, atol=1e-10)
+
+
+def padded_on_rank() -> str:
+    options: dict[str, Any] = {"batch_first": True, "causal": True, "profile": None, "dtype": torch.float64}
+    module = MultiheadAttention(24, 4, process_group=dist.group.WORLD, **options)
+    x = torch.zeros(1, 8, 24, dtype=torch.float64)
+    mask = torch.tensor([[False] * 6 + [True] * 2]) if dist.get_rank() == 0 else None
+    with pytest.raises((InputError, PeerError)) as error:
+        module(x, x, x, mask)
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+def test_a_mask_of_keys_is_refused_on_all_ranks(fragile: Pool) -> None:
+    """It had its rank's own positions for the whole sequence: numbers were wrong without an error."""
+    told = fragile.run(padded_on_rank)
+    assert [text.partition(":")[0] for text in told] == ["InputError", *["PeerError"] * (len(told) - 1)]
+    assert all("a mask of keys is for one rank; over several ranks give RingAttention cu_seqlens" in x for x in told)

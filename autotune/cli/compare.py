@@ -15,8 +15,8 @@ from .options import (
     check_writable,
     device_option,
     dtype_option,
-    integer_list,
     json_option,
+    number_of,
     pattern_options,
     seed_option,
     shape_options,
@@ -28,12 +28,18 @@ if TYPE_CHECKING:
 
     from autotune.report.contenders import Crossover, Standing
 
-LENGTHS = "4096,8192,16384"
+LENGTHS, ON_A_CPU = (4096, 8192, 16384), (512, 1024, 2048)  # two cores took over 200 s for the longer ones
 
 
 @click.command(short_help="Compare presets, torch and this machine's plan.")
 @click.option(
-    "--seq-lens", type=integer_list, metavar="N,N,...", default=LENGTHS, show_default=True, help="Sequence lengths."
+    "--seq-len",
+    "seq_lens",
+    type=number_of("seq_len"),
+    metavar="N",
+    multiple=True,
+    help=f"A length to compare at; repeatable.  [default: {', '.join(map(str, LENGTHS))}, on a CPU "
+    f"{', '.join(map(str, ON_A_CPU))}]",
 )
 @train_or_infer_option
 @causal_option
@@ -95,7 +101,8 @@ def compare(blocks: int, seed: int, output: Path | None, as_json: bool, **asked:
     shape |= {"kv_heads": asked["kv_heads"] or asked["heads"], "batch": asked["batch_size"]}
     shape["dtype"] = asked["dtype"] or ("fp32" if facts.vendor == "cpu" else "bf16")
     pattern = Pattern.of(asked["segment_lengths"], asked["dilation_rates"], asked["head_offset"])
-    workloads = workloads_of(asked["seq_lens"], pattern, **shape)
+    lengths = asked["seq_lens"] or (ON_A_CPU if facts.vendor == "cpu" else LENGTHS)
+    workloads = workloads_of(lengths, pattern, **shape)
     found = measured(workloads, facts, device, blocks=blocks, seed=seed, progress=warn)
     crossed = crossovers(found)
     of_all = str(workloads[0]).replace(f" S{workloads[0].seq_len}", "")

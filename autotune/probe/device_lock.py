@@ -27,9 +27,8 @@ def device_lock(request: ProbeRequest, environment: Environment, say: Callable[[
                 folder.mkdir(parents=True, exist_ok=True)
                 held.callback(FileLock(folder / f"{device}.lock").release)
             except LockHeld as holder:
-                raise DeviceBusy(
-                    f"{name}: another probe is measuring it ({holder}); wait, or choose another --device"
-                ) from None
+                other = ", or choose another --device" if environment.facts.device_count > 1 else ""
+                raise DeviceBusy(f"{name}: another probe is measuring it ({holder}); wait{other}") from None
             except OSError as error:
                 say(f"{folder}: cannot hold a lock ({error.strerror}); let no other probe measure {name} meanwhile")
                 break

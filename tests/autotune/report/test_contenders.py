@@ -94,7 +94,7 @@ def test_crossovers_lie_where_the_line_between_two_speedups_is_one() -> None:
 
 
 def test_the_command_prints_a_table_and_json_and_writes_a_page(tmp_path: Path) -> None:
-    asked = ["compare", "--seq-lens", "64", "--heads", "2", "--head-dim", "16", "--blocks", "1", "--device", "cpu"]
+    asked = ["compare", "--seq-len", "64", "--heads", "2", "--head-dim", "16", "--blocks", "1", "--device", "cpu"]
     table = CliRunner().invoke(cli, asked)
     assert table.exit_code == 0
     assert all(name in table.stdout for name in ("Speed-up", *PRESETS))

@@ -16,9 +16,9 @@ from .options import (
     device_option,
     dtype_option,
     json_option,
-    number_of,
     pattern_options,
     seed_option,
+    seq_lens_option,
     shape_options,
     train_or_infer_option,
 )
@@ -32,15 +32,7 @@ LENGTHS, ON_A_CPU = (4096, 8192, 16384), (512, 1024, 2048)  # two cores took ove
 
 
 @click.command(short_help="Compare presets, torch and this machine's plan.")
-@click.option(
-    "--seq-len",
-    "seq_lens",
-    type=number_of("seq_len"),
-    metavar="N",
-    multiple=True,
-    help=f"A length to compare at; repeatable.  [default: {', '.join(map(str, LENGTHS))}, on a CPU "
-    f"{', '.join(map(str, ON_A_CPU))}]",
-)
+@seq_lens_option("A length to compare at", f"{', '.join(map(str, LENGTHS))}, on a CPU {', '.join(map(str, ON_A_CPU))}")
 @train_or_infer_option
 @causal_option
 @shape_options(heads=8, head_dim=64)

@@ -110,6 +110,14 @@ causal_option = click.option("--causal/--no-causal", default=True, show_default=
 seq_len_option = click.option(
     "--seq-len", type=number_of("seq_len"), metavar="N", default=8192, show_default=True, help="Sequence length."
 )
+
+
+def seq_lens_option(text: str, default: str) -> Callable[[Command], Command]:
+    """Return the option --seq-len of a command that takes several lengths; ``default`` says which without it."""
+    text = f"{text}; repeatable.  [default: {default}]"
+    return click.option("--seq-len", "seq_lens", type=number_of("seq_len"), metavar="N", multiple=True, help=text)
+
+
 train_or_infer_option = click.option(
     "--mode",
     type=click.Choice(["train", "infer"]),

@@ -30,6 +30,7 @@ from .options import (
     pattern_options,
     positive_number,
     seed_option,
+    seq_lens_option,
     shape_options,
 )
 from .store.options import (
@@ -86,14 +87,7 @@ MODES: dict[str, tuple[Mode, ...]] = {
     help="Measure plans with this kernel against those of the profile there is, and nothing else; repeatable.",
 )
 @click.option("--causal/--no-causal", default=None, help="Causal attention or full.  [default: what the grid says]")
-@click.option(
-    "--seq-len",
-    "seq_lens",
-    type=number_of("seq_len"),
-    metavar="N",
-    multiple=True,
-    help="A length to measure; repeatable.  [default: the grid]",
-)
+@seq_lens_option("A length to measure", "the grid")
 @shape_options()
 @click.option(
     "--documents",

@@ -13,7 +13,8 @@ from autotune.probe.cells.outcome import Outcome
 from autotune.probe.cells.pending_validation import validate_pending
 from autotune.probe.cells.runs import CellRuns
 from autotune.probe.cells.searching import search_cells
-from autotune.probe.output.writer import save_loaded
+from autotune.probe.output.writer import rounded, save_loaded
+from autotune.search.deciding.choose import undominated
 from autotune.space.space import Machine, Space, build_space
 from ringattn.errors import PlanError
 from ringattn.kernels.registry import KERNELS
@@ -209,26 +210,16 @@ def chained(new: Choice, stood: Choice) -> Choice:
 
     evidence: Evidence = replace(
         ours,
-        default_ratio=_rounded(ratio),
-        ratio_low=_rounded(ratio * math.exp(-arm("ratio_low"))),
-        ratio_high=_rounded(ratio * math.exp(arm("ratio_high"))),
+        default_ratio=rounded(ratio),
+        ratio_low=rounded(ratio * math.exp(-arm("ratio_low"))),
+        ratio_high=rounded(ratio * math.exp(arm("ratio_high"))),
         blocks=min(ours.blocks, theirs.blocks),
     )
     return Choice(new.tunables, evidence)
 
 
-def _rounded(value: float) -> float:
-    return float(f"{value:.4g}")
-
-
 def _front(choices: Sequence[Choice]) -> tuple[Choice, ...]:
-    """Return the choices that no other one beats in both time and memory, the fastest first."""
+    """Return the choices that no other one beats in both time and memory, the fastest first; none where one is both."""
     timed = [(choice, choice.evidence) for choice in choices if choice.evidence is not None]
-    timed.sort(key=lambda pair: (pair[1].default_ratio, pair[1].peak_bytes))
-    front: list[Choice] = []
-    least = math.inf
-    for choice, evidence in timed:
-        if evidence.peak_bytes < least:
-            front.append(choice)
-            least = evidence.peak_bytes
-    return tuple(front) if len(front) > 1 else ()
+    front = undominated(timed, lambda pair: (pair[1].default_ratio, pair[1].peak_bytes))
+    return tuple(choice for choice, _ in front) if len(front) > 1 else ()

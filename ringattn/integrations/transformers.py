@@ -86,15 +86,15 @@ def register(
         ImportError: transformers is not installed, or older than 5.6.
         InputError: an argument that makes no sense.
     """
+    needed = needs_package("its models", "transformers 5.6 or newer", "transformers")
     try:
         transformers = importlib.import_module("transformers")
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise
-        raise ImportError(needs_package("its models", "transformers 5.6 or newer", "transformers")) from None
+        raise ImportError(needed) from None
     masks = importlib.import_module("transformers.masking_utils")
     if "q_offset" not in inspect.signature(masks.sdpa_mask).parameters:
-        needed = needs_package("its models", "transformers 5.6 or newer", "transformers")
         raise ImportError(f"transformers is {transformers.__version__}; {needed}")
     pool = AttentionPool(
         segment_lengths=segment_lengths,

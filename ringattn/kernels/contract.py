@@ -77,7 +77,7 @@ class KernelNeed:
 
     @property
     def features(self) -> tuple[Feature, ...]:
-        """What is asked beyond plain and causal attention."""
+        """Name what is asked beyond plain and causal attention."""
         asked = {
             "window": self.window > 0,
             "softcap": self.softcap,

@@ -48,10 +48,9 @@ def attend(
 
     ``keys`` says which keys there are; None that all are. With them ``causal`` and ``window`` are theirs. A causal mask
     is aligned to the end of queries and keys or to their start. ``total_length`` and ``cu_seqlens`` are those of a call
-    over several ranks, without ``keys``, and ``window_of_module`` the window of their whole sequences. ``sinks``
-    (H,) are those of ``RingAttention.forward``. A query without
-    a key gets 0, and an lse of -inf; so does one at padding, where causality, documents or ``of_one`` say that queries
-    and keys are one sequence.
+    over several ranks, without ``keys``, and ``window_of_module`` the window of their whole sequences. ``sinks`` (H,)
+    are those of ``RingAttention.forward``. A query without a key gets 0, and an lse of -inf; so does one at padding,
+    where causality, documents or ``of_one`` say that queries and keys are one sequence.
     """
     head_dim, value_dim = q.shape[3], v.shape[3]
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
@@ -59,8 +58,7 @@ def attend(
         widest = max(head_dim, value_dim)
         q, k, v = (pad(x, (0, widest - x.shape[3])) for x in (q, k, v))
     causal = causal if keys is None else keys.causal
-    if keys is not None and not (keys.plain and keys.length == k.shape[1]):
-        _refuse_over_ranks(pool.module_for(q, k, causal, scale, softcap, window_of_module))
+    some_keys = keys is not None and not (keys.plain and keys.length == k.shape[1])
     if keys is not None and keys.plain:
         _check_length(keys, k)
         k, v, window, keys = k[:, : keys.length], v[:, : keys.length], keys.window, None
@@ -68,6 +66,8 @@ def attend(
     if one_sequence and window is not None and window < k.shape[1]:  # a module's own takes one call, not blocks
         window, window_of_module = None, window
     attention = pool.module_for(q, k, causal, scale, softcap, window_of_module)
+    if some_keys and attention.shape.world > 1:
+        _refuse_over_ranks(attention)
     if keys is not None:
         out, lse = _masked(attention, q, k, v, keys, of_one, with_lse, sinks)
     else:
@@ -76,13 +76,12 @@ def attend(
 
 
 def _refuse_over_ranks(attention: RingAttention) -> None:
-    """Raise InputError over several ranks, on all of them: a rank's mask says nothing of the others' keys."""
-    if attention.shape.world > 1:
-        with attention.reporting():
-            raise InputError(
-                "a mask of keys is for one rank; over several ranks give RingAttention cu_seqlens or lengths, which "
-                "are of the whole sequence"
-            )
+    """Raise InputError, on all ranks: a rank's mask says nothing of the others' keys."""
+    with attention.reporting():
+        raise InputError(
+            "a mask of keys is for one rank; over several ranks give RingAttention cu_seqlens or lengths, which are of "
+            "the whole sequence"
+        )
 
 
 def _unmasked(

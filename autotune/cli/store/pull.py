@@ -49,13 +49,13 @@ def pull(
 
     opened = opened_stores(stores)
     kinds = () if names else kinds_here(device)
-    found: dict[ProfileName, object] = {}
+    found: set[ProfileName] = set()
     profiles = []
     for store in opened:
         wanted = [store.named(text) for text in names] if names else [n for kind in kinds for n in store.names(kind)]
         for name in wanted:
             if name not in found:
-                found[name] = None
+                found.add(name)
                 profiles.append((name.world, store.profile(name)))
     if not profiles:
         urls = ", ".join(store.url for store in opened)

@@ -1,4 +1,4 @@
-"""What a probe does while kernels are being compiled beside it."""
+"""Keeps a probe at work while kernels are being compiled beside it."""
 
 from __future__ import annotations
 

@@ -32,21 +32,21 @@ def choice_of(measured: Measured) -> Choice:
     return Choice(
         measured.tunables,
         Evidence(
-            median_ms=_rounded(measured.median_ms),
-            default_ratio=_rounded(measured.gain.ratio),
-            ratio_low=_rounded(measured.gain.ratio_low),
-            ratio_high=_rounded(measured.gain.ratio_high),
+            median_ms=rounded(measured.median_ms),
+            default_ratio=rounded(measured.gain.ratio),
+            ratio_low=rounded(measured.gain.ratio_low),
+            ratio_high=rounded(measured.gain.ratio_high),
             peak_bytes=measured.checked.peak_bytes,
-            error=_rounded(measured.checked.error),
-            first_call_ms=_rounded(measured.first_call_ms),
-            host_us=_rounded(measured.host_us),
+            error=rounded(measured.checked.error),
+            first_call_ms=rounded(measured.first_call_ms),
+            host_us=rounded(measured.host_us),
             blocks=measured.gain.count,
             reproducible=not measured.checked.varies,
         ),
     )
 
 
-def _rounded(value: float) -> float:
+def rounded(value: float) -> float:
     """Round to four digits: more than any of these numbers is known to."""
     return float(f"{value:.4g}")
 

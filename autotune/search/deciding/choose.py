@@ -7,13 +7,16 @@ to the default wins, so that two probes of one machine agree.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from autotune.space.space import candidate_key, distance
 from autotune.statistics import Interval
 from ringattn.planning.preference import TIE, Preference, cost
 from ringattn.workload import Tunables, Workload
+
+T = TypeVar("T")
 
 GAIN_MARGIN = 0.01  # the interval of the gain must exclude this much
 NOISY_GAIN_MARGIN = 0.02
@@ -118,10 +121,18 @@ def _preferred(
     )
 
 
-def pareto_front(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+def pareto_front(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
     """Those that nothing else beats in both time and memory, fastest first; near-ties in memory count as ties."""
-    front: list[Candidate] = []
-    for candidate in sorted(candidates, key=lambda c: (c.gain.median, c.peak_bytes)):
-        if all(candidate.peak_bytes < 0.99 * kept.peak_bytes for kept in front):
-            front.append(candidate)
+    return undominated(candidates, lambda c: (c.gain.median, c.peak_bytes))
+
+
+def undominated(items: Iterable[T], time_and_bytes: Callable[[T], tuple[float, int]]) -> tuple[T, ...]:
+    """Return the items that no other beats in both, as ``pareto_front`` does."""
+    front: list[T] = []
+    least = math.inf
+    for item in sorted(items, key=time_and_bytes):
+        _, peak_bytes = time_and_bytes(item)
+        if peak_bytes < 0.99 * least:
+            front.append(item)
+            least = peak_bytes
     return tuple(front)

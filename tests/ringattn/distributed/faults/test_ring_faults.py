@@ -24,6 +24,7 @@ from pool import LIMIT_S, Pool
 from ring_cases import RingCase
 
 from ringattn.distributed.comm import Message
+from ringattn.distributed.watchdog import Watchdog
 from ringattn.kernels.registry import KERNELS
 
 
@@ -119,6 +120,12 @@ def test_memory_for_messages_that_runs_out_is_told_to_those_who_wait(fragile: Po
         assert told[rank][1].startswith("rank 1 failed: OutOfMemoryError: out of memory; the process group is aborted")
 
 
+def await_failure(watchdog: Watchdog) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while watchdog.failure is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
 def _one_rank_breaks_unnoticed() -> Told:
     """As on GPUs, where a call returns before it has run: rank 1 fails between calls of the others."""
     with group_to_break() as group:
@@ -128,9 +135,7 @@ def _one_rank_breaks_unnoticed() -> Told:
         module(*leaves)
         if dist.get_rank() == 1:
             watchdog.report(ValueError("kernel broke"))
-        deadline = time.monotonic() + LIMIT_S
-        while watchdog.failure is None and time.monotonic() < deadline:
-            time.sleep(0.05)
+        await_failure(watchdog)
         return told_of(lambda: module(*leaves))
 
 
@@ -151,6 +156,7 @@ def _stuck_in_a_message() -> Told:
             watchdog.report(ValueError("kernel broke"))
         if dist.get_rank() != 2:
             dist.barrier()
+            await_failure(watchdog)  # rank 2's thread may have found it first
             return told_of(watchdog.check)
 
         def receive() -> None:

@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 from .arguments import integer, is_integer, is_list
 from .errors import FieldError, InputError
+from .tunable_rules import ParamValue as ParamValue
 from .tunables import TABLE
 from .tunables import BranchTunables as BranchTunables
-from .tunables import ParamValue as ParamValue
 from .tunables import Tunables as Tunables
 from .wording import plural
 

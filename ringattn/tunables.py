@@ -46,6 +46,7 @@ class Tunable:
     had beside the other choices, "" where it counts: such a plan is refused, and the search takes the plain value
     in its place, so that plans with equal steps are one candidate. What a machine cannot run is refused by
     ``rejection_reasons``. ``text`` is the part of ``describe`` where the value is not plain; without it ``name=value``.
+    ``meaning`` explains that part to a reader who knows attention and not this table; kernels have their own.
 
     ``stage`` says when the search turns it: with the kernels, for memory, as housekeeping (worth little, tried one by
     one), on finalists only (costly to try), or for the ranks, where there are several. A profile leaves the plain
@@ -57,6 +58,7 @@ class Tunable:
     values: Callable[[Case], tuple[Value, ...]] | None = None
     void: Callable[[Case], str] = rules.no_reason
     text: Callable[[Tunables], str] | None = None
+    meaning: str = ""
     stage: Stage = "kernels"
     name: str = ""
     plain: Value = None
@@ -144,6 +146,7 @@ class BranchTunables:
         values=lambda case: GATHERS if case.rates[case.branch] > 1 else ("view",),
         void=rules.gather_void,
         text=_gather_text,
+        meaning="dilated rows are copied together first; by letters of branches, c is copied and v read in place",
         always_written=True,
     )
 
@@ -168,13 +171,19 @@ class Tunables:
     are exchanged by the group's all-to-all, or where ``exchange`` is "symmetric" by copies into the peers' memory.
     """
 
-    dtype: str = field(metadata=_metadata(Tunable(COMPUTE_DTYPES)))
+    dtype: str = field(
+        metadata=_metadata(
+            Tunable(COMPUTE_DTYPES, meaning="dtype that the kernels compute in; tf32 is fp32 on TF32 tensor cores")
+        )
+    )
     branches: tuple[BranchTunables, ...]
     checkpoint: str = tunable(
         "selective",
         CHECKPOINTS,
         values=lambda case: CHECKPOINTS if case.train else ("selective",),
         void=rules.checkpoint_void,
+        meaning="what is kept for the backward: gathered and received rows beside q, k, v, out and lse (none); q, k "
+        "and v alone, and the forward runs again (full); those five, in pinned host memory (offload)",
         stage="memory",
         always_written=True,
     )
@@ -184,6 +193,7 @@ class Tunables:
         values=rules.windows,
         void=rules.window_void,
         text=lambda tunables: f"window={tunables.window_tokens}",
+        meaning="tokens that run at a time, so that less workspace is held",
         stage="memory",
     )
     pattern_cache: bool = tunable(
@@ -192,6 +202,7 @@ class Tunables:
         values=lambda case: (True, False) if max(case.rates) > 1 else (True,),
         void=rules.between_kernels("pattern_cache off", "pattern to work out"),
         text=lambda tunables: "no-pattern-cache",
+        meaning="index tensors of the pattern are made anew in each call",
         stage="housekeeping",
         always_written=True,
     )
@@ -201,6 +212,7 @@ class Tunables:
         values=lambda case: (None, 1, 16),
         void=rules.between_kernels("pool_threshold_mib", "workspace to pool"),
         text=lambda tunables: f"pool>={tunables.pool_threshold_mib}MiB/{tunables.pool_strategy}",
+        meaning="workspaces from this size on are kept, and used again for equal sizes (shape) or near ones (bucket)",
         stage="housekeeping",
     )
     pool_strategy: str = tunable(
@@ -216,6 +228,7 @@ class Tunables:
         (False, True),
         void=rules.between_kernels("compile", "steps between kernels"),
         text=lambda tunables: "compile",
+        meaning="the steps between kernels are compiled by torch.compile",
         stage="finalists",  # it costs seconds a plan
         always_written=True,
     )
@@ -224,17 +237,21 @@ class Tunables:
         PACKINGS,
         values=lambda case: PACKINGS if case.packed and case.world == 1 else PACKINGS[:1],
         void=rules.packing_void,
+        meaning="all documents of a batch run in one call of a kernel",
     )
     launch: str = tunable(
         "eager",
         LAUNCHES,
         void=rules.launch_void,
+        meaning="kernels of a shape that repeats are launched together, as a CUDA graph",
         stage="finalists",  # a capture takes 50 ms a shape
     )
     schedule: str = tunable(
         "local",
         SCHEDULES,
         text=lambda tunables: "/".join(filter(None, (tunables.schedule, tunables.layout))),
+        meaning="way of keys and values between ranks, and behind a slash how they share the sequence; ulysses "
+        "exchanges heads, ulysses-ring does within groups of ranks that form a ring",
         stage="ranks",
         always_written=True,
     )
@@ -250,6 +267,7 @@ class Tunables:
         least=0,
         values=lambda case: (0, *rules.degrees(case.world)),
         void=rules.ulysses_void,
+        meaning="consecutive ranks that exchange heads",
         stage="ranks",
     )
     head_groups: int = tunable(
@@ -257,18 +275,21 @@ class Tunables:
         least=0,
         values=lambda case: (0, 2, 4, 8),
         void=rules.head_groups_void,
+        meaning="groups in which heads travel, one after the other",
         stage="ranks",
     )
     grad_wire: str = tunable(
         "",
         GRAD_WIRES,
         void=rules.grad_wire_void,
+        meaning="gradients of keys and values travel in the compute dtype, which is wider than the input dtype",
         stage="ranks",
     )
     exchange: str = tunable(
         "",
         EXCHANGES,
         void=rules.exchange_void,
+        meaning="heads are exchanged by copies into the memory of the other ranks",
         stage="ranks",
     )
     params: tuple[tuple[str, ParamValue], ...] = ()

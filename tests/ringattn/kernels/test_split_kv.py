@@ -182,7 +182,6 @@ def test_consecutive_queries_lie_in_so_many_segments() -> None:
         ({"arch": "sm_75", "dtype": "fp16"}, "sm_80"),
         ({"dtype": "fp64"}, "no fp64"),
         ({"head_dim": 257}, "head_dim 257"),
-        ({"dropout": True}, "dropout"),
         ({"backward": True}, "no backward"),
         ({"rows": 2**30}, r"positions end at 2\^30"),
         ({"queries": 0}, "a few queries over a cache"),

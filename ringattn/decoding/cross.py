@@ -6,6 +6,7 @@ Legend: B batch, Sq queries, Sk keys, H query heads, Hkv key/value heads, D head
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
@@ -56,6 +57,8 @@ class CrossModule(Protocol):
 
     def served(self, row: Row, /) -> Plan: ...
 
+    def reporting(self) -> AbstractContextManager[None]: ...
+
     def counted(self, run: Callable[Arguments, Result], plan: Plan, /) -> Callable[Arguments, Result]: ...
 
 
@@ -77,15 +80,16 @@ def cross(
 
     lse may be None where it is not asked for.
     """
+    if module.shape.world > 1:
+        with module.reporting():  # others may be in a call that waits for this rank
+            raise InputError(
+                "cross attention over several ranks is not supported; use a KVCache, whose keys the ranks hold "
+                "together, or process_group=None"
+            )
     check_align(align)
     if window is not None and not (module.shape.causal and module.shape.pattern.dense):
         raise InputError(f"window is {window!r}, and a sliding window is of causal dense attention")
     window = window_of(module.shape, None if window is None else integer("window", window))
-    if module.shape.world > 1:
-        raise InputError(
-            "cross attention over several ranks is not supported; use a KVCache, whose keys the ranks hold together, "
-            "or process_group=None"
-        )
     if torch.compiler.is_exporting() or transforms_active():
         raise InputError("torch.export and torch.func take no queries at other positions than the keys")
     if torch.compiler.is_compiling():

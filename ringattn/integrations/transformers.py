@@ -144,16 +144,12 @@ def _attention(
         if given is None or given is False or name in _NO_MATHEMATICS:
             continue
         why = _REFUSED.get(name, "nothing that is known here; leave it out, or use attn_implementation='sdpa'")
-        raise InputError(f"{name} is given to attn_implementation='ringtune' and asks for {why}")
-    if dropout:
-        raise InputError(
-            f"dropout is {dropout}, which no kernel applies exactly across blocks; set the config's attention dropout "
-            "(attention_dropout, attention_probs_dropout_prob, attn_pdrop) to 0.0, or call model.eval()"
-        )
+        with pool.reporting(query.device):
+            raise InputError(f"{name} is given to attn_implementation='ringtune' and asks for {why}")
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else bool(is_causal)
     sinks = sinks if s_aux is None else s_aux
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     call = Call(causal, sliding_window, position_ids, cu_seq_lens_q, cu_seq_lens_k, total_length)
-    options = {"scale": scaling, "softcap": softcap or None, "sinks": sinks}
+    options = {"scale": scaling, "softcap": softcap or None, "sinks": sinks, "dropout": dropout}
     out, _ = (attend_over_ranks if over_ranks else attend_here)(pool, q, k, v, attention_mask, call, options)
     return out, None

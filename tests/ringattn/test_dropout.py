@@ -6,6 +6,7 @@ The oracle is in support/ringattn/dropped.py; torch's own math kernel, which tak
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from dropped import exact_of, kept_by, seeded, seen_by
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import DENSE, Case, cpu, pattern_of
+from oracle import ALL_LAYOUTS, DENSE, Case, cpu, pattern_of
 from torch.utils.checkpoint import checkpoint
 
 from ringattn import RingAttention
@@ -232,21 +233,38 @@ def test_it_breaks_a_compiled_graph_and_gives_the_same() -> None:
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
 
 
+@st.composite
+def combined(draw: st.DrawFn) -> Case:
+    """A dense case with any of what may be asked for together."""
+    causal, kv_heads, group = draw(st.booleans()), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    length = draw(st.integers(1, 20))
+    return Case(
+        length, kv_heads * group, kv_heads, 4, draw(st.integers(1, 2)),
+        causal=causal,
+        scale=draw(st.sampled_from([None, 0.3])),
+        layout=draw(st.sampled_from(ALL_LAYOUTS)),
+        window=draw(st.none() | st.integers(1, 24)) if causal else None,
+        softcap=draw(st.none() | st.floats(0.5, 5.0)),
+        head_dim_v=draw(st.sampled_from([None, 2, 6])),
+    )  # fmt: skip
+
+
 @given(
+    case=combined(),
     p=st.floats(0.01, 0.99),
-    length=st.integers(1, 20),
-    kv_heads=st.integers(1, 3),
-    group=st.integers(1, 3),
-    causal=st.booleans(),
+    sinks=st.booleans(),
+    mode=st.sampled_from(["selective", "full"]),
     seed=st.integers(0, 99),
 )
-def test_every_shape_and_probability(p: float, length: int, kv_heads: int, group: int, causal: bool, seed: int) -> None:
-    case = Case(length, kv_heads * group, kv_heads, 4, 2, causal=causal)
-    module, (q, k, v) = case.module(dropout=p), case.inputs()
-    kept, dout = kept_by(module, case, q, k, seed), case.dout()
+def test_every_shape_probability_and_combination(case: Case, p: float, sinks: bool, mode: str, seed: int) -> None:
+    """Windows, softcaps, sinks, groups, other widths of values, layouts and checkpoints together."""
+    module, (q, k, v) = case.module(dropout=p, checkpoint=mode), case.inputs()
+    column = torch.linspace(-1, 1, case.heads, dtype=torch.float64) if sinks else None
+    attend = functools.partial(module, sinks=column)
+    kept, dout = kept_by(attend, case, q, k, seed), case.dout()
     assert not bool((kept & ~seen_by(case)).any())
-    out = seeded(lambda: module(q, k, v), seed)
-    expected = exact_of(case, q, k, v, dout, kept, p)
+    out = seeded(lambda: attend(q, k, v), seed)
+    expected = exact_of(case, q, k, v, dout, kept, p, column)
     for x, exact in zip(
         (out, *torch.autograd.grad(out, (q, k, v), dout)),
         (expected.out, expected.dq, expected.dk, expected.dv),

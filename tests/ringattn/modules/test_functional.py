@@ -73,7 +73,7 @@ def test_masks_that_are_causal_or_of_keys() -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({"dropout_p": 0.1}, "dropout_p is 0.1, which no kernel applies exactly"),
+        ({"dropout_p": 1.0}, r"dropout_p is 1.0; it must be in \[0, 1\)"),
         (
             {"attn_mask": torch.rand(6, 6)},
             "adds a bias to the logits, as ALiBi does, which no kernel here computes; use",

@@ -5,6 +5,8 @@ Legend: B batch, Sq queries, Sk keys, H query heads, Hkv key/value heads, D head
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -33,23 +35,35 @@ class OneBlock(Executor):
         return self._forward if dtype is self.dtype else self.attend
 
     def torch_entry(self, q: Tensor, k: Tensor, v: Tensor) -> Attend | None:
-        if self._name == "flash-cpu" and torch_kernel(False, q, k, v) == self._name:
-            return _on_cpu(self._forward, self._scale, grouped=q.shape[2] != k.shape[2])
-        return torch_entry(self._name, False, self._scale, q, k, v, train=False)
+        if self._name != "flash-cpu":
+            return torch_entry(self._name, False, self._scale, q, k, v, train=False)
+        entry = self.heads_first(q, k, v)
+        if entry is None:
+            return None
+        return lambda q, k, v: entry(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+
+    def heads_first(self, q: Tensor, k: Tensor, v: Tensor) -> Attend | None:
+        """Return torch's function as ``torch_entry`` does, of (B, heads, S, D) with out (B, Sq, H, D)."""
+        sdpa = partial(torch.nn.functional.scaled_dot_product_attention, scale=self._scale)
+        if q.shape[2] != k.shape[2]:
+            sdpa = partial(sdpa, enable_gqa=True)
+        if self._name == "flash-cpu":
+            return _on_cpu(self._forward, sdpa) if torch_kernel(False, q, k, v) == self._name else None
+        if torch_entry(self._name, False, self._scale, q, k, v, train=False) is None:
+            return None
+        return lambda query, key, value: sdpa(query, key, value).transpose(1, 2)
 
 
-def _on_cpu(kernel: Forward, scale: float, grouped: bool) -> Attend:
+def _on_cpu(kernel: Forward, sdpa: Attend) -> Attend:
     """Return torch's function, where it runs ``kernel``: a step of 64 keys takes 7 us so, and 21 by the operator.
 
     It gives rows of zeros where a logit is NaN, as it does where all are -inf, which the kernel tells apart.
     """
-    sdpa = torch.nn.functional.scaled_dot_product_attention
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        query, key, value = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        out = sdpa(query, key, value, scale=scale, enable_gqa=grouped)
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = sdpa(query, key, value)
         if int(torch.count_nonzero(out)) != out.numel():
-            return kernel(q, k, v)[0]
+            return kernel(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))[0]
         return out.transpose(1, 2)
 
     return attend

@@ -9,7 +9,9 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
 
+from ringattn.kernels.aten import groups_as_rows
 from ringattn.kernels.contract import Forward
 from ringattn.kernels.torch_entry import Attend, torch_entry, torch_kernel
 from ringattn.runtime.executor import Executor, Kept
@@ -44,26 +46,33 @@ class OneBlock(Executor):
 
     def heads_first(self, q: Tensor, k: Tensor, v: Tensor) -> Attend | None:
         """Return torch's function as ``torch_entry`` does, of (B, heads, S, D) with out (B, Sq, H, D)."""
-        sdpa = partial(torch.nn.functional.scaled_dot_product_attention, scale=self._scale)
-        if q.shape[2] != k.shape[2]:
-            sdpa = partial(sdpa, enable_gqa=True)
         if self._name == "flash-cpu":
-            return _on_cpu(self._forward, sdpa) if torch_kernel(False, q, k, v) == self._name else None
+            return _on_cpu(self._forward, self._scale, q, k) if torch_kernel(False, q, k, v) == self._name else None
         if torch_entry(self._name, False, self._scale, q, k, v, train=False) is None:
             return None
+        sdpa = partial(F.scaled_dot_product_attention, scale=self._scale, enable_gqa=q.shape[2] != k.shape[2])
         return lambda query, key, value: sdpa(query, key, value).transpose(1, 2)
 
 
-def _on_cpu(kernel: Forward, sdpa: Attend) -> Attend:
+def _on_cpu(kernel: Forward, scale: float, q: Tensor, k: Tensor) -> Attend:
     """Return torch's function, where it runs ``kernel``: a step of 64 keys takes 7 us so, and 21 by the operator.
 
     It gives rows of zeros where a logit is NaN, as it does where all are -inf, which the kernel tells apart.
     """
+    batch, queries, heads, head_dim = q.shape
+    group = heads // k.shape[2]
+    sdpa = partial(F.scaled_dot_product_attention, scale=scale)
+    as_rows = queries == 1 and groups_as_rows(q.dtype, group, k.shape[1])
+    if group > 1 and not as_rows:
+        sdpa = partial(sdpa, enable_gqa=True)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if as_rows:
+            query = query.view(batch, -1, group, head_dim)
         out = sdpa(query, key, value)
         if int(torch.count_nonzero(out)) != out.numel():
+            query = query.reshape(batch, heads, queries, head_dim)
             return kernel(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))[0]
-        return out.transpose(1, 2)
+        return out.reshape(batch, 1, heads, head_dim) if as_rows else out.transpose(1, 2)
 
     return attend

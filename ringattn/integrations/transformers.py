@@ -21,7 +21,7 @@ from ringattn.profile.schema import Profile
 from ringattn.wording import needs_package
 from ringattn.workload import HeadOffset
 
-from .transformers_calls import Call, attend_here, attend_over_ranks
+from .transformers_calls import Call, attend_here, attend_over_ranks, keys_of
 from .transformers_masks import mask_codes
 from .transformers_steps import Steps
 
@@ -158,8 +158,9 @@ def _attention(
     if steps is not None and query.shape[2] == 1 and not torch.compiler.is_compiling():
         windowed = sliding_window is not None and sliding_window < key.shape[2]
         packed = cu_seq_lens_q is not None or cu_seq_lens_k is not None
-        if not windowed and not packed and attention_mask is None and sinks is None and total_length is None:
-            found = steps(query, key, value, causal, scaling, softcap or None)
+        if not windowed and not packed and sinks is None and total_length is None:
+            keys = None if attention_mask is None else keys_of(attention_mask, causal)
+            found = steps(query, key, value, keys, causal, scaling, softcap or None)
             if found is not None:
                 return found
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)

@@ -79,8 +79,8 @@ def _flash_cpu(config: KernelConfig) -> BoundKernel:
 
     def forward(q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
         if q.shape[1] == 1 and not causal and groups_as_rows(q.dtype, q.shape[2] // k.shape[2], k.shape[1]):
-            grouped, key, value = q[:, 0].unflatten(1, (k.shape[2], -1)), k.transpose(1, 2), v.transpose(1, 2)
-            out, lse = forward_op(grouped, key, value, 0.0, False, scale=scale)
+            grouped = torch.unflatten(q[:, 0], 1, (k.shape[2], -1))
+            out, lse = forward_op(grouped, *_heads_first(k, v), 0.0, False, scale=scale)
             out, lse = out.flatten(1, 2).unsqueeze(1), lse.flatten(1, 2).unsqueeze(2)
         else:
             out, lse = forward_op(*_heads_first(q, k, v), 0.0, causal, scale=scale)

@@ -149,3 +149,91 @@ def test_a_dilated_pattern_and_determinism_are_kept_apart() -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     torch.testing.assert_close(out, plain)
+
+
+def padded(firsts: list[int], ends: list[int], dtype: torch.dtype = torch.float32, heads: int = 6) -> list[Tensor]:
+    """Query (B, H, 1, D), key and value (B, Hkv, Sk, D) whose padding is large, and the mask (B, Sk) of what is not."""
+    generator = torch.Generator().manual_seed(sum(firsts))
+    batch, keys = len(firsts), 40
+    query, key, value = (
+        torch.randn(batch, h, n, 16, generator=generator) for h, n in ((heads, 1), (2, keys), (2, keys))
+    )
+    at = torch.arange(keys)
+    mask = (at >= torch.tensor(firsts)[:, None]) & (at < torch.tensor(ends)[:, None])
+    for x in (key, value):
+        x.masked_fill_(~mask[:, None, :, None], 100.0)
+    return [*(x.to(dtype) for x in (query, key, value)), mask]
+
+
+def assert_spans(out: Tensor, given: list[Tensor], close: float = 1e-5) -> None:
+    query, key, value, mask = given
+    for b, kept in enumerate(mask):
+        expected = exact(query[b : b + 1], key[b : b + 1][:, :, kept], value[b : b + 1][:, :, kept])
+        torch.testing.assert_close(out[b : b + 1].double(), expected, rtol=close, atol=close)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [2, 6])
+def test_a_batch_padded_on_the_left_is_one_call(
+    dtype: torch.dtype, heads: int, without_module: Callable[[], None]
+) -> None:
+    attend = of()
+    without_module()
+    for firsts in ([0, 5, 39], [39, 0, 1], [7, 7, 7]):  # of one look
+        given = padded(firsts, [40, 40, 40], dtype, heads)
+        out, _ = attend(MODULE, *given)
+        assert_spans(out, given, 1e-5 if dtype is torch.float32 else 2e-2)
+
+
+def test_a_batch_that_the_plan_computes_in_another_dtype_takes_the_module() -> None:
+    """float16 on a CPU, which is computed in float32."""
+    given = padded([0, 5, 39], [40, 40, 40], torch.float16)
+    assert_spans(of()(MODULE, *given)[0], given, 2e-3)
+
+
+def test_cross_attention_to_a_batch_padded_on_the_right_is_one_call(without_module: Callable[[], None]) -> None:
+    attend, given = of(), padded([0, 0, 3], [40, 7, 9])
+    without_module()
+    out, _ = attend(SimpleNamespace(is_causal=False), *given)
+    assert_spans(out, given)
+
+
+def test_padding_that_is_no_number_is_never_attended() -> None:
+    attend = of()
+    for bad in (torch.nan, torch.inf):
+        given = padded([0, 5, 39], [40, 40, 40])
+        query, key, value, mask = given
+        for x in (key, value):
+            x.masked_fill_(~mask[:, None, :, None], bad)
+        assert_spans(attend(MODULE, *given)[0], given)
+    given[1][0, 0, 3, 0] = torch.nan  # and a key that is none shows, in its row alone
+    out, _ = attend(MODULE, *given)
+    assert out[0, 0, :3].isnan().all()
+    assert out[0, 0, 3:].isfinite().all()
+    assert out[1:].isfinite().all()
+
+
+def test_what_is_no_span_takes_the_module() -> None:
+    attend, (query, key, value, mask) = of(), padded([0, 5, 9], [40, 40, 40])
+    attend(MODULE, query, key, value, mask)
+    gapped = mask.clone()
+    gapped[0, 7] = False
+    assert_spans(attend(MODULE, query, key, value, gapped)[0], [query, key, value, gapped])
+    hidden = mask.clone()
+    hidden[1] = False  # a sequence of padding alone
+    out, _ = attend(MODULE, query, key, value, hidden)
+    assert not out[1].any()
+    with pytest.raises(InputError, match="the attention mask has no window"):
+        attend(MODULE, query, key, value, mask, sliding_window=8)
+    inputs = [x.double().requires_grad_() for x in (query, key, value)]
+    grads = torch.autograd.grad(attend(MODULE, *inputs, mask)[0].sum(), inputs)
+    assert not grads[1].masked_select(~mask[:, None, :, None]).any()
+    with pytest.raises(InputError, match="40 positions and k has 39"):
+        attend(MODULE, query, key[:, :, :39], value[:, :, :39], mask)
+
+
+def test_a_cache_with_room_for_more_has_no_padding(without_module: Callable[[], None]) -> None:
+    attend, (query, key, value, _) = of(), padded([0, 0], [40, 40])
+    without_module()
+    out, _ = attend(MODULE, query, key, value, torch.ones(2, 31, dtype=torch.bool))
+    torch.testing.assert_close(out.double(), exact(query, key[:, :, :31], value[:, :, :31]), rtol=1e-5, atol=1e-5)

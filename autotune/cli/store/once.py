@@ -124,4 +124,6 @@ def push_measured(store: Store, path: Path) -> None:
     try:
         store.push(load_profile(path), str(path), signing_key())
     except StoreError as error:
-        raise ProbeFailure(f"{error}; what was measured is in {path}: `ringtune push {path}` sends it") from error
+        raise ProbeFailure(
+            f"{error}; what was measured is in {path}: `ringtune push --store {store.url} {path}` sends it"
+        ) from error

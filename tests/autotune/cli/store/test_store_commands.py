@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -140,6 +141,25 @@ def test_a_pull_loses_no_row_of_its_file_to_lower_or_older_ones(folder: Path, tm
     assert pulled() == {512: ("full", "2026-03-01"), 1024: ("quick", "2026-01-01")}
     push("standard", "2026-02-01", 512, 1024)
     assert pulled() == {512: ("full", "2026-03-01"), 1024: ("standard", "2026-02-01")}
+
+
+def test_a_pull_of_all_passes_over_what_another_version_wrote(folder: Path, mine: Path, tmp_path: Path) -> None:
+    newer = mine.read_text().replace("schema: 1", "schema: 2")
+    of_kind = folder / "profiles" / kind_of(Fingerprint.of(detect("cpu")))
+    of_kind.mkdir(parents=True)
+    name = f"x1-{hashlib.sha256(newer.encode()).hexdigest()}.yaml"
+    (of_kind / name).write_text(newer)
+    pull = ("pull", "--output", tmp_path / "pulled", "--device", "cpu")
+    alone = ringtune(*pull)
+    assert alone.exit_code == 4
+    assert "schema: is 2, and this version reads 1" in alone.stderr
+    assert "holds no profile of" in alone.stderr
+    ringtune("push", mine)
+    both = ringtune(*pull)
+    assert both.exit_code == 0, both.stderr
+    assert "schema: is 2" in both.stderr
+    assert [load_profile(path) for path in (tmp_path / "pulled").iterdir()] == [load_profile(mine)]
+    assert "schema: is 2" in one_line_error(ringtune(*pull, name.removeprefix("x1-")[:12]), 1)  # asked for by name
 
 
 def test_a_folder_that_cannot_be_pulled_into_says_so(folder: Path, mine: Path, tmp_path: Path) -> None:

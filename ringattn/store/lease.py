@@ -131,7 +131,10 @@ class Lease:
             left.set()
             renewing.join(self._term_s)
             if not renewing.is_alive():
-                self.release()
+                try:
+                    self.release()
+                except StoreError as error:  # it lapses; what the block raised is what counts
+                    self.lost = str(error)
 
     def _create(self, number: int, term_s: float) -> bool:
         content = json.dumps({"node": self._node, "token": self._token, "term_s": term_s})

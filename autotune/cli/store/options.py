@@ -134,10 +134,20 @@ def check_store_writable(store: Store) -> None:
     store.backend.delete(trial)
 
 
-def check_signing_key(store: Store) -> None:
-    """Raise StoreError where a key is named with which nothing can be signed."""
-    if (key := signing_key()) is not None:
-        store.signed(b"", key, "what is measured")
+def check_signing_key(store: Store, *, believed: bool = False) -> None:
+    """Raise StoreError where a key is named with which nothing can be signed, or nothing that is ``believed`` here."""
+    from ringattn.errors import StoreError
+    from ringattn.store.ssh_signature import SignatureFault
+    from ringattn.store.trust import Signatures
+
+    if (key := signing_key()) is None:
+        return
+    made = store.signed(b"", key, "what is measured")
+    if believed and store.trust.asks_for_signatures:
+        try:
+            store.trust.signer(b"", Signatures(made))
+        except SignatureFault as fault:
+            raise StoreError(str(key), f"this node would not believe what it measures, which {fault}") from None
 
 
 def is_store_name(text: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from machine_samples import A100, H100, dense_entry, measured
 from autotune.cli.doctor import search_path_contents
 from autotune.cli.store.candidates import store_contents
 from ringattn.hardware.facts import detect
+from ringattn.profile.precedence import origin_of
 from ringattn.profile.schema import Fingerprint, Profile, Provenance
 from ringattn.profile.yaml_io import load_profile, save_profile
 from ringattn.store.backend import open_backend
@@ -113,6 +115,51 @@ def test_a_pull_leaves_a_file_of_other_software_alone(folder: Path, mine: Path, 
     assert document("pull", "--output", usual.parent, "--device", "cpu")["written"] == [written]
     save_profile(profile, usual)
     assert document("pull", "--output", usual.parent, "--device", "cpu")["written"] == [str(usual)]
+
+
+def test_a_pull_loses_no_row_of_its_file_to_lower_or_older_ones(folder: Path, tmp_path: Path) -> None:
+    """Also once the file has taken over some of theirs, for which it claims as little as they do."""
+    pull = ("pull", "--output", tmp_path / "pulled", "--device", "cpu")
+
+    def push(effort: str, date: str, *lengths: int) -> None:
+        rows = profile_of_this_machine(*map(measured_entry, lengths))
+        save_profile(replace(rows, provenance=Provenance("0.1.0", date, effort)), tmp_path / "theirs.yaml")
+        assert ringtune("push", tmp_path / "theirs.yaml").exit_code == 0
+
+    def pulled() -> dict[int, tuple[str, str]]:
+        document(*pull)
+        (path,) = (tmp_path / "pulled").iterdir()
+        profile = load_profile(path)
+        origins = ((entry.workload.seq_len, origin_of(profile, entry)) for entry in profile.plans)
+        return {length: (origin.effort, origin.date) for length, origin in origins}
+
+    push("full", "2026-03-01", 512)
+    assert pulled() == {512: ("full", "2026-03-01")}
+    for path in folder.rglob("*.yaml"):
+        path.unlink()
+    push("quick", "2026-01-01", 1024)
+    assert pulled() == {512: ("full", "2026-03-01"), 1024: ("quick", "2026-01-01")}
+    push("standard", "2026-02-01", 512, 1024)
+    assert pulled() == {512: ("full", "2026-03-01"), 1024: ("standard", "2026-02-01")}
+
+
+def test_a_pull_of_all_passes_over_what_another_version_wrote(folder: Path, mine: Path, tmp_path: Path) -> None:
+    newer = mine.read_text().replace("schema: 1", "schema: 2")
+    of_kind = folder / "profiles" / kind_of(Fingerprint.of(detect("cpu")))
+    of_kind.mkdir(parents=True)
+    name = f"x1-{hashlib.sha256(newer.encode()).hexdigest()}.yaml"
+    (of_kind / name).write_text(newer)
+    pull = ("pull", "--output", tmp_path / "pulled", "--device", "cpu")
+    alone = ringtune(*pull)
+    assert alone.exit_code == 4
+    assert "schema: is 2, and this version reads 1" in alone.stderr
+    assert "holds no profile of" in alone.stderr
+    ringtune("push", mine)
+    both = ringtune(*pull)
+    assert both.exit_code == 0, both.stderr
+    assert "schema: is 2" in both.stderr
+    assert [load_profile(path) for path in (tmp_path / "pulled").iterdir()] == [load_profile(mine)]
+    assert "schema: is 2" in one_line_error(ringtune(*pull, name.removeprefix("x1-")[:12]), 1)  # asked for by name
 
 
 def test_a_folder_that_cannot_be_pulled_into_says_so(folder: Path, mine: Path, tmp_path: Path) -> None:

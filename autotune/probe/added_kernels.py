@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autotune.exit_codes import ExitCode, NothingMeasured, ProbeFailure, UsageFailure
+from autotune.exit_codes import ExitCode, ProbeFailure, UsageFailure
 from autotune.journal.store import FINISHED, Store
 from autotune.measure.evaluator import Evaluator
 from autotune.probe.cells.outcome import Outcome
@@ -131,7 +131,7 @@ class AddedKernels(ProbeRun):
         inconclusive = inconclusive_lines(reports)
         if len(inconclusive) and all(report.status == "inconclusive" for report in reports):
             store.remember(FINISHED, True)
-            raise NothingMeasured(f"no cell could be measured, so the profile stays: {'; '.join(inconclusive)}")
+            raise runs.nothing_measured("the profile stays", inconclusive)
         changed = {
             entry.workload: replace(won_by(entry, new), origin=RowOrigin(origin_of(old, entry).effort, outcome.date))
             for entry in old.plans

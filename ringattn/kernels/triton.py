@@ -270,5 +270,6 @@ KERNELS = (
         writes_grads=True,
         just_in_time=True,
         features=frozenset({"window", "softcap"}),
+        meaning="ringtune's own in Triton",
     ),
 )

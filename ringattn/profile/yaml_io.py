@@ -36,6 +36,9 @@ MOST_INTEGER = 2**63 - 1
 _TOP_LEVEL = ("schema", "source", "fingerprint", "software", "policy", "provenance", "plans")
 _CHECKSUM = "checksum"
 NOT_A_FILE = "is a URL, and profiles are read from files: URLs need a store. Download it, and name the file"
+_NO_PROFILE = (
+    "so that it is no hardware profile; `ringtune which -v` lists those there are, `ringtune probe` writes one"
+)
 _PLAIN_KEY = re.compile(r"[\w.+-]{1,60}")
 
 
@@ -160,7 +163,9 @@ def checksum_of(plain: dict[str, Any]) -> str:
 def _profile_of(plain: object, checksum: bool) -> Profile:
     if not isinstance(plain, dict):
         found = _kind(plain) if plain is None or isinstance(plain, list) else "one value"
-        raise _Fault("", f"holds {found}; a profile is a mapping that starts with `schema: {SCHEMA_VERSION}`")
+        raise _Fault("", f"holds {found}, {_NO_PROFILE}")
+    if not plain.keys() & {*_TOP_LEVEL, _CHECKSUM}:
+        raise _Fault("", f"has none of the keys of a profile, {_NO_PROFILE}")
     schema = _required(plain, "schema")
     if type(schema) is not int:
         shown = "text" if isinstance(schema, str) else _kind(schema)

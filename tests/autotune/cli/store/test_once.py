@@ -18,7 +18,7 @@ from machine_samples import H100, H100_PCIE, dense_entry, measured
 import autotune.probe.tuning
 from autotune.cli.store.once import OncePerKind
 from autotune.exit_codes import ProbeFailure
-from autotune.probe.request import ProbeObserver, ProbeRequest, ProbeResult, VerifiedCell, VerifyResult
+from autotune.probe.request import CellReport, ProbeObserver, ProbeRequest, ProbeResult, VerifiedCell, VerifyResult
 from ringattn.errors import StoreError
 from ringattn.profile.yaml_io import load_profile, save_profile
 from ringattn.store.folder import Folder
@@ -284,6 +284,25 @@ def test_the_command_measures_once_and_both_nodes_print_one_file(
     used = ringtune("which", "--path-only", "--device", "cpu")
     assert used.stdout == one["profile_path"] + "\n"
     assert "taken from the store" in ringtune("probe", "--if-missing", "--device", "cpu").stdout
+
+
+def test_it_tells_the_noise_and_what_became_of_the_cells_as_probe_does(
+    requests: list[ProbeRequest], shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells = (
+        CellReport(measured_entry(512).workload, "tuned", noise=0.12),
+        CellReport(measured_entry(1024).workload, "inconclusive", note="too busy"),
+    )
+    engine = autotune.probe.tuning.run_probe
+
+    def probe(request: ProbeRequest, observer: ProbeObserver) -> ProbeResult:
+        return replace(engine(request, observer), cells=cells, inconclusive=("S1024: too busy",))
+
+    monkeypatch.setattr(autotune.probe.tuning, "run_probe", probe)
+    told = ringtune("probe", "--if-missing", "--store", shared, "--device", "cpu").stderr
+    assert "noise of one timing against the default's: 12.0 %" in told.replace("12.0%", "12.0 %")
+    assert "inconclusive: S1024: too busy" in told
+    assert "this probe, 2 cells: 1 measured now" in told
 
 
 def test_a_store_that_cannot_be_written_is_told_before_measuring(requests: list[ProbeRequest], tmp_path: Path) -> None:

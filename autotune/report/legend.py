@@ -1,0 +1,63 @@
+"""Legend of plans: each word that ``describe`` prints, and what it means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from autotune.formats import plain
+from ringattn.kernels.registry import KERNELS
+from ringattn.tunables import TABLE, Tunable
+from ringattn.workload import PARAM_MEANING, BranchTunables, Tunables, described_words
+
+from .plan_text import PlanText
+
+_SLASH = ("x/y", "kernel x runs the forward, y the backward")
+_COMMA = ("x,y", "x serves the first branch of the pattern, y the second, and so on")
+_NUMBER = 16  # stands for any number in ``whole_legend``
+
+
+def legend(plans: Iterable[Tunables]) -> tuple[tuple[str, str], ...]:
+    """Return words and their meaning, for each word of these plans: kernels first, then what is chosen beside them."""
+    plans = tuple(dict.fromkeys(plans))
+    used = {name for tunables in plans for name in tunables.kernels}
+    kernels = [(name, kernel.meaning) for name, kernel in KERNELS.items() if name in used]
+    split = [_SLASH] if any(branch.backward for tunables in plans for branch in tunables.branches) else []
+    split += [_COMMA] if any(len(set(tunables.branches)) > 1 for tunables in plans) else []
+    words: dict[str, dict[str, None]] = {entry.meaning: {} for entry in (TABLE["dtype"], *TABLE.values())}
+    for tunables in plans:
+        for word, meaning in described_words(tunables):
+            words.setdefault(meaning, {})[word] = None
+    return (*kernels, *split, *((", ".join(of), meaning) for meaning, of in words.items() if of and meaning))
+
+
+def whole_legend() -> tuple[tuple[str, str], ...]:
+    """Return the legend of everything that a plan may say, with 16 for any number."""
+    plain_plan = Tunables("bf16", (BranchTunables(""),))
+    plans = [replace(plain_plan, branches=(BranchTunables(name, name),)) for name in KERNELS]
+    plans += [replace(plain_plan, branches=(BranchTunables("x"), BranchTunables("y")))]
+    plans += [plan for entry in TABLE.values() if entry.meaning for plan in _plans_of(entry, plain_plan)]
+    return (*legend(plans), ("kernel.name=value", PARAM_MEANING))
+
+
+def _plans_of(entry: Tunable, plain_plan: Tunables) -> Iterator[Tunables]:
+    """Yield a plan for each value that an entry may have; of an entry of branches also beside a plain one."""
+    for value in entry.allowed or (_NUMBER,):
+        if entry.per_branch:
+            branch = replace(plain_plan.branches[0], **{entry.name: value})
+            yield replace(plain_plan, branches=(branch,))
+            yield replace(plain_plan, branches=(plain_plan.branches[0], branch))
+        else:
+            yield replace(plain_plan, **{entry.name: value})
+
+
+def legend_table(rows: Iterable[tuple[str, str]]) -> RenderableType:
+    """Return a legend as lines for the terminal."""
+    table = Table.grid(padding=(0, 2))
+    for words, meaning in rows:
+        table.add_row(PlanText(plain(words)), Text(plain(meaning), style="dim"))
+    return table

@@ -62,9 +62,10 @@ class Remote:
                 found = files.find(f"{root}/{folder}", **how)
         except FileNotFoundError:
             found = []
-        if not found:
+        inner = tuple(name for name in self._inner(found) if name != folder)  # as an empty page of a server is listed
+        if not inner:
             self._check_there()
-        return self._inner(found)
+        return inner
 
     def loose_files(self) -> tuple[str, ...]:
         try:
@@ -156,6 +157,15 @@ class Remote:
             raise
         except Exception as error:
             if isinstance(error, FileNotFoundError) and not writing:
-                raise
+                if _says_not_there(error):
+                    raise FileNotFoundError(f"{self.url}: {name}: is not there") from None
+                error = error.__cause__ or error
             why = " ".join(str(error).split()) or type(error).__name__
             raise StoreError(self.url, f"{name}: {why[:300]}") from error
+
+
+def _says_not_there(error: FileNotFoundError) -> bool:
+    """Tell whether a server said that it has no such file: fsspec says so too of one that refuses or breaks off."""
+    if error.__cause__ is None or not type(error.__cause__).__module__.startswith("aiohttp"):
+        return True
+    return getattr(error.__cause__, "status", None) in (404, 410)

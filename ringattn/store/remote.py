@@ -17,6 +17,7 @@ from .names import LEASES, checked, shown_url
 MAX_DEPTH = 4
 # In these a put is seen whole or not at all, and can be made conditional on there being no such object.
 _OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory")
+_NEED_A_PLACE = (*(scheme for scheme in _OBJECT_STORES if scheme != "memory"), "http", "https")
 
 
 class Remote:
@@ -25,7 +26,11 @@ class Remote:
     def __init__(self, url: str) -> None:
         self.url = shown_url(url).rstrip("/")
         self._given = url
-        self._scheme = url.split("://")[0]
+        self._scheme, _, place = url.partition("://")
+        if self._scheme in _NEED_A_PLACE and not place.split("/")[0]:
+            raise StoreError(
+                url, "names no bucket or server; a URL is as s3://bucket/ringtune or https://server/ringtune"
+            )
         try:
             import fsspec
         except ImportError:

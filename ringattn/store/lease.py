@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ringattn.errors import StoreError
 
@@ -30,20 +30,24 @@ _LIMIT = 4096  # bytes
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Holder of a lease: its node, and in how many seconds without renewal it lapses; 0 where it was released."""
+    """Holder of a lease: its node, and in how many seconds without renewal it lapses; 0 where it was released.
+
+    ``token`` is of one process alone.
+    """
 
     node: str
     term_s: float
+    token: str = field(default="", compare=False)
 
     @classmethod
     def parse(cls, content: bytes) -> Holder:
         """Return what a file says; one that says nothing clear is taken for a holder with the usual term."""
         try:
             plain = json.loads(content)
-            node, term_s = str(plain["node"])[:100], float(plain["term_s"])
+            node, term_s, token = str(plain["node"])[:100], float(plain["term_s"]), str(plain.get("token", ""))
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):  # killed before it had written
             return cls("", TERM_S)
-        return cls(node, min(term_s, 10 * TERM_S) if term_s >= 0 else TERM_S)
+        return cls(node, min(term_s, 10 * TERM_S) if term_s >= 0 else TERM_S, token)
 
 
 class Lease:
@@ -76,7 +80,8 @@ class Lease:
         if newest != self._seen:
             self._seen, self._seen_at = newest, self._clock()
         self.holder = self._read(newest)
-        if self._clock() - self._seen_at < self.holder.term_s:
+        is_own = self.holder.token == self._token  # that it was created was not told
+        if not is_own and self._clock() - self._seen_at < self.holder.term_s:
             return False
         if not self._create(newest + 1, self._term_s):
             return False
@@ -137,8 +142,11 @@ class Lease:
                     self.lost = str(error)
 
     def _create(self, number: int, term_s: float) -> bool:
+        """Create a number; True also where this process had, and a lost answer was asked for again."""
         content = json.dumps({"node": self._node, "token": self._token, "term_s": term_s})
-        return self._backend.create(f"{self._folder}/{number:08d}", content.encode("utf-8"))
+        if self._backend.create(f"{self._folder}/{number:08d}", content.encode("utf-8")):
+            return True
+        return self._read(number).token == self._token
 
     def _newest(self) -> int:
         return max((_number(name) for name in self._backend.names(self._folder)), default=0)

@@ -61,7 +61,7 @@ def find_profiles(
     profile that is named binds, and no store is asked. ``places`` are those of RINGTUNE_STORE unless given.
     """
     if named is not None or heuristics_only or os.environ.get(FILE_VARIABLE):
-        return collect(named, heuristics_only=heuristics_only)
+        return collect(named, heuristics_only=heuristics_only, vendor=facts.vendor)
     stored = Stored()
     asking = asked_stores(facts, world, store_places(os.environ) if places is None else tuple(places))
 
@@ -70,7 +70,7 @@ def find_profiles(
         stored = asking()
         return stored.located
 
-    located, notes = collect(stored=answered)
+    located, notes = collect(vendor=facts.vendor, stored=answered)
     return located, (*notes, *stored.notes)
 
 

@@ -23,6 +23,10 @@ from .trust import CHECKSUM, Signatures, StoreRefused, Trust
 MAX_FILES_OF_A_KIND = 64  # for one number of ranks; each takes a request and some 20 ms to read
 
 
+class NotInStore(StoreError):
+    """Name of a profile that the store does not have."""
+
+
 @dataclass(frozen=True, slots=True)
 class SignedFile:
     """Bytes of a file, and of the Sigstore bundle beside it."""
@@ -70,15 +74,17 @@ class Store:
     def named(self, text: str) -> ProfileName:
         """Return the one profile that a user means by a full name, a start of it, or a start of its hash.
 
-        StoreError where none or several are meant, or the text could be no name.
+        NotInStore where none is meant; StoreError for several, and for a text that could be no name.
         """
         text = checked(text.removeprefix(f"{PROFILES}/"), self.url)
         starts = (f"{PROFILES}/{text}",)
         found = [name for name in self.names() if str(name).startswith(starts) or name.digest.startswith(text)]
         if len(found) == 1:
             return found[0]
-        many = f"means {plural(len(found), 'profile')}, {found[0].short} for one" if found else "is not there"
-        raise StoreError(self.url, f"{text}: {many}; `ringtune list` prints the names")
+        told = "`ringtune list` prints the names"
+        if not found:
+            raise NotInStore(self.url, f"{text}: is not there; {told}")
+        raise StoreError(self.url, f"{text}: means {plural(len(found), 'profile')}, {found[0].short} for one; {told}")
 
     def content(self, name: ProfileName) -> bytes:
         """Return a profile's bytes: those of its name unless any are believed, and signed where that is asked for.

@@ -12,6 +12,9 @@ import click
 from ..options import seconds
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ringattn.store.names import ProfileName
     from ringattn.store.store import Store
 
 
@@ -96,6 +99,18 @@ def opened_stores(stores: tuple[str, ...]) -> tuple[Store, ...]:
         if warning := store.exposure():
             warn(f"warning: {warning}")
     return opened
+
+
+def store_with(opened: Sequence[Store], text: str) -> tuple[Store, ProfileName]:
+    """Return the first store that has the profile a user means by ``text``, and its name; StoreError where none has."""
+    from ringattn.store.store import NotInStore
+
+    for store in opened[:-1]:
+        try:
+            return store, store.named(text)
+        except NotInStore:
+            continue  # the next one has it, or the last says that none has
+    return opened[-1], opened[-1].named(text)
 
 
 def written_store(stores: tuple[str, ...]) -> Store:

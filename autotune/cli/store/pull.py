@@ -9,10 +9,14 @@ from typing import TYPE_CHECKING
 import click
 
 from ..options import device_option, json_option
-from .options import opened_stores, store_option
+from .options import opened_stores, store_option, store_with
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from ringattn.profile.schema import Profile
+    from ringattn.store.names import ProfileName
+    from ringattn.store.store import Store
 
 
 @click.command(short_help="Copy profiles out of a store.")
@@ -44,7 +48,6 @@ def pull(
     from ringattn.profile.locations import home_folder, user_folder
     from ringattn.profile.yaml_io import save_profile
     from ringattn.store.merge import merge_profiles, same_machine_groups
-    from ringattn.store.names import ProfileName
     from ringattn.wording import plural
 
     from ..console import emit_json, warn
@@ -53,20 +56,21 @@ def pull(
     kinds = () if names else kinds_here(device)
     found: set[ProfileName] = set()
     profiles = []
-    for store in opened:
-        wanted = [store.named(text) for text in names] if names else [n for kind in kinds for n in store.names(kind)]
-        for name in wanted:
-            if name in found:
-                continue
-            found.add(name)
-            try:
-                profiles.append((name.world, store.profile(name)))
-            except FileNotFoundError:  # forgotten since it was listed
-                continue
-            except RingAttentionError as error:
-                if names:
-                    raise
-                warn(f"warning: {error} (skipped)")  # of another version's perhaps, beside many that can be read
+    wanted: Iterable[tuple[Store, ProfileName]] = [store_with(opened, text) for text in names] or (
+        (store, name) for store in opened for kind in kinds for name in store.names(kind)
+    )
+    for store, name in wanted:
+        if name in found:
+            continue
+        try:
+            profiles.append((name.world, store.profile(name)))
+            found.add(name)  # one that is damaged here may be whole in the next store
+        except FileNotFoundError:  # forgotten since it was listed
+            continue
+        except RingAttentionError as error:
+            if names:
+                raise
+            warn(f"warning: {error} (skipped)")  # of another version's perhaps, beside many that can be read
     if not profiles:
         urls = ", ".join(store.url for store in opened)
         wanted_kinds = " or ".join(kinds or names)

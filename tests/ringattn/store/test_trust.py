@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 import shutil
 import subprocess
 import sys
@@ -191,7 +192,10 @@ def test_a_signature_of_another_file_is_none(store: Store, tmp_path: Path) -> No
 def test_keys_that_cannot_sign_are_told_in_one_line(store: Store, tmp_path: Path) -> None:
     (name,) = store.push(measured(H100, dense_entry()))
     (tmp_path / "text").write_text("no key")
+    os.mkfifo(tmp_path / "pipe")  # is not waited for
+    (tmp_path / "large").write_bytes(b"x" * 2**17)
     faults = [("text", "without a passphrase"), ("absent", "No such file")]
+    faults += [("pipe", "it is not a regular file"), ("large", "more than 65536"), (".", "it is a directory")]
     if shutil.which("ssh-keygen"):
         cases = (("ed25519", "secret", "without a passphrase"), ("ecdsa", "", "not an Ed25519 key"))
         for kind, passphrase, why in cases:

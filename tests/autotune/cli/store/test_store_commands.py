@@ -271,6 +271,30 @@ def test_diff_says_in_what_two_profiles_differ(folder: Path, tmp_path: Path) -> 
     assert same.stdout == "no difference\n"
 
 
+def test_a_name_is_looked_for_in_every_store(folder: Path, mine: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (name,) = Store(open_backend(str(folder))).push(load_profile(mine))
+    both = ("--store", tmp_path / "empty", "--store", folder)
+    assert document("pull", name.short, "--output", tmp_path / "own", *both)["written"]
+    assert document("diff", mine, name.short, *both) == {"machine": [], "rows": []}
+    told = one_line_error(ringtune("pull", "nowhere", *both), 1)
+    assert told.startswith(f"Error: {folder}: nowhere: is not there")
+
+
+def test_what_is_damaged_in_one_store_is_pulled_from_the_next(folder: Path, mine: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    (name,) = Store(open_backend(str(damaged))).push(load_profile(mine))
+    (damaged / str(name)).write_text("cut short")
+    both = ("--store", damaged, "--store", folder)
+    assert ringtune("pull", "--device", "cpu", *both).exit_code == 4
+    Store(open_backend(str(folder))).push(load_profile(mine))
+    result = ringtune("pull", "--device", "cpu", *both)
+    assert result.exit_code == 0
+    assert "its content is not that of its name" in result.stderr
+    assert "in B" not in one_line_error(ringtune("diff", mine, name.short, *both), 1)
+
+
 @pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "..", "a/../b", "x\n"])
 @pytest.mark.parametrize("command", ["forget", "pull"])
 def test_names_that_lead_out_of_a_store_are_one_line(folder: Path, command: str, name: str) -> None:

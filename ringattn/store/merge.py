@@ -92,8 +92,9 @@ def merge_profiles(profiles: Sequence[Profile]) -> Merged:
     ordered = [profile for profile, _ in groupby(sorted(profiles, key=_precedence))]
     assert len({(profile.fingerprint, profile.software) for profile in ordered}) == 1
     dated = [(row_effort_and_day(profile, entry), entry) for profile in ordered for entry in profile.plans]
+    dated.sort(key=lambda row: (row[0], repr(replace(row[1], origin=None))))  # the row's own text, in whichever file
     rows: dict[Workload, PlanEntry] = {}
-    for _, equals in groupby(sorted(dated, key=itemgetter(0)), key=itemgetter(0)):
+    for _, equals in groupby(dated, key=itemgetter(0)):
         rows = merge_rows(rows, _of_equals(entry for _, entry in equals))
     # By identity: of two equal rows the one that was kept is the later profile's.
     givers = [profile for profile in ordered if any(rows[entry.workload] is entry for entry in profile.plans)]

@@ -55,6 +55,17 @@ def test_of_one_effort_and_day_the_faster_winner_serves(slower: PlanEntry) -> No
     assert merge_profiles([found, missed]).profile is merge_profiles([missed, found]).profile is found
 
 
+def test_of_rows_that_save_as_much_one_serves_whichever_files_they_are_in() -> None:
+    """And so after a pull, which leaves one of them in a file with rows of another day."""
+    ours, theirs = (probed("quick", "2026-01-03", timed(1024, kernel, 0.5, 0.6)) for kernel in ("flash", "cudnn"))
+    older = probed("quick", "2026-01-01", timed(512, "flash", 0.5, 0.6))
+    for first, second in ((ours, theirs), (theirs, ours)):
+        pulled = merge_profiles([older, first]).profile
+        assert rows_of(merge_profiles([pulled, second]).profile) == rows_of(
+            merge_profiles([older, ours, theirs]).profile
+        )
+
+
 def test_what_was_measured_outlives_what_could_not_be() -> None:
     old = probed("quick", "2026-01-01", timed(1024, "flash", 0.7, 0.8))
     busy = probed("full", "2026-02-01", unmeasured(1024, "math"))

@@ -161,11 +161,12 @@ class Remote:
         except StoreError:
             raise
         except Exception as error:
+            told: BaseException = error
             if isinstance(error, FileNotFoundError) and not writing:
                 if _says_not_there(error):
                     raise FileNotFoundError(f"{self.url}: {name}: is not there") from None
-                error = error.__cause__ or error
-            why = " ".join(str(error).split()) or type(error).__name__
+                told = error.__cause__ or error
+            why = " ".join(str(told).split()) or type(told).__name__
             raise StoreError(self.url, f"{name}: {why[:300]}") from error
 
 

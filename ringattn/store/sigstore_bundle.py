@@ -98,7 +98,8 @@ def signer_of_bundle(content: bytes, bundle: bytes, identities: Identities) -> I
         plain = json.loads(bundle)
         parsed = Bundle.from_json(bundle)
         if "dsseEnvelope" in plain:
-            _check_statement(*verifier.verify_dsse(parsed, policy), content)
+            kind, payload = verifier.verify_dsse(parsed, policy)
+            _check_statement(kind, payload, content)
         else:
             verifier.verify_artifact(content, parsed, policy)
     except SignatureFault:

@@ -112,7 +112,8 @@ def bar_chart(
 def history_chart(chart_id: str, title: str, history: SearchHistory) -> Markup:
     """Draw the trials of one search where they began, and on the axis what failed or was far slower.
 
-    The line is the best so far of those that were read often enough to be believed; the others are hollow.
+    The line is the best so far, of trials that were read often enough to be believed; the others are hollow. It does
+    not go beyond the plan that was chosen: what read faster and was not chosen, the final did not confirm.
     """
     trials = history.trials
     marks = [trial for trial in trials if trial.speedup is None or trial.speedup < SLOWEST_DRAWN]
@@ -129,9 +130,11 @@ def history_chart(chart_id: str, title: str, history: SearchHistory) -> Markup:
         return base - 12 - math.log(speedup / low) / math.log(high / low) * (HISTORY_HEIGHT - 12)
 
     ticks = [tick for tick in _FACTOR_TICKS if low <= tick <= high]
+    confirmed = [(trial.readings, speedup) for trial, speedup in timed if trial.chosen]
+    ceiling = max(confirmed)[1] if confirmed else math.inf
     best, steps = 1.0, f"M{x(0):.1f} {y(1.0):.1f}"
     for trial, speedup in timed:
-        if speedup > best and trial.readings >= CONFIRMED:
+        if best < speedup <= ceiling and trial.readings >= CONFIRMED:
             best = speedup
             steps += f"H{x(trial.elapsed_s):.1f}V{y(best):.1f}"
     return Markup(

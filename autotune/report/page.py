@@ -107,8 +107,9 @@ def html_report(profile: Profile, histories: Sequence[SearchHistory] = ()) -> st
         other_plans=lambda family: [(e, which, choice) for e in family.entries for which, choice in other_plans(e)],
         histories=[
             (history, history_chart(f"search{n}", f"{history.workload}: trials over time", history))
-            for n, history in enumerate(histories)
+            for n, history in enumerate(history for history in histories if len(history.trials) > 1)
         ],
+        untried=sum(len(history.trials) == 1 for history in histories),
         confirmed=CONFIRMED,
         legend=legend(choice.tunables for entry in profile.plans for choice in _listed(entry)),
         uncovered=uncovered(profile),

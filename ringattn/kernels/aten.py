@@ -388,12 +388,7 @@ def _efficient_reasons(need: KernelNeed) -> tuple[str, ...]:
 
 KERNELS = (
     BlockKernel(
-        "cudnn",
-        "",
-        _cudnn_reasons,
-        lambda config: in_parts(_cudnn(config)),
-        features=frozenset({"head_dim_v"}),
-        meaning="cuDNN's, through torch",
+        "cudnn", "", _cudnn_reasons, lambda config: in_parts(_cudnn(config)), features=frozenset({"head_dim_v"})
     ),
     BlockKernel(
         "flash",
@@ -403,7 +398,6 @@ KERNELS = (
         load_varlen=_flash_varlen,
         reads_out_of_bounds=flash_2_reads_out_of_bounds,
         features=frozenset({"window"}),
-        meaning="FlashAttention 2, as torch has it",
     ),
     BlockKernel(
         "efficient",
@@ -411,23 +405,7 @@ KERNELS = (
         _efficient_reasons,
         lambda config: in_parts(_efficient(config)),
         features=frozenset({"head_dim_v"}),
-        meaning="the memory-efficient one of CUTLASS, as torch has it",
     ),
-    BlockKernel(
-        "flash-cpu",
-        "",
-        _flash_cpu_reasons,
-        _flash_cpu,
-        features=frozenset({"window"}),
-        meaning="torch's flash attention for CPUs",
-    ),
-    BlockKernel(
-        "math",
-        "",
-        _math_reasons,
-        _math,
-        load_varlen=_math_varlen,
-        features=frozenset(FEATURE_WORDS),
-        meaning="matrix products and a softmax of torch, on any device",
-    ),
+    BlockKernel("flash-cpu", "", _flash_cpu_reasons, _flash_cpu, features=frozenset({"window"})),
+    BlockKernel("math", "", _math_reasons, _math, load_varlen=_math_varlen, features=frozenset(FEATURE_WORDS)),
 )

@@ -234,7 +234,7 @@ class BlockKernel:
     ``reasons`` is pure and empty when the kernel can run; ``package`` is the import name it needs ("" for torch
     itself). ``params`` lists, per direction and architecture, the values worth searching; the first is the default.
     ``load_varlen`` binds its entry for packed sequences, if it has one. ``features`` are what it does exactly, both
-    ways and by either entry, beyond plain and causal attention. ``meaning`` tells a reader of plans whose kernel it is.
+    ways and by either entry, beyond plain and causal attention.
     ``strided_backward``: its backward reads dout and out in any layout whose last stride is 1; ``writes_grads``: it
     can write gradients where it is told; ``just_in_time``: it is compiled at its first call, which takes seconds;
     ``reads_caches``: it has a ``cached``; ``reads_out_of_bounds``: of what it refuses, where it is known to touch
@@ -255,7 +255,6 @@ class BlockKernel:
     reads_out_of_bounds: Callable[[KernelNeed], bool] = lambda need: False
     load_varlen: Callable[[KernelConfig], BoundVarlen] | None = None
     features: frozenset[Feature] = frozenset()
-    meaning: str = ""
 
     def unsupported_reasons(self, need: KernelNeed, facts: HardwareFacts) -> tuple[str, ...]:
         """Return why this kernel cannot serve ``need`` on the machine of ``facts``; empty when it can."""

@@ -494,7 +494,6 @@ KERNELS = (
         writes_grads=True,
         reads_out_of_bounds=flash_2_reads_out_of_bounds,
         features=frozenset({"window", "softcap"}),
-        meaning="FlashAttention 2 of the package flash-attn",
     ),
     BlockKernel(
         "flash-attn-3",
@@ -504,7 +503,6 @@ KERNELS = (
         remedy=_FLASH_3_REMEDY,
         strided_backward=True,
         writes_grads=True,
-        meaning="FlashAttention 3, built from its repository",
     ),
     BlockKernel(
         "flash-attn-4",
@@ -518,7 +516,6 @@ KERNELS = (
         writes_grads=True,
         just_in_time=True,
         features=frozenset(FEATURE_WORDS),
-        meaning="FlashAttention 4 of the package flash-attn-4",
     ),
     BlockKernel(
         "xformers",
@@ -529,6 +526,5 @@ KERNELS = (
         _XFORMERS_REMEDY,
         reads_out_of_bounds=flash_2_reads_out_of_bounds,
         features=frozenset({"window"}),
-        meaning="memory-efficient attention of the package xformers",
     ),
 )

@@ -247,6 +247,5 @@ KERNELS = (
         "Install the triton of this torch",
         just_in_time=True,
         reads_caches=True,
-        meaning="ringtune's own in Triton, for one query over a cache",
     ),
 )

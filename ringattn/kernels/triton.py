@@ -270,6 +270,5 @@ KERNELS = (
         writes_grads=True,
         just_in_time=True,
         features=frozenset({"window", "softcap"}),
-        meaning="ringtune's own in Triton",
     ),
 )

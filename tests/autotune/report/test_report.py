@@ -441,7 +441,8 @@ def test_a_history_draws_what_was_timed_and_marks_the_rest() -> None:
 def test_the_best_so_far_has_no_step_for_a_reading_that_nothing_confirms() -> None:
     chosen = TimedTrial(2.0, 1.2, "chosen", 8, chosen=True)
     lucky = [TimedTrial(1.0 * n, 1.5 + n, f"read {n} times", n) for n in range(1, 4)]
-    svg = history_chart("h", "title", history_of(TimedTrial(0.0, 1.0, "default"), *lucky, chosen))
+    beyond = TimedTrial(1.5, 1.4, "timed more often than once, and not chosen", 5)
+    svg = history_chart("h", "title", history_of(TimedTrial(0.0, 1.0, "default"), *lucky, beyond, chosen))
     assert len(steps_of(svg)) == 1
     assert "best 1.20x" in svg
     assert svg.count('class="trial unsure"') == 3

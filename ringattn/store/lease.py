@@ -9,7 +9,6 @@ changed for its whole term. A stale listing cannot make two holders, since numbe
 from __future__ import annotations
 
 import json
-import platform
 import secrets
 import threading
 import time
@@ -20,6 +19,7 @@ from dataclasses import dataclass, field
 from ringattn.errors import StoreError
 
 from .backend import Backend
+from .beacon import this_node
 from .names import LEASES, checked
 
 TERM_S = 60.0
@@ -65,7 +65,7 @@ class Lease:
         """StoreError where the back end cannot hold leases."""
         self._backend, self._clock, self._term_s = backend, clock, term_s
         self._folder = checked(f"{LEASES}/{name}", backend.url)
-        self._node = platform.node() if node is None else node
+        self._node = this_node() if node is None else node
         self._token = secrets.token_hex(8)
         self._seen, self._seen_at = -1, 0.0
         self._held = 0  # the number this process created last; 0: it holds nothing

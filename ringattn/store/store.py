@@ -50,6 +50,12 @@ class Store:
         """Return the names of profiles, sorted: all, or those of one kind and number of ranks. Opens no file."""
         return self.listed(kind, world)[0]
 
+    def signed_names(self) -> frozenset[ProfileName]:
+        """Return the names of the profiles beside which a signature lies, that holds or does not. Opens no file."""
+        found = set(self.backend.names(PROFILES))
+        names = (ProfileName.parse(name) for name in found)
+        return frozenset(name for name in names if name is not None and {name.signature, name.bundle} & found)
+
     def listed(self, kind: str = "", world: int | None = None) -> tuple[tuple[ProfileName, ...], tuple[str, ...]]:
         """Return the names of profiles as ``names`` does, and those of files beside them that are no profile's."""
         folder = f"{PROFILES}/{kind}" if kind else PROFILES

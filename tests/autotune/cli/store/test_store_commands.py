@@ -24,6 +24,7 @@ from ringattn.store.backend import open_backend
 from ringattn.store.lookup import stored_profiles
 from ringattn.store.names import kind_of
 from ringattn.store.store import Store
+from ringattn.store.trust import Signatures
 
 
 @pytest.fixture(autouse=True)
@@ -251,6 +252,19 @@ def test_merge_removes_from_a_store_what_gives_no_row(place: str, tmp_path: Path
     assert ringtune("merge").stdout == "every profile gives some row; nothing to remove\n"
 
 
+def test_merge_keeps_what_is_signed_for_those_who_believe_nothing_else(place: str, tmp_path: Path) -> None:
+    store = Store(open_backend(place))
+    (old,) = store.push(probed(tmp_path / "a.yaml", "quick", "2026-01-01", dense_entry(1024, "math")))
+    (signed,) = store.push(probed(tmp_path / "b.yaml", "standard", "2026-01-01", dense_entry(1024)))
+    (newest,) = store.push(probed(tmp_path / "c.yaml", "full", "2026-01-01", dense_entry(1024)))
+    for name in (old, signed):
+        store.keep_signatures(name, Signatures(ssh=b"a signature", bundle=None))
+    assert document("merge")["removed"] == [old.short]  # whose row a signed one gives
+    assert set(store.names()) == {signed, newest}
+    store.keep_signatures(signed, Signatures())
+    assert document("merge")["removed"] == [signed.short]
+
+
 def test_diff_says_in_what_two_profiles_differ(folder: Path, tmp_path: Path) -> None:
     one = probed(tmp_path / "one.yaml", "quick", "2026-01-01", dense_entry(1024, "flash"), dense_entry(2048))
     other = replace(
@@ -336,7 +350,9 @@ def test_doctor_lists_the_stores_in_search_order(
     assert order[-1] == "shipped"
 
 
-def test_nodes_report_what_they_run_and_the_fleet_is_listed(place: str, mine: Path) -> None:
+def test_nodes_report_what_they_run_and_the_fleet_is_listed(
+    place: str, mine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert ringtune("which", "--report", "--device", "cpu").exit_code == 4
     kind = kind_of(Fingerprint.of(load_profile(mine).fingerprint))  # type: ignore[arg-type]  # has the same fields
     (row,) = document("list", "--fleet")
@@ -347,6 +363,13 @@ def test_nodes_report_what_they_run_and_the_fleet_is_listed(place: str, mine: Pa
     stored_profiles.cache_clear()
     assert ringtune("which", "--report", "--device", "cpu").exit_code == 0
     (row,) = document("list", "--fleet")  # the node's earlier note is replaced
+    for pod in ("a", "b"):  # whose host's name is another one after each start
+        monkeypatch.setattr("platform.node", lambda pod=pod: f"ringtune-{pod}")
+        monkeypatch.setenv("RINGTUNE_NODE", "node-7")
+        assert ringtune("which", "--report", "--device", "cpu").exit_code == 0
+    (row,) = document("list", "--fleet")
+    assert row["nodes"].startswith("2: ")
+    assert "node-7" in row["nodes"]
     assert row["tier"] == "exact"
     assert ringtune("list", "--fleet", kind).exit_code == 2
 

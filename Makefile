@@ -63,7 +63,8 @@ $(VENV)/.ringtune-ready-%: pyproject.toml constraints.txt | $(VENV)/bin/pip
 
 # 6 is no failure: a profile was written, in which cells that could not be measured keep their default.
 probe: $(READY)
-	@$(RUN) -m autotune probe $(PROBE_ARGS) || { code=$$?; [ $$code -eq 6 ] || exit $$code; }
+	@$(RUN) -m autotune probe $(PROBE_ARGS) || { code=$$?; [ $$code -eq 6 ] || exit $$code; \
+	echo "exit code 6, which is none for make: a profile was written, and cells above could not be measured" >&2; }
 	$(if $(findstring --dry-run,$(PROBE_ARGS)),,@echo "to look at it: $(RUN) -m autotune show, or report for a web page" >&2)
 
 # Most tests take turns on all cores, those of a file on one worker, as they share what is costly; those that measure

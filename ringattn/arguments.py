@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeGuard
 
 from .errors import FieldError, InputError
 
@@ -31,11 +31,11 @@ def integer(name: str, value: Any, least: int = 1, most: int | None = None, inst
 
 def check_dropout(name: str, value: object) -> None:
     """InputError unless it is a probability below 1, that a weight is dropped."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0.0 <= value < 1.0:
+    if not is_finite(value) or not 0.0 <= value < 1.0:
         raise FieldError(f"is {shown(value)}; it must be in [0, 1)", field=name)
 
 
-def is_finite(value: object) -> bool:
+def is_finite(value: object) -> TypeGuard[float]:
     """Tell whether it is a finite number that a float can hold; True and False are none."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return False

@@ -12,58 +12,28 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
+from . import tunable_rules as rules
 from .arguments import integer
 from .errors import FieldError
-from .wording import plural
+from .tunable_rules import (
+    CHECKPOINTS,
+    COMPUTE_DTYPES,
+    EXCHANGES,
+    GATHERS,
+    GRAD_WIRES,
+    LAUNCHES,
+    LAYOUTS,
+    PACKINGS,
+    POOL_STRATEGIES,
+    SCHEDULES,
+    Case,
+    ParamValue,
+    Value,
+)
 
-Value = str | int | bool | None
 T = TypeVar("T")
-ParamValue = int | bool | str
-
-COMPUTE_DTYPES = ("bf16", "fp16", "tf32", "fp32", "fp64")  # from the least to the most precise
-GATHERS = ("view", "copy")
-CHECKPOINTS = ("none", "selective", "full", "offload")
-POOL_STRATEGIES = ("shape", "bucket")
-SCHEDULES = ("local", "ring", "all-gather", "ulysses", "ulysses-ring")
-EXCHANGING = ("ulysses", "ulysses-ring")  # the schedules that exchange heads
-LAYOUTS = ("contiguous", "zigzag")
-GRAD_WIRES = ("", "compute")
-EXCHANGES = ("", "symmetric")
-LAUNCHES = ("eager", "graph")
-PACKINGS = ("documents", "varlen")
 
 Stage = Literal["kernels", "memory", "housekeeping", "finalists", "ranks"]
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """Question to the rules of an entry: a workload in plain numbers, and the choices made for it.
-
-    ``segments`` and ``rates`` are the pattern's, one each per branch; a dense one is one segment of the sequence.
-    Over several ranks ``degree`` is the number of ranks that exchange heads, 0 where the tunables give none, and
-    ``travelling`` are the branches whose rows go from rank to rank. ``branch`` is the one that a rule of
-    ``BranchTunables`` is asked about. ``packed`` says that documents of several lengths are asked about, ``decode``
-    that one query over a cache is.
-    """
-
-    train: bool
-    dense: bool
-    seq_len: int
-    input_dtype: str
-    kv_heads: int
-    world: int
-    segments: tuple[int, ...]
-    rates: tuple[int, ...]
-    tunables: Tunables
-    degree: int = 1
-    travelling: tuple[int, ...] = ()
-    branch: int = 0
-    packed: bool = False
-    decode: bool = False
-
-
-def _no_reason(case: Case) -> str:
-    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +46,7 @@ class Tunable:
     had beside the other choices, "" where it counts: such a plan is refused, and the search takes the plain value
     in its place, so that plans with equal steps are one candidate. What a machine cannot run is refused by
     ``rejection_reasons``. ``text`` is the part of ``describe`` where the value is not plain; without it ``name=value``.
+    ``meaning`` explains that part to a reader who knows attention and not this table; kernels have their own.
 
     ``stage`` says when the search turns it: with the kernels, for memory, as housekeeping (worth little, tried one by
     one), on finalists only (costly to try), or for the ranks, where there are several. A profile leaves the plain
@@ -85,8 +56,9 @@ class Tunable:
     allowed: tuple[Value, ...] = ()
     least: int | None = None
     values: Callable[[Case], tuple[Value, ...]] | None = None
-    void: Callable[[Case], str] = _no_reason
+    void: Callable[[Case], str] = rules.no_reason
     text: Callable[[Tunables], str] | None = None
+    meaning: str = ""
     stage: Stage = "kernels"
     name: str = ""
     plain: Value = None
@@ -106,7 +78,7 @@ class Tunable:
     def void_reason(self, case: Case) -> str:
         """Return why the value of the case, which is not the plain one, changes nothing; "" where it counts."""
         if self.stage == "ranks" and case.world == 1:
-            return f"{self.name} {self.value(case.tunables)} is for a sequence over several ranks"
+            return f"{self.name} {getattr(case.tunables, self.name)} is for a sequence over several ranks"
         if case.decode and not self.per_branch:
             return f"{self.name} is of the steps of a whole sequence, and this is decode"
         why = self.void(case)
@@ -140,124 +112,9 @@ def _metadata(entry: Tunable, always_written: bool = False) -> dict[str, Any]:
     return {"tunable": entry, "omit_default": not always_written}
 
 
-# --- the rules of the entries -----------------------------------------------------------------------------------
-
-
-def _gather_void(case: Case) -> str:
-    if case.rates[case.branch] == 1:
-        return "rate 1 has nothing to gather; use view"
-    if case.tunables.packing == "varlen":
-        return "dilated rows of packed documents are always gathered; use view"
-    return "rows that travel are always gathered; use view" if case.branch in case.travelling else ""
-
-
 def _gather_text(tunables: Tunables) -> str:
     gathers = [branch.gather for branch in tunables.branches]
     return "copy" if set(gathers) == {"copy"} else "gather=" + ",".join(gather[0] for gather in gathers)
-
-
-def _checkpoint_void(case: Case) -> str:
-    checkpoint, schedule = case.tunables.checkpoint, case.tunables.schedule
-    if not case.train:
-        return f"checkpoint {checkpoint} matters in training alone"
-    if checkpoint == "none" and case.tunables.packing == "varlen":
-        return "checkpoint none: packing varlen gathers rows again; use selective"
-    if checkpoint == "none" and schedule not in ("local", *EXCHANGING):
-        return f"checkpoint none: {schedule} keeps nothing that it receives; use selective"
-    return ""
-
-
-def _windows(case: Case) -> tuple[Value, ...]:
-    """Return one, two and four times the largest segment where every branch nests in it, beside all at once."""
-    widest = max(case.segments)
-    if case.dense or any(widest % segment for segment in case.segments):
-        return (None,)
-    return (None, *(widest * n for n in (1, 2, 4) if widest * n < case.seq_len))
-
-
-def _window_void(case: Case) -> str:
-    window = case.tunables.window_tokens
-    if case.tunables.schedule != "local":
-        return "window_tokens: only schedule local goes window by window"
-    if case.tunables.packing == "varlen":
-        return "window_tokens: packing varlen runs all documents at once"
-    if window is not None and window >= case.seq_len:
-        return f"window_tokens {window} is no shorter than the sequence, {case.seq_len}"
-    return ""
-
-
-def _between_kernels(what: str, dense: str) -> Callable[[Case], str]:
-    """Return the rule of what belongs to branches that are gathered and merged here; ``dense`` lacks that."""
-
-    def void(case: Case) -> str:
-        if case.dense:
-            return f"{what}: a dense plan has no {dense}"
-        if case.tunables.packing == "varlen":
-            return f"{what}: packing varlen gathers and merges all documents at once"
-        if len(case.travelling) == len(case.rates):
-            return f"{what}: every branch travels, and this is for those that do not"
-        return ""
-
-    return void
-
-
-def _launch_void(case: Case) -> str:
-    checkpoint, schedule = case.tunables.checkpoint, case.tunables.schedule
-    if schedule != "local":
-        return f"launch graph: a graph holds no messages, and schedule {schedule} sends some"
-    if case.packed:
-        return "launch graph: graphs are for shapes that repeat, and documents of a batch are others each time"
-    if case.train and checkpoint != "selective":
-        return f"launch graph: calls in flight keep q, k, v, out and lse of their own, not what {checkpoint} keeps"
-    return ""
-
-
-def _packing_void(case: Case) -> str:
-    if not case.packed:
-        return "packing varlen is for documents"
-    return "packing varlen is for documents on one rank" if case.world > 1 else ""
-
-
-def degrees(world: int) -> tuple[int, ...]:
-    """Return how many consecutive ranks may exchange heads, with a ring across: divisors other than 1 and all."""
-    return tuple(n for n in range(2, world) if world % n == 0)
-
-
-def _ulysses_void(case: Case) -> str:
-    schedule = case.tunables.schedule
-    if schedule == "ulysses-ring":
-        return ""
-    return f"ulysses {case.tunables.ulysses} belongs to schedule ulysses-ring, this is {schedule}"
-
-
-def _head_groups_void(case: Case) -> str:
-    groups, schedule = case.tunables.head_groups, case.tunables.schedule
-    if groups == 1:
-        return "head_groups 1 is what 0 means"
-    if schedule == "all-gather":
-        few = groups > case.kv_heads
-        return f"head_groups {groups} is more than the {plural(case.kv_heads, 'key/value head')}" if few else ""
-    if schedule not in EXCHANGING:
-        return f"head_groups {groups}: {schedule} does not cut heads in groups"
-    own = case.kv_heads // max(1, case.degree)
-    return f"head_groups {groups} does not divide the {plural(own, 'key/value head')} of a rank" if own % groups else ""
-
-
-def _grad_wire_void(case: Case) -> str:
-    dtype, schedule = case.tunables.dtype, case.tunables.schedule
-    if not case.train:
-        return "grad_wire matters in training alone"
-    if schedule in ("local", "ulysses"):
-        return f"grad_wire: schedule {schedule} sends no gradients of keys that are to be added"
-    order = COMPUTE_DTYPES.index
-    if dtype == case.input_dtype or order(dtype) < order(case.input_dtype):
-        return f"grad_wire compute: {dtype} is no wider than the inputs, {case.input_dtype}"
-    return ""
-
-
-def _exchange_void(case: Case) -> str:
-    schedule = case.tunables.schedule
-    return "" if schedule in EXCHANGING else f"exchange {case.tunables.exchange}: {schedule} exchanges no heads"
 
 
 # --- the table --------------------------------------------------------------------------------------------------
@@ -287,8 +144,9 @@ class BranchTunables:
         "view",
         GATHERS,
         values=lambda case: GATHERS if case.rates[case.branch] > 1 else ("view",),
-        void=_gather_void,
+        void=rules.gather_void,
         text=_gather_text,
+        meaning="dilated rows are copied together first; by letters of branches, c is copied and v read in place",
         always_written=True,
     )
 
@@ -313,30 +171,38 @@ class Tunables:
     are exchanged by the group's all-to-all, or where ``exchange`` is "symmetric" by copies into the peers' memory.
     """
 
-    dtype: str = field(metadata=_metadata(Tunable(COMPUTE_DTYPES)))
+    dtype: str = field(
+        metadata=_metadata(
+            Tunable(COMPUTE_DTYPES, meaning="dtype that the kernels compute in; tf32 is fp32 on TF32 tensor cores")
+        )
+    )
     branches: tuple[BranchTunables, ...]
     checkpoint: str = tunable(
         "selective",
         CHECKPOINTS,
         values=lambda case: CHECKPOINTS if case.train else ("selective",),
-        void=_checkpoint_void,
+        void=rules.checkpoint_void,
+        meaning="what is kept for the backward: gathered and received rows beside q, k, v, out and lse (none); q, k "
+        "and v alone, and the forward runs again (full); those five, in pinned host memory (offload)",
         stage="memory",
         always_written=True,
     )
     window_tokens: int | None = tunable(
         None,
         least=1,
-        values=_windows,
-        void=_window_void,
+        values=rules.windows,
+        void=rules.window_void,
         text=lambda tunables: f"window={tunables.window_tokens}",
+        meaning="tokens that run at a time, so that less workspace is held",
         stage="memory",
     )
     pattern_cache: bool = tunable(
         True,
         (True, False),
         values=lambda case: (True, False) if max(case.rates) > 1 else (True,),
-        void=_between_kernels("pattern_cache off", "pattern to work out"),
+        void=rules.between_kernels("pattern_cache off", "pattern to work out"),
         text=lambda tunables: "no-pattern-cache",
+        meaning="index tensors of the pattern are made anew in each call",
         stage="housekeeping",
         always_written=True,
     )
@@ -344,8 +210,9 @@ class Tunables:
         None,
         least=0,
         values=lambda case: (None, 1, 16),
-        void=_between_kernels("pool_threshold_mib", "workspace to pool"),
+        void=rules.between_kernels("pool_threshold_mib", "workspace to pool"),
         text=lambda tunables: f"pool>={tunables.pool_threshold_mib}MiB/{tunables.pool_strategy}",
+        meaning="workspaces from this size on are kept, and used again for equal sizes (shape) or near ones (bucket)",
         stage="housekeeping",
     )
     pool_strategy: str = tunable(
@@ -359,8 +226,9 @@ class Tunables:
     compile: bool = tunable(
         False,
         (False, True),
-        void=_between_kernels("compile", "steps between kernels"),
+        void=rules.between_kernels("compile", "steps between kernels"),
         text=lambda tunables: "compile",
+        meaning="the steps between kernels are compiled by torch.compile",
         stage="finalists",  # it costs seconds a plan
         always_written=True,
     )
@@ -368,13 +236,22 @@ class Tunables:
         "documents",
         PACKINGS,
         values=lambda case: PACKINGS if case.packed and case.world == 1 else PACKINGS[:1],
-        void=_packing_void,
+        void=rules.packing_void,
+        meaning="all documents of a batch run in one call of a kernel",
     )
-    launch: str = tunable("eager", LAUNCHES, void=_launch_void, stage="finalists")  # a capture takes 50 ms a shape
+    launch: str = tunable(
+        "eager",
+        LAUNCHES,
+        void=rules.launch_void,
+        meaning="kernels of a shape that repeats are launched together, as a CUDA graph",
+        stage="finalists",  # a capture takes 50 ms a shape
+    )
     schedule: str = tunable(
         "local",
         SCHEDULES,
         text=lambda tunables: "/".join(filter(None, (tunables.schedule, tunables.layout))),
+        meaning="way of keys and values between ranks, and behind a slash how they share the sequence; ulysses "
+        "exchanges heads, ulysses-ring does within groups of ranks that form a ring",
         stage="ranks",
         always_written=True,
     )
@@ -385,10 +262,36 @@ class Tunables:
         text=lambda tunables: "",  # it stands beside the schedule
         stage="ranks",
     )
-    ulysses: int = tunable(0, least=0, values=lambda case: (0, *degrees(case.world)), void=_ulysses_void, stage="ranks")
-    head_groups: int = tunable(0, least=0, values=lambda case: (0, 2, 4, 8), void=_head_groups_void, stage="ranks")
-    grad_wire: str = tunable("", GRAD_WIRES, void=_grad_wire_void, stage="ranks")
-    exchange: str = tunable("", EXCHANGES, void=_exchange_void, stage="ranks")
+    ulysses: int = tunable(
+        0,
+        least=0,
+        values=lambda case: (0, *rules.degrees(case.world)),
+        void=rules.ulysses_void,
+        meaning="consecutive ranks that exchange heads",
+        stage="ranks",
+    )
+    head_groups: int = tunable(
+        0,
+        least=0,
+        values=lambda case: (0, 2, 4, 8),
+        void=rules.head_groups_void,
+        meaning="groups in which heads travel, one after the other",
+        stage="ranks",
+    )
+    grad_wire: str = tunable(
+        "",
+        GRAD_WIRES,
+        void=rules.grad_wire_void,
+        meaning="gradients of keys and values travel in the compute dtype, which is wider than the input dtype",
+        stage="ranks",
+    )
+    exchange: str = tunable(
+        "",
+        EXCHANGES,
+        void=rules.exchange_void,
+        meaning="heads are exchanged by copies into the memory of the other ranks",
+        stage="ranks",
+    )
     params: tuple[tuple[str, ParamValue], ...] = ()
 
     def __post_init__(self) -> None:

@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 from .arguments import check_dropout, integer, is_integer, is_list
 from .errors import FieldError, InputError
+from .tunable_rules import ParamValue as ParamValue
 from .tunables import TABLE
 from .tunables import BranchTunables as BranchTunables
-from .tunables import ParamValue as ParamValue
 from .tunables import Tunables as Tunables
 from .wording import plural
 
@@ -273,11 +273,20 @@ def describe(tunables: Tunables) -> str:
     >>> describe(Tunables("bf16", (BranchTunables("cudnn", "flash"),)))
     'cudnn/flash bf16'
     """
+    return " ".join(word for word, _ in described_words(tunables))
+
+
+PARAM_MEANING = "parameter of the kernel before the dot"
+
+
+def described_words(tunables: Tunables) -> list[tuple[str, str]]:
+    """Return the words of ``describe``, each with its meaning; "" for that of the kernels, which comes first."""
     names = [f"{b.forward}/{b.backward}" if b.backward else b.forward for b in tunables.branches]
-    parts = [names[0] if len(set(names)) == 1 else ",".join(names), tunables.dtype]
-    parts += [entry.described(tunables) for entry in TABLE.values()]
-    parts += [f"{name}={value}" for name, value in tunables.params]
-    return " ".join(part for part in parts if part)
+    words = [(names[0] if len(set(names)) == 1 else ",".join(names), "")]
+    words.append((tunables.dtype, TABLE["dtype"].meaning))
+    words += [(word, entry.meaning) for entry in TABLE.values() if (word := entry.described(tunables))]
+    words += [(f"{name}={value}", PARAM_MEANING) for name, value in tunables.params]
+    return words
 
 
 def kernels_described(description: str) -> frozenset[str]:

@@ -43,5 +43,11 @@ def test_with_a_profile_it_succeeds_and_says_where_to_look(tmp_path: Path, code:
     assert done.stdout == "", "stdout is the command's, which may print JSON"
 
 
+def test_it_says_that_cells_were_not_measured(tmp_path: Path) -> None:
+    said = "exit code 6, which is none for make"
+    assert said in make_probe(tmp_path, ExitCode.INCONCLUSIVE).stderr
+    assert said not in make_probe(tmp_path, ExitCode.OK).stderr
+
+
 def test_a_dry_run_has_nothing_to_look_at(tmp_path: Path) -> None:
     assert make_probe(tmp_path, 0, "PROBE_ARGS=--dry-run").stderr == ""

@@ -29,6 +29,7 @@ ENTRY = """    prefetch: str = tunable(
         "off",
         ("off", "next"),
         void=lambda case: "" if case.dense else "prefetch next is for dense plans",
+        meaning="rows of the next block are read ahead",
         stage="housekeeping",
     )
 """

@@ -19,6 +19,7 @@ from .options import (
     pattern_options,
     seed_option,
     seq_lens_option,
+    shape_asked,
     shape_options,
     train_or_infer_option,
 )
@@ -35,7 +36,7 @@ LENGTHS, ON_A_CPU = (4096, 8192, 16384), (512, 1024, 2048)  # two cores took ove
 @seq_lens_option("A length to compare at", f"{', '.join(map(str, LENGTHS))}, on a CPU {', '.join(map(str, ON_A_CPU))}")
 @train_or_infer_option
 @causal_option
-@shape_options(heads=8, head_dim=64)
+@shape_options()
 @pattern_options
 @click.option(
     "--head-offset",
@@ -89,8 +90,9 @@ def compare(blocks: int, seed: int, output: Path | None, as_json: bool, **asked:
 
     device = device_of(asked["device"])
     facts = detect(device)
-    shape = {name: asked[name] for name in ("mode", "causal", "heads", "head_dim")}
-    shape |= {"kv_heads": asked["kv_heads"] or asked["heads"], "batch": asked["batch_size"]}
+    of_heads = shape_asked(asked, facts.vendor)
+    shape = {name: asked[name] for name in ("mode", "causal")} | {"batch": asked["batch_size"]}
+    shape |= {name: getattr(of_heads, name) for name in ("heads", "kv_heads", "head_dim")}
     shape["dtype"] = asked["dtype"] or ("fp32" if facts.vendor == "cpu" else "bf16")
     pattern = Pattern.of(asked["segment_lengths"], asked["dilation_rates"], asked["head_offset"])
     lengths = asked["seq_lens"] or (ON_A_CPU if facts.vendor == "cpu" else LENGTHS)

@@ -20,6 +20,7 @@ from .options import (
     profile_argument,
     ranks_asked,
     seq_len_option,
+    shape_asked,
     shape_options,
     world_option,
 )
@@ -36,7 +37,7 @@ from .options import (
 )
 @causal_option
 @seq_len_option
-@shape_options(heads=8, head_dim=64)
+@shape_options()
 @pattern_options
 @dtype_option("bf16", "fp16", "fp32", "fp64")
 @launch_option
@@ -57,8 +58,7 @@ def explain(profile: Path | None, as_json: bool, **asked: Any) -> None:
         ringtune explain --nproc 4 --seq-len 16384 --heads 32 --head-dim 128
     """
     check_pattern(asked["segment_lengths"], asked["dilation_rates"])
-    heads, kv_heads = asked["heads"], asked["kv_heads"] or asked["heads"]
-    check_shape(heads, kv_heads)
+    check_shape(asked["heads"], asked["kv_heads"])
 
     from autotune.probe.ranks_environment import facts_of_ranks
     from autotune.report.explain import explain_workload, explanation_summary, facts_of, why_foreign
@@ -80,7 +80,8 @@ def explain(profile: Path | None, as_json: bool, **asked: Any) -> None:
     pattern = Pattern.of(asked["segment_lengths"], asked["dilation_rates"])
     ranks = ranks_asked(asked["nproc"], facts)
     facts = facts if foreign else facts_of_ranks(facts, ranks, os.environ)
-    shape = ModuleShape(heads, kv_heads, asked["head_dim"], asked["causal"], pattern, world=ranks)
+    seq_len, heads, kv_heads, head_dim = shape_asked(asked, facts.vendor)
+    shape = ModuleShape(heads, kv_heads, head_dim, asked["causal"], pattern, world=ranks)
     setup = set_up_for(facts, "auto" if profile is None else profile, target, shape)
     table = build_table(
         shape,
@@ -94,7 +95,7 @@ def explain(profile: Path | None, as_json: bool, **asked: Any) -> None:
     )
     dtype = asked["dtype"] or ("fp32" if setup.facts.vendor == "cpu" else "bf16")
     train, decode = asked["mode"] == "train", asked["mode"] == "decode"
-    workload = shape.workload(asked["seq_len"], dtype, train, asked["batch_size"], decode=decode)
+    workload = shape.workload(seq_len, dtype, train, asked["batch_size"], decode=decode)
     explanation = explain_workload(workload, setup, table, foreign)
     if as_json:
         emit_json(explanation)

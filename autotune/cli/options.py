@@ -6,15 +6,16 @@ An option is named after the field of ProbeRequest that it fills: the request is
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
 from click.core import ParameterSource
 
 from autotune.exit_codes import ProbeFailure
 from autotune.folders import is_there, write_trouble
+from autotune.probe.request import ON_A_CPU, ON_A_GPU, usual_shape
 from ringattn.arguments import dtype_name
 from ringattn.wording import plural
 from ringattn.workload import MOST
@@ -108,7 +109,10 @@ MOST_RANKS = MOST["world"]  # that a command plans for: their ring takes 15 s
 
 causal_option = click.option("--causal/--no-causal", default=True, show_default=True, help="Causal attention or full.")
 seq_len_option = click.option(
-    "--seq-len", type=number_of("seq_len"), metavar="N", default=8192, show_default=True, help="Sequence length."
+    "--seq-len",
+    type=number_of("seq_len"),
+    metavar="N",
+    help=f"Sequence length.  [default: {ON_A_GPU.seq_len}, on a CPU {ON_A_CPU.seq_len}]",
 )
 
 
@@ -203,10 +207,11 @@ def ranks_asked(nproc: str | None, facts: HardwareFacts) -> int:
 profile_argument = click.argument("profile", required=False, type=click.Path(path_type=Path, readable=False))
 
 
-def shape_options(heads: int | None = None, head_dim: int | None = None) -> Callable[[Command], Command]:
-    """Add batch, heads and head dimension, whose defaults for ``probe`` are the grid's."""
+def shape_options(*, of_grid: bool = False) -> Callable[[Command], Command]:
+    """Add batch, heads and head dimension; ``of_grid``: without them a whole grid is meant, else ``usual_shape``."""
 
-    shown = True if heads is not None else "the grid's"
+    def default(name: str) -> str:
+        return "the grid's" if of_grid else f"{getattr(ON_A_GPU, name)}, on a CPU {getattr(ON_A_CPU, name)}"
 
     def add(command: Command) -> Command:
         for option in (
@@ -214,9 +219,7 @@ def shape_options(heads: int | None = None, head_dim: int | None = None) -> Call
                 "--head-dim",
                 type=number_of("head_dim"),
                 metavar="N",
-                default=head_dim,
-                show_default=shown,
-                help="Size of one head.",
+                help=f"Size of one head.  [default: {default('head_dim')}]",
             ),
             click.option(
                 "--kv-heads",
@@ -225,7 +228,10 @@ def shape_options(heads: int | None = None, head_dim: int | None = None) -> Call
                 help="Key/value heads.  [default: as many as --heads]",
             ),
             click.option(
-                "--heads", type=number_of("heads"), metavar="N", default=heads, show_default=shown, help="Query heads."
+                "--heads",
+                type=number_of("heads"),
+                metavar="N",
+                help=f"Query heads.  [default: {default('heads')}]",
             ),
             click.option(
                 "--batch-size",
@@ -240,6 +246,23 @@ def shape_options(heads: int | None = None, head_dim: int | None = None) -> Call
         return command
 
     return add
+
+
+def shape_asked(asked: Mapping[str, Any], vendor: str) -> Shape:
+    """Return the shape that a command with ``shape_options`` was given, completed by the usual one of this vendor."""
+    usual = usual_shape(vendor)
+    heads = asked["heads"] or usual.heads
+    kv_heads = asked["kv_heads"] or heads
+    return Shape(asked.get("seq_len") or usual.seq_len, heads, kv_heads, asked["head_dim"] or usual.head_dim)
+
+
+class Shape(NamedTuple):
+    """Length and heads of one workload."""
+
+    seq_len: int
+    heads: int
+    kv_heads: int
+    head_dim: int
 
 
 model_option = click.option(

@@ -88,7 +88,7 @@ MODES: dict[str, tuple[Mode, ...]] = {
 )
 @click.option("--causal/--no-causal", default=None, help="Causal attention or full.  [default: what the grid says]")
 @seq_lens_option("A length to measure", "the grid")
-@shape_options()
+@shape_options(of_grid=True)
 @click.option(
     "--documents",
     type=number_of("batch"),

@@ -70,7 +70,7 @@ def report(
     source = chosen_profile_path(profile, device)
     loaded = load_profile(source)
     if other is not None:
-        page = comparison_page((loaded, load_profile(other)), (source.stem, other.stem))
+        page = comparison_page((loaded, load_profile(other)), names_apart(source, other))
     else:
         page = html_report(loaded, _histories(loaded, source, storage))
     if to_stdout:
@@ -87,6 +87,14 @@ def report(
         emit_json(paths if other is None else {**paths, "other_path": other})
     else:
         click.echo(f"Report written: {target}")
+
+
+def names_apart(one: Path, other: Path) -> tuple[str, str]:
+    """Return the names of two files, with as many of their folders as it takes to tell them apart."""
+    parts = [path.absolute().with_suffix("").parts for path in (one, other)]
+    most = max(map(len, parts))
+    count = next((n for n in range(1, most) if parts[0][-n:] != parts[1][-n:]), 1)
+    return "/".join(parts[0][-count:]), "/".join(parts[1][-count:])
 
 
 def _histories(profile: Profile, source: Path, storage: str | None) -> tuple[SearchHistory, ...]:

@@ -19,6 +19,7 @@ from .options import (
     pattern_options,
     profile_argument,
     seq_len_option,
+    shape_asked,
     shape_options,
     train_or_infer_option,
 )
@@ -31,7 +32,7 @@ _MOST_STEPS = 1000  # of which torch's profiler keeps every event
 @train_or_infer_option
 @causal_option
 @seq_len_option
-@shape_options(heads=8, head_dim=64)
+@shape_options()
 @pattern_options
 @dtype_option("bf16", "fp16", "fp32", "fp64")
 @click.option(
@@ -63,8 +64,7 @@ def trace(profile: Path | None, as_json: bool, output: Path | None, **asked: Any
         torchrun --nproc-per-node 4 -m autotune trace --seq-len 16384 --heads 32
     """
     check_pattern(asked["segment_lengths"], asked["dilation_rates"])
-    heads, kv_heads = asked["heads"], asked["kv_heads"] or asked["heads"]
-    check_shape(heads, kv_heads)
+    check_shape(asked["heads"], asked["kv_heads"])
     if output is not None:
         check_writable(output)
 
@@ -77,14 +77,15 @@ def trace(profile: Path | None, as_json: bool, output: Path | None, **asked: Any
     launched = torchrun_rank(os.environ)
     first = launched is None or launched.rank == 0
     with device_and_group(launched, asked["device"]) as (device, group):
+        shape = shape_asked(asked, device.type)
         workload = Workload(
             asked["mode"],
             asked["causal"],
-            asked["seq_len"],
-            heads,
-            asked["head_dim"],
+            shape.seq_len,
+            shape.heads,
+            shape.head_dim,
             asked["dtype"] or ("fp32" if device.type == "cpu" else "bf16"),
-            kv_heads,
+            shape.kv_heads,
             asked["batch_size"],
             Pattern.of(asked["segment_lengths"], asked["dilation_rates"]),
             world=1 if launched is None else launched.world,

@@ -22,7 +22,7 @@ REPORT_S = 10.0  # a first connection to S3 takes 2 s
 @click.command(short_help="Print the profile this machine uses.")
 @click.option("--path-only", is_flag=True, help="Print the file and nothing else.")
 @click.option(
-    "-v", "--verbose", is_flag=True, help="Print every profile that was found, with its tier and what differs."
+    "-v", "--verbose", is_flag=True, help="Print every measured profile that was found, with its tier and what differs."
 )
 @click.option("--report", is_flag=True, help="Leave a note in the first store, for `ringtune list --fleet`.")
 @store_option
@@ -42,7 +42,8 @@ def which(
 
     Exit code 4 says that nothing measured fits, or nothing for so many ranks,
     and the heuristic decides, whose file is printed; --path-only then prints
-    nothing. Shipped profiles for other devices are counted, not listed.
+    nothing. Shipped profiles for other devices are counted, and listed by -v
+    where they were measured.
 
     \b
         ringtune which

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,22 +21,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TimedTrial:
-    """One trial of a search: when it ended, its speed-up over the default, or None where it gave no time."""
+    """One trial of a search: when it began, its speed-up over the default, or None where it gave no time.
+
+    ``readings`` counts the blocks in which it was timed beside the default; ``chosen`` is the plan of the profile.
+    """
 
     elapsed_s: float
     speedup: float | None
     tip: str
+    readings: int = 0
+    chosen: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class SearchHistory:
-    """The trials of one workload, in the order in which they ended.
+    """The trials of one workload, in the order in which they began.
 
-    ``elapsed_s`` is since the search of it began, with the first plan beside the default.
+    ``elapsed_s`` is since the search of it began, with the first plan beside the default; ``end_s`` is when the last
+    trial ended.
     """
 
     workload: Workload
     trials: tuple[TimedTrial, ...]
+    end_s: float = 0.0
 
     @property
     def timed(self) -> int:
@@ -63,8 +70,9 @@ def search_histories(profile: Profile, storage: str) -> tuple[SearchHistory, ...
         if str(entry.workload) not in known or entry.choice is None:
             continue
         trials = optuna.load_study(study_name=str(entry.workload), storage=opened).get_trials(deepcopy=False)
-        if any(trial.user_attrs.get("plan") == describe(entry.choice.tunables) for trial in trials):
-            history = SearchHistory(entry.workload, _timed(trials))
+        chosen = describe(entry.choice.tunables)
+        if any(trial.user_attrs.get("plan") == chosen for trial in trials):
+            history = SearchHistory(entry.workload, *_timed(trials, chosen))
             found += [history] if history.trials else []
     if not found:
         raise ProbeFailure(f"{shown}: holds no search of this profile's plans; name the storage of its probe")
@@ -111,22 +119,31 @@ def _check_made(url: str, shown: str) -> None:
         engine.dispose()
 
 
-def _timed(trials: Sequence[FrozenTrial]) -> tuple[TimedTrial, ...]:
-    """Return what ended with a time or a failure; plans that were asked for and never run are neither."""
+def _timed(trials: Sequence[FrozenTrial], chosen: str) -> tuple[tuple[TimedTrial, ...], float]:
+    """Return what ended with a time or a failure, and when the last did; plans that never ran are neither.
+
+    A trial stands where it began: those that are in the race to the end all end with it.
+    """
     # Probes check the default of every workload first, minutes before most are searched.
     starts = sorted(trial.datetime_start.timestamp() for trial in trials if trial.datetime_start is not None)
     began = starts[:2][-1] if starts else 0.0
-    made = []
+    made, end_s = [], 0.0
     for trial in trials:
         plan, kind = trial.user_attrs.get("plan"), trial.user_attrs.get("kind")
-        if plan is None or trial.datetime_complete is None or kind == "rejected":
+        if plan is None or trial.datetime_start is None or trial.datetime_complete is None or kind == "rejected":
             continue
+        validation = trial.user_attrs.get("validation")
+        if isinstance(validation, Mapping) and "kind" in validation:  # timed, and then found wrong
+            kind = str(validation["kind"])
         over = [name for name, value in trial.constraints.items() if value > 0]
         speedup = None
-        if trial.state.name == "COMPLETE" and trial.value is not None and not over:
+        if trial.state.name == "COMPLETE" and trial.value is not None and not over and kind is None:
             speedup = math.exp(-trial.value)
         elif kind is None and not over:
             continue
         ending = format_factor(speedup) if speedup is not None else kind or f"over a limit: {', '.join(over)}"
-        made.append(TimedTrial(max(0.0, trial.datetime_complete.timestamp() - began), speedup, f"{plan}: {ending}"))
-    return tuple(sorted(made, key=lambda trial: trial.elapsed_s))
+        elapsed_s = max(0.0, trial.datetime_start.timestamp() - began)
+        readings = len(trial.intermediate_values)
+        made.append(TimedTrial(elapsed_s, speedup, f"{plan}: {ending}", readings, chosen=plan == chosen))
+        end_s = max(end_s, trial.datetime_complete.timestamp() - began)
+    return tuple(sorted(made, key=lambda trial: trial.elapsed_s)), end_s

@@ -19,6 +19,7 @@ from optuna.exceptions import ExperimentalWarning, OptunaError, StorageInternalE
 from optuna.storages import BaseStorage, JournalStorage
 
 from autotune.exit_codes import ExitCode, ProbeFailure, UsageFailure
+from ringattn.wording import needs_package
 
 from .attributes import NO_JOURNAL
 from .shared_file import SharedJournalFile, is_journal
@@ -158,7 +159,7 @@ def _open_proxy(place: str) -> BaseStorage:
         import google.protobuf  # noqa: F401
         import grpc  # noqa: F401
     except ImportError as error:
-        raise _not_installed(place, error) from error
+        raise _not_installed(place, "grpcio and protobuf") from error
     import warnings
 
     with warnings.catch_warnings():
@@ -188,7 +189,7 @@ def _check_database(place: str) -> None:
     try:
         engine = sqlalchemy.create_engine(place, connect_args=_connect_args(place))
     except ImportError as error:
-        raise _not_installed(place, error) from error
+        raise _not_installed(place, error.name or str(error)) from error
     except (ArgumentError, NoSuchModuleError, ValueError) as error:
         raise UsageFailure(f"{shown(place)}: is no URL of a storage ({reason_of(error, place)}); {TAKEN}") from error
     with contextlib.closing(_Disposed(engine)):
@@ -212,11 +213,10 @@ class _Disposed:
         self.close = engine.dispose  # type: ignore[attr-defined]
 
 
-def _not_installed(place: str, error: ImportError) -> ProbeFailure:
-    return ProbeFailure(
-        f"{shown(place)}: needs a package that is not installed ({error}); pip install '.[cluster]' brings "
-        "PostgreSQL's driver and gRPC"
-    )
+def _not_installed(place: str, package: str) -> ProbeFailure:
+    if place.startswith((GRPC, "postgresql")):
+        return ProbeFailure(f"{shown(place)}: {needs_package('such storages', package, 'cluster')}")
+    return ProbeFailure(f"{shown(place)}: its driver, {package}, is not installed; install it, or name another storage")
 
 
 def _unreachable(place: str, why: str) -> ProbeFailure:

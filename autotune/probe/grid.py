@@ -13,7 +13,7 @@ from ringattn.wording import plural
 from ringattn.workload import Branch, Mode, Pattern, Workload, nearest_bucket, not_narrower
 
 from .recorded import choose_recorded
-from .request import Effort, ProbeRequest
+from .request import Effort, ProbeRequest, usual_shape
 
 LONGNET = Pattern((Branch(2048, 1), Branch(4096, 2), Branch(8192, 4), Branch(16384, 8), Branch(32768, 16)))
 LONGNET_CPU = Pattern((Branch(512, 1), Branch(1024, 2), Branch(2048, 4)))
@@ -93,7 +93,8 @@ def _workloads(request: ProbeRequest, facts: HardwareFacts) -> list[Workload]:
     if request.recorded:
         return list(choose_recorded(request).chosen)
     on_cpu = facts.vendor == "cpu"
-    heads = request.heads or request.kv_heads or (4 if on_cpu else 16)
+    usual = usual_shape(facts.vendor)
+    heads = request.heads or request.kv_heads or usual.heads
     lengths = _lengths(request, facts)
     modes: Sequence[Mode] = request.modes or ("train", "infer")
     workloads = _short_workloads(request, facts)
@@ -107,7 +108,7 @@ def _workloads(request: ProbeRequest, facts: HardwareFacts) -> list[Workload]:
                             mode=mode,
                             causal=True if request.causal is None else request.causal,
                             heads=heads,
-                            head_dim=request.head_dim or (64 if on_cpu else 128),
+                            head_dim=request.head_dim or usual.head_dim,
                             dtype=dtype,
                             kv_heads=request.kv_heads or heads,
                             pattern=pattern,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from autotune.outcome import TrialOutcome
 from ringattn.planning.preference import Launch, Preference
@@ -22,6 +22,23 @@ Effort = Literal["quick", "standard", "full"]
 Precision = Literal["auto", "bf16", "fp16", "tf32", "fp32"]
 Layout = Literal["auto", "contiguous", "zigzag"]
 CellStatus = Literal["tuned", "default", "refused", "inconclusive", "resumed"]
+
+
+class UsualShape(NamedTuple):
+    """Shape that commands take where none is named: a row of every default grid."""
+
+    seq_len: int
+    heads: int
+    head_dim: int
+
+
+ON_A_GPU, ON_A_CPU = UsualShape(16384, 16, 128), UsualShape(2048, 4, 64)
+
+
+def usual_shape(vendor: str) -> UsualShape:
+    """Return the shape that is measured by default on a device of this vendor, "cpu" or another."""
+    return ON_A_CPU if vendor == "cpu" else ON_A_GPU
+
 
 # Said of one cell or of several.
 VALIDATION_PENDING = "default kept, right at the length measured, but no time was left to validate it at others"

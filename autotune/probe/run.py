@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from autotune.exit_codes import NothingMeasured
 from autotune.formats import format_duration
 from autotune.journal.file import journal_path
 from autotune.journal.store import FINISHED, Store
@@ -169,7 +168,7 @@ class ProbeRun:
         inconclusive = inconclusive_lines(rows.reports.values())
         if all(report.status == "inconclusive" for report in rows.reports.values()):
             store.remember(FINISHED, True)  # the next run must measure anew, not read the same numbers again
-            raise NothingMeasured(f"no cell could be measured, so no profile was written: {'; '.join(inconclusive)}")
+            raise runs.nothing_measured("no profile was written", inconclusive)
         pending = sum(report.validation_pending for report in rows.reports.values())
         if pending:
             said = f"{plural(pending, 'cell')}: {VALIDATION_PENDING}"

@@ -15,17 +15,18 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from autotune.formats import format_factor, plain
-from autotune.journal.history import TimedTrial
+from autotune.journal.history import SearchHistory, TimedTrial
 
 WIDTH, HISTORY_WIDTH = 460, 300
-LEFT, TOP, LEGEND_ROW = 34, 12, 15
-CHARACTER_WIDTH = 5.6  # of the 10 px font of labels, a little generous
+LEFT, TOP, LEGEND_ROW = 40, 14, 18
+CHARACTER_WIDTH = 6.7  # of the 12 px font of labels, a little generous: 11 px are left where a page is 500 px wide
 PLOT_HEIGHT, HISTORY_HEIGHT = 150, 100
 # What has a colour of its own in the style sheet, in the order in which bars stand side by side.
 SERIES = (
     *("tuned", "torch", "default", "flash-attn-4", "flash-attn-3", "flash-attn-2", "flash", "cudnn", "efficient"),
     *("xformers", "triton", "split-kv", "flash-cpu", "math"),
 )
+CONFIRMED = 4  # readings from which a trial may be the best so far: of one alone 30 % are noise on a busy machine
 SLOWEST_DRAWN = 0.25  # of the default's speed; what is slower would press all others together
 _FACTOR_TICKS = (0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20, 50, 100, 1000)
 
@@ -62,6 +63,8 @@ def bar_chart(
     chart_id: str, title: str, groups: Sequence[tuple[str, Sequence[Bar]]], label: Callable[[float], str]
 ) -> Markup:
     """Draw groups of bars from 0 up, with a legend; ``label`` writes the value of each group's first bar.
+
+    A group without bars is said to be not measured.
 
     Values are finite and at least 0.
     """
@@ -100,18 +103,24 @@ def bar_chart(
             legend=[(x, TOP + row * LEGEND_ROW, name, colors[name]) for name, x, row in legend],
             bars=placed,
             labels=labels,
+            empty=[LEFT + slot * (number + 0.5) for number, (_, bars) in enumerate(groups) if not bars],
             names=[(LEFT + slot * (number + 0.5), name) for number, (name, _) in enumerate(groups)],
         )
     )
 
 
-def history_chart(chart_id: str, title: str, trials: Sequence[TimedTrial]) -> Markup:
-    """Draw the trials of one search over time, the best so far, and on the axis what failed or was far slower."""
+def history_chart(chart_id: str, title: str, history: SearchHistory) -> Markup:
+    """Draw the trials of one search where they began, and on the axis what failed or was far slower.
+
+    The line is the best so far, of trials that were read often enough to be believed; the others are hollow. It does
+    not go beyond the plan that was chosen: what read faster and was not chosen, the final did not confirm.
+    """
+    trials = history.trials
     marks = [trial for trial in trials if trial.speedup is None or trial.speedup < SLOWEST_DRAWN]
-    timed = [(t.elapsed_s, t.speedup, t.tip) for t in trials if t.speedup is not None and t.speedup >= SLOWEST_DRAWN]
-    low = min([0.8, *(speedup for _, speedup, _ in timed)]) / 1.1
-    high = max([1.25, *(speedup for _, speedup, _ in timed)]) * 1.1
-    last_s = max((trial.elapsed_s for trial in trials), default=0.0) or 1.0
+    timed = [(trial, trial.speedup) for trial in trials if trial.speedup is not None and trial not in marks]
+    low = min([0.8, *(speedup for _, speedup in timed)]) / 1.1
+    high = max([1.25, *(speedup for _, speedup in timed)]) * 1.1
+    last_s = max([history.end_s, *(trial.elapsed_s for trial in trials)]) or 1.0
     base = TOP + HISTORY_HEIGHT
 
     def x(elapsed_s: float) -> float:
@@ -121,11 +130,13 @@ def history_chart(chart_id: str, title: str, trials: Sequence[TimedTrial]) -> Ma
         return base - 12 - math.log(speedup / low) / math.log(high / low) * (HISTORY_HEIGHT - 12)
 
     ticks = [tick for tick in _FACTOR_TICKS if low <= tick <= high]
+    confirmed = [(trial.readings, speedup) for trial, speedup in timed if trial.chosen]
+    ceiling = max(confirmed)[1] if confirmed else math.inf
     best, steps = 1.0, f"M{x(0):.1f} {y(1.0):.1f}"
-    for elapsed_s, speedup, _ in timed:
-        if speedup > best:
+    for trial, speedup in timed:
+        if best < speedup <= ceiling and trial.readings >= CONFIRMED:
             best = speedup
-            steps += f"H{x(elapsed_s):.1f}V{y(best):.1f}"
+            steps += f"H{x(trial.elapsed_s):.1f}V{y(best):.1f}"
     return Markup(
         environment()
         .get_template("charts.html")
@@ -138,11 +149,18 @@ def history_chart(chart_id: str, title: str, trials: Sequence[TimedTrial]) -> Ma
             base=base,
             ticks=[(y(tick), f"{tick:g}x", tick == 1) for tick in ticks],
             steps=f"{steps}H{x(last_s):.1f}",
-            dots=[(x(elapsed_s), y(speedup), tip) for elapsed_s, speedup, tip in timed],
+            dots=[(x(trial.elapsed_s), y(speedup), _kind(trial), trial.tip) for trial, speedup in timed],
             marks=[(x(t.elapsed_s), "failed" if t.speedup is None else "slow", t.tip) for t in marks],
             end=f"{last_s:.3g} s",
         )
     )
+
+
+def _kind(trial: TimedTrial) -> str:
+    """Return the CSS classes of the dot of a trial that gave a time."""
+    if trial.chosen:
+        return "trial chosen"
+    return "trial unsure" if 0 < trial.readings < CONFIRMED else "trial"  # the default is its own measure, without any
 
 
 def _legend(names: Sequence[str]) -> Iterator[tuple[str, float, int]]:

@@ -34,7 +34,7 @@ class _Row:
 
 
 def comparison_page(profiles: tuple[Profile, Profile], names: tuple[str, str]) -> str:
-    """Return the page of two profiles, A and B; ``names`` are those of their files."""
+    """Return the page of two profiles, A and B; ``names`` tell their files apart."""
     a, b = profiles
     entries = [{entry.workload: entry for entry in profile.plans} for profile in profiles]
     rates = Rates.of([*a.plans, *b.plans])
@@ -54,13 +54,14 @@ def comparison_page(profiles: tuple[Profile, Profile], names: tuple[str, str]) -
         {
             "letter": letter,
             "name": name,
-            "title": machine_title(profile),
             "provenance": provenance_line(profile),
             "only": _only(profile, others),
         }
         for letter, name, profile, others in zip("AB", names, profiles, entries[::-1], strict=True)
     ]
+    titles = [machine_title(profile) for profile in profiles]
     return template("compare.html").render(
+        titles=titles if titles[0] != titles[1] else [f"{titles[0]}: {names[0]}", names[1]],
         sides=sides,
         verdict=verdict,
         tiles=tiles,
@@ -70,7 +71,7 @@ def comparison_page(profiles: tuple[Profile, Profile], names: tuple[str, str]) -
             for n, (title, rows) in enumerate(joined)
         ],
         rates=rates,
-        differences=_differences(a, b),
+        differences=[("Profile", *names), ("Probe", *map(provenance_line, profiles)), *_differences(a, b)],
         sections={"both": "Workloads of both", "one": "Workloads of one", "machines": "The machines"},
     )
 

@@ -22,8 +22,18 @@ from ringattn.profile.schema import Choice, Evidence, Failure, PlanEntry, Profil
 from ringattn.wording import plural
 from ringattn.workload import Tunables, Workload, describe, kernels_described
 
+from .legend import legend, legend_table
 from .plan_text import PlanText
-from .summary import Speedup, kept_default, other_plans, over_torch, recorded_choices, relative_time, waiting_host_ms
+from .summary import (
+    Speedup,
+    first_call_text,
+    kept_default,
+    other_plans,
+    over_torch,
+    recorded_choices,
+    relative_time,
+    waiting_host_ms,
+)
 
 Direction = Literal["forward", "backward", "both"]
 
@@ -37,6 +47,7 @@ class KernelVerdict:
     reasons: tuple[str, ...]
     evidence: str = ""  # what the profile knows of it, for a kernel that could run
     relative_time: float | None = None  # of its fastest recorded plan over the chosen plan, where one was timed
+    fastest: Tunables | None = None  # that plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +73,7 @@ class Explanation:
     over_torch: float | None = None  # times as fast as F.scaled_dot_product_attention, where that was timed
     host_ms: float | None = None  # of a call, where the host takes longer than the device
     runners_up: tuple[str, ...] = ()  # the next plans in the order of time, with their times
+    legend: tuple[tuple[str, str], ...] = ()  # words of all plans that are told, with their meaning
 
 
 def why_foreign(profile: Profile, facts: HardwareFacts) -> str:
@@ -91,6 +103,8 @@ def explain_workload(workload: Workload, setup: Setup, table: PlanTable, foreign
     tunables = row.plan.tunables if row.plan is not None else None
     chosen = _choice_of(entry, tunables)
     source = setup.source_of(entry) if entry is not None else setup.resolution
+    kernels, runners_up = _kernel_verdicts(workload, tunables, setup, entry), _runners_up(entry, tunables)
+    told = (tunables, *(plan for plan, _ in runners_up), *(verdict.fastest for verdict in kernels))
     return Explanation(
         workload=workload,
         device_name=setup.facts.device_name,
@@ -103,19 +117,20 @@ def explain_workload(workload: Workload, setup: Setup, table: PlanTable, foreign
         refusal=str(row.refusal) if row.refusal is not None else "",
         evidence=chosen.evidence if chosen is not None else None,
         gave_way=row.note,
-        kernels=_kernel_verdicts(workload, tunables, setup, entry),
+        kernels=kernels,
         failures=entry.failures if entry is not None else (),
         why=_why(row, setup, entry, chosen),
         foreign=foreign,
         other_heads=_other_heads(workload, row, entry),
         over_torch=over_torch(entry) if entry is not None and chosen is entry.choice else None,
         host_ms=waiting_host_ms(chosen.evidence, setup.facts.vendor) if chosen and chosen.evidence else None,
-        runners_up=_runners_up(entry, tunables),
+        runners_up=tuple(text for _, text in runners_up),
+        legend=legend(plan for plan in told if plan is not None),
     )
 
 
-def _runners_up(entry: PlanEntry | None, tunables: Tunables | None) -> tuple[str, ...]:
-    """Return each runner-up of a row whose own plan is used, with its time."""
+def _runners_up(entry: PlanEntry | None, tunables: Tunables | None) -> tuple[tuple[Tunables, str], ...]:
+    """Return each runner-up of a row whose own plan is used, and as text with its time."""
     if entry is None or entry.choice is None or entry.choice.tunables != tunables:
         return ()
     found = []
@@ -123,7 +138,8 @@ def _runners_up(entry: PlanEntry | None, tunables: Tunables | None) -> tuple[str
         if "runner-up" in which and choice.evidence is not None:
             ratio = relative_time(choice, entry)
             times = f", {format_factor(ratio)} the time" if ratio is not None else ""
-            found.append(f"{describe(choice.tunables)}: {format_ms(choice.evidence.median_ms)}{times}")
+            text = f"{describe(choice.tunables)}: {format_ms(choice.evidence.median_ms)}{times}"
+            found.append((choice.tunables, text))
     return tuple(found)
 
 
@@ -217,8 +233,8 @@ def _kernel_verdicts(
             if name in used:
                 continue
             reasons = _reasons(name, direction, workload, tunables, setup)
-            known, ratio = ("", None) if reasons else _known_of(name, direction, entry)
-            verdicts.append(KernelVerdict(name, direction, reasons, known, ratio))
+            known = _UNKNOWN if reasons else _known_of(name, direction, entry)
+            verdicts.append(KernelVerdict(name, direction, reasons, *known))
     # What could run comes first, the fastest at the top.
     return tuple(sorted(_merged(verdicts), key=lambda v: (bool(v.reasons), v.relative_time or math.inf)))
 
@@ -248,10 +264,17 @@ def _reasons(
     return tuple(dict.fromkeys(found))
 
 
-def _known_of(name: str, direction: Direction, entry: PlanEntry | None) -> tuple[str, float | None]:
-    """Return what the profile recorded of a kernel in one direction, and the relative time of its best plan if any."""
+_Known = tuple[str, float | None, Tunables | None]
+_UNKNOWN: _Known = ("", None, None)
+
+
+def _known_of(name: str, direction: Direction, entry: PlanEntry | None) -> _Known:
+    """Return what the profile recorded of a kernel in one direction, with its best plan, if any, and its relative time.
+
+    The order is text, time, plan.
+    """
     if entry is None:
-        return "could run; nothing was measured for this workload", None
+        return "could run; nothing was measured for this workload", None, None
     best: tuple[float, Choice] | None = None
     for choice in recorded_choices(entry):
         ratio = relative_time(choice, entry)
@@ -261,14 +284,14 @@ def _known_of(name: str, direction: Direction, entry: PlanEntry | None) -> tuple
             best = (ratio, choice)
     if best is not None:
         told = f"could run; measured {format_factor(best[0])} the time of the chosen plan"
-        return f"{told} ({describe(best[1].tunables)})", best[0]
+        return f"{told} ({describe(best[1].tunables)})", best[0], best[1].tunables
     failures = [f for f in entry.failures if f.kind != "rejected" and name in kernels_described(f.candidate)]
     failed = min(failures, key=lambda f: len(kernels_described(f.candidate)), default=None)
     if failed is not None:
-        return f"could run, but failed when measured: {failed.kind}: {failed.message}", None
+        return f"could run, but failed when measured: {failed.kind}: {failed.message}", None, None
     if entry.choice is not None and entry.evidence is None:
-        return "could run; not measured here", None
-    return "could run; slower when measured, and not kept in the profile", None
+        return "could run; not measured here", None, None
+    return "could run; slower when measured, and not kept in the profile", None, None
 
 
 def explanation_summary(explanation: Explanation) -> RenderableType:
@@ -286,9 +309,7 @@ def explanation_summary(explanation: Explanation) -> RenderableType:
     rows += [("Plan", f"{plan}  [{e.origin}]"), ("Why", e.why)]
     if e.evidence is not None:
         v = e.evidence
-        measured = (
-            f"{format_ms(v.median_ms)} (first call {format_ms(v.first_call_ms)}), {plural(v.blocks, 'paired block')}"
-        )
+        measured = f"{format_ms(v.median_ms)} (first call {first_call_text(v)}), {plural(v.blocks, 'paired block')}"
         rows.append(("Evidence", f"{measured}, peak {format_bytes(v.peak_bytes)}, error {v.error:.1e}"))
     if e.over_torch is not None:
         rows.append(("Over torch", f"{format_factor(e.over_torch)} as fast as F.scaled_dot_product_attention"))
@@ -302,7 +323,10 @@ def explanation_summary(explanation: Explanation) -> RenderableType:
         # A path is no use cut off.
         shown = PlanText(plain(value)) if label in ("Plan", "Runner-up") else Text(plain(value), overflow="fold")
         head.add_row(Text(label, style="bold"), shown)
-    parts: list[RenderableType] = [head, Text(""), Text("Which profile, and why", style="bold")]
+    parts: list[RenderableType] = [head]
+    if e.legend:
+        parts += [Text(""), Text("Words of the plans", style="bold"), legend_table(e.legend)]
+    parts += [Text(""), Text("Which profile, and why", style="bold")]
     trace = Table.grid(padding=(0, 1))  # so that long lines hang
     for line in filter(None, e.trace):
         trace.add_row(" -", Text(plain(line), overflow="fold"))

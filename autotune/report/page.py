@@ -5,7 +5,7 @@ What the page says is gathered here, how it says it is in ``templates``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,8 @@ from ringattn.planning.missed import probe_options
 from ringattn.wording import plural
 from ringattn.workload import Workload, describe
 
-from .charts import Bar, bar_chart, color_class, environment, history_chart
+from .charts import CONFIRMED, Bar, bar_chart, color_class, environment, history_chart
+from .legend import legend
 from .plan_text import pieces
 from .summary import (
     FAILURE_MEANINGS,
@@ -28,6 +29,7 @@ from .summary import (
     call_ms,
     failure_groups,
     families,
+    first_call_text,
     headline,
     kept_default,
     machine_facts,
@@ -44,7 +46,7 @@ from .summary import (
 )
 
 if TYPE_CHECKING:
-    from ringattn.profile.schema import PlanEntry, Profile
+    from ringattn.profile.schema import Choice, PlanEntry, Profile
 
 
 def template(name: str) -> Template:
@@ -56,6 +58,7 @@ def template(name: str) -> Template:
         "color_class": color_class,
         "describe": describe,
         "factor": format_factor,
+        "first_call": first_call_text,
         "kernels": _kernels,
         "length_text": format_length,
         "ms": format_ms,
@@ -103,9 +106,12 @@ def html_report(profile: Profile, histories: Sequence[SearchHistory] = ()) -> st
         charts=_charts(grouped, profile.fingerprint.vendor, rates),
         other_plans=lambda family: [(e, which, choice) for e in family.entries for which, choice in other_plans(e)],
         histories=[
-            (history, history_chart(f"search{n}", f"{history.workload}: trials over time", history.trials))
-            for n, history in enumerate(histories)
+            (history, history_chart(f"search{n}", f"{history.workload}: trials over time", history))
+            for n, history in enumerate(history for history in histories if len(history.trials) > 1)
         ],
+        untried=sum(len(history.trials) == 1 for history in histories),
+        confirmed=CONFIRMED,
+        legend=legend(choice.tunables for entry in profile.plans for choice in _listed(entry)),
         uncovered=uncovered(profile),
         failures=failure_groups(profile),
         meanings=FAILURE_MEANINGS,
@@ -137,6 +143,13 @@ def _tiles(profile: Profile) -> list[tuple[str, str, str]]:
     if failed := sum(count for _, count in numbers.failures):
         tiles.append(("Failed candidates", str(failed), ", ".join(f"{n} {kind}" for kind, n in numbers.failures)))
     return tiles
+
+
+def _listed(entry: PlanEntry) -> Iterator[Choice]:
+    """Yield every choice of an entry whose plan the page names."""
+    if entry.choice is not None:
+        yield entry.choice
+        yield from (choice for _, choice in other_plans(entry))
 
 
 def _kernels(entry: PlanEntry) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from autotune.formats import format_bytes, format_duration, format_factor, format_length, plain
+from autotune.formats import format_bytes, format_duration, format_factor, format_length, format_ms, plain
 from autotune.probe.recorded import call_gflop
 from ringattn.errors import KernelReason
 from ringattn.profile.schema import Choice
@@ -113,6 +113,11 @@ def waiting_host_ms(evidence: Evidence, vendor: str) -> float | None:
     """Return the host's time for a call if it is the longer, so that an eager loop waits for it; None on a CPU."""
     host_ms = evidence.host_us / 1e3
     return host_ms if vendor != "cpu" and host_ms > evidence.median_ms else None
+
+
+def first_call_text(evidence: Evidence) -> str:
+    """Return the time of a first call; in one lucky reading it may be below the median, which says nothing of it."""
+    return format_ms(evidence.first_call_ms) if evidence.first_call_ms > evidence.median_ms else "no longer"
 
 
 def call_ms(evidence: Evidence, vendor: str) -> float:

@@ -17,6 +17,7 @@ from ringattn.profile.schema import PlanEntry, Profile
 from ringattn.wording import plural
 from ringattn.workload import describe
 
+from .legend import legend, legend_table
 from .plan_text import PlanText, longest_piece
 from .summary import (
     IN_A_GRAPH,
@@ -59,6 +60,9 @@ def terminal_summary(profile: Profile) -> RenderableType:
     parts += [Text(""), Text(plain(verdict(profile)))]
     for family in families(profile):
         parts += [Text(""), Text(plain(family.title), style="bold"), _FamilyTable(family, profile.fingerprint.vendor)]
+    choices = [choice for entry in profile.plans for choice in (entry.choice, entry.captured) if choice is not None]
+    if choices:
+        parts += [Text(""), Text("Words of the plans", style="bold"), legend_table(legend(c.tunables for c in choices))]
     if profile.policy is not None:
         parts += [Text(""), Text("Where nothing was measured:", style="bold")]
         parts += [Text(f"  {label:<22}{plain(value)}") for label, value in policy_facts(profile.policy)]

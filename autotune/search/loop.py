@@ -39,7 +39,7 @@ from autotune.search.proposing.samplers import sampler_of
 from autotune.search.proposing.surrogate import Coder
 from autotune.space.space import Space, Value
 from ringattn.profile.yaml_io import to_plain
-from ringattn.tunables import LAUNCHES
+from ringattn.tunable_rules import LAUNCHES
 from ringattn.workload import Tunables, Workload
 
 from .budget import CellNeed, Deadline

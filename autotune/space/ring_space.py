@@ -9,7 +9,8 @@ from typing import Any
 
 from ringattn.planning.equal_plans import case_of, plainest
 from ringattn.planning.ring import ring_reasons
-from ringattn.tunables import EXCHANGES, EXCHANGING, SCHEDULES, TABLE, Value, degrees
+from ringattn.tunable_rules import EXCHANGES, EXCHANGING, SCHEDULES, Value, degrees
+from ringattn.tunables import TABLE
 from ringattn.workload import Tunables, Workload
 
 FIRST_HEAD_GROUPS = (0, 4)  # that the race of schedules tries

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from ringattn.planning.equal_plans import case_of, plainest
 from ringattn.planning.fused_steps import FUSED_PARAMS, FUSED_STEPS, steps_not_taken
-from ringattn.tunables import EXCHANGES, TABLE, Tunable
-from ringattn.tunables import Value as Value
+from ringattn.tunable_rules import EXCHANGES
+from ringattn.tunable_rules import Value as Value
+from ringattn.tunables import TABLE, Tunable
 from ringattn.workload import BranchTunables, ParamValue, Tunables, Workload
 
 from .ring_space import ring_knobs, schedule_plans, too_heavy, with_degree

@@ -22,7 +22,7 @@ from autotune.search.deciding.choose import gain_margin
 from autotune.space.space import decode, encode
 from autotune.statistics import interval_of
 from ringattn.planning.preference import Launch
-from ringattn.tunables import LAUNCHES
+from ringattn.tunable_rules import LAUNCHES
 from ringattn.workload import Tunables
 
 from .problems import CELL_BUDGET_S, HANG_S, Problem

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ringattn.arguments import integer
 from ringattn.autograd.function import Runner, runner_of, without_autocast
+from ringattn.autograd.out_of_memory import note_plan
 from ringattn.autograd.transforms import transforms_active
 from ringattn.dtypes import DTYPE_NAMES
 from ringattn.errors import InputError
@@ -165,6 +166,36 @@ def run_over_all(module: CrossModule, q: Tensor, k: Tensor, v: Tensor, extent: E
     blocks, plan = _program_at(module, q, extent, False, None)
     program = OneBlock(blocks, module.scale, q, k.shape[2])
     return module.counted(runner_of(program, q, k, v, False, with_lse), plan)
+
+
+def run_steps(module: CrossModule, query: Tensor, key: Tensor, value: Tensor) -> Runner | None:
+    """Return the function for calls that look like this one of a query (B, H, 1, D), which takes tensors of that order.
+
+    key and value are (B, Hkv, Sk, D), and a call gives out (B, 1, H, D) and None. None where ``cross`` has to see every
+    call: the query may not see every key, or keys may come to be more than ``max_seq_len``.
+    """
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    keys, most = k.shape[1], module.shape.max_seq_len
+    if module.shape.world > 1 or looks_of(module, q, k, v, "end", None, False) is None:
+        return None
+    if most is not None and rounded(keys) > most:
+        return None
+    check_inputs(q, k, v, module.shape, module.device, cross=True)
+    blocks, plan = _program_at(module, q, Extent(keys - 1, 1, 0, keys, None), False, None)
+    program = OneBlock(blocks, module.scale, q, k.shape[2])
+    run = runner_of(program, q, k, v, False, False)
+    entry = program.heads_first(q, k, v) if q.dtype is program.dtype else None
+
+    def step(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None]:
+        if entry is None:
+            return run(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))[0], None
+        try:
+            return entry(query, key, value), None
+        except Exception as error:
+            note_plan(error, program, query.transpose(1, 2))
+            raise
+
+    return module.counted(step, plan)
 
 
 def _program_at(

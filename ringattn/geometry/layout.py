@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ringattn.errors import InputError
-from ringattn.tunables import LAYOUTS
+from ringattn.tunable_rules import LAYOUTS
 from ringattn.wording import plural
 from ringattn.workload import Pattern
 

@@ -234,7 +234,7 @@ def _check_cuda(wanted: torch.device) -> None:
 def _unmeasured(device: str, kind: str) -> DeviceError:
     return DeviceError(
         f"device is '{device}': {_UNMEASURED[kind]} have not been measured yet and are not supported; "
-        "use an NVIDIA GPU or device='cpu'"
+        "use an NVIDIA GPU or the device cpu"
     )
 
 

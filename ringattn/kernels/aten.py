@@ -91,8 +91,13 @@ def _flash_cpu(config: KernelConfig) -> BoundKernel:
     causal, scale = config.causal, config.scale
 
     def forward(q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
-        out, lse = forward_op(*_heads_first(q, k, v), 0.0, causal, scale=scale)
-        out = out.transpose(1, 2)
+        if q.shape[1] == 1 and not causal and groups_as_rows(q.dtype, q.shape[2] // k.shape[2], k.shape[1]):
+            grouped = torch.unflatten(q[:, 0], 1, (k.shape[2], -1))
+            out, lse = forward_op(grouped, *_heads_first(k, v), 0.0, False, scale=scale)
+            out, lse = out.flatten(1, 2).unsqueeze(1), lse.flatten(1, 2).unsqueeze(2)
+        else:
+            out, lse = forward_op(*_heads_first(q, k, v), 0.0, causal, scale=scale)
+            out = out.transpose(1, 2)
         # 2 us where a call of 64 rows and 8 heads takes 226, and 15 where one of 2048 and 16 takes 224,000
         if type(lse) is Tensor and int(torch.count_nonzero(lse)) != lse.numel():  # a FakeTensor has no values
             return _decided_by_math(q, k, v, out, lse, causal, scale)
@@ -103,6 +108,15 @@ def _flash_cpu(config: KernelConfig) -> BoundKernel:
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
     return BoundKernel(forward, backward, lambda shape: forward)
+
+
+def groups_as_rows(dtype: torch.dtype, group: int, keys: int) -> bool:
+    """Tell whether flash-cpu is faster where one query's heads of a group are given as rows of one head.
+
+    It reads each key once then, and not once a query head: 32/8 heads of 128 over 4096 keys take 1.7 ms in place of
+    5.0. In 16 bits that pays from many keys on: 0.2 ms either way with 512, 1.7 and 2.1 with 4096.
+    """
+    return group > 1 and (dtype.itemsize > 2 or group * keys >= 16384)
 
 
 def _decided_by_math(

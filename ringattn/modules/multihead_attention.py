@@ -152,7 +152,8 @@ class MultiheadAttention(nn.Module):
         """
         arguments = (query, key, value, key_padding_mask, need_weights, attn_mask, is_causal, positions, total_length)
         if self._pool.over_ranks:
-            return outside_graphs(self._told, self._attended, *arguments)
+            attended: tuple[Tensor, None] = outside_graphs(self._told, self._attended, *arguments)
+            return attended
         return self._attended(*arguments)
 
     def check_input(self, name: str, x: Tensor) -> None:

@@ -9,6 +9,7 @@ Legend: N blocks, M rows, H query heads, K key/value heads, D head dimension.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,10 +60,11 @@ def exact_results(
     def factors(block: Tensor, of_rows: slice, of_keys: slice) -> Tensor:
         return kept[..., of_rows, of_keys].to(block.dtype) / (1.0 - config.dropout)
 
-    fixed = config.causal, config.scale, config.window, config.softcap
-    inputs = [x.to(exact_on).double() for x in (q, k, v)]
-    exact_out, exact_lse = kernels_math.forward(*inputs, *fixed, factors)
-    grads = kernels_math.backward(dout.to(exact_on).double(), *inputs, exact_out, exact_lse, *fixed, factors)
+    fixed: dict[str, Any] = {"causal": config.causal, "scale": config.scale, "factors": factors}
+    fixed |= {"window": config.window, "softcap": config.softcap}
+    exact_q, exact_k, exact_v, exact_dout = (x.to(exact_on).double() for x in (q, k, v, dout))
+    exact_out, exact_lse = kernels_math.forward(exact_q, exact_k, exact_v, **fixed)
+    grads = kernels_math.backward(exact_dout, exact_q, exact_k, exact_v, exact_out, exact_lse, **fixed)
     exact = {"out": exact_out, "lse": exact_lse, **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
     seen = torch.ones(rows, rows, dtype=torch.bool, device=exact_on)
     seen = seen.tril() if config.causal else seen

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ringattn.tunables import TABLE, Case, Tunable, Tunables
+from ringattn.tunable_rules import Case
+from ringattn.tunables import TABLE, Tunable, Tunables
 from ringattn.workload import Workload
 
 from .ring import travelling_branches

@@ -20,7 +20,7 @@ from ringattn.profile.locations import FILE_VARIABLE, Located
 from ringattn.profile.resolve import Resolution, Source, resolve
 from ringattn.profile.schema import PlanEntry, Policy, Profile
 from ringattn.store.lookup import find_profiles
-from ringattn.tunables import CHECKPOINTS
+from ringattn.tunable_rules import CHECKPOINTS
 from ringattn.versions import TESTED_TORCH, newer_than_tested
 from ringattn.wording import plural
 from ringattn.workload import LONGEST, Pattern, check_score_options

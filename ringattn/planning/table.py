@@ -400,7 +400,7 @@ def table_of(
                     raise PlanError(
                         f"{place}the profile's plan for {workload} cannot run here",
                         {"plan": (why,)},
-                        "Probe this machine again, or use profile='auto'",
+                        "Probe this machine again, or name no profile",
                     )
                 rows.append(row)
             if mode == "decode":  # without an entry it has a row when it is asked for

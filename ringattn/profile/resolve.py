@@ -32,7 +32,7 @@ TIERS: tuple[Tier, ...] = ("exact", "same-silicon", "same-sku", "nearest", "heur
 BUILT_IN = "built-in"
 _BINDING: tuple[Origin, ...] = ("argument", "env")
 _ANOTHER = {
-    "argument": "Use profile='auto', or name a file that was probed here",
+    "argument": "Name none, so that this machine's own serves, or a file that was probed here",
     "env": "Unset RINGTUNE_PROFILE, or set it to a file that was probed here",
 }
 _MEMORY_TOLERANCE = 0.02  # of one card, drivers reserve more or less
@@ -117,7 +117,8 @@ def resolve(located: Sequence[Located], facts: HardwareFacts, *, world: int = 1)
     bound = next((entry for origin in _BINDING for entry in located if entry.origin == origin), None)
     if bound is not None:
         _check_bound(bound, facts, world)
-    every, located = len(located), [entry for entry in located if not _ships_for_others(entry, facts)]
+    others = [entry for entry in located if _ships_for_others(entry, facts)]
+    located = [entry for entry in located if entry not in others]
     trace: list[str] = []
     measured: list[tuple[_Match, Located]] = []
     for entry in located:
@@ -145,8 +146,8 @@ def resolve(located: Sequence[Located], facts: HardwareFacts, *, world: int = 1)
         lacks = f"; it holds no plans for {plural(world, 'rank')}" if lacking else ""
         trace.insert(number, TraceLine.at(entry, f"{verdict}; tier {match.tier}: {match.why}{lacks}"))
     heuristic = _heuristic(located, facts, bound, trace)
-    if others := every - len(located):
-        trace.append(f"{plural(others, 'shipped profile')} for other devices: not taken")
+    if others:
+        trace.append(f"{plural(len(others), 'shipped profile')} for other devices, {_kinds(others)}: not taken")
     if measured:
         match, entry = measured[0]
         assert match.tier is not None
@@ -167,6 +168,16 @@ def _ships_for_others(entry: Located, facts: HardwareFacts) -> bool:
     return entry.origin == "shipped" and (
         made.vendor != facts.vendor or (rule and bool(_heuristic_mismatch(made, facts)))
     )
+
+
+def _kinds(entries: Sequence[Located]) -> str:
+    """Return how many of these profiles were measured, and how many are heuristics."""
+    rules = sum(entry.profile.source == "heuristic" for entry in entries)
+    counts = (
+        f"{len(entries) - rules} measured" if len(entries) > rules else "",
+        plural(rules, "heuristic") if rules else "",
+    )
+    return " and ".join(filter(None, counts))
 
 
 def _check_bound(bound: Located, facts: HardwareFacts, world: int) -> None:

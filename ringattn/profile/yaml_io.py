@@ -36,6 +36,9 @@ MOST_INTEGER = 2**63 - 1
 _TOP_LEVEL = ("schema", "source", "fingerprint", "software", "policy", "provenance", "plans")
 _CHECKSUM = "checksum"
 NOT_A_FILE = "is a URL, and profiles are read from files: URLs need a store. Download it, and name the file"
+_NO_PROFILE = (
+    "so that it is no hardware profile; `ringtune which -v` lists those there are, `ringtune probe` writes one"
+)
 _PLAIN_KEY = re.compile(r"[\w.+-]{1,60}")
 
 
@@ -48,6 +51,14 @@ def load_profile(path: str | os.PathLike[str], *, checksum: bool = True) -> Prof
     ``checksum`` as in ``parse_profile``.
     """
     return parse_profile(_read_bounded(Path(path)), os.fspath(path), checksum=checksum)
+
+
+def load_head(path: str | os.PathLike[str]) -> Profile:
+    """Return the profile in a file without its rows, which are not read; ProfileError as for ``load_profile``.
+
+    The checksum, which counts the rows, is not compared.
+    """
+    return parse_profile(_read_bounded(Path(path)), os.fspath(path), checksum=False, until="plans")
 
 
 def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
@@ -105,10 +116,10 @@ def _read_bounded(path: Path) -> bytes:
 # --- text to profile and back -----------------------------------------------------------------------------------
 
 
-def parse_profile(content: str | bytes, source: str, *, checksum: bool = True) -> Profile:
+def parse_profile(content: str | bytes, source: str, *, checksum: bool = True, until: str = "") -> Profile:
     """Return the profile in a YAML text; ``source`` names it in the ProfileError that everything invalid raises.
 
-    Without ``checksum`` it need have none, nor one that fits.
+    Without ``checksum`` it need have none, nor one that fits. ``until`` is the key from which on nothing is read.
     """
     if isinstance(content, bytes):
         try:
@@ -116,7 +127,7 @@ def parse_profile(content: str | bytes, source: str, *, checksum: bool = True) -
         except UnicodeDecodeError as error:
             raise ProfileError(source, f"is not UTF-8 text (byte {error.start})") from None
     try:
-        plain = read_yaml(content)
+        plain = read_yaml(content, until=until)
     except YamlError as fault:
         raise ProfileError(source, str(fault)) from None
     try:
@@ -160,7 +171,9 @@ def checksum_of(plain: dict[str, Any]) -> str:
 def _profile_of(plain: object, checksum: bool) -> Profile:
     if not isinstance(plain, dict):
         found = _kind(plain) if plain is None or isinstance(plain, list) else "one value"
-        raise _Fault("", f"holds {found}; a profile is a mapping that starts with `schema: {SCHEMA_VERSION}`")
+        raise _Fault("", f"holds {found}, {_NO_PROFILE}")
+    if not plain.keys() & {*_TOP_LEVEL, _CHECKSUM}:
+        raise _Fault("", f"has none of the keys of a profile, {_NO_PROFILE}")
     schema = _required(plain, "schema")
     if type(schema) is not int:
         shown = "text" if isinstance(schema, str) else _kind(schema)

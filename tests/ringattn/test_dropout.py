@@ -69,7 +69,7 @@ def test_torchs_own_kernel_gives_the_same_for_the_mask(causal: bool) -> None:
 
 
 def bound_of_share(p: float, count: int) -> float:
-    """Distance from 1 - p that the share of ``count`` kept weights exceeds with a probability below 1e-14 (Bernstein)."""
+    """Distance from 1 - p that the share of ``count`` kept weights exceeds with probability below 1e-14 (Bernstein)."""
     log = math.log(2e14)
     return (log / 3 + math.sqrt((log / 3) ** 2 + 2 * count * p * (1 - p) * log)) / count
 

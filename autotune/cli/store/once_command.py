@@ -41,6 +41,7 @@ def probe_if_missing(
     from ringattn.store.names import kind_of
 
     from ..console import emit_json, warn
+    from ..probe_result import trouble_lines
     from ..progress import probe_observer
     from .renew import can_renew, renew
 
@@ -54,7 +55,7 @@ def probe_if_missing(
     once = OncePerKind(store, place, cache, facts, request.ranks, warn, exact=if_stale)
 
     def measure(earlier: Path | None) -> Path:
-        check_signing_key(store)
+        check_signing_key(store, believed=True)
         folder = made_folder(cache / "measured", "XDG_CACHE_HOME")
         output = folder / f"{kind_of(Fingerprint.of(facts))}-x{request.ranks}.yaml"
         with probe_observer() as observer:
@@ -63,8 +64,8 @@ def probe_if_missing(
             if earlier is not None and can_renew(load_profile(earlier), facts):
                 return renew(earlier, output, request, facts, observer)
             result = tuning.run_probe(replace(request, output=output), observer)
-        for line in result.inconclusive:
-            warn(f"inconclusive: {line}")
+        for line in trouble_lines(result):
+            warn(line)
         assert result.profile_path is not None, "a probe that measured nothing raises"
         return result.profile_path
 

@@ -9,7 +9,7 @@ from autotune.search.loop import CellSearch
 from ringattn.workload import Workload
 
 from .needs import affordable, needs_of
-from .runs import LARGER, CellRuns
+from .runs import CellRuns
 
 KEPT_OF_SETTLING = 0.25
 
@@ -27,7 +27,7 @@ def settle_defaults(runs: CellRuns, cells: Sequence[Cell]) -> dict[Workload, Cel
             if not taken or runs.recall(search := runs.new_search(cell)):
                 continue
             if len(affordable(needs_of(searches), runs.budget.available_s())) < len(searches):
-                runs.leave(search, search.inconclusive(f"no time was left for it{LARGER}"))
+                runs.leave_for_time(search)
                 continue
             if runs.settle(search, runs.budget.available_s() - kept_s):
                 searches[cell.workload] = search

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from autotune.exit_codes import NothingMeasured
 from autotune.journal.cell_study import LEFT
 from autotune.journal.result import CellResult
 from autotune.journal.store import Store
@@ -13,6 +14,7 @@ from autotune.probe.grid import Cell
 from autotune.probe.observer import SearchObserver
 from autotune.probe.output.earlier_profile import plans_before
 from autotune.probe.task import Task
+from autotune.search.budget import RESERVE_S
 from autotune.search.compilers import Compilers
 from autotune.search.limits import Limits
 from autotune.search.loop import CellSearch
@@ -68,6 +70,7 @@ class CellRuns:
         self.searched: list[CellSearch] = []
         self.results: dict[Workload, CellResult] = {}
         self.recalled: list[CellSearch] = []  # that an earlier run finished, or another worker
+        self.enough_s: list[float] = []  # for each cell left for want of time here, a budget that had measured it
         self.store = store
         self._evaluator = evaluator
         self._layout_of, self._space_of = layout_of, space_of
@@ -137,8 +140,10 @@ class CellRuns:
             self.shared.settle(search.cell, search.need())
             return True
         if fault.from_outside:  # no verdict on any plan
-            remedy = "; give a larger --budget or a shorter --seq-len" if fault.kind == "timeout" else ""
-            self.leave(search, search.inconclusive(fault.message + remedy))
+            if fault.kind == "timeout":
+                self.leave_for_time(search, fault.message, f"{LARGER} or a shorter --seq-len")
+            else:
+                self.leave(search, search.inconclusive(fault.message))
         else:
             self.leave(search, search.refused(f"no plan could be run: {fault.message}"))
         return False
@@ -149,7 +154,7 @@ class CellRuns:
         began, lost_before_s = clock.now(), state.lost_s
         self.observer.begin(cell)
         if share_s < search.least_s():
-            self.leave(search, search.inconclusive(f"no time was left for it{LARGER}"))
+            self.leave_for_time(search)
             return
         deadline = self.budget.working_deadline(share_s, lambda: state.lost_s, spare_s)
         result = search.run(deadline, seeds=(*self._nearby[cell], *self.rows.seeds(cell)))
@@ -158,9 +163,16 @@ class CellRuns:
         self._teach(search)
         if math.isfinite(sigma := state.noise_sigma()):
             self.transfer.sigmas.append(sigma)
+        if result.state == "inconclusive" and not math.isfinite(result.noise_sigma):  # fewer than two blocks
+            self._note_enough(search)
         self.searched.append(search)
         self.shared.finish(cell)
         self.finish(result, taken_s)
+
+    def nothing_measured(self, stays: str, why: Sequence[str]) -> NothingMeasured:
+        """Return the error of a run whose cells are all inconclusive: ``why``, and a budget that would have done."""
+        least = f"; --budget {math.ceil(min(self.enough_s))} would do for the first" if self.enough_s else ""
+        return NothingMeasured(f"no cell could be measured, so {stays}{least}: {'; '.join(why)}")
 
     # --- its result -------------------------------------------------------------------------------------------------
 
@@ -193,6 +205,19 @@ class CellRuns:
         if self.teaches:
             self.transfer.finished = [timed for timed in self.transfer.finished if timed.cell != search.cell]
             self.transfer.finished.append(search.beliefs.timed())
+
+    def leave_for_time(self, search: CellSearch, why: str = "no time was left for it", remedy: str = LARGER) -> None:
+        """Give a cell up for this run that a larger budget would measure; see ``leave``."""
+        self._note_enough(search)
+        self.leave(search, search.inconclusive(f"{why}{remedy}"))
+
+    def _note_enough(self, search: CellSearch) -> None:
+        """Note how many seconds would have done for a cell: apart from its note, since equal notes are told once.
+
+        Twice what it needs for an answer, since the defaults of other cells may take as much.
+        """
+        reserve_s = max(RESERVE_S, self.budget.reserve_s)
+        self.enough_s.append(self.budget.elapsed_s() + 2 * search.need().base_s + reserve_s)
 
     def leave(self, search: CellSearch, result: CellResult) -> None:
         """Give a cell up for this run: other workers take this for its result, the next run tries anew."""

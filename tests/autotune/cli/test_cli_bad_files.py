@@ -56,6 +56,22 @@ def test_the_line_has_the_key_path(gpu_file: Path, tmp_path: Path) -> None:
     assert "plans[0].choice.evidence.median_ms" in one_line_error(ringtune("validate", path), 1)
 
 
+@pytest.mark.parametrize("content", ['{"model_type": "llama", "hidden_size": 64}', "a: 1\n", "[1, 2]", "{}"])
+@pytest.mark.parametrize("command", ["show", "validate", "report", "explain"])
+def test_a_file_of_another_kind_is_said_to_be_no_profile(tmp_path: Path, command: str, content: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(content)
+    line = one_line_error(ringtune(command, path), 1)
+    assert "is no hardware profile" in line
+    assert "`ringtune which -v`" in line
+
+
+def test_a_profile_without_its_first_line_is_said_to_lack_it(gpu_file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "cut.yaml"
+    path.write_text(gpu_file.read_text().replace("schema: 1\n", ""))
+    assert one_line_error(ringtune("show", path), 1).endswith("schema: is missing")
+
+
 @pytest.mark.parametrize("command", ["show", "validate", "report", "explain"])
 def test_a_missing_profile_is_one_line_with_the_remedy(tmp_path: Path, command: str) -> None:
     line = one_line_error(ringtune(command, tmp_path / "none.yaml"), 1)

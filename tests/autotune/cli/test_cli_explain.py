@@ -40,6 +40,40 @@ def test_explain_names_the_row_its_evidence_and_its_failures(at_home: Path) -> N
         assert part.replace(" ", "") in text
 
 
+@pytest.mark.parametrize("mode", ["train", "infer"])
+def test_without_a_shape_it_explains_a_row_of_the_default_grid(mode: str) -> None:
+    """So that what a newcomer has just measured is what the bare command explains."""
+    from autotune.probe.grid import cells_for
+    from autotune.probe.request import ProbeRequest, usual_shape
+    from ringattn.hardware.facts import HardwareFacts
+
+    workload = explained("--device", "cpu", "--mode", mode)["workload"]
+    asked = tuple(workload[name] for name in ("seq_len", "heads", "head_dim"))
+    assert asked == usual_shape("cpu")
+    gpu = HardwareFacts("nvidia", "H100", "h100-sxm", "sm_90", 132, 81559, 50)
+    cpu = HardwareFacts("cpu", "Invented", "invented", "x86_64", 4, 16384, 32, threads=4)
+    for facts in (cpu, gpu):
+        for effort in ("quick", "standard", "full"):
+            cells = [cell.workload for cell in cells_for(ProbeRequest(effort=effort), facts)]
+            assert usual_shape(facts.vendor) in {(w.seq_len, w.heads, w.head_dim) for w in cells if w.mode == mode}
+
+
+def test_it_says_what_the_words_of_its_plans_mean(at_home: Path) -> None:
+    from autotune.report.legend import KERNEL_MEANINGS, legend
+
+    said = explained(*SHAPE, "--seq-len", "600")
+    assert ["math", KERNEL_MEANINGS["math"]] in said["legend"]
+    assert not any(words == "cudnn" for words, _ in said["legend"]), "it is in no plan that is shown"
+    text = ringtune("explain", *SHAPE, "--seq-len", "600").stdout
+    shown = ringtune("show", at_home).stdout
+    entry = measured_entry()
+    assert entry.choice is not None
+    for told in (text, shown):
+        assert "Words of the plans" in told
+        squeezed = "".join(told.split())
+        assert all("".join(meaning.split()) in squeezed for _, meaning in legend([entry.choice.tunables]))
+
+
 def test_no_path_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However narrow the terminal."""
     folder = tmp_path / ("long" * 20)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,7 +39,14 @@ def test_which_lists_what_is_for_this_kind_of_device_and_counts_the_rest(at_home
     assert f"  {at_home} (user): taken; tier exact: the same device and software" in lines
     assert any("heuristic-cpu" in line and "taken for what no plan covers" in line for line in lines)
     assert not any("nvidia" in line for line in lines)
-    assert lines[-1].endswith(" shipped profiles for other devices: not taken")
+    counted = re.fullmatch(
+        r"  (\d+) shipped profiles for other devices, (\d+) measured and (\d+) heuristics: not taken", lines[-1]
+    )
+    assert counted is not None
+    every, measured, rules = map(int, counted.groups())
+    assert every == measured + rules
+    listed = ringtune("which", "--device", "cpu", "-v").stdout.splitlines()
+    assert sum(line.startswith("none ") and "(shipped)" in line for line in listed) == measured
 
 
 def test_which_warns_of_a_broken_file_and_goes_on(at_home: Path) -> None:
@@ -69,6 +77,7 @@ def test_validate_here(at_home: Path, gpu_file: Path) -> None:
     assert "runs here (tier exact)" in result.stdout
     line = one_line_error(ringtune("validate", "--here", "--device", "cpu", gpu_file), 1)
     assert "does not fit this machine" in line
+    assert "profile=" not in line, "that is for Python"
 
 
 def test_validate_here_names_the_plan_that_cannot_run(tmp_path: Path) -> None:

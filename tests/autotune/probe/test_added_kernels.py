@@ -20,8 +20,9 @@ from autotune.probe.environment import Environment
 from autotune.probe.request import ProbeResult
 from autotune.probe.tuning import run_probe
 from autotune.space.space import Machine
+from ringattn.profile.row_origin import RowOrigin
 from ringattn.profile.schema import Choice, Evidence, PlanEntry
-from ringattn.profile.yaml_io import load_profile
+from ringattn.profile.yaml_io import load_profile, save_profile
 from ringattn.workload import BranchTunables, Tunables, Workload
 
 NEW, SLOW = "efficient", "xformers"
@@ -121,6 +122,18 @@ def test_rows_whose_plan_lost_change_and_the_others_stay_as_they_are(house: Hous
         assert new.evidence.ratio_low <= new.evidence.default_ratio <= new.evidence.ratio_high
     (note,) = [note for note in load_profile(house.path).provenance.notes if NEW in note]
     assert note == "efficient added on 2026-01-02: 2 of 4 rows changed"
+
+
+def test_only_rows_that_change_are_of_that_day(house: House) -> None:
+    house.probe()
+    old = load_profile(house.path)
+    save_profile(replace(old, provenance=replace(old.provenance, effort="full", date="2026-01-01")), house.path)
+    house.add(NEW)
+    assert load_profile(house.path).provenance.date == "2026-01-02"
+    assert {(workload.seq_len, entry.origin) for workload, entry in rows(house.path).items()} == {
+        (512, RowOrigin("full", "2026-01-01")),
+        (4096, None),
+    }
 
 
 def test_a_kernel_far_behind_at_one_length_is_measured_at_the_next(house: House) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from machines import invented, row_of
@@ -218,6 +220,35 @@ def test_a_default_that_is_too_slow_names_a_remedy(tmp_path: Path) -> None:
     environment = replace(probed.environment, evaluator=lambda *_: Slow(row_of(truth), probed.clock))
     with pytest.raises(NothingMeasured, match=r"within 9\.0 s; give a larger --budget or a shorter --seq-len"):
         run_probe(request_for(tmp_path / "m.yaml"), Watching(), environment)
+
+
+@pytest.mark.parametrize("start_s", [0.0, 9.0])
+@pytest.mark.parametrize("budget_s", [0.2, 0.6])
+def test_too_small_a_budget_for_anything_says_which_would_do(tmp_path: Path, budget_s: float, start_s: float) -> None:
+    class Slow(ReplayEvaluator):
+        """Takes its time to start, as the worker of a busy machine does."""
+
+        def check(self, *arguments: Any, **more: Any) -> Any:
+            if not self.calls:
+                probed.clock.advance(start_s)
+            return super().check(*arguments, **more)
+
+    probed = Machine(tmp_path)
+    environment = replace(probed.environment, evaluator=lambda *_: Slow(row_of(truth), probed.clock))
+    request = request_for(tmp_path / "m.yaml", modes=())
+    with pytest.raises(NothingMeasured, match=r"no profile was written; --budget \d+ would do for the first") as caught:
+        run_probe(replace(request, budget_s=budget_s), Watching(), environment)
+    enough = re.search(r"--budget (\d+)", str(caught.value))
+    assert enough is not None
+    result = run_probe(replace(request, budget_s=float(enough[1])), Watching(), environment)
+    assert any(report.status in ("tuned", "default") for report in result.cells)
+
+
+def test_no_budget_is_named_where_noise_is_the_reason(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, Trouble(sigma=0.8))
+    with pytest.raises(NothingMeasured) as caught:
+        run_probe(request_for(tmp_path / "m.yaml"), Watching(), machine.environment)
+    assert "--budget" not in str(caught.value)
 
 
 def test_too_small_a_budget_says_which_cells_were_not_measured(tmp_path: Path) -> None:

@@ -104,7 +104,10 @@ def test_a_disk_that_fills_up_meanwhile_costs_what_was_not_told(
     assert any("continues" in note for note in heard.notes)
 
 
-@pytest.mark.parametrize(("origin", "remedy"), [("env", "Unset RINGTUNE_PROFILE"), ("argument", "Use profile='auto'")])
+@pytest.mark.parametrize(
+    ("origin", "remedy"),
+    [("env", "Unset RINGTUNE_PROFILE"), ("argument", "Name none, so that this machine's own serves")],
+)
 def test_a_bound_profile_of_another_machine_names_what_binds_it(
     machine: Machine, path: Path, origin: str, remedy: str
 ) -> None:

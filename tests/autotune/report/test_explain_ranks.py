@@ -149,3 +149,4 @@ def test_a_rule_for_another_machine_stays_an_error() -> None:
     result = ringtune("explain", ROOT / "profiles" / "heuristic-sm_90.yaml", "--device", "cpu")
     assert result.exit_code == 1
     assert "does not fit this machine" in result.stderr
+    assert "profile=" not in result.stderr, "that is for Python"

@@ -18,6 +18,7 @@ from report_samples import cpu_profile, evidence, gpu_profile, heuristic_profile
 from rich.console import Console
 
 from autotune.cli.probe import probe as probe_command
+from autotune.cli.report import names_apart
 from autotune.formats import escape, format_bytes, format_duration, format_length, format_ms, plain
 from autotune.journal.history import SearchHistory, TimedTrial
 from autotune.report import page as page_module
@@ -29,6 +30,7 @@ from autotune.report.summary import (
     Speedup,
     failure_groups,
     families,
+    first_call_text,
     headline,
     machine_title,
     other_plans,
@@ -415,16 +417,58 @@ def test_a_chart_of_nothing_and_of_zeros_is_drawn() -> None:
     assert len(bars_of(bar_chart("c", "t", [("1K", [Bar("tuned", "k-tuned", 0.0, "tip")])], str))) == 1
 
 
-def test_a_history_draws_what_was_timed_and_marks_the_rest() -> None:
-    trials = [TimedTrial(1.0 * n, 1 + n / 10, f"plan {n}") for n in range(5)]
-    trials += [TimedTrial(6.0, None, "oom"), TimedTrial(7.0, 0.001, "slow"), TimedTrial(9.0, 1e6, "far")]
-    svg = history_chart("h", "title", trials)
-    check_inside(svg)
-    assert (svg.count('class="trial"'), svg.count('class="failed"'), svg.count('class="slow"')) == (6, 1, 1)
+def history_of(*trials: TimedTrial, end_s: float = 0.0) -> SearchHistory:
+    return SearchHistory(gpu_profile().plans[0].workload, trials, end_s)
+
+
+def steps_of(svg: str) -> list[float]:
+    """The heights of the best so far, from the first on."""
     best = re.search(r'class="best" d="([^"]+)"', svg)
     assert best is not None
-    assert best[1].count("V") == 5, "one step for each that beat those before, the first at 1x is none"
-    check_inside(history_chart("h", "title", [TimedTrial(0.0, 1.0, "default")]))
+    return [float(y) for y in re.findall(r"V([\d.]+)", best[1])]
+
+
+def test_a_history_draws_what_was_timed_and_marks_the_rest() -> None:
+    trials = [TimedTrial(1.0 * n, 1 + n / 10, f"plan {n}", 6) for n in range(5)]
+    trials += [TimedTrial(6.0, None, "oom"), TimedTrial(7.0, 0.001, "slow"), TimedTrial(9.0, 1e6, "far", 6)]
+    svg = history_chart("h", "title", history_of(*trials))
+    check_inside(svg)
+    assert (svg.count('class="trial"'), svg.count('class="failed"'), svg.count('class="slow"')) == (6, 1, 1)
+    assert len(steps_of(svg)) == 5, "one step for each that beat those before, the first at 1x is none"
+    check_inside(history_chart("h", "title", history_of(TimedTrial(0.0, 1.0, "default"))))
+
+
+def test_the_best_so_far_has_no_step_for_a_reading_that_nothing_confirms() -> None:
+    chosen = TimedTrial(2.0, 1.2, "chosen", 8, chosen=True)
+    lucky = [TimedTrial(1.0 * n, 1.5 + n, f"read {n} times", n) for n in range(1, 4)]
+    beyond = TimedTrial(1.5, 1.4, "timed more often than once, and not chosen", 5)
+    svg = history_chart("h", "title", history_of(TimedTrial(0.0, 1.0, "default"), *lucky, beyond, chosen))
+    assert len(steps_of(svg)) == 1
+    assert "best 1.20x" in svg
+    assert svg.count('class="trial unsure"') == 3
+    (x, y), *_ = re.findall(r'class="trial chosen" cx="([\d.]+)" cy="([\d.]+)"', svg)
+    assert [float(y)] == steps_of(svg)
+    assert float(x) < 250, "it stands where it began, of a search that went on"
+
+
+def test_the_time_of_a_history_goes_to_the_end_of_its_last_trial() -> None:
+    svg = history_chart("h", "title", history_of(TimedTrial(1.0, 1.1, "plan", 6), end_s=20.0))
+    check_inside(svg)
+    assert ">20 s<" in svg
+    assert float(re.findall(r'cx="([\d.]+)"', svg)[0]) < 100
+
+
+def test_a_group_without_bars_says_why() -> None:
+    one = Bar("tuned", "k-tuned", 1.0, "tip")
+    svg = bar_chart("c", "t", [("1K", [one]), ("2K", []), ("4K", [one])], str)
+    assert svg.count(">not measured<") == 1
+    assert "not measured" not in bar_chart("c", "t", [("1K", [one])], str)
+
+
+def test_a_first_call_is_never_said_to_take_less_than_a_call() -> None:
+    known = evidence(10.0, 1.0, 5)
+    assert first_call_text(dataclasses.replace(known, first_call_ms=2.5)) == "no longer"
+    assert first_call_text(dataclasses.replace(known, first_call_ms=25.0)) == "25.0 ms"
 
 
 def test_every_kernel_has_a_colour_that_differs_from_all_others_in_both_schemes() -> None:
@@ -478,7 +522,7 @@ def with_torch(profile: Profile) -> Profile:
 
 def test_the_gain_over_torch_is_told_where_it_was_recorded() -> None:
     assert "Over torch" not in " ".join(read(html_report(gpu_profile())).text)
-    assert "torch" not in summary_text(gpu_profile())
+    assert "than torch" not in summary_text(gpu_profile())
     profile = with_torch(gpu_profile())
     numbers = headline(profile)
     dense = [e for e in profile.plans if e.torch is not None]
@@ -618,7 +662,7 @@ def test_every_command_for_what_is_not_covered_is_one_that_probe_takes() -> None
 
 def test_the_page_draws_the_history_of_the_search() -> None:
     profile = gpu_profile()
-    history = SearchHistory(profile.plans[0].workload, (TimedTrial(1.0, 1.3, HOSTILE), TimedTrial(2.0, None, "oom")))
+    history = history_of(TimedTrial(1.0, 1.3, HOSTILE, 6), TimedTrial(2.0, None, "oom"))
     page = html_report(profile, (history,))
     text = " ".join(read(page).text)
     assert f"{profile.plans[0].workload} 2 trials, 1 without a time" in " ".join(text.split())
@@ -651,6 +695,24 @@ def test_two_profiles_are_joined_by_workload() -> None:
     assert "at 777" in only_b
     assert a.fingerprint.device_name in text
     assert b.fingerprint.device_name in text
+
+
+def test_two_profiles_of_one_machine_are_told_apart() -> None:
+    page = comparison_page((cpu_profile(), cpu_profile()), ("before", "after"))
+    title = re.search(r"<title>(.*?)</title>", page)
+    heading = re.search(r"<h1>(.*?)</h1>", page)
+    assert title is not None
+    assert heading is not None
+    for text in (title[1], heading[1]):
+        assert text.count(cpu_profile().fingerprint.device_name) == 1
+        assert "before" in text
+        assert "after" in text
+
+
+def test_the_names_of_two_files_differ() -> None:
+    assert names_apart(Path("/a/m.yaml"), Path("/a/n.yaml")) == ("m", "n")
+    assert names_apart(Path("/a/x/m.yaml"), Path("/b/x/m.yaml")) == ("a/x/m", "b/x/m")
+    assert names_apart(Path("/a/m.yaml"), Path("/a/m.yaml")) == ("m", "m")
 
 
 def test_two_profiles_with_nothing_in_common_are_a_page() -> None:
@@ -704,6 +766,11 @@ def test_a_browser_shows_the_page(tab: Page, tmp_path: Path, name: str, width: i
     assert plain(profile.fingerprint.device_name or "sm_100+") in shown
     sizes = tab.evaluate("[...document.querySelectorAll('svg.chart')].map(e => e.getBoundingClientRect().width)")
     assert all(size > 250 for size in sizes)
+    fonts = tab.evaluate(
+        "[...document.querySelectorAll('svg.chart text')]"
+        ".map(e => parseFloat(getComputedStyle(e).fontSize) * e.getScreenCTM().a)"
+    )
+    assert width < 500 or all(size >= 11 for size in fonts if size)
     assert len(sizes) == 0 or name != "heuristic"
     tab.screenshot(tmp_path / "report.png")
     assert (tmp_path / "report.png").stat().st_size > 10_000

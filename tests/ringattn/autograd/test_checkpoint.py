@@ -20,7 +20,7 @@ from ringattn.autograd.function import differentiable
 from ringattn.errors import PlanError, RingAttentionError
 from ringattn.reference import dilated_attention_reference
 from ringattn.runtime.merge import TorchOps
-from ringattn.tunables import CHECKPOINTS
+from ringattn.tunable_rules import CHECKPOINTS
 from ringattn.workload import BranchTunables, Tunables
 
 MANY = pattern_of([4, 8, 16, 5, 32, 7], [1, 2, 4, 3, 8, 1])

@@ -24,11 +24,6 @@ PATTERNS = [DENSE, pattern_of([8], [1]), pattern_of([8, 16], [1, 2])]
 CASE = Case(24, 4, 2, 8, 2, PATTERNS[2], causal=True)
 
 
-@pytest.fixture(autouse=True)
-def _nothing_compiled_before() -> None:
-    torch._dynamo.reset()
-
-
 def whole(module: Callable[..., Any], **options: Any) -> Any:
     return torch.compile(module, fullgraph=True, **({"backend": "aot_eager"} | options))
 

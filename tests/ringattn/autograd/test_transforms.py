@@ -126,7 +126,6 @@ def test_autocast(backend: str) -> None:
 
 
 def test_inside_a_compiled_function() -> None:
-    torch._dynamo.reset()
     module = CASE.module()
     q, k, v = (torch.stack([x, 2 * x]) for x in case_inputs(CASE))
     compiled = torch.compile(lambda *x: vmap(lambda *y: module(*y))(*x), backend="aot_eager", fullgraph=True)

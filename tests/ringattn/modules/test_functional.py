@@ -116,6 +116,5 @@ def test_it_compiles_whole() -> None:
         return ringattn.scaled_dot_product_attention(q, q, q, is_causal=True)
 
     q = randn(1, 2, 6, 8)
-    torch._dynamo.reset()
     compiled = torch.compile(f, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(q), f(q), rtol=0, atol=0)

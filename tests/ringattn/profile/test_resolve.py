@@ -223,7 +223,7 @@ def test_shipped_files_for_other_devices_are_counted() -> None:
         "a100 (shipped): not taken, made for arch sm_80, and this device's is sm_90",
         "mine (user): not taken, made for vendor cpu, and this device's is nvidia",
         "any (shipped): taken for what no plan covers; tier heuristic",
-        "3 shipped profiles for other devices: not taken",
+        "3 shipped profiles for other devices, 1 measured and 2 heuristics: not taken",
     )
 
 

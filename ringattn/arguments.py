@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from numbers import Integral
-from typing import Any
+from numbers import Integral, Real
+from typing import Any, TypeGuard
 
 from .errors import FieldError, InputError
 
@@ -24,8 +25,31 @@ def integer(name: str, value: Any, least: int = 1, most: int | None = None, inst
     """
     if not is_integer(value) or value < least or (most is not None and value > most):
         end = "" if most is None else f" and <= {most}"
-        raise FieldError(f"is {value!r}; it must be {instead}an integer >= {least}{end}", field=name)
+        raise FieldError(f"is {shown(value)}; it must be {instead}an integer >= {least}{end}", field=name)
     return int(value)
+
+
+def check_dropout(name: str, value: object) -> None:
+    """InputError unless it is a probability below 1, that a weight is dropped."""
+    if not is_finite(value) or not 0.0 <= value < 1.0:
+        raise FieldError(f"is {shown(value)}; it must be in [0, 1)", field=name)
+
+
+def is_finite(value: object) -> TypeGuard[float]:
+    """Tell whether it is a finite number that a float can hold; True and False are none."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def shown(value: object) -> str:
+    """Return ``value`` for a message of one line: its repr, or the size of an integer of hundreds of digits."""
+    if isinstance(value, int) and value.bit_length() > 256:  # repr raises beyond 4300 digits
+        return f"an integer of {value.bit_length()} bits"
+    return repr(value)
 
 
 def is_list(value: object) -> bool:

@@ -37,6 +37,7 @@ from ringattn.planning.table import ModuleShape, PlanTable, Row, build_table
 from ringattn.profile.schema import Profile
 from ringattn.runtime.documents import TENSORS_ALONE, Extent, extent_of, given_of
 from ringattn.runtime.documents_program import load_program
+from ringattn.runtime.dropout_program import check_dropping, dropout_refusal
 from ringattn.runtime.fits import FitsMemory
 from ringattn.runtime.inputs import check_dtypes, check_inputs, check_total_length, check_types
 from ringattn.runtime.program import Program
@@ -71,7 +72,8 @@ class RingAttention(DecodingMethods, ShardedModule, AttentionMaps, PlannedModule
         dilation_rates: r of each branch, as many as segment_lengths.
         causal: a position attends to itself and earlier ones only.
         scale: factor on the logits, > 0; None is 1 / sqrt(D).
-        dropout: probability; refused in training mode, where no kernel is exact across blocks, ignored in eval mode.
+        dropout: probability, < 1, that a weight is dropped in training mode; the others are divided by 1 - p. For dense
+            attention on one device without lse, where a kernel does it in one block; refused elsewhere.
         head_offset: first selected position of key/value head h: ``"interleaved"`` h % r, ``"blocked"``
             h // ceil(Hkv / r).
         profile: ``"auto"`` finds this machine's, a path or Profile names one (and raises where it cannot run), None is
@@ -235,10 +237,14 @@ class RingAttention(DecodingMethods, ShardedModule, AttentionMaps, PlannedModule
             return (out, lse) if return_lse else out
         if sinks is not None:
             check_sinks(sinks, self.shape.heads, self.device)
-        train, autocast = self.call_mode(q, k, v, sinks)
+        train, autocast = self.call_mode(q, k, v, sinks, drops=True)
         if total_length is not None:
             check_total_length(total_length, q.shape[1])
-        if torch.compiler.is_compiling() or transforms_active():
+        if self.dropout and self.training:
+            check_dropping(self.dropout, return_lse, cu_seqlens, lengths)
+            arguments = q, k, v, True, autocast, TENSORS_ALONE, False, sinks, self.dropout
+            out, lse = outside_graphs(self._eager, *arguments)
+        elif torch.compiler.is_compiling() or transforms_active():
             narrow = autocast if self.casts(q, autocast) else None
             out, lse = attend_traced(self, q, k, v, train, narrow, given_of(cu_seqlens, lengths))
             if sinks is not None:
@@ -265,16 +271,17 @@ class RingAttention(DecodingMethods, ShardedModule, AttentionMaps, PlannedModule
         return f"heads={s.heads}{kv}, head_dim={size}, {s.pattern}, causal={s.causal}{scores}, device={self.device}"
 
     def program_for(
-        self, q: Tensor, k: Tensor, v: Tensor, train: bool, extent: Extent = TENSORS_ALONE
+        self, q: Tensor, k: Tensor, v: Tensor, train: bool, extent: Extent = TENSORS_ALONE, dropout: float = 0.0
     ) -> Program | RingProgram:
         """Return the program for these tensors, after every check of them."""
         packed = extent.documents is not None
         batch, length = check_inputs(q, k, v, self.shape, self.device, packed=packed)
-        row = self._validated_row(batch, length, DTYPE_NAMES[q.dtype], train, extent)
+        row = self._validated_row(batch, length, DTYPE_NAMES[q.dtype], train, extent, dropout)
         plan = self.served(row)
         ring = None if plan.tunables.is_local else self._ring
         # A program over several ranks is made for one shape, but for documents.
-        key = (plan.tunables, plan.workload.mode, packed) if ring is None or packed else (plan.tunables, plan.workload)
+        one_shape = ring is not None and not packed
+        key = (plan.tunables, plan.workload if one_shape else (plan.workload.mode, packed, dropout))
         program = self._programs.get(key)
         if program is None:
             load = load_program if ring is None else ring.program
@@ -283,14 +290,14 @@ class RingAttention(DecodingMethods, ShardedModule, AttentionMaps, PlannedModule
         program.table = self.plan
         return self._of_documents(program, batch, length, extent) if packed else program
 
-    def _row(self, batch: int, length: int, dtype: str, train: bool, extent: Extent) -> Row:
+    def _row(self, batch: int, length: int, dtype: str, train: bool, extent: Extent, dropout: float = 0.0) -> Row:
         packed_tokens = 0
         if self._ring is not None:
             batch, length, packed_tokens = self._ring.planned(batch, length, extent)
         elif extent.documents is not None:
             batch, length, packed_tokens = extent.documents.sizes(batch, length)
         total_length = extent.total_length if self._ring is not None and not packed_tokens else 0
-        return self.plan.plan_at(length, dtype, train, batch, total_length or 0, packed_tokens)
+        return self.plan.plan_at(length, dtype, train, batch, total_length or 0, packed_tokens, dropout)
 
     def _validated_row(self, *call: Any) -> Row:
         """Return the row for a call, its kernels validated; a plan with one that fails leaves the table."""
@@ -321,11 +328,11 @@ class RingAttention(DecodingMethods, ShardedModule, AttentionMaps, PlannedModule
 
     def _eager(
         self, q: Tensor, k: Tensor, v: Tensor, train: bool, autocast: torch.dtype | None, extent: Extent,
-        with_lse: bool, sinks: Tensor | None,
+        with_lse: bool, sinks: Tensor | None, dropout: float = 0.0,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Run a call of one rank."""
         looks = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, train)
-        key = (looks, q.device, k.device, v.device, with_lse, sinks is None, extent, autocast)
+        key = (looks, q.device, k.device, v.device, with_lse, dropout, sinks is None, extent, autocast)
         run = self._runners.get(key)
         if run is None:
             run = self._new_runner(q, k, v, train, key, with_lse)
@@ -333,15 +340,15 @@ class RingAttention(DecodingMethods, ShardedModule, AttentionMaps, PlannedModule
 
     def _new_runner(self, q: Tensor, k: Tensor, v: Tensor, train: bool, key: Any, with_lse: bool) -> Runner:
         """Return the function that runs calls with tensors like these, remembered under ``key``."""
-        no_sinks, extent, autocast = key[-3:]
+        dropout, no_sinks, extent, autocast = key[-4:]
         narrow = autocast if self.casts(q, autocast) else None
         if narrow is not None:
             check_dtypes(q, k, v)
             q, k, v = q.to(narrow), k.to(narrow), v.to(narrow)
-        program = self.program_for(q, k, v, train, extent)
+        program = self.program_for(q, k, v, train, extent, dropout)
         run = runner_of(program, q, k, v, train, with_lse, sinks=not no_sinks)
         if self._record_path:
-            row = self._row(q.shape[0], q.shape[1], DTYPE_NAMES[q.dtype], train, extent)
+            row = self._row(q.shape[0], q.shape[1], DTYPE_NAMES[q.dtype], train, extent, dropout)
             run = self.counted(run, row.runnable())
         if autocast is not None:
             run = without_autocast(run, self._device_type, narrow)
@@ -365,7 +372,7 @@ class RingAttention(DecodingMethods, ShardedModule, AttentionMaps, PlannedModule
             extent = extent_of(total_length, cu_seqlens, lengths)
             check_inputs(q, k, v, self.shape, self.device, packed=extent.documents is not None)
             shapes = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, train)
-            key = (shapes, with_lse, sinks is None, extent, autocast)
+            key = (shapes, with_lse, 0.0, sinks is None, extent, autocast)
             run = self._runners.get(key)
             if run is None:
                 run = self._new_runner(q, k, v, train, key, with_lse)
@@ -374,13 +381,15 @@ class RingAttention(DecodingMethods, ShardedModule, AttentionMaps, PlannedModule
         return run(q, k, v) if sinks is None else run(q, k, v, sinks)
 
     def call_mode(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, *, drops: bool = False
     ) -> tuple[bool, torch.dtype | None]:
-        """Return whether to train, and autocast's dtype or None; raise for tensors without strides, and for dropout."""
-        if self.dropout and self.training:
-            if torch.compiler.is_dynamo_compiling():  # which cannot trace how a PlanError is made, and shows that
-                raise InputError(f"dropout is {self.dropout} in training mode; set dropout=0.0, or call eval()")
-            raise self._setup.dropout_refusal(self.dropout)
+        """Return whether to train, and autocast's dtype or None; raise for tensors without strides.
+
+        And in training mode with dropout, unless the caller ``drops``.
+        """
+        if self.dropout and self.training and not drops:
+            where = f"over {self.shape.world} ranks" if self._ring is not None else "and in forward alone"
+            raise dropout_refusal(self.dropout, where)
         if not (type(q) is type(k) is type(v) is Tensor):  # the runners of shapes know no types
             check_types(q, k, v)
         if not (q.layout is k.layout is v.layout is torch.strided) or q.is_nested or k.is_nested or v.is_nested:

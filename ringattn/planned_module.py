@@ -24,6 +24,8 @@ class PlannedModule:
     plan: PlanTable
     shape: ModuleShape
     device: torch.device
+    dropout: float
+    training: bool
     forward: Callable[..., Any]
     _setup: Setup
     _logs: bool
@@ -33,11 +35,13 @@ class PlannedModule:
         """Return the plan of a call with ``seq_len`` positions of this input dtype; PlanError where it is refused.
 
         ``dtype`` is a torch.dtype or its name, ``"bf16"`` or ``"bfloat16"``. The plan's ``origin``, printed with it,
-        says whether the profile has it, measured or not, or the heuristic made it.
+        says whether the profile has it, measured or not, or the heuristic made it. With dropout, a module in training
+        mode has one plan, with gradients or without.
         """
         seq_len, batch = integer("the sequence length", seq_len), integer("batch", batch)
         check_length(seq_len, self.shape.max_seq_len)
-        return self.plan.plan_at(seq_len, input_dtype(dtype), train, batch).runnable()
+        dropout = self.dropout if self.training else 0.0
+        return self.plan.plan_at(seq_len, input_dtype(dtype), train or dropout > 0, batch, dropout=dropout).runnable()
 
     def explain(self) -> str:
         """Return why these plans were chosen, as text: profiles looked at, the tier, the table, choices passed over."""

@@ -18,6 +18,7 @@ from ringattn.runtime.varlen_program import VarlenProgram
 
 from .arguments import integer
 from .errors import InputError
+from .workload import LONGEST
 
 if TYPE_CHECKING:
     from ringattn.distributed.context import RingContext
@@ -41,7 +42,7 @@ class ShardedModule(nn.Module):
 
     def positions(self, total_length: int, cu_seqlens: SomeDocuments = None) -> Tensor:
         """Return the positions (S,), int64, of this rank's rows in a whole sequence, for rotary offsets and labels."""
-        extent = extent_of(integer("total_length", total_length), cu_seqlens, None)
+        extent = extent_of(integer("total_length", total_length, most=LONGEST), cu_seqlens, None)
         return positions(self._shard_of(extent), self.device)
 
     def shard(self, x: Tensor, dim: int = 1, cu_seqlens: SomeDocuments = None) -> Tensor:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, Literal
 
-from .arguments import integer, is_integer, is_list
+from .arguments import check_dropout, integer, is_integer, is_list
 from .errors import FieldError, InputError
 from .tunable_rules import ParamValue as ParamValue
 from .tunables import TABLE
@@ -141,7 +141,8 @@ class Workload:
     many as query heads. Where ``packed_tokens`` is not 0, the question is about ``batch`` documents of at most
     ``seq_len`` positions, and so many together.
     In causal dense attention a position sees no more than ``window``, its own among them; ``softcap`` bounds the logits
-    by its tanh; ``head_dim_v`` is the head dimension of v. 0 is none, and that of q and k.
+    by its tanh; ``head_dim_v`` is the head dimension of v. 0 is none, and that of q and k. ``dropout`` is the
+    probability that a weight is dropped in training.
     """
 
     mode: Mode
@@ -159,6 +160,7 @@ class Workload:
     window: int = field(default=0, metadata={"omit_default": True})
     softcap: float = field(default=0.0, metadata={"omit_default": True})
     head_dim_v: int = field(default=0, metadata={"omit_default": True})
+    dropout: float = field(default=0.0, metadata={"omit_default": True})
 
     def __post_init__(self) -> None:
         if self.kv_heads == 0:
@@ -177,6 +179,9 @@ class Workload:
         if self.heads % self.kv_heads:
             raise FieldError(f"is {self.heads}, not a multiple of kv_heads, {self.kv_heads}", field="heads")
         check_score_options(self.causal, self.pattern, self.window, self.softcap)
+        check_dropout("dropout", self.dropout)
+        if self.dropout and not self.train:
+            raise FieldError(f"is {self.dropout}, which is of training, and the mode {self.mode!r}", field="dropout")
         if self.head_dim_v == self.head_dim:
             object.__setattr__(self, "head_dim_v", 0)
         if self.head_dim_v and not self.pattern.dense:
@@ -202,7 +207,7 @@ class Workload:
     @property
     def probed(self) -> bool:
         """False where a probe measures none like it, having neither a reference nor contenders for it."""
-        return not (self.window or self.softcap or self.head_dim_v)
+        return not (self.window or self.softcap or self.head_dim_v or self.dropout)
 
     @property
     def total(self) -> int:
@@ -233,11 +238,11 @@ class Workload:
         packed = f" packed={self.packed_tokens}" if self.packed else ""
         head_dim = f"D{self.head_dim}" + (f"/{self.head_dim_v}" if self.head_dim_v else "")
         shape = f"B{self.batch} S{self.seq_len} {heads} {head_dim} {self.dtype}"
-        scores = score_options(self)
+        scores = score_options(self) + (f" dropout={self.dropout:g}" if self.dropout else "")
         return f"{self.mode} {self.pattern} {causal}{scores} {shape}{packed}{world}"
 
 
-NOT_PROBED = "sliding windows, softcaps and a head_dim_v are not probed"
+NOT_PROBED = "sliding windows, softcaps, a head_dim_v and dropout are not probed"
 
 
 def score_options(of: Any) -> str:

@@ -75,6 +75,8 @@ def test_volumes_and_labels_fit_together() -> None:
     daemon = kinds["DaemonSet"]["spec"]
     assert daemon["selector"]["matchLabels"] == daemon["template"]["metadata"]["labels"]
     assert daemon["template"]["spec"]["serviceAccountName"] == kinds["ServiceAccount"]["metadata"]["name"]
+    node = {"name": "RINGTUNE_NODE", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}
+    assert all(node in container["env"] for container in daemon["template"]["spec"]["initContainers"])
     label = next(c for c in daemon["template"]["spec"]["initContainers"] if c["name"] == "label")
     ((key, value),) = kinds["Job"]["spec"]["template"]["spec"]["nodeSelector"].items()
     assert f"{key}={value}" in label["args"]

@@ -46,13 +46,13 @@ CAUSAL, OTHER = torch.ones(4, 4).tril().bool(), torch.eye(4).bool()
 # Of each argument one value that works, and one that does not.
 OF_FUNCTION: dict[str, tuple[list[Any], list[Any]]] = {
     "attn_mask": ([CAUSAL], [OTHER, torch.rand(4, 4)]),
-    "dropout_p": ([0.0], [0.1]),
+    "dropout_p": ([0.0, 0.1], [1.0]),
     "is_causal": ([True], []),
     "scale": ([0.5], []),
     "enable_gqa": ([True], []),
 }
 OF_MODULE: dict[str, tuple[list[Any], list[Any]]] = {
-    "dropout": ([0.0], [0.1]),
+    "dropout": ([0.0, 0.1], [1.0]),
     "bias": ([False], []),
     "add_bias_kv": ([False], [True]),
     "add_zero_attn": ([False], [True]),

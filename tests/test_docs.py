@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from documents import PAGES, ROOT, as_run, blocks, commands, run, text_of
+from warm_start import start_warm
 
 import ringattn
 from autotune.cli.main import cli
@@ -50,7 +51,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.alone  # some probe
 @pytest.mark.parametrize("command", commands(*PAGES))
-def test_commands_run(command: str, home: Path) -> None:
+def test_commands_run(command: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start_warm(monkeypatch)
     if command.startswith("pip install"):
         pytest.importorskip("hatchling", reason="pip install '.[dev]' brings it")
     done = run(as_run(command), home)
@@ -97,7 +99,7 @@ def test_the_commands_they_name_are_those_there_are() -> None:
 def test_the_options_they_name_exist() -> None:
     known = {name for command in cli.commands.values() for p in command.params for name in (*p.opts, *p.secondary_opts)}
     known |= {"--help", "--version"}
-    ours = re.sub(r"(torchrun|pip install) .*", "", ALL)  # whose options are their own
+    ours = re.sub(r"(torchrun|pip install|cosign) .*", "", ALL)  # whose options are their own
     assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", ours)) <= known
 
 

@@ -130,6 +130,7 @@ def test_hard_dependencies_are_few_and_need_no_cuda(wheel: Path) -> None:
         "xformers",
         "store",
         "sign",
+        "sigstore",
         "cluster",
         "transformers",
         "dev",

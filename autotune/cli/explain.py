@@ -80,8 +80,8 @@ def explain(profile: Path | None, as_json: bool, **asked: Any) -> None:
     pattern = Pattern.of(asked["segment_lengths"], asked["dilation_rates"])
     ranks = ranks_asked(asked["nproc"], facts)
     facts = facts if foreign else facts_of_ranks(facts, ranks, os.environ)
-    seq_len, *of_heads = shape_asked(asked, facts.vendor)
-    shape = ModuleShape(*of_heads, asked["causal"], pattern, world=ranks)
+    seq_len, heads, kv_heads, head_dim = shape_asked(asked, facts.vendor)
+    shape = ModuleShape(heads, kv_heads, head_dim, asked["causal"], pattern, world=ranks)
     setup = set_up_for(facts, "auto" if profile is None else profile, target, shape)
     table = build_table(
         shape,

@@ -8,6 +8,7 @@ dies with it; before it opens the file it cuts it to its last whole line and rem
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 from collections.abc import Generator, Iterator
@@ -134,8 +135,12 @@ class JournalFile(JournalFileBackend):
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
         lines = [json.dumps(log, separators=(",", ":")) + "\n" for log in logs]
+        content = "".join(lines).encode()
         with self._naming_the_file():
-            self._lines.write("".join(lines).encode())
+            written = self._lines.write(content)
+            if written < len(content):  # where the disk became full; what is appended to half a line is lost
+                os.ftruncate(self._lines.fileno(), self._lines.tell() - written)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if self._unread is not None:
             self._unread += lines
 

@@ -18,6 +18,8 @@ from autotune.search.deciding.choose import undominated
 from autotune.space.space import Machine, Space, build_space
 from ringattn.errors import PlanError
 from ringattn.kernels.registry import KERNELS
+from ringattn.profile.precedence import origin_of, rows_for, rows_with_origin
+from ringattn.profile.row_origin import RowOrigin
 from ringattn.profile.schema import RUNNERS_UP, Choice, Evidence, Fingerprint, PlanEntry, Profile
 from ringattn.profile.yaml_io import load_profile
 from ringattn.wording import plural
@@ -131,7 +133,7 @@ class AddedKernels(ProbeRun):
             store.remember(FINISHED, True)
             raise runs.nothing_measured("the profile stays", inconclusive)
         changed = {
-            entry.workload: won_by(entry, new)
+            entry.workload: replace(won_by(entry, new), origin=RowOrigin(origin_of(old, entry).effort, outcome.date))
             for entry in old.plans
             if (new := runs.rows.entries.get(entry.workload)) is not None and is_won(entry, new)
         }
@@ -139,14 +141,10 @@ class AddedKernels(ProbeRun):
         if changed or software != old.software:
             names = ", ".join(self._task.request.add_kernels)
             note = f"{names} added on {outcome.date}: {len(changed)} of {plural(len(reports), 'row')} changed"
-            profile = replace(
-                old,
-                software=software,
-                plans=tuple(changed.get(entry.workload, entry) for entry in old.plans),
-                provenance=replace(
-                    old.provenance, date=outcome.date, notes=(*old.provenance.notes, note, *outcome.notes)
-                ),
-            )
+            notes = (*old.provenance.notes, note, *outcome.notes)
+            provenance = replace(old.provenance, date=outcome.date, notes=notes)
+            rows = (changed.get(entry.workload, entry) for entry in rows_with_origin(old))
+            profile = replace(old, software=software, plans=rows_for(provenance, rows), provenance=provenance)
             save_loaded(profile, self._path, changed.values(), evaluator)
         self._task.observer.note(f"{self._path.name}: {len(changed)} of {plural(len(reports), 'row')} changed")
         store.remember(FINISHED, True)

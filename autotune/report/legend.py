@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -60,12 +61,13 @@ def whole_legend() -> tuple[tuple[str, str], ...]:
 def _plans_of(entry: Tunable, plain_plan: Tunables) -> Iterator[Tunables]:
     """Yield a plan for each value that an entry may have; of an entry of branches also beside a plain one."""
     for value in entry.allowed or (_NUMBER,):
+        choice: dict[str, Any] = {entry.name: value}
         if entry.per_branch:
-            branch = replace(plain_plan.branches[0], **{entry.name: value})
+            branch = replace(plain_plan.branches[0], **choice)
             yield replace(plain_plan, branches=(branch,))
             yield replace(plain_plan, branches=(plain_plan.branches[0], branch))
         else:
-            yield replace(plain_plan, **{entry.name: value})
+            yield replace(plain_plan, **choice)
 
 
 def legend_table(rows: Iterable[tuple[str, str]]) -> RenderableType:

@@ -6,6 +6,9 @@
 | selective | q, k, v, out, lse | rows are gathered again |
 | full | q, k, v | the forward runs again |
 | offload | nothing: q, k, v, out, lse wait in pinned host memory | the copy back |
+
+Of a plan with dropout each keeps the state of its kernel as well, and full that of torch's random numbers, by which the
+forward that runs again drops the same.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ringattn.errors import DeviceError, RingAttentionError, one_line
+from ringattn.random_state import RandomState
 from ringattn.runtime.executor import Executor, Kept
 
 
@@ -27,6 +31,7 @@ class Saved(NamedTuple):
 
     tensors: tuple[Tensor, ...]
     on_host: HostCopies | None = None
+    random: RandomState | None = None
 
 
 def checkpoint_of(program: Executor) -> str:
@@ -36,23 +41,31 @@ def checkpoint_of(program: Executor) -> str:
 def forward(program: Executor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Saved]:
     """Run the forward of a call; return out, lse and what to keep for its backward."""
     mode = checkpoint_of(program)
-    rows: Kept | None = [] if mode == "none" else None
+    random = RandomState.now(q.device) if program.draws and mode == "full" else None
+    rows: Kept | None = [] if mode == "none" or program.draws else None
     out, lse = program.attend(q, k, v, rows)
     if mode == "full":
-        return out, lse, Saved((q, k, v))
+        return out, lse, Saved((q, k, v), random=random)
     if mode == "offload":
-        return out, lse, Saved((), HostCopies.of((q, k, v, out, lse)))
+        return out, lse, Saved(tuple(rows or ()), HostCopies.of((q, k, v, out, lse)))
     return out, lse, Saved((q, k, v, out, lse, *(rows or ())))
 
 
-def restore(program: Executor, tensors: Sequence[Tensor], on_host: HostCopies | None) -> Sequence[Tensor]:
+def restore(
+    program: Executor, tensors: Sequence[Tensor], on_host: HostCopies | None, random: RandomState | None
+) -> Sequence[Tensor]:
     """Return q, k, v, out, lse and gathered rows of a forward from what was kept of it."""
     if on_host is not None:
-        return on_host.fetch()
-    if checkpoint_of(program) == "full":
-        q, k, v = tensors
+        return *on_host.fetch(), *tensors
+    if checkpoint_of(program) != "full":
+        return tensors
+    q, k, v = tensors
+    if random is None:
         return q, k, v, *program.attend(q, k, v)
-    return tensors
+    state: Kept = []
+    with random.again():
+        out, lse = program.attend(q, k, v, state)
+    return q, k, v, out, lse, *state
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from .out_of_memory import note_plan
 # (q, k, v), and sinks if the call has some -> out and lse; None in its place where a call asked for none and its kernel
 # gives none
 Runner = Callable[..., tuple[Tensor, Any]]
+T = TypeVar("T")
 
 
 class _Attend(torch.autograd.Function):
@@ -37,7 +38,7 @@ class _Attend(torch.autograd.Function):
             ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)  # zeros for a gradient of lse that nobody asked for would cost a backward
         ctx.save_for_backward(*saved.tensors)
-        ctx.program, ctx.on_host = program, saved.on_host
+        ctx.program, ctx.on_host, ctx.random = program, saved.on_host, saved.random
         return out, lse
 
     @staticmethod
@@ -56,7 +57,7 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, kept: Sequenc
     """Return the gradient of every input of the Function."""
     program: Executor = ctx.program
     try:
-        saved = checkpoint.restore(program, kept, ctx.on_host)
+        saved = checkpoint.restore(program, kept, ctx.on_host, ctx.random)
         grads = program.gradients(dout, saved, ctx.needs_input_grad[:3], dlse)
         if isinstance(program, SinkExecutor):
             of_sinks = program.sink_gradient(dout, saved, dlse) if ctx.needs_input_grad[5] else None
@@ -110,7 +111,7 @@ def runner_of(
     return lambda q, k, v: run(*unit_stride_rows(q, k, v))
 
 
-def outside_graphs(call: Callable[..., tuple[Tensor, Any]], *arguments: Any) -> tuple[Tensor, Any]:
+def outside_graphs(call: Callable[..., T], *arguments: Any) -> T:
     """Make a call that torch.compile leaves alone: a graph breaks around it."""
     if torch.compiler.is_compiling():
         # Not as a decorator: that imports torch._dynamo, 1.1 of the 3 s in which a rank starts.

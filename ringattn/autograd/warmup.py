@@ -12,6 +12,7 @@ from ringattn.arguments import input_dtype, integer
 from ringattn.dtypes import TORCH_DTYPES
 from ringattn.errors import InputError
 from ringattn.planning.table import ModuleShape
+from ringattn.random_state import RandomState
 from ringattn.runtime.inputs import check_length
 
 
@@ -49,7 +50,7 @@ def first_calls_ms(
                 (shape.kv_heads, shape.value_dim),
             )
         )
-        with torch.set_grad_enabled(train):
+        with torch.set_grad_enabled(train), RandomState.now(device).again():
             out = forward(q, k, v)
             assert isinstance(out, Tensor)
             if train:

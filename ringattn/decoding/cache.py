@@ -19,7 +19,7 @@ from ringattn.dtypes import DTYPE_NAMES, TORCH_DTYPES
 from ringattn.errors import InputError
 from ringattn.planning.setup import device_of, group_size
 from ringattn.wording import plural
-from ringattn.workload import Pattern
+from ringattn.workload import LONGEST, Pattern
 
 STRIPE = 256  # consecutive positions that one rank holds
 
@@ -68,12 +68,12 @@ class KVCache:
     ) -> None:
         self.batch, self.num_kv_heads = integer("batch", batch), integer("num_kv_heads", num_kv_heads)
         self.head_dim = integer("head_dim", head_dim)
-        self.max_length = None if max_length is None else integer("max_length", max_length)
-        self.window = None if window is None else integer("window", window)
+        self.max_length = None if max_length is None else integer("max_length", max_length, most=LONGEST)
+        self.window = None if window is None else integer("window", window, most=LONGEST)
         self.pattern = Pattern() if pattern is None else pattern
         if self.window is not None and not self.pattern.dense:
             raise InputError(f"window is {window}, but the pattern {self.pattern} is dilated; a window is for dense")
-        self.rollback = integer("rollback", rollback, least=0)
+        self.rollback = integer("rollback", rollback, least=0, most=LONGEST)
         self.dtype, self.device = TORCH_DTYPES[input_dtype(dtype)], device_of(device)
         self.world = group_size(process_group)
         self.rank = 0
@@ -233,6 +233,8 @@ class KVCache:
                     f"index is a tensor of {index.dtype}, {tuple(index.shape)}; give {self.batch} integers, or a "
                     "tensor of them"
                 )
+            if index.is_meta or index.layout is not torch.strided:
+                raise InputError("index is on meta or not dense; give a list of integers, or a tensor that holds some")
             there = index.to(self.device, torch.int64)
             alike = len(set(self._lengths)) == len(set(self._begins)) == 1
             unread = alike and index.device.type != "cpu"

@@ -6,6 +6,7 @@ Legend: B batch, Sq queries, Sk keys, H query heads, Hkv key/value heads, D head
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from ringattn.arguments import integer
 from ringattn.autograd.function import Runner, runner_of, without_autocast
+from ringattn.autograd.out_of_memory import note_plan
 from ringattn.autograd.transforms import transforms_active
 from ringattn.dtypes import DTYPE_NAMES
 from ringattn.errors import InputError
@@ -56,6 +58,8 @@ class CrossModule(Protocol):
 
     def served(self, row: Row, /) -> Plan: ...
 
+    def reporting(self) -> AbstractContextManager[None]: ...
+
     def counted(self, run: Callable[Arguments, Result], plan: Plan, /) -> Callable[Arguments, Result]: ...
 
 
@@ -77,15 +81,16 @@ def cross(
 
     lse may be None where it is not asked for.
     """
+    if module.shape.world > 1:
+        with module.reporting():  # others may be in a call that waits for this rank
+            raise InputError(
+                "cross attention over several ranks is not supported; use a KVCache, whose keys the ranks hold "
+                "together, or process_group=None"
+            )
     check_align(align)
     if window is not None and not (module.shape.causal and module.shape.pattern.dense):
         raise InputError(f"window is {window!r}, and a sliding window is of causal dense attention")
     window = window_of(module.shape, None if window is None else integer("window", window))
-    if module.shape.world > 1:
-        raise InputError(
-            "cross attention over several ranks is not supported; use a KVCache, whose keys the ranks hold together, "
-            "or process_group=None"
-        )
     if torch.compiler.is_exporting() or transforms_active():
         raise InputError("torch.export and torch.func take no queries at other positions than the keys")
     if torch.compiler.is_compiling():
@@ -161,6 +166,36 @@ def run_over_all(module: CrossModule, q: Tensor, k: Tensor, v: Tensor, extent: E
     blocks, plan = _program_at(module, q, extent, False, None)
     program = OneBlock(blocks, module.scale, q, k.shape[2])
     return module.counted(runner_of(program, q, k, v, False, with_lse), plan)
+
+
+def run_steps(module: CrossModule, query: Tensor, key: Tensor, value: Tensor) -> Runner | None:
+    """Return the function for calls that look like this one of a query (B, H, 1, D), which takes tensors of that order.
+
+    key and value are (B, Hkv, Sk, D), and a call gives out (B, 1, H, D) and None. None where ``cross`` has to see every
+    call: the query may not see every key, or keys may come to be more than ``max_seq_len``.
+    """
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    keys, most = k.shape[1], module.shape.max_seq_len
+    if module.shape.world > 1 or looks_of(module, q, k, v, "end", None, False) is None:
+        return None
+    if most is not None and rounded(keys) > most:
+        return None
+    check_inputs(q, k, v, module.shape, module.device, cross=True)
+    blocks, plan = _program_at(module, q, Extent(keys - 1, 1, 0, keys, None), False, None)
+    program = OneBlock(blocks, module.scale, q, k.shape[2])
+    run = runner_of(program, q, k, v, False, False)
+    entry = program.heads_first(q, k, v) if q.dtype is program.dtype else None
+
+    def step(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None]:
+        if entry is None:
+            return run(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))[0], None
+        try:
+            return entry(query, key, value), None
+        except Exception as error:
+            note_plan(error, program, query.transpose(1, 2))
+            raise
+
+    return module.counted(step, plan)
 
 
 def _program_at(

@@ -39,7 +39,7 @@ class Step:
     """Ready to attend with few or many queries over a cache: a kernel that reads caches, or a program for blocks."""
 
     def __init__(self, module: CrossModule, cached: CachedForward | None, blocks: CrossProgram, plan: Plan) -> None:
-        self.cached, self.dtype, self.blocks = cached, TORCH_DTYPES[plan.tunables.dtype], blocks
+        self.cached, self.dtype, self.blocks, self.plan = cached, TORCH_DTYPES[plan.tunables.dtype], blocks, plan
         self.attend = module.counted(_attend, plan)
 
 
@@ -160,11 +160,12 @@ def step_of(module: CrossModule, q: Tensor, cache: KVCache) -> Step:
     if step is None:
         if len(module.cross_programs) >= _MOST_STEPS:
             module.cross_programs.clear()
-        step = module.cross_programs[key] = _new_step(module, q, longest)
+        step = module.cross_programs[key] = new_step(module, q, longest)
     return step
 
 
-def _new_step(module: CrossModule, q: Tensor, longest: int) -> Step:
+def new_step(module: CrossModule, q: Tensor, longest: int) -> Step:
+    """Return what runs queries like q (B, Sq, H, D) over sequences of at most ``longest`` positions."""
     batch, queries = q.shape[:2]
     if queries > FEW_QUERIES:
         return Step(module, None, *program_of(module, batch, longest, DTYPE_NAMES[q.dtype], "infer"))

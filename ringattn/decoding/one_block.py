@@ -5,9 +5,13 @@ Legend: B batch, Sq queries, Sk keys, H query heads, Hkv key/value heads, D head
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
 
+from ringattn.kernels.aten import groups_as_rows
 from ringattn.kernels.contract import Forward
 from ringattn.kernels.torch_entry import Attend, torch_entry, torch_kernel
 from ringattn.runtime.executor import Executor, Kept
@@ -33,23 +37,42 @@ class OneBlock(Executor):
         return self._forward if dtype is self.dtype else self.attend
 
     def torch_entry(self, q: Tensor, k: Tensor, v: Tensor) -> Attend | None:
-        if self._name == "flash-cpu" and torch_kernel(False, q, k, v) == self._name:
-            return _on_cpu(self._forward, self._scale, grouped=q.shape[2] != k.shape[2])
-        return torch_entry(self._name, False, self._scale, q, k, v, train=False)
+        if self._name != "flash-cpu":
+            return torch_entry(self._name, False, self._scale, q, k, v, train=False)
+        entry = self.heads_first(q, k, v)
+        if entry is None:
+            return None
+        return lambda q, k, v: entry(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+
+    def heads_first(self, q: Tensor, k: Tensor, v: Tensor) -> Attend | None:
+        """Return torch's function as ``torch_entry`` does, of (B, heads, S, D) with out (B, Sq, H, D)."""
+        if self._name == "flash-cpu":
+            return _on_cpu(self._forward, self._scale, q, k) if torch_kernel(False, q, k, v) == self._name else None
+        if torch_entry(self._name, False, self._scale, q, k, v, train=False) is None:
+            return None
+        sdpa = partial(F.scaled_dot_product_attention, scale=self._scale, enable_gqa=q.shape[2] != k.shape[2])
+        return lambda query, key, value: sdpa(query, key, value).transpose(1, 2)
 
 
-def _on_cpu(kernel: Forward, scale: float, grouped: bool) -> Attend:
+def _on_cpu(kernel: Forward, scale: float, q: Tensor, k: Tensor) -> Attend:
     """Return torch's function, where it runs ``kernel``: a step of 64 keys takes 7 us so, and 21 by the operator.
 
     It gives rows of zeros where a logit is NaN, as it does where all are -inf, which the kernel tells apart.
     """
-    sdpa = torch.nn.functional.scaled_dot_product_attention
+    batch, queries, heads, head_dim = q.shape
+    group = heads // k.shape[2]
+    sdpa = partial(F.scaled_dot_product_attention, scale=scale)
+    as_rows = queries == 1 and groups_as_rows(q.dtype, group, k.shape[1])
+    if group > 1 and not as_rows:
+        sdpa = partial(sdpa, enable_gqa=True)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        query, key, value = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        out = sdpa(query, key, value, scale=scale, enable_gqa=grouped)
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if as_rows:
+            query = query.view(batch, -1, group, head_dim)
+        out = sdpa(query, key, value)
         if int(torch.count_nonzero(out)) != out.numel():
-            return kernel(q, k, v)[0]
-        return out.transpose(1, 2)
+            query = query.reshape(batch, heads, queries, head_dim)
+            return kernel(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))[0]
+        return out.reshape(batch, 1, heads, head_dim) if as_rows else out.transpose(1, 2)
 
     return attend

@@ -32,11 +32,17 @@ from .symmetric_exchange import BufferPool
 from .watchdog import watchdog_of
 
 
+def group_of(process_group: Any) -> dist.ProcessGroup:
+    """Return the group of a ProcessGroup or a one-dimensional DeviceMesh."""
+    group: dist.ProcessGroup = getattr(process_group, "get_group", lambda: process_group)()
+    return group
+
+
 class RingContext:
     """One module's part in a group. Not copied with a module: copies share it."""
 
     def __init__(self, process_group: Any, device: torch.device) -> None:
-        group: dist.ProcessGroup = getattr(process_group, "get_group", lambda: process_group)()
+        group = group_of(process_group)
         self.comm = Comm(group)
         self._device = device
         self.watchdog = watchdog_of(group, device)

@@ -28,6 +28,7 @@ class Combination:
     window: bool = False
     softcap: bool = False
     head_dim_v: int = 0  # 0 is head_dim
+    dropout: bool = False
 
     def __str__(self) -> str:
         parts = [
@@ -40,6 +41,7 @@ class Combination:
             *(["packed"] if self.packed else []),
             *(["sliding window"] if self.window else []),
             *(["softcap"] if self.softcap else []),
+            *(["dropout"] if self.dropout else []),
             *(f"{name}={value}" for name, value in self.params),
         ]
         return ", ".join(parts)

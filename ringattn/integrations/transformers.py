@@ -21,8 +21,9 @@ from ringattn.profile.schema import Profile
 from ringattn.wording import needs_package
 from ringattn.workload import HeadOffset
 
-from .transformers_calls import Call, attend_here, attend_over_ranks
+from .transformers_calls import Call, attend_here, attend_over_ranks, keys_of
 from .transformers_masks import mask_codes
+from .transformers_steps import Steps
 
 # What models hand on to their attention and what changes no number of it: what they return and how, positions that
 # rotary embeddings have used, and hints to other implementations. Anything else that is not None is refused.
@@ -110,7 +111,8 @@ def register(
         prefer=prefer,
         launch=launch,
     )
-    transformers.AttentionInterface.register(name, partial(_attention, pool, process_group is not None))
+    steps = Steps(pool) if process_group is None and not pool.dilated else None
+    transformers.AttentionInterface.register(name, partial(_attention, pool, process_group is not None, steps))
     codes = partial(mask_codes, masks.causal_mask_function, masks.bidirectional_mask_function)
     transformers.AttentionMaskInterface.register(name, codes)
 
@@ -118,6 +120,7 @@ def register(
 def _attention(
     pool: AttentionPool,
     over_ranks: bool,
+    steps: Steps | None,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -144,16 +147,20 @@ def _attention(
         if given is None or given is False or name in _NO_MATHEMATICS:
             continue
         why = _REFUSED.get(name, "nothing that is known here; leave it out, or use attn_implementation='sdpa'")
-        raise InputError(f"{name} is given to attn_implementation='ringtune' and asks for {why}")
-    if dropout:
-        raise InputError(
-            f"dropout is {dropout}, which no kernel applies exactly across blocks; set the config's attention dropout "
-            "(attention_dropout, attention_probs_dropout_prob, attn_pdrop) to 0.0, or call model.eval()"
-        )
+        with pool.reporting(query.device):
+            raise InputError(f"{name} is given to attn_implementation='ringtune' and asks for {why}")
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else bool(is_causal)
     sinks = sinks if s_aux is None else s_aux
+    if steps is not None and query.shape[2] == 1 and not dropout and not torch.compiler.is_compiling():
+        windowed = sliding_window is not None and sliding_window < key.shape[2]
+        packed = cu_seq_lens_q is not None or cu_seq_lens_k is not None
+        if not windowed and not packed and sinks is None and total_length is None:
+            keys = None if attention_mask is None else keys_of(attention_mask, causal)
+            found = steps(query, key, value, keys, causal, scaling, softcap or None)
+            if found is not None:
+                return found
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     call = Call(causal, sliding_window, position_ids, cu_seq_lens_q, cu_seq_lens_k, total_length)
-    options = {"scale": scaling, "softcap": softcap or None, "sinks": sinks}
+    options = {"scale": scaling, "softcap": softcap or None, "sinks": sinks, "dropout": dropout}
     out, _ = (attend_over_ranks if over_ranks else attend_here)(pool, q, k, v, attention_mask, call, options)
     return out, None

@@ -91,7 +91,7 @@ def _with_keys(
 
 def _keys(mask: Tensor | None, q: Tensor, k: Tensor, call: Call) -> Keys | None:
     """Return the keys that the mask allows, and of these the documents apart; None for a call without either."""
-    keys = None if mask is None else _mask_keys(mask, call)
+    keys = None if mask is None else keys_of(mask, call.causal)
     positions, length = call.position_ids, q.shape[1]
     same = length == k.shape[1] if keys is None else keys.causal and length == keys.length
     if same and positions is not None and positions.dim() == 2 and positions.shape[1] == length:
@@ -104,11 +104,12 @@ def _keys(mask: Tensor | None, q: Tensor, k: Tensor, call: Call) -> Keys | None:
     return packed if keys is None else keys
 
 
-def _mask_keys(mask: Tensor, call: Call) -> Keys:
+def keys_of(mask: Tensor, causal: bool) -> Keys:
+    """Return the keys that a mask allows; ``causal`` is that of a call whose mask is of padding alone."""
     if mask.dtype is torch.int32 and mask.dim() == 4 and mask.shape[1:3] == (1, 2):
         return remembered(keys_of_codes, mask)
     if mask.dim() == 2:
-        return remembered(keys_of_padding, mask, call.causal)
+        return remembered(keys_of_padding, mask, causal)
     return remembered(keys_of_mask, mask)
 
 
@@ -132,7 +133,7 @@ def attend_over_ranks(
 ) -> Result:
     """Attend with q, k and v (B, S, H or Hkv, D) of this rank's positions of whole sequences, which all ranks hold."""
     window = call.sliding_window if call.causal else None
-    attention = pool.module_for(q, k, call.causal, options["scale"], options.get("softcap"), window)
+    attention = pool.module_for(q, k, call.causal, options["scale"], options.get("softcap"), window, options["dropout"])
     with attention.reporting():
         packed = _check_over_ranks(attention, q, k, mask, call)
     over_ranks: dict[str, Any] = {"total_length": call.total_length, "cu_seqlens": packed, "window_of_module": window}
@@ -162,7 +163,7 @@ def _check_over_ranks(
             "those of RingAttention.positions, total_length where ranks hold unequal numbers of positions, and with "
             "packed documents cu_seq_lens_q and cu_seq_lens_k of the whole row, and positions from each one's start"
         )
-    keys = None if mask is None else _mask_keys(mask, call)
+    keys = None if mask is None else keys_of(mask, call.causal)
     if keys is not None and keys.window not in (None, call.sliding_window):
         raise InputError(f"sliding_window is {call.sliding_window}, and the attention mask has {keys.window}")
     if keys is not None and (keys.causal != call.causal or not bool((keys.codes > 0).all())):

@@ -21,7 +21,20 @@ import torch
 from torch import Tensor
 
 from . import math as kernels_math
-from .contract import FEATURE_WORDS, BlockKernel, BoundKernel, BoundVarlen, Grads, KernelConfig, KernelNeed, Sequences
+from .contract import (
+    FEATURE_WORDS,
+    BlockKernel,
+    BoundDropout,
+    BoundKernel,
+    BoundVarlen,
+    DropoutBackward,
+    DropoutForward,
+    DropoutState,
+    Grads,
+    KernelConfig,
+    KernelNeed,
+    Sequences,
+)
 from .grid_limits import (
     FLASH_2_MAX_ELEMENTS,
     MAX_GRID,
@@ -78,8 +91,13 @@ def _flash_cpu(config: KernelConfig) -> BoundKernel:
     causal, scale = config.causal, config.scale
 
     def forward(q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
-        out, lse = forward_op(*_heads_first(q, k, v), 0.0, causal, scale=scale)
-        out = out.transpose(1, 2)
+        if q.shape[1] == 1 and not causal and groups_as_rows(q.dtype, q.shape[2] // k.shape[2], k.shape[1]):
+            grouped = torch.unflatten(q[:, 0], 1, (k.shape[2], -1))
+            out, lse = forward_op(grouped, *_heads_first(k, v), 0.0, False, scale=scale)
+            out, lse = out.flatten(1, 2).unsqueeze(1), lse.flatten(1, 2).unsqueeze(2)
+        else:
+            out, lse = forward_op(*_heads_first(q, k, v), 0.0, causal, scale=scale)
+            out = out.transpose(1, 2)
         # 2 us where a call of 64 rows and 8 heads takes 226, and 15 where one of 2048 and 16 takes 224,000
         if type(lse) is Tensor and int(torch.count_nonzero(lse)) != lse.numel():  # a FakeTensor has no values
             return _decided_by_math(q, k, v, out, lse, causal, scale)
@@ -90,6 +108,15 @@ def _flash_cpu(config: KernelConfig) -> BoundKernel:
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
     return BoundKernel(forward, backward, lambda shape: forward)
+
+
+def groups_as_rows(dtype: torch.dtype, group: int, keys: int) -> bool:
+    """Tell whether flash-cpu is faster where one query's heads of a group are given as rows of one head.
+
+    It reads each key once then, and not once a query head: 32/8 heads of 128 over 4096 keys take 1.7 ms in place of
+    5.0. In 16 bits that pays from many keys on: 0.2 ms either way with 512, 1.7 and 2.1 with 4096.
+    """
+    return group > 1 and (dtype.itemsize > 2 or group * keys >= 16384)
 
 
 def _decided_by_math(
@@ -110,8 +137,6 @@ def _flash_cpu_reasons(need: KernelNeed) -> tuple[str, ...]:
         reasons.append("runs on CPUs only")
     if need.dtype not in ("fp32", "fp16", "bf16"):
         reasons.append(f"no {need.dtype}; it has fp32, fp16 and bf16")
-    if need.dropout:
-        reasons.append("no dropout")
     return tuple(reasons)
 
 
@@ -137,12 +162,28 @@ def _math_varlen(config: KernelConfig) -> BoundVarlen:
     )
 
 
+def _math_dropout(config: KernelConfig) -> BoundDropout:
+    """Bind math with factors from a seed that torch's random numbers on the CPU give, whatever the device."""
+    fixed, dropout = _math_fixed(config), config.dropout
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor, DropoutState]:
+        seed = torch.randint(2**62, (), device="cpu")
+        factors = kernels_math.drawn_factors(seed, dropout, q.device)
+        return *kernels_math.forward(q, k, v, **fixed, factors=factors), (seed,)
+
+    def backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, state: DropoutState = (), /
+    ) -> Grads:
+        factors = kernels_math.drawn_factors(state[0], dropout, q.device) if state else None
+        return kernels_math.backward(dout, q, k, v, out, lse, **fixed, factors=factors)
+
+    return BoundDropout(forward, backward)
+
+
 def _math_reasons(need: KernelNeed) -> tuple[str, ...]:
     reasons = []
     if need.dtype == "tf32":
         reasons.append("its matrix products take TF32 only from torch's global flag, which stays untouched")
-    if need.dropout:
-        reasons.append("dropout is not exact across blocks")
     return tuple(reasons)
 
 
@@ -156,7 +197,6 @@ def _flash_window(config: KernelConfig) -> dict[str, int]:
 
 def _flash(config: KernelConfig) -> BoundKernel:
     forward_op = _aten._flash_attention_forward.default
-    backward_op = _aten._flash_attention_backward.default
     causal, fixed = config.causal, {"scale": config.scale, **_flash_window(config)}
 
     def attend(q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
@@ -167,13 +207,34 @@ def _flash(config: KernelConfig) -> BoundKernel:
         out, lse = attend(q, k, v)
         return out, flash_2_empty_rows(lse)
 
-    def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /) -> Grads:
-        state = _random_state(2, torch.uint64, q.device)
+    return BoundKernel(forward, _flash_backward(config), lambda shape: attend)
+
+
+def _flash_backward(config: KernelConfig) -> DropoutBackward:
+    backward_op = _aten._flash_attention_backward.default
+    causal, p, fixed = config.causal, config.dropout, {"scale": config.scale, **_flash_window(config)}
+
+    def backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, state: DropoutState = (), /
+    ) -> Grads:
+        state = state or (_random_state(2, torch.uint64, q.device),) * 2
         rows, keys = q.shape[1], k.shape[1]
-        grads = backward_op(dout, q, k, v, out, lse, None, None, rows, keys, 0.0, causal, state, state, **fixed)
+        grads = backward_op(dout, q, k, v, out, lse, None, None, rows, keys, p, causal, *state, **fixed)
         return grads[0], grads[1], grads[2]
 
-    return BoundKernel(forward, backward, lambda shape: attend)
+    return backward
+
+
+def _flash_dropout(config: KernelConfig) -> BoundDropout:
+    """Bind FlashAttention 2 with dropout, whose probability it rounds to 1/256 and whose factor it does not."""
+    forward_op = _aten._flash_attention_forward.default
+    causal, p, fixed = config.causal, config.dropout, {"scale": config.scale, **_flash_window(config)}
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor, DropoutState]:
+        out, lse, *state, _ = forward_op(q, k, v, None, None, q.shape[1], k.shape[1], p, causal, False, **fixed)
+        return out, flash_2_empty_rows(lse), tuple(state)
+
+    return BoundDropout(forward, _flash_backward(config))
 
 
 def _flash_varlen(config: KernelConfig) -> BoundVarlen:
@@ -209,9 +270,8 @@ def _cudnn(config: KernelConfig) -> BoundKernel:
     (see ``_cudnn_reasons``). Math and FlashAttention 2, where it has the head dimension, run those; a plan whose *main*
     blocks have such a shape is refused.
     """
-    one_row, odd_tail = _math(config), _flash(config)
+    one_row, odd_tail, whole_backward = _math(config), _flash(config), _cudnn_backward(config)
     forward_op = _aten._scaled_dot_product_cudnn_attention.default
-    backward_op = _aten._scaled_dot_product_cudnn_attention_backward.default
     causal, scale = config.causal, config.scale
 
     def forward(q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
@@ -222,37 +282,84 @@ def _cudnn(config: KernelConfig) -> BoundKernel:
         return result[0].transpose(1, 2), lse.view(lse.shape[:3])
 
     def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /) -> Grads:
-        rows, keys = q.shape[1], k.shape[1]
+        rows = q.shape[1]
         if rows == 1:
             return one_row.backward(dout, q, k, v, out, lse)
         if not causal and rows % 128 == 64:
             apart = _flash_2_head_dim_is_unsafe(q.shape[3]) or v.shape[3] != q.shape[3]
             tail = one_row if apart else odd_tail
             return tail.backward(dout, q, k, v, out, lse)
-        state = _random_state(1, torch.int64, q.device)
-        heads, lse = _heads_first(dout, q, k, v, out), without_empty_rows(lse)
-        dq, dk, dv = backward_op(
-            *heads, lse.unsqueeze(-1), state, state, None, None, None, rows, keys, 0.0, causal, scale=scale
-        )
-        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+        return whole_backward(dout, q, k, v, out, lse)
 
     return BoundKernel(forward, backward)
 
 
-def _efficient(config: KernelConfig) -> BoundKernel:
-    forward_op = _aten._scaled_dot_product_efficient_attention.default
-    backward_op = _aten._scaled_dot_product_efficient_attention_backward.default
-    causal, scale = config.causal, config.scale
-    unused, wanted = torch.zeros((), dtype=torch.int64), [True, True, True, False]
+def _cudnn_backward(config: KernelConfig) -> DropoutBackward:
+    backward_op = _aten._scaled_dot_product_cudnn_attention_backward.default
+    causal, p, scale = config.causal, config.dropout, config.scale
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
+    def backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, state: DropoutState = (), /
+    ) -> Grads:
+        state = state or (_random_state(1, torch.int64, q.device),) * 2
+        heads, lse = _heads_first(dout, q, k, v, out), without_empty_rows(lse)
+        rows, keys = q.shape[1], k.shape[1]
+        dq, dk, dv = backward_op(
+            *heads, lse.unsqueeze(-1), *state, None, None, None, rows, keys, p, causal, scale=scale
+        )
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+    return backward
+
+
+def _cudnn_dropout(config: KernelConfig) -> BoundDropout:
+    forward_op = _aten._scaled_dot_product_cudnn_attention.default
+    causal, p, scale = config.causal, config.dropout, config.scale
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor, DropoutState]:
+        result = forward_op(*_heads_first(q, k, v), None, True, p, causal, False, scale=scale)
+        lse = result[1]
+        return result[0].transpose(1, 2), lse.view(lse.shape[:3]), (result[6], result[7])
+
+    return BoundDropout(forward, _cudnn_backward(config))
+
+
+def _efficient_forward(config: KernelConfig) -> DropoutForward:
+    forward_op = _aten._scaled_dot_product_efficient_attention.default
+    causal, p, scale = config.causal, config.dropout, config.scale
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor, DropoutState]:
         rows, heads = q.shape[1], q.shape[2]
         k, v = _expand_heads(k, heads), _expand_heads(v, heads)
-        out, lse, _, _ = forward_op(*_heads_first(q, k, v), None, True, 0.0, causal, scale=scale)
+        out, lse, seed, offset = forward_op(*_heads_first(q, k, v), None, True, p, causal, scale=scale)
         lse = lse[:, :, :rows]  # it pads the rows of its LSE to a multiple of 32
-        return out.transpose(1, 2), cutlass_empty_rows(lse, q, k, scale)
+        return out.transpose(1, 2), cutlass_empty_rows(lse, q, k, scale), (seed, offset)
 
-    def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /) -> Grads:
+    return forward
+
+
+def _efficient(config: KernelConfig) -> BoundKernel:
+    whole = _efficient_forward(config)
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
+        out, lse, _ = whole(q, k, v)
+        return out, lse
+
+    return BoundKernel(forward, _efficient_backward(config))
+
+
+def _efficient_dropout(config: KernelConfig) -> BoundDropout:
+    return BoundDropout(_efficient_forward(config), _efficient_backward(config))
+
+
+def _efficient_backward(config: KernelConfig) -> DropoutBackward:
+    backward_op = _aten._scaled_dot_product_efficient_attention_backward.default
+    causal, p, scale = config.causal, config.dropout, config.scale
+    unused, wanted = (torch.zeros((), dtype=torch.int64),) * 2, [True, True, True, False]
+
+    def backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, state: DropoutState = (), /
+    ) -> Grads:
         rows, heads, kv_heads = q.shape[1], q.shape[2], k.shape[2]
         padded = -(-rows // 32) * 32
         # The kernel reads out as if its rows were H * D apart, whatever its strides say. Of an out laid out by heads,
@@ -264,11 +371,11 @@ def _efficient(config: KernelConfig) -> BoundKernel:
             lse = padded_lse
         k, v = _expand_heads(k, heads), _expand_heads(v, heads)
         *inputs, out = _heads_first(dout, q, k, v, out)
-        dq, dk, dv, _ = backward_op(*inputs, None, out, lse, unused, unused, 0.0, wanted, causal, scale=scale)
+        dq, dk, dv, _ = backward_op(*inputs, None, out, lse, *(state or unused), p, wanted, causal, scale=scale)
         dk, dv = _sum_heads(dk.transpose(1, 2), kv_heads), _sum_heads(dv.transpose(1, 2), kv_heads)
         return dq.transpose(1, 2), dk, dv
 
-    return BoundKernel(forward, backward)
+    return backward
 
 
 def cuda_reasons(
@@ -285,8 +392,8 @@ def cuda_reasons(
     for name, size in (("head_dim", need.head_dim), ("head_dim_v", need.head_dim_v)):
         if size % head_dim_multiple or size > head_dim_max:
             reasons.append(f"{name} {size}; it needs a multiple of {head_dim_multiple} up to {head_dim_max}")
-    if need.dropout:
-        reasons.append("dropout is not exact across blocks")
+    if need.dropout and need.blocks > MAX_GRID:
+        reasons.append(f"{need.blocks} blocks run in parts, and dropout is of one call")
     if need.heads > MAX_GRID:
         reasons.append(f"{need.heads} heads; its launch grid ends at {MAX_GRID} (pytorch/pytorch#142228)")
     return reasons
@@ -322,6 +429,8 @@ def flash_2_backward_faults(need: KernelNeed) -> list[str]:
             f"its backward's 32-bit offsets end at 2^31 elements of dq and one call has {accumulated} "
             "(Dao-AILab/flash-attention#2260)"
         )
+    if need.dropout and flash_2_elements(need.blocks, rows, need.heads, need.head_dim) > FLASH_2_MAX_ELEMENTS:
+        reasons.append("its backward would run in parts, and dropout is of one call")
     if _flash_2_head_dim_is_unsafe(need.head_dim):
         reasons.append(f"its backward reads out of bounds at head_dim {need.head_dim} (pytorch/pytorch#173953)")
     return reasons
@@ -333,8 +442,10 @@ def _flash_reasons(need: KernelNeed) -> tuple[str, ...]:
         reasons += flash_2_backward_faults(need)
         # check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120 of torch's sdp_utils.cpp: 232 to 256 fit
         # in the shared memory of these cards where there is no dropout
-        if 192 < need.head_dim <= 224 and need.sm in (86, 89, 120, 121):
-            reasons.append(f"its backward has no head_dim from 200 to 224 on {need.arch}")
+        most = 256 if need.dropout else 224
+        if 192 < need.head_dim <= most and need.sm in (86, 89, 120, 121):
+            with_it = " with dropout" if need.dropout else ""
+            reasons.append(f"its backward has no head_dim from 200 to {most}{with_it} on {need.arch}")
     return tuple(reasons)
 
 
@@ -360,6 +471,8 @@ def _cudnn_reasons(need: KernelNeed) -> tuple[str, ...]:
         reasons.append("one query row is not supported")
     if need.backward and need.deterministic:
         reasons.append("its backward is not deterministic, and torch cannot ask it to be")
+    if need.dropout and not need.causal and need.rows % 128 == 64:
+        reasons.append(f"another kernel runs the backward of {need.rows} rows, which are 64 beyond a multiple of 128")
     if need.backward and not need.causal and need.sm == 90 and need.rows % 128 == 64:
         reasons.append(
             f"dq can be NaN on sm_90 where {need.rows} rows are 64 beyond a multiple of 128 (pytorch/pytorch#196678)"
@@ -374,7 +487,12 @@ def _efficient_reasons(need: KernelNeed) -> tuple[str, ...]:
 
 KERNELS = (
     BlockKernel(
-        "cudnn", "", _cudnn_reasons, lambda config: in_parts(_cudnn(config)), features=frozenset({"head_dim_v"})
+        "cudnn",
+        "",
+        _cudnn_reasons,
+        lambda config: in_parts(_cudnn(config)),
+        load_dropout=_cudnn_dropout,
+        features=frozenset({"head_dim_v", "dropout"}),
     ),
     BlockKernel(
         "flash",
@@ -382,16 +500,26 @@ KERNELS = (
         _flash_reasons,
         lambda config: in_parts(_flash(config), flash_2_backward=True),
         load_varlen=_flash_varlen,
+        load_dropout=_flash_dropout,
         reads_out_of_bounds=flash_2_reads_out_of_bounds,
-        features=frozenset({"window"}),
+        features=frozenset({"window", "dropout"}),
     ),
     BlockKernel(
         "efficient",
         "",
         _efficient_reasons,
         lambda config: in_parts(_efficient(config)),
-        features=frozenset({"head_dim_v"}),
+        load_dropout=_efficient_dropout,
+        features=frozenset({"head_dim_v", "dropout"}),
     ),
     BlockKernel("flash-cpu", "", _flash_cpu_reasons, _flash_cpu, features=frozenset({"window"})),
-    BlockKernel("math", "", _math_reasons, _math, load_varlen=_math_varlen, features=frozenset(FEATURE_WORDS)),
+    BlockKernel(
+        "math",
+        "",
+        _math_reasons,
+        _math,
+        load_varlen=_math_varlen,
+        load_dropout=_math_dropout,
+        features=frozenset(FEATURE_WORDS),
+    ),
 )

@@ -29,11 +29,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-Feature = Literal["window", "softcap", "head_dim_v"]
+Feature = Literal["window", "softcap", "head_dim_v", "dropout"]
 FEATURE_WORDS: Mapping[Feature, str] = {
     "window": "sliding window",
     "softcap": "softcap",
     "head_dim_v": "head_dim_v other than head_dim",
+    "dropout": "dropout",
 }
 
 MOST_SEQUENCES = 65535  # CUDA's limit of the second and third grid dimension
@@ -82,6 +83,7 @@ class KernelNeed:
             "window": self.window > 0,
             "softcap": self.softcap,
             "head_dim_v": self.head_dim_v not in (0, self.head_dim),
+            "dropout": self.dropout,
         }
         return tuple(feature for feature in get_args(Feature) if asked[feature])
 
@@ -173,6 +175,34 @@ class BoundKernel(NamedTuple):
     cached: CachedForward | None = None
 
 
+# Tensors that say which weights a forward dropped: a seed and an offset, or what else its kernel has in their place.
+DropoutState = tuple["Tensor", ...]
+
+
+class DropoutForward(Protocol):
+    """Maps q, k and v to out, of weights some of which are dropped and the others divided by 1 - p, lse and the state.
+
+    lse is that of all weights. What is dropped comes from torch's random numbers; see ``Forward`` for the shapes.
+    """
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor, DropoutState]: ...
+
+
+class DropoutBackward(Backward, Protocol):
+    """Backward that is given the state of its forward; of an empty one nothing was dropped."""
+
+    def __call__(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, state: DropoutState = (), /
+    ) -> Grads: ...
+
+
+class BoundDropout(NamedTuple):
+    """Kernel with dropout, for one block whose out and LSE are final."""
+
+    forward: DropoutForward
+    backward: DropoutBackward
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Sequences:
     """Packed sequences: number n is rows bounds[n] to bounds[n + 1], of which there are 1 to ``longest``.
@@ -212,7 +242,7 @@ class KernelConfig:
 
     ``dtype`` is the compute dtype: fp32 and tf32 tensors look alike, and a kernel that has both takes fp32 if it is "".
     A causal row sees the last ``window`` keys up to its own, all of them if that is 0; logits s become
-    ``softcap * tanh(s / softcap)``, unless that is 0.
+    ``softcap * tanh(s / softcap)``, unless that is 0. ``dropout`` is the probability that a weight is dropped.
     """
 
     causal: bool
@@ -222,6 +252,7 @@ class KernelConfig:
     dtype: str = ""
     window: int = 0
     softcap: float = 0.0
+    dropout: float = 0.0
 
 
 Params = Mapping[str, tuple[ParamValue, ...]]
@@ -233,8 +264,9 @@ class BlockKernel:
 
     ``reasons`` is pure and empty when the kernel can run; ``package`` is the import name it needs ("" for torch
     itself). ``params`` lists, per direction and architecture, the values worth searching; the first is the default.
-    ``load_varlen`` binds its entry for packed sequences, if it has one. ``features`` are what it does exactly, both
-    ways and by either entry, beyond plain and causal attention.
+    ``load_varlen`` binds its entry for packed sequences, if it has one, and ``load_dropout`` it with dropout, for one
+    block. ``features`` are what it does exactly, both ways, beyond plain and causal attention, and but for dropout by
+    either entry.
     ``strided_backward``: its backward reads dout and out in any layout whose last stride is 1; ``writes_grads``: it
     can write gradients where it is told; ``just_in_time``: it is compiled at its first call, which takes seconds;
     ``reads_caches``: it has a ``cached``; ``reads_out_of_bounds``: of what it refuses, where it is known to touch
@@ -254,6 +286,7 @@ class BlockKernel:
     reads_caches: bool = False
     reads_out_of_bounds: Callable[[KernelNeed], bool] = lambda need: False
     load_varlen: Callable[[KernelConfig], BoundVarlen] | None = None
+    load_dropout: Callable[[KernelConfig], BoundDropout] | None = None
     features: frozenset[Feature] = frozenset()
 
     def unsupported_reasons(self, need: KernelNeed, facts: HardwareFacts) -> tuple[str, ...]:

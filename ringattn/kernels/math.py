@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -22,6 +22,21 @@ from .contract import Grads, Sequences
 # products large and small beside the inputs of any length that this kernel is bearable for.
 _MAX_SCORES = 32 * 2**20
 _LEAST_WINDOWED = 128  # query rows of a block under a sliding window, however narrow that is
+
+# Maps the weights of a block (N, K, G, rows, keys), its query rows and its keys to their factors: 0 where a weight is
+# dropped, and 1 / (1 - p) elsewhere.
+Factors = Callable[[Tensor, slice, slice], Tensor]
+
+
+def drawn_factors(seed: Tensor, dropout: float, device: torch.device) -> Factors:
+    """Return factors that are the same for a seed, as long as the blocks come in one order."""
+    generator = torch.Generator(device).manual_seed(int(seed))
+
+    def factors(weights: Tensor, rows: slice, keys: slice) -> Tensor:
+        kept = torch.empty_like(weights).bernoulli_(1.0 - dropout, generator=generator)
+        return kept.div_(1.0 - dropout)
+
+    return factors
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -74,17 +89,19 @@ def forward(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    factors: Factors | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return out (N, M, H, Dv) in the input dtype and lse (N, H, M) in float32 (float64 for float64).
 
-    ``window`` and ``softcap`` as in ``KernelConfig``; v may have a head dimension Dv of its own.
+    ``window`` and ``softcap`` as in ``KernelConfig``; v may have a head dimension Dv of its own. ``factors`` are those
+    of dropout, which the lse knows nothing of.
     """
     n, rows, heads, _ = q_NMHD.shape
     kv_heads = k_NMKD.shape[2]
     keys = k_NMKD.shape[1]
     assert not causal or rows == keys
     assert causal or not window
-    if not causal and heads != kv_heads:
+    if not causal and heads != kv_heads and factors is None:
         return _heads_as_rows(q_NMHD, k_NMKD, v_NMKD, scale, softcap)
     q, k, v = _grouped(q_NMHD, kv_heads), _wide(k_NMKD).transpose(1, 2), _wide(v_NMKD).transpose(1, 2)
     out_NMHD = q_NMHD.new_empty(n, rows, heads, v.shape[-1])
@@ -96,6 +113,8 @@ def forward(
         peak = peak.masked_fill(peak == -math.inf, 0.0)  # -inf - -inf is no number
         p = torch.exp(scores - peak)
         total = p.sum(-1, keepdim=True)  # 1 or more, but 0 where every logit is -inf
+        if factors is not None:
+            p = p * factors(p, slice(begin, end), seen)
         # Divided by their own sum, not by exp(lse): a rounded lse of 4e5 is off by 0.03.
         out = torch.matmul(p, v[:, :, None, seen]) / total.clamp(min=1.0)
         lse = (peak + total.log()).squeeze(-1)
@@ -168,10 +187,11 @@ def backward(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    factors: Factors | None = None,
 ) -> Grads:
     """Return dq, dk, dv of this block against the *final* out and lse (FlashAttention, arXiv:2205.14135, alg. 4).
 
-    A row whose final lse is -inf has no gradient.
+    A row whose final lse is -inf has no gradient. ``factors`` are those of the forward, if it had some.
     """
     n, rows, heads, head_dim = q_NMHD.shape
     kv_heads = k_NMKD.shape[2]
@@ -190,11 +210,16 @@ def backward(
         p = torch.exp(scores - lse[:, :, :, block, None])
         do = dout[:, :, :, block]
         delta = (do * out[:, :, :, block]).sum(-1, keepdim=True)
-        ds = p * (torch.matmul(do, v[:, :, None, seen].transpose(-1, -2)) - delta) * scale
+        dp = torch.matmul(do, v[:, :, None, seen].transpose(-1, -2))
+        kept = p
+        if factors is not None:
+            of_block = factors(p, block, seen)
+            kept, dp = p * of_block, dp * of_block
+        ds = p * (dp - delta) * scale
         if softcap:  # the slope of its tanh; a hidden score of -inf has p = 0
             ds = ds * (1.0 - (scores.clamp(min=-softcap) / softcap) ** 2)
         dq = torch.matmul(ds, finite_k[:, :, None, seen])
         dq_NMHD[:, block] = dq.permute(0, 3, 1, 2, 4).reshape(n, end - begin, heads, head_dim)
         dk[:, :, seen] += torch.matmul(ds.transpose(-1, -2), finite_q[:, :, :, block]).sum(2)
-        dv[:, :, seen] += torch.matmul(p.transpose(-1, -2), do).sum(2)
+        dv[:, :, seen] += torch.matmul(kept.transpose(-1, -2), do).sum(2)
     return dq_NMHD, dk.transpose(1, 2).to(k_NMKD.dtype), dv.transpose(1, 2).to(v_NMKD.dtype)

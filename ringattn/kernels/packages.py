@@ -28,10 +28,11 @@ from ringattn.profile.locations import cache_folder, home_folder
 from .aten import cuda_reasons, far_rows_faults, flash_2_backward_faults, flash_2_reads_out_of_bounds
 from .compile_cache import can_keep
 from .contract import (
-    FEATURE_WORDS,
     BlockKernel,
+    BoundDropout,
     BoundKernel,
     BoundVarlen,
+    DropoutState,
     Grads,
     KernelConfig,
     KernelNeed,
@@ -129,6 +130,36 @@ def load_flash_attn_2(config: KernelConfig) -> BoundKernel:
     return in_parts(BoundKernel(forward, backward), flash_2_backward=True)
 
 
+def load_flash_attn_2_dropout(config: KernelConfig) -> BoundDropout:
+    """Bind FlashAttention 2 with dropout; of the probability see torch's own."""
+    name = "flash-attn-2"
+    _no_more_params(name, config)
+    module = _import(name, "flash_attn.flash_attn_interface", _FLASH_2_REMEDY)
+    extension = getattr(module, "flash_attn_gpu", None)
+    if extension is None:
+        raise _refusal(name, "flash_attn.flash_attn_interface has no flash_attn_gpu", _FLASH_2_REMEDY)
+    fwd, bwd = extension.fwd, extension.bwd
+    causal, scale, deterministic, p = config.causal, config.scale, config.deterministic, config.dropout
+    left, right = _flash_2_window(config)
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor, DropoutState]:
+        out, lse, _, rng_state = fwd(q, k, v, None, None, p, scale, causal, left, right, 0.0, False, None)
+        return out, flash_2_empty_rows(lse), (rng_state,)
+
+    def backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, state: DropoutState = (), /
+    ) -> Grads:
+        (rng_state,) = state or (None,)
+        dq, dk, dv = _empty_grads(q, k, v)
+        bwd(
+            *(_unit_last(dout), q, k, v, out, _contiguous_lse(lse), dq, dk, dv, None),
+            *(p if state else 0.0, scale, causal, left, right, 0.0, deterministic, None, rng_state),
+        )
+        return dq, dk, dv
+
+    return BoundDropout(forward, backward)
+
+
 def load_flash_attn_2_varlen(config: KernelConfig) -> BoundVarlen:
     name = "flash-attn-2"
     _no_more_params(name, config)
@@ -168,6 +199,10 @@ def flash_attn_2_reasons(need: KernelNeed) -> tuple[str, ...]:
     reasons = _reasons(need, 80) + far_rows_faults(need)
     if need.backward:
         reasons += flash_2_backward_faults(need)
+    if need.dropout and need.softcap:
+        reasons.append("no dropout with a softcap")
+    if need.dropout and need.head_dim > 192 and need.sm not in (80, 90):
+        reasons.append(f"its backward has no head_dim above 192 with dropout on {need.arch}")
     return tuple(reasons)
 
 
@@ -492,8 +527,9 @@ KERNELS = (
         remedy=_FLASH_2_REMEDY,
         strided_backward=True,
         writes_grads=True,
+        load_dropout=load_flash_attn_2_dropout,
         reads_out_of_bounds=flash_2_reads_out_of_bounds,
-        features=frozenset({"window", "softcap"}),
+        features=frozenset({"window", "softcap", "dropout"}),
     ),
     BlockKernel(
         "flash-attn-3",
@@ -515,7 +551,7 @@ KERNELS = (
         strided_backward=True,
         writes_grads=True,
         just_in_time=True,
-        features=frozenset(FEATURE_WORDS),
+        features=frozenset({"window", "softcap", "head_dim_v"}),
     ),
     BlockKernel(
         "xformers",

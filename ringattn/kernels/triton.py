@@ -231,8 +231,6 @@ def shared_reasons(need: KernelNeed) -> list[str]:
         found.append(f"no {need.dtype}; it has {', '.join(_DTYPES)}")
     if need.head_dim > _MAX_HEAD_DIM:
         found.append(f"head_dim {need.head_dim}; its tiles hold up to {_MAX_HEAD_DIM}")
-    if need.dropout:
-        found.append("dropout is not exact across blocks")
     return found
 
 

@@ -43,6 +43,7 @@ def attend(
     total_length: int | None = None,
     cu_seqlens: Documents | None = None,
     sinks: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> Result:
     """Attend over q (B, Sq, H, D) with k (B, Sk, Hkv, D) and v (B, Sk, Hkv, Dv); out is like q, with Dv.
 
@@ -50,7 +51,8 @@ def attend(
     is aligned to the end of queries and keys or to their start. ``total_length`` and ``cu_seqlens`` are those of a call
     over several ranks, without ``keys``, and ``window_of_module`` the window of their whole sequences. ``sinks`` (H,)
     are those of ``RingAttention.forward``. A query without a key gets 0, and an lse of -inf; so does one at padding,
-    where causality, documents or ``of_one`` say that queries and keys are one sequence.
+    where causality, documents or ``of_one`` say that queries and keys are one sequence. ``dropout`` is of a call in
+    training mode, for whole sequences.
     """
     head_dim, value_dim = q.shape[3], v.shape[3]
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
@@ -65,7 +67,7 @@ def attend(
     one_sequence = keys is None and q.shape[1] == k.shape[1] and not pool.dilated
     if one_sequence and window is not None and window < k.shape[1]:  # a module's own takes one call, not blocks
         window, window_of_module = None, window
-    attention = pool.module_for(q, k, causal, scale, softcap, window_of_module)
+    attention = pool.module_for(q, k, causal, scale, softcap, window_of_module, dropout)
     if some_keys and attention.shape.world > 1:
         _refuse_over_ranks(attention)
     if keys is not None:

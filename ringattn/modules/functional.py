@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ringattn.arguments import check_dropout
 from ringattn.errors import InputError
 
 from .attend import attend
@@ -37,17 +38,16 @@ def scaled_dot_product_attention(
     heads, (B or 1, 1, 1, Sk). A query that no key is left for gets 0, where torch gives NaN.
 
     Raises:
-        InputError: dropout_p > 0, another mask, a bias on the logits, or tensors that do not fit; with what does it.
+        InputError: another mask, a bias on the logits, dropout with padding or of other queries than keys, or tensors
+            that do not fit; with what does it.
     """
-    if dropout_p:
-        raise InputError(
-            f"dropout_p is {dropout_p}, which no kernel applies exactly across blocks; use 0.0, or "
-            "torch.nn.functional.scaled_dot_product_attention"
-        )
+    check_dropout("dropout_p", dropout_p)
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor) or x.dim() < 2:
             shape = f"has shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"is a {type(x).__name__}"
             raise InputError(f"{name} {shape}; it must be a tensor (..., heads, sequence, head_dim)")
+        if x.shape[-1] == 0 and x is not value:
+            raise InputError(f"{name} has shape {tuple(x.shape)}; its last dimension, head_dim, must not be 0")
     lead = tuple(query.shape[:-3])
     q, k, v = (_four_dimensions(x) for x in (query, key, value))
     if not enable_gqa and q.shape[1] != k.shape[1]:
@@ -62,7 +62,7 @@ def scaled_dot_product_attention(
         _check_mask(attn_mask, is_causal, (*lead, *q.shape[1:3], k.shape[2]))
         keys = _keys(attn_mask, q, k)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out, _ = attend(_pool, q, k, v, causal=is_causal, scale=scale, keys=keys, aligned="start")
+    out, _ = attend(_pool, q, k, v, causal=is_causal, scale=scale, keys=keys, aligned="start", dropout=dropout_p)
     out = out.transpose(1, 2)
     return out.reshape(*lead, *out.shape[1:]) if query.dim() > 3 else out.reshape(*query.shape[:-1], out.shape[-1])
 

@@ -70,6 +70,7 @@ class LongNetBlock(nn.Module):
         ``key_padding_mask`` (B, S) is True at padding, which no position attends to. ``positions`` and ``total_length``
         are those of ``MultiheadAttention``.
         """
+        self.attention.check_input("x", x)
         normed = self.attention_norm(x)
         attended, _ = self.attention(
             normed, normed, normed, key_padding_mask, positions=positions, total_length=total_length

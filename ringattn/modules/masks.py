@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ringattn.decoding.spans import Spans
 from ringattn.errors import InputError
 from ringattn.runtime.documents import Documents
 
@@ -84,6 +85,19 @@ class Keys:
         lengths = kept.sum(1)
         first = torch.arange(self.length) < lengths[:, None]
         return Documents(lengths=lengths) if self.single and bool((first == kept).all()) else None
+
+    @cached_property
+    def spans(self) -> Spans | None:
+        """Return where the keys of each row are if a query at the end sees all of these: one document, without gaps."""
+        kept = self.codes == 1
+        counts, first = kept.sum(1), kept.int().argmax(1)
+        at, end = torch.arange(self.length), (first + counts)[:, None]
+        even = bool(((at >= first[:, None]) & (at < end) == kept).all()) and bool((counts > 0).all())
+        if not (even and self.single) or (self.window is not None and self.window < self.length):
+            return None
+        if self.causal and not bool((end == self.length).all()):  # the query is padding
+            return None
+        return Spans(first.tolist(), end.flatten().tolist(), self.length)
 
     @cached_property
     def documents(self) -> Documents:

@@ -5,20 +5,24 @@ Legend: B batch, Sq queries, Sk keys, S both, E embed_dim, H query heads, Hkv ke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from ringattn.arguments import integer
+from ringattn.arguments import check_dropout, integer
+from ringattn.autograd.function import outside_graphs
 from ringattn.errors import InputError
 
 from .attend import attend
 from .masks import Keys, keys_of_mask, keys_of_padding, remembered
 from .pool import AttentionPool
 from .rotary import check_rotary, rotated
+from .sequences import check_alike, check_mask, check_sequences
+
+T = TypeVar("T")
 
 
 class MultiheadAttention(nn.Module):
@@ -29,7 +33,7 @@ class MultiheadAttention(nn.Module):
     Args:
         embed_dim: E, of queries and output.
         num_heads: H, a divisor of E.
-        dropout: refused in training mode if > 0, ignored in eval mode.
+        dropout: probability, < 1, that an attention weight is dropped in training mode; see ``RingAttention``.
         bias: biases of the projections.
         add_bias_kv: refused.
         add_zero_attn: refused.
@@ -83,8 +87,13 @@ class MultiheadAttention(nn.Module):
                 "multiple of the next"
             )
         self.head_dim = self.embed_dim // self.num_heads
-        self.kdim, self.vdim = kdim or self.embed_dim, vdim or self.embed_dim
-        self.dropout, self.batch_first, self.causal = dropout, batch_first, causal
+        self.kdim = self.embed_dim if kdim is None else integer("kdim", kdim)
+        self.vdim = self.embed_dim if vdim is None else integer("vdim", vdim)
+        for name, flag in (("bias", bias), ("batch_first", batch_first), ("causal", causal)):
+            if not isinstance(flag, bool):
+                raise InputError(f"{name} is {flag!r}; it must be True or False")
+        check_dropout("dropout", dropout)
+        self.dropout, self.batch_first, self.causal = float(dropout), batch_first, causal
         self.rotary_base = check_rotary(rotary_base, self.head_dim)
         self._pool = AttentionPool(**options)
         self._make_parameters(bias, {"device": device, "dtype": dtype})
@@ -141,13 +150,49 @@ class MultiheadAttention(nn.Module):
         Raises:
             InputError: an argument that is refused, or tensors that do not fit.
         """
+        arguments = (query, key, value, key_padding_mask, need_weights, attn_mask, is_causal, positions, total_length)
+        if self._pool.over_ranks:
+            attended: tuple[Tensor, None] = outside_graphs(self._told, self._attended, *arguments)
+            return attended
+        return self._attended(*arguments)
+
+    def check_input(self, name: str, x: Tensor) -> None:
+        """InputError unless x is a sequence (B, S, E) of this module's width and dtype; all ranks are told."""
+        if self._pool.over_ranks:
+            outside_graphs(self._told, check_sequences, {name: (x, self.embed_dim)}, self.out_proj.weight)
+        else:
+            check_sequences({name: (x, self.embed_dim)}, self.out_proj.weight)
+
+    def _told(self, call: Callable[..., T], *arguments: Any) -> T:
+        """Make a call in which an error is told to the other ranks, also where it comes before the attention."""
+        with self._pool.reporting(self.out_proj.weight.device):
+            return call(*arguments)
+
+    def _attended(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        need_weights: bool,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        positions: Tensor | None,
+        total_length: int | None,
+    ) -> tuple[Tensor, None]:
         if need_weights:
             raise InputError(
                 "need_weights is True, and no kernel keeps attention weights; use torch.nn.MultiheadAttention, which "
                 "loads this module's state_dict"
             )
-        if self.dropout and self.training:
-            raise InputError(f"dropout is {self.dropout} in training mode; set dropout=0.0, or call eval()")
+        dropout = self.dropout if self.training else 0.0
+        check_sequences(
+            {"query": (query, self.embed_dim), "key": (key, self.kdim), "value": (value, self.vdim)},
+            self.out_proj.weight,
+        )
+        check_alike(query, key, value, 0 if self.batch_first else 1)
+        check_mask("key_padding_mask", key_padding_mask)
+        check_mask("attn_mask", attn_mask)
         of_one, batched = query is key, query.dim() == 3
         if not batched:
             query, key, value = (x.unsqueeze(0) for x in (query, key, value))
@@ -164,8 +209,9 @@ class MultiheadAttention(nn.Module):
         elif positions is not None:
             raise InputError("positions is given, and the module was built without rotary_base")
         out, _ = attend(
-            self._pool, q, k, v, causal=causal, keys=keys, aligned="start", of_one=of_one, total_length=total_length
-        )
+            self._pool, q, k, v, causal=causal, keys=keys, aligned="start", of_one=of_one, total_length=total_length,
+            dropout=dropout,
+        )  # fmt: skip
         out = self.out_proj(out.flatten(2))
         if not batched:
             return out[0], None
@@ -218,7 +264,10 @@ class MultiheadAttention(nn.Module):
         assert self.rotary_base is not None
         if positions is None:
             attention = self._pool.module_for(q, k, causal, self.head_dim**-0.5)
-            positions = attention.positions(total_length or attention.shape.world * q.shape[1])
+            whole = attention.shape.world * q.shape[1] if total_length is None else total_length
+            positions = attention.positions(whole)
+        elif not isinstance(positions, Tensor):
+            raise InputError(f"positions is a {type(positions).__name__}; it must be a tensor")
         return rotated(q, positions, self.rotary_base), rotated(k, positions, self.rotary_base)
 
     def extra_repr(self) -> str:

@@ -5,12 +5,10 @@ Legend: B batch, S sequence, H heads, D head dimension.
 
 from __future__ import annotations
 
-import math
-from numbers import Real
-
 import torch
 from torch import Tensor
 
+from ringattn.arguments import is_finite, shown
 from ringattn.errors import InputError
 
 
@@ -18,9 +16,9 @@ def check_rotary(base: float | None, head_dim: int) -> float | None:
     """Return the base; InputError unless it is None, or > 1 with an even head dimension."""
     if base is None:
         return None
-    if isinstance(base, bool) or not isinstance(base, Real) or not math.isfinite(base) or base <= 1 or head_dim % 2:
+    if not is_finite(base) or base <= 1 or head_dim % 2:
         raise InputError(
-            f"rotary_base is {base!r} and head_dim {head_dim}; it must be a number > 1, and head_dim even, or None"
+            f"rotary_base is {shown(base)} and head_dim {head_dim}; it must be a number > 1, and head_dim even, or None"
         )
     return float(base)
 

@@ -24,8 +24,10 @@ from ringattn.dtypes import TORCH_DTYPES
 from ringattn.errors import one_line
 from ringattn.hardware.kernel_faults import Combination, Figure, Verdict
 from ringattn.kernels import math as kernels_math
-from ringattn.kernels.contract import BoundKernel, BoundVarlen, Grads, KernelConfig, Sequences
+from ringattn.kernels.contract import BoundDropout, BoundKernel, BoundVarlen, Grads, KernelConfig, Sequences
 from ringattn.kernels.registry import KERNELS
+
+from .dropout_check import DROPOUT, exact_results
 
 ROWS = 200  # several tiles of every kernel (they have up to 192 rows), and 8 or 72 rows of a last one
 KV_HEADS, GROUP = 2, 2
@@ -155,6 +157,7 @@ def config_of(combination: Combination) -> KernelConfig:
         dtype=combination.dtype,
         window=WINDOW if combination.window else 0,
         softcap=SOFTCAP if combination.softcap else 0.0,
+        dropout=DROPOUT if combination.dropout else 0.0,
     )
 
 
@@ -164,6 +167,10 @@ def check(combination: Combination, case: Case) -> Verdict:
     if combination.packed:
         assert kernel.load_varlen is not None, "rejection_reasons refuses it"
         return verdict_on(_as_block(kernel.load_varlen(config)), combination, case)
+    if combination.dropout:
+        assert kernel.load_dropout is not None, "rejection_reasons refuses it"
+        dropping = kernel.load_dropout(config)
+        return _verdict_of(lambda: hold_dropping(dropping, config, case, combination))
     return verdict_on(kernel.load(config), combination, case)
 
 
@@ -191,8 +198,21 @@ def _as_block(varlen: BoundVarlen) -> BoundKernel:
 
 def verdict_on(kernel: BoundKernel, combination: Combination, case: Case) -> Verdict:
     """Return the same for a kernel that is loaded."""
+    return _verdict_of(lambda: hold(kernel, case, combination.dtype, backward=combination.backward))
+
+
+def hold_dropping(kernel: BoundDropout, config: KernelConfig, case: Case, combination: Combination) -> Verdict:
+    """Return the results of a kernel with dropout, for the weights that it kept, and how many these are."""
+    exact_on = case.exact["out"].device
+    found, exact, share = exact_results(kernel, config, *case.inputs, case.dout, exact_on)
+    names = ("dq", "dk", "dv") if combination.backward else ("out", "lse")
+    figures = [_figure(name, found[name], replace(case, exact=exact), combination.dtype) for name in names]
+    return Verdict((*figures, share))
+
+
+def _verdict_of(results: Callable[[], Verdict]) -> Verdict:
     try:
-        return hold(kernel, case, combination.dtype, backward=combination.backward)
+        return results()
     except Exception as error:
         if is_out_of_memory(error) or is_sticky(error):
             raise
@@ -208,7 +228,7 @@ def _check_here(combinations: Sequence[Combination], device: torch.device) -> di
     cases: dict[Combination, Case] = {}
     found = {}
     for asked in combinations:
-        shape = replace(asked, kernel="", backward=False, deterministic=False, params=(), packed=False)
+        shape = replace(asked, kernel="", backward=False, deterministic=False, params=(), packed=False, dropout=False)
         if shape not in cases:
             cases[shape] = case_of(shape, device)
         found[asked] = check(asked, cases[shape])

@@ -58,6 +58,10 @@ def heuristic_tunables(
         tunables = replace(tunables, checkpoint=wishes.checkpoint)
     branches = []
     for number, branch in enumerate(tunables.branches):
+        if workload.dropout and len({wishes.forward, wishes.backward} - {None}) < 2:
+            name = _both_ways(workload, number, tunables, policy, facts, conditions, wishes)
+            branches.append(replace(branch, forward=name, backward=name))
+            continue
         chosen: dict[Direction, str] = {"forward": "", "backward": ""}
         directions: tuple[Direction, ...] = ("forward", "backward") if workload.train else ("forward",)
         for direction in directions:
@@ -109,6 +113,30 @@ def _default_gathers(workload: Workload, policy: Policy) -> tuple[str, ...]:
     count = sum(launches(workload, number, gather) for number, gather in enumerate(usual))
     work = sum(forward_gflop(workload, number) for number in range(len(branches)))
     return tuple("copy" if branch.rate > 1 else "view" for branch in branches) if policy.binds(work / count) else usual
+
+
+def _both_ways(
+    workload: Workload,
+    number: int,
+    tunables: Tunables,
+    policy: Policy,
+    facts: HardwareFacts,
+    conditions: Conditions,
+    wishes: Wishes,
+) -> str:
+    """Return the first kernel that can run a branch forward and backward: the one knows what the other dropped.
+
+    The backward's order comes first, which is twice the work.
+    """
+    directions: tuple[Direction, ...] = ("backward", "forward")
+    wished = [name for name in (wishes.backward, wishes.forward) if name]
+    candidates = wished or [name for way in directions for name in policy.kernels_for(way, tunables.dtype)]
+    needs = [
+        need
+        for way in directions
+        for need in kernel_needs(workload, tunables, number, facts, backward=way == "backward", conditions=conditions)
+    ]
+    return _first_that_can(tuple(dict.fromkeys(candidates)), tuple(needs), facts, workload, number, "backward")
 
 
 def _first_that_can(

@@ -93,6 +93,7 @@ def entry_for(entries: Sequence[PlanEntry], workload: Workload, multiprocessors:
         for entry in entries
         if _kind(entry) == (workload.mode, workload.dtype)
         and (entry.workload.packed, entry.workload.window) == (workload.packed, workload.window)
+        and entry.workload.dropout == workload.dropout
     ]
     series: dict[tuple[int, int, int], list[PlanEntry]] = {}
     for entry in alike:

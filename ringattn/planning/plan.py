@@ -93,7 +93,6 @@ def kernel_need(
     window_tokens: int | None = None,
     backward: bool = False,
     conditions: Conditions = ORDINARY,
-    dropout: bool = False,
 ) -> KernelNeed:
     """Return what branch number ``branch`` asks of its kernel: the largest of its calls."""
     segment_and_rate = workload.pattern.resolved(workload.seq_len)[branch]
@@ -115,7 +114,7 @@ def kernel_need(
         backward=backward,
         row_elements=rows_apart * workload.heads * workload.head_dim,
         deterministic=conditions.deterministic,
-        dropout=dropout,
+        dropout=workload.dropout > 0,
         window=workload.window,
         softcap=workload.softcap > 0,
         head_dim_v=workload.head_dim_v,
@@ -210,6 +209,7 @@ def combination_of(name: str, need: KernelNeed, params: Params = NO_PARAMS) -> C
         window=need.window > 0,
         softcap=need.softcap,
         head_dim_v=need.head_dim_v,
+        dropout=need.dropout,
     )
 
 
@@ -241,6 +241,7 @@ def rejection_reasons(
         return (f"has {plural(len(tunables.branches), 'branch')}, the pattern {pattern} has {len(branches)}",)
     void = void_reasons(workload, tunables)
     reasons = [*_dtype_reasons(workload, tunables), *void, *_memory_reasons(workload, tunables, facts)]
+    reasons += _dropout_reasons(workload, tunables)
     if workload.world > 1:
         spread = [*void, *ring_reasons(workload, tunables, conditions.layout)]
         reasons += exchange_reasons(workload.world, tunables.exchange, facts, conditions.apart)
@@ -274,6 +275,23 @@ def _dtype_reasons(workload: Workload, tunables: Tunables) -> list[str]:
     if tunables.dtype == "tf32" and workload.dtype != "fp32":
         return [f"tf32 is for fp32 inputs, not {workload.dtype}"]
     return []
+
+
+DROPOUT_IN_ONE_BLOCK = "dropout is exact in one block of one kernel: in dense attention on one device"
+
+
+def _dropout_reasons(workload: Workload, tunables: Tunables) -> list[str]:
+    if not workload.dropout:
+        return []
+    if not workload.pattern.dense or workload.world > 1 or workload.packed:
+        several = "documents" if workload.packed else f"{workload.world} ranks" if workload.world > 1 else "branches"
+        return [f"{DROPOUT_IN_ONE_BLOCK}, not over {several}; set it to 0.0, or call eval()"]
+    reasons = []
+    if any(branch.backward not in ("", branch.forward) for branch in tunables.branches):
+        reasons.append("dropout: the backward needs the kernel of the forward, which knows what it dropped")
+    if tunables.launch == "graph":
+        reasons.append("dropout: a graph would replay the random numbers of its capture")
+    return reasons
 
 
 def _memory_reasons(workload: Workload, tunables: Tunables, facts: HardwareFacts) -> list[str]:

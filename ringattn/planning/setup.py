@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 from dataclasses import dataclass, replace
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ringattn.arguments import input_dtype, integer, is_integer
-from ringattn.errors import InputError, PlanError
+from ringattn.arguments import check_dropout, input_dtype, integer, is_finite, is_integer, shown
+from ringattn.errors import InputError
 from ringattn.geometry.pattern import heads_without_rows
 from ringattn.hardware.facts import HardwareFacts, detect
 from ringattn.hardware.kernel_faults import join_faults
@@ -30,7 +28,6 @@ from ringattn.workload import LONGEST, Pattern, check_score_options
 from .heuristic import Wishes
 from .matching import entries_for, further_entries
 from .missed import remedy
-from .plan import kernel_need
 from .table import ModuleShape
 from .validation_memory import user_memory
 
@@ -113,17 +110,6 @@ class Setup:
                 f"{remedy(asked, what='one')}",
             )
         warn_of_empty_heads(self.shape)
-
-    def dropout_refusal(self, dropout: float) -> PlanError:
-        """Return the error for dropout in training, with why each kernel that could otherwise run cannot do it."""
-        workload = self.shape.workload(4096, "fp32" if self.facts.vendor == "cpu" else "bf16", True)
-        need = kernel_need(
-            workload, 0, workload.dtype, arch=self.facts.arch, vendor=self.facts.vendor, backward=True, dropout=True
-        )
-        reasons = {name: kernel.unsupported_reasons(need, self.facts) for name, kernel in KERNELS.items()}
-        refused = {name: why for name, why in reasons.items() if why}
-        subject = f"dropout {dropout} in training mode"
-        return PlanError(subject, refused, "Set dropout=0.0, or call eval() for inference")
 
 
 def warn_of_empty_heads(shape: ModuleShape) -> None:
@@ -260,14 +246,11 @@ def check_module(causal: bool, scale: float | None, dropout: float, process_grou
     """InputError, naming the argument, unless these make sense."""
     if not isinstance(causal, bool):
         raise InputError(f"causal is {causal!r}; it must be True or False")
-    if scale is not None and (
-        isinstance(scale, bool) or not isinstance(scale, Real) or not math.isfinite(scale) or scale <= 0
-    ):
+    if scale is not None and not (is_finite(scale) and float(scale) > 0):
         # Kernels set masked logits to -inf before they scale: times 0 or less that is NaN or inf.
         raise InputError(
-            f"scale is {scale!r}; it must be a finite number > 0, or None for 1/sqrt(head_dim); to turn logits "
+            f"scale is {shown(scale)}; it must be a finite number > 0, or None for 1/sqrt(head_dim); to turn logits "
             "around, negate q"
         )
-    if isinstance(dropout, bool) or not isinstance(dropout, Real) or not 0.0 <= dropout < 1.0:
-        raise InputError(f"dropout is {dropout!r}; it must be in [0, 1)")
+    check_dropout("dropout", dropout)
     group_size(process_group)

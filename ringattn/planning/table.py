@@ -86,6 +86,7 @@ class ModuleShape:
         packed_tokens: int = 0,
         *,
         decode: bool = False,
+        dropout: float = 0.0,
     ) -> Workload:
         """Return the workload of a call; with ``decode`` that of one query over a rank's part of a cache."""
         mode: Mode = "decode" if decode else "train" if train else "infer"
@@ -108,6 +109,7 @@ class ModuleShape:
             window=self.window if windowed else 0,
             softcap=self.softcap,
             head_dim_v=self.head_dim_v,
+            dropout=dropout,
         )
 
 
@@ -195,10 +197,11 @@ class PlanTable(Question):
         return table_of(replace(self.question, facts=facts), strict=strict, place_of=place_of)
 
     def plan_at(
-        self, seq_len: int, dtype: str, train: bool, batch: int, total_length: int = 0, packed_tokens: int = 0
-    ) -> Row:
+        self, seq_len: int, dtype: str, train: bool, batch: int, total_length: int = 0, packed_tokens: int = 0,
+        dropout: float = 0.0,
+    ) -> Row:  # fmt: skip
         """Return the row for an actual shape, its plan checked for exactly that shape (index limits, windows)."""
-        workload = self.shape.workload(seq_len, dtype, train, batch, total_length, packed_tokens)
+        workload = self.shape.workload(seq_len, dtype, train, batch, total_length, packed_tokens, dropout=dropout)
         return self._build(self._entry(workload), workload)
 
     def row_of(self, workload: Workload) -> Row:
@@ -206,7 +209,7 @@ class PlanTable(Question):
         w = workload
         if w.decode:
             return self.decode_at(w.seq_len, w.dtype, w.batch)
-        return self.plan_at(w.seq_len, w.dtype, w.train, w.batch, w.total_length, w.packed_tokens)
+        return self.plan_at(w.seq_len, w.dtype, w.train, w.batch, w.total_length, w.packed_tokens, w.dropout)
 
     def local_at(self, seq_len: int, dtype: str, train: bool, batch: int) -> Row:
         """Return the row for a sequence that one rank holds, also where the module has several.

@@ -15,7 +15,7 @@ from ringattn.errors import ProfileError
 from .access import exposed, other_writers, trust_policy
 from .precedence import effort_and_day
 from .schema import Profile
-from .yaml_io import load_profile
+from .yaml_io import load_head, load_profile
 
 # In search order; the first two name one file each and bind.
 Origin = Literal["argument", "env", "env-path", "user", "store", "system", "shipped", "built-in"]
@@ -97,6 +97,7 @@ def collect(
     named: str | os.PathLike[str] | None = None,
     *,
     heuristics_only: bool = False,
+    vendor: str = "",
     stored: Callable[[], Sequence[Located]] = tuple,
     environ: Mapping[str, str] | None = None,
     home: Path | None = None,
@@ -104,9 +105,11 @@ def collect(
     """Read every profile of the search order; return them, and a note for each broken file that was skipped.
 
     ``named`` is the file a user gave; without it RINGTUNE_PROFILE names one. Such a file must load: ProfileError.
-    ``heuristics_only`` reads no named file and leaves measured profiles out. ``stored`` returns those found in stores,
-    which come after the user's folder; it is called last, so that a store may be asked meanwhile. ``environ`` and
-    ``home`` are this process's unless given. Of one folder those of higher effort go first, then the newer.
+    ``heuristics_only`` reads no named file and leaves measured profiles out. Of measured ones that came with the
+    package for another ``vendor``, which serve no device of this one, the rows are not read. ``stored`` returns those
+    found in stores, which come after the user's folder; it is called last, so that a store may be asked meanwhile.
+    ``environ`` and ``home`` are this process's unless given. Of one folder those of higher effort go first, then the
+    newer.
 
     RINGTUNE_TRUST ``any`` asks for no checksums. Of a folder or file that others may write a note says so; where it is
     ``signed`` they are skipped, but not a file that was named, nor what came with the package.
@@ -126,8 +129,9 @@ def collect(
             if origin != "shipped":
                 files = _own_files(place, files, notes, signed=signed)
             # Stable: of one effort and day they stay in the order of their names.
+            own = vendor if origin == "shipped" else ""
             for found in sorted(
-                _loaded(origin, files, notes, checksum=checksum),
+                _loaded(origin, files, notes, checksum=checksum, vendor=own),
                 key=lambda entry: effort_and_day(entry.profile),
                 reverse=True,
             ):
@@ -164,23 +168,29 @@ def _own_files(folder: Path, files: list[Path], notes: list[str], *, signed: boo
     return [path for path in files if not {folder, path} & doubtful.keys()] if signed else files
 
 
-def _loaded(origin: Origin, files: list[Path], notes: list[str], *, checksum: bool) -> Iterator[Located]:
+def _loaded(origin: Origin, files: list[Path], notes: list[str], *, checksum: bool, vendor: str) -> Iterator[Located]:
     for path in files:
         try:
-            yield Located(str(path), _load_unchanged(path, checksum=checksum), origin)
+            yield Located(str(path), _load_unchanged(path, checksum, vendor), origin)
         except ProfileError as error:
             notes.append(f"{error} (skipped)")
 
 
-def _load_unchanged(path: Path, *, checksum: bool) -> Profile:
+def _load_unchanged(path: Path, checksum: bool, vendor: str) -> Profile:
     """Return the profile in a file, read again only when the file changes: a model asks once a layer."""
     try:
         status = path.stat()
     except OSError:
         return load_profile(path, checksum=checksum)  # which says what is wrong
-    return _load_cached(path, status.st_ino, status.st_size, status.st_mtime_ns, checksum)
+    return _load_cached(path, status.st_ino, status.st_size, status.st_mtime_ns, checksum, vendor)
 
 
 @lru_cache(maxsize=256)
-def _load_cached(path: Path, _inode: int, _size: int, _modified_ns: int, checksum: bool) -> Profile:
+def _load_cached(path: Path, _inode: int, _size: int, _modified_ns: int, checksum: bool, vendor: str) -> Profile:
+    """Return the profile in a file; with ``vendor`` without its rows where they are for another one.
+
+    The rows measured on an H200 take 78 ms to read, on a processor that has no use for them.
+    """
+    if vendor and (head := load_head(path)).source == "measured" and head.fingerprint.vendor != vendor:
+        return head
     return load_profile(path, checksum=checksum)

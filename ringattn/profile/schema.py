@@ -16,6 +16,8 @@ from ringattn.errors import FieldError
 from ringattn.wording import plural
 from ringattn.workload import INPUT_DTYPES, Tunables, Workload, not_narrower
 
+from .row_origin import RowOrigin, check_date
+
 if TYPE_CHECKING:
     from ringattn.hardware.facts import HardwareFacts
 
@@ -179,7 +181,8 @@ class PlanEntry:
     time and memory; ``default`` what the winner was paired against; ``torch`` the kernel to which
     ``F.scaled_dot_product_attention`` dispatches this workload, without evidence where ``choice`` or ``default`` is
     that plan and has it; ``singles`` the fastest plan of each kernel used alone, in every branch and direction, that no
-    other field holds: reports compare with these three, nothing runs them.
+    other field holds: reports compare with these three, nothing runs them. ``origin`` is a row's effort and day
+    where they are not those of the profile.
     """
 
     workload: Workload
@@ -193,12 +196,11 @@ class PlanEntry:
     singles: tuple[Choice, ...] = ()
     failures: tuple[Failure, ...] = ()
     refusal: str = ""
+    origin: RowOrigin | None = None
 
     def __post_init__(self) -> None:
         if (self.choice is None) != bool(self.refusal):
-            raise FieldError(
-                "must say why where choice is absent, and be absent where choice is present", field="refusal"
-            )
+            raise FieldError("must say why where choice is absent, and be absent where it is present", field="refusal")
         if self.captured is not None and (self.choice is None or self.captured.tunables == self.choice.tunables):
             raise FieldError("must be another plan than choice; leave it out", field="captured")
         if self.captured is not None and self.captured.tunables.launch == "graph":
@@ -209,11 +211,9 @@ class PlanEntry:
         for name, choices in self._choices():
             for choice in choices:
                 if len(choice.tunables.branches) != branches:
-                    raise FieldError(
-                        f"has {plural(len(choice.tunables.branches), 'branch')} in its tunables; "
-                        f"the workload's pattern needs {branches}",
-                        field=name,
-                    )
+                    found = plural(len(choice.tunables.branches), "branch")
+                    problem = f"has {found} in its tunables; the workload's pattern needs {branches}"
+                    raise FieldError(problem, field=name)
 
     @property
     def evidence(self) -> Evidence | None:
@@ -345,8 +345,7 @@ class Provenance:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.date and not re.fullmatch(r"\d{4}-\d{2}-\d{2}", self.date, re.ASCII):
-            raise FieldError(f"is {self.date!r}; write YYYY-MM-DD", field="date")
+        check_date(self.date)
         for name in ("budget_s", "elapsed_s"):
             value = getattr(self, name)
             if value is not None and (not math.isfinite(value) or value < 0):

@@ -32,15 +32,18 @@ class YamlError(Exception):
         super().__init__(message if mark is None else f"line {mark.line + 1}: {message}")
 
 
-def read_yaml(text: str) -> object:
+def read_yaml(text: str, *, until: str = "") -> object:
     """Return the one document in ``text`` as dict, list, str, int, float, bool and None; raises YamlError.
 
-    Plain scalars mean what they mean to ``yaml.safe_load``, except that dates are refused: they need quotes.
+    Plain scalars mean what they mean to ``yaml.safe_load``, except that dates are refused: they need quotes. With
+    ``until`` nothing is read from that key of the outermost mapping on.
     """
     builder = _Builder()
     try:
         for event in yaml.parse(text, Loader=_Loader):
             builder.take(event)
+            if until and builder.keys == [until]:
+                break
     except yaml.MarkedYAMLError as error:
         problem = " ".join(str(error.problem or error.context).split())
         raise YamlError(f"not valid YAML: {problem}", error.problem_mark) from None

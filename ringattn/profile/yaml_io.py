@@ -53,6 +53,14 @@ def load_profile(path: str | os.PathLike[str], *, checksum: bool = True) -> Prof
     return parse_profile(_read_bounded(Path(path)), os.fspath(path), checksum=checksum)
 
 
+def load_head(path: str | os.PathLike[str]) -> Profile:
+    """Return the profile in a file without its rows, which are not read; ProfileError as for ``load_profile``.
+
+    The checksum, which counts the rows, is not compared.
+    """
+    return parse_profile(_read_bounded(Path(path)), os.fspath(path), checksum=False, until="plans")
+
+
 def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
     """Writes ``profile`` to ``path`` in one step, making its folder if need be.
 
@@ -108,10 +116,10 @@ def _read_bounded(path: Path) -> bytes:
 # --- text to profile and back -----------------------------------------------------------------------------------
 
 
-def parse_profile(content: str | bytes, source: str, *, checksum: bool = True) -> Profile:
+def parse_profile(content: str | bytes, source: str, *, checksum: bool = True, until: str = "") -> Profile:
     """Return the profile in a YAML text; ``source`` names it in the ProfileError that everything invalid raises.
 
-    Without ``checksum`` it need have none, nor one that fits.
+    Without ``checksum`` it need have none, nor one that fits. ``until`` is the key from which on nothing is read.
     """
     if isinstance(content, bytes):
         try:
@@ -119,7 +127,7 @@ def parse_profile(content: str | bytes, source: str, *, checksum: bool = True) -
         except UnicodeDecodeError as error:
             raise ProfileError(source, f"is not UTF-8 text (byte {error.start})") from None
     try:
-        plain = read_yaml(content)
+        plain = read_yaml(content, until=until)
     except YamlError as fault:
         raise ProfileError(source, str(fault)) from None
     try:

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ringattn.arguments import integer, is_integer, is_list
+from ringattn.arguments import integer, is_integer, is_list, shown
 from ringattn.errors import InputError
 from ringattn.geometry.documents import Document
 from ringattn.wording import plural
+from ringattn.workload import LONGEST
 
 
 class Documents:
@@ -126,7 +127,10 @@ def given_of(cu_seqlens: Any, lengths: Any) -> Given:
         if given.padded != padded:
             raise InputError("the Documents are of the other argument, of cu_seqlens and lengths")
         return Given(given.tensor, padded)
-    return Given(given if isinstance(given, Tensor) else torch.tensor(given), padded)
+    if not isinstance(given, Tensor):
+        read = _lengths if padded else _bounds
+        given = torch.tensor(read(_on_host("lengths" if padded else "cu_seqlens", given)))
+    return Given(given, padded)
 
 
 class Extent(NamedTuple):
@@ -168,7 +172,7 @@ def extent_of(total_length: Any, cu_seqlens: Any, lengths: Any) -> Extent:
     alone = cu_seqlens is None and lengths is None
     if alone and total_length is None:
         return TENSORS_ALONE  # nearly every call, which makes nothing for it
-    total = None if total_length is None else integer("total_length", total_length)
+    total = None if total_length is None else integer("total_length", total_length, most=LONGEST)
     if alone:
         return Extent(total)
     return Extent(total, documents_of(cu_seqlens, lengths))
@@ -182,7 +186,9 @@ def _on_host(name: str, given: Any) -> list[Any]:
             )
         if given.dtype not in (torch.int32, torch.int64):
             raise InputError(f"{name} is a tensor of {given.dtype}; it must be torch.int32 or torch.int64")
-        if given.dim() != 1 or given.layout is not torch.strided or given.is_meta:
+        if given.is_meta:
+            raise InputError(f"{name} is on meta, where tensors hold no data; give a list of integers, or Documents")
+        if given.dim() != 1 or given.layout is not torch.strided:
             raise InputError(f"{name} has shape {tuple(given.shape)}; it must be a dense tensor with one dimension")
         values: list[Any] = given.tolist()
         return values
@@ -195,12 +201,13 @@ def _bounds(values: Sequence[Any]) -> tuple[int, ...]:
     if len(values) < 2:
         raise InputError(f"cu_seqlens has {plural(len(values), 'entry')}; it needs the start and the end of a document")
     if not is_integer(values[0]) or values[0] != 0:
-        raise InputError(f"cu_seqlens starts at {values[0]!r}; it must start at 0")
+        raise InputError(f"cu_seqlens starts at {shown(values[0])}; it must start at 0")
     bounds = [0]
     for value in values[1:]:
-        if not is_integer(value) or value < bounds[-1]:
+        if not is_integer(value) or not bounds[-1] <= value <= LONGEST:
             raise InputError(
-                f"cu_seqlens holds {value!r} after {bounds[-1]}; it must hold integers, none below the last"
+                f"cu_seqlens holds {shown(value)} after {bounds[-1]}; it must hold integers, none below the last and "
+                "none over 2**40"
             )
         bounds.append(int(value))
     return tuple(bounds)
@@ -209,4 +216,4 @@ def _bounds(values: Sequence[Any]) -> tuple[int, ...]:
 def _lengths(values: Sequence[Any]) -> tuple[int, ...]:
     if not values:
         raise InputError("lengths is empty; it must have an entry per sequence")
-    return tuple(integer("lengths", value, least=0) for value in values)
+    return tuple(integer("lengths", value, least=0, most=LONGEST) for value in values)

@@ -17,6 +17,7 @@ from ringattn.geometry.documents import DocumentGroup, grouped_documents, positi
 from ringattn.planning.plan import Plan
 
 from .documents import Documents
+from .dropout_program import DropoutProgram
 from .executor import ALL, Kept, Triple, Wanted
 from .graphed import GraphedProgram
 from .merge import accumulator_dtype, as_view
@@ -111,4 +112,4 @@ def load_program(plan: Plan, scale: float, *, ranges: bool = False) -> Program:
         return (VarlenProgram if plan.tunables.packing == "varlen" else DocumentsProgram)(plan, scale, ranges=ranges)
     if plan.tunables.launch == "graph" and not ranges:
         return GraphedProgram(plan, scale)
-    return Program(plan, scale, ranges=ranges)
+    return (DropoutProgram if plan.workload.dropout else Program)(plan, scale, ranges=ranges)

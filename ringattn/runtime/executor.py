@@ -38,6 +38,7 @@ class Executor:
     plan: Plan
     dtype: torch.dtype
     table: PlanTable | None = None
+    draws = False  # from torch's random numbers, what it has to keep for its backward
     differentiable: Differentiable = staticmethod(not_differentiable)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kept: Kept | None = None) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ringattn.arguments import is_integer
+from ringattn.arguments import is_integer, shown
 from ringattn.dtypes import DTYPE_NAMES
 from ringattn.errors import InputError
 from ringattn.geometry.layout import check_own
@@ -92,7 +92,7 @@ def check_length(length: int, max_seq_len: int | None) -> None:
 def check_total_length(total_length: object, length: int) -> None:
     """InputError for a length of the whole sequence that is not the one of this rank, which holds all."""
     if not is_integer(total_length) or total_length != length:
-        raise InputError(f"total_length is {total_length!r}, but this rank holds all {length}; leave it out")
+        raise InputError(f"total_length is {shown(total_length)}, but this rank holds all {length}; leave it out")
 
 
 def check_types(q: object, k: object, v: object) -> None:

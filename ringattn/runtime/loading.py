@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ringattn.kernels.compile_cache import prepare_triton
-from ringattn.kernels.contract import BoundKernel, BoundVarlen, KernelConfig
+from ringattn.kernels.contract import BoundDropout, BoundKernel, BoundVarlen, KernelConfig
 from ringattn.kernels.registry import KERNELS
 from ringattn.planning.plan import Plan
 
@@ -34,7 +34,7 @@ def is_one_op(plan: Plan) -> bool:
     """Tell whether training runs one kernel both ways on the tensors themselves, keeping what autograd would."""
     tunables, workload = plan.tunables, plan.workload
     one_kernel = all(branch.forward == branch.backward for branch in tunables.branches)
-    whole = workload.pattern.dense and workload.world == 1 and not workload.packed
+    whole = workload.pattern.dense and workload.world == 1 and not (workload.packed or workload.dropout)
     return whole and one_kernel and tunables.keeps_inputs_and_results
 
 
@@ -43,7 +43,7 @@ def may_be_torchs(plan: Plan) -> bool:
     tunables, workload = plan.tunables, plan.workload
     if not workload.pattern.dense or workload.world > 1 or workload.packed:
         return False
-    if tunables.params or tunables.launch == "graph" or workload.window or workload.softcap:
+    if tunables.params or tunables.launch == "graph" or workload.window or workload.softcap or workload.dropout:
         return False
     return not workload.train or (is_one_op(plan) and not plan.conditions.deterministic)
 
@@ -73,6 +73,7 @@ def _config(plan: Plan, name: str, scale: float, *, causal: bool, windowed: bool
         plan.tunables.dtype,
         window=plan.workload.window if causal and windowed else 0,
         softcap=plan.workload.softcap,
+        dropout=plan.workload.dropout,
     )
 
 
@@ -85,6 +86,17 @@ def bind_varlen(plan: Plan, name: str, scale: float, range_of: str = "") -> Boun
         return entry
     forward = named(f"{range_of} {name} forward", entry.forward)
     return BoundVarlen(forward, named(f"{range_of} {name} backward", entry.backward))
+
+
+def bind_dropout(plan: Plan, name: str, scale: float, range_of: str = "") -> BoundDropout:
+    """Return a kernel with dropout and the parameters of the plan; ``range_of`` as in ``bind``."""
+    load = KERNELS[name].load_dropout
+    assert load is not None, "rejection_reasons refuses it"
+    kernel = load(_config(plan, name, scale, causal=plan.workload.causal))
+    if not range_of:
+        return kernel
+    forward = named(f"{range_of} {name} forward", kernel.forward)
+    return BoundDropout(forward, named(f"{range_of} {name} backward", kernel.backward))
 
 
 def load_ops(plan: Plan, *, ranges: bool = False) -> TorchOps | TritonOps:

@@ -47,15 +47,16 @@ def with_sinks(out: Tensor, lse: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tenso
 class SinkExecutor(Executor):
     """Executor with sinks (H,) at the end of its merge.
 
-    It keeps nothing beside q, k, v, out and lse: rows that a plan with checkpoint "none" keeps are gathered again.
+    It keeps nothing beside q, k, v, out, lse and the state of a dropout: rows that a plan with checkpoint "none" keeps
+    are gathered again.
     """
 
     def __init__(self, program: Executor, sinks_H: Tensor) -> None:
         self._program, self._sinks_H = program, sinks_H
-        self.plan, self.dtype, self.table = program.plan, program.dtype, program.table
+        self.plan, self.dtype, self.table, self.draws = program.plan, program.dtype, program.table, program.draws
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kept: Kept | None = None) -> tuple[Tensor, Tensor]:
-        return with_sinks(*self._program.attend(q, k, v), self._sinks_H)
+        return with_sinks(*self._program.attend(q, k, v, kept if self.draws else None), self._sinks_H)
 
     def gradients(
         self, dout: Tensor | None, saved: Sequence[Tensor], wanted: Wanted = ALL, dlse: Tensor | None = None
@@ -64,7 +65,7 @@ class SinkExecutor(Executor):
 
     def sink_gradient(self, dout: Tensor | None, saved: Sequence[Tensor], dlse: Tensor | None) -> Tensor:
         """Return the gradient (H,) of the sinks, over the queries that this rank has."""
-        _, _, _, out, lse = saved
+        _, _, _, out, lse, *_ = saved
         share_BHS = torch.exp(self._sinks_H.to(lse.dtype)[:, None] - lse).masked_fill(lse == -torch.inf, 0.0)
         grad_BHS = torch.zeros_like(lse) if dlse is None else dlse
         if dout is not None:

@@ -68,6 +68,8 @@ def open_backend(place: str) -> Backend:
 
         return Remote(place)
     folder = Path(place[scheme.end() :] if scheme else place)
+    if scheme is None and (url := url_in(place)):
+        raise StoreError(place, f"is neither a folder, from / on, nor a URL; is it {url}?")
     if not folder.is_absolute():
         raise StoreError(place, "is a relative folder; write it from / on")
     return Folder(folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -17,6 +18,7 @@ from .names import BEACONS
 _LIMIT = 8192  # bytes
 _TEXT = 400  # characters of a field
 MAX_BEACONS = 20_000
+NODE_VARIABLE = "RINGTUNE_NODE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +47,8 @@ class Beacon:
 
 
 def this_node() -> str:
-    """Return this host's name."""
-    return platform.node() or "unnamed"
+    """Return the name of RINGTUNE_NODE, which a pod whose host's name is its own has, or this host's."""
+    return os.environ.get(NODE_VARIABLE) or platform.node() or "unnamed"
 
 
 def read_beacons(backend: Backend, notes: list[str]) -> Iterable[Beacon]:

@@ -94,8 +94,12 @@ class Folder:
                 made = os.open(leaf, flags, 0o666, dir_fd=descriptor)
             except FileExistsError:
                 return False
-            with os.fdopen(made, "wb") as file:
-                file.write(content)
+            try:
+                with os.fdopen(made, "wb") as file:
+                    file.write(content)
+            except BaseException:  # a disk that is full, for one: what holds nothing is not there
+                os.unlink(leaf, dir_fd=descriptor)
+                raise
         return True
 
     def delete(self, name: str) -> None:

@@ -9,17 +9,17 @@ changed for its whole term. A stale listing cannot make two holders, since numbe
 from __future__ import annotations
 
 import json
-import platform
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ringattn.errors import StoreError
 
 from .backend import Backend
+from .beacon import this_node
 from .names import LEASES, checked
 
 TERM_S = 60.0
@@ -30,20 +30,24 @@ _LIMIT = 4096  # bytes
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Holder of a lease: its node, and in how many seconds without renewal it lapses; 0 where it was released."""
+    """Holder of a lease: its node, and in how many seconds without renewal it lapses; 0 where it was released.
+
+    ``token`` is of one process alone.
+    """
 
     node: str
     term_s: float
+    token: str = field(default="", compare=False)
 
     @classmethod
     def parse(cls, content: bytes) -> Holder:
         """Return what a file says; one that says nothing clear is taken for a holder with the usual term."""
         try:
             plain = json.loads(content)
-            node, term_s = str(plain["node"])[:100], float(plain["term_s"])
+            node, term_s, token = str(plain["node"])[:100], float(plain["term_s"]), str(plain.get("token", ""))
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):  # killed before it had written
             return cls("", TERM_S)
-        return cls(node, min(term_s, 10 * TERM_S) if term_s >= 0 else TERM_S)
+        return cls(node, min(term_s, 10 * TERM_S) if term_s >= 0 else TERM_S, token)
 
 
 class Lease:
@@ -61,7 +65,7 @@ class Lease:
         """StoreError where the back end cannot hold leases."""
         self._backend, self._clock, self._term_s = backend, clock, term_s
         self._folder = checked(f"{LEASES}/{name}", backend.url)
-        self._node = platform.node() if node is None else node
+        self._node = this_node() if node is None else node
         self._token = secrets.token_hex(8)
         self._seen, self._seen_at = -1, 0.0
         self._held = 0  # the number this process created last; 0: it holds nothing
@@ -76,7 +80,8 @@ class Lease:
         if newest != self._seen:
             self._seen, self._seen_at = newest, self._clock()
         self.holder = self._read(newest)
-        if self._clock() - self._seen_at < self.holder.term_s:
+        is_own = self.holder.token == self._token  # that it was created was not told
+        if not is_own and self._clock() - self._seen_at < self.holder.term_s:
             return False
         if not self._create(newest + 1, self._term_s):
             return False
@@ -131,11 +136,17 @@ class Lease:
             left.set()
             renewing.join(self._term_s)
             if not renewing.is_alive():
-                self.release()
+                try:
+                    self.release()
+                except StoreError as error:  # it lapses; what the block raised is what counts
+                    self.lost = str(error)
 
     def _create(self, number: int, term_s: float) -> bool:
+        """Create a number; True also where this process had, and a lost answer was asked for again."""
         content = json.dumps({"node": self._node, "token": self._token, "term_s": term_s})
-        return self._backend.create(f"{self._folder}/{number:08d}", content.encode("utf-8"))
+        if self._backend.create(f"{self._folder}/{number:08d}", content.encode("utf-8")):
+            return True
+        return self._read(number).token == self._token
 
     def _newest(self) -> int:
         return max((_number(name) for name in self._backend.names(self._folder)), default=0)

@@ -31,7 +31,7 @@ from .folder import Folder
 from .merge import merge_profiles, same_machine_groups
 from .names import PROFILES, ProfileName, kind_of, shown_url
 from .store import MAX_FILES_OF_A_KIND, Store, others_note
-from .trust import CHECKSUM, StoreRefused, Trust, trust_of
+from .trust import CHECKSUM, Signatures, StoreRefused, Trust, trust_of
 
 STORE_VARIABLE = "RINGTUNE_STORE"
 
@@ -61,7 +61,7 @@ def find_profiles(
     profile that is named binds, and no store is asked. ``places`` are those of RINGTUNE_STORE unless given.
     """
     if named is not None or heuristics_only or os.environ.get(FILE_VARIABLE):
-        return collect(named, heuristics_only=heuristics_only)
+        return collect(named, heuristics_only=heuristics_only, vendor=facts.vendor)
     stored = Stored()
     asking = asked_stores(facts, world, store_places(os.environ) if places is None else tuple(places))
 
@@ -70,7 +70,7 @@ def find_profiles(
         stored = asking()
         return stored.located
 
-    located, notes = collect(stored=answered)
+    located, notes = collect(vendor=facts.vendor, stored=answered)
     return located, (*notes, *stored.notes)
 
 
@@ -137,6 +137,7 @@ class Question:
             check_reachable(self._copy.place)
             self._is_reachable = True
             backend = open_backend(self._copy.place)
+            self._copy.store.trust.prepare()
             self._opened_s = time.monotonic()
         finally:
             self._opened.set()
@@ -145,7 +146,8 @@ class Question:
     def answer(self, deadline_s: float) -> Fetched:
         """Return the answer; NoAnswerYet at the deadline, or 0.6 s after a client was imported, if that is later.
 
-        The import of a client such as s3fs takes 0.4 s of this computer's time, and on a busy one more than there is.
+        The import of a client such as s3fs, or of sigstore, takes 0.4 s of this computer's time, and on a busy one more
+        than there is.
         """
         try:
             return self._pending.answer(deadline_s)
@@ -169,7 +171,8 @@ class LocalCopy:
 
     def __init__(self, place: str, cache: Path, trust: Trust = CHECKSUM) -> None:
         self.place, self.url = place, shown_url(place)
-        self.root = cache / "stores" / hashlib.sha256(place.encode()).hexdigest()[:16]
+        own = hashlib.sha256(place.encode("utf-8", "surrogatepass"))  # a folder's name may be any bytes
+        self.root = cache / "stores" / own.hexdigest()[:16]
         self.store = Store(Folder(self.root), trust)
 
     def fetch(self, source: Store, kind: str, world: int) -> Fetched:
@@ -196,10 +199,8 @@ class LocalCopy:
             try:
                 content = source.content(name) if kept is None or not source.trust.asks_for_checksums else kept
                 if content != kept:
-                    signature = source.signature(name) if source.trust.asks_for_signatures else None
-                    if signature is not None:
-                        self._keep(name.signature, signature, found)
-                    path = self._keep(str(name), content, found) or f"{source.url}/{name}"
+                    signatures = source.signatures(name) if source.trust.asks_for_signatures else None
+                    path = self._keep(name, content, found, signatures) or f"{source.url}/{name}"
                 found.profiles[path] = source.parsed(content, name, path)
             except FileNotFoundError:
                 continue  # forgotten since it was listed
@@ -233,20 +234,30 @@ class LocalCopy:
 
     def _written(self, profile: Profile, world: int, found: Fetched) -> str:
         content = dump_profile(profile).encode("utf-8")
-        name = str(ProfileName.of(profile.fingerprint, world, content)).replace(PROFILES, "merged", 1)
-        return self._keep(name, content, found)
+        return self._keep(ProfileName.of(profile.fingerprint, world, content), content, found, folder="merged")
 
-    def _keep(self, name: str, content: bytes, found: Fetched) -> str:
+    def _keep(
+        self,
+        name: ProfileName,
+        content: bytes,
+        found: Fetched,
+        signatures: Signatures | None = None,
+        *,
+        folder: str = PROFILES,
+    ) -> str:
         """Write a file of the copy and return its path; where that fails a note says so, and "" is returned."""
+        path = str(name).replace(PROFILES, folder, 1)
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            self.store.backend.put(name, content)
+            if signatures is not None:
+                self.store.keep_signatures(name, signatures)
+            self.store.backend.put(path, content)
         except (OSError, StoreError) as error:
             why = error.strerror if isinstance(error, OSError) else error.problem
             note = f"{self.root}: cannot be written ({why}), so {self.url} is read by every process"
             found.notes += [] if note in found.notes else [note]
             return ""
-        return str(self.root / name)
+        return str(self.root / path)
 
     def _kept_content(self, name: ProfileName) -> bytes | None:
         try:

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from operator import itemgetter
 
-from ringattn.profile.precedence import effort_and_day, effort_rank
+from ringattn.profile.precedence import effort_and_day, effort_rank, origin_of, row_effort_and_day, rows_for
 from ringattn.profile.schema import PlanEntry, Profile, Provenance
 from ringattn.wording import plural
 from ringattn.workload import Workload, describe
@@ -84,35 +85,43 @@ def same_machine_groups(profiles: Iterable[Profile]) -> list[list[Profile]]:
 def merge_profiles(profiles: Sequence[Profile]) -> Merged:
     """Merge profiles of one fingerprint and software: for each workload the row of higher effort, then the newer.
 
-    Of one effort and day it is the row whose winner saved more: the other probe did not find that plan. The result
-    claims the least effort and the oldest day of those that gave it rows: true of every row. Merging is done from what
-    was pushed, not from results of merging.
+    Of one effort and day it is the row whose winner saved more: the other probe did not find that plan. Each row keeps
+    its effort and day, so that results of merging may be merged again; the result as a whole claims the least effort
+    and the oldest day of those that gave it rows.
     """
     ordered = [profile for profile, _ in groupby(sorted(profiles, key=_precedence))]
     assert len({(profile.fingerprint, profile.software) for profile in ordered}) == 1
+    dated = [(row_effort_and_day(profile, entry), entry) for profile in ordered for entry in profile.plans]
+    dated.sort(key=lambda row: (row[0], repr(replace(row[1], origin=None))))  # the row's own text, in whichever file
     rows: dict[Workload, PlanEntry] = {}
-    for _, equals in groupby(ordered, key=effort_and_day):
-        rows = merge_rows(rows, _of_equals(equals))
+    for _, equals in groupby(dated, key=itemgetter(0)):
+        rows = merge_rows(rows, _of_equals(entry for _, entry in equals))
     # By identity: of two equal rows the one that was kept is the later profile's.
     givers = [profile for profile in ordered if any(rows[entry.workload] is entry for entry in profile.plans)]
     superseded = tuple(profile for profile in ordered if profile not in givers)
-    conflicts = tuple(
-        Conflict(entry.workload, rows[entry.workload], entry)
-        for profile in ordered
-        for entry in profile.plans
-        if disagree(rows[entry.workload], entry)
-    )
     if len(givers) == 1:
-        return Merged(givers[0], conflicts, superseded)
+        return Merged(givers[0], _conflicts(ordered, rows), superseded)
+    origins = {id(entry): origin_of(profile, entry) for profile in givers for entry in profile.plans}
+    rows = {workload: replace(entry, origin=origins[id(entry)]) for workload, entry in rows.items()}
+    provenance = _joint_provenance(givers)
     speeds = {speed.world: speed for profile in ordered for speed in profile.fingerprint.link_speeds}
     merged = Profile(
         source="measured",
         fingerprint=replace(ordered[-1].fingerprint, link_speeds=tuple(speeds[world] for world in sorted(speeds))),
         software=ordered[-1].software,
-        plans=tuple(sorted(rows.values(), key=lambda entry: str(entry.workload))),
-        provenance=_joint_provenance(givers),
+        plans=rows_for(provenance, sorted(rows.values(), key=lambda entry: str(entry.workload))),
+        provenance=provenance,
     )
-    return Merged(merged, conflicts, superseded)
+    return Merged(merged, _conflicts(ordered, {entry.workload: entry for entry in merged.plans}), superseded)
+
+
+def _conflicts(profiles: Iterable[Profile], kept: Mapping[Workload, PlanEntry]) -> tuple[Conflict, ...]:
+    return tuple(
+        Conflict(entry.workload, kept[entry.workload], entry)
+        for profile in profiles
+        for entry in profile.plans
+        if disagree(kept[entry.workload], entry)
+    )
 
 
 def _joint_provenance(profiles: Sequence[Profile]) -> Provenance:
@@ -130,14 +139,13 @@ def _precedence(profile: Profile) -> tuple[tuple[int, str], str]:
     return effort_and_day(profile), repr(profile)
 
 
-def _of_equals(profiles: Iterable[Profile]) -> dict[Workload, PlanEntry]:
+def _of_equals(entries: Iterable[PlanEntry]) -> dict[Workload, PlanEntry]:
     """Return each workload's row with the lowest time relative to the default; refusals come after, guesses last."""
     rows: dict[Workload, PlanEntry] = {}
-    for profile in profiles:
-        for entry in profile.plans:
-            other = rows.get(entry.workload)
-            if other is None or _cost(entry) <= _cost(other):
-                rows[entry.workload] = entry
+    for entry in entries:
+        other = rows.get(entry.workload)
+        if other is None or _cost(entry) <= _cost(other):
+            rows[entry.workload] = entry
     return rows
 
 

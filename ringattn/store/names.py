@@ -3,7 +3,7 @@
 ::
 
     profiles/KIND/xRANKS-SHA256.yaml     a profile of one kind of machine for one number of ranks
-    profiles/KIND/xRANKS-SHA256.yaml.sig its signature, if it has one
+    profiles/KIND/xRANKS-SHA256.yaml.sig and .yaml.sigstore.json, its signatures, if it has any
     leases/KIND-xRANKS/NUMBER            who measures that kind; the highest number counts
     beacons/KIND/NODE.json               what a node runs
 
@@ -19,6 +19,8 @@ from dataclasses import dataclass, fields
 from ringattn.errors import StoreError
 from ringattn.hardware.facts import HardwareFacts, fingerprint_name
 from ringattn.profile.schema import Fingerprint
+
+from .sigstore_bundle import SUFFIX
 
 PROFILES, LEASES, BEACONS = "profiles", "leases", "beacons"
 
@@ -66,8 +68,13 @@ class ProfileName:
 
     @property
     def signature(self) -> str:
-        """The file beside it that holds its signature."""
+        """The file beside it that holds its signature with a key."""
         return f"{self}.sig"
+
+    @property
+    def bundle(self) -> str:
+        """The file beside it that holds its Sigstore bundle."""
+        return f"{self}{SUFFIX}"
 
     @property
     def short(self) -> str:
@@ -76,9 +83,8 @@ class ProfileName:
 
 
 def is_signature(name: str) -> bool:
-    """Tell whether a file's name in a store is that of the signature of a profile, which need not be there."""
-    profile = name.removesuffix(".sig")
-    return profile != name and ProfileName.parse(profile) is not None
+    """Tell whether a file's name in a store is that of a signature of a profile, which need not be there."""
+    return any(name.endswith(suffix) and ProfileName.parse(name.removesuffix(suffix)) for suffix in (".sig", SUFFIX))
 
 
 def is_name(name: str) -> bool:

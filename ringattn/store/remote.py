@@ -17,6 +17,7 @@ from .names import LEASES, checked, shown_url
 MAX_DEPTH = 4
 # In these a put is seen whole or not at all, and can be made conditional on there being no such object.
 _OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory")
+_NEED_A_PLACE = (*(scheme for scheme in _OBJECT_STORES if scheme != "memory"), "http", "https")
 
 
 class Remote:
@@ -25,7 +26,11 @@ class Remote:
     def __init__(self, url: str) -> None:
         self.url = shown_url(url).rstrip("/")
         self._given = url
-        self._scheme = url.split("://")[0]
+        self._scheme, _, place = url.partition("://")
+        if self._scheme in _NEED_A_PLACE and not place.split("/")[0]:
+            raise StoreError(
+                url, "names no bucket or server; a URL is as s3://bucket/ringtune or https://server/ringtune"
+            )
         try:
             import fsspec
         except ImportError:
@@ -62,9 +67,10 @@ class Remote:
                 found = files.find(f"{root}/{folder}", **how)
         except FileNotFoundError:
             found = []
-        if not found:
+        inner = tuple(name for name in self._inner(found) if name != folder)  # as an empty page of a server is listed
+        if not inner:
             self._check_there()
-        return self._inner(found)
+        return inner
 
     def loose_files(self) -> tuple[str, ...]:
         try:
@@ -155,7 +161,17 @@ class Remote:
         except StoreError:
             raise
         except Exception as error:
+            told: BaseException = error
             if isinstance(error, FileNotFoundError) and not writing:
-                raise
-            why = " ".join(str(error).split()) or type(error).__name__
+                if _says_not_there(error):
+                    raise FileNotFoundError(f"{self.url}: {name}: is not there") from None
+                told = error.__cause__ or error
+            why = " ".join(str(told).split()) or type(told).__name__
             raise StoreError(self.url, f"{name}: {why[:300]}") from error
+
+
+def _says_not_there(error: FileNotFoundError) -> bool:
+    """Tell whether a server said that it has no such file: fsspec says so too of one that refuses or breaks off."""
+    if error.__cause__ is None or not type(error.__cause__).__module__.startswith("aiohttp"):
+        return True
+    return getattr(error.__cause__, "status", None) in (404, 410)

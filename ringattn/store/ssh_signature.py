@@ -12,12 +12,14 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
+from ringattn.profile.whole_file import read_regular
 from ringattn.wording import needs_package
 
 NAMESPACE = "ringtune"  # a signature made for mail or commits is none for a profile
 KEY_TYPE = b"ssh-ed25519"
 MAX_BYTES = 4096
 
+_MAX_KEY_BYTES = 2**16
 _MAGIC = b"SSHSIG"
 _BEGIN, _END = "-----BEGIN SSH SIGNATURE-----", "-----END SSH SIGNATURE-----"
 _HASHES = {b"sha256": hashlib.sha256, b"sha512": hashlib.sha512}
@@ -90,7 +92,7 @@ def sign(content: bytes, key_file: Path) -> bytes:
     except ImportError:
         raise SignatureFault(NEEDS_CRYPTOGRAPHY) from None
     try:
-        key = serialization.load_ssh_private_key(key_file.read_bytes(), password=None)
+        key = serialization.load_ssh_private_key(read_regular(key_file, _MAX_KEY_BYTES), password=None)
     except OSError as error:
         raise SignatureFault(f"{key_file}: cannot be read ({error.strerror})") from None
     except (ValueError, TypeError, UnsupportedAlgorithm):  # TypeError: it has a passphrase

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from ringattn.errors import ProfileError, StoreError, one_line
 from ringattn.profile.access import exposed
@@ -13,12 +14,25 @@ from ringattn.profile.schema import Profile
 from ringattn.profile.yaml_io import MAX_FILE_BYTES, dump_profile, parse_profile
 from ringattn.wording import plural
 
+from . import sigstore_bundle, ssh_signature
 from .backend import Backend
 from .names import PROFILES, ProfileName, checked, is_signature, kind_of
-from .ssh_signature import MAX_BYTES, SignatureFault, sign
-from .trust import CHECKSUM, StoreRefused, Trust
+from .ssh_signature import SignatureFault, sign
+from .trust import CHECKSUM, Signatures, StoreRefused, Trust
 
 MAX_FILES_OF_A_KIND = 64  # for one number of ranks; each takes a request and some 20 ms to read
+
+
+class NotInStore(StoreError):
+    """Name of a profile that the store does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class SignedFile:
+    """Bytes of a file, and of the Sigstore bundle beside it."""
+
+    content: bytes
+    bundle: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +49,12 @@ class Store:
     def names(self, kind: str = "", world: int | None = None) -> tuple[ProfileName, ...]:
         """Return the names of profiles, sorted: all, or those of one kind and number of ranks. Opens no file."""
         return self.listed(kind, world)[0]
+
+    def signed_names(self) -> frozenset[ProfileName]:
+        """Return the names of the profiles beside which a signature lies, that holds or does not. Opens no file."""
+        found = set(self.backend.names(PROFILES))
+        names = (ProfileName.parse(name) for name in found)
+        return frozenset(name for name in names if name is not None and {name.signature, name.bundle} & found)
 
     def listed(self, kind: str = "", world: int | None = None) -> tuple[tuple[ProfileName, ...], tuple[str, ...]]:
         """Return the names of profiles as ``names`` does, and those of files beside them that are no profile's."""
@@ -60,15 +80,17 @@ class Store:
     def named(self, text: str) -> ProfileName:
         """Return the one profile that a user means by a full name, a start of it, or a start of its hash.
 
-        StoreError where none or several are meant, or the text could be no name.
+        NotInStore where none is meant; StoreError for several, and for a text that could be no name.
         """
         text = checked(text.removeprefix(f"{PROFILES}/"), self.url)
         starts = (f"{PROFILES}/{text}",)
         found = [name for name in self.names() if str(name).startswith(starts) or name.digest.startswith(text)]
         if len(found) == 1:
             return found[0]
-        many = f"means {plural(len(found), 'profile')}, {found[0].short} for one" if found else "is not there"
-        raise StoreError(self.url, f"{text}: {many}; `ringtune list` prints the names")
+        told = "`ringtune list` prints the names"
+        if not found:
+            raise NotInStore(self.url, f"{text}: is not there; {told}")
+        raise StoreError(self.url, f"{text}: means {plural(len(found), 'profile')}, {found[0].short} for one; {told}")
 
     def content(self, name: ProfileName) -> bytes:
         """Return a profile's bytes: those of its name unless any are believed, and signed where that is asked for.
@@ -82,17 +104,30 @@ class Store:
             )
         if self.trust.asks_for_signatures:
             try:
-                self.trust.signer(content, self.signature(name))
+                self.trust.signer(content, self.signatures(name))
             except SignatureFault as fault:
                 raise StoreError(self.url, f"{name}: {fault}") from None
         return content
 
-    def signature(self, name: ProfileName) -> bytes | None:
-        """Return the signature that lies beside a profile; None where there is none."""
+    def signatures(self, name: ProfileName) -> Signatures:
+        """Return what lies beside a profile: its signature with a key, and its Sigstore bundle."""
+        return Signatures(
+            self._beside(name.signature, ssh_signature.MAX_BYTES), self._beside(name.bundle, sigstore_bundle.MAX_BYTES)
+        )
+
+    def _beside(self, name: str, limit: int) -> bytes | None:
         try:
-            return self.backend.read(name.signature, MAX_BYTES)
+            return self.backend.read(name, limit)
         except FileNotFoundError:
             return None
+
+    def keep_signatures(self, name: ProfileName, signatures: Signatures) -> None:
+        """Make what lies beside a profile these signatures, and no others."""
+        for path, content in ((name.signature, signatures.ssh), (name.bundle, signatures.bundle)):
+            if content is None:
+                self.backend.delete(path)
+            else:
+                self.backend.put(path, content)
 
     def sign(self, name: ProfileName, key_file: Path) -> None:
         """Put a signature beside a profile, in place of an earlier one; StoreError where the key cannot be used."""
@@ -126,31 +161,44 @@ class Store:
         return self.push_all([(source, profile)], key_file)[0]
 
     def push_all(
-        self, profiles: Sequence[tuple[str, Profile]], key_file: Path | None = None
+        self,
+        profiles: Sequence[tuple[str, Profile]],
+        key_file: Path | None = None,
+        bundles: Mapping[str, SignedFile] = MappingProxyType({}),
     ) -> tuple[tuple[ProfileName, ...], ...]:
         """Write profiles, one file for each number of ranks, beside what is there; return the names of each.
 
-        With ``key_file`` they are signed, and no reader sees one before its signature. Nothing is written before all
-        can be. ProfileError where one is a heuristic or holds no plans, and where what would be written is too large;
-        StoreError where the key cannot be used. ``profiles`` come with the names that messages have for them.
+        With ``key_file`` they are signed, and no reader sees one before its signatures. Nothing is written before all
+        can be. ProfileError where one is a heuristic or holds no plans, where what would be written is too large, and
+        where a bundle signs something else; StoreError where the key cannot be used. ``profiles`` come with the names
+        that messages and ``bundles`` have for them.
         """
-        files: list[list[tuple[ProfileName, bytes, bytes | None]]] = []
+        files: list[list[tuple[ProfileName, bytes, Signatures]]] = []
         for source, profile in profiles:
             if profile.source != "measured" or not profile.plans:
                 raise ProfileError(
                     source, "holds no measured plans; a store takes measured profiles, folders the others"
                 )
             files.append([])
+            signed = bundles.get(source)
             for part in by_world(profile):
                 content = dump_profile(part).encode("utf-8")
                 if len(content) > MAX_FILE_BYTES:
                     raise ProfileError(source, f"would be {len(content)} bytes, above the limit of {MAX_FILE_BYTES}")
+                if signed is not None and signed.content != content:
+                    raise ProfileError(
+                        f"{source}{sigstore_bundle.SUFFIX}",
+                        "signs the file as it is, and the store would hold it written anew, or as one for each number "
+                        "of ranks; move the bundle away, push, and sign what `ringtune list KIND` prints",
+                    )
                 name = ProfileName.of(part.fingerprint, part.plans[0].workload.world, content)
                 signature = None if key_file is None else self.signed(content, key_file, name.short)
-                files[-1].append((name, content, signature))
-        for name, content, signature in (file for of_one in files for file in of_one):
-            if signature is not None:
-                self.backend.put(name.signature, signature)
+                bundle = None if signed is None else signed.bundle
+                files[-1].append((name, content, Signatures(signature, bundle)))
+        for name, content, signatures in (file for of_one in files for file in of_one):
+            for path, beside in ((name.signature, signatures.ssh), (name.bundle, signatures.bundle)):
+                if beside is not None:
+                    self.backend.put(path, beside)
             self.backend.put(str(name), content)
         return tuple(tuple(name for name, _, _ in of_one) for of_one in files)
 
@@ -159,6 +207,7 @@ class Store:
         for name in names:
             self.backend.delete(str(name))
             self.backend.delete(name.signature)
+            self.backend.delete(name.bundle)
 
 
 def others_note(url: str, others: Sequence[str]) -> str:

@@ -15,6 +15,7 @@ from itertools import accumulate, pairwise, product
 import pytest
 import torch
 from document_cases import DocumentsCase, check_documents
+from faults import group_to_break, told_of
 from oracle import Case
 from peer_cases import check_forwards
 from peer_tables import assert_page_says
@@ -22,7 +23,7 @@ from pool import Pool
 from ring_cases import RingCase, check_exact
 
 from ringattn import RingAttention
-from ringattn.errors import InputError, PlanError
+from ringattn.errors import InputError
 
 # Whether causal, and the layout: they balance the work of a causal mask alone.
 MASKS = [(True, "zigzag"), (True, "contiguous"), (False, "contiguous")]
@@ -101,13 +102,19 @@ def test_documents_of_several_rows_are_put_into_one() -> None:
         RingAttention(8, 32, profile=None, device="cpu")(x, x, x, cu_seqlens=[0, 4, 8])
 
 
+def refused_dropout(told: str) -> bool:
+    x = torch.zeros(2, 8, 4, 4)
+    with group_to_break() as group:
+        module = RingAttention(4, 4, profile=None, device="cpu", dropout=0.1, process_group=group)
+        error, message = told_of(lambda: module(x, x, x))
+    return error in ("InputError", "PeerError") and told in message
+
+
 @pytest.mark.parametrize("rotation", ROTATIONS)
-def test_dropout_is_refused(rotation: str) -> None:
+def test_dropout_is_refused(ranks: Callable[[int], Pool], rotation: str) -> None:
     """Their transformer of 2 layers with 4 heads of 4 has dropout of 0.1, and only its messages are counted."""
-    x = torch.zeros(2, 16, 4, 4)
-    module = RingAttention(4, 4, profile=None, device="cpu", dropout=0.1)
-    with pytest.raises(PlanError, match="dropout"):
-        module(x, x, x)
+    told = "dropout is 0.1 in training mode; dropout is exact in one block of one kernel"
+    assert ranks(2).run(refused_dropout, told) == [True, True]
 
 
 def test_the_page_counts_them() -> None:

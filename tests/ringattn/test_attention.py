@@ -299,15 +299,6 @@ def test_train_means_that_gradients_are_wanted_not_the_mode_of_the_module(monkey
     assert asked == [True, True, False, False]
 
 
-def test_dropout_is_ignored_in_eval_and_refused_in_training() -> None:
-    case = Case(8)
-    module = case.module(dropout=0.25)
-    q, k, v = case.inputs()
-    assert torch.equal(module.eval()(q, k, v), case.module()(q, k, v))
-    with pytest.raises(RuntimeError, match=r"dropout 0\.25 in training mode: .*flash-cpu: no dropout.*Set dropout=0"):
-        module.train()(q, k, v)
-
-
 def test_the_module_is_stateless() -> None:
     module = Case(8).module()
     assert not module.state_dict()

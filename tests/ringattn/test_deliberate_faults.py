@@ -90,12 +90,12 @@ def test_in_the_merge_of_a_ring_step() -> None:
 # --- checkpoint ---
 
 
-def _other_inputs(program: Any, saved: Sequence[Tensor], on_host: Any) -> Sequence[Tensor]:
+def _other_inputs(program: Any, saved: Sequence[Tensor], on_host: Any, random: Any) -> Sequence[Tensor]:
     q, k, v = saved
     return q, v, k, *program.attend(q, v, k)
 
 
-def _not_restored(program: Any, saved: Sequence[Tensor], on_host: Any) -> Sequence[Tensor]:
+def _not_restored(program: Any, saved: Sequence[Tensor], on_host: Any, random: Any) -> Sequence[Tensor]:
     q, k, v, out, lse, *kept = saved
     return q, k, v, torch.zeros_like(out), lse, *kept
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..options import json_option
-from .options import is_store_name, opened_stores, store_option
+from .options import is_store_name, opened_stores, store_option, store_with
 
 if TYPE_CHECKING:
     from ringattn.profile.schema import Profile
@@ -46,18 +46,12 @@ def diff(first: str, second: str, stores: tuple[str, ...], as_json: bool) -> Non
 
 def profile_named(text: str, stores: tuple[str, ...]) -> Profile:
     """Return the profile in a file, or where there is no such file and the text is a name, the one in a store."""
-    from ringattn.errors import StoreError
     from ringattn.profile.yaml_io import load_profile
 
     if Path(text).exists() or not is_store_name(text):
         return load_profile(text)
-    opened = opened_stores(stores)
-    for store in opened[:-1]:
-        try:
-            return store.profile(store.named(text))
-        except StoreError:
-            continue  # the next one has it, or the last says that none has
-    return opened[-1].profile(opened[-1].named(text))
+    store, name = store_with(opened_stores(stores), text)
+    return store.profile(name)
 
 
 def machine_differences(one: Profile, other: Profile) -> list[str]:

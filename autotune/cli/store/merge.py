@@ -83,7 +83,8 @@ def merged_files(profiles: list[tuple[Path, Profile]]) -> Merged:
 def tidied(store: Store) -> tuple[tuple[Merged, ...], tuple[str, ...]]:
     """Remove from a store the profiles that give no row to what its readers merge; return the results and names.
 
-    A profile that cannot be read is left where it is.
+    One that is signed goes only where signed ones give its rows: there are readers who believe no others. A profile
+    that cannot be read is left where it is.
     """
     from ringattn.errors import RingAttentionError
     from ringattn.store.merge import merge_profiles, same_machine_groups
@@ -104,9 +105,14 @@ def tidied(store: Store) -> tuple[tuple[Merged, ...], tuple[str, ...]]:
             continue
         names[id(profile)] = name
         of_one.setdefault((name.kind, name.world), []).append((profile, name))
+    signed = store.signed_names()
     for found in of_one.values():
         for group in same_machine_groups(profile for profile, _ in found):
             results.append(merge_profiles(group))
-            removed += [names[id(profile)] for profile in results[-1].superseded]
+            superseded = {names[id(profile)] for profile in results[-1].superseded}
+            if own := [profile for profile in group if names[id(profile)] in signed]:
+                needless = {names[id(profile)] for profile in merge_profiles(own).superseded}
+                superseded -= signed - needless
+            removed += sorted(superseded)
     store.forget(removed)
     return tuple(results), tuple(name.short for name in removed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,11 +59,18 @@ class OncePerKind:
         lease = self.lease_of(self.store.backend, f"{kind}-x{self.world}")
         end_s = self.clock() + (wait_s or 0.0)
         told = ""
-        while not lease.acquire():
-            holder = lease.holder.node or "another node"
-            if holder != told:
-                self.say(f"{self.store.url}: {holder} measures {kind}")
-                told = holder
+        while True:
+            try:
+                if lease.acquire():
+                    break
+                now = f"{lease.holder.node or 'another node'} measures {kind}"
+            except StoreError as error:
+                if wait_s is None or not told:  # one that never answered is no store to wait for
+                    raise
+                now = f"{error.problem}; asked again until it answers"
+            if now != told:
+                self.say(f"{self.store.url}: {now}")
+                told = now
             left_s = end_s - self.clock()
             if wait_s is None:
                 return self.found(SAME_SILICON)
@@ -72,8 +80,9 @@ class OncePerKind:
                     ExitCode.NO_PROFILE,
                 )
             self.sleep(min(POLL_S, left_s))
-            if found := self.found():
-                return found
+            with suppress(StoreError):  # which the next attempt at the lease meets, and says
+                if found := self.found():
+                    return found
         with lease.kept():
             if found := self.found():  # measured and freed between the two looks
                 return found
@@ -115,4 +124,6 @@ def push_measured(store: Store, path: Path) -> None:
     try:
         store.push(load_profile(path), str(path), signing_key())
     except StoreError as error:
-        raise ProbeFailure(f"{error}; what was measured is in {path}: `ringtune push {path}` sends it") from error
+        raise ProbeFailure(
+            f"{error}; what was measured is in {path}: `ringtune push --store {store.url} {path}` sends it"
+        ) from error

@@ -55,7 +55,7 @@ def probe_if_missing(
     once = OncePerKind(store, place, cache, facts, request.ranks, warn, exact=if_stale)
 
     def measure(earlier: Path | None) -> Path:
-        check_signing_key(store)
+        check_signing_key(store, believed=True)
         folder = made_folder(cache / "measured", "XDG_CACHE_HOME")
         output = folder / f"{kind_of(Fingerprint.of(facts))}-x{request.ranks}.yaml"
         with probe_observer() as observer:

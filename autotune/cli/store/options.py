@@ -12,6 +12,9 @@ import click
 from ..options import seconds
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ringattn.store.names import ProfileName
     from ringattn.store.store import Store
 
 
@@ -98,6 +101,18 @@ def opened_stores(stores: tuple[str, ...]) -> tuple[Store, ...]:
     return opened
 
 
+def store_with(opened: Sequence[Store], text: str) -> tuple[Store, ProfileName]:
+    """Return the first store that has the profile a user means by ``text``, and its name; StoreError where none has."""
+    from ringattn.store.store import NotInStore
+
+    for store in opened[:-1]:
+        try:
+            return store, store.named(text)
+        except NotInStore:
+            continue  # the next one has it, or the last says that none has
+    return opened[-1], opened[-1].named(text)
+
+
 def written_store(stores: tuple[str, ...]) -> Store:
     """Return the store that a command writes: the first."""
     return _opened(places_of(stores)[0])
@@ -134,10 +149,20 @@ def check_store_writable(store: Store) -> None:
     store.backend.delete(trial)
 
 
-def check_signing_key(store: Store) -> None:
-    """Raise StoreError where a key is named with which nothing can be signed."""
-    if (key := signing_key()) is not None:
-        store.signed(b"", key, "what is measured")
+def check_signing_key(store: Store, *, believed: bool = False) -> None:
+    """Raise StoreError where a key is named with which nothing can be signed, or nothing that is ``believed`` here."""
+    from ringattn.errors import StoreError
+    from ringattn.store.ssh_signature import SignatureFault
+    from ringattn.store.trust import Signatures
+
+    if (key := signing_key()) is None:
+        return
+    made = store.signed(b"", key, "what is measured")
+    if believed and store.trust.asks_for_signatures:
+        try:
+            store.trust.signer(b"", Signatures(made))
+        except SignatureFault as fault:
+            raise StoreError(str(key), f"this node would not believe what it measures, which {fault}") from None
 
 
 def is_store_name(text: str) -> bool:

@@ -9,10 +9,14 @@ from typing import TYPE_CHECKING
 import click
 
 from ..options import device_option, json_option
-from .options import opened_stores, store_option
+from .options import opened_stores, store_option, store_with
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from ringattn.profile.schema import Profile
+    from ringattn.store.names import ProfileName
+    from ringattn.store.store import Store
 
 
 @click.command(short_help="Copy profiles out of a store.")
@@ -30,19 +34,20 @@ def pull(
 ) -> None:
     """Copy profiles out of the stores into a folder, where no store is needed.
 
-    Without NAME it is every profile of this kind of machine. Those of one
-    machine and software are merged into one file, that of a probe there, with
-    what it holds already. Exit code 4 says that the stores hold none.
+    Without NAME it is every profile of this kind of machine that can be read.
+    Those of one machine and software are merged into one file, that of a probe
+    there, with what it holds already. Exit code 4 says that the stores hold
+    none.
 
     \b
         ringtune pull --store /shared/ringtune
     """
     from autotune.exit_codes import ExitCode, ProbeFailure
     from autotune.formats import plain
+    from ringattn.errors import RingAttentionError
     from ringattn.profile.locations import home_folder, user_folder
     from ringattn.profile.yaml_io import save_profile
     from ringattn.store.merge import merge_profiles, same_machine_groups
-    from ringattn.store.names import ProfileName
     from ringattn.wording import plural
 
     from ..console import emit_json, warn
@@ -51,16 +56,27 @@ def pull(
     kinds = () if names else kinds_here(device)
     found: set[ProfileName] = set()
     profiles = []
-    for store in opened:
-        wanted = [store.named(text) for text in names] if names else [n for kind in kinds for n in store.names(kind)]
-        for name in wanted:
-            if name not in found:
-                found.add(name)
-                profiles.append((name.world, store.profile(name)))
+    wanted: Iterable[tuple[Store, ProfileName]] = [store_with(opened, text) for text in names] or (
+        (store, name) for store in opened for kind in kinds for name in store.names(kind)
+    )
+    for store, name in wanted:
+        if name in found:
+            continue
+        try:
+            profiles.append((name.world, store.profile(name)))
+            found.add(name)  # one that is damaged here may be whole in the next store
+        except FileNotFoundError:  # forgotten since it was listed
+            continue
+        except RingAttentionError as error:
+            if names:
+                raise
+            warn(f"warning: {error} (skipped)")  # of another version's perhaps, beside many that can be read
     if not profiles:
         urls = ", ".join(store.url for store in opened)
+        wanted_kinds = " or ".join(kinds or names)
         raise ProbeFailure(
-            f"{urls}: holds no profile of {' or '.join(kinds)}; `ringtune probe` makes one", ExitCode.NO_PROFILE
+            f"{urls}: holds no profile of {wanted_kinds} that can be read; `ringtune probe` makes one",
+            ExitCode.NO_PROFILE,
         )
     folder = output if output is not None else user_folder(os.environ, home_folder())
     written = []

@@ -7,7 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ringattn.profile.precedence import origin_of, rows_for, rows_with_origin
 from ringattn.profile.resolve import tier_of
+from ringattn.profile.row_origin import RowOrigin
 from ringattn.profile.schema import Profile, Provenance
 from ringattn.store.merge import merge_rows
 from ringattn.versions import __version__
@@ -36,24 +38,29 @@ def renew(earlier: Path, output: Path, request: ProbeRequest, facts: HardwareFac
     old = load_profile(earlier)
     verified = tuning.verify_profile(earlier, request, observer)
     lost = {cell.workload for cell in verified.cells if cell.stale}
-    rows = {entry.workload: entry for entry in old.plans if entry.workload not in lost}
+    today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+    held = {cell.workload for cell in verified.cells} - lost
+    rows = {
+        entry.workload: replace(entry, origin=RowOrigin(origin_of(old, entry).effort, today))
+        if entry.workload in held
+        else entry
+        for entry in rows_with_origin(old)
+        if entry.workload not in lost
+    }
     if lost:
         again = tuple((workload, 1) for workload in sorted(lost, key=str))
         searched = tuning.run_probe(replace(request, output=output, recorded=again), observer)
         assert searched.profile is not None, "a probe that measured nothing raises"
-        rows = merge_rows(rows, {entry.workload: entry for entry in searched.profile.plans if entry.workload in lost})
-    judged = f"{plural(len(verified.cells) - len(lost), 'row')} of {old.provenance.date or 'an earlier day'} verified"
-    renewed = replace(
-        old,
-        software=facts.software,
-        plans=tuple(rows.values()),
-        provenance=Provenance(
-            tool_version=__version__,
-            date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-            effort=old.provenance.effort,
-            seed=request.seed,
-            notes=(f"{judged}, {len(lost)} searched again, {len(verified.inconclusive)} not judged",),
-        ),
+        again_rows = rows_with_origin(searched.profile)
+        rows = merge_rows(rows, {entry.workload: entry for entry in again_rows if entry.workload in lost})
+    judged = f"{plural(len(held), 'row')} of {old.provenance.date or 'an earlier day'} verified"
+    provenance = Provenance(
+        tool_version=__version__,
+        date=today,
+        effort=old.provenance.effort,
+        seed=request.seed,
+        notes=(f"{judged}, {len(lost)} searched again, {len(verified.inconclusive)} not judged",),
     )
+    renewed = replace(old, software=facts.software, plans=rows_for(provenance, rows.values()), provenance=provenance)
     save_profile(renewed, output)
     return output

@@ -58,7 +58,9 @@ def verify_signature(names: tuple[str, ...], stores: tuple[str, ...], as_json: b
 
     Signers are those of RINGTUNE_ALLOWED_SIGNERS, of allowed_signers in the
     user's folder, or of /etc/ringtune/allowed_signers, in the format of
-    OpenSSH. Exit code 1 when one is signed by none of them.
+    OpenSSH. Of Sigstore bundles they are those of allowed_identities in the
+    same places, one SUBJECT ISSUER a line. Every signature of a profile must
+    hold: exit code 1 when one does not, or when there is none.
 
     \b
         ringtune verify-signature --store /shared/ringtune nvidia-h100
@@ -77,7 +79,7 @@ def verify_signature(names: tuple[str, ...], stores: tuple[str, ...], as_json: b
     told = []
     for name in [store.named(text) for text in names]:
         try:
-            told.append((name, trust.signer(store.content(name), store.signature(name)), ""))
+            told.append((name, trust.signer(store.content(name), store.signatures(name)), ""))
         except SignatureFault as fault:
             told.append((name, "", str(fault)))
     if as_json:

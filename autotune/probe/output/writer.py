@@ -16,6 +16,7 @@ from autotune.probe.request import CellReport, ProbeRequest
 from ringattn import __version__
 from ringattn.errors import ProfileError
 from ringattn.hardware.facts import HardwareFacts
+from ringattn.profile.precedence import rows_for, rows_with_origin
 from ringattn.profile.resolve import tier_of
 from ringattn.profile.schema import Choice, Evidence, Failure, Fingerprint, LinkSpeed, PlanEntry, Profile, Provenance
 from ringattn.profile.yaml_io import dump_profile, save_profile
@@ -129,20 +130,21 @@ def build_profile(
             e.workload.seq_len,
         ),
     )
+    provenance = Provenance(
+        tool_version=__version__,
+        date=today.isoformat(),
+        effort=request.effort,
+        budget_s=budget_s,
+        elapsed_s=round(elapsed_s, 1),
+        seed=request.seed,
+        notes=tuple(notes),
+    )
     return Profile(
         source="measured",
         fingerprint=replace(Fingerprint.of(facts), link_speeds=tuple(link_speeds)),
         software=facts.software,
-        plans=tuple(ordered),
-        provenance=Provenance(
-            tool_version=__version__,
-            date=today.isoformat(),
-            effort=request.effort,
-            budget_s=budget_s,
-            elapsed_s=round(elapsed_s, 1),
-            seed=request.seed,
-            notes=tuple(notes),
-        ),
+        plans=rows_for(provenance, ordered),
+        provenance=provenance,
     )
 
 
@@ -153,8 +155,8 @@ def same_machine(profile: Profile, facts: HardwareFacts) -> bool:
 
 
 def merged(old: Profile | None, entries: Mapping[Workload, PlanEntry]) -> dict[Workload, PlanEntry]:
-    """Merge new rows into those of an older profile of the same machine."""
-    return merge_rows({} if old is None else {entry.workload: entry for entry in old.plans}, entries)
+    """Merge new rows into those of an older profile of the same machine, which keep their effort and day."""
+    return merge_rows({} if old is None else {entry.workload: entry for entry in rows_with_origin(old)}, entries)
 
 
 def merged_speeds(old: Profile | None, new: LinkSpeed | None) -> tuple[LinkSpeed, ...]:

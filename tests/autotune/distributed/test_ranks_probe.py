@@ -36,6 +36,7 @@ from autotune.probe.tuning import verify_profile
 from autotune.search.budget import EffortPreset
 from ringattn import RingAttention
 from ringattn.hardware.facts import HardwareFacts
+from ringattn.profile.precedence import origin_of
 from ringattn.profile.schema import Fingerprint, LinkSpeed, PlanEntry, Profile
 from ringattn.profile.yaml_io import load_profile
 from ringattn.workload import Tunables, Workload
@@ -125,7 +126,8 @@ def test_rows_of_other_numbers_of_ranks_stay(coordinator: Coordinator) -> None:
     old = Profile("measured", fingerprint, coordinator.facts.software, plans=tuple(rows.values()))
     assert same_machine(old, coordinator.facts)
     new = {replace(ring, world=4): PlanEntry(replace(ring, world=4), refusal="too")}
-    assert merged(old, new) == rows | new
+    kept = {cell: replace(row, origin=origin_of(old, row)) for cell, row in rows.items()}
+    assert merged(old, new) == kept | new
     assert merged_speeds(old, new_speed) == (old_speed, new_speed)
     assert merged_speeds(old, replace(old_speed, ring_gb_s=11.0)) == (LinkSpeed(2, 1, 11.0, 5.0),)
     assert merged_speeds(None, None) == ()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,8 +22,9 @@ from autotune.probe.environment import Environment
 from autotune.probe.request import ProbeResult
 from autotune.probe.tuning import run_probe
 from autotune.space.space import Machine
+from ringattn.profile.row_origin import RowOrigin
 from ringattn.profile.schema import Choice, Evidence, PlanEntry
-from ringattn.profile.yaml_io import load_profile
+from ringattn.profile.yaml_io import load_profile, save_profile
 from ringattn.workload import BranchTunables, Tunables, Workload
 
 NEW, SLOW = "efficient", "xformers"
@@ -75,8 +78,11 @@ class House:
         facts = replace(FACTS, software=tuple((dict(FACTS.software) | software).items()))
         return environment_of(self._folder, evaluator, self._clock, machine, facts)
 
-    def probe(self) -> ProbeResult:
-        return run_probe(request_for(self.path), Watching(), self.environment(invented(("flash-cpu", "math")), {}))
+    def probe(self) -> None:
+        """Leave the files of a probe."""
+        for name, content in files_of_a_probe().items():
+            (self._folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (self._folder / name).write_bytes(content)
 
     def add(
         self, *names: str, machine: Machine | None = None, software: dict[str, str] | None = None, **changes: object
@@ -84,6 +90,15 @@ class House:
         request = replace(request_for(self.path, seq_lens=(), add_kernels=names), **changes)  # type: ignore[arg-type]
         found = machine or invented(("flash-cpu", "math", NEW))
         return run_probe(request, Watching(), self.environment(found, software or {}))
+
+
+@cache
+def files_of_a_probe() -> dict[Path, bytes]:
+    """Return what a probe of the machine without the kernel leaves, which is the same every time."""
+    with tempfile.TemporaryDirectory() as folder:
+        house = House(Path(folder))
+        run_probe(request_for(house.path), Watching(), house.environment(invented(("flash-cpu", "math")), {}))
+        return {path.relative_to(folder): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
 
 
 @pytest.fixture
@@ -121,6 +136,18 @@ def test_rows_whose_plan_lost_change_and_the_others_stay_as_they_are(house: Hous
         assert new.evidence.ratio_low <= new.evidence.default_ratio <= new.evidence.ratio_high
     (note,) = [note for note in load_profile(house.path).provenance.notes if NEW in note]
     assert note == "efficient added on 2026-01-02: 2 of 4 rows changed"
+
+
+def test_only_rows_that_change_are_of_that_day(house: House) -> None:
+    house.probe()
+    old = load_profile(house.path)
+    save_profile(replace(old, provenance=replace(old.provenance, effort="full", date="2026-01-01")), house.path)
+    house.add(NEW)
+    assert load_profile(house.path).provenance.date == "2026-01-02"
+    assert {(workload.seq_len, entry.origin) for workload, entry in rows(house.path).items()} == {
+        (512, RowOrigin("full", "2026-01-01")),
+        (4096, None),
+    }
 
 
 def test_a_kernel_far_behind_at_one_length_is_measured_at_the_next(house: House) -> None:

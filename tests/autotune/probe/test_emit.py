@@ -24,6 +24,8 @@ from autotune.probe.output.writer import (
 )
 from autotune.probe.request import ProbeRequest
 from autotune.statistics import Interval
+from ringattn.profile.precedence import origin_of
+from ringattn.profile.row_origin import RowOrigin
 from ringattn.profile.schema import PlanEntry, Profile
 from ringattn.profile.yaml_io import dump_profile, parse_profile
 from ringattn.workload import Pattern, Tunables, describe
@@ -179,7 +181,17 @@ def test_what_was_measured_stays_where_nothing_is_measured_now() -> None:
     refusal = PlanEntry(CELL, refusal="nothing runs it any more")
     old = profile_of(recorded)
     assert recorded.evidence is not None
-    assert merged(old, {CELL: unmeasured}) == {CELL: recorded}
+    assert merged(old, {CELL: unmeasured}) == {CELL: replace(recorded, origin=origin_of(old, recorded))}
     assert merged(old, {CELL: refusal}) == {CELL: refusal}
     assert merged(profile_of(unmeasured), {CELL: recorded}) == {CELL: recorded}
     assert merged(None, {CELL: unmeasured}) == {CELL: unmeasured}
+
+
+def test_rows_of_an_earlier_probe_keep_their_effort_and_day() -> None:
+    old = profile_of(entry_of(RESULT))
+    old = replace(old, provenance=replace(old.provenance, effort="quick", date="2026-01-01"))
+    later = replace(entry_of(RESULT), workload=CELL.at(64))
+    new = profile_of(*merged(old, {later.workload: later}).values())
+    assert [entry.origin for entry in new.plans if entry.workload == CELL] == [RowOrigin("quick", "2026-01-01")]
+    assert [entry.origin for entry in new.plans if entry.workload != CELL] == [None]
+    assert new.provenance.date > "2026-01-01"

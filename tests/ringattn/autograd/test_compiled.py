@@ -15,18 +15,13 @@ from torch import Tensor, nn
 
 from ringattn import Pattern, RingAttention
 from ringattn.autograd import torch_compile as compiled
-from ringattn.errors import InputError, PlanError, RingAttentionError
+from ringattn.errors import InputError, RingAttentionError
 from ringattn.planning import setup
 from ringattn.planning.table import PlanTable
 from ringattn.workload import BranchTunables, Tunables
 
 PATTERNS = [DENSE, pattern_of([8], [1]), pattern_of([8, 16], [1, 2])]
 CASE = Case(24, 4, 2, 8, 2, PATTERNS[2], causal=True)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_compiled_before() -> None:
-    torch._dynamo.reset()
 
 
 def whole(module: Callable[..., Any], **options: Any) -> Any:
@@ -266,17 +261,10 @@ def test_bad_tensors_are_named() -> None:
         torch.compile(CASE.module(max_seq_len=16), backend="eager")(q, k, v)
 
 
-def test_dropout_in_training_is_refused() -> None:
+def test_dropout_in_eval_mode_leaves_the_graph_whole() -> None:
     q, k, v = (x.detach() for x in CASE.inputs())
     module = CASE.module(dropout=0.5).eval()
     assert torch.equal(whole(module)(q, k, v), CASE.module()(q, k, v))
-    refused = CASE.module(dropout=0.5).train()
-    model = First(refused)  # around the module: dynamo runs a frame again, eagerly, that raises before its first op
-    with pytest.raises(Exception, match=r"dropout is 0\.5 in training mode; set dropout=0\.0, or call eval\(\)"):
-        whole(model)((q, k, v))
-    for attend in (lambda: refused(q, k, v), lambda: model((q, k, v))):
-        with pytest.raises(PlanError, match=r"dropout 0\.5 in training mode: .*math: dropout is not exact"):
-            torch.compile(attend, backend="eager")()
 
 
 # --- the operators ---------------------------------------------------------------------------------------------------

@@ -151,7 +151,6 @@ def test_under_autocast() -> None:
 @pytest.mark.parametrize("case", [GROUPED, MIXED], ids=lambda case: str(case.pattern))
 @pytest.mark.parametrize("kernel", ["flash-cpu", "math"])
 def test_under_torch_compile(kernel: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch._dynamo.reset()
     module = case.module(backend=kernel)
     inputs, dout, dlse = case.inputs(torch.float32), case.dout(torch.float32), dlse_of(case, torch.float32)
 

@@ -121,3 +121,23 @@ def test_torchs_own_function_runs_steps_that_ask_for_no_lse(monkeypatch: pytest.
         attn.cross(*step(12, torch.float32))
         attn.cross(*step(12, torch.float32))
     assert [entry is None for entry in made_entries] == [False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("keys", [15, 4096])
+def test_query_heads_of_a_group_are_rows_of_one_head(dtype: torch.dtype, keys: int) -> None:
+    """On a CPU, where that is faster, and with the same out and lse, also for logits that are no numbers."""
+    attn = RingAttention(16, 8, 4, causal=True, profile=None, device="cpu")
+    generator = torch.Generator().manual_seed(keys)
+    q, k, v = (torch.randn(2, n, h, 8, generator=generator).to(dtype) for n, h in ((1, 16), (keys, 4), (keys, 4)))
+    k[1, 3, 2] = torch.nan
+    out64, lse64 = attend(*(x.double() for x in (q, k, v)), torch.ones(16, 1, keys, dtype=torch.float64))
+    close = {"rtol": 0, "atol": 1e-5 if dtype is torch.float32 else 2e-2, "equal_nan": True}
+    with torch.no_grad():
+        out, lse = attn.cross(q, k, v, return_lse=True)
+        alone = attn.cross(q, k, v)
+    torch.testing.assert_close(out.double(), out64, **close)
+    torch.testing.assert_close(alone.double(), out64, **close)
+    torch.testing.assert_close(lse.double(), lse64, **close)
+    assert out[1, 0, 8:12].isnan().all()
+    assert out[0].isfinite().all()

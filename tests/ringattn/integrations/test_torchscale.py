@@ -154,6 +154,25 @@ def test_of_takes_embeddings_dtype_and_mode_over() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)  # its activation is in float32
 
 
+@pytest.mark.parametrize("activation", ["relu", "gelu", "swish"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_activation_is_that_of_float32_and_nothing_is_kept_so_wide(activation: str, dtype: torch.dtype) -> None:
+    encoder = made(activation_fn=activation).to(dtype)
+    ffn, kept = encoder.layers[0].ffn, []
+    x = (8 * randn(1, 50, 24)).to(dtype)
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        found = ffn(x)
+    assert {tensor.dtype for tensor in kept if tensor.shape[-1] == ffn.fc1.out_features} == {dtype}
+    wide = ffn.fc1(x).float()
+    hidden = {"relu": F.relu, "gelu": F.gelu, "swish": F.silu}[activation](wide).to(dtype)
+    torch.testing.assert_close(found, ffn.fc2(ffn.ffn_layernorm(hidden)), rtol=2e-2, atol=2e-2)
+
+
 def test_dropout_and_stochastic_depth_are_of_training() -> None:
     x = randn(4, 16, 24)
     for option in ("dropout", "activation_dropout", "drop_path_rate"):

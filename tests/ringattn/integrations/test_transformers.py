@@ -171,7 +171,6 @@ def test_a_decoder_attends_both_ways_where_its_config_or_the_call_says_so() -> N
 
 def test_a_compiled_model_is_one_graph() -> None:
     model = tiny("llama")
-    torch._dynamo.reset()
     with attention(model, "ringtune"), torch.no_grad():
         compiled = torch.compile(model, fullgraph=True, backend="eager")
         torch.testing.assert_close(compiled(tokens()).logits, model(tokens()).logits, **CLOSE)
@@ -185,7 +184,6 @@ def test_compiled_attention_with_padding_breaks_its_graph_and_is_exact() -> None
     def layer(q: Tensor, k: Tensor) -> Tensor:
         return attend(torch.nn.Identity(), q * 2, k, k, mask)[0] + 1
 
-    torch._dynamo.reset()
     compiled = torch.compile(layer, backend="eager")
     torch.testing.assert_close(compiled(q, k), layer(q, k), rtol=0, atol=0)
 

@@ -42,7 +42,8 @@ BOUNDS = torch.tensor([0, 4, 12])
         *(({name: X}, f"{name} is given to attn_implementation='ringtune' and asks for {_REFUSED[name]}")
           for name in _REFUSED),
         ({"new_mathematics": X}, "new_mathematics is given to attn_implementation='ringtune' and asks for nothing"),
-        ({"dropout": 0.1}, "dropout is 0.1, which no kernel applies exactly across blocks; set the config's attention"),
+        ({"dropout": 1.0}, "dropout is 1.0; it must be in [0, 1)"),
+        ({"dropout": 0.1, "queries": 1}, "dropout is 0.1 in training mode; dropout is exact in one block of"),
         ({"causal": False, "sliding_window": 4}, "sliding_window is 4 without a causal mask, and there are 12 keys"),
         ({"queries": 3}, "there are 3 queries, 12 keys, a causal mask and no attention_mask to say where"),
         ({"cu_seq_lens_q": BOUNDS}, "one of cu_seq_lens_q and cu_seq_lens_k is given; give both"),
@@ -106,16 +107,17 @@ def test_models_that_ask_for_it(name: str, inputs: dict[str, Any], told: str) ->
     assert told in str(error.value)
 
 
-def test_dropout_is_refused_in_training_and_not_in_eval_mode() -> None:
+def test_dropout_is_refused_with_padding_and_in_training_mode_alone() -> None:
     model = transformers.BertForMaskedLM(
         transformers.BertConfig(
             vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32,
             attn_implementation="ringtune",
         )
     )  # fmt: skip
-    with pytest.raises(InputError, match=r"^dropout is 0\.1, which no kernel .*attention_probs_dropout_prob"):
-        model.train()(tokens())
-    model.eval()(tokens())
+    model.train()(tokens())
+    with pytest.raises(InputError, match=r"^dropout is 0\.1 in training mode; .* in forward alone; set it to 0\.0"):
+        model(tokens(), attention_mask=padded("right"))
+    model.eval()(tokens(), attention_mask=padded("right"))
 
 
 def test_a_model_whose_window_covers_its_sequences_has_none() -> None:

@@ -184,14 +184,13 @@ def test_a_gpu_kernel_does_not_run_on_a_cpu(name: str) -> None:
             replace(HOPPER, dtype="tf32"),
             ("its matrix products take TF32 only from torch's global flag",),
         ),
-        ("math", replace(HERE, dropout=True), ("dropout is not exact across blocks",)),
+        ("math", replace(HERE, dropout=True), ()),
         ("flash-cpu", HERE, ()),
         ("flash-cpu", replace(HERE, dtype="bf16"), ()),
         ("flash-cpu", replace(HERE, dtype="fp16", head_dim=1), ()),
         ("flash-cpu", replace(HERE, dtype="fp64"), ("no fp64; it has fp32, fp16 and bf16",)),
         ("flash-cpu", replace(HERE, dtype="tf32"), ("no tf32; it has fp32, fp16 and bf16",)),
         ("flash-cpu", HOPPER, ("runs on CPUs only",)),
-        ("flash-cpu", replace(HERE, dropout=True), ("no dropout",)),
         ("flash", HOPPER, ()),
         ("flash", replace(HOPPER, dtype="fp32"), ("no fp32; it has fp16, bf16",)),
         ("flash", replace(HOPPER, arch="sm_75"), ("needs sm_80 or newer, this is sm_75",)),
@@ -210,7 +209,14 @@ def test_a_gpu_kernel_does_not_run_on_a_cpu(name: str) -> None:
         ("flash", replace(HOPPER, heads=64, rows=2**20, backward=False), ()),
         ("flash", replace(HOPPER, blocks=4096, heads=64, rows=256), ()),  # run in parts
         ("flash", replace(HOPPER, blocks=65536, heads=1, rows=1), ()),
-        ("flash", replace(HOPPER, dropout=True), ("dropout is not exact across blocks",)),
+        ("flash", replace(HOPPER, dropout=True), ()),
+        ("flash", replace(HOPPER, dropout=True, blocks=4096, heads=64, rows=256), ("its backward would run in parts",)),
+        ("flash", replace(HOPPER, dropout=True, blocks=65536, heads=1, rows=1), ("65536 blocks run in parts",)),
+        (
+            "flash",
+            replace(HOPPER, dropout=True, arch="sm_89", head_dim=256),
+            ("its backward has no head_dim from 200 to 256 with dropout on sm_89",),
+        ),
         ("cudnn", HOPPER, ()),
         ("cudnn", replace(HOPPER, dtype="fp64"), ("no fp64; it has fp16, bf16",)),
         ("cudnn", replace(HOPPER, arch="sm_70"), ("needs sm_80 or newer, this is sm_70",)),
@@ -221,6 +227,12 @@ def test_a_gpu_kernel_does_not_run_on_a_cpu(name: str) -> None:
         ("cudnn", replace(HOPPER, causal=False, rows=192), ("dq can be NaN on sm_90 where 192 rows are 64 beyond",)),
         ("cudnn", replace(HOPPER, causal=False, rows=256), ()),
         ("cudnn", replace(HOPPER, causal=False, rows=192, backward=False), ()),
+        ("cudnn", replace(HOPPER, dropout=True), ()),
+        (
+            "cudnn",
+            replace(HOPPER, arch="sm_100", causal=False, rows=192, dropout=True),
+            ("another kernel runs the backward of 192 rows",),
+        ),
         ("efficient", HOPPER, ()),
         ("efficient", replace(HOPPER, dtype="fp32", head_dim=4), ()),
         ("efficient", replace(HOPPER, head_dim=4), ("head_dim 4; it needs a multiple of 8 up to 65536",)),
@@ -265,8 +277,8 @@ def test_a_tail_that_cudnn_gets_wrong_runs_on_a_kernel_that_has_its_head_dimensi
 
 
 def test_every_reason_is_given_at_once() -> None:
-    need = replace(HOPPER, arch="sm_70", dtype="fp64", head_dim=257, dropout=True)
-    assert len(KERNELS["flash"].unsupported_reasons(need, cpu())) == 4
+    need = replace(HOPPER, arch="sm_70", dtype="fp64", head_dim=257, blocks=65536, rows=1, dropout=True)
+    assert len(KERNELS["flash"].unsupported_reasons(need, cpu())) == 5
 
 
 def test_a_package_that_is_missing_is_a_reason_with_its_remedy() -> None:

@@ -318,7 +318,6 @@ def test_each_direction_lists_its_own_tiles() -> None:
         ({"arch": "sm_75", "dtype": "fp16"}, "sm_80"),
         ({"dtype": "fp64"}, "no fp64"),
         ({"head_dim": 257}, "head_dim 257"),
-        ({"dropout": True}, "dropout"),
         ({"blocks": 2**20, "rows": 2**16}, "launch grid"),
     ],
 )

@@ -61,7 +61,7 @@ def test_sequences_within_a_window_take_the_rows_without() -> None:
     assert table.plan_at(4096, "bf16", True, 1).measured == rows[0].workload
     assert table.fallback_note(table.plan_at(4097, "bf16", True, 1)) == (
         "bf16 train: measured at 8192 positions; outside, a heuristic plan serves; no probe measures one more (sliding "
-        "windows, softcaps and a head_dim_v are not probed)"
+        "windows, softcaps, a head_dim_v and dropout are not probed)"
     )
 
 
@@ -139,7 +139,7 @@ def test_no_probe_measures_what_it_has_no_reference_for(options: dict[str, Any])
     request = ProbeRequest(recorded=((asked, 1), (SHAPE.workload(4096, "bf16", True), 1)))
     found = choose_recorded(request)
     assert found.chosen == (SHAPE.workload(4096, "bf16", True),)
-    told = f"{asked} left out: sliding windows, softcaps and a head_dim_v are not probed"
+    told = f"{asked} left out: sliding windows, softcaps, a head_dim_v and dropout are not probed"
     assert found.left_out == (told,)
     with pytest.raises(UsageFailure, match="are not probed"):
         choose_recorded(ProbeRequest(recorded=((asked, 1),)))

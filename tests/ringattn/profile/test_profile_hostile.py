@@ -48,9 +48,9 @@ HOSTILE = {
     "escaped surrogate": ('schema: "\\ud800"', "not valid YAML|must be an integer"),
     "empty": ("", "empty"),
     "only a comment": ("# nothing\n", "empty"),
-    "a scalar": ("hello", "is a mapping"),
-    "a list": ("- schema: 1", "is a mapping"),
-    "null": ("~", "is a mapping"),
+    "a scalar": ("hello", "holds one value, so that it is no hardware profile"),
+    "a list": ("- schema: 1", "holds a list, so that it is no hardware profile"),
+    "null": ("~", "holds nothing, so that it is no hardware profile"),
 }
 
 

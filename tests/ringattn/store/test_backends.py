@@ -108,6 +108,11 @@ def test_a_place_names_its_back_end(tmp_path: Path) -> None:
     assert isinstance(open_backend(str(tmp_path)), Folder)
     assert open_backend(f"file://{tmp_path}").url == str(tmp_path)
     assert isinstance(open_backend("memory://x"), Remote)
+    for place in ("s3://", "gs:///prefix", "http:///x", "https://"):
+        with pytest.raises(StoreError, match=f"^{place}: names no bucket or server; "):
+            open_backend(place)
+    with pytest.raises(StoreError, match=r"is it s3://bucket/x\?$"):
+        open_backend("s3:/bucket/x")
     with pytest.raises(StoreError, match="relative folder"):
         open_backend("some/folder")
     with pytest.raises(StoreError, match="nosuch"):

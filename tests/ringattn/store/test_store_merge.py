@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from machine_samples import EVIDENCE, H100, H200, dense_entry, measured
 
+from ringattn.profile.precedence import origin_of, rows_with_origin
+from ringattn.profile.row_origin import RowOrigin
 from ringattn.profile.schema import Choice, PlanEntry, Profile, Provenance
-from ringattn.profile.yaml_io import dump_profile
+from ringattn.profile.yaml_io import dump_profile, parse_profile
 from ringattn.store.merge import disagree, merge_profiles, merge_rows, same_machine_groups
 
 
@@ -51,6 +53,17 @@ def test_higher_effort_then_the_newer_row_serves() -> None:
 def test_of_one_effort_and_day_the_faster_winner_serves(slower: PlanEntry) -> None:
     found, missed = (probed("quick", "2026-01-01", row) for row in (timed(1024, "flash", 0.7, 0.8), slower))
     assert merge_profiles([found, missed]).profile is merge_profiles([missed, found]).profile is found
+
+
+def test_of_rows_that_save_as_much_one_serves_whichever_files_they_are_in() -> None:
+    """And so after a pull, which leaves one of them in a file with rows of another day."""
+    ours, theirs = (probed("quick", "2026-01-03", timed(1024, kernel, 0.5, 0.6)) for kernel in ("flash", "cudnn"))
+    older = probed("quick", "2026-01-01", timed(512, "flash", 0.5, 0.6))
+    for first, second in ((ours, theirs), (theirs, ours)):
+        pulled = merge_profiles([older, first]).profile
+        assert rows_of(merge_profiles([pulled, second]).profile) == rows_of(
+            merge_profiles([older, ours, theirs]).profile
+        )
 
 
 def test_what_was_measured_outlives_what_could_not_be() -> None:
@@ -109,6 +122,35 @@ def test_order_does_not_matter_and_what_is_superseded_may_go(pushed: list[Profil
     assert dump_profile(merge_profiles(shuffled).profile) == dump_profile(merged.profile)
     left = [profile for profile in pushed if profile not in merged.superseded]
     assert dump_profile(merge_profiles(left).profile) == dump_profile(merged.profile)
-    every = [entry for profile in pushed for entry in profile.plans]
-    assert all(entry in every for entry in merged.profile.plans)
+    every = [entry for profile in pushed for entry in rows_with_origin(profile)]
+    assert all(entry in every for entry in rows_with_origin(merged.profile))
     assert {entry.workload for entry in merged.profile.plans} == {entry.workload for entry in every}
+
+
+@given(st.lists(profiles, min_size=2, max_size=6), st.integers(1, 5))
+def test_what_was_merged_may_be_merged_again(pushed: list[Profile], cut: int) -> None:
+    """As ``pull`` does with what its file holds already: no row is lost to a lower or older one."""
+    at_once = merge_profiles(pushed).profile
+    pulled = merge_profiles(pushed[:cut]).profile
+    assert rows_of(merge_profiles([pulled, *pushed[cut:]]).profile) == rows_of(at_once)
+    assert rows_of(merge_profiles([pulled, *pushed]).profile) == rows_of(at_once)  # the store's come again
+
+
+def rows_of(profile: Profile) -> set[PlanEntry]:
+    return set(rows_with_origin(profile))
+
+
+def test_a_row_keeps_its_effort_and_day_beside_lower_ones() -> None:
+    own = probed("full", "2026-03-01", timed(1024, "flash", 0.7, 0.8))
+    store = probed("quick", "2026-01-01", timed(2048, "math", 0.7, 0.8))
+    pulled = merge_profiles([own, store]).profile
+    assert (pulled.provenance.effort, pulled.provenance.date) == ("quick", "2026-01-01")
+    assert [entry.origin for entry in pulled.plans] == [RowOrigin("full", "2026-03-01"), None]
+    assert parse_profile(dump_profile(pulled), "file") == pulled
+    later = probed("standard", "2026-02-01", timed(1024, "cudnn", 0.5, 0.6), timed(2048, "cudnn", 0.7, 0.8))
+    merged = merge_profiles([pulled, later]).profile
+    assert {
+        (entry.workload.seq_len, entry.choice.tunables.branches[0].forward, origin_of(merged, entry).effort)
+        for entry in merged.plans
+        if entry.choice
+    } == {(1024, "flash", "full"), (2048, "cudnn", "standard")}

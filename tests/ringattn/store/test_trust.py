@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from ringattn.store.folder import Folder
 from ringattn.store.lookup import find_profiles, stored_profiles
 from ringattn.store.ssh_signature import NAMESPACE, Signature, SignatureFault, sign
 from ringattn.store.store import Store
-from ringattn.store.trust import Trust, trust_of
+from ringattn.store.trust import Signatures, Trust, trust_of
 
 ONE_KEY = "ssh-ed25519 " + base64.b64encode(b"\0\0\0\x0bssh-ed25519\0\0\0 " + b"k" * 32).decode()
 BEGIN, END = b"-----BEGIN SSH SIGNATURE-----\n", b"\n-----END SSH SIGNATURE-----"
@@ -178,20 +179,23 @@ def test_a_copy_is_believed_offline_as_long_as_its_signer_is(store: Store, tmp_p
 def test_a_signature_of_another_file_is_none(store: Store, tmp_path: Path) -> None:
     one, other = (store.push(measured(H100, dense_entry(length)))[0] for length in (1024, 2048))
     store.sign(one, tmp_path / "admin")
-    signature = store.signature(one)
+    signature = store.signatures(one).ssh
     assert signature is not None
     store.backend.put(other.signature, signature)
     found, notes = ask()
     assert [profile.plans[0].workload.seq_len for profile in found] == [1024]
     assert "is not the signature of this file" in notes
     store.forget([one])
-    assert store.signature(one) is None
+    assert store.signatures(one) == Signatures()
 
 
 def test_keys_that_cannot_sign_are_told_in_one_line(store: Store, tmp_path: Path) -> None:
     (name,) = store.push(measured(H100, dense_entry()))
     (tmp_path / "text").write_text("no key")
+    os.mkfifo(tmp_path / "pipe")  # is not waited for
+    (tmp_path / "large").write_bytes(b"x" * 2**17)
     faults = [("text", "without a passphrase"), ("absent", "No such file")]
+    faults += [("pipe", "it is not a regular file"), ("large", "more than 65536"), (".", "it is a directory")]
     if shutil.which("ssh-keygen"):
         cases = (("ed25519", "secret", "without a passphrase"), ("ecdsa", "", "not an Ed25519 key"))
         for kind, passphrase, why in cases:
@@ -251,7 +255,10 @@ def test_openssh_believes_the_same_lines(tmp_path: Path, options: str) -> None:
     check = ["ssh-keygen", "-Y", "verify", "-n", NAMESPACE, "-f", tmp_path / "signers", "-I", principals]
     theirs = subprocess.run([*check, "-s", tmp_path / "sig"], input=content, capture_output=True).returncode == 0
     try:
-        ours = Trust("signed", parse_signers(line, "signers"), "signers").signer(content, armored) == principals
+        ours = (
+            Trust("signed", parse_signers(line, "signers"), "signers").signer(content, Signatures(armored))
+            == principals
+        )
     except (StoreError, SignatureFault):
         ours = False
     assert ours == theirs
@@ -267,13 +274,13 @@ def test_openssh_makes_and_checks_the_same_signatures(tmp_path: Path) -> None:
     subprocess.run([*tool, "sign", "-n", NAMESPACE, "-f", tmp_path / "admin", tmp_path / "file"], check=True)
     trust = Trust("signed", parse_signers(line, "signers"), "signers")
     theirs = (tmp_path / "file.sig").read_bytes()
-    assert trust.signer(content, theirs) == "admin@cluster"
+    assert trust.signer(content, Signatures(theirs)) == "admin@cluster"
     with pytest.raises(SignatureFault, match="is not the signature of this file"):
-        trust.signer(content + b"x", theirs)
+        trust.signer(content + b"x", Signatures(theirs))
     (tmp_path / "file.sig").write_bytes(sign(content, tmp_path / "admin"))
     check = ["verify", "-n", NAMESPACE, "-f", tmp_path / "signers", "-I", "admin@cluster", "-s", tmp_path / "file.sig"]
     assert subprocess.run([*tool, *check], input=content).returncode == 0
     (tmp_path / "file.sig").unlink()
     subprocess.run([*tool, "sign", "-n", "git", "-f", tmp_path / "admin", tmp_path / "file"], check=True)
     with pytest.raises(SignatureFault, match="is for 'git', not for 'ringtune'"):
-        trust.signer(content, (tmp_path / "file.sig").read_bytes())
+        trust.signer(content, Signatures((tmp_path / "file.sig").read_bytes()))

@@ -111,7 +111,7 @@ class PeerCase:
         mask = torch.ones(self.bias, dtype=q.dtype) if self.bias else None
         given |= {"is_causal": self.case.causal, "total_length": self.case.length}
         given["scaling"] = 1 / math.sqrt(self.case.head_dim)
-        out, _ = _attention(pool, True, nn.Identity(), *(x.transpose(1, 2) for x in (q, k, v)), mask, **given)
+        out, _ = _attention(pool, True, None, nn.Identity(), *(x.transpose(1, 2) for x in (q, k, v)), mask, **given)
         return out
 
 

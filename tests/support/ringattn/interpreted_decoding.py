@@ -14,6 +14,7 @@ from interpreted_triton import patch_once
 from oracle import DENSE, lists_of, pattern_of
 
 from ringattn import RingAttention
+from ringattn.decoding.spans import Spans, run_over_spans
 from ringattn.kernels import split_kv
 from ringattn.kernels.registry import KERNELS
 
@@ -56,6 +57,25 @@ def check(case: dict[str, Any]) -> None:
             torch.testing.assert_close(lse[b].double(), expected_lse[b, :, there], atol=1e-4, rtol=1e-4)
 
 
+def check_spans() -> None:
+    """A step of three sequences in one tensor, behind 0, 5 and 19 rows of padding."""
+    module = RingAttention(4, 16, 2, causal=True, profile=None, device="cpu")
+    module.validates = False
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(3, h, n, 16, generator=generator) for h, n in ((4, 1), (2, 20), (2, 20)))
+    for b, first in enumerate((0, 5, 19)):
+        k[b, :, :first] = v[b, :, :first] = torch.nan
+    spans = Spans([0, 5, 19], [20, 20, 20], 20)
+    run = run_over_spans(module, q, k, v, spans)
+    assert run is not None
+    out = run(q, k, v, spans)
+    assert out is not None
+    for b, first in enumerate(spans.firsts):
+        of_b = (x[b : b + 1, :, n:].transpose(1, 2) for x, n in ((q, 0), (k, first), (v, first)))
+        expected, _ = cross_oracle.attend(*of_b, torch.ones(4, 1, 20 - first, dtype=torch.float64))
+        torch.testing.assert_close(out[b : b + 1].double(), expected, atol=1e-5, rtol=1e-5)
+
+
 if __name__ == "__main__":
     patch_once()
     calls = 0
@@ -71,4 +91,5 @@ if __name__ == "__main__":
     object.__setattr__(KERNELS["split-kv"], "package", "")
     for case in CASES.values():
         check(case)
+    check_spans()
     print(calls)

@@ -343,7 +343,8 @@ def test_winners_of_other_versions_are_verified_and_the_lost_ones_searched(
     assert len(verified) == 1
     assert [[workload.seq_len for workload, _ in request.recorded] for request in requests] == [[512]]
     renewed = load_profile(path)
-    assert {entry.workload: entry for entry in renewed.plans} == {entry.workload: entry for entry in old.plans}
+    rows = {entry.workload: replace(entry, origin=None) for entry in renewed.plans}
+    assert rows == {entry.workload: entry for entry in old.plans}
     assert renewed.software == old.software
     assert renewed.provenance.notes == ("1 row of an earlier day verified, 1 searched again, 1 not judged",)
     assert ringtune("probe", "--if-missing", "--store", shared, "--device", "cpu").exit_code == 0
@@ -381,3 +382,49 @@ def test_a_store_that_cannot_lease_is_one_line(
     line = one_line_error(ringtune("probe", "--if-missing", "--store", shared, "--device", "cpu"), 1)
     assert "cannot say who measures" in line
     assert requests == []
+
+
+def test_who_waits_outlives_a_store_that_does_not_answer_for_a_while(shared: Path, tmp_path: Path) -> None:
+    Lease(Folder(shared), f"{KIND}-x1", node="other").acquire()
+    said: list[str] = []
+    looks = 0
+
+    def sleep(_s: float) -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 1:
+            shared.rename(tmp_path / "gone")
+        elif looks == 4:
+            (tmp_path / "gone").rename(shared)
+            Store(Folder(shared)).push(measured(H100, dense_entry()))
+
+    found = once(shared, tmp_path, say=said.append, sleep=sleep).run(never, 3600.0)
+    assert found is not None
+    assert said == [
+        f"{shared}: other measures {KIND}",
+        f"{shared}: no such folder; mount it, or make it with mkdir -p; asked again until it answers",
+    ]
+
+
+def test_a_store_that_cannot_be_written_from_the_start_is_not_waited_for(
+    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Folder, name: str, content: bytes) -> bool:
+        raise StoreError(self.url, "leases: Permission denied")
+
+    monkeypatch.setattr(Folder, "create", refuse)
+    waiting = once(shared, tmp_path, sleep=lambda _: pytest.fail("waited"))
+    with pytest.raises(StoreError, match="Permission denied"):
+        waiting.run(never, 3600.0)
+
+
+def test_a_store_that_goes_away_while_a_node_measures_leaves_it_what_it_measured(shared: Path, tmp_path: Path) -> None:
+    measure = measuring(tmp_path, dense_entry())
+
+    def then_gone(earlier: Path | None) -> Path:
+        found: Path = measure(earlier)
+        shared.rename(tmp_path / "gone")
+        return found
+
+    with pytest.raises(ProbeFailure, match=r"what was measured is in .*measured\.yaml: `ringtune push .*` sends it"):
+        once(shared, tmp_path).run(then_gone, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -16,12 +17,14 @@ from machine_samples import A100, H100, dense_entry, measured
 from autotune.cli.doctor import search_path_contents
 from autotune.cli.store.candidates import store_contents
 from ringattn.hardware.facts import detect
+from ringattn.profile.precedence import origin_of
 from ringattn.profile.schema import Fingerprint, Profile, Provenance
 from ringattn.profile.yaml_io import load_profile, save_profile
 from ringattn.store.backend import open_backend
 from ringattn.store.lookup import stored_profiles
 from ringattn.store.names import kind_of
 from ringattn.store.store import Store
+from ringattn.store.trust import Signatures
 
 
 @pytest.fixture(autouse=True)
@@ -115,6 +118,51 @@ def test_a_pull_leaves_a_file_of_other_software_alone(folder: Path, mine: Path, 
     assert document("pull", "--output", usual.parent, "--device", "cpu")["written"] == [str(usual)]
 
 
+def test_a_pull_loses_no_row_of_its_file_to_lower_or_older_ones(folder: Path, tmp_path: Path) -> None:
+    """Also once the file has taken over some of theirs, for which it claims as little as they do."""
+    pull = ("pull", "--output", tmp_path / "pulled", "--device", "cpu")
+
+    def push(effort: str, date: str, *lengths: int) -> None:
+        rows = profile_of_this_machine(*map(measured_entry, lengths))
+        save_profile(replace(rows, provenance=Provenance("0.1.0", date, effort)), tmp_path / "theirs.yaml")
+        assert ringtune("push", tmp_path / "theirs.yaml").exit_code == 0
+
+    def pulled() -> dict[int, tuple[str, str]]:
+        document(*pull)
+        (path,) = (tmp_path / "pulled").iterdir()
+        profile = load_profile(path)
+        origins = ((entry.workload.seq_len, origin_of(profile, entry)) for entry in profile.plans)
+        return {length: (origin.effort, origin.date) for length, origin in origins}
+
+    push("full", "2026-03-01", 512)
+    assert pulled() == {512: ("full", "2026-03-01")}
+    for path in folder.rglob("*.yaml"):
+        path.unlink()
+    push("quick", "2026-01-01", 1024)
+    assert pulled() == {512: ("full", "2026-03-01"), 1024: ("quick", "2026-01-01")}
+    push("standard", "2026-02-01", 512, 1024)
+    assert pulled() == {512: ("full", "2026-03-01"), 1024: ("standard", "2026-02-01")}
+
+
+def test_a_pull_of_all_passes_over_what_another_version_wrote(folder: Path, mine: Path, tmp_path: Path) -> None:
+    newer = mine.read_text().replace("schema: 1", "schema: 2")
+    of_kind = folder / "profiles" / kind_of(Fingerprint.of(detect("cpu")))
+    of_kind.mkdir(parents=True)
+    name = f"x1-{hashlib.sha256(newer.encode()).hexdigest()}.yaml"
+    (of_kind / name).write_text(newer)
+    pull = ("pull", "--output", tmp_path / "pulled", "--device", "cpu")
+    alone = ringtune(*pull)
+    assert alone.exit_code == 4
+    assert "schema: is 2, and this version reads 1" in alone.stderr
+    assert "holds no profile of" in alone.stderr
+    ringtune("push", mine)
+    both = ringtune(*pull)
+    assert both.exit_code == 0, both.stderr
+    assert "schema: is 2" in both.stderr
+    assert [load_profile(path) for path in (tmp_path / "pulled").iterdir()] == [load_profile(mine)]
+    assert "schema: is 2" in one_line_error(ringtune(*pull, name.removeprefix("x1-")[:12]), 1)  # asked for by name
+
+
 def test_a_folder_that_cannot_be_pulled_into_says_so(folder: Path, mine: Path, tmp_path: Path) -> None:
     assert ringtune("push", mine).exit_code == 0
     told = one_line_error(ringtune("pull", "--output", tmp_path / ("x" * 300), "--device", "cpu"), 1)
@@ -204,6 +252,19 @@ def test_merge_removes_from_a_store_what_gives_no_row(place: str, tmp_path: Path
     assert ringtune("merge").stdout == "every profile gives some row; nothing to remove\n"
 
 
+def test_merge_keeps_what_is_signed_for_those_who_believe_nothing_else(place: str, tmp_path: Path) -> None:
+    store = Store(open_backend(place))
+    (old,) = store.push(probed(tmp_path / "a.yaml", "quick", "2026-01-01", dense_entry(1024, "math")))
+    (signed,) = store.push(probed(tmp_path / "b.yaml", "standard", "2026-01-01", dense_entry(1024)))
+    (newest,) = store.push(probed(tmp_path / "c.yaml", "full", "2026-01-01", dense_entry(1024)))
+    for name in (old, signed):
+        store.keep_signatures(name, Signatures(ssh=b"a signature", bundle=None))
+    assert document("merge")["removed"] == [old.short]  # whose row a signed one gives
+    assert set(store.names()) == {signed, newest}
+    store.keep_signatures(signed, Signatures())
+    assert document("merge")["removed"] == [signed.short]
+
+
 def test_diff_says_in_what_two_profiles_differ(folder: Path, tmp_path: Path) -> None:
     one = probed(tmp_path / "one.yaml", "quick", "2026-01-01", dense_entry(1024, "flash"), dense_entry(2048))
     other = replace(
@@ -222,6 +283,30 @@ def test_diff_says_in_what_two_profiles_differ(folder: Path, tmp_path: Path) -> 
     assert one != other
     same = ringtune("diff", tmp_path / "one.yaml", tmp_path / "one.yaml")
     assert same.stdout == "no difference\n"
+
+
+def test_a_name_is_looked_for_in_every_store(folder: Path, mine: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (name,) = Store(open_backend(str(folder))).push(load_profile(mine))
+    both = ("--store", tmp_path / "empty", "--store", folder)
+    assert document("pull", name.short, "--output", tmp_path / "own", *both)["written"]
+    assert document("diff", mine, name.short, *both) == {"machine": [], "rows": []}
+    told = one_line_error(ringtune("pull", "nowhere", *both), 1)
+    assert told.startswith(f"Error: {folder}: nowhere: is not there")
+
+
+def test_what_is_damaged_in_one_store_is_pulled_from_the_next(folder: Path, mine: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    (name,) = Store(open_backend(str(damaged))).push(load_profile(mine))
+    (damaged / str(name)).write_text("cut short")
+    both = ("--store", damaged, "--store", folder)
+    assert ringtune("pull", "--device", "cpu", *both).exit_code == 4
+    Store(open_backend(str(folder))).push(load_profile(mine))
+    result = ringtune("pull", "--device", "cpu", *both)
+    assert result.exit_code == 0
+    assert "its content is not that of its name" in result.stderr
+    assert "in B" not in one_line_error(ringtune("diff", mine, name.short, *both), 1)
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "..", "a/../b", "x\n"])
@@ -248,6 +333,8 @@ def test_which_prints_every_candidate_and_what_differs(folder: Path, mine: Path,
     last = next(c for c in reversed(told) if c["origin"] == "store")
     assert "not looked at, of another kind; would be nearest: sm_count" in last["why"]
     assert last["why"] in result.stdout
+    shipped = [candidate["why"] for candidate in told if candidate["origin"] == "shipped"]
+    assert set(shipped) == {"made for vendor nvidia, and this device's is cpu"}
     assert ringtune("which", "-v", "--path-only").exit_code == 2
 
 
@@ -265,7 +352,9 @@ def test_doctor_lists_the_stores_in_search_order(
     assert order[-1] == "shipped"
 
 
-def test_nodes_report_what_they_run_and_the_fleet_is_listed(place: str, mine: Path) -> None:
+def test_nodes_report_what_they_run_and_the_fleet_is_listed(
+    place: str, mine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert ringtune("which", "--report", "--device", "cpu").exit_code == 4
     kind = kind_of(Fingerprint.of(load_profile(mine).fingerprint))  # type: ignore[arg-type]  # has the same fields
     (row,) = document("list", "--fleet")
@@ -276,6 +365,13 @@ def test_nodes_report_what_they_run_and_the_fleet_is_listed(place: str, mine: Pa
     stored_profiles.cache_clear()
     assert ringtune("which", "--report", "--device", "cpu").exit_code == 0
     (row,) = document("list", "--fleet")  # the node's earlier note is replaced
+    for pod in ("a", "b"):  # whose host's name is another one after each start
+        monkeypatch.setattr("platform.node", lambda pod=pod: f"ringtune-{pod}")
+        monkeypatch.setenv("RINGTUNE_NODE", "node-7")
+        assert ringtune("which", "--report", "--device", "cpu").exit_code == 0
+    (row,) = document("list", "--fleet")
+    assert row["nodes"].startswith("2: ")
+    assert "node-7" in row["nodes"]
     assert row["tier"] == "exact"
     assert ringtune("list", "--fleet", kind).exit_code == 2
 

@@ -98,6 +98,17 @@ def test_what_cannot_be_signed_is_not_stored_nor_measured(
         assert not (tmp_path / "shared" / "profiles").exists()
 
 
+def test_a_key_that_this_node_does_not_believe_is_told_before_anything_is_measured(
+    key: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RINGTUNE_SIGNING_KEY", str(key))
+    monkeypatch.setattr(autotune.probe.tuning, "run_probe", lambda *_: pytest.fail("measured"))
+    (tmp_path / "signers").write_text("")
+    told = one_line_error(ringtune("probe", "--if-missing", "--device", "cpu"), 1)
+    assert f"{key}: this node would not believe what it measures, which is signed by nobody whom" in told
+    assert not (tmp_path / "shared" / "profiles").exists()
+
+
 def test_a_profile_is_never_seen_without_its_signature(key: Path, tmp_path: Path) -> None:
     class Cut(Folder):
         def put(self, name: str, content: bytes) -> None:

@@ -10,7 +10,7 @@ SITE ?= build/docs
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-dev setup-docs probe test docs lint types format clean
+.PHONY: help setup setup-dev setup-docs probe test test-beside test-alone docs lint types format clean
 
 ifeq ($(NO_INSTALL),1)
 RUN := PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON)
@@ -71,11 +71,17 @@ probe: $(READY)
 # have the machine to themselves. Both parts run, whatever fails.
 test: $(READY_DEV)
 ifeq ($(strip $(PYTEST_ARGS)),)
-	@status=0; OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "not alone" || status=$$?; \
-	$(RUN) -m pytest -m alone || status=$$?; exit $$status
+	@status=0; $(MAKE) --no-print-directory test-beside || status=$$?; \
+	$(MAKE) --no-print-directory test-alone || status=$$?; exit $$status
 else
 	@$(RUN) -m pytest $(PYTEST_ARGS)
 endif
+
+test-beside: $(READY_DEV)
+	@OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "not alone"
+
+test-alone: $(READY_DEV)
+	@$(RUN) -m pytest -m alone
 
 # Warnings are errors: a link to a page that is gone, a name that is not there. Nothing is fetched. Every page is read
 # anew, since those that did not change would not warn again.

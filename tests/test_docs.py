@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from documents import PAGES, ROOT, as_run, blocks, commands, run, text_of
+from warm_start import start_warm
 
 import ringattn
 from autotune.cli.main import cli
@@ -50,7 +51,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.alone  # some probe
 @pytest.mark.parametrize("command", commands(*PAGES))
-def test_commands_run(command: str, home: Path) -> None:
+def test_commands_run(command: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start_warm(monkeypatch)
     if command.startswith("pip install"):
         pytest.importorskip("hatchling", reason="pip install '.[dev]' brings it")
     done = run(as_run(command), home)

@@ -10,6 +10,7 @@ import pytest
 from cli_runs import measured_entry, profile_of_this_machine
 from probed_machine import Machine
 from report_samples import gpu_profile
+from warm_start import start_warm
 
 import autotune.probe.tuning
 from autotune.distributed.coordinator import Coordinator
@@ -22,8 +23,22 @@ def coordinator() -> Iterator[Coordinator]:
     """Two ranks for all tests; each test starts their workers anew."""
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "support" / "autotune")}
     environ.pop("OMP_NUM_THREADS", None)
-    with Coordinator(2, "cpu", None, environ) as gathered:
+    with pytest.MonkeyPatch.context() as patch:
+        start_warm(patch)
+        gathered = Coordinator(2, "cpu", None, environ)
+    with gathered:
         yield gathered
+
+
+@pytest.fixture
+def fresh_interpreters() -> None:
+    """For tests whose processes have to begin as those of a user do: what they import, from where, in what state."""
+
+
+@pytest.fixture(autouse=True)
+def _own_processes_start_warm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "fresh_interpreters" not in request.fixturenames:
+        start_warm(monkeypatch)
 
 
 @pytest.fixture

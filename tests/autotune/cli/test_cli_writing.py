@@ -65,6 +65,7 @@ def test_probe_refuses_a_pipe_before_it_measures(asked: list[ProbeRequest], tmp_
     assert asked == []
 
 
+@pytest.mark.usefixtures("fresh_interpreters")  # and how they close their streams
 def test_a_full_stdout_is_one_line_with_json_too(gpu_file: Path) -> None:
     for arguments in (["show", str(gpu_file), "--json"], ["show", "missing.yaml", "--json"]):
         with Path("/dev/full").open("w") as full:

@@ -175,6 +175,7 @@ def test_workers_of_the_pool_that_never_started_are_not_started_for_a_validation
     assert evaluator.validation_workers == 1
 
 
+@pytest.mark.usefixtures("fresh_interpreters")  # which end with the thread that started them
 def test_the_worker_knows_who_waits_beside_it() -> None:
     """Or their contexts on the GPU would be foreign load."""
     alone = pooled()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -76,8 +78,11 @@ class House:
         facts = replace(FACTS, software=tuple((dict(FACTS.software) | software).items()))
         return environment_of(self._folder, evaluator, self._clock, machine, facts)
 
-    def probe(self) -> ProbeResult:
-        return run_probe(request_for(self.path), Watching(), self.environment(invented(("flash-cpu", "math")), {}))
+    def probe(self) -> None:
+        """Leave the files of a probe."""
+        for name, content in files_of_a_probe().items():
+            (self._folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (self._folder / name).write_bytes(content)
 
     def add(
         self, *names: str, machine: Machine | None = None, software: dict[str, str] | None = None, **changes: object
@@ -85,6 +90,15 @@ class House:
         request = replace(request_for(self.path, seq_lens=(), add_kernels=names), **changes)  # type: ignore[arg-type]
         found = machine or invented(("flash-cpu", "math", NEW))
         return run_probe(request, Watching(), self.environment(found, software or {}))
+
+
+@cache
+def files_of_a_probe() -> dict[Path, bytes]:
+    """Return what a probe of the machine without the kernel leaves, which is the same every time."""
+    with tempfile.TemporaryDirectory() as folder:
+        house = House(Path(folder))
+        run_probe(request_for(house.path), Watching(), house.environment(invented(("flash-cpu", "math")), {}))
+        return {path.relative_to(folder): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
 
 
 @pytest.fixture

@@ -89,6 +89,7 @@ def test_what_cannot_be_traced_is_said_before_torch_is_loaded(tmp_path: Path) ->
     assert CliRunner().invoke(cli, [*SMALL, "--kv-heads", "3"]).exit_code == 2
 
 
+@pytest.mark.usefixtures("fresh_interpreters")
 def test_the_profiler_says_nothing_of_its_own() -> None:
     """kineto wrote "USDT: ... profiler_start" to stderr. A new process: it reads its level once."""
     shape = ["--heads", "2", "--head-dim", "16", "--seq-len", "64", "--steps", "1", "--device", "cpu"]

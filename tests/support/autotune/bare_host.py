@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -25,6 +26,23 @@ for place in / /tmp /var/tmp /dev/shm "$HOME"; do
     touch "$place/is-writable" 2>/dev/null && exit 98
 done
 exec "$@"
+"""
+
+# Runs commands one after the other, each with its home, and says of each how it ended: (exit code, stdout and stderr).
+_EACH = """
+import contextlib, io, json, os, sys
+from autotune.cli.main import main
+ended = []
+for home, words in json.loads(sys.argv.pop(1)):
+    os.environ["HOME"], sys.argv[1:] = home, words
+    code, told = 0, io.StringIO()
+    with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code
+    ended.append((code, told.getvalue()))
+print(json.dumps(ended))
 """
 
 
@@ -75,6 +93,12 @@ class BareHost:
 
     def ringtune(self, *words: str) -> Ended:
         return self.run(sys.executable, "-P", "-m", "autotune", *words)
+
+    def ringtune_each(self, *commands: tuple[str, tuple[str, ...]]) -> list[Ended]:
+        """Run commands one after the other in one process, each with the home named before it."""
+        ended = self.run(sys.executable, "-P", "-c", _EACH, json.dumps(commands))
+        assert ended.code == 0, ended.text
+        return [Ended(code or 0, text) for code, text in json.loads(ended.lines[-1])]
 
 
 def environ_of(*, home: str = "/root", flock_errno: str = "") -> dict[str, str]:

@@ -171,7 +171,8 @@ class LocalCopy:
 
     def __init__(self, place: str, cache: Path, trust: Trust = CHECKSUM) -> None:
         self.place, self.url = place, shown_url(place)
-        self.root = cache / "stores" / hashlib.sha256(place.encode()).hexdigest()[:16]
+        own = hashlib.sha256(place.encode("utf-8", "surrogatepass"))  # a folder's name may be any bytes
+        self.root = cache / "stores" / own.hexdigest()[:16]
         self.store = Store(Folder(self.root), trust)
 
     def fetch(self, source: Store, kind: str, world: int) -> Fetched:

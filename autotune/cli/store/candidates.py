@@ -33,7 +33,7 @@ def candidates(facts: HardwareFacts, world: int, stores: tuple[str, ...], notes:
     for entry in located:
         if entry.profile.source == "measured":
             tier, why = tier_of(entry.profile, facts, world)
-            lacks = "" if entry.profile.covers(world) else f"; holds no plans for world {world}"
+            lacks = f"; holds no plans for world {world}" if tier and not entry.profile.covers(world) else ""
             found.append(Candidate(entry.path, entry.origin, tier or "", why + lacks))
     found += _of_other_kinds(facts, world, stores, notes)
     return sorted(found, key=lambda candidate: TIERS.index(candidate.tier) if candidate.tier else len(TIERS))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -62,6 +64,18 @@ def test_places_are_parted_by_blanks_and_quoted_as_in_a_shell() -> None:
     )
     with pytest.raises(StoreError, match="RINGTUNE_STORE: cannot be taken apart"):
         store_places({"RINGTUNE_STORE": "'half"})
+
+
+def test_a_folder_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = os.fsdecode(os.fsencode(tmp_path) + b"/n\xffme \n'\"\xc3\xbc")
+    Path(place).mkdir()
+    monkeypatch.setenv("RINGTUNE_STORE", shlex.quote(place))
+    assert find_profiles(None, H100)[1] == ()
+    Store(Folder(Path(place))).push(measured(H100, dense_entry()))
+    stored_profiles.cache_clear()  # as in another process
+    located, notes = find_profiles(None, H100)
+    assert notes == ()
+    assert "store" in {entry.origin for entry in located}
 
 
 def test_a_store_comes_after_the_users_folder_and_before_the_systems(

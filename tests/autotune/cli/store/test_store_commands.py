@@ -333,6 +333,8 @@ def test_which_prints_every_candidate_and_what_differs(folder: Path, mine: Path,
     last = next(c for c in reversed(told) if c["origin"] == "store")
     assert "not looked at, of another kind; would be nearest: sm_count" in last["why"]
     assert last["why"] in result.stdout
+    shipped = [candidate["why"] for candidate in told if candidate["origin"] == "shipped"]
+    assert set(shipped) == {"made for vendor nvidia, and this device's is cpu"}
     assert ringtune("which", "-v", "--path-only").exit_code == 2
 
 

@@ -2,8 +2,9 @@
 
 ``WarmPopen`` is ``subprocess.Popen`` to whoever uses it. A server (``warm_server.py``), itself a fresh interpreter,
 forks what is asked for and leaves it to the one that asked, whose child it is from then on: that one may wait for it,
-stop it and kill it, and its end may end it. A process has variables, folder, descriptors, group and arguments of its own; what
-it shares with its siblings is what the server has imported, and the seed of ``hash``. What it starts starts so, too.
+stop it and kill it, and its end may end it. A process has variables, folder, descriptors, group and arguments of its
+own; what it shares with its siblings is what the server has imported, and the seed of ``hash``. What it starts starts
+so, too.
 """
 
 from __future__ import annotations

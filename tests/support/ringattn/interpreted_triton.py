@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,7 +48,8 @@ def interpreted(script: str, *arguments: object) -> str:
 def patch_once() -> None:
     """Have Triton's interpreter replace the functions of ``triton.language`` once, not in every function of a kernel.
 
-    That was half of its time. Nothing but kernels may use ``triton.language`` in this process from now on.
+    That was half of its time. Nothing but kernels may use ``triton.language`` in this process from now on. Sums of
+    int32 are not made in int64 beside it, since nothing looks at those outside of Triton's debug mode.
     """
     from triton.runtime import interpreter
 
@@ -55,14 +57,19 @@ def patch_once() -> None:
     patched: set[object] = set()
 
     def patch_new(fn: Any) -> Any:
-        used = (interpreter.tl, interpreter.tl.core)
-        languages = frozenset(name for name, x in fn.__globals__.items() if any(x is each for each in used))
-        if languages not in patched:
-            patched.add(languages)
-            patch(fn)
+        if fn not in patched:
+            patched.add(fn)
+            used = (interpreter.tl, interpreter.tl.core)
+            languages = frozenset(name for name, x in fn.__globals__.items() if any(x is each for each in used))
+            if languages not in patched:
+                patched.add(languages)
+                patch(fn)
         return nothing_to_restore
 
     interpreter._patch_lang = patch_new
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    builder.options = replace(builder.options, sanitize_overflow=False)
 
 
 def run_interpreted(calls: list[Call], folder: Path) -> list[tuple[Tensor, ...]]:

@@ -64,7 +64,7 @@ def test_key_value_heads_are_read_where_the_family_has_them(
 
 def test_values_of_another_size_than_keys_are_not_measured_as_if_they_were_equal(tmp_path: Path) -> None:
     path = config(tmp_path, LLAMA | {"head_dim": 192, "v_head_dim": 128})
-    with pytest.raises(UsageFailure, match="head_dim is 192 and v_head_dim 128.*--head-dim"):
+    with pytest.raises(UsageFailure, match=r"head_dim is 192 and v_head_dim 128.*--head-dim"):
         read_model(path)
     assert read_model(path, head_dim=128).head_dim == 128
 

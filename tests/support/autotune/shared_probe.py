@@ -119,25 +119,27 @@ def work_together(
 ) -> list[Told]:
     """Run the jobs at once; kill the numbers in ``kill`` after so many of their events.
 
-    ``after`` so many events of all, a function is called.
+    The others begin when those are dead, or a busy machine could give them all that there is to do. ``after`` so many events of all, a function is called.
     """
-    events = 0
+    events, kill = 0, kill or {}
     started = []
     for number, job in enumerate(jobs):
         job.folder.mkdir(parents=True, exist_ok=True)
         here, there = _context.Pipe()
-        process = _context.Process(target=_work, args=(job, there, (kill or {}).get(number)))
+        process = _context.Process(target=_work, args=(job, there, kill.get(number)))
         process.start()
         there.close()
         assert process.pid is not None
         started.append((process, here, Told(process.pid)))
-    open_ = {here: (process, told, (kill or {}).get(number)) for number, (process, here, told) in enumerate(started)}
+    open_ = {here: (process, told, kill.get(number)) for number, (process, here, told) in enumerate(started)}
+    later = [here for here, (_, _, most) in open_.items() if most is None]
     try:
         for here in open_:  # none is to find that all is done already
             assert here.poll(LIMIT_S), "a worker does not start"
             assert here.recv() == ("ready",)
         for here in open_:
-            here.send("begin")
+            if here not in later or not kill:
+                here.send("begin")
         while open_:
             ready = wait(list(open_), timeout=LIMIT_S)
             assert ready, "nobody says anything"
@@ -148,6 +150,9 @@ def work_together(
                     told.events.append(here.recv())
                 except EOFError:
                     del open_[here]
+                    if most is not None and len(open_) == len(later):
+                        for waiting in later:
+                            waiting.send("begin")
                     continue
                 if len(told.events) == most:
                     process.kill()
@@ -159,8 +164,7 @@ def work_together(
             process.kill()
             process.join()
     for number, (process, _, told) in enumerate(started):
-        killed = number in (kill or {})
-        assert process.exitcode == (-signal.SIGKILL if killed else 0), told.events[-3:]
+        assert process.exitcode == (-signal.SIGKILL if number in kill else 0), told.events[-3:]
     return [told for _, _, told in started]
 
 

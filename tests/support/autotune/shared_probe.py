@@ -119,7 +119,8 @@ def work_together(
 ) -> list[Told]:
     """Run the jobs at once; kill the numbers in ``kill`` after so many of their events.
 
-    The others begin when those are dead, or a busy machine could give them all that there is to do. ``after`` so many events of all, a function is called.
+    The others begin when those are dead, or a busy machine could give them all that there is to do. ``after`` so many
+    events of all, a function is called.
     """
     events, kill = 0, kill or {}
     started = []

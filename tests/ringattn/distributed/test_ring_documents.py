@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 
 import pytest
 from document_cases import DocumentsCase, call_with, check_documents, positions_here
+from fraction import fraction, missing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import DENSE, Case, pattern_of
@@ -18,6 +20,16 @@ from ringattn.geometry.layout import length_of
 
 PATTERNS = {"dense": DENSE, "dilated": pattern_of([4, 8, 24], [1, 2, 3]), "one": pattern_of([5], [1])}
 SCHEDULES = ("ring", "all-gather", "ulysses", "ulysses-ring")
+RANKS = [(world, name) for world in (2, 3, 4) for name in SCHEDULES if name != "ulysses-ring" or world == 4]
+SPREADS = ("contiguous", "zigzag")
+CUTS = [(0, 4, 7), (0, 1, 1, 9, 10, 33), (0, 30), (0, 2, 4, 6, 8, 10, 12, 30), None]  # the last: lengths of three rows
+TAILS = (0, 5)  # positions after the last document
+
+
+def _chosen(ranks: tuple[int, str], spread: str, pattern: str) -> list[tuple[bool, tuple[int, ...] | None, int]]:
+    """(causal, cut, tail) of the third of all combinations that is tried, in which any four parameters meet."""
+    others = RANKS.index(ranks) + SPREADS.index(spread) + list(PATTERNS).index(pattern)
+    return fraction(3, (True, False), CUTS, TAILS, others=others)
 
 
 def _cases(schedule: str, spread: str, pattern: str, world: int) -> list[DocumentsCase]:
@@ -30,22 +42,26 @@ def _cases(schedule: str, spread: str, pattern: str, world: int) -> list[Documen
         return RingCase(case, schedule, spread, ulysses, groups)
 
     cases = []
-    for causal in (True, False):
-        for bounds in ((0, 4, 7), (0, 1, 1, 9, 10, 33), (0, 30), (0, 2, 4, 6, 8, 10, 12, 30)):
-            for tail in (0, 5):
-                total = bounds[-1] + tail
-                if total >= 2 * world and not (spread == "contiguous" and -(-total // world) * (world - 1) >= total):
-                    cases.append(DocumentsCase(ring(total, causal), bounds))
-        cases.append(DocumentsCase(ring(4 * world, causal, 3), lengths=(4 * world, 0, 5)))
+    for causal, bounds, tail in _chosen((world, schedule), spread, pattern):
+        if bounds is None:
+            cases.append(DocumentsCase(ring(4 * world, causal, 3), lengths=(4 * world, 0, 5)))
+            continue
+        total = bounds[-1] + tail
+        if total >= 2 * world and not (spread == "contiguous" and -(-total // world) * (world - 1) >= total):
+            cases.append(DocumentsCase(ring(total, causal), bounds))
     return cases
 
 
+def test_any_four_parameters_meet_in_what_is_tried() -> None:
+    chosen = [(*given, *each) for given in itertools.product(RANKS, SPREADS, PATTERNS) for each in _chosen(*given)]
+    parameters = RANKS, SPREADS, list(PATTERNS), (True, False), CUTS, TAILS
+    assert not missing(chosen, 4, *parameters)
+    assert len(chosen) <= 0.34 * math.prod(map(len, parameters))
+
+
 @pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("spread", ["contiguous", "zigzag"])
-@pytest.mark.parametrize(
-    ("world", "schedule"),
-    [(world, name) for world in (2, 3, 4) for name in SCHEDULES if name != "ulysses-ring" or world == 4],
-)
+@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize(("world", "schedule"), RANKS)
 def test_documents_over_ranks_equal_the_oracle(
     world: int, schedule: str, spread: str, pattern: str, ranks: Callable[[int], Pool]
 ) -> None:

@@ -116,12 +116,12 @@ def comparison_summary(title: str, standings: Sequence[Standing], crossed: Seque
     from rich.text import Text
 
     from autotune.formats import format_bytes, format_factor, format_length, format_ms, plain
+    from autotune.report.fitting_tables import FittingTables
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for name in ("Length", "Contender", "Time", "Tokens/s", "Peak", "Error", "Speed-up"):
-        table.add_column(name, justify="left" if name == "Contender" else "right", no_wrap=True)
+    keys, columns = ("Length", "Contender"), ("Time", "Tokens/s", "Peak", "Error", "Speed-up")
+    rows = []
     ran = Table(box=SIMPLE_HEAD, pad_edge=False)  # apart: beside the figures it broke names inside at 80 columns
-    for name in ("Length", "Contender"):
+    for name in keys:
         ran.add_column(name, justify="left" if name == "Contender" else "right", no_wrap=True)
     ran.add_column("What ran", overflow="fold")
     last = 0
@@ -133,6 +133,8 @@ def comparison_summary(title: str, standings: Sequence[Standing], crossed: Seque
             error = "-" if math.isnan(s.error) else f"{s.error:.1e}"
             speedup = "-" if math.isnan(s.speedup) else format_factor(s.speedup)
             figures = (format_ms(s.ms), f"{s.tokens_per_s:,.0f}", format_bytes(s.peak_bytes), error, speedup)
-        table.add_row(length, s.name, *figures)
+        cells = (Text(cell) for cell in (length, s.name, *figures))
+        rows.append(dict(zip((*keys, *columns), cells, strict=True)))
         ran.add_row(length, s.name, plain(s.note))
-    return Group(Text(plain(title), style="bold"), table, ran, *(Text(plain(each)) for each in crossed))
+    figures_of = FittingTables(rows, columns, keys, texts=("Contender",))
+    return Group(Text(plain(title), style="bold"), figures_of, ran, *(Text(plain(each)) for each in crossed))

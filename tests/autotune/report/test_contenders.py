@@ -112,13 +112,15 @@ def test_the_command_prints_a_table_and_json_and_writes_a_page(tmp_path: Path) -
     assert "is a folder" in refused.stderr
 
 
-def test_names_stay_whole_beside_long_reasons_at_80_columns() -> None:
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_names_and_figures_stay_whole_beside_long_reasons(columns: int) -> None:
     why = "not measured: " + "a reason of many words, " * 9
     rows = [Standing(1024, name, why) for name in PRESETS]
     rows += [Standing(1024, OURS, "flash", 123.456, 1234567.0, 2**31, 1e-6, 12.5)]
-    console = Console(width=80, record=True, file=io.StringIO())
+    console = Console(width=columns, record=True, file=io.StringIO())
     console.print(comparison_summary("a card", rows, []))
     shown = console.export_text()
+    assert "\N{HORIZONTAL ELLIPSIS}" not in shown
     assert all(name in shown for name in (*PRESETS, OURS, "123 ms", "1,234,567", "2.00 GiB", "1.0e-06", "Speed-up"))
 
 

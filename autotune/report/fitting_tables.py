@@ -1,0 +1,67 @@
+"""Tables of figures, none of which is cut: what does not fit beside the others goes into a further table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from textwrap import fill
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+Cells = Mapping[str, Text]  # by column
+_ANY_WIDTH = 10_000  # a measurement is cut to the width of the terminal otherwise
+
+
+@dataclass(frozen=True, slots=True)
+class FittingTables:
+    """Rows as one table, or as few as hold their columns; each has the ``keys``, which name a row, and what fits.
+
+    Columns whose names are in ``texts`` begin at the left.
+    """
+
+    rows: Sequence[Cells]
+    columns: Sequence[str]
+    keys: Sequence[str]
+    texts: Sequence[str] = ()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        wide = options.update(max_width=_ANY_WIDTH)
+
+        def fits(table: Table) -> bool:
+            return Measurement.get(console, wide, table).maximum <= options.max_width
+
+        whole = figures_table(self.rows, [*self.keys, *self.columns], self.texts)
+        if fits(whole):
+            yield whole
+        else:
+            yield from self._split(fits)
+
+    def _split(self, fits: Callable[[Table], bool]) -> Iterator[Table]:
+        group: list[str] = []
+        for name in self.columns:
+            if group and not fits(self._narrow([*group, name])):
+                yield self._narrow(group)
+                group = []
+            group.append(name)
+        yield self._narrow(group)
+
+    def _narrow(self, columns: Sequence[str]) -> Table:
+        return figures_table(self.rows, [*self.keys, *columns], self.texts, wrap_names=True)
+
+
+def figures_table(
+    rows: Sequence[Cells], columns: Sequence[str], texts: Sequence[str] = (), wrap_names: bool = False
+) -> Table:
+    """Return a table; with ``wrap_names`` it has no edge, and names of columns break to the width of their figures."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=not wrap_names)
+    for name in columns:
+        width = max(len(row[name].plain) for row in rows)
+        header = fill(name, max(width, 1), break_long_words=False, break_on_hyphens=False) if wrap_names else name
+        table.add_column(header, justify="left" if name in texts else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(row[name] for name in columns))
+    return table

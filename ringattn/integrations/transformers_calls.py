@@ -133,7 +133,9 @@ def attend_over_ranks(
 ) -> Result:
     """Attend with q, k and v (B, S, H or Hkv, D) of this rank's positions of whole sequences, which all ranks hold."""
     window = call.sliding_window if call.causal else None
-    attention = pool.module_for(q, k, call.causal, options["scale"], options.get("softcap"), window, options["dropout"])
+    attention = pool.module_for(
+        q, k, call.causal, options["scale"], options.get("softcap"), window, options.get("dropout", 0.0)
+    )
     with attention.reporting():
         packed = _check_over_ranks(attention, q, k, mask, call)
     over_ranks: dict[str, Any] = {"total_length": call.total_length, "cu_seqlens": packed, "window_of_module": window}

@@ -101,7 +101,7 @@ def test_a_pattern_of_many_branches_is_refused() -> None:
 ONE = dense_entry().workload
 
 
-@pytest.mark.parametrize("name", sorted(BOUNDS[Workload]))
+@pytest.mark.parametrize("name", sorted(BOUNDS[Workload].keys() - {"dropout"}))
 def test_what_can_be_asked_can_be_written(name: str) -> None:
     """A probe of more heads than a profile may hold found that out when it wrote, after it had measured."""
     sizes = {"heads": 1, "kv_heads": 1, "batch": 1, "seq_len": 1, "world": 1}
@@ -112,6 +112,15 @@ def test_what_can_be_asked_can_be_written(name: str) -> None:
     assert parse_profile(dump_profile(profile), "p.yaml") == profile
     with pytest.raises(InputError, match=f"{name} is {most + 1}; .*<= {most}"):
         replace(largest, **{name: most + 1})
+
+
+def test_every_dropout_that_can_be_asked_for_can_be_written() -> None:
+    """Its bound itself is none."""
+    for dropout in (0.1, 0.999):
+        profile = measured(H100, PlanEntry(replace(ONE, mode="train", dropout=dropout), refusal="nothing drops"))
+        assert parse_profile(dump_profile(profile), "p.yaml") == profile
+    with pytest.raises(InputError, match=r"dropout is 1; it must be in \[0, 1\)"):
+        replace(ONE, mode="train", dropout=BOUNDS[Workload]["dropout"])
 
 
 def test_a_pattern_that_can_be_asked_for_can_be_written() -> None:

@@ -17,8 +17,9 @@ from ringattn.profile.whole_file import read_regular
 from ringattn.workload import LONGEST as MOST
 
 MOST_BYTES = 16 * 2**20  # of a config.json, which has some KiB
+_SHOWN = 40  # characters of a value that a message names
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads")
-KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
+KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num", "kv_n_heads")
 HEAD_DIM = ("head_dim", "d_kv", "kv_channels")
 WIDTH = ("hidden_size", "n_embd", "d_model", "dim", "embed_dim")
 LONGEST = ("max_position_embeddings", "n_positions", "max_source_positions", "n_ctx", "max_seq_len", "seq_length")
@@ -83,11 +84,8 @@ def read_model(
                 config = {"architectures": config.get("architectures"), **inner}
                 break
     where = _Where(config, path)
-    if "kv_lora_rank" in config and head_dim is None:
-        raise UsageFailure(
-            f"{path}: kv_lora_rank: keys are wider than values in this model, which RingAttention does not run; "
-            "give --head-dim for attention over heads of one size"
-        )
+    if head_dim is None:
+        _check_one_size(where)
     decoder = bool(config.get("is_encoder_decoder") and causal)
     heads = heads or where.number(HEADS[::-1] if decoder else HEADS, "the number of heads", "--heads")
     kv_heads = kv_heads or _kv_heads(where, heads)
@@ -129,12 +127,12 @@ class _Where:
         value = self.config[name]
         sides = value if isinstance(value, list) else [value, value]
         if len(sides) != 2:
-            raise UsageFailure(f"{self.path}: {name} is {value!r}; it must be one or two integers >= 1")
+            raise UsageFailure(f"{self.path}: {name} is {_shown(value)}; it must be one or two integers >= 1")
         return self._integer(name, sides[0]), self._integer(name, sides[1])
 
     def _integer(self, name: str, value: object) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
-            raise UsageFailure(f"{self.path}: {name} is {value!r}; it must be an integer >= 1 and <= 2**40")
+            raise UsageFailure(f"{self.path}: {name} is {_shown(value)}; it must be an integer >= 1 and <= 2**40")
         return value
 
 
@@ -161,7 +159,25 @@ def _kv_heads(where: _Where, heads: int) -> int:
     config = where.config
     if config.get("multi_query") is True and not config.get("new_decoder_architecture"):  # GPTBigCode, Falcon
         return 1
+    if config.get("multi_query_attention") is False:  # ChatGLM, whose number of groups is then not used
+        return heads
+    inner = config.get("attn_config")  # DBRX, MPT
+    if isinstance(inner, dict) and _first(inner, KV_HEADS) is not None:
+        return _Where(inner, where.path).number(KV_HEADS)
     return where.number(KV_HEADS) or heads
+
+
+def _check_one_size(where: _Where) -> None:
+    """Raise UsageFailure where keys are wider than values, of which probes know nothing."""
+    config = where.config
+    size, size_v = config.get("head_dim"), config.get("v_head_dim")
+    latent = config.get("kv_lora_rank") is not None
+    if latent or (size is not None and size_v is not None and size != size_v):
+        name = "kv_lora_rank" if latent else f"head_dim is {_shown(size)} and v_head_dim {_shown(size_v)}"
+        raise UsageFailure(
+            f"{where.path}: {name}: keys and values differ in size in this model, which no probe measures; "
+            "give --head-dim for attention over heads of one size"
+        )
 
 
 def _head_dim_of_width(where: _Where, heads: int) -> int:
@@ -213,7 +229,7 @@ def _input_dtype(outer: Mapping[str, Any], config: Mapping[str, Any], path: Path
         taken = dtype_name(part[name])
         if taken is not None and taken != "fp64":  # against which the others are checked
             return taken, f"{path}: inputs are {taken} ({name}); --precision names another dtype"
-        return None, f"{path}: {name} is {str(part[name])[:40]!r}, no dtype that is probed; the device's usual one is"
+        return None, f"{path}: {name} is {_shown(part[name])}, no dtype that is probed; the device's usual one is"
     return None, ""
 
 
@@ -222,4 +238,10 @@ def _window(config: Mapping[str, Any]) -> str:
     if config.get("use_sliding_window") is False:
         return ""
     name = _first(config, WINDOWS)
-    return f"{name} {config[name]}" if name else ""
+    return f"{name} {_shown(config[name])}" if name else ""
+
+
+def _shown(value: object) -> str:
+    """Return a value of a config as text that neither fills a terminal nor steers it."""
+    text = ascii(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

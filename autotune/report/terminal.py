@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from textwrap import fill
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -37,6 +38,7 @@ from .summary import (
 )
 
 NOTES_SHOWN = 4
+_ANY_WIDTH = 10_000  # a measurement is cut to the width of the terminal otherwise
 _PLAN_PADDING = 3  # columns around the plans in their table
 
 
@@ -87,12 +89,19 @@ class _FamilyTable:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         rows = [row for entry in self.family.entries for row in _rows(entry, self.vendor)]
         columns = [name for name in rows[0] if any(row[name].plain for row in rows)]
-        narrow = _table(rows, [name for name in columns if name != "Plan"])
+        figures = [name for name in columns if name != "Plan"]
+        narrow = _table(rows, figures)
         needed = max(longest_piece(row["Plan"].plain) for row in rows)
         if Measurement.get(console, options, narrow).maximum + needed + _PLAN_PADDING <= options.max_width:
             yield _table(rows, columns)
         else:
-            yield narrow
+            wide = options.update(max_width=_ANY_WIDTH)
+            if Measurement.get(console, wide, narrow).maximum <= options.max_width:
+                yield narrow
+            else:
+                yield from _split(
+                    rows, figures, lambda t: Measurement.get(console, wide, t).maximum <= options.max_width
+                )
             yield _table(rows, ["Length", "Plan"])
 
 
@@ -116,10 +125,25 @@ def _rows(entry: PlanEntry, vendor: str) -> Iterator[dict[str, Text]]:
         yield defaultdict(Text, {name: PlanText(text, style="dim") for name, text in cells.items()})
 
 
-def _table(rows: Sequence[dict[str, Text]], columns: Sequence[str]) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+def _split(rows: Sequence[dict[str, Text]], columns: Sequence[str], fits: Callable[[Table], bool]) -> Iterator[Table]:
+    """Yield as few tables as hold these columns, each behind the first of them."""
+    first, *others = columns
+    group = [first]
+    for name in others:
+        if len(group) > 1 and not fits(_table(rows, [*group, name], wrap_names=True)):
+            yield _table(rows, group, wrap_names=True)
+            group = [first]
+        group.append(name)
+    yield _table(rows, group, wrap_names=True)
+
+
+def _table(rows: Sequence[dict[str, Text]], columns: Sequence[str], wrap_names: bool = False) -> Table:
+    """Return a table; with ``wrap_names`` it has no edge, and names of columns break to the width of their figures."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=not wrap_names)
     for name in columns:
-        table.add_column(name, justify="left" if name == "Plan" else "right", no_wrap=name != "Plan")
+        width = max(len(row[name].plain) for row in rows)
+        header = fill(name, max(width, 1), break_long_words=False) if wrap_names else name
+        table.add_column(header, justify="left" if name == "Plan" else "right", no_wrap=name != "Plan")
     for row in rows:
         table.add_row(*(row[name] for name in columns))
     return table

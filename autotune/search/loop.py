@@ -227,6 +227,7 @@ class CellSearch:
         return final.result("refused", f"the default fails: {fault.kind}, {fault.message}")
 
     def _final(self, deadline: Deadline) -> Final:
+        self.state.torch = torch_plan(self._whole_space, self.state)  # a recalled cell has not been searched here
         return Final(self.state, self.beliefs, self.study, self.space, deadline)
 
     def final(self, deadline: Deadline) -> CellResult:

@@ -258,9 +258,15 @@ class Final:
         return self._with_standing(result)
 
     def _with_standing(self, result: CellResult) -> CellResult:
-        """Return the result without evidence with the plan that served before, where that is right here."""
+        """Return the result without evidence with the plan that served before, where that is right here.
+
+        Not one that is surely slower than the default or torch's own plan, whatever else noise hides.
+        """
+        rivals = [plan for plan in (self.state.default, self.state.torch) if plan is not None]
+        rivals = [plan for plan in rivals if self.state.may_be_chosen(self.state.entry(plan))]
         for entry in map(self.state.entry, self.state.standing[:1]):
-            if self.state.may_be_chosen(entry):
+            slower = any(self._ways.is_surely_slower(self._eager, entry.tunables, plan) for plan in rivals)
+            if self.state.may_be_chosen(entry) and not slower:
                 assert entry.checked is not None
                 untimed = candidate_of(self.state, entry, Interval(0.0, 0.0, 0.0, 0))
                 result.choice = replace(self._measured(untimed), median_ms=entry.checked.call_ms)

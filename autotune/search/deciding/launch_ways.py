@@ -19,7 +19,7 @@ from ringattn.planning.preference import TIE
 from ringattn.workload import Tunables
 
 from .alternatives import candidate_of
-from .choose import NOISY_SIGMA, Candidate, NothingAllowed, choose
+from .choose import NOISY_SIGMA, REPRODUCIBLE, Candidate, NothingAllowed, choose
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +77,24 @@ class LaunchWays:
             left.remove(best)
 
     def no_slower_than_torch(self, readings: Readings, winner: Candidate, others: Sequence[Candidate]) -> Candidate:
-        """The winner, or torch's own plan where that is surely faster: nobody should pay for a preference."""
+        """The winner, or torch's own plan where that is surely faster: nobody should pay for a preference.
+
+        A winner that gives the same bits in every call may be as much slower as ``choose`` lets it be.
+        """
         state = self.state
         torch = next((c for c in others if c.tunables == state.torch and c.allowed), None)
         if torch is None or winner.tunables == torch.tunables or state.settings.prefer != "time":
             return winner
-        mine, theirs = (readings.entry(candidate.tunables) for candidate in (winner, torch))
-        apart = readings.difference(mine, theirs, self.since)
+        most = REPRODUCIBLE if torch.varies and not winner.varies else TIE
+        return torch if self.is_surely_slower(readings, winner.tunables, torch.tunables, most) else winner
+
+    def is_surely_slower(self, readings: Readings, plan: Tunables, other: Tunables, most: float = TIE) -> bool:
+        """Return whether the blocks of the final say that ``plan`` is slower than ``other``, by a log-ratio > most."""
+        apart = readings.difference(readings.entry(plan), readings.entry(other), self.since)
         if len(apart) < 2:
-            return winner
-        behind = statistics.interval_of(apart, seed=state.settings.seed)
-        return torch if behind.low > 0 and behind.median > TIE else winner
+            return False
+        behind = statistics.interval_of(apart, seed=self.state.settings.seed)
+        return behind.low > 0 and behind.median > most
 
     def _has_passed(self, plan: Tunables) -> bool:
         """Return whether it was validated, or a graph of its launches was."""

@@ -108,6 +108,16 @@ def test_no_name_of_a_plan_is_broken(with_long_plans: Path, command: str, column
     assert max(map(len, text.splitlines())) <= int(columns)
 
 
+@pytest.mark.parametrize("columns", ["60", "80", "110"])
+def test_no_figure_of_a_profile_is_cut(columns: str) -> None:
+    shipped = sorted((ROOT / "profiles").glob("nvidia-*.yaml"))
+    assert shipped
+    for path in shipped:
+        text = ringtune("show", path, COLUMNS=columns).stdout
+        assert "\N{HORIZONTAL ELLIPSIS}" not in text, text
+        assert max(map(len, text.splitlines())) <= int(columns)
+
+
 def test_no_kernel_of_a_dry_run_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     w = Workload("train", True, 4096, 4, 64, "bf16", pattern=Pattern.of([512, 1024, 2048, 4096], [1, 2, 4, 8]))
     kernels = ("flash-attn-4/flash-attn-2", "cudnn/flash-attn-4", "flash-attn-3/flash-attn-3")

@@ -64,8 +64,16 @@ def peak_bytes(plan: Tunables) -> int:
     return MIB if plan.checkpoint == "full" else 2 * MIB
 
 
-def _work(job: Job, there: Connection) -> None:
+def _work(job: Job, there: Connection, killed_after: int | None) -> None:
     clock = SimulatedClock()
+    said = 0
+
+    def say(*event: str) -> None:
+        nonlocal said
+        there.send(event)
+        said += 1
+        if said == killed_after:
+            time.sleep(2 * LIMIT_S)  # and does not end before it is killed
 
     class Speaking(ReplayEvaluator):
         blocks_timed = 0
@@ -73,12 +81,12 @@ def _work(job: Job, there: Connection) -> None:
         def check(
             self, cell: Workload, candidate: Tunables, *, timeout_s: float, pace_ms: float | None = None
         ) -> Checked | Fault:
-            there.send(("check", str(cell), candidate_key(candidate)))
+            say("check", str(cell), candidate_key(candidate))
             time.sleep(job.call_s)
             return super().check(cell, candidate, timeout_s=timeout_s, pace_ms=pace_ms)
 
         def block(self, cell: Workload, order: Sequence[Tunables], *, timeout_s: float) -> Block:
-            there.send(("block", str(cell)))
+            say("block", str(cell))
             time.sleep(job.call_s)
             self.blocks_timed += 1
             if self.blocks_timed == job.interrupt_after:
@@ -87,21 +95,23 @@ def _work(job: Job, there: Connection) -> None:
 
     class Observer(ProbeObserver):
         def note(self, text: str) -> None:
-            there.send(("note", text))
+            say("note", text)
 
     def evaluator() -> Evaluator:
         return Speaking(row_of(truth, peak=peak_bytes), clock, 0, QUIET)
 
+    there.send(("ready",))
+    there.recv()
     run.__version__ = job.version  # type: ignore[misc]
     environment = environment_of(job.folder, evaluator, clock, facts=replace(FACTS, sku=job.sku))
     try:
         tuning.run_probe(job.request, Observer(), environment)
     except KeyboardInterrupt:
-        there.send(("interrupted",))
+        say("interrupted")
     except Exception as error:  # noqa: BLE001  the test shows it
-        there.send(("failed", f"{type(error).__name__}: {error}"))
+        say("failed", f"{type(error).__name__}: {error}")
     else:
-        there.send(("finished",))
+        say("finished")
 
 
 def work_together(
@@ -109,20 +119,28 @@ def work_together(
 ) -> list[Told]:
     """Run the jobs at once; kill the numbers in ``kill`` after so many of their events.
 
-    ``after`` so many events of all, a function is called.
+    The others begin when those are dead, or a busy machine could give them all that there is to do. ``after`` so many
+    events of all, a function is called.
     """
-    events = 0
+    events, kill = 0, kill or {}
     started = []
-    for job in jobs:
+    for number, job in enumerate(jobs):
         job.folder.mkdir(parents=True, exist_ok=True)
         here, there = _context.Pipe()
-        process = _context.Process(target=_work, args=(job, there))
+        process = _context.Process(target=_work, args=(job, there, kill.get(number)))
         process.start()
         there.close()
         assert process.pid is not None
         started.append((process, here, Told(process.pid)))
-    open_ = {here: (process, told, (kill or {}).get(number)) for number, (process, here, told) in enumerate(started)}
+    open_ = {here: (process, told, kill.get(number)) for number, (process, here, told) in enumerate(started)}
+    later = [here for here, (_, _, most) in open_.items() if most is None]
     try:
+        for here in open_:  # none is to find that all is done already
+            assert here.poll(LIMIT_S), "a worker does not start"
+            assert here.recv() == ("ready",)
+        for here in open_:
+            if here not in later or not kill:
+                here.send("begin")
         while open_:
             ready = wait(list(open_), timeout=LIMIT_S)
             assert ready, "nobody says anything"
@@ -133,6 +151,9 @@ def work_together(
                     told.events.append(here.recv())
                 except EOFError:
                     del open_[here]
+                    if most is not None and len(open_) == len(later):
+                        for waiting in later:
+                            waiting.send("begin")
                     continue
                 if len(told.events) == most:
                     process.kill()
@@ -144,8 +165,7 @@ def work_together(
             process.kill()
             process.join()
     for number, (process, _, told) in enumerate(started):
-        killed = number in (kill or {})
-        assert process.exitcode == (-signal.SIGKILL if killed else 0), told.events[-3:]
+        assert process.exitcode == (-signal.SIGKILL if number in kill else 0), told.events[-3:]
     return [told for _, _, told in started]
 
 

@@ -20,6 +20,7 @@ os.environ["TESTS_START_S"] = f"{time.monotonic() - _began:.2f}"  # before anyth
 from patience import LIMIT_S, patient  # noqa: E402
 
 from ringattn.profile.locations import home_folder  # noqa: E402
+from ringattn.store import lookup  # noqa: E402
 
 if not home_folder().is_dir():  # Triton would keep what it compiles in a folder called ~, here
     os.environ.setdefault("TRITON_HOME", str(Path(tempfile.gettempdir()) / f"triton-of-{os.getuid()}"))
@@ -65,3 +66,9 @@ def _no_profiles_but_the_tests_own(tmp_path_factory: pytest.TempPathFactory, mon
     monkeypatch.setenv("XDG_CONFIG_DIRS", str(nowhere / "system"))
     for name in [name for name in os.environ if name.startswith("RINGTUNE_")]:
         monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def _stores_have_time_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under load a folder that was not read within a second was taken for one that is gone."""
+    monkeypatch.setattr(lookup, "ANSWER_S", LIMIT_S)

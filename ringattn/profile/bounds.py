@@ -34,7 +34,7 @@ _PREFERENCE = {"forward": MAX_KERNELS, "backward": MAX_KERNELS}
 
 # The largest number of a field, or the most entries of a list. Text has MAX_TEXT, and numbers a sign where they may.
 BOUNDS: Mapping[type, Mapping[str, int]] = {
-    Workload: {**MOST, "softcap": LARGEST_SOFTCAP, "dropout": 1},
+    Workload: {**MOST, "softcap": LARGEST_SOFTCAP},
     Pattern: {"branches": MOST_BRANCHES},
     Tunables: {
         "branches": MOST_BRANCHES,

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from faults import Breaking, Told, assert_told, call_until_told, group_to_break, leaves_of, told_of
+from fraction import fraction, missing
 from oracle import DENSE, Case, pattern_of
 from patience import LIMIT_S
 from pool import TIMES, Pool, kill_self
@@ -30,12 +31,22 @@ CROSSING = pattern_of([6, 48], [1, 3])
 FAULTY = Case(36, 9, 9, 4, causal=True)
 
 
+RANKS = [(2, "ulysses"), (3, "ulysses"), (4, "ulysses"), (4, "ulysses-ring")]
+SPREADS = ("contiguous", "zigzag")
+CHOICES = ("none", "selective", "full"), (0, 2), (False, True)  # checkpoint, groups of heads, shards of unequal length
+
+
+def _chosen(ranks: tuple[int, str], spread: str) -> list[tuple[str, int, bool]]:
+    """The half of all combinations that is tried, in which any four parameters meet."""
+    return fraction(2, *CHOICES, others=RANKS.index(ranks) + SPREADS.index(spread))
+
+
 def _cases(schedule: str, spread: str, world: int) -> list[RingCase]:
     """Every checkpoint, in groups of heads or whole, with grouped queries and without, of equal lengths or not."""
     found = []
-    for number, (checkpoint, groups, ragged) in enumerate(
-        product(("none", "selective", "full"), (0, 2), (False, True))
-    ):
+    every = list(product(*CHOICES))
+    for checkpoint, groups, ragged in _chosen((world, schedule), spread):
+        number = every.index((checkpoint, groups, ragged))
         grouped = number % 2 == 0
         heads, kv_heads = (4 * world, 2 * world) if grouped else (2 * world, 2 * world)
         length = 12 * world + (5 if ragged else 0)
@@ -46,8 +57,13 @@ def _cases(schedule: str, spread: str, world: int) -> list[RingCase]:
     return found
 
 
-@pytest.mark.parametrize("spread", ["contiguous", "zigzag"])
-@pytest.mark.parametrize(("world", "schedule"), [(2, "ulysses"), (3, "ulysses"), (4, "ulysses"), (4, "ulysses-ring")])
+def test_any_four_parameters_meet_in_what_is_tried() -> None:
+    chosen = [(*given, *each) for given in product(RANKS, SPREADS) for each in _chosen(*given)]
+    assert not missing(chosen, 4, RANKS, SPREADS, *CHOICES)
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize(("world", "schedule"), RANKS)
 def test_as_on_one_rank(world: int, schedule: str, spread: str, ranks: Callable[[int], Pool]) -> None:
     cases = _cases(schedule, spread, world)
     for checked, _, barriers in ranks(world).run(check_symmetric, cases):

@@ -109,8 +109,11 @@ def test_a_server_that_cannot_be_reached_is_one_line(
 
 DEAD = """
 import sys
+from ringattn.store import lookup
 from ringattn.store.lookup import find_profiles
 from machine_samples import H100
+from patience import LIMIT_S
+lookup.ANSWER_S = LIMIT_S  # a refused connection was one without an answer in 1 s, under load
 located, notes = find_profiles(None, H100)
 assert located
 (note,) = notes

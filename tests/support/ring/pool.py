@@ -32,8 +32,10 @@ TIMES = WatchdogTimes(beat_s=0.2, silent_after_error_s=patient(2.0))
 _PRELOADED = [
     "pytest",
     "torch.distributed",
+    "torch.fx.experimental.symbolic_shapes",  # with sympy: of the first gradient, 0.3 s in every rank
     "ringattn.attention",
     "ringattn.distributed.context",
+    "ringattn.modules.pool",  # 0.7 s
     "ring_cases",
     "faults",
 ]
@@ -43,7 +45,7 @@ _context = multiprocessing.get_context("forkserver")
 def _start_server() -> None:
     """The server that ranks are forked from. Before Python 3.13 it gets no sys.path but by the environment."""
     here = Path(__file__).parent
-    folders = [str(here), str(here.parent / "ringattn"), str(here.parents[1])]
+    folders = [str(here), str(here.parent / "ringattn"), str(here.parents[2])]
     _context.set_forkserver_preload(_PRELOADED)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(folders + sys.path))

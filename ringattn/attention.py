@@ -73,7 +73,8 @@ class RingAttention(DecodingMethods, ShardedModule, AttentionMaps, PlannedModule
         causal: a position attends to itself and earlier ones only.
         scale: factor on the logits, > 0; None is 1 / sqrt(D).
         dropout: probability, < 1, that a weight is dropped in training mode; the others are divided by 1 - p. For dense
-            attention on one device without lse, where a kernel does it in one block; refused elsewhere.
+            attention on one device without lse, where a kernel does it in one block; refused elsewhere. Steps over a
+            cache take no gradient and drop nothing.
         head_offset: first selected position of key/value head h: ``"interleaved"`` h % r, ``"blocked"``
             h // ceil(Hkv / r).
         profile: ``"auto"`` finds this machine's, a path or Profile names one (and raises where it cannot run), None is
@@ -98,7 +99,8 @@ class RingAttention(DecodingMethods, ShardedModule, AttentionMaps, PlannedModule
         softcap: logits s become softcap * tanh(s / softcap); None leaves them.
         head_dim_v: head dimension of v and out (dense attention on one rank); None is head_dim.
         launch: ``"eager"`` takes the plan whose call is over first, host and device; ``"captured"`` the one that needs
-            the device the shortest, for calls in a CUDA graph or a compiled model, which hide the host.
+            the device the shortest, for calls in a CUDA graph or a compiled model, which hide the host. On a CPU both
+            are one.
 
     Raises:
         InputError: an argument that makes no sense.

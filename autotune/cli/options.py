@@ -156,7 +156,8 @@ launch_option = click.option(
     type=click.Choice(["eager", "captured"]),
     default="eager",
     show_default=True,
-    help="How calls are launched: one by one by the host, whose time counts, or in a CUDA graph or compiled model.",
+    help="How calls are launched: one by one by the host, whose time counts, or in a CUDA graph or compiled model. "
+    "Both are one on a CPU.",
 )
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .options import (
+    Integer,
     causal_option,
+    check_page,
     check_pattern,
     check_shape,
-    check_writable,
     device_option,
     dtype_option,
     json_option,
@@ -48,7 +49,7 @@ LENGTHS, ON_A_CPU = (4096, 8192, 16384), (512, 1024, 2048)  # two cores took ove
 @dtype_option("bf16", "fp16", "fp32")
 @click.option(
     "--blocks",
-    type=click.IntRange(1, 10_000),
+    type=Integer(1, 10_000),
     metavar="N",
     default=9,
     show_default=True,
@@ -69,6 +70,10 @@ def compare(blocks: int, seed: int, output: Path | None, as_json: bool, **asked:
         ringtune compare --segment-lengths 2048,4096 --dilation-rates 1,2
         ringtune compare --mode infer --output compared.html
 
+    production, flash-first, collective-ring and improved-dilated are the
+    systems that ringtune grew from, each as a plan; the page on migration says
+    what each of them did.
+
     Speed-up is over torch's scaled_dot_product_attention, which is dense also
     where a dilated pattern is asked for. Error is the largest relative 2-norm
     of outputs and gradients against float64.
@@ -76,7 +81,7 @@ def compare(blocks: int, seed: int, output: Path | None, as_json: bool, **asked:
     check_pattern(asked["segment_lengths"], asked["dilation_rates"])
     check_shape(asked["heads"], asked["kv_heads"])
     if output is not None:
-        check_writable(output)
+        check_page(output)
 
     from autotune.report.contenders import compare as measured
     from autotune.report.contenders import crossovers, workloads_of

@@ -46,6 +46,7 @@ def integer_list(value: str | tuple[int, ...]) -> tuple[int, ...]:
     return numbers
 
 
+_PAGE = b"<!doctype html>"  # the beginning of a page
 _DIGITS = 12  # of a number that counts bytes, devices or ranks: no machine has more
 
 
@@ -99,9 +100,15 @@ budget_option = click.option(
 )
 
 
+class Integer(click.IntRange):
+    """Integer in a range, called so in errors: Click says of ``x`` that it is no valid integer range."""
+
+    name = "integer"
+
+
 def number_of(name: str) -> click.IntRange:
     """Return the type of an option that is this number of a workload."""
-    return click.IntRange(min=1, max=MOST[name])
+    return Integer(min=1, max=MOST[name])
 
 
 MOST_RANKS = MOST["world"]  # that a command plans for: their ring takes 15 s
@@ -147,7 +154,7 @@ def effort_option(default: str, text: str) -> Callable[[Command], Command]:
 def seed_option(text: str) -> Callable[[Command], Command]:
     """Return the option --seed of a command with its own help text."""
     return click.option(
-        "--seed", type=click.IntRange(min=0, max=2**63 - 1), metavar="N", default=0, show_default=True, help=text
+        "--seed", type=Integer(min=0, max=2**63 - 1), metavar="N", default=0, show_default=True, help=text
     )
 
 
@@ -333,6 +340,15 @@ def check_pattern(segment_lengths: tuple[int, ...] | None, dilation_rates: tuple
             f"{len(dilation_rates)}; "
             "give two lists of one length"
         )
+
+
+def check_page(output: Path) -> None:
+    """Raise ProbeFailure where a web page cannot be written, or would take the place of a file that is none."""
+    check_writable(output)
+    if is_there(output):
+        with output.open("rb") as file:
+            if file.read(len(_PAGE)).lower() != _PAGE:
+                raise ProbeFailure(f"{output}: exists and is no web page; choose another --output, or remove it")
 
 
 def check_writable(output: Path) -> None:

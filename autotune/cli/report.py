@@ -9,7 +9,7 @@ import click
 
 from autotune.exit_codes import ProbeFailure
 
-from .options import check_writable, device_option, json_option, profile_argument
+from .options import check_page, device_option, json_option, profile_argument
 
 if TYPE_CHECKING:
     from autotune.journal.history import SearchHistory
@@ -119,7 +119,7 @@ def write_page(page: str, target: Path) -> None:
     """Put the page in place in one step; raise ProbeFailure (one line) when it cannot be, with nothing changed."""
     from ringattn.profile.whole_file import replace_file
 
-    check_writable(target)
+    check_page(target)
     try:
         replace_file(target.resolve(), page.encode(), lasting=False)  # through a symbolic link, which stays one
     except OSError as error:

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from .options import (
+    Integer,
     causal_option,
     check_pattern,
     check_shape,
@@ -37,7 +38,7 @@ _MOST_STEPS = 1000  # of which torch's profiler keeps every event
 @dtype_option("bf16", "fp16", "fp32", "fp64")
 @click.option(
     "--steps",
-    type=click.IntRange(min=1, max=_MOST_STEPS),
+    type=Integer(min=1, max=_MOST_STEPS),
     metavar="N",
     default=5,
     show_default=True,

@@ -17,6 +17,7 @@ from ringattn.attention import RingAttention
 from ringattn.decoding.cross import Align
 from ringattn.errors import InputError
 from ringattn.runtime.documents import Documents
+from ringattn.runtime.dropout_program import dropout_refusal
 from ringattn.runtime.sinks import check_sinks, with_sinks
 
 from .masks import Keys
@@ -70,6 +71,8 @@ def attend(
     attention = pool.module_for(q, k, causal, scale, softcap, window_of_module, dropout)
     if some_keys and attention.shape.world > 1:
         _refuse_over_ranks(attention)
+    if keys is not None and dropout:
+        raise dropout_refusal(dropout, "without padding and documents")
     if keys is not None:
         out, lse = _masked(attention, q, k, v, keys, of_one, with_lse, sinks)
     else:

@@ -40,6 +40,16 @@ def test_explain_names_the_row_its_evidence_and_its_failures(at_home: Path) -> N
         assert part.replace(" ", "") in text
 
 
+def test_it_names_the_probe_that_measures_what_no_plan_was_measured_for(at_home: Path) -> None:
+    shape = ("--device", "cpu", "--heads", "3", "--head-dim", "48", "--dtype", "fp32")
+    said = explained(*shape, "--seq-len", "3000", "--mode", "infer", "--batch-size", "2")
+    assert said["remedy"] == (
+        "`ringtune probe --heads 3 --head-dim 48 --causal --dense --mode infer --precision fp32 --seq-len 3000 "
+        "--batch-size 2` measures it"
+    )
+    assert explained(*SHAPE, "--seq-len", "600")["remedy"] == ""
+
+
 @pytest.mark.parametrize("mode", ["train", "infer"])
 def test_without_a_shape_it_explains_a_row_of_the_default_grid(mode: str) -> None:
     """So that what a newcomer has just measured is what the bare command explains."""

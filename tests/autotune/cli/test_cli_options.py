@@ -140,3 +140,10 @@ def test_a_number_of_ranks_that_takes_hours_to_plan_is_refused_with_the_limit(co
     result = ringtune(*command, "--nproc", "1025")
     assert result.exit_code == 2
     assert "'1025' is no number of processes; use an integer from 1 to 1024" in result.stderr
+
+
+@pytest.mark.parametrize("option", ["--seq-len", "--heads", "--seed"])
+def test_what_is_no_integer_is_called_so(option: str) -> None:
+    assert (
+        f"Error: Invalid value for '{option}': 'abc' is not a valid integer." in ringtune("probe", option, "abc").stderr
+    )

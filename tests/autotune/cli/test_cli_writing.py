@@ -37,6 +37,19 @@ def test_report_says_that_the_output_cannot_be_written(gpu_file: Path, tmp_path:
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.parametrize("command", ["report", "compare"])
+def test_a_page_takes_the_place_of_pages_alone(gpu_file: Path, tmp_path: Path, command: str) -> None:
+    other = tmp_path / "measured-for-hours.yaml"
+    other.write_bytes(gpu_file.read_bytes())
+    given = ("report", gpu_file) if command == "report" else ("compare", "--device", "cpu", "--seq-len", "64")
+    told = one_line_error(ringtune(*given, "--output", other), 1)
+    assert told == f"Error: {other}: exists and is no web page; choose another --output, or remove it"
+    assert other.read_bytes() == gpu_file.read_bytes()
+    page = tmp_path / "page.html"
+    assert ringtune("report", gpu_file, "--output", page).exit_code == 0
+    assert ringtune("report", gpu_file, "--output", page).exit_code == 0
+
+
 def test_report_never_overwrites_its_profile(gpu_file: Path, tmp_path: Path) -> None:
     content = gpu_file.read_bytes()
     link = tmp_path / "link.html"

@@ -106,9 +106,10 @@ def search_path_contents(stores: list[dict[str, object]]) -> list[dict[str, obje
     places: list[dict[str, object]] = []
     for origin, place in search_paths(os.environ, home_folder()):
         try:
-            files = (
-                [place] if place.is_file() else sorted(p for p in place.glob("*.y*ml") if p.suffix in (".yaml", ".yml"))
-            )
+            # Not by a pattern: to those a folder that cannot be read is an empty one.
+            files = [place] if place.is_file() else sorted(p for p in place.iterdir() if p.suffix in (".yaml", ".yml"))
+        except (FileNotFoundError, NotADirectoryError):
+            files = []
         except OSError as error:
             places.append({"origin": origin, "path": str(place), "exists": True, "error": error.strerror, "files": []})
             places += stores if origin == "user" else []

@@ -50,11 +50,12 @@ def chosen_profile_path(named: Path | None, device: str | None, ranks: int = 1) 
     """
     if named is not None:
         return named
-    resolution, _, _ = resolve_here(device, ranks)
+    resolution, _, skipped = resolve_here(device, ranks)
     if resolution.profile is None:
         over = f" --nproc {ranks}" if ranks > 1 else ""
+        told = f" ({'; '.join(skipped)})" if skipped else ""
         raise ProbeFailure(
-            f"no measured profile serves this machine; run `ringtune probe{over}` first, or name a file",
+            f"no measured profile serves this machine{told}; run `ringtune probe{over}` first, or name a file",
             ExitCode.NO_PROFILE,
         )
     return Path(resolution.path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -183,3 +184,25 @@ def test_a_number_beyond_all_bounds_is_a_usage_error(option: str, value: object)
     assert result.exit_code == 2, (result.output, result.exception)
     assert isinstance(result.exception, SystemExit)
     assert option in result.stderr
+
+
+@pytest.mark.parametrize("command", ["show", "report", "verify"])
+def test_a_profile_of_ones_own_that_is_damaged_is_named(at_home: Path, command: str) -> None:
+    at_home.write_text(at_home.read_text().replace("math", "efficient", 1))
+    told = one_line_error(ringtune(command, *(("--device", "cpu") if command != "report" else ())), 4)
+    assert str(at_home) in told
+    assert "checksum" in told
+
+
+def test_a_folder_that_cannot_be_read_is_not_called_empty(at_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    iterdir = Path.iterdir
+
+    def denied(folder: Path) -> Any:
+        if folder == at_home.parent:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+        return iterdir(folder)
+
+    monkeypatch.setattr(Path, "iterdir", denied)
+    assert f"{at_home.parent}: cannot be read" in ringtune("doctor", "--device", "cpu").stdout.replace("\n", "")
+    told = one_line_error(ringtune("show"), 4)
+    assert f"{at_home.parent}: skipped, it cannot be read: Permission denied" in told

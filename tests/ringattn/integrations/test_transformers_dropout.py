@@ -99,5 +99,7 @@ def test_a_model_drops_in_training_mode_and_again_where_it_is_checkpointed(maske
         assert not torch.allclose(found[0][0], without, atol=1e-3)
         for one, other in zip(*found, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-        with pytest.raises(InputError, match=r"^dropout is 0\.3 in training mode; .*, without padding and documents; set"):
+        with pytest.raises(
+            InputError, match=r"^dropout is 0\.3 in training mode; .*, without padding and documents; set"
+        ):
             model(tokens(), attention_mask=padded("right"))

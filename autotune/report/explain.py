@@ -121,7 +121,7 @@ def explain_workload(workload: Workload, setup: Setup, table: PlanTable, foreign
         gave_way=row.note,
         kernels=kernels,
         failures=entry.failures if entry is not None else (),
-        why=_why(row, setup, entry, chosen),
+        why=_why(workload, row, setup, entry, chosen),
         foreign=foreign,
         other_heads=_other_heads(workload, row, entry),
         over_torch=over_torch(entry) if entry is not None and chosen is entry.choice else None,
@@ -191,6 +191,14 @@ def _other_ranks(row: Row, setup: Setup) -> str:
     return f", its plans are for --nproc {' or '.join(map(str, worlds))}"
 
 
+def _what_differs(workload: Workload, rows: tuple[PlanEntry, ...]) -> str:
+    """Return what has to be equal for a row to serve, and is not in those that have the most in common."""
+    kind = ("pattern", "causal", "head_dim", "mode", "dtype", "world")
+    differing = [[name for name in kind if getattr(row.workload, name) != getattr(workload, name)] for row in rows]
+    least = min(differing, key=len, default=[])
+    return " and ".join("number of ranks" if name == "world" else name for name in least)
+
+
 def _choice_of(entry: PlanEntry | None, tunables: Tunables | None) -> Choice | None:
     if entry is None:
         return None
@@ -198,7 +206,7 @@ def _choice_of(entry: PlanEntry | None, tunables: Tunables | None) -> Choice | N
     return next((c for c in recorded if c is not None and c.tunables == tunables), None)
 
 
-def _why(row: Row, setup: Setup, entry: PlanEntry | None, chosen: Choice | None) -> str:
+def _why(workload: Workload, row: Row, setup: Setup, entry: PlanEntry | None, chosen: Choice | None) -> str:
     lengths = sorted(
         {e.workload.seq_len for e in setup.entries if (e.workload.dtype, e.workload.mode) == (row.dtype, row.mode)}
     )
@@ -212,8 +220,9 @@ def _why(row: Row, setup: Setup, entry: PlanEntry | None, chosen: Choice | None)
             return f"the profile measured {measured} of this kind, this length is outside; the heuristic decides"
         if setup.resolution is None or setup.resolution.profile is None:
             return "no measured profile serves this machine; the heuristic decides"
-        kind = "pattern, causal, head_dim, mode, dtype, number of ranks"
-        return f"the profile measured nothing of this kind ({kind}){_other_ranks(row, setup)}; the heuristic decides"
+        other = _what_differs(workload, setup.resolution.profile.plans)
+        kind = f" (its nearest rows differ in {other})" if other else ""
+        return f"the profile measured nothing of this kind{kind}{_other_ranks(row, setup)}; the heuristic decides"
     assert row.bucket is not None
     if entry is not None and entry.choice is not None and entry.evidence is None:
         length = format_length(row.bucket)

@@ -117,7 +117,13 @@ def directions_of(verdict: dict[str, Any]) -> tuple[str, ...]:
 
 def test_explain_says_why_the_heuristic_decides(at_home: Path) -> None:
     assert "this length is outside" in explained(*SHAPE, "--seq-len", "100000")["why"]
-    assert "measured nothing of this kind" in explained(*SHAPE, "--seq-len", "512", "--no-causal")["why"]
+    for other, name in (
+        (("--no-causal",), "causal"),
+        (("--mode", "decode"), "mode"),
+        (("--head-dim", "48"), "head_dim"),
+    ):
+        why = explained(*SHAPE, "--seq-len", "512", *other)["why"]
+        assert f"measured nothing of this kind (its nearest rows differ in {name}); the heuristic" in why
     at_home.unlink()
     assert "no measured profile serves this machine" in explained(*SHAPE, "--seq-len", "512")["why"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ringattn.kernels.compile_cache import prepare_triton
 from ringattn.kernels.contract import BoundDropout, BoundKernel, BoundVarlen, KernelConfig
@@ -14,6 +14,8 @@ from .ranges import name_methods, named
 
 if TYPE_CHECKING:
     from .merge_triton import TritonOps
+
+Bound = TypeVar("Bound", BoundKernel, BoundVarlen, BoundDropout)
 
 
 def writing_branch(plan: Plan, travelling: frozenset[int]) -> int | None:
@@ -58,10 +60,15 @@ def bind(
     With named ranges around its calls if ``range_of`` says of what, and then autograd does not call it by itself.
     """
     kernel = KERNELS[name].load(_config(plan, name, scale, causal=plan.workload.causal and not full, windowed=windowed))
+    return _in_ranges(kernel, name, range_of)
+
+
+def _in_ranges(bound: Bound, name: str, range_of: str) -> Bound:
+    """Return forward and backward alone, a named range around each; all that is bound where ``range_of`` is ""."""
     if not range_of:
-        return kernel
-    forward = named(f"{range_of} {name} forward", kernel.forward)
-    return BoundKernel(forward, named(f"{range_of} {name} backward", kernel.backward))
+        return bound
+    forward = named(f"{range_of} {name} forward", bound.forward)
+    return type(bound)(forward, named(f"{range_of} {name} backward", bound.backward))
 
 
 def _config(plan: Plan, name: str, scale: float, *, causal: bool, windowed: bool = True) -> KernelConfig:
@@ -81,22 +88,14 @@ def bind_varlen(plan: Plan, name: str, scale: float, range_of: str = "") -> Boun
     """Return a kernel's entry for packed sequences with the parameters of the plan; ``range_of`` as in ``bind``."""
     load = KERNELS[name].load_varlen
     assert load is not None, "rejection_reasons refuses it"
-    entry = load(_config(plan, name, scale, causal=plan.workload.causal))
-    if not range_of:
-        return entry
-    forward = named(f"{range_of} {name} forward", entry.forward)
-    return BoundVarlen(forward, named(f"{range_of} {name} backward", entry.backward))
+    return _in_ranges(load(_config(plan, name, scale, causal=plan.workload.causal)), name, range_of)
 
 
 def bind_dropout(plan: Plan, name: str, scale: float, range_of: str = "") -> BoundDropout:
     """Return a kernel with dropout and the parameters of the plan; ``range_of`` as in ``bind``."""
     load = KERNELS[name].load_dropout
     assert load is not None, "rejection_reasons refuses it"
-    kernel = load(_config(plan, name, scale, causal=plan.workload.causal))
-    if not range_of:
-        return kernel
-    forward = named(f"{range_of} {name} forward", kernel.forward)
-    return BoundDropout(forward, named(f"{range_of} {name} backward", kernel.backward))
+    return _in_ranges(load(_config(plan, name, scale, causal=plan.workload.causal)), name, range_of)
 
 
 def load_ops(plan: Plan, *, ranges: bool = False) -> TorchOps | TritonOps:

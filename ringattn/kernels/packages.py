@@ -100,14 +100,20 @@ def _flash_2_window(config: KernelConfig) -> tuple[int, int]:
     return (config.window - 1, 0) if config.window else (-1, -1)
 
 
-def load_flash_attn_2(config: KernelConfig) -> BoundKernel:
-    """Bind FlashAttention 2's extension module: the package's own functions are custom ops, which cost host time."""
+def _flash_attn_2_extension(config: KernelConfig) -> Any:
+    """Return the extension of flash-attn; PlanError where it is not there, or has not the functions of 2.7.1."""
     name = "flash-attn-2"
     _no_more_params(name, config)
     module = _import(name, "flash_attn.flash_attn_interface", _FLASH_2_REMEDY)
     extension = getattr(module, "flash_attn_gpu", None)  # so called since 2.7.1, with these arguments
     if extension is None:
         raise _refusal(name, "flash_attn.flash_attn_interface has no flash_attn_gpu", _FLASH_2_REMEDY)
+    return extension
+
+
+def load_flash_attn_2(config: KernelConfig) -> BoundKernel:
+    """Bind FlashAttention 2's extension module: the package's own functions are custom ops, which cost host time."""
+    extension = _flash_attn_2_extension(config)
     fwd, bwd = extension.fwd, extension.bwd
     causal, scale, deterministic = config.causal, config.scale, config.deterministic
     left, right, softcap = *_flash_2_window(config), config.softcap
@@ -132,12 +138,7 @@ def load_flash_attn_2(config: KernelConfig) -> BoundKernel:
 
 def load_flash_attn_2_dropout(config: KernelConfig) -> BoundDropout:
     """Bind FlashAttention 2 with dropout; of the probability see torch's own."""
-    name = "flash-attn-2"
-    _no_more_params(name, config)
-    module = _import(name, "flash_attn.flash_attn_interface", _FLASH_2_REMEDY)
-    extension = getattr(module, "flash_attn_gpu", None)
-    if extension is None:
-        raise _refusal(name, "flash_attn.flash_attn_interface has no flash_attn_gpu", _FLASH_2_REMEDY)
+    extension = _flash_attn_2_extension(config)
     fwd, bwd = extension.fwd, extension.bwd
     causal, scale, deterministic, p = config.causal, config.scale, config.deterministic, config.dropout
     left, right = _flash_2_window(config)
@@ -161,12 +162,7 @@ def load_flash_attn_2_dropout(config: KernelConfig) -> BoundDropout:
 
 
 def load_flash_attn_2_varlen(config: KernelConfig) -> BoundVarlen:
-    name = "flash-attn-2"
-    _no_more_params(name, config)
-    module = _import(name, "flash_attn.flash_attn_interface", _FLASH_2_REMEDY)
-    extension = getattr(module, "flash_attn_gpu", None)
-    if extension is None:
-        raise _refusal(name, "flash_attn.flash_attn_interface has no flash_attn_gpu", _FLASH_2_REMEDY)
+    extension = _flash_attn_2_extension(config)
     fwd, bwd = extension.varlen_fwd, extension.varlen_bwd
     causal, scale, deterministic = config.causal, config.scale, config.deterministic
     left, right, softcap = *_flash_2_window(config), config.softcap

@@ -5,6 +5,7 @@ Legend: B batch, Sq queries, Sk keys, H query heads, Hkv key/value heads, D head
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -59,20 +60,31 @@ def _on_cpu(kernel: Forward, scale: float, q: Tensor, k: Tensor) -> Attend:
 
     It gives rows of zeros where a logit is NaN, as it does where all are -inf, which the kernel tells apart.
     """
-    batch, queries, heads, head_dim = q.shape
-    group = heads // k.shape[2]
-    sdpa = partial(F.scaled_dot_product_attention, scale=scale)
-    as_rows = queries == 1 and groups_as_rows(q.dtype, group, k.shape[1])
-    if group > 1 and not as_rows:
-        sdpa = partial(sdpa, enable_gqa=True)
+    sdpa = flash_cpu_through_torch(scale, q.transpose(1, 2), k.transpose(1, 2))
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if as_rows:
-            query = query.view(batch, -1, group, head_dim)
         out = sdpa(query, key, value)
         if int(torch.count_nonzero(out)) != out.numel():
-            query = query.reshape(batch, heads, queries, head_dim)
             return kernel(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))[0]
-        return out.reshape(batch, 1, heads, head_dim) if as_rows else out.transpose(1, 2)
+        return out
 
     return attend
+
+
+def flash_cpu_through_torch(scale: float, query: Tensor, key: Tensor) -> Callable[..., Tensor]:
+    """Return torch's function, by which it runs flash-cpu, for calls with query (B, H, Sq, D) and key (B, Hkv, Sk, D).
+
+    It takes query, key, value and a mask, if there is one, and gives out (B, Sq, H, D).
+    """
+    batch, heads, queries, head_dim = query.shape
+    group = heads // key.shape[1]
+    sdpa = partial(F.scaled_dot_product_attention, scale=scale)
+    if queries == 1 and groups_as_rows(query.dtype, group, key.shape[2]):
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+            return sdpa(query.view(batch, -1, group, head_dim), key, value, mask).reshape(batch, 1, heads, head_dim)
+
+        return attend
+    if group > 1:
+        sdpa = partial(sdpa, enable_gqa=True)
+    return lambda query, key, value, mask=None: sdpa(query, key, value, mask).transpose(1, 2)

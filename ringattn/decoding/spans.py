@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
 
 from ringattn.autograd.out_of_memory import note_plan
-from ringattn.kernels.aten import groups_as_rows
 from ringattn.kernels.contract import CachedForward, CachedRows
 from ringattn.runtime.inputs import check_inputs
 from ringattn.workload import Pattern
@@ -23,6 +20,7 @@ from ringattn.workload import Pattern
 from .cross import CrossModule
 from .decode import new_step
 from .kernel_choice import rounded
+from .one_block import flash_cpu_through_torch
 
 
 class Spans:
@@ -102,20 +100,13 @@ def _of_flash_cpu(scale: float, query: Tensor, key: Tensor) -> SpanStep:
     A mask is added to logits, so that keys that are no numbers get through; nor does flash-cpu give NaN for all rows
     that have one. These are looked for in the result, whose sum is finite and which has no zero else.
     """
-    batch, heads, _, head_dim = query.shape
-    group = heads // key.shape[1]
-    sdpa = partial(F.scaled_dot_product_attention, scale=scale)
-    as_rows = groups_as_rows(query.dtype, group, key.shape[2])
-    if not as_rows:
-        sdpa = partial(sdpa, enable_gqa=group > 1)
+    sdpa = flash_cpu_through_torch(scale, query, key)
 
     def run(query: Tensor, key: Tensor, value: Tensor, spans: Spans) -> Tensor | None:
-        if as_rows:
-            query = query.view(batch, -1, group, head_dim)
         mask = spans.mask_on(query.device, query.dtype)
-        out = sdpa(query, key[:, :, : spans.length], value[:, :, : spans.length], attn_mask=mask)
+        out = sdpa(query, key[:, :, : spans.length], value[:, :, : spans.length], mask)
         if int(torch.count_nonzero(out)) != out.numel() or not math.isfinite(out.sum(dtype=torch.float32)):
             return None
-        return out.reshape(batch, 1, heads, head_dim)
+        return out
 
     return run

@@ -1,4 +1,4 @@
-"""Starts Python processes that have loaded torch and this program already: for 20 ms of a core each, not for 2 s.
+"""Starts Python processes that have loaded torch and this program already: for 0.3 s of a core each, not for 2.1.
 
 ``WarmPopen`` is ``subprocess.Popen`` to whoever uses it. A server (``warm_server.py``), itself a fresh interpreter,
 forks what is asked for and leaves it to the one that asked, whose child it is from then on: that one may wait for it,

@@ -1,5 +1,8 @@
 """Attends with the last positions of what a cache holds: one launch where a kernel reads caches, else block by block.
 
+A plan's kernel may be one that does not read caches. It then has the steps that are one block to it, of sequences that
+are equally long; the others are left to one that reads caches, unless the kernel was asked for by name.
+
 Legend: B batch, Sq queries, H query heads, Hkv key/value heads, D head dimension.
 """
 
@@ -36,10 +39,16 @@ _MOST_STEPS = 256
 
 
 class Step:
-    """Ready to attend with few or many queries over a cache: a kernel that reads caches, or a program for blocks."""
+    """Ready to attend with few or many queries over a cache: a kernel that reads caches, or a program for blocks.
 
-    def __init__(self, module: CrossModule, cached: CachedForward | None, blocks: CrossProgram, plan: Plan) -> None:
+    With ``stands_in`` the kernel that reads caches is not the plan's, which has what is one block.
+    """
+
+    def __init__(
+        self, module: CrossModule, cached: CachedForward | None, blocks: CrossProgram, plan: Plan, stands_in: bool
+    ) -> None:
         self.cached, self.dtype, self.blocks, self.plan = cached, TORCH_DTYPES[plan.tunables.dtype], blocks, plan
+        self.stands_in = stands_in
         self.attend = module.counted(_attend, plan)
 
 
@@ -168,15 +177,35 @@ def new_step(module: CrossModule, q: Tensor, longest: int) -> Step:
     """Return what runs queries like q (B, Sq, H, D) over sequences of at most ``longest`` positions."""
     batch, queries = q.shape[:2]
     if queries > FEW_QUERIES:
-        return Step(module, None, *program_of(module, batch, longest, DTYPE_NAMES[q.dtype], "infer"))
+        return Step(module, None, *program_of(module, batch, longest, DTYPE_NAMES[q.dtype], "infer"), False)
     while True:
         row = module.plan.decode_at(longest, DTYPE_NAMES[q.dtype], batch)
         plan = row.runnable()
-        asked = combinations(plan.workload, plan.tunables, module.plan.facts, conditions=plan.conditions)
         cached = _cached(module, plan, queries)
-        if cached is None or module.validate_kernels(asked):
+        if cached is None or _validated(module, plan):
             break
-    return Step(module, cached, program_for(module, plan), module.served(row))
+    stand_in = None
+    if cached is None and plan.workload.pattern.dense and not module.plan.wishes.forward:
+        stand_in = _stand_in(module, plan, queries)
+    return Step(module, cached or stand_in, program_for(module, plan), module.served(row), stand_in is not None)
+
+
+def _validated(module: CrossModule, plan: Plan) -> bool:
+    return module.validate_kernels(
+        combinations(plan.workload, plan.tunables, module.plan.facts, conditions=plan.conditions)
+    )
+
+
+def _stand_in(module: CrossModule, plan: Plan, queries: int) -> CachedForward | None:
+    """Return the first kernel that reads caches and can run the plan's steps in the place of its own; None without."""
+    for name in KERNELS:
+        if KERNELS[name].reads_caches:
+            branches = tuple(replace(branch, forward=name) for branch in plan.tunables.branches)
+            other = replace(plan, tunables=replace(plan.tunables, branches=branches))
+            cached = _cached(module, other, queries)
+            if cached is not None and _validated(module, other):
+                return cached
+    return None
 
 
 def _cached(module: CrossModule, plan: Plan, queries: int) -> CachedForward | None:
@@ -198,10 +227,15 @@ def _cached(module: CrossModule, plan: Plan, queries: int) -> CachedForward | No
 
 def _attend(module: CrossModule, step: Step, q: Tensor, cache: KVCache, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Return out and lse over what this rank holds, of all queries."""
-    plain = cache.pattern.dense and cache.window is None
-    if step.cached is not None and (cache.world == 1 or (plain and q.shape[1] == 1)):
+    plain, capturing = cache.pattern.dense and cache.window is None, _capturing(q)
+    reads = step.cached is not None and (cache.world == 1 or (plain and q.shape[1] == 1))
+    if reads and step.stands_in and not capturing:  # one query of equal sequences is one block to the plan's own kernel
+        one_block = plain and cache.world == 1 and q.shape[1] == 1 and next(cache.alike(counts)) == (0, cache.batch)
+        reads = not one_block
+    if reads:
+        assert step.cached is not None
         return _read_cache(step.cached, step.dtype, q, cache, counts)
-    if _capturing(q):
+    if capturing:
         raise InputError("the plan of this call cuts the cache in blocks by its length, which no CUDA graph can follow")
     return _by_blocks(module, step.blocks, q, cache, counts)
 

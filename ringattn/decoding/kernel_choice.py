@@ -55,7 +55,10 @@ class BlockKernels:
                 self._bound[name, full] = bind(self._plan, name, self._scale, full=full)
             if len(self._chosen) >= _MOST_REMEMBERED:
                 self._chosen.clear()
-            chosen = self._chosen[key] = name, self._bound[name, full]
+            bound = self._bound[name, full]
+            if block.q.count == 1 and bound.one_query is not None and not backward:
+                bound = bound._replace(forward=bound.one_query)
+            chosen = self._chosen[key] = name, bound
         return chosen
 
     def _name(self, block: Block, keys: int, backward: bool, row_elements: int) -> str:
@@ -94,4 +97,5 @@ class BlockKernels:
             row_elements=row_elements,
             queries=0 if block.causal else block.q.count,
         )
-        return need, replace(need, rows=keys)
+        of_keys = replace(need, rows=keys)
+        return (of_keys,) if need.queries == 1 and not backward else (need, of_keys)

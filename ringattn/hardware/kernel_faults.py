@@ -29,6 +29,7 @@ class Combination:
     softcap: bool = False
     head_dim_v: int = 0  # 0 is head_dim
     dropout: bool = False
+    one_query: bool = False  # over several keys
 
     def __str__(self) -> str:
         parts = [
@@ -42,6 +43,7 @@ class Combination:
             *(["sliding window"] if self.window else []),
             *(["softcap"] if self.softcap else []),
             *(["dropout"] if self.dropout else []),
+            *(["one query"] if self.one_query else []),
             *(f"{name}={value}" for name, value in self.params),
         ]
         return ", ".join(parts)

@@ -6,17 +6,23 @@ Legend: B batch, S sequence, E embed_dim, H heads, D head dimension.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
 
+from ringattn.autograd.transforms import transforms_active
 from ringattn.errors import InputError
 from ringattn.modules.pool import AttentionPool
 from ringattn.runtime.documents import Documents
 
 from .torchscale_config import EncoderSettings, settings_of
+
+# Bytes of a feed-forward network's inner width to have at a time, if there is more. TODO
+_CHUNK_BYTES = 32 * 2**20
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "swish": F.silu}
 
@@ -214,16 +220,35 @@ class FeedForward(nn.Module):
         self.ffn_layernorm = nn.LayerNorm(settings.ffn_dim, settings.eps) if settings.subln else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (B, S, E) of x (B, S, E).
+        """Return (B, S, E) of x (B, S, E), some positions at a time where there are many.
+
+        What is as wide as ``encoder_ffn_embed_dim`` is most of a layer's memory. Of it the first layer's result is kept
+        for the backward, which makes the rest again.
+        """
+        inner_bytes = self.settings.ffn_dim * x.element_size()
+        chunks = torch.split(x.flatten(0, 1), max(1, _CHUNK_BYTES // inner_bytes))
+        if len(chunks) <= 1 or transforms_active():  # which take no hooks on what is kept
+            y = self._inner(self.fc1(x))
+        elif torch.is_grad_enabled():
+            random = self.training and self.settings.activation_dropout > 0
+            again = partial(checkpoint, self._inner, use_reentrant=False, preserve_rng_state=random)
+            y = torch.cat([again(self.fc1(chunk)) for chunk in chunks]).view(*x.shape[:2], -1)
+        else:
+            y = torch.cat([self._inner(self.fc1(chunk)) for chunk in chunks]).view(*x.shape[:2], -1)
+        return F.dropout(y, self.settings.dropout, self.training)
+
+    def _inner(self, h: Tensor) -> Tensor:
+        """Return what follows the first linear layer.
 
         torchscale converts the activation's input to float32 and its result back. torch's kernels do so inside, to the
         same numbers but for 0.4 % of a bfloat16 GELU's on CPUs, a rounding apart; nothing of twice the size is kept.
         """
         s = self.settings
-        x = F.dropout(_ACTIVATIONS[s.activation](self.fc1(x)), s.activation_dropout, self.training)
+        h = F.dropout(_ACTIVATIONS[s.activation](h), s.activation_dropout, self.training)
         if self.ffn_layernorm is not None:
-            x = self.ffn_layernorm(x)
-        return F.dropout(self.fc2(x), s.dropout, self.training)
+            h = self.ffn_layernorm(h)
+        y: Tensor = self.fc2(h)
+        return y
 
 
 def _norm(norm: nn.Module, x: Tensor) -> Tensor:

@@ -268,18 +268,19 @@ def _cudnn(config: KernelConfig) -> BoundKernel:
 
     It lacks blocks of one row, and in the backward of full blocks of 64 rows beyond a multiple of 128 dq can be NaN
     (see ``_cudnn_reasons``). Math and FlashAttention 2, where it has the head dimension, run those; a plan whose *main*
-    blocks have such a shape is refused.
+    blocks have such a shape is refused. One query over several keys, which newer ones have, is an entry of its own.
     """
     one_row, odd_tail, whole_backward = _math(config), _flash(config), _cudnn_backward(config)
     forward_op = _aten._scaled_dot_product_cudnn_attention.default
     causal, scale = config.causal, config.scale
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
-        if q.shape[1] == 1:
-            return one_row.forward(q, k, v)
+    def several_rows(q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
         result = forward_op(*_heads_first(q, k, v), None, True, 0.0, causal, False, scale=scale)
         lse = result[1]
         return result[0].transpose(1, 2), lse.view(lse.shape[:3])
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
+        return one_row.forward(q, k, v) if q.shape[1] == 1 else several_rows(q, k, v)
 
     def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, /) -> Grads:
         rows = q.shape[1]
@@ -291,7 +292,7 @@ def _cudnn(config: KernelConfig) -> BoundKernel:
             return tail.backward(dout, q, k, v, out, lse)
         return whole_backward(dout, q, k, v, out, lse)
 
-    return BoundKernel(forward, backward)
+    return BoundKernel(forward, backward, one_query=several_rows)
 
 
 def _cudnn_backward(config: KernelConfig) -> DropoutBackward:
@@ -452,6 +453,10 @@ def _flash_reasons(need: KernelNeed) -> tuple[str, ...]:
 _CUDNN_WIDE_HEADS = (9, 10, 0, 3, 0)
 
 
+# One query over 64 to 65,536 keys, also of grouped heads and read in place, was right on an H200 with this version.
+_CUDNN_ONE_QUERY = (9, 19)
+
+
 def _cudnn_head_dim_max(need: KernelNeed) -> int:
     """Return the largest head dimension of cuDNN, as torch's dispatcher has it (check_cudnn_tensor_shapes).
 
@@ -467,8 +472,8 @@ def _cudnn_reasons(need: KernelNeed) -> tuple[str, ...]:
     reasons = cuda_reasons(need, ("fp16", "bf16"), 80, 8, _cudnn_head_dim_max(need))
     if need.rows == 1:
         reasons.append("one key row is not supported")
-    if need.queries == 1:
-        reasons.append("one query row is not supported")
+    if need.queries == 1 and not (need.sm == 90 and (need.release("cudnn") or ()) >= _CUDNN_ONE_QUERY):
+        reasons.append("one query row was measured on sm_90 alone, with cuDNN 9.19")
     if need.backward and need.deterministic:
         reasons.append("its backward is not deterministic, and torch cannot ask it to be")
     if need.dropout and not need.causal and need.rows % 128 == 64:

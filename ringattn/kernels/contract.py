@@ -166,13 +166,15 @@ class CachedForward(Protocol):
 class BoundKernel(NamedTuple):
     """Kernel with causality, scale and parameters fixed: nothing is left to decide at a call.
 
-    ``cached`` attends over a cache in one call; None where it is cut in blocks for ``forward``.
+    ``cached`` attends over a cache in one call; None where it is cut in blocks for ``forward``. ``one_query`` is the
+    forward of blocks of one query and several keys; None where ``forward`` runs these as well as others.
     """
 
     forward: Forward
     backward: Backward
     differentiable: Differentiable = not_differentiable
     cached: CachedForward | None = None
+    one_query: Forward | None = None
 
 
 # Tensors that say which weights a forward dropped: a seed and an offset, or what else its kernel has in their place.

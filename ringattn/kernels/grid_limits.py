@@ -50,19 +50,13 @@ def cutlass_empty_rows(lse_NHM: Tensor, q_NMHD: Tensor, k_NMHD: Tensor, scale: f
 
 def in_parts(kernel: BoundKernel, *, flash_2_backward: bool = False) -> BoundKernel:
     """Wrap ``kernel`` so that no call has more than 65,535 blocks, nor passes FlashAttention 2's limit."""
-    whole_forward, whole_backward, whole_differentiable = kernel.forward, kernel.backward, kernel.differentiable
+    whole_backward, whole_differentiable = kernel.backward, kernel.differentiable
 
     def most_blocks(rows: int, heads: int, head_dim: int) -> int:
         """Return the most blocks of one call of the backward."""
         if not flash_2_backward:
             return MAX_GRID
         return min(MAX_GRID, FLASH_2_MAX_ELEMENTS // flash_2_elements(1, rows, heads, head_dim))
-
-    def forward(q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
-        if q.shape[0] <= MAX_GRID:
-            return whole_forward(q, k, v)
-        parts = [whole_forward(q[part], k[part], v[part]) for part in _parts(q.shape[0], MAX_GRID)]
-        return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
     def backward(*tensors: Tensor, **into: Grads) -> Grads:
         blocks, *row_shape = tensors[1].shape
@@ -79,7 +73,22 @@ def in_parts(kernel: BoundKernel, *, flash_2_backward: bool = False) -> BoundKer
     def differentiable(shape: Sequence[int], /) -> Forward | None:
         return whole_differentiable(shape) if shape[0] <= most_blocks(*shape[1:]) else None
 
-    return BoundKernel(forward, backward, differentiable)
+    return kernel._replace(
+        forward=_forward_in_parts(kernel.forward),
+        backward=backward,
+        differentiable=differentiable,
+        one_query=kernel.one_query and _forward_in_parts(kernel.one_query),
+    )
+
+
+def _forward_in_parts(whole: Forward) -> Forward:
+    def forward(q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
+        if q.shape[0] <= MAX_GRID:
+            return whole(q, k, v)
+        parts = [whole(q[part], k[part], v[part]) for part in _parts(q.shape[0], MAX_GRID)]
+        return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+
+    return forward
 
 
 def _part_of(grads: Grads, part: slice) -> Grads:

@@ -76,4 +76,4 @@ def _whole(kernel: str, causal: bool, q: Tensor, train: bool) -> bool:
         return False
     if kernel == "flash":
         return not train or flash_2_elements(blocks, rows, heads, head_dim) <= FLASH_2_MAX_ELEMENTS
-    return rows > 1 and (causal or not train or rows % 128 != 64)
+    return not train or (rows > 1 and (causal or rows % 128 != 64))

@@ -127,13 +127,19 @@ def _cancelling(
     return float((p * (dp.abs() + delta.abs())).norm() / (p * (dp - delta)).norm())
 
 
-def hold(kernel: BoundKernel, case: Case, dtype: str, *, backward: bool) -> Verdict:
-    """Return the kernel's results on a case; whatever it raises is raised."""
+def hold(kernel: BoundKernel, case: Case, dtype: str, *, backward: bool, one_query: bool = False) -> Verdict:
+    """Return the kernel's results on a case, or on the last query of it; whatever it raises is raised."""
     if backward:
         results = kernel.backward(case.dout, *case.inputs, case.out, case.lse)
         named = dict(zip(("dq", "dk", "dv"), results, strict=True))
     else:
-        named = dict(zip(("out", "lse"), kernel.forward(*case.inputs), strict=True))
+        q, k, v = case.inputs
+        forward = kernel.forward
+        if one_query:
+            q, forward = q[:, -1:], kernel.one_query or kernel.forward
+            exact = {"out": case.exact["out"][:, -1:], "lse": case.exact["lse"][:, :, -1:]}
+            case = replace(case, exact=exact)
+        named = dict(zip(("out", "lse"), forward(q, k, v), strict=True))
     return Verdict(tuple(_figure(name, found, case, dtype) for name, found in named.items()))
 
 
@@ -198,7 +204,8 @@ def _as_block(varlen: BoundVarlen) -> BoundKernel:
 
 def verdict_on(kernel: BoundKernel, combination: Combination, case: Case) -> Verdict:
     """Return the same for a kernel that is loaded."""
-    return _verdict_of(lambda: hold(kernel, case, combination.dtype, backward=combination.backward))
+    asked = {"backward": combination.backward, "one_query": combination.one_query}
+    return _verdict_of(lambda: hold(kernel, case, combination.dtype, **asked))
 
 
 def hold_dropping(kernel: BoundDropout, config: KernelConfig, case: Case, combination: Combination) -> Verdict:
@@ -228,7 +235,10 @@ def _check_here(combinations: Sequence[Combination], device: torch.device) -> di
     cases: dict[Combination, Case] = {}
     found = {}
     for asked in combinations:
-        shape = replace(asked, kernel="", backward=False, deterministic=False, params=(), packed=False, dropout=False)
+        shape = replace(
+            asked, kernel="", backward=False, deterministic=False, params=(), packed=False, dropout=False,
+            one_query=False,
+        )  # fmt: skip
         if shape not in cases:
             cases[shape] = case_of(shape, device)
         found[asked] = check(asked, cases[shape])

@@ -43,12 +43,21 @@ def occupancy(workload: Workload, multiprocessors: int) -> float:
     """
     if workload.decode:
         return 1.0
-    blocks = []
-    for branch in workload.pattern.resolved(workload.seq_len):
-        segment = min(branch.segment, workload.seq_len)
-        tiles = math.ceil(segment / branch.rate / ROWS_PER_BLOCK) * math.ceil(workload.seq_len / segment)
-        blocks.append(workload.batch * workload.heads * tiles)
+    blocks = [_blocks(workload, branch) for branch in range(len(workload.pattern.resolved(workload.seq_len)))]
     return min(1.0, min(blocks) / max(1, multiprocessors))
+
+
+def _blocks(workload: Workload, branch: int) -> int:
+    """Return the blocks of query rows of a branch, of all heads and sequences."""
+    one = workload.pattern.resolved(workload.seq_len)[branch]
+    segment = min(one.segment, workload.seq_len)
+    tiles = math.ceil(segment / one.rate / ROWS_PER_BLOCK) * math.ceil(workload.seq_len / segment)
+    return workload.batch * workload.heads * tiles
+
+
+def blocks_per_launch(workload: Workload, branch: int, gather: str) -> float:
+    """Return the blocks of query rows that a launch of a branch has, on average."""
+    return _blocks(workload, branch) / launches(workload, branch, gather)
 
 
 @functools.lru_cache(maxsize=1024)  # asked four times for every row: 8 of the 14 ms in which a LongNet module is made

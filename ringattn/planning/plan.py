@@ -194,14 +194,17 @@ def kernel_reasons(name: str, need: KernelNeed, facts: HardwareFacts, params: Pa
 
 
 def combination_of(name: str, need: KernelNeed, params: Params = NO_PARAMS) -> Combination:
-    """Return what must be validated for a kernel to serve ``need``; of ``params`` those count that it has there."""
-    offered = KERNELS[name].params(need)
+    """Return what must be validated for a kernel to serve ``need``; of ``params`` those count that it has there.
+
+    One query sees all keys that a kernel is given, which only a kernel that reads caches is told where the query is.
+    """
+    offered, one_query = KERNELS[name].params(need), need.queries == 1 and not need.backward
     return Combination(
         kernel=name,
         head_dim=need.head_dim,
         dtype=need.dtype,
         backward=need.backward,
-        causal=need.causal,
+        causal=need.causal and (not one_query or KERNELS[name].reads_caches),
         grouped=need.heads != need.kv_heads,
         deterministic=need.deterministic and need.backward,
         params=tuple(sorted((key, value) for key, value in params.items() if key in offered)),
@@ -210,6 +213,7 @@ def combination_of(name: str, need: KernelNeed, params: Params = NO_PARAMS) -> C
         softcap=need.softcap,
         head_dim_v=need.head_dim_v,
         dropout=need.dropout,
+        one_query=one_query,
     )
 
 

@@ -33,8 +33,8 @@ UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-2
 
 
 def module_of(case: Case, name: str | None, dtype: torch.dtype, **options: object) -> RingAttention:
-    module = case.module(dropout=P, backend=name, device=CUDA, **options)
     try:
+        module = case.module(dropout=P, backend=name, device=CUDA, **options)
         module.plan.plan_at(case.length, NAMES[dtype], True, case.batch, dropout=P).runnable()
     except PlanError as error:
         pytest.skip(str(error))

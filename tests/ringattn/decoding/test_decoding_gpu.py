@@ -59,19 +59,23 @@ def assert_close(out: Tensor, lse: Tensor, out64: Tensor, lse64: Tensor) -> None
     assert (lse[finite] - lse64[finite]).abs().max() <= (1e-4 if out.dtype is torch.float32 else 5e-3)
 
 
-def needs_split_kv(made: RingAttention, dtype: str) -> None:
-    plan = made.plan.decode_at(4096, dtype, 1).runnable()
-    if plan.tunables.branches[0].forward != "split-kv":
-        pytest.skip(f"split-kv does not run here: {plan}")
+def split_kv_module(pattern: Pattern = DENSE, **arguments: Any) -> RingAttention:
+    try:
+        made = module(pattern, backend="split-kv", **arguments)
+        made.plan.decode_at(4096, "bf16", 1).runnable()
+    except PlanError as refused:
+        pytest.skip(str(refused))
+    return made
 
 
+@pytest.mark.parametrize("alike", [True, False])
 @pytest.mark.parametrize("queries", [1, 3, 16])
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_a_step_is_attention(dtype: torch.dtype, pattern: str, queries: int) -> None:
+def test_a_step_is_attention(dtype: torch.dtype, pattern: str, queries: int, alike: bool) -> None:
     made = module(PATTERNS[pattern])
     q, k, v = inputs(3, 5000, dtype)
-    counts = [5000, 1025, queries]
+    counts = [3001] * 3 if alike else [5000, 1025, queries]
     cache = made.kv_cache(3, dtype=dtype)
     cache.append(k, v, counts)
     rows = torch.stack([q[b, n - queries : n] for b, n in enumerate(counts)])
@@ -109,8 +113,7 @@ def test_a_window(window: int) -> None:
 
 @pytest.mark.parametrize("name", [name for name, kernel in KERNELS.items() if kernel.reads_caches])
 def test_every_tile_of_a_kernel_is_right(name: str) -> None:
-    made = module(head_dim=128)
-    needs_split_kv(made, "bf16")
+    made = split_kv_module(head_dim=128)
     q, k, v = inputs(1, 4000, torch.bfloat16, head_dim=128)
     plan = made.plan.decode_at(4096, "bf16", 1).runnable()
     (need,) = kernel_needs(plan.workload, plan.tunables, 0, made.plan.facts, backward=False, conditions=plan.conditions)
@@ -124,10 +127,10 @@ def test_every_tile_of_a_kernel_is_right(name: str) -> None:
             assert_close(out[0], lse[0], out64, lse64)
 
 
+@pytest.mark.parametrize("default", [True, False])
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_a_graph_appends_and_attends_while_sequences_grow(pattern: str) -> None:
-    made = module(PATTERNS[pattern])
-    needs_split_kv(made, "bf16")
+def test_a_graph_appends_and_attends_while_sequences_grow(pattern: str, default: bool) -> None:
+    made = module(PATTERNS[pattern]) if default else split_kv_module(PATTERNS[pattern])
     q, k, v = inputs(2, 600, torch.bfloat16)
     start = [500, 300]
 
@@ -159,8 +162,7 @@ def test_a_graph_appends_and_attends_while_sequences_grow(pattern: str) -> None:
 
 
 def test_a_step_waits_for_nothing() -> None:
-    made = module()
-    needs_split_kv(made, "bf16")
+    made = split_kv_module()
     q, k, v = inputs(2, 64, torch.bfloat16)
     cache = made.kv_cache(2, 128, dtype=torch.bfloat16)
     cache.append(k, v)
@@ -174,8 +176,7 @@ def test_a_step_waits_for_nothing() -> None:
 
 
 def test_a_graph_takes_no_more_memory() -> None:
-    made = module()
-    needs_split_kv(made, "bf16")
+    made = split_kv_module()
     q, k, v = inputs(1, 8, torch.bfloat16)
     cache = made.kv_cache(1, 8, dtype=torch.bfloat16)
     made.prefill(q, k, v, cache)

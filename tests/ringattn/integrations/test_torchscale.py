@@ -12,6 +12,7 @@ from torchscale_peer import longnet_of, randomized
 
 from ringattn import Documents
 from ringattn.errors import InputError
+from ringattn.integrations import torchscale
 from ringattn.integrations.torchscale import TorchscaleLongNet, lengths_of
 from ringattn.reference import dilated_attention_reference
 from ringattn.workload import Pattern
@@ -152,6 +153,30 @@ def test_of_takes_embeddings_dtype_and_mode_over() -> None:
     expected, found = (model(tokens, features_only=False)["encoder_out"] for model in (theirs.eval(), ours.eval()))
     assert found.shape == (2, 16, 11)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)  # its activation is in float32
+
+
+@pytest.mark.parametrize("positions", [1, 7, 20])
+@pytest.mark.parametrize("random", [False, True])
+def test_a_network_some_positions_at_a_time_is_the_whole(
+    positions: int, random: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results and gradients, also of an activation that drops: what is made again for the backward drops the same."""
+    ffn, x, weight = made(activation_dropout=0.5).layers[0].ffn.train(random), randn(2, 37, 24), randn(2, 37, 24)
+    leaves = [x.requires_grad_(), *ffn.parameters()]
+
+    def results(y: Tensor) -> list[Tensor]:
+        return [y, *torch.autograd.grad(y, leaves, weight)]
+
+    monkeypatch.setattr(torchscale, "_CHUNK_BYTES", 40 * 8 * positions)
+    torch.manual_seed(3)
+    found = results(ffn(x))
+    torch.manual_seed(3)
+    parts = [ffn._inner(ffn.fc1(part)) for part in torch.split(x.flatten(0, 1), positions)]
+    for one, other in zip(found, results(torch.cat(parts).view_as(x)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    with torch.no_grad():
+        torch.manual_seed(3)
+        assert torch.equal(ffn(x), found[0])
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "swish"])

@@ -52,8 +52,16 @@ def test_the_kernel_that_reads_caches_is_the_heuristics_where_it_runs() -> None:
     assert on_cpu.branches[0].forward == "flash-cpu"
 
 
+def test_cudnn_comes_first_where_its_single_query_was_measured() -> None:
+    software = tuple({**dict(H100.software), "cudnn": "9.19.0"}.items())
+    newer, policy = replace(H100, software=software), _policy("heuristic-sm_90")
+    assert heuristic_tunables(DECODE, policy, newer).branches[0].forward == "cudnn"
+    dilated = heuristic_tunables(replace(DECODE, pattern=LONGNET), policy, newer)
+    assert [branch.forward for branch in dilated.branches] == ["split-kv"] * 2
+
+
 def test_a_named_kernel_that_has_no_single_query_is_refused() -> None:
-    with pytest.raises(PlanError, match="one query row is not supported"):
+    with pytest.raises(PlanError, match="one query row was measured on sm_90 alone"):
         heuristic_tunables(DECODE, _policy("heuristic-sm_90"), H100, wishes=Wishes(forward="cudnn"))
 
 

@@ -24,11 +24,11 @@ from ringattn import RingAttention
 from ringattn.errors import PlanError, RingAttentionError
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.hardware.kernel_faults import Combination, Figure, KernelFault, Verdict, join_faults
-from ringattn.kernels.contract import BoundKernel
+from ringattn.kernels.contract import BoundKernel, KernelNeed
 from ringattn.kernels.registry import KERNELS
 from ringattn.planning import self_check, setup, validation_memory
 from ringattn.planning.accuracy_check import check_all, config_of, hold, make_case
-from ringattn.planning.plan import ORDINARY, Origin, combinations, kernel_needs, rejection_reasons
+from ringattn.planning.plan import ORDINARY, Origin, combination_of, combinations, kernel_needs, rejection_reasons
 from ringattn.planning.self_check import faults_of
 from ringattn.planning.validation_memory import Memory, environment_of, key_of, user_memory
 from ringattn.profile.locations import Located, shipped_folder
@@ -141,6 +141,35 @@ def test_every_result_is_looked_at(spoilt: str, dtype: str, fault: str) -> None:
     assert hold(wrong, case, dtype, backward=not spoilt.startswith("d")).passes
 
 
+@pytest.mark.parametrize("entry", ["one_query", "forward"])
+def test_one_query_is_checked_by_what_runs_it(entry: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong where there is one query, in an entry of its own or not: found where that is asked for, and only there."""
+    right = RIGHT.load(self_check_config(False, 8, "fp32"))
+
+    def wrong(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, /) -> Any:
+        out, lse = right.forward(q, k, v)
+        return out, lse + (q.shape[1] == 1)
+
+    kernel = BoundKernel(wrong if entry == "forward" else right.forward, right.backward)
+    kernel = kernel._replace(one_query=wrong) if entry == "one_query" else kernel
+    put(monkeypatch, replace(RIGHT, load=lambda config: kernel))
+    asked = [replace(FORWARD, causal=False, one_query=one) for one in (True, False)]
+    verdicts = check_all(asked, CPU)
+    assert [verdicts[one].passes for one in asked] == [False, True]
+    assert "lse errs by" in verdicts[asked[0]].reason
+
+
+def test_one_query_over_a_cache_asks_for_a_full_block() -> None:
+    cudnn = combination_of(
+        "cudnn", replace(KernelNeed("nvidia", "sm_90", "bf16", 64, 4, 4, 900, 1, True, False), queries=1)
+    )
+    assert (cudnn.one_query, cudnn.causal) == (True, False)
+    reads = combination_of(
+        "split-kv", replace(KernelNeed("nvidia", "sm_90", "bf16", 64, 4, 4, 900, 1, True, False), queries=1)
+    )
+    assert (reads.one_query, reads.causal) == (True, True)
+
+
 def self_check_config(causal: bool, head_dim: int, dtype: str) -> Any:
     return config_of(Combination("flash-cpu", head_dim, dtype, False, causal, True))
 
@@ -172,7 +201,7 @@ def test_an_error_of_a_kernel_is_a_verdict_and_one_of_the_device_is_raised(monke
 def test_a_check_is_apart_from_what_its_caller_does(checked: list[Combination]) -> None:
     before = torch.random.get_rng_state()
     with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
-        infer(CASE.module(backend="flash-cpu"))
+        infer(CASE.module(backend="flash-cpu", dtype="bf16"))  # not all CPUs choose it
     assert torch.equal(torch.random.get_rng_state(), before)
     with FakeTensorMode():
         q = torch.empty(1, 24, 2, 4)

@@ -17,6 +17,7 @@ from ringattn import RingAttention
 from ringattn.decoding.spans import Spans, run_over_spans
 from ringattn.kernels import split_kv
 from ringattn.kernels.registry import KERNELS
+from ringattn.planning import heuristic
 
 NESTED = pattern_of([8, 16, 32], [1, 2, 4])
 CASES: dict[str, dict[str, Any]] = {
@@ -29,6 +30,10 @@ CASES: dict[str, dict[str, Any]] = {
     "three at a time, dilated": {"at_a_time": 3, "pattern": NESTED},
     "computed in a wider dtype": {"dtype": torch.float16, "compute": "fp32"},
 }
+
+
+# With a plan whose kernel reads no caches: how many of the steps are left to the one that does.
+STANDS_IN: dict[str, int] = {"dense": 0, "of their own lengths": 12, "window": 12, "three at a time": 4, "dilated": 0}
 
 
 def check(case: dict[str, Any]) -> None:
@@ -93,3 +98,8 @@ if __name__ == "__main__":
         check(case)
     check_spans()
     print(calls)
+    heuristic._decoders = lambda workload: ("flash-cpu",)
+    for name, expected in STANDS_IN.items():
+        calls = 0
+        check(CASES[name])
+        assert calls == expected, (name, calls)

@@ -54,7 +54,7 @@ def bundles_beside(files: tuple[Path, ...]) -> dict[str, SignedFile]:
     from ringattn.errors import ProfileError
     from ringattn.profile.whole_file import read_regular
     from ringattn.profile.yaml_io import MAX_FILE_BYTES
-    from ringattn.store.sigstore_bundle import MAX_BYTES, SUFFIX
+    from ringattn.store.signatures.sigstore_bundle import MAX_BYTES, SUFFIX
     from ringattn.store.store import SignedFile
 
     found = {}

@@ -69,8 +69,8 @@ def verify_signature(names: tuple[str, ...], stores: tuple[str, ...], as_json: b
 
     from autotune.formats import plain
     from ringattn.profile.locations import home_folder
-    from ringattn.store.ssh_signature import SignatureFault
-    from ringattn.store.trust import CHECKSUM, signed_trust
+    from ringattn.store.signatures.ssh_signature import SignatureFault
+    from ringattn.store.signatures.trust import CHECKSUM, signed_trust
 
     from ..console import emit_json, warn
 

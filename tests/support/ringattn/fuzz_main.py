@@ -38,11 +38,11 @@ from ringattn.profile.resolve import resolve
 from ringattn.profile.schema import Fingerprint, Profile
 from ringattn.profile.yaml_io import dump_profile, load_profile, parse_profile
 from ringattn.reference import dilated_attention_reference
-from ringattn.store.folder import Folder
+from ringattn.store.backends.folder import Folder
 from ringattn.store.lease import Lease
 from ringattn.store.lookup import find_profiles, stored_profiles
 from ringattn.store.names import kind_of
-from ringattn.store.ssh_signature import Signature, SignatureFault
+from ringattn.store.signatures.ssh_signature import Signature, SignatureFault
 from ringattn.store.store import Store
 
 LIMIT_S = 60  # for one case

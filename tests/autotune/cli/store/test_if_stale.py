@@ -17,7 +17,7 @@ from autotune.probe.request import ProbeRequest
 from autotune.probe.tuning import run_probe
 from ringattn.profile.schema import Profile
 from ringattn.profile.yaml_io import load_profile
-from ringattn.store.folder import Folder
+from ringattn.store.backends.folder import Folder
 from ringattn.store.store import Store
 from ringattn.workload import Tunables
 

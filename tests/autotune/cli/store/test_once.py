@@ -21,7 +21,7 @@ from autotune.exit_codes import ProbeFailure
 from autotune.probe.request import CellReport, ProbeObserver, ProbeRequest, ProbeResult, VerifiedCell, VerifyResult
 from ringattn.errors import StoreError
 from ringattn.profile.yaml_io import load_profile, save_profile
-from ringattn.store.folder import Folder
+from ringattn.store.backends.folder import Folder
 from ringattn.store.lease import Lease
 from ringattn.store.lookup import stored_profiles
 from ringattn.store.store import Store
@@ -37,7 +37,7 @@ sys.path.insert(0, "tests/support/ringattn")
 from machine_samples import H100, dense_entry, measured
 from autotune.cli.store.once import OncePerKind
 from ringattn.profile.yaml_io import save_profile
-from ringattn.store.folder import Folder
+from ringattn.store.backends.folder import Folder
 from ringattn.store.lease import Lease
 from ringattn.store.store import Store
 

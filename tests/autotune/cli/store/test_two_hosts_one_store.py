@@ -69,7 +69,7 @@ main()
 # Reads every profile of the store again and again, as a node would, until its input ends.
 READER = """
 import json, select, sys
-from ringattn.store.backend import open_backend
+from ringattn.store.backends.backend import open_backend
 from ringattn.store.store import Store
 store, reads, faults = Store(open_backend(sys.argv[1])), 0, []
 print("ready", flush=True)

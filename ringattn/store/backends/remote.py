@@ -10,9 +10,8 @@ from functools import cached_property
 from typing import Any
 
 from ringattn.errors import StoreError
+from ringattn.store.names import LEASES, checked, shown_url
 from ringattn.wording import needs_package
-
-from .names import LEASES, checked, shown_url
 
 MAX_DEPTH = 4
 # In these a put is seen whole or not at all, and can be made conditional on there being no such object.

@@ -13,7 +13,7 @@ from machine_samples import H100, dense_entry, measured
 
 from ringattn.errors import StoreError
 from ringattn.profile.schema import Fingerprint
-from ringattn.store.backend import open_backend
+from ringattn.store.backends.backend import open_backend
 from ringattn.store.lookup import LocalCopy
 from ringattn.store.names import ProfileName, kind_of
 from ringattn.store.store import Store

@@ -22,13 +22,13 @@ from sigstore_instance import ISSUER, SIGNED_ON, SUBJECT, Instance
 from ringattn.errors import ProfileError, StoreError
 from ringattn.profile.schema import Profile
 from ringattn.profile.yaml_io import dump_profile
-from ringattn.store.folder import Folder
+from ringattn.store.backends.folder import Folder
 from ringattn.store.lookup import find_profiles, stored_profiles
 from ringattn.store.names import ProfileName
-from ringattn.store.sigstore_bundle import Identities, Identity, parse_identities, signer_of_bundle
-from ringattn.store.ssh_signature import SignatureFault
+from ringattn.store.signatures.sigstore_bundle import Identities, Identity, parse_identities, signer_of_bundle
+from ringattn.store.signatures.ssh_signature import SignatureFault
+from ringattn.store.signatures.trust import trust_of
 from ringattn.store.store import SignedFile, Store
-from ringattn.store.trust import trust_of
 
 PROFILE = measured(H100, dense_entry())
 CONTENT = dump_profile(PROFILE).encode()

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from ringattn.errors import StoreError
-from ringattn.store.backend import Backend, open_backend
-from ringattn.store.folder import Folder
+from ringattn.store.backends.backend import Backend, open_backend
+from ringattn.store.backends.folder import Folder
+from ringattn.store.backends.remote import Remote
 from ringattn.store.names import shown_url
-from ringattn.store.remote import Remote
 
 pytest.importorskip("fsspec")
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 @pytest.fixture(params=["folder", "memory"])
@@ -187,7 +187,7 @@ def test_a_server_that_is_gone_is_no_empty_store(monkeypatch: pytest.MonkeyPatch
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from ringattn.store.folder import Folder
+from ringattn.store.backends.folder import Folder
 from ringattn.store.names import shown_url
 Path.replace = lambda self, target: os.kill(os.getpid(), signal.SIGKILL)
 Folder(Path(sys.argv[1])).put("profiles/a/file", b"half")

@@ -14,14 +14,14 @@ import pytest
 from machine_samples import H100, dense_entry, measured
 
 from ringattn.errors import StoreError
-from ringattn.store import endpoint
-from ringattn.store.endpoint import check_reachable, endpoint_of
-from ringattn.store.folder import Folder
+from ringattn.store.backends import endpoint
+from ringattn.store.backends.endpoint import check_reachable, endpoint_of
+from ringattn.store.backends.folder import Folder
 from ringattn.store.lookup import asked_stores, find_profiles, stored_profiles
 from ringattn.store.store import Store
 
 pytest.importorskip("fsspec")
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 
 

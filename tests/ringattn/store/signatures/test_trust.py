@@ -15,12 +15,12 @@ from machine_samples import H100, dense_entry, measured
 
 from ringattn.errors import StoreError
 from ringattn.profile.schema import Profile
-from ringattn.store.allowed_signers import parse_signers
-from ringattn.store.folder import Folder
+from ringattn.store.backends.folder import Folder
 from ringattn.store.lookup import find_profiles, stored_profiles
-from ringattn.store.ssh_signature import NAMESPACE, Signature, SignatureFault, sign
+from ringattn.store.signatures.allowed_signers import parse_signers
+from ringattn.store.signatures.ssh_signature import NAMESPACE, Signature, SignatureFault, sign
+from ringattn.store.signatures.trust import Signatures, Trust, trust_of
 from ringattn.store.store import Store
-from ringattn.store.trust import Signatures, Trust, trust_of
 
 ONE_KEY = "ssh-ed25519 " + base64.b64encode(b"\0\0\0\x0bssh-ed25519\0\0\0 " + b"k" * 32).decode()
 BEGIN, END = b"-----BEGIN SSH SIGNATURE-----\n", b"\n-----END SSH SIGNATURE-----"

@@ -13,9 +13,8 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from ringattn.errors import StoreError
-
-from .bounded import ANSWER_S
-from .names import shown_url
+from ringattn.store.bounded import ANSWER_S
+from ringattn.store.names import shown_url
 
 _PORTS = {"http": 80, "https": 443}
 _S3 = ("s3", "s3a")

@@ -19,7 +19,7 @@ from ringattn.profile.access import other_writers
 from ringattn.profile.locations import collect
 from ringattn.profile.schema import Profile
 from ringattn.profile.yaml_io import load_profile, save_profile
-from ringattn.store.folder import Folder
+from ringattn.store.backends.folder import Folder
 from ringattn.store.lookup import find_profiles, stored_profiles
 from ringattn.store.store import Store
 

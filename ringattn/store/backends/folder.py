@@ -12,8 +12,7 @@ from pathlib import Path
 from ringattn.errors import StoreError
 from ringattn.profile.access import other_writers
 from ringattn.profile.whole_file import remove_stale, replace_file
-
-from .names import checked
+from ringattn.store.names import checked
 
 MAX_DEPTH = 4
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC

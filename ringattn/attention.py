@@ -35,11 +35,11 @@ from ringattn.planning.setup import (
 )
 from ringattn.planning.table import ModuleShape, PlanTable, Row, build_table
 from ringattn.profile.schema import Profile
-from ringattn.runtime.documents import TENSORS_ALONE, Extent, extent_of, given_of
-from ringattn.runtime.documents_program import load_program
 from ringattn.runtime.dropout_program import check_dropping, dropout_refusal
 from ringattn.runtime.fits import FitsMemory
 from ringattn.runtime.inputs import check_dtypes, check_inputs, check_total_length, check_types
+from ringattn.runtime.packed.documents import TENSORS_ALONE, Extent, extent_of, given_of
+from ringattn.runtime.packed.documents_program import load_program
 from ringattn.runtime.program import Program
 from ringattn.runtime.ranges import HasRanges
 from ringattn.runtime.sinks import check_sinks, with_sinks

@@ -21,7 +21,7 @@ from ringattn.planning.plan import Plan
 from ringattn.planning.setup import Setup
 from ringattn.planning.table import ModuleShape, PlanTable
 from ringattn.profile.schema import PlanEntry
-from ringattn.runtime.documents import TENSORS_ALONE, Documents, Extent
+from ringattn.runtime.packed.documents import TENSORS_ALONE, Documents, Extent
 from ringattn.wording import plural
 
 from .agreement import plan_together, tell_of_error

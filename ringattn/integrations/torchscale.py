@@ -14,7 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from ringattn.errors import InputError
 from ringattn.modules.pool import AttentionPool
-from ringattn.runtime.documents import Documents
+from ringattn.runtime.packed.documents import Documents
 
 from .torchscale_config import EncoderSettings, settings_of
 

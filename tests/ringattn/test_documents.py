@@ -34,9 +34,9 @@ from ringattn.kernels.contract import BoundVarlen, KernelConfig, Sequences
 from ringattn.kernels.registry import KERNELS
 from ringattn.planning.accuracy_check import check_all
 from ringattn.planning.equal_plans import plainest
-from ringattn.runtime import documents as reading
-from ringattn.runtime.documents import documents_of
-from ringattn.runtime.varlen_program import VarlenProgram
+from ringattn.runtime.packed import documents as reading
+from ringattn.runtime.packed.documents import documents_of
+from ringattn.runtime.packed.varlen_program import VarlenProgram
 from ringattn.workload import Branch, BranchTunables, Tunables
 
 LONGNET = pattern_of([4, 8, 16], [1, 2, 4])

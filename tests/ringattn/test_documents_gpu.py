@@ -15,7 +15,7 @@ from ringattn.hardware.kernel_faults import Combination
 from ringattn.kernels.contract import KernelNeed
 from ringattn.kernels.registry import KERNELS
 from ringattn.planning.accuracy_check import check_all
-from ringattn.runtime.varlen_program import VarlenProgram
+from ringattn.runtime.packed.varlen_program import VarlenProgram
 from ringattn.workload import BranchTunables, Tunables
 
 pytestmark = pytest.mark.gpu

@@ -12,7 +12,7 @@ import torch
 import ringattn
 from ringattn import KVCache, MultiheadAttention, RingAttention
 from ringattn.errors import InputError
-from ringattn.runtime.documents import Documents
+from ringattn.runtime.packed.documents import Documents
 
 X = torch.randn(1, 8, 2, 4)
 META = torch.tensor([0, 8], device="meta")

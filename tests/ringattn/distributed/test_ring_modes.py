@@ -22,7 +22,7 @@ from ringattn.geometry.layout import shards_of
 from ringattn.kernels.contract import BoundKernel, KernelConfig
 from ringattn.kernels.registry import KERNELS
 from ringattn.planning.plan import Conditions, Plan
-from ringattn.runtime.documents import Extent
+from ringattn.runtime.packed.documents import Extent
 from ringattn.workload import BranchTunables, Tunables
 
 CAUSAL = Case(40, 8, 8, 4, causal=True)

@@ -10,7 +10,7 @@ from ringattn.distributed.chunk_rows import merge_block
 
 
 def check_fused_merge(device: str) -> None:
-    from ringattn.runtime import merge_step_triton as ring_triton
+    from ringattn.runtime.fused import merge_step_triton as ring_triton
 
     generator = torch.Generator(device).manual_seed(0)
     for n, rows, heads, head_dim, dtype in (
@@ -38,7 +38,7 @@ def check_fused_merge(device: str) -> None:
 
 def check_equal_values(device: str) -> None:
     """The weights of every step sum to 1, also where a rounded LSE is off by 0.03."""
-    from ringattn.runtime import merge_step_triton as ring_triton
+    from ringattn.runtime.fused import merge_step_triton as ring_triton
 
     generator = torch.Generator(device).manual_seed(0)
     total = torch.zeros(1, 20, 2, 16, device=device)

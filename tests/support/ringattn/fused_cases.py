@@ -23,7 +23,7 @@ from ringattn.runtime.workspace import Lease
 from ringattn.workload import Branch, HeadOffset, Pattern
 
 if TYPE_CHECKING:
-    from ringattn.runtime.merge_triton import TritonOps
+    from ringattn.runtime.fused.merge_triton import TritonOps
 
 # Relative to a float32 result: half a unit in the last place is 2^-9 (bf16), 2^-12 (fp16); sums may cancel.
 _ROUNDING = {torch.float32: 2e-6, torch.float16: 2**-11, torch.bfloat16: 2**-8}
@@ -268,7 +268,7 @@ def interpreted() -> dict[str, str]:
 
 def _main() -> None:
     patch_once()
-    from ringattn.runtime import merge_triton
+    from ringattn.runtime.fused import merge_triton
 
     enough = merge_triton._ENOUGH_PROGRAMS
     found = {}

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from ringattn.geometry.documents import DocumentGroup, grouped_documents, positions_in
 from ringattn.planning.plan import Plan
+from ringattn.runtime.dropout_program import DropoutProgram
+from ringattn.runtime.executor import ALL, Kept, Triple, Wanted
+from ringattn.runtime.graphed import GraphedProgram
+from ringattn.runtime.merge import accumulator_dtype, as_view
+from ringattn.runtime.program import Program, TravelBackward, TravelForward
 
 from .documents import Documents
-from .dropout_program import DropoutProgram
-from .executor import ALL, Kept, Triple, Wanted
-from .graphed import GraphedProgram
-from .merge import accumulator_dtype, as_view
-from .program import Program, TravelBackward, TravelForward
 from .varlen_program import VarlenProgram
 
 

@@ -10,7 +10,7 @@ import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from ringattn.runtime import fused_kernels  # noqa: E402
+from ringattn.runtime.fused import fused_kernels  # noqa: E402
 
 # Segment, rate, heads per offset, step, and the slots [0, 1) and [1, 3), as of ``fused_layout.BranchSlots``.
 BRANCHES = ((1024, 1, 0, 1, 0, 1), (5000, 2, 4, 2, 1, 3))

@@ -22,11 +22,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ringattn.geometry.calls import Geometry, PlacedCall, Window
+from ringattn.runtime.merge import GradJob, GradPartial, Partial, as_view
+from ringattn.runtime.workspace import Lease
 
 from . import fused_kernels
 from .fused_layout import Pick, SlotLayout, Strides, pick, run_words, slot_layouts, slot_words, stride_words
-from .merge import GradJob, GradPartial, Partial, as_view
-from .workspace import Lease
 
 _TL_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 _INT32_END = 2**31

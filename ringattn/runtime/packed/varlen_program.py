@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from ringattn.planning.plan import Plan
+from ringattn.runtime.executor import ALL, Kept, Triple, Wanted
+from ringattn.runtime.loading import bind_varlen
+from ringattn.runtime.merge import accumulator_dtype
+from ringattn.runtime.program import Program, TravelBackward, TravelForward
 
 from .documents import Documents
-from .executor import ALL, Kept, Triple, Wanted
-from .loading import bind_varlen
-from .merge import accumulator_dtype
 from .packed_rows import PackedBranch, PackedRows, packed_rows
-from .program import Program, TravelBackward, TravelForward
 
 _Partial = tuple[PackedBranch, Tensor, Tensor]
 

@@ -22,7 +22,7 @@ from ringattn.geometry.calls import LayoutKey, PlacedCall, Window, build_geometr
 from ringattn.geometry.pattern import head_offset_of
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.planning.plan import Plan, build_plan
-from ringattn.runtime.fused_layout import (
+from ringattn.runtime.fused.fused_layout import (
     BATCH_BITS,
     FAR_BITS,
     HEAD_BITS,
@@ -167,7 +167,7 @@ def test_the_interpreter_agrees_with_plain_torch(case: FusedCase) -> None:
 
 
 def fused(case: FusedCase) -> Any:
-    from ringattn.runtime.merge_triton import TritonOps
+    from ringattn.runtime.fused.merge_triton import TritonOps
 
     block = case.block or None
     return TritonOps(merge_block=block, sum_block=block, gather_block=block)
@@ -237,7 +237,7 @@ def plan_for(
 
 @needs_triton
 def test_a_gpu_with_triton_runs_the_fused_steps_with_the_blocks_of_the_plan() -> None:
-    from ringattn.runtime.merge_triton import TritonOps
+    from ringattn.runtime.fused.merge_triton import TritonOps
 
     ops = Program(plan_for(HOPPER, merge_block=64, gather_block=32), 0.125)._ops
     assert isinstance(ops, TritonOps)
@@ -291,7 +291,7 @@ def test_a_parameter_that_would_be_ignored_is_refused(given: dict[str, Any], rea
 def test_blocks_do_not_cross_segments_if_it_can_be_helped(
     segments: tuple[int, ...], block: int, blocks: int, aligned: bool
 ) -> None:
-    from ringattn.runtime.merge_triton import TritonOps
+    from ringattn.runtime.fused.merge_triton import TritonOps
 
     key = LayoutKey(Pattern.of(segments, [1, 2]), ("view", "view"), None, 1, 2**20, 8, 8, True)
     geometry = build_geometry(key)
@@ -392,7 +392,7 @@ def test_a_graph_replays_every_step() -> None:
 
 @pytest.mark.gpu
 def test_lengths_do_not_compile_again() -> None:
-    from ringattn.runtime import fused_kernels
+    from ringattn.runtime.fused import fused_kernels
 
     def compiled() -> int:
         kernels = (fused_kernels.gather_rows, fused_kernels.merge_partials, fused_kernels.sum_partials)

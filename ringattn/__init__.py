@@ -41,7 +41,7 @@ _HOMES = {
     "scaled_dot_product_attention": "modules.functional",
     "LongNetBlock": "modules.longnet",
     "LongNetEncoder": "modules.longnet",
-    "Documents": "runtime.documents",
+    "Documents": "runtime.packed.documents",
     "KVCache": "decoding.cache",
     "HardwareFacts": "hardware.facts",
     "detect": "hardware.facts",

@@ -87,7 +87,7 @@ def compare(blocks: int, seed: int, output: Path | None, as_json: bool, **asked:
     from autotune.report.contenders import crossovers, workloads_of
     from autotune.report.contenders_page import contenders_page
     from ringattn.hardware.facts import detect
-    from ringattn.planning.setup import device_of
+    from ringattn.planning.module_setup import device_of
     from ringattn.workload import Pattern
 
     from .console import emit_json, print_answer, warn

@@ -63,8 +63,8 @@ def explain(profile: Path | None, as_json: bool, **asked: Any) -> None:
     from autotune.probe.ranks_environment import facts_of_ranks
     from autotune.report.explain import explain_workload, explanation_summary, facts_of, why_foreign
     from ringattn.hardware.facts import detect
+    from ringattn.planning.module_setup import device_of, set_up_for
     from ringattn.planning.plan import Conditions
-    from ringattn.planning.setup import device_of, set_up_for
     from ringattn.planning.table import ModuleShape, build_table
     from ringattn.profile.yaml_io import load_profile
     from ringattn.workload import Pattern

@@ -82,7 +82,7 @@ def numerics_of(
 def remember(facts: HardwareFacts, asked: Any, verdicts: Any) -> str:
     """Record the verdicts where programs look for them; return what is wrong with that place, if anything."""
     from autotune.report.numerics_map import verdicts_to_remember
-    from ringattn.planning.validation_memory import key_of, user_memory
+    from ringattn.planning.validation.validation_memory import key_of, user_memory
 
     memory = user_memory()
     memory.remember(

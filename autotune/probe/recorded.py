@@ -10,7 +10,7 @@ from pathlib import Path
 from autotune.exit_codes import UsageFailure
 from autotune.search.budget import EFFORTS, RESERVE_S
 from ringattn.planning.launches import total_forward_gflop
-from ringattn.planning.missed import read_record, unmeasurable
+from ringattn.planning.unmeasured_workloads import read_record, unmeasurable
 from ringattn.wording import plural
 from ringattn.workload import Workload
 

@@ -8,7 +8,7 @@ from autotune.measure.bench import BenchSettings
 from ringattn.device_errors import is_sticky
 from ringattn.hardware.kernel_faults import Combination, Verdict
 from ringattn.kernels.registry import KERNELS
-from ringattn.planning.accuracy_check import Case, config_of, make_case, verdict_on
+from ringattn.planning.validation.accuracy_check import Case, config_of, make_case, verdict_on
 
 
 class KernelBench:

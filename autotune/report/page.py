@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from autotune.formats import escape, format_bytes, format_factor, format_length, format_ms, plain
 from autotune.journal.history import SearchHistory
-from ringattn.planning.missed import probe_options
+from ringattn.planning.unmeasured_workloads import probe_options
 from ringattn.wording import plural
 from ringattn.workload import Workload, describe
 

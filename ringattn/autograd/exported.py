@@ -17,8 +17,8 @@ from torch import Tensor
 from ringattn.dtypes import DTYPE_NAMES
 from ringattn.errors import InputError, PlanError, ProfileError
 from ringattn.hardware.facts import detect
+from ringattn.planning.module_setup import say_once
 from ringattn.planning.plan import build_plan
-from ringattn.planning.setup import say_once
 from ringattn.planning.table import PlanTable, Question, table_of
 from ringattn.profile.schema import Choice, PlanEntry
 from ringattn.profile.yaml_io import from_plain, to_plain

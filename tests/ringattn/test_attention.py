@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ringattn import Pattern, RingAttention
 from ringattn.geometry.pattern import heads_without_rows
-from ringattn.planning import setup
+from ringattn.planning import module_setup
 from ringattn.planning.table import PlanTable
 from ringattn.reference import dilated_attention_reference
 
@@ -459,7 +459,7 @@ def test_a_warm_up_makes_the_first_calls(train: bool) -> None:
 def test_heads_that_select_nothing_are_named_once(
     case: Case, longest: int | None, heads: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(setup, "_said", set())
+    monkeypatch.setattr(module_setup, "_said", set())
     for _ in range(2):
         module = case.module(max_seq_len=longest)
     messages = [r.getMessage() for r in caplog.records if r.levelname == "WARNING" and "select" in r.getMessage()]
@@ -479,7 +479,7 @@ def test_heads_that_select_nothing_are_named_once(
 def test_heads_that_select_something_are_not(
     pattern: Pattern, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(setup, "_said", set())
+    monkeypatch.setattr(module_setup, "_said", set())
     Case(8, 4, 4, pattern=pattern).module()
     assert not [r for r in caplog.records if "select" in r.getMessage()]
 

@@ -32,8 +32,8 @@ from ringattn.errors import InputError, PlanError
 from ringattn.hardware.kernel_faults import Combination
 from ringattn.kernels.contract import BoundVarlen, KernelConfig, Sequences
 from ringattn.kernels.registry import KERNELS
-from ringattn.planning.accuracy_check import check_all
 from ringattn.planning.equal_plans import plainest
+from ringattn.planning.validation.accuracy_check import check_all
 from ringattn.runtime.packed import documents as reading
 from ringattn.runtime.packed.documents import documents_of
 from ringattn.runtime.packed.varlen_program import VarlenProgram

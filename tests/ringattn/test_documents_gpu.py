@@ -14,7 +14,7 @@ from ringattn import Documents, Pattern, Profile, RingAttention, detect
 from ringattn.hardware.kernel_faults import Combination
 from ringattn.kernels.contract import KernelNeed
 from ringattn.kernels.registry import KERNELS
-from ringattn.planning.accuracy_check import check_all
+from ringattn.planning.validation.accuracy_check import check_all
 from ringattn.runtime.packed.varlen_program import VarlenProgram
 from ringattn.workload import BranchTunables, Tunables
 

@@ -14,7 +14,7 @@ from ringattn import RingAttention, detect
 from ringattn.errors import PlanError
 from ringattn.hardware.kernel_faults import Combination
 from ringattn.kernels.registry import KERNELS
-from ringattn.planning.accuracy_check import check_all
+from ringattn.planning.validation.accuracy_check import check_all
 
 pytestmark = pytest.mark.gpu
 

@@ -21,7 +21,7 @@ from autotune.probe.recorded import SECONDS_PER_CELL, call_gflop, choose_recorde
 from autotune.probe.request import ProbeRequest
 from autotune.probe.tuning import run_probe
 from autotune.search.budget import EFFORTS, RESERVE_S
-from ringattn.planning.missed import line_of, read_record
+from ringattn.planning.unmeasured_workloads import line_of, read_record
 from ringattn.profile.yaml_io import load_profile
 from ringattn.workload import Pattern, Workload
 

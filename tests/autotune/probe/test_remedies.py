@@ -22,7 +22,7 @@ from autotune.probe.request import ProbeRequest
 from autotune.probe.tuning import run_probe
 from ringattn.errors import ProfileError
 from ringattn.planning.heuristic import NO_WISHES
-from ringattn.planning.missed import VARIABLE, record_path
+from ringattn.planning.unmeasured_workloads import VARIABLE, record_path
 from ringattn.profile.locations import Located
 from ringattn.profile.resolve import resolve
 from ringattn.profile.schema import Profile

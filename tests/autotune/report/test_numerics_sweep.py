@@ -20,7 +20,7 @@ from ringattn import RingAttention, detect
 from ringattn.errors import PlanError
 from ringattn.hardware.kernel_faults import Figure, Verdict
 from ringattn.planning import self_check
-from ringattn.planning.validation_memory import user_memory
+from ringattn.planning.validation.validation_memory import user_memory
 
 CRASHING = "crashing_numerics:CrashingBench"
 NAMES = ("flash-cpu", "math")

@@ -17,11 +17,11 @@ from autotune.probe.request import ProbeRequest
 from ringattn.errors import FieldError, InputError
 from ringattn.hardware.kernel_faults import Combination
 from ringattn.kernels.registry import KERNELS
-from ringattn.planning.accuracy_check import case_of, check, config_of, hold
 from ringattn.planning.launches import forward_gflop
 from ringattn.planning.matching import entries_for
 from ringattn.planning.plan import combinations
 from ringattn.planning.table import ModuleShape, build_table
+from ringattn.planning.validation.accuracy_check import case_of, check, config_of, hold
 from ringattn.profile.schema import PlanEntry, Profile
 from ringattn.profile.yaml_io import from_plain, to_plain
 from ringattn.workload import Workload

@@ -26,8 +26,8 @@ from patience import LIMIT_S
 
 import ringattn
 from ringattn import Profile, RingAttention, Workload, detect
-from ringattn.planning import missed
-from ringattn.planning.missed import VARIABLE, Record, line_of, read_record, record_at
+from ringattn.planning import unmeasured_workloads
+from ringattn.planning.unmeasured_workloads import VARIABLE, Record, line_of, read_record, record_at
 from ringattn.profile.schema import Choice, PlanEntry
 from ringattn.workload import BranchTunables, Pattern, Tunables
 
@@ -99,7 +99,7 @@ def test_what_no_measurement_could_change_is_left_out(path: Path) -> None:
 
 
 def test_without_the_variable_runners_are_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(missed, "Record", None)  # made by nobody
+    monkeypatch.setattr(unmeasured_workloads, "Record", None)  # made by nobody
     module = made()
     monkeypatch.setenv(VARIABLE, str(tmp_path / "late.jsonl"))  # read at init alone
     module(*inputs())
@@ -179,7 +179,7 @@ def test_threads_lose_no_call(tmp_path: Path) -> None:
 PROGRAM = """
 import sys
 from ringattn import Workload
-from ringattn.planning.missed import record_at
+from ringattn.planning.unmeasured_workloads import record_at
 record, number = record_at(sys.argv[1]), int(sys.argv[2])
 run = record.counted(lambda: None, Workload("infer", False, 32, 4, 8, "fp32", batch=2))
 for step in range(100):
@@ -232,7 +232,7 @@ def test_a_forked_process_writes_its_own_calls_alone(tmp_path: Path) -> None:
 CHILDREN = """
 import multiprocessing, os, sys
 from ringattn import Workload
-from ringattn.planning.missed import record_at
+from ringattn.planning.unmeasured_workloads import record_at
 run = record_at(sys.argv[1]).counted(lambda: None, Workload("infer", False, 32, 4, 8, "fp32", batch=2))
 def call():
     for _ in range(7):
@@ -419,9 +419,9 @@ def test_a_record_is_read_from_a_regular_file_of_a_bounded_size_alone(
         read_record(Path("a\0b"))
     large = tmp_path / "large"
     with large.open("wb") as file:
-        file.truncate(missed.MOST_BYTES + 1)
+        file.truncate(unmeasured_workloads.MOST_BYTES + 1)
     monkeypatch.setattr(os, "fdopen", None)  # it is not opened for reading
-    with pytest.raises(OSError, match=f"it has {missed.MOST_BYTES + 1} bytes, more than"):
+    with pytest.raises(OSError, match=f"it has {unmeasured_workloads.MOST_BYTES + 1} bytes, more than"):
         read_record(large)
 
 

@@ -16,6 +16,7 @@ from ringattn.geometry.pattern import heads_without_rows
 from ringattn.hardware.facts import HardwareFacts, detect
 from ringattn.hardware.kernel_faults import join_faults
 from ringattn.kernels.registry import KERNELS
+from ringattn.planning.validation.validation_memory import user_memory
 from ringattn.profile.locations import FILE_VARIABLE, Located
 from ringattn.profile.resolve import Resolution, Source, resolve
 from ringattn.profile.schema import PlanEntry, Policy, Profile
@@ -27,9 +28,8 @@ from ringattn.workload import LONGEST, Pattern, check_score_options
 
 from .heuristic import Wishes
 from .matching import entries_for, further_entries
-from .missed import remedy
 from .table import ModuleShape
-from .validation_memory import user_memory
+from .unmeasured_workloads import remedy
 
 logger = logging.getLogger("ringattn")
 _said: set[str] = set()
@@ -60,7 +60,7 @@ def _speaks_for_host() -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class ModuleSetup:
     """Facts found at init: the device and its facts, the entries that match the module, the policy for the rest.
 
     ``named``: the profile was named by the user, so that its plans must run.
@@ -124,13 +124,13 @@ def warn_of_empty_heads(shape: ModuleShape) -> None:
         )
 
 
-def set_up(profile: Any, device: Any, shape: ModuleShape) -> Setup:
+def set_up(profile: Any, device: Any, shape: ModuleShape) -> ModuleSetup:
     """Reads the device and the profiles; see ``RingAttention`` for what may be asked and what is raised."""
     target = device_of(device)
     return set_up_for(detect(target), profile, target, shape)
 
 
-def set_up_for(facts: HardwareFacts, profile: Any, target: torch.device, shape: ModuleShape) -> Setup:
+def set_up_for(facts: HardwareFacts, profile: Any, target: torch.device, shape: ModuleShape) -> ModuleSetup:
     """Return the same for a device of which these are the facts, also one that is not here."""
     named = isinstance(profile, (Profile, Path)) or (isinstance(profile, str) and profile != "auto")
     if not (profile is None or named or profile == "auto"):
@@ -160,7 +160,7 @@ def set_up_for(facts: HardwareFacts, profile: Any, target: torch.device, shape: 
                 trace = (*trace, f"{source.path}: {note}; {len(found)} of them for what was not measured before it")
     policy = resolution.heuristic.policy if measured is None or measured.policy is None else measured.policy
     assert policy is not None
-    return Setup(
+    return ModuleSetup(
         device=target,
         facts=facts,
         resolution=None if profile is None else resolution,

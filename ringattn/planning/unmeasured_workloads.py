@@ -40,7 +40,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
-class MissedWorkload:
+class UnmeasuredWorkload:
     """One workload of a line. ``calls`` is 0 where only compiled graphs ran it, whose calls are not counted."""
 
     workload: Workload
@@ -54,7 +54,7 @@ class MissedWorkload:
 @dataclass(frozen=True, slots=True)
 class _Line:
     schema: int
-    missed: tuple[MissedWorkload, ...]
+    missed: tuple[UnmeasuredWorkload, ...]
 
     def __post_init__(self) -> None:
         if self.schema != _SCHEMA:
@@ -240,7 +240,7 @@ class Record:
 
 def line_of(calls: Mapping[Workload, int]) -> str:
     """Return one line of a record. The line break is before it: after a line that was cut short it is whole itself."""
-    missed = tuple(MissedWorkload(workload, count) for workload, count in calls.items())
+    missed = tuple(UnmeasuredWorkload(workload, count) for workload, count in calls.items())
     return "\n" + json.dumps(to_plain(_Line(_SCHEMA, missed)), separators=(",", ":"))
 
 

@@ -13,11 +13,11 @@ from ringattn.hardware.facts import HardwareFacts
 from ringattn.hardware.kernel_faults import Combination
 from ringattn.kernels.contract import BoundDropout, KernelConfig
 from ringattn.kernels.registry import KERNELS, KernelNeed
-from ringattn.planning.accuracy_check import Case, case_of, check, config_of, hold_dropping
 from ringattn.planning.heuristic import Wishes, heuristic_tunables
+from ringattn.planning.module_setup import set_up_for
 from ringattn.planning.plan import kernel_reasons, rejection_reasons
-from ringattn.planning.setup import set_up_for
 from ringattn.planning.table import ModuleShape
+from ringattn.planning.validation.accuracy_check import Case, case_of, check, config_of, hold_dropping
 from ringattn.workload import BranchTunables, Pattern, Tunables
 
 HERE = torch.device("cpu")

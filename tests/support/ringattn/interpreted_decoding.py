@@ -15,7 +15,7 @@ from oracle import DENSE, lists_of, pattern_of
 
 from ringattn import RingAttention
 from ringattn.decoding.spans import Spans, run_over_spans
-from ringattn.kernels import split_kv
+from ringattn.kernels.own import split_kv
 from ringattn.kernels.registry import KERNELS
 
 NESTED = pattern_of([8, 16, 32], [1, 2, 4])

@@ -40,8 +40,8 @@ def run_interpreted(calls: list[CachedCall], folder: Path) -> list[tuple[Tensor,
 
 def _run(call: CachedCall) -> tuple[Tensor, Tensor]:
     from ringattn import Pattern
-    from ringattn.kernels import split_kv
     from ringattn.kernels.contract import CachedRows, KernelConfig
+    from ringattn.kernels.own import split_kv
 
     limits = call.limits or {}
     usual = {name: getattr(split_kv, name) for name in limits}

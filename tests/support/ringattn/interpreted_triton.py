@@ -82,8 +82,8 @@ def run_interpreted(calls: list[Call], folder: Path) -> list[tuple[Tensor, ...]]
 
 
 def _run(call: Call) -> tuple[Tensor, ...]:
-    from ringattn.kernels import triton as kernels_triton
     from ringattn.kernels.contract import KernelConfig
+    from ringattn.kernels.own import triton as kernels_triton
 
     limits = call.limits or {}
     usual = {name: getattr(kernels_triton, name) for name in limits}

@@ -25,23 +25,15 @@ from torch import Tensor
 from ringattn.errors import PlanError
 from ringattn.kernels import math as kernels_math
 from ringattn.kernels.contract import KernelConfig, KernelNeed
-from ringattn.kernels.packages import (
-    KERNELS,
-    flash_attn_2_reasons,
-    flash_attn_3_reasons,
-    flash_attn_4_params,
-    flash_attn_4_reasons,
-    load_flash_attn_2,
-    load_flash_attn_3,
-    load_flash_attn_4,
-    load_xformers,
-    xformers_params,
-    xformers_reasons,
-)
+from ringattn.kernels.packages.flash_attn_2 import flash_attn_2_reasons, load_flash_attn_2
+from ringattn.kernels.packages.flash_attn_3 import flash_attn_3_reasons, load_flash_attn_3
+from ringattn.kernels.packages.flash_attn_4 import flash_attn_4_params, flash_attn_4_reasons, load_flash_attn_4
+from ringattn.kernels.packages.xformers import load_xformers, xformers_params, xformers_reasons
+from ringattn.kernels.registry import KERNELS
 from ringattn.reference import dilated_attention_reference
 from ringattn.workload import Pattern
 
-TABLE = {kernel.name: kernel for kernel in KERNELS}
+TABLE = {name: KERNELS[name] for name in ("flash-attn-2", "flash-attn-3", "flash-attn-4", "xformers")}
 HOPPER = KernelNeed(
     vendor="nvidia",
     arch="sm_90",

@@ -12,8 +12,8 @@ from oracle import laid_out
 from torch import Tensor
 
 from ringattn.kernels.contract import BoundKernel, KernelConfig, KernelNeed
+from ringattn.kernels.own.triton import params, reasons
 from ringattn.kernels.registry import KERNELS
-from ringattn.kernels.triton import params, reasons
 
 pytestmark = pytest.mark.gpu
 

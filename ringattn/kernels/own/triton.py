@@ -24,9 +24,9 @@ from torch import Tensor
 
 from ringattn.errors import KernelLoadError
 from ringattn.hardware.facts import gpu_of
+from ringattn.kernels.compile_cache import prepare_triton
+from ringattn.kernels.contract import BlockKernel, BoundKernel, Grads, KernelConfig, KernelNeed, Params
 
-from .compile_cache import prepare_triton
-from .contract import BlockKernel, BoundKernel, Grads, KernelConfig, KernelNeed, Params
 from .triton_tiles import LOWEST_SM, SMALLEST_BLOCK, Step, Tile, parse, tiles
 
 _DTYPES = ("bf16", "fp16", "fp32", "tf32")

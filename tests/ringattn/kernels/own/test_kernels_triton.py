@@ -24,9 +24,9 @@ from torch import Tensor
 
 from ringattn.errors import PlanError
 from ringattn.kernels.contract import KernelConfig, KernelNeed
+from ringattn.kernels.own.triton import load, params, reasons
+from ringattn.kernels.own.triton_tiles import SMALLEST_BLOCK, Step, Tile, parse, tiles
 from ringattn.kernels.registry import KERNELS
-from ringattn.kernels.triton import load, params, reasons
-from ringattn.kernels.triton_tiles import SMALLEST_BLOCK, Step, Tile, parse, tiles
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the triton package")
 
@@ -353,7 +353,7 @@ def test_parameters_that_mean_nothing_are_refused(chosen: dict[str, Any], fault:
 
 def test_a_missing_triton_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "ringattn.kernels.triton_device", raising=False)
+    monkeypatch.delitem(sys.modules, "ringattn.kernels.own.triton_device", raising=False)
     with pytest.raises(PlanError, match="import triton") as caught:
         load(KernelConfig(True, 0.5))
     assert "\n" not in str(caught.value)
@@ -364,7 +364,7 @@ def test_a_missing_triton_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_triton
 def test_nothing_that_varies_from_call_to_call_starts_a_compilation() -> None:
-    device_side = importlib.import_module("ringattn.kernels.triton_device")
+    device_side = importlib.import_module("ringattn.kernels.own.triton_device")
     for name in ("forward_kernel", "dq_kernel", "dkdv_kernel"):
         kernel = getattr(device_side, name)
         tensors = {"q", "k", "v", "out", "dout", "lse", "delta", "dq", "dk", "dv"}
@@ -409,7 +409,7 @@ def compile_for(sm: int, step: Step, dtype: str, head_dim: int, tile: Tile, **mo
     import triton
     from triton.backends.compiler import GPUTarget
 
-    kernel = getattr(importlib.import_module("ringattn.kernels.triton_device"), f"{step}_kernel")
+    kernel = getattr(importlib.import_module("ringattn.kernels.own.triton_device"), f"{step}_kernel")
     element = "fp32" if dtype == "tf32" else dtype
     constants = {
         "CAUSAL": True,

@@ -20,8 +20,8 @@ from torch import Tensor
 from ringattn import Pattern
 from ringattn.errors import PlanError
 from ringattn.kernels.contract import KernelConfig, KernelNeed
-from ringattn.kernels.split_kv import _SLOTS_AT_A_TIME, jobs_of, load, params, reasons, tiles
-from ringattn.kernels.triton_tiles import parse
+from ringattn.kernels.own.split_kv import _SLOTS_AT_A_TIME, jobs_of, load, params, reasons, tiles
+from ringattn.kernels.own.triton_tiles import parse
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 EXACT = {torch.float32: 2e-6, torch.float16: 2e-3}
@@ -228,7 +228,7 @@ def test_parameters_that_mean_nothing_are_refused(chosen: dict[str, Any], fault:
 
 def test_a_missing_triton_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "ringattn.kernels.split_kv_device", raising=False)
+    monkeypatch.delitem(sys.modules, "ringattn.kernels.own.split_kv_device", raising=False)
     with pytest.raises(PlanError, match="import triton") as caught:
         load(KernelConfig(True, 0.5))
     assert "\n" not in str(caught.value)
@@ -239,7 +239,7 @@ def test_a_missing_triton_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_triton
 def test_nothing_that_varies_from_call_to_call_starts_a_compilation() -> None:
-    device_side = importlib.import_module("ringattn.kernels.split_kv_device")
+    device_side = importlib.import_module("ringattn.kernels.own.split_kv_device")
     tensors = {"q", "k", "v", "lengths", "begins", "counts", "out", "lse", "part_out", "part_lse"}
     for name in ("split_kv_kernel", "merge_slots_kernel"):
         kernel = getattr(device_side, name)
@@ -309,7 +309,7 @@ def _compiled(name: str, sm: int, types: dict[str, str], constants: dict[str, An
     import triton
     from triton.backends.compiler import GPUTarget
 
-    kernel = getattr(importlib.import_module("ringattn.kernels.split_kv_device"), name)
+    kernel = getattr(importlib.import_module("ringattn.kernels.own.split_kv_device"), name)
     signature, used, aligned = {}, {}, {}
     for position, parameter in enumerate(kernel.params):
         if parameter.is_constexpr:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ringattn.hardware.facts import gpu_of
+from ringattn.kernels.contract import BlockKernel, BoundKernel, CachedRows, KernelConfig, KernelNeed, Params
 from ringattn.workload import Pattern
 
-from .contract import BlockKernel, BoundKernel, CachedRows, KernelConfig, KernelNeed, Params
 from .triton import _MAX_ROW_STRIDE, _Compiled, _current, _Layout, device_side, refusal, shared_reasons
 from .triton_tiles import SMALLEST_BLOCK, Tile, parse
 

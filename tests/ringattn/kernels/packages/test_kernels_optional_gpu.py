@@ -11,19 +11,16 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.contract import BoundKernel, KernelConfig, KernelNeed
-from ringattn.kernels.packages import (
-    KERNELS,
-    flash_attn_4_params,
-    load_flash_attn_2,
-    load_flash_attn_3,
-    load_flash_attn_4,
-)
+from ringattn.kernels.packages.flash_attn_2 import load_flash_attn_2
+from ringattn.kernels.packages.flash_attn_3 import load_flash_attn_3
+from ringattn.kernels.packages.flash_attn_4 import flash_attn_4_params, load_flash_attn_4
+from ringattn.kernels.registry import KERNELS
 from ringattn.reference import dilated_attention_reference
 from ringattn.workload import Pattern
 
 pytestmark = pytest.mark.gpu
 
-TABLE = {kernel.name: kernel for kernel in KERNELS}
+TABLE = {name: KERNELS[name] for name in ("flash-attn-2", "flash-attn-3", "flash-attn-4", "xformers")}
 WRITERS = {"flash-attn-2": load_flash_attn_2, "flash-attn-3": load_flash_attn_3, "flash-attn-4": load_flash_attn_4}
 MODULES = {
     "flash-attn-2": "flash_attn.flash_attn_interface",

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn.kernels import recorded_launch
-from ringattn.kernels.recorded_launch import RecordedLaunch
+from ringattn.kernels.packages import recorded_launch
+from ringattn.kernels.packages.recorded_launch import RecordedLaunch
 
 
 class Extra(NamedTuple):

@@ -85,7 +85,7 @@ def compare(blocks: int, seed: int, output: Path | None, as_json: bool, **asked:
 
     from autotune.report.contenders import compare as measured
     from autotune.report.contenders import crossovers, workloads_of
-    from autotune.report.contenders_page import contenders_page
+    from autotune.report.pages.contenders_page import contenders_page
     from ringattn.hardware.facts import detect
     from ringattn.planning.module_setup import device_of
     from ringattn.workload import Pattern
@@ -121,7 +121,7 @@ def comparison_summary(title: str, standings: Sequence[Standing], crossed: Seque
     from rich.text import Text
 
     from autotune.formats import format_bytes, format_factor, format_length, format_ms, plain
-    from autotune.report.fitting_tables import FittingTables
+    from autotune.report.wording.fitting_tables import FittingTables
 
     keys, columns = ("Length", "Contender"), ("Time", "Tokens/s", "Peak", "Error", "Speed-up")
     rows = []

@@ -74,7 +74,7 @@ def doctor(
         if value:
             raise click.UsageError(f"{name} goes with --numerics")
     from autotune.report.doctor import diagnose
-    from autotune.report.numerics_sweep import sweep
+    from autotune.report.numerics.numerics_sweep import sweep
     from ringattn.hardware.facts import detect
 
     from .console import emit_json, print_answer

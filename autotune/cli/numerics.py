@@ -13,7 +13,7 @@ from autotune.exit_codes import ExitCode
 from ringattn.wording import plural
 
 if TYPE_CHECKING:
-    from autotune.report.numerics_map import Line
+    from autotune.report.numerics.numerics_map import Line
     from ringattn.hardware.facts import HardwareFacts
 
 BUDGET_S = 240.0
@@ -48,8 +48,8 @@ def numerics_of(
 ) -> None:
     """Run the sweep and print its map, or JSON; exit code 1 where an allowed kernel is not right."""
     from autotune.measure.worker_pool import pool_size_here
-    from autotune.report.numerics_map import HEAD_DIMS, attempts, findings, lines
-    from autotune.report.numerics_sweep import sweep
+    from autotune.report.numerics.numerics_map import HEAD_DIMS, attempts, findings, lines
+    from autotune.report.numerics.numerics_sweep import sweep
     from ringattn.hardware.facts import detect
     from ringattn.kernels.registry import KERNELS
 
@@ -81,7 +81,7 @@ def numerics_of(
 
 def remember(facts: HardwareFacts, asked: Any, verdicts: Any) -> str:
     """Record the verdicts where programs look for them; return what is wrong with that place, if anything."""
-    from autotune.report.numerics_map import verdicts_to_remember
+    from autotune.report.numerics.numerics_map import verdicts_to_remember
     from ringattn.planning.validation.validation_memory import key_of, user_memory
 
     memory = user_memory()

@@ -132,7 +132,7 @@ def dry_run_summary(dry_run: DryRun) -> Any:
     from rich.text import Text
 
     from autotune.formats import format_duration, plain
-    from autotune.report.plan_text import PlanText
+    from autotune.report.wording.plan_text import PlanText
     from ringattn.wording import plural
 
     def table(*columns: str) -> Table:

@@ -55,8 +55,8 @@ def report(
         ringtune report this-machine.yaml --output this-machine.html
         ringtune report before.yaml after.yaml --output both.html
     """
-    from autotune.report.comparison import comparison_page
-    from autotune.report.page import html_report
+    from autotune.report.pages.comparison import comparison_page
+    from autotune.report.pages.page import html_report
     from ringattn.profile.yaml_io import load_profile
 
     from .console import emit_json

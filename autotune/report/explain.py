@@ -12,6 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from autotune.formats import format_bytes, format_factor, format_length, format_ms, plain
+from autotune.report.wording.legend import legend, legend_table
+from autotune.report.wording.plan_text import PlanText
 from ringattn.hardware.facts import OPTIONAL_PACKAGES, HardwareFacts
 from ringattn.kernels.registry import KERNELS
 from ringattn.planning.module_setup import ModuleSetup
@@ -23,8 +25,6 @@ from ringattn.profile.schema import Choice, Evidence, Failure, PlanEntry, Profil
 from ringattn.wording import plural
 from ringattn.workload import Tunables, Workload, describe, kernels_described
 
-from .legend import legend, legend_table
-from .plan_text import PlanText
 from .summary import (
     Speedup,
     first_call_text,

@@ -1,4 +1,4 @@
-"""Digest of a profile for every reader: the terminal's in ``report.terminal``, the page's in ``report.page``.
+"""Digest of a profile for every reader: the terminal's in ``report.terminal``, the page's in ``report.pages``.
 
 Pure: a Profile in, plain data out.
 """

@@ -69,7 +69,7 @@ def test_without_a_shape_it_explains_a_row_of_the_default_grid(mode: str) -> Non
 
 
 def test_it_says_what_the_words_of_its_plans_mean(at_home: Path) -> None:
-    from autotune.report.legend import KERNEL_MEANINGS, legend
+    from autotune.report.wording.legend import KERNEL_MEANINGS, legend
 
     said = explained(*SHAPE, "--seq-len", "600")
     assert ["math", KERNEL_MEANINGS["math"]] in said["legend"]

@@ -30,7 +30,7 @@ from autotune.report.contenders import (
     crossovers,
     workloads_of,
 )
-from autotune.report.contenders_page import contenders_page
+from autotune.report.pages.contenders_page import contenders_page
 from autotune.space.presets import PRESETS
 from ringattn.hardware.facts import detect
 from ringattn.workload import Pattern, Tunables, Workload

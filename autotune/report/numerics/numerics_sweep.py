@@ -19,7 +19,7 @@ from ringattn.hardware.kernel_faults import Verdict
 
 from .numerics_map import Attempt
 
-KERNEL_BENCH = "autotune.report.numerics_bench:KernelBench"
+KERNEL_BENCH = "autotune.report.numerics.numerics_bench:KernelBench"
 ATTEMPT_TIMEOUT_S = 180.0  # a first call may compile
 
 Progress = Callable[[int], None]  # told how many attempts are settled

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.report.plan_text import longest_piece, pieces, wrapped
+from autotune.report.wording.plan_text import longest_piece, pieces, wrapped
 
 NAMES = st.text("abc-4=/", min_size=1, max_size=20)
 PLANS = st.lists(st.lists(NAMES, min_size=1, max_size=4).map(",".join), min_size=1, max_size=5).map(" ".join)

@@ -7,12 +7,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from autotune.formats import format_factor, format_length
+from autotune.report.summary import (
+    Family,
+    Rates,
+    call_ms,
+    families,
+    machine_facts,
+    machine_title,
+    plan_text,
+    provenance_line,
+)
 from ringattn.profile.schema import PlanEntry, Profile
 from ringattn.wording import plural
 from ringattn.workload import Workload
 
 from .page import speed_chart, template
-from .summary import Family, Rates, call_ms, families, machine_facts, machine_title, plan_text, provenance_line
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from autotune.formats import format_length
+from autotune.report.contenders import HEURISTIC, OURS, TORCH, Crossover, Standing
 
 from .charts import Bar, bar_chart, color_class
-from .contenders import HEURISTIC, OURS, TORCH, Crossover, Standing
 from .page import template
 
 _DRAWN = {OURS: "tuned", TORCH: "torch", HEURISTIC: "default"}  # the name that the style sheet has a colour for

@@ -14,14 +14,7 @@ from markupsafe import Markup
 
 from autotune.formats import escape, format_bytes, format_factor, format_length, format_ms, plain
 from autotune.journal.history import SearchHistory
-from ringattn.planning.unmeasured_workloads import probe_options
-from ringattn.wording import plural
-from ringattn.workload import Workload, describe
-
-from .charts import CONFIRMED, Bar, bar_chart, color_class, environment, history_chart
-from .legend import legend
-from .plan_text import pieces
-from .summary import (
+from autotune.report.summary import (
     FAILURE_MEANINGS,
     Family,
     Rates,
@@ -44,6 +37,13 @@ from .summary import (
     verdict,
     waiting_host_ms,
 )
+from autotune.report.wording.legend import legend
+from autotune.report.wording.plan_text import pieces
+from ringattn.planning.unmeasured_workloads import probe_options
+from ringattn.wording import plural
+from ringattn.workload import Workload, describe
+
+from .charts import CONFIRMED, Bar, bar_chart, color_class, environment, history_chart
 
 if TYPE_CHECKING:
     from ringattn.profile.schema import Choice, PlanEntry, Profile

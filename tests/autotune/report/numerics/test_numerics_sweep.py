@@ -13,9 +13,9 @@ from patience import LIMIT_S, patient
 
 from autotune.cli.main import cli
 from autotune.cli.numerics import head_dim_list
-from autotune.report import numerics_sweep
-from autotune.report.numerics_map import attempts
-from autotune.report.numerics_sweep import sweep
+from autotune.report.numerics import numerics_sweep
+from autotune.report.numerics.numerics_map import attempts
+from autotune.report.numerics.numerics_sweep import sweep
 from ringattn import RingAttention, detect
 from ringattn.errors import PlanError
 from ringattn.hardware.kernel_faults import Figure, Verdict
@@ -30,7 +30,7 @@ HANG_S = patient(8.0)  # the others have to answer within it
 
 @pytest.fixture
 def crashing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2] / "support" / "autotune"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3] / "support" / "autotune"))
     monkeypatch.setattr(numerics_sweep, "ATTEMPT_TIMEOUT_S", HANG_S)
 
 

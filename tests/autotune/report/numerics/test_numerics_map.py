@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from machine_samples import H200
 
-from autotune.report.numerics_map import (
+from autotune.report.numerics.numerics_map import (
     HEAD_DIMS,
     LENGTHS,
     Attempt,

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from autotune.report.legend import KERNEL_MEANINGS, legend, whole_legend
+from autotune.report.wording.legend import KERNEL_MEANINGS, legend, whole_legend
 from ringattn.kernels.registry import KERNELS
 from ringattn.tunables import TABLE
 from ringattn.workload import BranchTunables, Tunables, describe
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 def words_of(rows: tuple[tuple[str, str], ...]) -> list[str]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from autotune.formats import format_duration
-from autotune.journal.file import journal_path
+from autotune.journal.storage.journal_file import journal_path
 from autotune.journal.store import FINISHED, Store
 from autotune.measure.evaluator import Evaluator, KnowsLinks
 from autotune.probe.cells.adopting import adopt_all

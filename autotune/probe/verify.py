@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from autotune.exit_codes import ExitCode, ProbeFailure
-from autotune.journal.entry import Entry
+from autotune.journal.study.entry import Entry
 from autotune.measure.evaluator import Evaluator
 from autotune.outcome import TrialOutcome
 from autotune.search.budget import Budget, Deadline

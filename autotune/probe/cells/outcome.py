@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from autotune.journal.lease import WHOLE
+from autotune.journal.sharing.lease import WHOLE
 from autotune.journal.store import Store
 
 OUTCOME = "outcome"

@@ -6,7 +6,7 @@ import dataclasses
 import datetime
 from collections.abc import Mapping, Sequence
 
-from autotune.journal.result import CellResult
+from autotune.journal.study.result import CellResult
 from autotune.measure.evaluator import Interference, largest_of_each
 from autotune.probe.output.writer import build_profile, entry_of, report_of
 from autotune.probe.request import CellReport

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 
 from autotune.exit_codes import NothingMeasured
-from autotune.journal.cell_study import LEFT
-from autotune.journal.result import CellResult
 from autotune.journal.store import Store
+from autotune.journal.study.cell_study import LEFT
+from autotune.journal.study.result import CellResult
 from autotune.measure.evaluator import CallsAhead, Evaluator
 from autotune.probe.grid import Cell
 from autotune.probe.observer import SearchObserver

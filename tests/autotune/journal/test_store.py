@@ -21,11 +21,11 @@ from optuna.trial import TrialState, create_trial
 
 from autotune.cli.main import exit_code_of
 from autotune.exit_codes import DeviceBusy, ExitCode, ProbeFailure
-from autotune.journal.cell_study import QUEUE, SAMPLER, CellStudy
-from autotune.journal.entry import Entry, PairedBlock
-from autotune.journal.file import JournalFile
-from autotune.journal.parameters import Parameters
+from autotune.journal.storage.journal_file import JournalFile
 from autotune.journal.store import Store
+from autotune.journal.study.cell_study import QUEUE, SAMPLER, CellStudy
+from autotune.journal.study.entry import Entry, PairedBlock
+from autotune.journal.study.parameters import Parameters
 from autotune.measure.evaluator import (
     Cause,
     Checked,
@@ -389,7 +389,7 @@ WRITER = """
     from pathlib import Path
     sys.path[:0] = [{here!r}, {tests!r}, {repo!r}]
     from test_store import CELL, SPACE, CHECKED, study_of, tell
-    from autotune.journal.entry import Entry
+    from autotune.journal.study.entry import Entry
     from autotune.journal.store import Store
     with Store(Path({path!r}), identity="a") as store:
         study = study_of(store)

@@ -10,7 +10,7 @@ import pytest
 from machines import FACTS, MIB, plan, workload
 
 from autotune.exit_codes import ProbeFailure
-from autotune.journal.result import CellResult, Measured
+from autotune.journal.study.result import CellResult, Measured
 from autotune.measure.evaluator import Checked, Fault, Interference, InterferenceKind, largest_of_each
 from autotune.probe.output.writer import (
     FAILURES_KEPT,

@@ -15,7 +15,7 @@ from autotune.cli.locate import chosen_profile_path
 from autotune.cli.options import check_writable
 from autotune.exit_codes import ProbeFailure
 from autotune.folders import made_folder
-from autotune.journal.file import JournalFile
+from autotune.journal.storage.journal_file import JournalFile
 from autotune.probe.checks import check_output
 from autotune.probe.output import writer
 from autotune.probe.request import ProbeRequest

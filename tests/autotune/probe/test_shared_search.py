@@ -15,9 +15,9 @@ from postgres import PASSWORD, Server, grpc_proxy, postgres_server
 from shared_probe import Job, Told, checked_twice, rows_of, work_together
 
 from autotune.exit_codes import ExitCode, ProbeFailure
-from autotune.journal import storages
-from autotune.journal.lease import RUNS
-from autotune.journal.storages import check_storage, open_storage, without_password
+from autotune.journal.sharing.lease import RUNS
+from autotune.journal.storage import storages
+from autotune.journal.storage.storages import check_storage, open_storage, without_password
 from autotune.probe.request import ProbeRequest
 from ringattn.profile.yaml_io import load_profile
 

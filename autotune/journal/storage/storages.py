@@ -19,9 +19,9 @@ from optuna.exceptions import ExperimentalWarning, OptunaError, StorageInternalE
 from optuna.storages import BaseStorage, JournalStorage
 
 from autotune.exit_codes import ExitCode, ProbeFailure, UsageFailure
+from autotune.journal.attributes import NO_JOURNAL
 from ringattn.wording import needs_package
 
-from .attributes import NO_JOURNAL
 from .shared_file import SharedJournalFile, is_journal
 
 GRPC = "grpc://"

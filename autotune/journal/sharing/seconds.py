@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-from .attributes import typed
+from autotune.journal.attributes import typed
+
 from .lease import RUNS, Worker
 
 _USED = "used_s"  # of a worker

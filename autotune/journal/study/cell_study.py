@@ -16,13 +16,13 @@ from optuna.samplers import BaseSampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
+from autotune.journal import attributes
+from autotune.journal.attributes import BadStudy, attribute, read_by_optuna
 from autotune.measure.evaluator import Checked, Fault, Sample
 from autotune.space.space import Value
 from ringattn.errors import InputError
 from ringattn.workload import Tunables, Workload, describe
 
-from . import attributes
-from .attributes import BadStudy, attribute, read_by_optuna
 from .entry import Entry, PairedBlock
 from .parameters import Parameters
 from .result import ResultRecord

@@ -7,13 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 # A limit on the size of files is met as a full disk is: what fits is written, and the next write fails.
 WRITER = """
 import resource, sys
 from pathlib import Path
 from autotune.exit_codes import ProbeFailure
-from autotune.journal.file import JournalFile
+from autotune.journal.storage.journal_file import JournalFile
 file = JournalFile(Path(sys.argv[1]))
 file.append_logs([{"op_code": 0}])
 before = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -12,9 +12,9 @@ import pytest
 from optuna.exceptions import StorageInternalError
 
 from autotune.exit_codes import ProbeFailure, UsageFailure
-from autotune.journal import shared_file
-from autotune.journal.shared_file import SharedJournalFile
-from autotune.journal.storages import check_storage, open_storage
+from autotune.journal.storage import shared_file
+from autotune.journal.storage.shared_file import SharedJournalFile
+from autotune.journal.storage.storages import check_storage, open_storage
 from autotune.journal.store import Store
 
 

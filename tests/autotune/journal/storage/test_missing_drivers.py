@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from autotune.exit_codes import ProbeFailure
-from autotune.journal.storages import check_storage
+from autotune.journal.storage.storages import check_storage
 
 EXTRA = "install the extra: pip install '.[cluster]'"
 

@@ -8,12 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from autotune.journal.attributes import LARGEST_LOG
 from autotune.measure.evaluator import Checked, Fault, Interference
 from autotune.statistics import Interval
 from ringattn.errors import FieldError
 from ringattn.workload import Tunables, Workload
-
-from .attributes import LARGEST_LOG
 
 CellState = Literal["tuned", "default", "refused", "inconclusive"]
 AT_PAR = Interval(0.0, 0.0, 0.0, 2)

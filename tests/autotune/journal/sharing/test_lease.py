@@ -16,9 +16,9 @@ from optuna.trial import TrialState
 from patience import LIMIT_S
 
 from autotune.exit_codes import DeviceBusy, ExitCode, ProbeFailure
-from autotune.journal import lease, process_identity
-from autotune.journal.lease import RUNS, WHOLE, Worker
-from autotune.journal.storages import close_storage, open_storage
+from autotune.journal.sharing import lease, process_identity
+from autotune.journal.sharing.lease import RUNS, WHOLE, Worker
+from autotune.journal.storage.storages import close_storage, open_storage
 from autotune.journal.store import HEADER, Store
 from ringattn.workload import Workload
 

@@ -23,10 +23,10 @@ from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from autotune.exit_codes import DeviceBusy, ProbeFailure
+from autotune.journal.storage.storages import storage_errors
 
 from . import process_identity
 from .process_identity import PID, PROCESS
-from .storages import storage_errors
 
 RUNS = "probe runs"
 WHOLE = "the whole search"  # a part that overlaps every other

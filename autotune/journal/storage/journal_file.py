@@ -19,10 +19,9 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
 from autotune.exit_codes import DeviceBusy, ProbeFailure
+from autotune.journal.attributes import NO_JOURNAL
 from autotune.locks import FileLock, LockHeld
 from ringattn.wording import plural
-
-from .attributes import NO_JOURNAL
 
 _TAIL_BYTES = 2**20
 _OPTUNA_LOCK_SUFFIXES = (".lock", ".rename")

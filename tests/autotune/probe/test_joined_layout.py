@@ -12,7 +12,7 @@ from machines import FACTS
 from probed_machine import Machine, Watching, request_for
 from rich.console import Console
 
-from autotune.cli.probe_result import dry_run_summary
+from autotune.cli.probing.probe_result import dry_run_summary
 from autotune.exit_codes import ProbeFailure
 from autotune.probe.output.joined_layout import joined_layout
 from autotune.probe.tuning import run_probe

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from machines import FACTS, workload
 from rich.console import Console
 
-from autotune.cli.compare import comparison_summary
+from autotune.cli.machine.compare import comparison_summary
 from autotune.cli.main import cli
 from autotune.measure.evaluator import Block, Checked, Fault, Sample
 from autotune.report.contenders import (

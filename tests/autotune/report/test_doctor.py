@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from autotune.cli.doctor import ranks_text
+from autotune.cli.machine.doctor import ranks_text
 from autotune.cli.main import cli
 from autotune.report.doctor import Diagnosis, attempts_for, diagnose
 from autotune.report.numerics import numerics_sweep

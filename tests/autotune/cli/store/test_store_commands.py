@@ -14,7 +14,7 @@ import pytest
 from cli_runs import measured_entry, one_line_error, profile_of_this_machine, ringtune
 from machine_samples import A100, H100, dense_entry, measured
 
-from autotune.cli.doctor import search_path_contents
+from autotune.cli.machine.doctor import search_path_contents
 from autotune.cli.store.candidates import store_contents
 from ringattn.hardware.facts import detect
 from ringattn.profile.precedence import origin_of

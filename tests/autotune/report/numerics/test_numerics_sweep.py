@@ -11,8 +11,8 @@ import torch
 from click.testing import CliRunner, Result
 from patience import LIMIT_S, patient
 
+from autotune.cli.machine.numerics import head_dim_list
 from autotune.cli.main import cli
-from autotune.cli.numerics import head_dim_list
 from autotune.report.numerics import numerics_sweep
 from autotune.report.numerics.numerics_map import attempts
 from autotune.report.numerics.numerics_sweep import sweep

@@ -16,7 +16,7 @@ from cli_runs import measured_entry, one_line_error, profile_of_this_machine, ri
 from machine_samples import H100, H100_PCIE, dense_entry, measured
 
 import autotune.probe.tuning
-from autotune.cli.store.once import OncePerKind
+from autotune.cli.probing.once import OncePerKind
 from autotune.exit_codes import ProbeFailure
 from autotune.probe.request import CellReport, ProbeObserver, ProbeRequest, ProbeResult, VerifiedCell, VerifyResult
 from ringattn.errors import StoreError
@@ -35,7 +35,7 @@ from functools import partial
 from pathlib import Path
 sys.path.insert(0, "tests/support/ringattn")
 from machine_samples import H100, dense_entry, measured
-from autotune.cli.store.once import OncePerKind
+from autotune.cli.probing.once import OncePerKind
 from ringattn.profile.yaml_io import save_profile
 from ringattn.store.backends.folder import Folder
 from ringattn.store.lease import Lease

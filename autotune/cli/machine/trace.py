@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from .options import (
+from ..options import (
     Integer,
     causal_option,
     check_pattern,
@@ -73,7 +73,7 @@ def trace(profile: Path | None, as_json: bool, output: Path | None, **asked: Any
     from autotune.report.trace import device_and_group, trace_summary, trace_workload
     from ringattn.workload import Pattern, Workload
 
-    from .console import emit_json, print_answer
+    from ..console import emit_json, print_answer
 
     launched = torchrun_rank(os.environ)
     first = launched is None or launched.rank == 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from .options import (
+from ..options import (
     causal_option,
     check_pattern,
     check_shape,
@@ -69,7 +69,7 @@ def explain(profile: Path | None, as_json: bool, **asked: Any) -> None:
     from ringattn.profile.yaml_io import load_profile
     from ringattn.workload import Pattern
 
-    from .console import emit_json, print_answer
+    from ..console import emit_json, print_answer
 
     target = device_of(asked["device"])
     facts, foreign = detect(target), ""

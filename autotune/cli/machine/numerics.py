@@ -53,7 +53,7 @@ def numerics_of(
     from ringattn.hardware.facts import detect
     from ringattn.kernels.registry import KERNELS
 
-    from .console import emit_json, print_answer
+    from ..console import emit_json, print_answer
 
     if unknown := [name for name in kernels if name not in KERNELS]:
         raise click.UsageError(f"--kernel {unknown[0]}: the kernels are {', '.join(KERNELS)}")

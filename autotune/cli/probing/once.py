@@ -17,7 +17,7 @@ from ringattn.store.lookup import LocalCopy
 from ringattn.store.names import kind_of
 from ringattn.store.store import Store
 
-from .options import signing_key
+from ..store.options import signing_key
 
 if TYPE_CHECKING:
     from ringattn.hardware.facts import HardwareFacts

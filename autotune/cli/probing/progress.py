@@ -18,8 +18,8 @@ from autotune.probe.request import ProbeObserver, ProbeResult, VerifyResult
 from ringattn.wording import plural
 from ringattn.workload import Workload
 
-from .console import console
-from .interrupts import Interrupt
+from ..console import console
+from ..interrupts import Interrupt
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

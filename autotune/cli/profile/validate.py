@@ -10,7 +10,7 @@ import click
 
 from autotune.exit_codes import ExitCode
 
-from .options import device_option, json_option
+from ..options import device_option, json_option
 
 if TYPE_CHECKING:
     from ringattn.hardware.facts import HardwareFacts
@@ -52,7 +52,7 @@ def validate(profiles: tuple[Path, ...], here: bool, device: str | None, as_json
     from autotune.formats import plain
     from ringattn.wording import plural
 
-    from .console import emit_json, warn
+    from ..console import emit_json, warn
 
     if device is not None and not here:
         raise click.UsageError("--device needs --here: the form of a file does not depend on a device")

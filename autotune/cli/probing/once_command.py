@@ -12,8 +12,8 @@ import click
 from autotune.folders import made_folder
 from autotune.formats import plain
 
+from ..store.options import check_signing_key, places_of, signing_key, written_store
 from .once import OncePerKind
-from .options import check_signing_key, places_of, signing_key, written_store
 
 if TYPE_CHECKING:
     from autotune.probe.request import ProbeRequest
@@ -41,8 +41,8 @@ def probe_if_missing(
     from ringattn.store.names import kind_of
 
     from ..console import emit_json, warn
-    from ..probe_result import trouble_lines
-    from ..progress import probe_observer
+    from .probe_result import trouble_lines
+    from .progress import probe_observer
     from .renew import can_renew, renew
 
     place, store = places_of(stores)[0], written_store(stores)

@@ -11,8 +11,8 @@ from machines import FACTS
 from probed_machine import Machine, Watching, request_for, truth, winners
 
 import autotune.probe.tuning
-from autotune.cli.store.once import OncePerKind
-from autotune.cli.store.renew import can_renew, renew
+from autotune.cli.probing.once import OncePerKind
+from autotune.cli.probing.renew import can_renew, renew
 from autotune.probe.request import ProbeRequest
 from autotune.probe.tuning import run_probe
 from ringattn.profile.schema import Profile

@@ -17,7 +17,7 @@ def print_result(result: ProbeResult, as_json: bool, device: str | None, ranks: 
 
     With ``as_json`` the document alone is on stdout.
     """
-    from .console import emit_json, print_answer, warn
+    from ..console import emit_json, print_answer, warn
 
     if as_json:
         emit_json(probe_document(result))
@@ -99,7 +99,7 @@ def _how_to_use(path: Path, device: str | None = None, ranks: int = 1) -> str:
     """Return how the runtime finds the file: by itself, in part, or named; as this machine resolves now."""
     from ringattn.profile.locations import home_folder, search_paths
 
-    from .locate import resolve_here
+    from ..locate import resolve_here
 
     found = {place.resolve() for _, place in search_paths(os.environ, home_folder())}
     if not found & {path.resolve(), path.resolve().parent}:

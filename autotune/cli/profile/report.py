@@ -9,7 +9,7 @@ import click
 
 from autotune.exit_codes import ProbeFailure
 
-from .options import check_page, device_option, json_option, profile_argument
+from ..options import check_page, device_option, json_option, profile_argument
 
 if TYPE_CHECKING:
     from autotune.journal.history import SearchHistory
@@ -59,8 +59,8 @@ def report(
     from autotune.report.pages.page import html_report
     from ringattn.profile.yaml_io import load_profile
 
-    from .console import emit_json
-    from .locate import chosen_profile_path
+    from ..console import emit_json
+    from ..locate import chosen_profile_path
 
     to_stdout = str(output) == "-"
     if to_stdout and as_json:
@@ -101,7 +101,7 @@ def _histories(profile: Profile, source: Path, storage: str | None) -> tuple[Sea
     """Return the history in the storage that is named, else in the journal beside the profile, if it has one."""
     from autotune.journal.history import search_histories
 
-    from .console import warn
+    from ..console import warn
 
     if storage is not None:
         return search_histories(profile, storage)

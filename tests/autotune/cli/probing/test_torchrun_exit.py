@@ -17,7 +17,7 @@ from autotune.cli.main import cli
 from autotune.exit_codes import ExitCode, NothingMeasured
 from autotune.probe.request import ProbeObserver, ProbeRequest, ProbeResult
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 MESSAGE = "inconclusive: train dense: too noisy"
 # What torchrun starts here: the command, with an engine that leaves one cell undecided.
 SCRIPT = """
@@ -42,7 +42,7 @@ def undecided(request: ProbeRequest, observer: ProbeObserver) -> ProbeResult:
 def test_cells_left_undecided_are_no_failure_of_the_job(tmp_path: Path) -> None:
     script = tmp_path / "probe.py"
     script.write_text(SCRIPT)
-    paths = os.pathsep.join((str(ROOT), str(Path(__file__).parents[2] / "support" / "autotune")))
+    paths = os.pathsep.join((str(ROOT), str(Path(__file__).parents[3] / "support" / "autotune")))
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", str(script)],
         capture_output=True,

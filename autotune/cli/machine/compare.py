@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .options import (
+from ..options import (
     Integer,
     causal_option,
     check_page,
@@ -90,8 +90,8 @@ def compare(blocks: int, seed: int, output: Path | None, as_json: bool, **asked:
     from ringattn.planning.module_setup import device_of
     from ringattn.workload import Pattern
 
-    from .console import emit_json, print_answer, warn
-    from .report import write_page
+    from ..console import emit_json, print_answer, warn
+    from ..profile.report import write_page
 
     device = device_of(asked["device"])
     facts = detect(device)

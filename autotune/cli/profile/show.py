@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from .options import device_option, json_option, profile_argument
+from ..options import device_option, json_option, profile_argument
 
 
 @click.command(short_help="Print what a profile says.")
@@ -26,8 +26,8 @@ def show(profile: Path | None, device: str | None, as_json: bool) -> None:
     from autotune.report.terminal import terminal_summary
     from ringattn.profile.yaml_io import load_profile
 
-    from .console import emit_json, print_answer
-    from .locate import chosen_profile_path, profile_document
+    from ..console import emit_json, print_answer
+    from ..locate import chosen_profile_path, profile_document
 
     loaded = load_profile(chosen_profile_path(profile, device))
     if as_json:

@@ -9,7 +9,7 @@ import click
 
 from autotune.exit_codes import ExitCode
 
-from .options import (
+from ..options import (
     budget_option,
     device_option,
     effort_option,
@@ -49,8 +49,8 @@ def verify(profile: Path | None, nproc: str | None, as_json: bool, **options: An
     from autotune.probe.tuning import verify_profile
     from ringattn.wording import plural
 
-    from .console import emit_json, warn
-    from .locate import chosen_profile_path
+    from ..console import emit_json, warn
+    from ..locate import chosen_profile_path
     from .progress import probe_observer
 
     ranks = ranks_of(nproc, options["device"])

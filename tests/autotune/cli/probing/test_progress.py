@@ -10,7 +10,13 @@ import sys
 import pytest
 from rich.console import Console
 
-from autotune.cli.progress import ETA_LINE_EVERY_S, InterruptibleObserver, LiveObserver, LogObserver, probe_observer
+from autotune.cli.probing.progress import (
+    ETA_LINE_EVERY_S,
+    InterruptibleObserver,
+    LiveObserver,
+    LogObserver,
+    probe_observer,
+)
 from autotune.outcome import TrialOutcome
 from autotune.probe.request import ProbeObserver, ProbeResult
 from ringattn.workload import Workload

@@ -8,8 +8,8 @@ import click
 
 from autotune.exit_codes import ExitCode
 
-from .options import device_option, json_option, ranks_asked, world_option
-from .store.options import store_option
+from ..options import device_option, json_option, ranks_asked, world_option
+from ..store.options import store_option
 
 if TYPE_CHECKING:
     from ringattn.hardware.facts import HardwareFacts
@@ -52,9 +52,9 @@ def which(
     from autotune.formats import plain
     from ringattn.wording import plural
 
-    from .console import emit_json, warn
-    from .locate import TIER_MEANINGS, resolve_here
-    from .store.candidates import candidate_lines, candidates
+    from ..console import emit_json, warn
+    from ..locate import TIER_MEANINGS, resolve_here
+    from ..store.candidates import candidate_lines, candidates
 
     if path_only and (as_json or verbose):
         raise click.UsageError(f"--path-only and {'--json' if as_json else '--verbose'} exclude each other")
@@ -108,7 +108,7 @@ def _leave_beacon(
     from ringattn.store.names import kind_of
     from ringattn.wording import plural
 
-    from .store.options import written_store
+    from ..store.options import written_store
 
     serves = tier != "heuristic"
     lacks = f"no plans for {plural(resolution.world, 'rank')}" if resolution.profile else "no measured profile fits"

@@ -10,7 +10,7 @@ import click
 
 from autotune.exit_codes import ExitCode
 
-from .options import (
+from ..options import (
     SHAPE,
     DtypeChoice,
     budget_option,
@@ -33,7 +33,7 @@ from .options import (
     seq_lens_option,
     shape_options,
 )
-from .store.options import (
+from ..store.options import (
     check_if_missing,
     check_store_writable,
     if_missing_option,
@@ -229,9 +229,9 @@ def probe(
     from autotune.probe.request import ProbeRequest
     from autotune.probe.tuning import run_probe
 
+    from .once import push_measured
     from .probe_result import print_result
     from .progress import probe_observer
-    from .store.once import push_measured
 
     ranks = ranks_of(nproc, options["device"])
     if ranks == 1 and options["layout"] != "auto":
@@ -243,7 +243,7 @@ def probe(
     notes = _shape_from_files(model, like, options)
     request = ProbeRequest(ranks=ranks, **options)
     if if_missing or if_stale:
-        from .store.once_command import probe_if_missing
+        from .once_command import probe_if_missing
 
         probe_if_missing(request, stores, if_stale, wait_s, notes, as_json)
         return

@@ -10,9 +10,9 @@ import click
 from autotune.exit_codes import ExitCode
 from ringattn.wording import plural
 
+from ..options import device_option, json_option, seconds
+from ..store.candidates import store_contents
 from .numerics import head_dim_list, numerics_of
-from .options import device_option, json_option, seconds
-from .store.candidates import store_contents
 
 if TYPE_CHECKING:
     from ringattn.hardware.facts import HardwareFacts
@@ -77,7 +77,7 @@ def doctor(
     from autotune.report.numerics.numerics_sweep import sweep
     from ringattn.hardware.facts import detect
 
-    from .console import emit_json, print_answer
+    from ..console import emit_json, print_answer
 
     facts = detect(device)
     diagnoses = diagnose(facts, lambda attempts: sweep(attempts, facts, device))
@@ -129,7 +129,7 @@ def _resolution(device: str | None) -> dict[str, object]:
     """Return what resolves here; a named file that cannot be used is an answer, too, and no end of the diagnosis."""
     from ringattn.errors import ProfileError
 
-    from .locate import resolve_here
+    from ..locate import resolve_here
 
     try:
         resolution, _, _ = resolve_here(device)
@@ -145,7 +145,7 @@ def ranks_here(facts: HardwareFacts, device: str | None) -> dict[str, object]:
     """
     from ringattn.errors import ProfileError
 
-    from .locate import resolve_here
+    from ..locate import resolve_here
 
     found: dict[str, object] = {"count": facts.device_count, "link": facts.link, "link_speeds": ()}
     if facts.device_count > 1:
@@ -186,7 +186,7 @@ def doctor_summary(
 
     from autotune.formats import format_bytes, plain
 
-    from .locate import TIER_MEANINGS
+    from ..locate import TIER_MEANINGS
 
     machine = Table.grid(padding=(0, 2))
     memory = format_bytes(facts.memory_mib * 2**20)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from autotune.formats import format_bytes, format_duration, format_factor, format_length, format_ms, plain
-from autotune.probe.recorded import call_gflop
+from autotune.probe.workloads.recorded import call_gflop
 from ringattn.errors import KernelReason
 from ringattn.profile.schema import Choice
 from ringattn.wording import plural

@@ -33,7 +33,7 @@ def probe_if_missing(
     user's folder would come before the store's for ever.
     """
     from autotune.probe import tuning
-    from autotune.probe.ranks_environment import facts_of_ranks
+    from autotune.probe.machine.ranks_environment import facts_of_ranks
     from ringattn.hardware.facts import detect
     from ringattn.profile.locations import cache_folder, home_folder
     from ringattn.profile.schema import Fingerprint

@@ -225,7 +225,7 @@ def probe(
         check_writable(options["output"])
 
     from autotune.distributed.launcher import started_by_torchrun
-    from autotune.probe.ranks_environment import follow_rank_0, is_follower, ranks_of
+    from autotune.probe.machine.ranks_environment import follow_rank_0, is_follower, ranks_of
     from autotune.probe.request import ProbeRequest
     from autotune.probe.tuning import run_probe
 
@@ -266,7 +266,7 @@ def probe(
 def _shape_from_files(model: Path | None, like: Path | None, options: dict[str, Any]) -> tuple[str, ...]:
     """Set the options that a model's config or a record decides, and return what to say of it."""
     if model is not None:
-        from autotune.probe.model_config import read_model
+        from autotune.probe.workloads.model_config import read_model
 
         given = {name: options[name] for name in ("heads", "kv_heads", "head_dim", "causal")}
         shape = read_model(model, **given, needs_length=not options["seq_lens"])
@@ -274,7 +274,7 @@ def _shape_from_files(model: Path | None, like: Path | None, options: dict[str, 
         options["dense"] = options["segment_lengths"] is None
         return shape.notes
     if like is not None:
-        from autotune.probe.recorded import read_workloads
+        from autotune.probe.workloads.recorded import read_workloads
 
         options["recorded"], notes = read_workloads(like)
         return notes

@@ -44,7 +44,7 @@ def verify(profile: Path | None, nproc: str | None, as_json: bool, **options: An
     PROFILE has none for this number it is exit code 4.
     """
     from autotune.formats import format_duration
-    from autotune.probe.ranks_environment import follow_rank_0, is_follower, ranks_of
+    from autotune.probe.machine.ranks_environment import follow_rank_0, is_follower, ranks_of
     from autotune.probe.request import ProbeRequest
     from autotune.probe.tuning import verify_profile
     from ringattn.wording import plural

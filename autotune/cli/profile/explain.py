@@ -60,7 +60,7 @@ def explain(profile: Path | None, as_json: bool, **asked: Any) -> None:
     check_pattern(asked["segment_lengths"], asked["dilation_rates"])
     check_shape(asked["heads"], asked["kv_heads"])
 
-    from autotune.probe.ranks_environment import facts_of_ranks
+    from autotune.probe.machine.ranks_environment import facts_of_ranks
     from autotune.report.explain import explain_workload, explanation_summary, facts_of, why_foreign
     from ringattn.hardware.facts import detect
     from ringattn.planning.module_setup import device_of, set_up_for

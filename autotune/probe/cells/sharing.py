@@ -15,7 +15,7 @@ from autotune.measure.evaluator import Clock
 from autotune.search.budget import Budget, CellNeed
 from ringattn.workload import Workload
 
-from .outcome import outcome_of
+from .search_outcome import outcome_of
 
 REFRESHED_EVERY_S = 1.0
 

@@ -38,7 +38,7 @@ from autotune.measure.evaluator import (
     Sample,
     Stopped,
 )
-from autotune.probe.device_lock import device_lock
+from autotune.probe.machine.device_lock import device_lock
 from autotune.probe.request import ProbeRequest
 from autotune.space.space import build_space
 from ringattn.workload import Tunables
@@ -341,7 +341,7 @@ def test_a_killed_holder_keeps_nobody_waiting(tmp_path: Path) -> None:
         import sys, time
         from pathlib import Path
         from machines import environment_of, invented
-        from autotune.probe.device_lock import device_lock
+        from autotune.probe.machine.device_lock import device_lock
         from autotune.probe.request import ProbeRequest
         from autotune.journal.store import Store
         folder = Path(sys.argv[1])

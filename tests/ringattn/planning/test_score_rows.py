@@ -12,8 +12,8 @@ from test_table import POLICY, SHAPE, choice
 
 from autotune.exit_codes import UsageFailure
 from autotune.measure.module_calls import build_module
-from autotune.probe.recorded import choose_recorded
 from autotune.probe.request import ProbeRequest
+from autotune.probe.workloads.recorded import choose_recorded
 from ringattn.errors import FieldError, InputError
 from ringattn.hardware.kernel_faults import Combination
 from ringattn.kernels.registry import KERNELS

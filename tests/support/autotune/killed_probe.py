@@ -29,7 +29,7 @@ CALL_S = 2e-3  # what a measurement takes, so that some are killed in the middle
 Event = tuple[str, ...]  # its kind first
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["autotune.probe.device_lock", "autotune.probe.dry_run", "autotune.probe.run", "ringattn.attention"]
+    ["autotune.probe.machine.device_lock", "autotune.probe.dry_run", "autotune.probe.run", "ringattn.attention"]
 )
 
 

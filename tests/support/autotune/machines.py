@@ -12,7 +12,7 @@ from autotune.journal.store import Store
 from autotune.journal.study.result import CellResult
 from autotune.measure.evaluator import Checked, Evaluator, Fault
 from autotune.measure.simulated import QUIET, ReplayEvaluator, Row, SimulatedClock, Trouble
-from autotune.probe.environment import Environment
+from autotune.probe.machine.environment import Environment
 from autotune.probe.request import ProbeRequest
 from autotune.search.budget import EFFORTS, Budget, Deadline, EffortPreset
 from autotune.search.limits import Limits

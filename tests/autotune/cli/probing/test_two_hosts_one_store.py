@@ -46,7 +46,7 @@ from machines import row_of
 from probed_machine import truth
 from autotune.measure.simulated import QUIET, ReplayEvaluator, SimulatedClock
 from autotune.probe import tuning
-from autotune.probe.environment import this_machine
+from autotune.probe.machine.environment import this_machine
 from ringattn.store.lease import Lease
 Lease.__init__.__kwdefaults__["term_s"] = float(sys.argv.pop(1))
 holds = sys.argv.pop(1) == "holds"

@@ -53,8 +53,8 @@ def test_it_names_the_probe_that_measures_what_no_plan_was_measured_for(at_home:
 @pytest.mark.parametrize("mode", ["train", "infer"])
 def test_without_a_shape_it_explains_a_row_of_the_default_grid(mode: str) -> None:
     """So that what a newcomer has just measured is what the bare command explains."""
-    from autotune.probe.grid import cells_for
     from autotune.probe.request import ProbeRequest, usual_shape
+    from autotune.probe.workloads.grid import cells_for
     from ringattn.hardware.facts import HardwareFacts
 
     workload = explained("--device", "cpu", "--mode", mode)["workload"]

@@ -13,7 +13,7 @@ from probed_machine import Machine, Watching, request_for
 from autotune.exit_codes import NothingMeasured
 from autotune.measure.evaluator import Fault
 from autotune.measure.simulated import ReplayEvaluator, SimulatedClock, Trouble
-from autotune.probe.environment import Environment
+from autotune.probe.machine.environment import Environment
 from autotune.probe.request import ProbeResult
 from autotune.probe.tuning import run_probe
 from ringattn.hardware.facts import HardwareFacts

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autotune.exit_codes import UsageFailure
+from autotune.probe.request import Effort, ProbeRequest, usual_shape
 from autotune.space.space import NARROWER
 from ringattn.errors import InputError
 from ringattn.hardware.facts import HardwareFacts
@@ -13,7 +14,6 @@ from ringattn.wording import plural
 from ringattn.workload import Branch, Mode, Pattern, Workload, nearest_bucket, not_narrower
 
 from .recorded import choose_recorded
-from .request import Effort, ProbeRequest, usual_shape
 
 LONGNET = Pattern((Branch(2048, 1), Branch(4096, 2), Branch(8192, 4), Branch(16384, 8), Branch(32768, 16)))
 LONGNET_CPU = Pattern((Branch(512, 1), Branch(1024, 2), Branch(2048, 4)))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from autotune.exit_codes import UsageFailure
-from autotune.probe.model_config import read_model
+from autotune.probe.workloads.model_config import read_model
 
 LLAMA = {
     "model_type": "llama",

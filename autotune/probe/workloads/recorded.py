@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autotune.exit_codes import UsageFailure
+from autotune.probe.request import ProbeRequest
 from autotune.search.budget import EFFORTS, RESERVE_S
 from ringattn.planning.launches import total_forward_gflop
 from ringattn.planning.unmeasured_workloads import read_record, unmeasurable
 from ringattn.wording import plural
 from ringattn.workload import Workload
-
-from .request import ProbeRequest
 
 SECONDS_PER_CELL = 5.75  # what each of the 8 cells of a quick probe of the grid has
 FORWARD_AND_BACKWARD = 3.5  # times the forward's operations: its 2 products of matrices and the backward's 5

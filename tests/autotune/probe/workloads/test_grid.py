@@ -12,9 +12,9 @@ from machines import FACTS
 from probed_machine import Machine
 
 from autotune.exit_codes import UsageFailure
-from autotune.probe.grid import LONGNET_CPU, cells_for, check_lengths, left_out
 from autotune.probe.request import ProbeObserver, ProbeRequest
 from autotune.probe.tuning import run_probe
+from autotune.probe.workloads.grid import LONGNET_CPU, cells_for, check_lengths, left_out
 
 
 @pytest.mark.parametrize("effort", ["quick", "standard", "full"])

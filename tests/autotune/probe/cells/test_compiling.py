@@ -15,7 +15,7 @@ from modelled_h100 import NOISE, SM_90, ModelledH100, device_ms, row_of_plan
 from probed_machine import Watching
 
 from autotune.measure.simulated import CompilingEvaluator, SimulatedClock, SimulatedCompilers
-from autotune.probe.environment import Environment
+from autotune.probe.machine.environment import Environment
 from autotune.probe.request import ProbeRequest
 from autotune.probe.tuning import run_probe
 from autotune.space.first_calls import CompiledKernel

@@ -16,10 +16,10 @@ from probed_machine import Machine, Watching
 
 import ringattn
 from autotune.exit_codes import UsageFailure
-from autotune.probe.grid import cells_for, left_out
-from autotune.probe.recorded import SECONDS_PER_CELL, call_gflop, choose_recorded, read_workloads
 from autotune.probe.request import ProbeRequest
 from autotune.probe.tuning import run_probe
+from autotune.probe.workloads.grid import cells_for, left_out
+from autotune.probe.workloads.recorded import SECONDS_PER_CELL, call_gflop, choose_recorded, read_workloads
 from autotune.search.budget import EFFORTS, RESERVE_S
 from ringattn.planning.unmeasured_workloads import line_of, read_record
 from ringattn.profile.yaml_io import load_profile

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 from autotune.distributed.launcher import THREADS, ranks_wanted, torchrun_rank
 from autotune.measure.evaluator import Evaluator
+from autotune.probe.request import ProbeRequest
 from autotune.search.budget import EffortPreset
 from ringattn.hardware.facts import HardwareFacts
-
-from .request import ProbeRequest
 
 if TYPE_CHECKING:
     from .environment import Environment

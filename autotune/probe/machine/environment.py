@@ -18,6 +18,7 @@ from autotune.measure.bench import BenchSettings
 from autotune.measure.evaluator import Clock, Evaluator, MonotonicClock
 from autotune.measure.worker_evaluator import WorkerEvaluator
 from autotune.measure.worker_pool import PooledEvaluator, pool_size_here
+from autotune.probe.request import ProbeRequest
 from autotune.search.budget import EffortPreset
 from autotune.space.space import Machine, machine_of
 from ringattn.errors import DeviceError
@@ -27,8 +28,6 @@ from ringattn.profile.locations import FILE_VARIABLE, Located, collect, home_fol
 from ringattn.profile.resolve import resolve
 from ringattn.profile.schema import Policy
 from ringattn.store.names import file_stem
-
-from .request import ProbeRequest
 
 EvaluatorFactory = Callable[[HardwareFacts, ProbeRequest, EffortPreset], Evaluator]
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autotune.probe.machine.environment import Environment
 from autotune.search.budget import EFFORTS, EffortPreset
 
-from .environment import Environment
 from .request import ProbeObserver, ProbeRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class ProbeContext:
     """Request, effort, environment and observer of one probe."""
 
     request: ProbeRequest
@@ -20,7 +20,7 @@ class Task:
     observer: ProbeObserver
 
     @classmethod
-    def of(cls, request: ProbeRequest, observer: ProbeObserver, environment: Environment) -> Task:
-        """Make the task of a request, with its environment at the request's effort."""
+    def of(cls, request: ProbeRequest, observer: ProbeObserver, environment: Environment) -> ProbeContext:
+        """Make the context of a request, with its environment at the request's effort."""
         preset = EFFORTS[request.effort].with_budget(request.budget_s)
         return cls(request, preset, environment.at_effort(preset), observer)

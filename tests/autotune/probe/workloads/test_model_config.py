@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from machines import FACTS
 
 from autotune.exit_codes import UsageFailure
-from autotune.probe.grid import cells_for
-from autotune.probe.model_config import ModelShape, read_model
 from autotune.probe.request import ProbeRequest
+from autotune.probe.workloads.grid import cells_for
+from autotune.probe.workloads.model_config import ModelShape, read_model
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32,

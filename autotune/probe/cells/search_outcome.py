@@ -14,7 +14,7 @@ NOTES = "notes"  # of a worker
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SearchOutcome:
     """Facts of a whole search. ``elapsed_s`` is the time of all workers together, ``date`` an ISO date."""
 
     elapsed_s: float
@@ -22,15 +22,15 @@ class Outcome:
     notes: tuple[str, ...] = ()
 
 
-def outcome_of(store: Store) -> Outcome | None:
+def outcome_of(store: Store) -> SearchOutcome | None:
     """Return the outcome of a shared search that has come to its end. A search of one process has none to wait for."""
-    found: Outcome | None = store.recall(OUTCOME, Outcome) if store.shared else None
+    found: SearchOutcome | None = store.recall(OUTCOME, SearchOutcome) if store.shared else None
     return found
 
 
 def agreed_outcome(
     store: Store, notes: tuple[str, ...], elapsed_s: Callable[[], float], date: str, wait: Callable[[], None]
-) -> Outcome:
+) -> SearchOutcome:
     """Return the outcome of the search: that of the first worker that finds no cell of it in work.
 
     ``notes`` are those of this worker, ``wait`` lets others go on.
@@ -44,7 +44,7 @@ def agreed_outcome(
             found = outcome_of(store)
             if found is None:
                 every = (str(note) for noted in store.worker.noted(NOTES) for note in noted)
-                found = Outcome(round(elapsed_s(), 1), date, tuple(dict.fromkeys(every)))
+                found = SearchOutcome(round(elapsed_s(), 1), date, tuple(dict.fromkeys(every)))
                 store.remember(OUTCOME, dataclasses.asdict(found))
             return found
         finally:

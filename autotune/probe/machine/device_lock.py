@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 
 from autotune.exit_codes import DeviceBusy
 from autotune.locks import FileLock, LockHeld
+from autotune.probe.request import ProbeRequest
 from ringattn.profile.locations import state_folder
 
 from .environment import Environment, device_name
-from .request import ProbeRequest
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from autotune.formats import escape, format_factor, format_length  # noqa: E402
+from autotune.display_text import escape, format_factor, format_length  # noqa: E402
 from autotune.report.pages.charts import WIDTH, Bar, bar_chart, color_class  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"

@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 
 import click
 
+from autotune.display_text import plain
 from autotune.exit_codes import ExitCode, ProbeFailure
-from autotune.formats import plain
 
 from .interrupts import PROBE_INTERRUPTED
 from .machine.compare import compare

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autotune.display_text import format_factor
 from autotune.exit_codes import ProbeFailure
-from autotune.formats import format_factor
 from ringattn.workload import Workload, describe
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from autotune.formats import format_duration
+from autotune.display_text import format_duration
 from autotune.journal.storage.journal_file import journal_path
 from autotune.journal.store import FINISHED, Store
 from autotune.measure.evaluator import Evaluator, KnowsLinks

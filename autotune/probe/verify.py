@@ -9,13 +9,13 @@ from pathlib import Path
 from autotune.exit_codes import ExitCode, ProbeFailure
 from autotune.journal.study.entry import Entry
 from autotune.measure.evaluator import Evaluator
-from autotune.outcome import TrialOutcome
 from autotune.search.budget import Budget, Deadline
 from autotune.search.cell import CALLS_BEFORE_HANG, CellState, DefaultBroken
 from autotune.search.deciding.choose import NOISY_SIGMA, gain_margin
 from autotune.search.deciding.decision import REFUSED_SIGMA
 from autotune.search.deciding.retime import retime
 from autotune.search.settings import SearchSettings
+from autotune.trial_outcome import TrialOutcome
 from ringattn.errors import PlanError
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.planning.plan import build_plan

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autotune.formats import format_bytes, format_factor, format_length, format_ms, plain
+from autotune.display_text import format_bytes, format_factor, format_length, format_ms, plain
 from autotune.report.wording.legend import legend, legend_table
 from autotune.report.wording.plan_text import PlanText
 from ringattn.hardware.facts import OPTIONAL_PACKAGES, HardwareFacts

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from autotune.formats import format_bytes, format_duration, format_factor, format_length, format_ms, plain
+from autotune.display_text import format_bytes, format_duration, format_factor, format_length, format_ms, plain
 from autotune.probe.workloads.recorded import call_gflop
 from ringattn.errors import KernelReason
 from ringattn.profile.schema import Choice

@@ -16,7 +16,7 @@ import numpy as np
 from autotune.journal.study.entry import Entry, PairedBlock
 from autotune.measure.evaluator import Block, Checked, Evaluator, Fault, Interference, Proven, Sample
 from autotune.measure.launch_overhead import sample_ms
-from autotune.outcome import TrialOutcome
+from autotune.trial_outcome import TrialOutcome
 from ringattn.workload import Tunables, Workload
 
 from .budget import Deadline

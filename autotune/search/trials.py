@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autotune.journal.study.cell_study import CellStudy
 from autotune.journal.study.entry import Entry
-from autotune.outcome import TrialOutcome
+from autotune.trial_outcome import TrialOutcome
 
 from .cell import CellState
 

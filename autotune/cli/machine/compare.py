@@ -120,7 +120,7 @@ def comparison_summary(title: str, standings: Sequence[Standing], crossed: Seque
     from rich.table import Table
     from rich.text import Text
 
-    from autotune.formats import format_bytes, format_factor, format_length, format_ms, plain
+    from autotune.display_text import format_bytes, format_factor, format_length, format_ms, plain
     from autotune.report.wording.fitting_tables import FittingTables
 
     keys, columns = ("Length", "Contender"), ("Time", "Tokens/s", "Peak", "Error", "Speed-up")

@@ -184,7 +184,7 @@ def doctor_summary(
     from rich.table import Table
     from rich.text import Text
 
-    from autotune.formats import format_bytes, plain
+    from autotune.display_text import format_bytes, plain
 
     from ..locate import TIER_MEANINGS
 

@@ -117,7 +117,7 @@ def numerics_summary(
     from rich.table import Table
     from rich.text import Text
 
-    from autotune.formats import plain
+    from autotune.display_text import plain
 
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in ("Kernel", "Direction", "Dtypes", "State", "head_dim"):

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from autotune.display_text import plain
 from autotune.folders import made_folder
-from autotune.formats import plain
 
 from ..store.options import check_signing_key, places_of, signing_key, written_store
 from .once import OncePerKind

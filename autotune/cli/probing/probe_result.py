@@ -35,7 +35,7 @@ def print_result(result: ProbeResult, as_json: bool, device: str | None, ranks: 
     for line in trouble_lines(result):
         warn(line)
     if not as_json and result.profile is not None:
-        from autotune.formats import format_duration
+        from autotune.display_text import format_duration
 
         done = "verified" if result.verified else "written"
         click.echo(f"\nProfile {done} in {format_duration(result.elapsed_s)}: {result.profile_path}")
@@ -131,7 +131,7 @@ def dry_run_summary(dry_run: DryRun) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    from autotune.formats import format_duration, plain
+    from autotune.display_text import format_duration, plain
     from autotune.report.wording.plan_text import PlanText
     from ringattn.wording import plural
 

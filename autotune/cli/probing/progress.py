@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from autotune.formats import format_duration, format_ms, plain
-from autotune.outcome import TrialOutcome
+from autotune.display_text import format_duration, format_ms, plain
 from autotune.probe.request import ProbeObserver, ProbeResult, VerifyResult
+from autotune.trial_outcome import TrialOutcome
 from ringattn.wording import plural
 from ringattn.workload import Workload
 

@@ -43,7 +43,7 @@ def verify(profile: Path | None, nproc: str | None, as_json: bool, **options: An
     number are left out, which is said and does not change the exit code; where
     PROFILE has none for this number it is exit code 4.
     """
-    from autotune.formats import format_duration
+    from autotune.display_text import format_duration
     from autotune.probe.machine.ranks_environment import follow_rank_0, is_follower, ranks_of
     from autotune.probe.request import ProbeRequest
     from autotune.probe.tuning import verify_profile

@@ -49,7 +49,7 @@ def validate(profiles: tuple[Path, ...], here: bool, device: str | None, as_json
         ringtune validate profiles/*.yaml
         ringtune validate --here this-machine.yaml
     """
-    from autotune.formats import plain
+    from autotune.display_text import plain
     from ringattn.wording import plural
 
     from ..console import emit_json, warn

@@ -49,7 +49,7 @@ def which(
         ringtune which
         PROFILE=$(ringtune which --path-only) || ringtune probe
     """
-    from autotune.formats import plain
+    from autotune.display_text import plain
     from ringattn.wording import plural
 
     from ..console import emit_json, warn

@@ -42,8 +42,8 @@ def pull(
     \b
         ringtune pull --store /shared/ringtune
     """
+    from autotune.display_text import plain
     from autotune.exit_codes import ExitCode, ProbeFailure
-    from autotune.formats import plain
     from ringattn.errors import RingAttentionError
     from ringattn.profile.locations import home_folder, user_folder
     from ringattn.profile.yaml_io import save_profile

@@ -31,7 +31,7 @@ def push(files: tuple[Path, ...], stores: tuple[str, ...], device: str | None, a
     \b
         ringtune push --store /shared/ringtune this-machine.yaml
     """
-    from autotune.formats import plain
+    from autotune.display_text import plain
     from ringattn.profile.yaml_io import load_profile
 
     from ..console import emit_json

@@ -14,7 +14,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from autotune.formats import format_factor, plain
+from autotune.display_text import format_factor, plain
 from autotune.journal.history import SearchHistory, TimedTrial
 
 WIDTH, HISTORY_WIDTH = 460, 300

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from autotune.formats import format_factor, format_length
+from autotune.display_text import format_factor, format_length
 from autotune.report.summary import (
     Family,
     Rates,

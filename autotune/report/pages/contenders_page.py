@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from itertools import groupby
 
-from autotune.formats import format_length
+from autotune.display_text import format_length
 from autotune.report.contenders import HEURISTIC, OURS, TORCH, Crossover, Standing
 
 from .charts import Bar, bar_chart, color_class

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from jinja2 import Template
 from markupsafe import Markup
 
-from autotune.formats import escape, format_bytes, format_factor, format_length, format_ms, plain
+from autotune.display_text import escape, format_bytes, format_factor, format_length, format_ms, plain
 from autotune.journal.history import SearchHistory
 from autotune.report.summary import (
     FAILURE_MEANINGS,

@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autotune.formats import plain
+from autotune.display_text import plain
 from ringattn.tunables import TABLE, Tunable
 from ringattn.workload import PARAM_MEANING, BranchTunables, Tunables, described_words
 

@@ -16,9 +16,9 @@ from patience import LIMIT_S
 from report_samples import evidence, gpu_profile, heuristic_profile, plan
 
 from autotune.cli.probing.probe_result import _how_to_use
-from autotune.outcome import TrialOutcome
 from autotune.probe.request import CellReport, DryCell, DryRun, ProbeObserver, ProbeRequest, ProbeResult
 from autotune.report.wording.plan_text import pieces
+from autotune.trial_outcome import TrialOutcome
 from ringattn.errors import KernelReason
 from ringattn.profile.schema import Choice, PlanEntry
 from ringattn.profile.yaml_io import load_profile, save_profile

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from autotune.cli.probing.probe import probe as probe_command
 from autotune.cli.profile.report import names_apart
-from autotune.formats import escape, format_bytes, format_duration, format_length, format_ms, plain
+from autotune.display_text import escape, format_bytes, format_duration, format_length, format_ms, plain
 from autotune.journal.history import SearchHistory, TimedTrial
 from autotune.report.pages import page as page_module
 from autotune.report.pages.charts import SERIES, Bar, bar_chart, color_class, history_chart

@@ -17,8 +17,8 @@ from autotune.cli.probing.progress import (
     LogObserver,
     probe_observer,
 )
-from autotune.outcome import TrialOutcome
 from autotune.probe.request import ProbeObserver, ProbeResult
+from autotune.trial_outcome import TrialOutcome
 from ringattn.workload import Workload
 
 CELLS = [Workload("train", True, n, 4, 64, "fp32") for n in (256, 1024)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from example_ranks import run_here, run_ranks
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 EXAMPLE = str(ROOT / "examples" / "train_ring.py")
 
 

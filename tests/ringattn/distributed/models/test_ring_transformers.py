@@ -26,7 +26,7 @@ from ringattn.integrations.transformers_calls import Call, attend_over_ranks
 from ringattn.integrations.transformers_masks import mask_codes
 from ringattn.modules.pool import AttentionPool
 
-EXAMPLE = str(Path(__file__).parents[3] / "examples" / "finetune_transformers.py")
+EXAMPLE = str(Path(__file__).parents[4] / "examples" / "finetune_transformers.py")
 
 
 def test_the_example_has_one_loss_whatever_the_ranks(

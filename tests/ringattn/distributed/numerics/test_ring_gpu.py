@@ -20,7 +20,7 @@ def _run(script: str) -> str:
     world = 4 if count == 4 else 2
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
     done = subprocess.run(
-        [*command, str(ROOT / "tests" / "support" / "ring" / script)],
+        [*command, str(ROOT / "tests" / "support" / "ring" / "rank_mains" / script)],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-REPO = Path(__file__).resolve().parents[3]
+REPO = Path(__file__).resolve().parents[4]
 NO_FLOCK = Path(__file__).parent / "no_flock"
 
 # What is mounted below a mount point keeps its own flags, so that each is remounted; some, as /proc, refuse and may.

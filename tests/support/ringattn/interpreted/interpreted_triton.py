@@ -37,7 +37,7 @@ class Call(NamedTuple):
 def interpreted(script: str, *arguments: object) -> str:
     """What a script printed that ran under the interpreter; it calls ``patch_once`` before any kernel."""
     here = Path(__file__).parent
-    paths = os.pathsep.join((str(here.parents[2]), str(here)))
+    paths = os.pathsep.join(map(str, (here.parents[3], here.parent, here)))
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, script, *map(str, arguments)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -1,6 +1,6 @@
 """Fuzzes profiles, names and the contents of stores, and prints as JSON what happened.
 
-    python tests/support/ringattn/fuzz_main.py FOLDER COUNT [FIRST]
+    python tests/support/ringattn/store/fuzz_main.py FOLDER COUNT [FIRST]
 
 In FOLDER/inside lies the store. Whatever is done may raise our errors alone, may run no code and touch nothing beside
 the store and the cache, which an audit hook watches; of the profiles that are accepted every tenth is pushed, and runs

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "ringattn"), str(Path(__file__).parent)]
+sys.path[:0] = [str(Path(__file__).parents[2] / "ringattn"), str(Path(__file__).parents[1])]
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from patience import LIMIT_S
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
 NOBODY = "10.213.77.9"  # what is sent there is dropped
 PORT = 9000

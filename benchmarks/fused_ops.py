@@ -18,8 +18,8 @@ import torch
 from common import Clock, Record, median, need_gpus
 
 from ringattn.geometry.calls import Geometry, LayoutKey, PlacedCall, Window, build_geometry
+from ringattn.runtime.fused.merge_triton import TritonOps
 from ringattn.runtime.merge import GradJob, GradPartial, Partial
-from ringattn.runtime.merge_triton import TritonOps
 from ringattn.runtime.workspace import Lease
 from ringattn.workload import Pattern
 

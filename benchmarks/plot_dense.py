@@ -19,8 +19,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from autotune.formats import escape, format_factor, format_length  # noqa: E402
-from autotune.report.charts import WIDTH, Bar, bar_chart, color_class  # noqa: E402
+from autotune.display_text import escape, format_factor, format_length  # noqa: E402
+from autotune.report.pages.charts import WIDTH, Bar, bar_chart, color_class  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 PICTURE = ROOT / "docs" / "dense.svg"
@@ -45,7 +45,7 @@ def picture(records: dict[str, dict[str, Any]]) -> str:
             f'<text x="{left}" y="34">{escape(versions)}</text>'
             f'<svg x="{left}" y="{CAPTION_HEIGHT}" width="{WIDTH}" height="{height}">{chart}</svg>\n'
         )
-    style = files("autotune.report").joinpath("templates", "report.css").read_text("utf-8")
+    style = files("autotune.report.pages").joinpath("templates", "report.css").read_text("utf-8")
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {whole[0]} {whole[1]}">\n'
         f"<style>\n{style}svg .page {{ fill: var(--card); }}\n"

@@ -24,9 +24,9 @@ from autotune.measure.evaluator import Checked, Fault, Sample  # noqa: E402
 from autotune.measure.simulated import Row, Table, save_tables  # noqa: E402
 from autotune.measure.worker_evaluator import WorkerEvaluator  # noqa: E402
 from autotune.probe.cells.space import space_for  # noqa: E402
-from autotune.probe.environment import this_machine  # noqa: E402
-from autotune.probe.grid import Cell  # noqa: E402
+from autotune.probe.machine.environment import this_machine  # noqa: E402
 from autotune.probe.request import ProbeRequest  # noqa: E402
+from autotune.probe.workloads.grid import Cell  # noqa: E402
 from autotune.space.space import Space, Value  # noqa: E402
 from ringattn.hardware.facts import HardwareFacts  # noqa: E402
 from ringattn.workload import Pattern, Tunables, Workload  # noqa: E402

@@ -35,7 +35,7 @@ def work(storage: str, folder: Path, budget_s: float) -> None:
 
     from autotune.measure.evaluator import Block, Checked
     from autotune.measure.simulated import QUIET, ReplayEvaluator, Row, SimulatedClock
-    from autotune.probe.environment import environment_of
+    from autotune.probe.machine.environment import environment_of
     from autotune.probe.request import ProbeRequest
     from autotune.probe.tuning import run_probe
     from ringattn.hardware.facts import detect

@@ -26,7 +26,7 @@ from common import Record, median
 from ringattn.hardware.facts import detect
 from ringattn.profile.schema import Choice, Evidence, Fingerprint, PlanEntry, Profile, Provenance
 from ringattn.profile.yaml_io import dump_profile
-from ringattn.store.folder import Folder
+from ringattn.store.backends.folder import Folder
 from ringattn.store.store import Store
 from ringattn.workload import BranchTunables, Tunables, Workload
 

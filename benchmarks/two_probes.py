@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 from common import Record  # noqa: E402
 
 from autotune.measure.benchmark import DeviceBench  # noqa: E402
-from autotune.probe.environment import bench_settings  # noqa: E402
+from autotune.probe.machine.environment import bench_settings  # noqa: E402
 from autotune.probe.request import ProbeRequest  # noqa: E402
 from autotune.search.budget import EFFORTS  # noqa: E402
 from autotune.statistics import Interval, interval_of  # noqa: E402

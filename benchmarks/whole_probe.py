@@ -26,9 +26,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support" / "autotune")]
 from modelled_h100 import device_ms, modelled_environment  # noqa: E402
 
 from autotune.measure.simulated import Part, SimulatedClock  # noqa: E402
-from autotune.outcome import TrialOutcome  # noqa: E402
 from autotune.probe.request import CellReport, ProbeObserver, ProbeRequest  # noqa: E402
 from autotune.probe.tuning import run_probe  # noqa: E402
+from autotune.trial_outcome import TrialOutcome  # noqa: E402
 from ringattn.workload import Workload  # noqa: E402
 
 BUDGET_S = 170.0

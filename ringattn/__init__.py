@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from ringattn.hardware.facts import HardwareFacts, detect
     from ringattn.profile.schema import Profile
     from ringattn.profile.yaml_io import load_profile
+    from ringattn.runtime.packed.documents import Documents
     from ringattn.runtime.ranges import named_ranges
 
     from .attention import RingAttention
     from .decoding.cache import KVCache
-    from .runtime.documents import Documents
 
 __all__ = [
     "Documents",
@@ -41,7 +41,7 @@ _HOMES = {
     "scaled_dot_product_attention": "modules.functional",
     "LongNetBlock": "modules.longnet",
     "LongNetEncoder": "modules.longnet",
-    "Documents": "runtime.documents",
+    "Documents": "runtime.packed.documents",
     "KVCache": "decoding.cache",
     "HardwareFacts": "hardware.facts",
     "detect": "hardware.facts",

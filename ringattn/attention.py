@@ -20,12 +20,8 @@ from ringattn.decoding.methods import DecodingMethods
 from ringattn.geometry.layout import resolve_layout
 from ringattn.hardware.kernel_faults import Combination
 from ringattn.maps.module import AttentionMaps
-from ringattn.planning.missed import record_path
-from ringattn.planning.plan import Conditions
-from ringattn.planning.preference import Launch, Preference, check_preference
-from ringattn.planning.self_check import asked_of_kernels, faults_among
-from ringattn.planning.setup import (
-    Setup,
+from ringattn.planning.module_setup import (
+    ModuleSetup,
     check_module,
     check_scores,
     device_of,
@@ -33,13 +29,17 @@ from ringattn.planning.setup import (
     set_up,
     wishes_of,
 )
+from ringattn.planning.plan import Conditions
+from ringattn.planning.preference import Launch, Preference, check_preference
+from ringattn.planning.self_check import asked_of_kernels, faults_among
 from ringattn.planning.table import ModuleShape, PlanTable, Row, build_table
+from ringattn.planning.unmeasured_workloads import record_path
 from ringattn.profile.schema import Profile
-from ringattn.runtime.documents import TENSORS_ALONE, Extent, extent_of, given_of
-from ringattn.runtime.documents_program import load_program
 from ringattn.runtime.dropout_program import check_dropping, dropout_refusal
 from ringattn.runtime.fits import FitsMemory
 from ringattn.runtime.inputs import check_dtypes, check_inputs, check_total_length, check_types
+from ringattn.runtime.packed.documents import TENSORS_ALONE, Extent, extent_of, given_of
+from ringattn.runtime.packed.documents_program import load_program
 from ringattn.runtime.program import Program
 from ringattn.runtime.ranges import HasRanges
 from ringattn.runtime.sinks import check_sinks, with_sinks
@@ -158,7 +158,7 @@ class RingAttention(DecodingMethods, ShardedModule, AttentionMaps, PlannedModule
             deterministic = torch.are_deterministic_algorithms_enabled()
             layout_with = partial(shape.layout, layout)
 
-            def resolve() -> tuple[Setup, PlanTable]:
+            def resolve() -> tuple[ModuleSetup, PlanTable]:
                 setup, of_ranks = set_up(profile, device, shape), ("", "")
                 if self._ring is not None:
                     of_ranks = layout_with(setup.entries, setup.facts), self._ring.watchdog.hosts_reason()

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from ringattn.autograd.warmup import first_calls_ms
-from ringattn.planning.missed import Arguments, Result, count_calls, meet
+from ringattn.planning.module_setup import ModuleSetup, say_once
 from ringattn.planning.plan import Plan
-from ringattn.planning.setup import Setup, say_once
 from ringattn.planning.table import ModuleShape, PlanTable, Row
+from ringattn.planning.unmeasured_workloads import Arguments, Result, count_calls, meet
 from ringattn.runtime.inputs import check_length
 
 from .arguments import input_dtype, integer
@@ -27,7 +27,7 @@ class PlannedModule:
     dropout: float
     training: bool
     forward: Callable[..., Any]
-    _setup: Setup
+    _setup: ModuleSetup
     _logs: bool
     _record_path: str
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ringattn.geometry.layout import Shard, Span, check_dim, positions, shard
-from ringattn.runtime.documents import Documents, Extent, extent_of
-from ringattn.runtime.documents_program import DocumentsProgram
 from ringattn.runtime.inputs import check_length
+from ringattn.runtime.packed.documents import Documents, Extent, extent_of
+from ringattn.runtime.packed.documents_program import DocumentsProgram
+from ringattn.runtime.packed.varlen_program import VarlenProgram
 from ringattn.runtime.program import Program
-from ringattn.runtime.varlen_program import VarlenProgram
 
 from .arguments import integer
 from .errors import InputError

@@ -25,7 +25,7 @@ SHORT_RING = shlex.split(
     "--effort quick --budget 30 --mode infer --seq-len 1024 --heads 2 --head-dim 32 "
     "--segment-lengths 8192 --dilation-rates 1 --device cpu"
 )
-ONE_TEST = "-q -p no:cacheprovider tests/autotune/cli/test_progress.py"
+ONE_TEST = "-q -p no:cacheprovider tests/autotune/cli/probing/test_progress.py"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

@@ -19,7 +19,7 @@ from warm_start import start_warm
 import ringattn
 from autotune.cli.main import cli
 from autotune.exit_codes import ExitCode
-from ringattn.planning.missed import line_of
+from ringattn.planning.unmeasured_workloads import line_of
 from ringattn.profile.yaml_io import parse_profile
 from ringattn.versions import TESTED_TORCH
 from ringattn.workload import Workload

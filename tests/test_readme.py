@@ -12,8 +12,8 @@ import pytest
 import torch
 from documents import README, ROOT, blocks, blocks_of, run, text_of
 
-from autotune.probe.grid import cells_for
 from autotune.probe.request import ProbeRequest
+from autotune.probe.workloads.grid import cells_for
 from ringattn.hardware.facts import detect
 from ringattn.planning.plan import Origin
 

@@ -17,8 +17,8 @@ import torch
 from autotune.report.explain import facts_of
 from ringattn.errors import InputError, PlanError
 from ringattn.hardware.facts import HardwareFacts
+from ringattn.planning.module_setup import set_up_for
 from ringattn.planning.plan import Conditions
-from ringattn.planning.setup import set_up_for
 from ringattn.planning.table import ModuleShape, build_table
 from ringattn.profile.locations import shipped_folder
 from ringattn.profile.schema import Profile

@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 
-from ringattn.runtime.documents import Documents
+from ringattn.runtime.packed.documents import Documents
 from ringattn.workload import Workload
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ringattn.dtypes import TORCH_DTYPES
 from ringattn.geometry.layout import Shard, shard
-from ringattn.runtime.documents import Documents
+from ringattn.runtime.packed.documents import Documents
 from ringattn.workload import Workload
 
 from .documents import packed_documents

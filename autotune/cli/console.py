@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from autotune.formats import plain
+from autotune.display_text import plain
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

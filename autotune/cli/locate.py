@@ -31,7 +31,7 @@ def resolve_here(
 
     ``ranks`` may be made of them. ``stores`` are asked instead of those of RINGTUNE_STORE.
     """
-    from autotune.probe.ranks_environment import facts_of_ranks
+    from autotune.probe.machine.ranks_environment import facts_of_ranks
     from ringattn.hardware.facts import detect
     from ringattn.profile.resolve import resolve
     from ringattn.store.lookup import find_profiles

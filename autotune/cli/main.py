@@ -13,16 +13,20 @@ from typing import Any, NoReturn
 
 import click
 
+from autotune.display_text import plain
 from autotune.exit_codes import ExitCode, ProbeFailure
-from autotune.formats import plain
 
-from .compare import compare
-from .doctor import doctor
-from .explain import explain
 from .interrupts import PROBE_INTERRUPTED
-from .probe import probe
-from .report import report
-from .show import show
+from .machine.compare import compare
+from .machine.doctor import doctor
+from .machine.trace import trace
+from .probing.probe import probe
+from .probing.verify import verify
+from .profile.explain import explain
+from .profile.report import report
+from .profile.show import show
+from .profile.validate import validate
+from .profile.which import which
 from .store.diff import diff
 from .store.forget import forget
 from .store.listing import list_store
@@ -30,10 +34,6 @@ from .store.merge import merge
 from .store.pull import pull
 from .store.push import push
 from .store.sign import sign, verify_signature
-from .trace import trace
-from .validate import validate
-from .verify import verify
-from .which import which
 
 EPILOG = """\b
 Exit codes: 0 ok, 1 error, 2 usage, 3 no device, 4 no matching profile,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autotune.display_text import format_factor
 from autotune.exit_codes import ProbeFailure
-from autotune.formats import format_factor
 from ringattn.workload import Workload, describe
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def search_histories(profile: Profile, storage: str) -> tuple[SearchHistory, ...
     """
     import optuna
 
-    from .storages import without_password
+    from autotune.journal.storage.storages import without_password
 
     shown = without_password(storage)
     opened = _opened(storage, shown)
@@ -85,8 +85,9 @@ def _opened(storage: str, shown: str) -> BaseStorage:
     from optuna.storages.journal import JournalFileBackend
     from sqlalchemy.exc import SQLAlchemyError
 
+    from autotune.journal.storage.storages import GRPC, is_url, open_storage
+
     from .attributes import NO_JOURNAL
-    from .storages import GRPC, is_url, open_storage
 
     if not is_url(storage) and not Path(storage).is_file():  # Optuna would make one
         raise ProbeFailure(f"{storage}: no such file; --storage names the journal of a probe, or an Optuna URL")

@@ -15,16 +15,12 @@ from optuna.storages import BaseStorage, InMemoryStorage, JournalStorage
 from optuna.study import Study, StudyDirection
 
 from autotune.exit_codes import ProbeFailure
-from ringattn.profile.yaml_io import to_plain
-from ringattn.workload import Workload
-
-from .attributes import BadStudy, attribute, read_by_optuna, required, typed
-from .cell_status import CellStatus
-from .file import JournalFile, WriterLock, open_journal
-from .lease import Worker
-from .mirror import Mirror
-from .seconds import UsedSeconds
-from .storages import (
+from autotune.journal.sharing.cell_status import CellStatus
+from autotune.journal.sharing.lease import Worker
+from autotune.journal.sharing.seconds import UsedSeconds
+from autotune.journal.storage.journal_file import JournalFile, WriterLock, open_journal
+from autotune.journal.storage.mirror import Mirror
+from autotune.journal.storage.storages import (
     close_storage,
     is_url,
     not_opened,
@@ -35,6 +31,10 @@ from .storages import (
     shown,
     storage_errors,
 )
+from ringattn.profile.yaml_io import to_plain
+from ringattn.workload import Workload
+
+from .attributes import BadStudy, attribute, read_by_optuna, required, typed
 
 HEADER = "probe"
 _CELL = "cell "  # begins the attributes that name the studies of a storage that are this probe's

@@ -9,11 +9,12 @@ from dataclasses import replace
 from autotune.exit_codes import ExitCode, ProbeFailure, UsageFailure
 from autotune.journal.store import FINISHED, Store
 from autotune.measure.evaluator import Evaluator
-from autotune.probe.cells.outcome import Outcome
 from autotune.probe.cells.pending_validation import validate_pending
 from autotune.probe.cells.runs import CellRuns
+from autotune.probe.cells.search_outcome import SearchOutcome
 from autotune.probe.cells.searching import search_cells
 from autotune.probe.output.writer import rounded, save_loaded
+from autotune.probe.workloads.grid import Cell, cell_of
 from autotune.search.deciding.choose import undominated
 from autotune.space.space import Machine, Space, build_space
 from ringattn.errors import PlanError
@@ -25,7 +26,6 @@ from ringattn.profile.yaml_io import load_profile
 from ringattn.wording import plural
 from ringattn.workload import Tunables, Workload, describe
 
-from .grid import Cell, cell_of
 from .request import ProbeResult, inconclusive_lines
 from .run import ProbeRun, journal_identity
 
@@ -35,7 +35,7 @@ class AddedKernels(ProbeRun):
 
     def run(self) -> ProbeResult:
         """Write the rows whose plan lost; ProbeFailure without a profile, UsageFailure for a kernel of no use here."""
-        request, environment = self._task.request, self._task.environment
+        request, environment = self._context.request, self._context.environment
         began = environment.clock.now()
         added = request.add_kernels
         if unknown := [name for name in added if name not in environment.machine.kernels]:
@@ -51,7 +51,7 @@ class AddedKernels(ProbeRun):
             if not any(name in plan.kernels for space in spaces.values() for plan in space.kernel_plans[1:]):
                 raise UsageFailure(f"--add-kernel {name}: cannot run here: {self._why_not(name, rows)}")
         if len(cells) < len(rows):
-            self._task.observer.note(f"{plural(len(rows) - len(cells), 'row')} that it cannot run left as they are")
+            self._context.observer.note(f"{plural(len(rows) - len(cells), 'row')} that it cannot run left as they are")
 
         def space_of(cell: Cell, layout: str) -> Space | PlanError:
             return spaces[cell.workload]
@@ -63,8 +63,8 @@ class AddedKernels(ProbeRun):
         """Return the profile whose rows stand: of this machine and its software, but for what the kernels came with."""
         if not self._path.exists():
             raise self._nothing("there is no profile")
-        profile, facts = load_profile(self._path), self._task.environment.facts
-        packages = {KERNELS[name].package for name in self._task.request.add_kernels if name in KERNELS}
+        profile, facts = load_profile(self._path), self._context.environment.facts
+        packages = {KERNELS[name].package for name in self._context.request.add_kernels if name in KERNELS}
         there, here = (
             {name: version for name, version in software if name not in packages}
             for software in (profile.software, facts.software)
@@ -82,22 +82,24 @@ class AddedKernels(ProbeRun):
         )
 
     def _is_asked(self, entry: PlanEntry) -> bool:
-        request, workload = self._task.request, entry.workload
+        request, workload = self._context.request, entry.workload
         asked = workload.world == request.ranks and (not request.modes or workload.mode in request.modes)
         return asked and entry.evidence is not None
 
     def _space(self, entry: PlanEntry) -> Space:
         """Return the space around the plan that stands, of plans that use one of the kernels."""
         assert entry.choice is not None
-        cell, standing = cell_of(entry.workload, self._task.request), entry.choice.tunables
-        machine = self._task.environment.machine
+        cell, standing = cell_of(entry.workload, self._context.request), entry.choice.tunables
+        machine = self._context.environment.machine
         if reasons := machine.reasons(entry.workload, standing):
             raise ProbeFailure(
                 f"{self._path}: {entry.workload}: its plan {describe(standing)} cannot run here "
                 f"({'; '.join(reasons)}); run: ringtune probe --fresh"
             )
         dtypes = tuple(dict.fromkeys((*cell.main_dtypes, standing.dtype, *cell.narrow_dtypes)))
-        return build_space(entry.workload, using(machine, self._task.request.add_kernels, standing), standing, dtypes)
+        return build_space(
+            entry.workload, using(machine, self._context.request.add_kernels, standing), standing, dtypes
+        )
 
     def _why_not(self, name: str, rows: Sequence[PlanEntry]) -> str:
         """Return why the first row's plan cannot run on a kernel."""
@@ -107,12 +109,14 @@ class AddedKernels(ProbeRun):
         branches = tuple(
             replace(branch, forward=name, backward=name if branch.backward else "") for branch in plan.branches
         )
-        reasons = self._task.environment.machine.reasons(entry.workload, replace(plan, branches=branches, params=()))
+        reasons = self._context.environment.machine.reasons(entry.workload, replace(plan, branches=branches, params=()))
         return "; ".join(reasons) or f"no plan of {entry.workload} uses it in another way than the one that stands"
 
     def _identity(self, before: Sequence[Profile], old: Profile | None) -> str:
         assert old is not None
-        return journal_identity(self._task.request, self._task.environment.facts, (old,))  # its plans are the measure
+        return journal_identity(
+            self._context.request, self._context.environment.facts, (old,)
+        )  # its plans are the measure
 
     def _has_all(self, old: Profile | None) -> bool:
         return False  # or its plans would be others
@@ -123,7 +127,7 @@ class AddedKernels(ProbeRun):
         validate_pending(runs)
 
     def _end(
-        self, runs: CellRuns, store: Store, evaluator: Evaluator, old: Profile | None, outcome: Outcome
+        self, runs: CellRuns, store: Store, evaluator: Evaluator, old: Profile | None, outcome: SearchOutcome
     ) -> ProbeResult:
         """Write the profile with the rows whose plan lost; the others stay as they are."""
         assert old is not None
@@ -137,16 +141,16 @@ class AddedKernels(ProbeRun):
             for entry in old.plans
             if (new := runs.rows.entries.get(entry.workload)) is not None and is_won(entry, new)
         }
-        profile, software = old, tuple(sorted(self._task.environment.facts.software))
+        profile, software = old, tuple(sorted(self._context.environment.facts.software))
         if changed or software != old.software:
-            names = ", ".join(self._task.request.add_kernels)
+            names = ", ".join(self._context.request.add_kernels)
             note = f"{names} added on {outcome.date}: {len(changed)} of {plural(len(reports), 'row')} changed"
             notes = (*old.provenance.notes, note, *outcome.notes)
             provenance = replace(old.provenance, date=outcome.date, notes=notes)
             rows = (changed.get(entry.workload, entry) for entry in rows_with_origin(old))
             profile = replace(old, software=software, plans=rows_for(provenance, rows), provenance=provenance)
             save_loaded(profile, self._path, changed.values(), evaluator)
-        self._task.observer.note(f"{self._path.name}: {len(changed)} of {plural(len(reports), 'row')} changed")
+        self._context.observer.note(f"{self._path.name}: {len(changed)} of {plural(len(reports), 'row')} changed")
         store.remember(FINISHED, True)
         return ProbeResult(self._path, profile, reports, runs.budget.here_s(), inconclusive)
 

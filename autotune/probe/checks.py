@@ -8,10 +8,10 @@ import optuna
 
 from autotune.exit_codes import ProbeFailure
 from autotune.folders import is_there, write_trouble
-from autotune.journal.storages import check_storage
+from autotune.journal.storage.storages import check_storage
+from autotune.probe.workloads.grid import check_lengths
 from autotune.search.proposing.samplers import sampler_of
 
-from .grid import check_lengths
 from .request import ProbeRequest
 
 

@@ -8,31 +8,31 @@ from pathlib import Path
 from autotune.probe.cells.space import space_or_refusal
 from autotune.probe.output.earlier_profile import check_rows, earlier_profile, recorded_rows
 from autotune.probe.output.joined_layout import joined_layout
+from autotune.probe.workloads.grid import Cell
 from autotune.search.budget import RESERVE_S
 from autotune.space.space import Space
 from ringattn.errors import PlanError
 from ringattn.workload import Tunables
 
-from .grid import Cell
+from .probe_context import ProbeContext
 from .request import DryCell, DryRun, ProbeResult
-from .task import Task
 
 
-def dry_run(task: Task, path: Path, cells: Sequence[Cell]) -> ProbeResult:
+def dry_run(context: ProbeContext, path: Path, cells: Sequence[Cell]) -> ProbeResult:
     """Estimate a probe by splitting its budget, as no call is timed; ``path`` is only read.
 
     Where a profile is there that the rows would join, cells lie over several ranks as its rows do, and those that it
     has already are verified. Raises what the probe would raise of it: ProfileError for a broken file, ProbeFailure for
     another layout than its rows', UsageFailure for more rows than it can hold.
     """
-    budget_s = task.preset.budget_s
-    old = earlier_profile(task, path)
+    budget_s = context.preset.budget_s
+    old = earlier_profile(context, path)
     check_rows(path, old, cells)
     new = {cell.workload for cell in cells}
     rows, searched = [], dict[str, dict[str, None]]()
-    layouts = [joined_layout(cell.workload, task.request.layout, old, new, path) for cell in cells]
+    layouts = [joined_layout(cell.workload, context.request.layout, old, new, path) for cell in cells]
     spaces = [
-        (cell, space_or_refusal(cell, task.environment, layout)) for cell, layout in zip(cells, layouts, strict=True)
+        (cell, space_or_refusal(cell, context.environment, layout)) for cell, layout in zip(cells, layouts, strict=True)
     ]
     sizes = [space.size() if isinstance(space, Space) else 0 for _, space in spaces]
     share = max(0.0, budget_s - RESERVE_S) / max(1, sum(size > 0 for size in sizes))
@@ -45,8 +45,8 @@ def dry_run(task: Task, path: Path, cells: Sequence[Cell]) -> ProbeResult:
         for name, values in space.searched():
             searched.setdefault(name, {}).update(dict.fromkeys(values))
     tunables = tuple((name, tuple(values)) for name, values in searched.items())
-    verifies = old is not None and task.request.resume and bool(recorded_rows(old, cells))
-    task.observer.plan([cell.workload for cell in cells], budget_s)
+    verifies = old is not None and context.request.resume and bool(recorded_rows(old, cells))
+    context.observer.plan([cell.workload for cell in cells], budget_s)
     return ProbeResult(path, None, (), 0.0, dry_run=DryRun(tuple(rows), budget_s, tunables, verifies))
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from autotune.measure.evaluator import Clock
-from autotune.outcome import TrialOutcome
 from autotune.search.budget import CellNeed, Progress
+from autotune.trial_outcome import TrialOutcome
 from ringattn.workload import Tunables, Workload, describe
 
 from .request import ProbeObserver

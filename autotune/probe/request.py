@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from autotune.outcome import TrialOutcome
+from autotune.trial_outcome import TrialOutcome
 from ringattn.planning.preference import Launch, Preference
 from ringattn.wording import plural
 from ringattn.workload import Mode, Tunables, Workload

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 
 from autotune.children import has_temporary_folder
 from autotune.exit_codes import ProbeFailure
+from autotune.probe.machine.ranks_environment import environment_of_ranks, facts_of_ranks
 from ringattn.profile.locations import home_folder, user_folder
 from ringattn.profile.yaml_io import load_profile
 from ringattn.wording import plural
 
-from .ranks_environment import environment_of_ranks, facts_of_ranks
 from .request import ProbeObserver, ProbeRequest, ProbeResult, VerifyResult
 
 if TYPE_CHECKING:
-    from .environment import Environment
-    from .grid import Cell
+    from autotune.probe.machine.environment import Environment
+    from autotune.probe.workloads.grid import Cell
 
 
 def run_probe(
@@ -32,13 +32,14 @@ def run_probe(
     when every cell is inconclusive, when another probe holds the profile; KeyboardInterrupt passes through after the
     journal is safe.
     """
+    from autotune.probe.machine.device_lock import device_lock
+    from autotune.probe.machine.environment import this_machine
+
     from .added_kernels import AddedKernels
     from .checks import check_request
-    from .device_lock import device_lock
     from .dry_run import dry_run
-    from .environment import this_machine
+    from .probe_context import ProbeContext
     from .run import ProbeRun
-    from .task import Task
 
     observer = observer or ProbeObserver()
     check_request(request)
@@ -46,7 +47,7 @@ def run_probe(
         environment = environment or this_machine(request)
         environment = replace(environment, facts=facts_of_ranks(environment.facts, request.ranks, environment.environ))
         path, cells = _asked(request, observer, environment)
-        return dry_run(Task.of(request, observer, environment), path, cells)
+        return dry_run(ProbeContext.of(request, observer, environment), path, cells)
     if request.ranks > 1:  # told before ranks start, which takes 16 s on two cores
         _check_file(request, environment)
     if not has_temporary_folder():
@@ -55,7 +56,7 @@ def run_probe(
         path, cells = _asked(request, observer, environment)
         with device_lock(request, environment, observer.note):
             run = AddedKernels if request.add_kernels else ProbeRun
-            return run(Task.of(request, observer, environment), path, cells).run()
+            return run(ProbeContext.of(request, observer, environment), path, cells).run()
 
 
 def _check_file(request: ProbeRequest, environment: Environment | None) -> None:
@@ -71,9 +72,10 @@ def _check_file(request: ProbeRequest, environment: Environment | None) -> None:
 
 def _asked(request: ProbeRequest, observer: ProbeObserver, environment: Environment) -> tuple[Path, tuple[Cell, ...]]:
     """Return where the profile goes and what is measured for it; say what is not."""
+    from autotune.probe.machine.environment import default_profile_path
+    from autotune.probe.workloads.grid import cells_for, left_out
+
     from .checks import check_output
-    from .environment import default_profile_path
-    from .grid import cells_for, left_out
 
     cells = () if request.add_kernels else cells_for(request, environment.facts)  # those are the profile's
     if cells and (large := left_out(request, environment.facts)):
@@ -91,8 +93,9 @@ def verify_profile(
     Rows for other numbers of ranks than the request's are left out, and counted. ``environment`` stands in for this
     machine. Raises ProfileError for a broken file, ProbeFailure for one of another machine or without such rows.
     """
-    from .device_lock import device_lock
-    from .task import Task
+    from autotune.probe.machine.device_lock import device_lock
+
+    from .probe_context import ProbeContext
     from .verify import check_same_silicon, entries_over, how_to_verify, verify_cells
 
     observer = observer or ProbeObserver()
@@ -115,14 +118,14 @@ def verify_profile(
     with _surroundings(request, environment) as environment:
         check_same_silicon(profile, environment.facts, path, request.ranks)
         with device_lock(request, environment, observer.note):
-            result = verify_cells(Task.of(request, observer, environment), profile, entries)
+            result = verify_cells(ProbeContext.of(request, observer, environment), profile, entries)
     return replace(result, other_ranks=len(others))
 
 
 @contextlib.contextmanager
 def _surroundings(request: ProbeRequest, environment: Environment | None) -> Iterator[Environment]:
     """Yield ``environment`` if given, else this machine or all ranks of the request, which run until the block ends."""
-    from .environment import this_machine
+    from autotune.probe.machine.environment import this_machine
 
     if environment is not None:
         yield environment

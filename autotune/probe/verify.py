@@ -7,15 +7,15 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from autotune.exit_codes import ExitCode, ProbeFailure
-from autotune.journal.entry import Entry
+from autotune.journal.study.entry import Entry
 from autotune.measure.evaluator import Evaluator
-from autotune.outcome import TrialOutcome
 from autotune.search.budget import Budget, Deadline
 from autotune.search.cell import CALLS_BEFORE_HANG, CellState, DefaultBroken
 from autotune.search.deciding.choose import NOISY_SIGMA, gain_margin
 from autotune.search.deciding.decision import REFUSED_SIGMA
 from autotune.search.deciding.retime import retime
 from autotune.search.settings import SearchSettings
+from autotune.trial_outcome import TrialOutcome
 from ringattn.errors import PlanError
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.planning.plan import build_plan
@@ -23,8 +23,8 @@ from ringattn.profile.resolve import tier_of
 from ringattn.profile.schema import Choice, PlanEntry, Profile
 from ringattn.workload import Tunables, describe
 
+from .probe_context import ProbeContext
 from .request import VerifiedCell, VerifyResult
-from .task import Task
 
 STAGE = "verify"
 NO_TIME = "no time was left for it; give a larger --budget"
@@ -62,25 +62,27 @@ def how_to_verify(worlds: Collection[int], path: Path) -> str:
     return " or ".join(f"ringtune verify {each}{path}" for each in options)
 
 
-def verify_cells(task: Task, profile: Profile, entries: Sequence[PlanEntry], *, tell_end: bool = True) -> VerifyResult:
+def verify_cells(
+    context: ProbeContext, profile: Profile, entries: Sequence[PlanEntry], *, tell_end: bool = True
+) -> VerifyResult:
     """Re-time ``entries``; refusals and rows that were never measured are left out. Never changes a file.
 
     The cheapest go first: a cell is not begun where less of the budget is left than checking the one before took.
     """
     timed = sorted((entry for entry in entries if entry.evidence is not None), key=lambda entry: _call_s(entry.choice))
     left_out = sum(entry.choice is not None for entry in entries) - len(timed)
-    preset, environment, observer = task.preset, task.environment, task.observer
+    preset, environment, observer = context.preset, context.environment, context.observer
     budget = Budget(preset.budget_s, environment.clock)
     observer.plan([entry.workload for entry in timed], preset.budget_s)
     cells: list[VerifiedCell] = []
     inconclusive: list[str] = []
-    evaluator = environment.evaluator(environment.facts, task.request, preset)
+    evaluator = environment.evaluator(environment.facts, context.request, preset)
     try:
         check_s = 0.0
         for number, entry in enumerate(timed):
             observer.stage(entry.workload, STAGE)
             left_s = budget.available_s()
-            verification = _Verification(task, entry, evaluator, budget.deadline(left_s))
+            verification = _Verification(context, entry, evaluator, budget.deadline(left_s))
             deadline = budget.deadline(left_s / (len(timed) - number))
             outcome = verification.run(deadline) if left_s > check_s else NO_TIME
             # The first of all starts the worker, which says nothing of the others.
@@ -108,23 +110,23 @@ def _call_s(choice: Choice | None) -> float:
 class _Verification:
     """Verification of one recorded cell, paired against the recorded winner itself."""
 
-    def __init__(self, task: Task, entry: PlanEntry, evaluator: Evaluator, end: Deadline) -> None:
+    def __init__(self, context: ProbeContext, entry: PlanEntry, evaluator: Evaluator, end: Deadline) -> None:
         """``end`` is that of the whole budget."""
         assert entry.choice is not None
         self.entry = entry
         self.winner = entry.choice.tunables
-        self.task = task
+        self.context = context
         self.end = end
         self.checks_s: list[float] = []  # what each check took
-        environment, preset = task.environment, task.preset
+        environment, preset = context.environment, context.preset
         hang_s = min(HANG_S, HANG_SHARE * preset.budget_s) + CALLS_BEFORE_HANG * _call_s(entry.choice)
         self._timeout_s = min(hang_s, end.remaining_s())
         settings = SearchSettings(
-            preset, task.request.seed, hang_s=self._timeout_s, asynchronous=environment.facts.vendor != "cpu"
+            preset, context.request.seed, hang_s=self._timeout_s, asynchronous=environment.facts.vendor != "cpu"
         )
 
         def told(plan: Tunables, outcome: TrialOutcome) -> None:
-            task.observer.trial(entry.workload, describe(plan), outcome)
+            context.observer.trial(entry.workload, describe(plan), outcome)
 
         never = Deadline(environment.clock, math.inf)
         self.state = CellState(entry.workload, self.winner, evaluator, settings, told, never)
@@ -133,17 +135,17 @@ class _Verification:
         """Return the verdict, or why there is none."""
         state = self.state
         try:
-            build_plan(self.entry.workload, self.winner, self.task.environment.facts)
+            build_plan(self.entry.workload, self.winner, self.context.environment.facts)
         except PlanError as error:
             return self._stale(f"the recorded plan cannot run here any more: {error}")
         entries = []
         for plan in [self.winner, *self._rivals()]:
             if not deadline.allows(state.sample_s()):
                 break
-            entry, began = state.entry(plan), self.task.environment.clock.now()
+            entry, began = state.entry(plan), self.context.environment.clock.now()
             if state.check(entry, self._timeout_s):
                 entries.append(entry)
-            self.checks_s.append(self.task.environment.clock.now() - began)
+            self.checks_s.append(self.context.environment.clock.now() - began)
         winner = state.entry(self.winner)
         if winner.fault is not None:
             if winner.fault.kind == "timeout" and self.end.passed():  # the limit was what was left

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from autotune.report.numerics.numerics_map import Attempt, Shape, attempt_of
 from ringattn.kernels.registry import KERNELS
-
-from .numerics_map import Attempt, Shape, attempt_of
 
 if TYPE_CHECKING:
     from ringattn.hardware.facts import HardwareFacts

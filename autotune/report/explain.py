@@ -11,20 +11,20 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autotune.formats import format_bytes, format_factor, format_length, format_ms, plain
+from autotune.display_text import format_bytes, format_factor, format_length, format_ms, plain
+from autotune.report.wording.legend import legend, legend_table
+from autotune.report.wording.plan_text import PlanText
 from ringattn.hardware.facts import OPTIONAL_PACKAGES, HardwareFacts
 from ringattn.kernels.registry import KERNELS
-from ringattn.planning.missed import remedy
+from ringattn.planning.module_setup import ModuleSetup
 from ringattn.planning.plan import ORDINARY, kernel_need, kernel_needs, kernel_reasons
-from ringattn.planning.setup import Setup
 from ringattn.planning.table import PlanTable, Row
+from ringattn.planning.unmeasured_workloads import remedy
 from ringattn.profile.resolve import TraceLine, mismatch
 from ringattn.profile.schema import Choice, Evidence, Failure, PlanEntry, Profile
 from ringattn.wording import plural
 from ringattn.workload import Tunables, Workload, describe, kernels_described
 
-from .legend import legend, legend_table
-from .plan_text import PlanText
 from .summary import (
     Speedup,
     first_call_text,
@@ -95,7 +95,7 @@ def facts_of(profile: Profile) -> HardwareFacts:
     return HardwareFacts(**made, software=profile.software, packages=packages)
 
 
-def explain_workload(workload: Workload, setup: Setup, table: PlanTable, foreign: str = "") -> Explanation:
+def explain_workload(workload: Workload, setup: ModuleSetup, table: PlanTable, foreign: str = "") -> Explanation:
     """Ask the runtime's own table for ``workload``, and take the answer apart; nothing is decided here.
 
     ``foreign`` is what ``why_foreign`` says of the profile.
@@ -164,7 +164,7 @@ def _other_heads(workload: Workload, row: Row, entry: PlanEntry | None) -> str:
     return f"the row is for {words.format(*theirs)}, the nearest in the profile to {words.format(*asked)}"
 
 
-def _trace(setup: Setup, foreign: str) -> tuple[str, ...]:
+def _trace(setup: ModuleSetup, foreign: str) -> tuple[str, ...]:
     """Return the trace; a foreign profile's line says what it is here, not what it would be there."""
     if not foreign or setup.resolution is None:
         return setup.trace
@@ -181,7 +181,7 @@ def _entry_of(entries: tuple[PlanEntry, ...], row: Row) -> PlanEntry | None:
     return next((entry for entry in entries if entry.workload == row.measured), None)
 
 
-def _other_ranks(row: Row, setup: Setup) -> str:
+def _other_ranks(row: Row, setup: ModuleSetup) -> str:
     """Return the numbers of ranks that a profile has plans for, where it has none for the number asked for."""
     assert setup.resolution is not None
     assert setup.resolution.profile is not None
@@ -206,7 +206,7 @@ def _choice_of(entry: PlanEntry | None, tunables: Tunables | None) -> Choice | N
     return next((c for c in recorded if c is not None and c.tunables == tunables), None)
 
 
-def _why(workload: Workload, row: Row, setup: Setup, entry: PlanEntry | None, chosen: Choice | None) -> str:
+def _why(workload: Workload, row: Row, setup: ModuleSetup, entry: PlanEntry | None, chosen: Choice | None) -> str:
     lengths = sorted(
         {e.workload.seq_len for e in setup.entries if (e.workload.dtype, e.workload.mode) == (row.dtype, row.mode)}
     )
@@ -240,7 +240,7 @@ def _why(workload: Workload, row: Row, setup: Setup, entry: PlanEntry | None, ch
 
 
 def _kernel_verdicts(
-    workload: Workload, tunables: Tunables | None, setup: Setup, entry: PlanEntry | None
+    workload: Workload, tunables: Tunables | None, setup: ModuleSetup, entry: PlanEntry | None
 ) -> tuple[KernelVerdict, ...]:
     """Return every kernel of the table and direction that the plan does not use."""
     directions: tuple[Direction, ...] = ("forward", "backward") if workload.train else ("forward",)
@@ -267,7 +267,7 @@ def _merged(verdicts: list[KernelVerdict]) -> tuple[KernelVerdict, ...]:
 
 
 def _reasons(
-    name: str, direction: Direction, workload: Workload, tunables: Tunables | None, setup: Setup
+    name: str, direction: Direction, workload: Workload, tunables: Tunables | None, setup: ModuleSetup
 ) -> tuple[str, ...]:
     """Return why a kernel cannot serve every branch in this direction, in the plan's dtype; each reason once."""
     facts, backward = setup.facts, direction == "backward"

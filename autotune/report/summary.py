@@ -1,4 +1,4 @@
-"""Digest of a profile for every reader: the terminal's in ``report.terminal``, the page's in ``report.page``.
+"""Digest of a profile for every reader: the terminal's in ``report.terminal``, the page's in ``report.pages``.
 
 Pure: a Profile in, plain data out.
 """
@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from autotune.formats import format_bytes, format_duration, format_factor, format_length, format_ms, plain
-from autotune.probe.recorded import call_gflop
+from autotune.display_text import format_bytes, format_duration, format_factor, format_length, format_ms, plain
+from autotune.probe.workloads.recorded import call_gflop
 from ringattn.errors import KernelReason
 from ringattn.profile.schema import Choice
 from ringattn.wording import plural

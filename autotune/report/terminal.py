@@ -11,14 +11,14 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from autotune.formats import format_bytes, format_factor, format_length, format_ms, plain
+from autotune.display_text import format_bytes, format_factor, format_length, format_ms, plain
+from autotune.report.wording.fitting_tables import Cells, FittingTables, figures_table
+from autotune.report.wording.legend import legend, legend_table
+from autotune.report.wording.plan_text import PlanText, longest_piece
 from ringattn.profile.schema import PlanEntry, Profile
 from ringattn.wording import plural
 from ringattn.workload import describe
 
-from .fitting_tables import Cells, FittingTables, figures_table
-from .legend import legend, legend_table
-from .plan_text import PlanText, longest_piece
 from .summary import (
     IN_A_GRAPH,
     Family,

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch._C._autograd import DeviceType
 
 from autotune.accuracy.inputs import make_inputs
+from autotune.display_text import format_ms
 from autotune.distributed.launcher import TorchrunRank
 from autotune.exit_codes import UsageFailure
-from autotune.formats import format_ms
 from autotune.measure.module_calls import build_module, caller
-from ringattn.planning.setup import device_of
+from ringattn.planning.module_setup import device_of
 from ringattn.profile.schema import Profile
 from ringattn.runtime.ranges import PREFIX, named_ranges
 from ringattn.wording import plural

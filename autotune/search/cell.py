@@ -13,10 +13,10 @@ from typing import Protocol
 
 import numpy as np
 
-from autotune.journal.entry import Entry, PairedBlock
+from autotune.journal.study.entry import Entry, PairedBlock
 from autotune.measure.evaluator import Block, Checked, Evaluator, Fault, Interference, Proven, Sample
 from autotune.measure.launch_overhead import sample_ms
-from autotune.outcome import TrialOutcome
+from autotune.trial_outcome import TrialOutcome
 from ringattn.workload import Tunables, Workload
 
 from .budget import Deadline

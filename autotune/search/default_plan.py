@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from autotune.journal.cell_study import DEFAULT, CellStudy
+from autotune.journal.study.cell_study import DEFAULT, CellStudy
 from autotune.measure.evaluator import Fault, Sample
 from autotune.space.space import Space, distance
 from ringattn.workload import Tunables

@@ -13,10 +13,10 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from autotune.journal.cell_study import RESULT, CellStudy
-from autotune.journal.entry import Entry
-from autotune.journal.result import CellResult
 from autotune.journal.store import Store
+from autotune.journal.study.cell_study import RESULT, CellStudy
+from autotune.journal.study.entry import Entry
+from autotune.journal.study.result import CellResult
 from autotune.measure.evaluator import Clock, Evaluator, Fault
 from autotune.search.deciding.choose import gain_margin
 from autotune.search.deciding.contenders import contenders

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from autotune import statistics
-from autotune.journal.entry import Entry, PairedBlock
+from autotune.journal.study.entry import Entry, PairedBlock
 from autotune.measure.evaluator import Checked, Fault, Sample
 from autotune.measure.launch_overhead import waited_ms
 from autotune.statistics import Interval

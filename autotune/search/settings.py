@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from autotune.outcome import TrialOutcome
+from autotune.trial_outcome import TrialOutcome
 from ringattn.planning.preference import Launch, Preference
 from ringattn.workload import Tunables, Workload
 

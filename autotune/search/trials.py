@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from autotune.journal.cell_study import CellStudy
-from autotune.journal.entry import Entry
-from autotune.outcome import TrialOutcome
+from autotune.journal.study.cell_study import CellStudy
+from autotune.journal.study.entry import Entry
+from autotune.trial_outcome import TrialOutcome
 
 from .cell import CellState
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import optuna
 
-from autotune.journal.cell_study import SAMPLER
 from autotune.journal.store import Store
+from autotune.journal.study.cell_study import SAMPLER
 from autotune.measure.simulated import SimulatedClock
 from autotune.search.budget import EFFORTS, Budget
 from autotune.search.loop import CellSearch

@@ -17,16 +17,16 @@ from torch import Tensor
 from ringattn.dtypes import DTYPE_NAMES
 from ringattn.errors import InputError, PlanError, ProfileError
 from ringattn.hardware.facts import detect
+from ringattn.planning.module_setup import say_once
 from ringattn.planning.plan import build_plan
-from ringattn.planning.setup import say_once
 from ringattn.planning.table import PlanTable, Question, table_of
 from ringattn.profile.schema import Choice, PlanEntry
 from ringattn.profile.yaml_io import from_plain, to_plain
-from ringattn.runtime.documents import TENSORS_ALONE, Extent
-from ringattn.runtime.documents_program import DocumentsProgram, load_program
 from ringattn.runtime.inputs import check_length
+from ringattn.runtime.packed.documents import TENSORS_ALONE, Extent
+from ringattn.runtime.packed.documents_program import DocumentsProgram, load_program
+from ringattn.runtime.packed.varlen_program import VarlenProgram
 from ringattn.runtime.program import Program
-from ringattn.runtime.varlen_program import VarlenProgram
 
 _FORMAT = 1
 _SOURCE = "exported program"

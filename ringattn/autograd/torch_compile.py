@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from ringattn.errors import RingAttentionError
-from ringattn.planning.setup import say_once
-from ringattn.runtime.documents import TENSORS_ALONE, Extent, extent_of
+from ringattn.planning.module_setup import say_once
 from ringattn.runtime.graphed import GraphedProgram
+from ringattn.runtime.packed.documents import TENSORS_ALONE, Extent, extent_of
 
 from .checkpoint import checkpoint_of
 from .exported import ExportedAttention, configuration_text

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch._C import _are_functorch_transforms_active as transforms_active
 
 from ringattn.errors import InputError, RingAttentionError
-from ringattn.runtime.documents import NO_DOCUMENTS, Given
 from ringattn.runtime.inputs import check_inputs
+from ringattn.runtime.packed.documents import NO_DOCUMENTS, Given
 
 from . import torch_compile
 from .function import unit_stride_rows

@@ -17,7 +17,7 @@ from torch import Tensor
 from ringattn.arguments import input_dtype, integer, is_integer, is_list
 from ringattn.dtypes import DTYPE_NAMES, TORCH_DTYPES
 from ringattn.errors import InputError
-from ringattn.planning.setup import device_of, group_size
+from ringattn.planning.module_setup import device_of, group_size
 from ringattn.wording import plural
 from ringattn.workload import LONGEST, Pattern
 

@@ -20,9 +20,9 @@ from ringattn.autograd.transforms import transforms_active
 from ringattn.dtypes import DTYPE_NAMES
 from ringattn.errors import InputError
 from ringattn.hardware.kernel_faults import Combination
-from ringattn.planning.missed import Arguments, Result
 from ringattn.planning.plan import Plan
 from ringattn.planning.table import ModuleShape, PlanTable, Row
+from ringattn.planning.unmeasured_workloads import Arguments, Result
 from ringattn.runtime.inputs import check_dtypes, check_inputs, check_length
 from ringattn.workload import Mode
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ringattn.errors import InputError, PlanError, RingAttentionError
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.hardware.kernel_faults import join_faults
-from ringattn.planning.setup import Setup
+from ringattn.planning.module_setup import ModuleSetup
 from ringattn.planning.table import PlanTable, build_table
 from ringattn.profile.schema import PlanEntry, Policy
 
@@ -47,9 +47,9 @@ def plan_together(
     group: dist.ProcessGroup,
     module: int,
     arguments: tuple[tuple[str, str], ...],
-    build: Callable[[], tuple[Setup, PlanTable]],
+    build: Callable[[], tuple[ModuleSetup, PlanTable]],
     layout_with: Callable[[Entries, HardwareFacts], str],
-) -> tuple[Setup, PlanTable]:
+) -> tuple[ModuleSetup, PlanTable]:
     """Run ``build`` on every rank, and return one common result.
 
     ``layout_with`` says which layout goes with a profile's rows.
@@ -58,7 +58,7 @@ def plan_together(
     architectures; PlanError where no plan runs on every rank.
     """
     own: RingAttentionError | None = None
-    built: tuple[Setup, PlanTable] | None = None
+    built: tuple[ModuleSetup, PlanTable] | None = None
     try:
         built = build()
         statement = _statement(arguments, *built)
@@ -89,7 +89,7 @@ def tell_of_error(watchdog: Watchdog, group: dist.ProcessGroup, module: int, err
     mark_known(error)
 
 
-def _statement(arguments: tuple[tuple[str, str], ...], setup: Setup, table: PlanTable) -> Statement:
+def _statement(arguments: tuple[tuple[str, str], ...], setup: ModuleSetup, table: PlanTable) -> Statement:
     resolution = setup.resolution
     source = f"{resolution.path} ({resolution.tier})" if setup.entries and resolution else "the heuristic"
     return Statement("", arguments, table.facts, _plans_of(table), source, setup.entries, setup.policy)
@@ -137,10 +137,10 @@ def _common(
     watchdog: Watchdog,
     group: dist.ProcessGroup,
     module: int,
-    built: tuple[Setup, PlanTable],
+    built: tuple[ModuleSetup, PlanTable],
     said: Sequence[Statement],
     layout_with: Callable[[Entries, HardwareFacts], str],
-) -> tuple[Setup, PlanTable]:
+) -> tuple[ModuleSetup, PlanTable]:
     """Return the first profile, most frequent first, whose table is the same on all ranks; else the heuristic's."""
     setup, table = built
     packages = [set(each.facts.packages) for each in said if each.facts is not None]

@@ -87,7 +87,8 @@ def merge_of(plan: Plan) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
     """Return the function that merges the blocks of a chunk, one after the other."""
     if plan.fused and plan.tunables.dtype != "fp64":
         prepare_triton()
-        from ringattn.runtime.merge_step_triton import merge_block as fused  # triton: only where there is a GPU for it
+        # triton: only where there is a GPU for it
+        from ringattn.runtime.fused.merge_step_triton import merge_block as fused
 
         return fused
     return merge_block

@@ -17,11 +17,11 @@ from ringattn.errors import InputError, RingAttentionError
 from ringattn.geometry.documents import document_shards, positions_in
 from ringattn.geometry.layout import Shard, assemble, check_dim, length_of, shards_of
 from ringattn.hardware.facts import HardwareFacts
+from ringattn.planning.module_setup import ModuleSetup
 from ringattn.planning.plan import Plan
-from ringattn.planning.setup import Setup
 from ringattn.planning.table import ModuleShape, PlanTable
 from ringattn.profile.schema import PlanEntry
-from ringattn.runtime.documents import TENSORS_ALONE, Documents, Extent
+from ringattn.runtime.packed.documents import TENSORS_ALONE, Documents, Extent
 from ringattn.wording import plural
 
 from .agreement import plan_together, tell_of_error
@@ -157,11 +157,11 @@ class RingContext:
 
     def plan_together(
         self,
-        resolve: Callable[[], tuple[Setup, PlanTable]],
+        resolve: Callable[[], tuple[ModuleSetup, PlanTable]],
         layout_with: Callable[[Sequence[PlanEntry], HardwareFacts], str],
         shape: ModuleShape,
         asked: Mapping[str, Any],
-    ) -> tuple[Setup, PlanTable]:
+    ) -> tuple[ModuleSetup, PlanTable]:
         """Return the plans that every rank runs, and set the layout; see ``agreement``. ``asked`` must be equal."""
         named = {field.name: str(getattr(shape, field.name)) for field in fields(shape)}
         arguments = (*named.items(), *((name, str(value)) for name, value in asked.items()))

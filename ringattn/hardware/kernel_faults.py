@@ -1,7 +1,7 @@
 """Holds the outcome of checking a kernel's numbers on a machine: plain frozen data, no torch.
 
 A kernel runs a ``Combination`` where it was validated: by a probe whose profile matches this machine exactly, or by
-the accuracy check of ``accuracy_check``. A failed check is a ``KernelFault``, one of the facts of a machine, and
+the accuracy check of ``planning.validation``. A failed check is a ``KernelFault``, one of the facts of a machine, and
 ``rejection_reasons`` refuses what it names.
 """
 

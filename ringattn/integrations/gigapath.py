@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ringattn.arguments import integer
 from ringattn.errors import InputError
-from ringattn.runtime.documents import Documents
+from ringattn.runtime.packed.documents import Documents
 
 from .torchscale import TorchscaleLongNet
 

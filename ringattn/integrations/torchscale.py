@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from ringattn.autograd.transforms import transforms_active
 from ringattn.errors import InputError
 from ringattn.modules.pool import AttentionPool
-from ringattn.runtime.documents import Documents
+from ringattn.runtime.packed.documents import Documents
 
 from .torchscale_config import EncoderSettings, settings_of
 

@@ -22,7 +22,7 @@ from ringattn.modules.masks import (
     remembered,
 )
 from ringattn.modules.pool import AttentionPool
-from ringattn.runtime.documents import Documents, documents_of
+from ringattn.runtime.packed.documents import Documents, documents_of
 
 from .transformers_masks import keys_of_codes
 

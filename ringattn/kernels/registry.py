@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from . import aten as kernels_aten
-from . import packages as kernels_optional
-from . import split_kv as kernels_split_kv
-from . import triton as kernels_triton
+from . import aten
 from .contract import BlockKernel, BoundKernel, KernelConfig, KernelNeed
+from .own import split_kv, triton
+from .packages import flash_attn_2, flash_attn_3, flash_attn_4, xformers
 
 __all__ = ["KERNELS", "BlockKernel", "BoundKernel", "KernelConfig", "KernelNeed"]
 
 KERNELS: Mapping[str, BlockKernel] = {
     kernel.name: kernel
     for kernel in (
-        *kernels_aten.KERNELS,
-        *kernels_optional.KERNELS,
-        *kernels_triton.KERNELS,
-        *kernels_split_kv.KERNELS,
+        *aten.KERNELS,
+        *(package.KERNEL for package in (flash_attn_2, flash_attn_3, flash_attn_4, xformers)),
+        *triton.KERNELS,
+        *split_kv.KERNELS,
     )
 }

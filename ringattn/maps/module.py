@@ -16,9 +16,9 @@ from ringattn.autograd.function import unit_stride_rows
 from ringattn.autograd.transforms import transforms_active
 from ringattn.errors import InputError
 from ringattn.planning.table import ModuleShape
-from ringattn.runtime.documents import Extent
 from ringattn.runtime.executor import Executor
 from ringattn.runtime.inputs import check_inputs, check_total_length
+from ringattn.runtime.packed.documents import Extent
 from ringattn.workload import describe
 
 from .received import Reduce, check_arguments, received

@@ -16,8 +16,8 @@ from torch.nn.functional import pad
 from ringattn.attention import RingAttention
 from ringattn.decoding.cross import Align
 from ringattn.errors import InputError
-from ringattn.runtime.documents import Documents
 from ringattn.runtime.dropout_program import dropout_refusal
+from ringattn.runtime.packed.documents import Documents
 from ringattn.runtime.sinks import check_sinks, with_sinks
 
 from .masks import Keys

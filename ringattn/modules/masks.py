@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ringattn.decoding.spans import Spans
 from ringattn.errors import InputError
-from ringattn.runtime.documents import Documents
+from ringattn.runtime.packed.documents import Documents
 
 PADDING = -1
 ABSENT = 0  # no position at all: the room that is left in a cache

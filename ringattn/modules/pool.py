@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ringattn.attention import RingAttention
 from ringattn.errors import InputError
-from ringattn.planning.setup import group_size
+from ringattn.planning.module_setup import group_size
 from ringattn.workload import Pattern
 
 # Kinds of call whose module is kept. A model has a handful; who meets more than these makes the oldest again.

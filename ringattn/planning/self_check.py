@@ -16,13 +16,13 @@ import torch
 from ringattn.errors import RingAttentionError
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.hardware.kernel_faults import Combination, KernelFault
+from ringattn.planning.validation.accuracy_check import check_all
+from ringattn.planning.validation.validation_memory import key_of, user_memory
 from ringattn.profile.resolve import Resolution
 from ringattn.profile.schema import Profile
 
-from .accuracy_check import check_all
+from .module_setup import ModuleSetup, say_once
 from .plan import Plan, combinations, rejection_reasons
-from .setup import Setup, say_once
-from .validation_memory import key_of, user_memory
 
 
 def asked_of_kernels(plan: Plan, facts: HardwareFacts) -> tuple[Combination, ...]:
@@ -55,7 +55,7 @@ def faults_of(
 
 
 def faults_among(
-    asked: Iterable[Combination], validated: set[Combination], setup: Setup, device: torch.device
+    asked: Iterable[Combination], validated: set[Combination], setup: ModuleSetup, device: torch.device
 ) -> list[KernelFault]:
     """Return the same for a module; where there is none, ``asked`` are added to what it has ``validated``."""
     asked = tuple(asked)

@@ -22,10 +22,10 @@ from ringattn.workload import INPUT_DTYPES, MOST, Mode, Pattern, Tunables, Workl
 from .fused_steps import FUSED_STEPS
 from .heuristic import NO_WISHES, Wishes, heuristic_tunables
 from .matching import entry_for
-from .missed import remedy
 from .plan import ORDINARY, Conditions, Origin, Plan, build_plan, rejection_reasons
 from .preference import Launch, Preference, by_preference
 from .ring import exchanges_heads
+from .unmeasured_workloads import remedy
 
 # Where no length was measured a row is made for this one, to know at init whether anything can run at all.
 _REPRESENTATIVE_LENGTH = 4096

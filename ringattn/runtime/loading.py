@@ -13,7 +13,7 @@ from .merge import TorchOps
 from .ranges import name_methods, named
 
 if TYPE_CHECKING:
-    from .merge_triton import TritonOps
+    from ringattn.runtime.fused.merge_triton import TritonOps
 
 Bound = TypeVar("Bound", BoundKernel, BoundVarlen, BoundDropout)
 
@@ -110,7 +110,8 @@ def _ops_of(plan: Plan) -> TorchOps | TritonOps:
     if not plan.fused:
         return TorchOps(compiled=plan.tunables.compile)
     prepare_triton()
-    from .merge_triton import TritonOps  # needs triton, which a machine without a GPU need not have
+    # needs triton, which a machine without a GPU need not have
+    from ringattn.runtime.fused.merge_triton import TritonOps
 
     def block(step: str) -> int | None:
         value = plan.tunables.params_of(step).get("block")

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 
 from ringattn.errors import RingAttentionError, one_line
 from ringattn.hardware.names import slug
+from ringattn.store.backends.backend import Backend
 
-from .backend import Backend
 from .names import BEACONS
 
 _LIMIT = 8192  # bytes

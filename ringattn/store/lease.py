@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ringattn.errors import StoreError
+from ringattn.store.backends.backend import Backend
 
-from .backend import Backend
 from .beacon import this_node
 from .names import LEASES, checked
 

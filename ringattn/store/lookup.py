@@ -22,16 +22,16 @@ from ringattn.hardware.facts import HardwareFacts
 from ringattn.profile.locations import FILE_VARIABLE, Located, cache_folder, collect, home_folder
 from ringattn.profile.schema import Fingerprint, Profile
 from ringattn.profile.yaml_io import dump_profile
+from ringattn.store.backends.backend import absolute_place, open_backend
+from ringattn.store.backends.endpoint import check_reachable
+from ringattn.store.backends.folder import Folder
+from ringattn.store.signatures.trust import CHECKSUM, Signatures, StoreRefused, Trust, trust_of
 from ringattn.wording import plural
 
-from .backend import absolute_place, open_backend
 from .bounded import ANSWER_S, NoAnswerYet, Pending
-from .endpoint import check_reachable
-from .folder import Folder
 from .merge import merge_profiles, same_machine_groups
 from .names import PROFILES, ProfileName, kind_of, shown_url
 from .store import MAX_FILES_OF_A_KIND, Store, others_note
-from .trust import CHECKSUM, Signatures, StoreRefused, Trust, trust_of
 
 STORE_VARIABLE = "RINGTUNE_STORE"
 

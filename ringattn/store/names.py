@@ -19,8 +19,7 @@ from dataclasses import dataclass, fields
 from ringattn.errors import StoreError
 from ringattn.hardware.facts import HardwareFacts, fingerprint_name
 from ringattn.profile.schema import Fingerprint
-
-from .sigstore_bundle import SUFFIX
+from ringattn.store.signatures.sigstore_bundle import SUFFIX
 
 PROFILES, LEASES, BEACONS = "profiles", "leases", "beacons"
 

@@ -12,13 +12,13 @@ from ringattn.errors import ProfileError, StoreError, one_line
 from ringattn.profile.access import exposed
 from ringattn.profile.schema import Profile
 from ringattn.profile.yaml_io import MAX_FILE_BYTES, dump_profile, parse_profile
+from ringattn.store.backends.backend import Backend
+from ringattn.store.signatures import sigstore_bundle, ssh_signature
+from ringattn.store.signatures.ssh_signature import SignatureFault, sign
+from ringattn.store.signatures.trust import CHECKSUM, Signatures, StoreRefused, Trust
 from ringattn.wording import plural
 
-from . import sigstore_bundle, ssh_signature
-from .backend import Backend
 from .names import PROFILES, ProfileName, checked, is_signature, kind_of
-from .ssh_signature import SignatureFault, sign
-from .trust import CHECKSUM, Signatures, StoreRefused, Trust
 
 MAX_FILES_OF_A_KIND = 64  # for one number of ranks; each takes a request and some 20 ms to read
 

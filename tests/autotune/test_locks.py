@@ -15,7 +15,7 @@ from probed_machine import Machine, Watching
 from autotune.exit_codes import DeviceBusy
 from autotune.journal.store import Store
 from autotune.locks import FileLock, LockHeld
-from autotune.probe.device_lock import device_lock
+from autotune.probe.machine.device_lock import device_lock
 from autotune.probe.request import ProbeRequest
 from autotune.probe.tuning import run_probe
 

@@ -27,7 +27,7 @@ from ringattn.planning import plan
 from ringattn.planning.fused_steps import steps_not_taken
 from ringattn.planning.plan import rejection_reasons
 from ringattn.runtime import merge
-from ringattn.runtime.fused_layout import Strides
+from ringattn.runtime.fused.fused_layout import Strides
 from ringattn.workload import BranchTunables, Pattern, Tunables, Workload
 
 CASE = Case(37, 4, 2, 4, 2, pattern_of([4, 8, 16, 5], [1, 2, 4, 3]), causal=True)
@@ -165,7 +165,7 @@ def test_in_the_fused_steps() -> None:
 
 def _fused_main() -> None:
     patch_once()
-    from ringattn.runtime import fused_kernels, merge_triton
+    from ringattn.runtime.fused import fused_kernels, merge_triton
 
     right_words = merge_triton.stride_words
 

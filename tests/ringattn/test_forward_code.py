@@ -23,7 +23,7 @@ from ringattn import RingAttention
 from ringattn.autograd import checkpoint
 from ringattn.autograd.function import _Attend
 from ringattn.hardware import facts as hardware
-from ringattn.planning import plan, setup, table
+from ringattn.planning import module_setup, plan, table
 from ringattn.profile import locations as profile_paths
 from ringattn.profile import resolve
 from ringattn.runtime.program import Program
@@ -101,10 +101,10 @@ CASES = {
 
 QUESTIONS: list[tuple[Any, str]] = [
     (hardware, "detect"),
-    (setup, "detect"),
-    (setup, "find_profiles"),
-    (setup, "resolve"),
-    (setup, "set_up"),
+    (module_setup, "detect"),
+    (module_setup, "find_profiles"),
+    (module_setup, "resolve"),
+    (module_setup, "set_up"),
     (resolve, "resolve"),
     (profile_paths, "collect"),
     (plan, "rejection_reasons"),

@@ -9,9 +9,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from autotune.journal.cell_study import SAMPLER, CellStudy
-from autotune.journal.entry import Entry
 from autotune.journal.store import Store
+from autotune.journal.study.cell_study import SAMPLER, CellStudy
+from autotune.journal.study.entry import Entry
 from autotune.space.space import build_space, candidate_key, decode, encode, from_key, machine_of
 from ringattn.errors import FieldError
 from ringattn.hardware.facts import HardwareFacts

@@ -47,12 +47,12 @@ def _of_other_kinds(facts: HardwareFacts, world: int, stores: tuple[str, ...], n
     from ringattn.profile.locations import FILE_VARIABLE, home_folder
     from ringattn.profile.resolve import tier_of
     from ringattn.profile.schema import Fingerprint
-    from ringattn.store.backend import open_backend
+    from ringattn.store.backends.backend import open_backend
     from ringattn.store.bounded import answered
     from ringattn.store.lookup import asked_stores, store_places
     from ringattn.store.names import kind_of
+    from ringattn.store.signatures.trust import trust_of
     from ringattn.store.store import Store
-    from ringattn.store.trust import trust_of
 
     here, trust = kind_of(Fingerprint.of(facts)), trust_of(os.environ, home_folder())
     places = stores or store_places(os.environ)
@@ -87,7 +87,7 @@ def store_contents(facts: HardwareFacts) -> list[dict[str, object]]:
     from ringattn.profile.schema import Fingerprint
     from ringattn.store.lookup import store_places, stored_profiles
     from ringattn.store.names import kind_of, shown_url
-    from ringattn.store.trust import trust_of
+    from ringattn.store.signatures.trust import trust_of
 
     trust = trust_of(os.environ, home_folder())
     kind, cache = kind_of(Fingerprint.of(facts)), cache_folder(os.environ, home_folder())

@@ -29,7 +29,7 @@ def diff(first: str, second: str, stores: tuple[str, ...], as_json: bool) -> Non
     \b
         ringtune diff this-machine.yaml this-machine.yaml
     """
-    from autotune.formats import plain
+    from autotune.display_text import plain
 
     from ..console import emit_json
 

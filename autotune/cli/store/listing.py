@@ -64,7 +64,7 @@ def table(columns: tuple[str, ...], rows: list[tuple[Any, ...]]) -> Any:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from autotune.formats import plain
+    from autotune.display_text import plain
 
     made = Table(box=SIMPLE_HEAD, pad_edge=False)
     for column in columns:

@@ -34,7 +34,7 @@ def merge(files: tuple[Path, ...], output: Path | None, stores: tuple[str, ...],
         ringtune merge one.yaml other.yaml --output both.yaml
         ringtune merge --store /shared/ringtune
     """
-    from autotune.formats import plain
+    from autotune.display_text import plain
     from ringattn.profile.yaml_io import load_profile, save_profile
     from ringattn.wording import plural
 

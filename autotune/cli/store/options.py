@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def store_place(value: str) -> str:
     """Parse a URL, or a folder, which may be relative here: a person types it in a folder of their own."""
-    from ringattn.store.backend import absolute_place
+    from ringattn.store.backends.backend import absolute_place
 
     if not value or "\0" in value:
         raise click.BadParameter(f"{value!r} is neither a folder nor a URL")
@@ -120,10 +120,10 @@ def written_store(stores: tuple[str, ...]) -> Store:
 
 def _opened(place: str) -> Store:
     from ringattn.profile.locations import home_folder
-    from ringattn.store.backend import open_backend
-    from ringattn.store.endpoint import check_reachable
+    from ringattn.store.backends.backend import open_backend
+    from ringattn.store.backends.endpoint import check_reachable
+    from ringattn.store.signatures.trust import trust_of
     from ringattn.store.store import Store
-    from ringattn.store.trust import trust_of
 
     check_reachable(place)  # a client repeats what fails for minutes
     return Store(open_backend(place), trust_of(os.environ, home_folder()))
@@ -131,7 +131,7 @@ def _opened(place: str) -> Store:
 
 def signing_key() -> Path | None:
     """Return the key of RINGTUNE_SIGNING_KEY, with which what is pushed is signed."""
-    from ringattn.store.trust import KEY_VARIABLE
+    from ringattn.store.signatures.trust import KEY_VARIABLE
 
     named = os.environ.get(KEY_VARIABLE)
     return Path(named) if named else None
@@ -152,8 +152,8 @@ def check_store_writable(store: Store) -> None:
 def check_signing_key(store: Store, *, believed: bool = False) -> None:
     """Raise StoreError where a key is named with which nothing can be signed, or nothing that is ``believed`` here."""
     from ringattn.errors import StoreError
-    from ringattn.store.ssh_signature import SignatureFault
-    from ringattn.store.trust import Signatures
+    from ringattn.store.signatures.ssh_signature import SignatureFault
+    from ringattn.store.signatures.trust import Signatures
 
     if (key := signing_key()) is None:
         return

@@ -42,8 +42,8 @@ def pull(
     \b
         ringtune pull --store /shared/ringtune
     """
+    from autotune.display_text import plain
     from autotune.exit_codes import ExitCode, ProbeFailure
-    from autotune.formats import plain
     from ringattn.errors import RingAttentionError
     from ringattn.profile.locations import home_folder, user_folder
     from ringattn.profile.yaml_io import save_profile
@@ -133,7 +133,7 @@ def file_of_machine(folder: Path, profile: Profile, world: int) -> tuple[Path, t
 
 def kinds_here(device: str | None) -> tuple[str, ...]:
     """Return the names of this machine's kind: on a CPU also as ranks find it, with one thread each."""
-    from autotune.probe.ranks_environment import facts_of_ranks
+    from autotune.probe.machine.ranks_environment import facts_of_ranks
     from ringattn.hardware.facts import detect
     from ringattn.profile.schema import Fingerprint
     from ringattn.store.names import kind_of

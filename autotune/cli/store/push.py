@@ -31,7 +31,7 @@ def push(files: tuple[Path, ...], stores: tuple[str, ...], device: str | None, a
     \b
         ringtune push --store /shared/ringtune this-machine.yaml
     """
-    from autotune.formats import plain
+    from autotune.display_text import plain
     from ringattn.profile.yaml_io import load_profile
 
     from ..console import emit_json
@@ -54,7 +54,7 @@ def bundles_beside(files: tuple[Path, ...]) -> dict[str, SignedFile]:
     from ringattn.errors import ProfileError
     from ringattn.profile.whole_file import read_regular
     from ringattn.profile.yaml_io import MAX_FILE_BYTES
-    from ringattn.store.sigstore_bundle import MAX_BYTES, SUFFIX
+    from ringattn.store.signatures.sigstore_bundle import MAX_BYTES, SUFFIX
     from ringattn.store.store import SignedFile
 
     found = {}

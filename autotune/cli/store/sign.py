@@ -67,10 +67,10 @@ def verify_signature(names: tuple[str, ...], stores: tuple[str, ...], as_json: b
     """
     from dataclasses import replace
 
-    from autotune.formats import plain
+    from autotune.display_text import plain
     from ringattn.profile.locations import home_folder
-    from ringattn.store.ssh_signature import SignatureFault
-    from ringattn.store.trust import CHECKSUM, signed_trust
+    from ringattn.store.signatures.ssh_signature import SignatureFault
+    from ringattn.store.signatures.trust import CHECKSUM, signed_trust
 
     from ..console import emit_json, warn
 

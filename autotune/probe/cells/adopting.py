@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autotune.probe.grid import Cell
+from autotune.probe.workloads.grid import Cell
 
 from .refining import middles
 from .runs import CellRuns

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autotune.probe.grid import Cell
+from autotune.probe.workloads.grid import Cell
 from autotune.search.budget import Deadline
 from autotune.search.loop import CellSearch
 from autotune.search.transfer import without, without_inert
@@ -62,6 +62,6 @@ def _is_compiling(runs: CellRuns) -> bool:
 def end_compilers(runs: CellRuns) -> None:
     """Let what is being compiled end, as far as the budget goes and a little longer, and say what failed."""
     if kernels := runs.transfer.compilers.waited_for():
-        runs.task.observer.note(f"{STILL_COMPILING}: {', '.join(kernels)}")
+        runs.context.observer.note(f"{STILL_COMPILING}: {', '.join(kernels)}")
     if note := runs.transfer.compilers.end(runs.budget.available_s()):
-        runs.task.observer.note(note)
+        runs.context.observer.note(note)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autotune.probe.grid import Cell
+from autotune.probe.workloads.grid import Cell
 from autotune.search.loop import CellSearch
 from ringattn.workload import Workload
 
@@ -18,7 +18,7 @@ def settle_defaults(runs: CellRuns, cells: Sequence[Cell]) -> dict[Workload, Cel
     """Return the searches of the cells whose defaults run; of a shared search, of those that no other worker has."""
     searches: dict[Workload, CellSearch] = {}
     worker_started_s = runs.budget.elapsed_s()
-    kept_s = 0.5 * runs.task.preset.budget_s  # half of the time, at most, may go into yardsticks
+    kept_s = 0.5 * runs.context.preset.budget_s  # half of the time, at most, may go into yardsticks
     started = False
     for cell in cells:
         if runs.shared.is_settled(cell.workload):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from autotune.probe.grid import Cell, between
+from autotune.probe.workloads.grid import Cell, between
 from ringattn.workload import Tunables, Workload
 
 from .rows import Rows

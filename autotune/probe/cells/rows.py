@@ -6,23 +6,23 @@ import dataclasses
 import datetime
 from collections.abc import Mapping, Sequence
 
-from autotune.journal.result import CellResult
+from autotune.journal.study.result import CellResult
 from autotune.measure.evaluator import Interference, largest_of_each
 from autotune.probe.output.writer import build_profile, entry_of, report_of
+from autotune.probe.probe_context import ProbeContext
 from autotune.probe.request import CellReport
-from autotune.probe.task import Task
 from ringattn.errors import PlanError
 from ringattn.profile.schema import LinkSpeed, PlanEntry, Profile
 from ringattn.workload import Tunables, Workload
 
-from .outcome import Outcome
+from .search_outcome import SearchOutcome
 
 
 class Rows:
     """The rows as they stand; what an interrupted probe finished is in the studies of its cells."""
 
-    def __init__(self, task: Task, link_speeds: Sequence[LinkSpeed]) -> None:
-        self._task = task
+    def __init__(self, context: ProbeContext, link_speeds: Sequence[LinkSpeed]) -> None:
+        self._context = context
         self._link_speeds = link_speeds
         self.entries: dict[Workload, PlanEntry] = {}
         self.reports: dict[Workload, CellReport] = {}
@@ -30,13 +30,13 @@ class Rows:
         self.notes: list[str] = []  # for the provenance, as are disturbances
         self._disturbances: list[Interference] = []
 
-    def profile(self, entries: Mapping[Workload, PlanEntry], outcome: Outcome) -> Profile:
+    def profile(self, entries: Mapping[Workload, PlanEntry], outcome: SearchOutcome) -> Profile:
         """A profile of these entries, with what the workers agreed on."""
         return build_profile(
-            self._task.environment.facts,
+            self._context.environment.facts,
             entries,
-            self._task.request,
-            budget_s=self._task.preset.budget_s,
+            self._context.request,
+            budget_s=self._context.preset.budget_s,
             elapsed_s=outcome.elapsed_s,
             notes=outcome.notes,
             today=datetime.date.fromisoformat(outcome.date),

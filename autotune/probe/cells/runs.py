@@ -6,14 +6,14 @@ import math
 from collections.abc import Callable, Sequence
 
 from autotune.exit_codes import NothingMeasured
-from autotune.journal.cell_study import LEFT
-from autotune.journal.result import CellResult
 from autotune.journal.store import Store
+from autotune.journal.study.cell_study import LEFT
+from autotune.journal.study.result import CellResult
 from autotune.measure.evaluator import CallsAhead, Evaluator
-from autotune.probe.grid import Cell
 from autotune.probe.observer import SearchObserver
 from autotune.probe.output.earlier_profile import plans_before
-from autotune.probe.task import Task
+from autotune.probe.probe_context import ProbeContext
+from autotune.probe.workloads.grid import Cell
 from autotune.search.budget import RESERVE_S
 from autotune.search.compilers import Compilers
 from autotune.search.limits import Limits
@@ -47,7 +47,7 @@ class CellRuns:
 
     def __init__(
         self,
-        task: Task,
+        context: ProbeContext,
         cells: Sequence[Cell],
         rows: Rows,
         store: Store,
@@ -58,14 +58,14 @@ class CellRuns:
         before: Sequence[Profile] = (),
     ) -> None:
         """``layout_of`` says in which layout over several ranks a cell is searched; ``before`` are earlier profiles."""
-        self.task = task
+        self.context = context
         self.cells = tuple(cells)
         self.rows = rows
         self.budget = budget
         self.shared = SharedCells(store, budget)
         ahead = evaluator if isinstance(evaluator, CallsAhead) else None
-        self.transfer = Transfer(store, Compilers(task.environment.machine.just_in_time, ahead))
-        self.observer = SearchObserver(task.observer, task.environment.clock)
+        self.transfer = Transfer(store, Compilers(context.environment.machine.just_in_time, ahead))
+        self.observer = SearchObserver(context.observer, context.environment.clock)
         self.teaches = True  # False: every kernel is tried in every cell
         self.searched: list[CellSearch] = []
         self.results: dict[Workload, CellResult] = {}
@@ -98,7 +98,7 @@ class CellRuns:
 
     def plans_before(self, workload: Workload) -> tuple[tuple[Tunables, ...], tuple[Tunables, ...]]:
         """Return the plans of earlier profiles for a workload, and for the nearest length."""
-        return plans_before(workload, self._before, self.task.environment, self._layout_of(workload))
+        return plans_before(workload, self._before, self.context.environment, self._layout_of(workload))
 
     def new_search(self, cell: Cell) -> CellSearch:
         """Return the search of a cell that can be run, whose lease is held, with all that its study knows."""
@@ -110,7 +110,7 @@ class CellRuns:
             self.store,
             self._settings(),
             self.observer,
-            self.task.environment.clock,
+            self.context.environment.clock,
             main_dtypes=cell.main_dtypes,
             transfer=self.transfer,
             end=self.budget.deadline(math.inf),
@@ -118,18 +118,18 @@ class CellRuns:
         )
 
     def _settings(self) -> SearchSettings:
-        request, preset = self.task.request, self.task.preset
+        request, preset = self.context.request, self.context.preset
         limit = request.memory_limit_mib
         return SearchSettings(
             preset=preset,
             seed=request.seed,
             limits=Limits(None if limit is None else limit * 2**20, request.max_error),
             prefer=request.prefer,
-            asynchronous=self.task.environment.facts.vendor != "cpu",
+            asynchronous=self.context.environment.facts.vendor != "cpu",
             launch=request.launch,
             # A graph is of one length, and of no use inside another capture.
             graphs=request.launch == "eager" and not request.varied_lengths,
-            hang_s=hang_s(self.task.environment.facts.vendor, preset.budget_s),
+            hang_s=hang_s(self.context.environment.facts.vendor, preset.budget_s),
             sampler=request.sampler,
         )
 
@@ -150,7 +150,7 @@ class CellRuns:
 
     def search(self, search: CellSearch, share_s: float, spare_s: float) -> None:
         """``spare_s`` makes up for what this cell should not pay for alone: crashes, hangs, compilation."""
-        state, cell, clock = search.state, search.cell, self.task.environment.clock
+        state, cell, clock = search.state, search.cell, self.context.environment.clock
         began, lost_before_s = clock.now(), state.lost_s
         self.observer.begin(cell)
         if share_s < search.least_s():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from autotune.probe.grid import Cell
-from autotune.probe.recorded import call_gflop
+from autotune.probe.workloads.grid import Cell
+from autotune.probe.workloads.recorded import call_gflop
 from autotune.search.budget import CellNeed, Progress, allot, spare_s
 from autotune.search.loop import CellSearch
 from ringattn.workload import Workload
@@ -24,7 +24,7 @@ UNDECIDED_MORE = 0.3  # of its own share it may have in any case: of eight block
 
 def search_cells(runs: CellRuns) -> None:
     """Search all cells that have no result yet, cheapest first."""
-    runs.task.observer.plan([cell.workload for cell in runs.cells], runs.task.preset.budget_s)
+    runs.context.observer.plan([cell.workload for cell in runs.cells], runs.context.preset.budget_s)
     runnable = [cell for cell in runs.cells if runs.space(cell) is not None]
     adopt_finished(runs, runnable)
     new = [cell for cell in runnable if cell.workload not in runs.rows.reports]

@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from autotune.journal.cell_status import CellStatus
-from autotune.journal.lease import POLL_S
+from autotune.journal.sharing.cell_status import CellStatus
+from autotune.journal.sharing.lease import POLL_S
 from autotune.journal.store import Store
 from autotune.measure.evaluator import Clock
 from autotune.search.budget import Budget, CellNeed
 from ringattn.workload import Workload
 
-from .outcome import outcome_of
+from .search_outcome import outcome_of
 
 REFRESHED_EVERY_S = 1.0
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from autotune.probe.environment import Environment
-from autotune.probe.grid import Cell
+from autotune.probe.machine.environment import Environment
+from autotune.probe.workloads.grid import Cell
 from autotune.space.space import Space, build_space
 from ringattn.errors import PlanError
 from ringattn.planning.heuristic import heuristic_tunables

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autotune.exit_codes import UsageFailure
-from autotune.probe.environment import Environment
-from autotune.probe.grid import Cell
+from autotune.probe.machine.environment import Environment
+from autotune.probe.probe_context import ProbeContext
 from autotune.probe.request import CellReport, ProbeResult
-from autotune.probe.task import Task
 from autotune.probe.verify import verify_cells
+from autotune.probe.workloads.grid import Cell
 from ringattn.errors import ProfileError
 from ringattn.planning.heuristic import NO_WISHES
 from ringattn.planning.matching import entries_for
@@ -29,7 +29,7 @@ from .writer import same_machine
 MOST_ROWS = 400
 
 
-def earlier_profile(task: Task, path: Path) -> Profile | None:
+def earlier_profile(context: ProbeContext, path: Path) -> Profile | None:
     """Return the profile of this very machine and software, whose other rows stay; others are replaced.
 
     A broken file is replaced by ``--fresh`` alone: nobody's file is overwritten unseen.
@@ -39,12 +39,12 @@ def earlier_profile(task: Task, path: Path) -> Profile | None:
     try:
         profile = load_profile(path)
     except ProfileError as error:
-        if task.request.resume:
+        if context.request.resume:
             raise
-        task.observer.note(f"{error}; it will be replaced")
+        context.observer.note(f"{error}; it will be replaced")
         return None
-    if profile.source != "measured" or not same_machine(profile, task.environment.facts):
-        task.observer.note(f"{path.name}: of another machine or other software; it will be replaced")
+    if profile.source != "measured" or not same_machine(profile, context.environment.facts):
+        context.observer.note(f"{path.name}: of another machine or other software; it will be replaced")
         return None
     return profile
 
@@ -68,17 +68,19 @@ def recorded_rows(old: Profile, cells: Sequence[Cell]) -> tuple[PlanEntry, ...]:
     return found if len(found) == len(wanted) else ()
 
 
-def verified_instead(old: Profile, task: Task, path: Path, cells: Sequence[Cell]) -> ProbeResult | tuple[Cell, ...]:
+def verified_instead(
+    old: Profile, context: ProbeContext, path: Path, cells: Sequence[Cell]
+) -> ProbeResult | tuple[Cell, ...]:
     """Return the result of re-timing the recorded rows, or the cells that are left to search."""
     recorded = recorded_rows(old, cells)
     if not recorded:
         return tuple(cells)
-    task.observer.note(f"{path.name}: of this machine already; verifying instead of searching")
-    outcome = verify_cells(task, old, recorded, tell_end=False)
+    context.observer.note(f"{path.name}: of this machine already; verifying instead of searching")
+    outcome = verify_cells(context, old, recorded, tell_end=False)
     stale = {cell.workload for cell in outcome.cells if cell.stale}
     if stale:
         for line in outcome.stale:
-            task.observer.note(f"stale, searching again: {line}")
+            context.observer.note(f"stale, searching again: {line}")
         return tuple(cell for cell in cells if cell.workload in stale)
     reports = tuple(
         CellReport(cell.workload, "resumed", cell.recorded, note=cell.note or "still the winner")

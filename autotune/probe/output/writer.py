@@ -10,7 +10,7 @@ from pathlib import Path
 
 from autotune.exit_codes import ProbeFailure
 from autotune.folders import readable_copy
-from autotune.journal.result import CellResult, Measured
+from autotune.journal.study.result import CellResult, Measured
 from autotune.measure.evaluator import Evaluator, Fault
 from autotune.probe.request import CellReport, ProbeRequest
 from ringattn import __version__

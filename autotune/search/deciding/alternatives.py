@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autotune.journal.entry import Entry
-from autotune.journal.result import AT_PAR
+from autotune.journal.study.entry import Entry
+from autotune.journal.study.result import AT_PAR
 from autotune.measure.evaluator import Proven
 from autotune.search.budget import Deadline
 from autotune.search.cell import CellState

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from autotune.journal.entry import Entry
+from autotune.journal.study.entry import Entry
 from autotune.search.cell import CellState
 from autotune.search.proposing.beliefs import Beliefs
 from ringattn.workload import Tunables

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autotune.journal.cell_study import FINAL, CellStudy
-from autotune.journal.entry import Entry
-from autotune.journal.result import AT_PAR, CellResult, Measured
-from autotune.journal.result import CellState as State
+from autotune.journal.study.cell_study import FINAL, CellStudy
+from autotune.journal.study.entry import Entry
+from autotune.journal.study.result import AT_PAR, CellResult, Measured
+from autotune.journal.study.result import CellState as State
 from autotune.measure.evaluator import Checked, Fault, Proven, Sample, largest_of_each
 from autotune.search.budget import Deadline
 from autotune.search.cell import CellState

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autotune import statistics
-from autotune.journal.entry import Entry
+from autotune.journal.study.entry import Entry
 from autotune.measure.evaluator import Proven
 from autotune.search.budget import Deadline
 from autotune.search.cell import CellState

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autotune import statistics
-from autotune.journal.entry import Entry
+from autotune.journal.study.entry import Entry
 from autotune.search.budget import Deadline
 from autotune.search.cell import CellState
 from autotune.search.readings import Readings

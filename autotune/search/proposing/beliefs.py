@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Mapping
 import numpy as np
 
 from autotune import statistics
-from autotune.journal.entry import Entry
+from autotune.journal.study.entry import Entry
 from autotune.search.cell import CellState
 from autotune.search.suspects import GIVEN_UP
 from autotune.search.transfer import HOPELESS, Timed

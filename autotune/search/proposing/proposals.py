@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from optuna.samplers import BaseSampler
 
-from autotune.journal.cell_study import QUEUE, SAMPLER
-from autotune.journal.entry import Entry
+from autotune.journal.study.cell_study import QUEUE, SAMPLER
+from autotune.journal.study.entry import Entry
 from autotune.search.budget import Deadline
 from autotune.search.readings import Readings
 from autotune.search.trials import Trials

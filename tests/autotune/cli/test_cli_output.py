@@ -15,10 +15,10 @@ from cli_runs import engine, measured_entry, profile_of_this_machine, ringtune
 from patience import LIMIT_S
 from report_samples import evidence, gpu_profile, heuristic_profile, plan
 
-from autotune.cli.probe_result import _how_to_use
-from autotune.outcome import TrialOutcome
+from autotune.cli.probing.probe_result import _how_to_use
 from autotune.probe.request import CellReport, DryCell, DryRun, ProbeObserver, ProbeRequest, ProbeResult
-from autotune.report.plan_text import pieces
+from autotune.report.wording.plan_text import pieces
+from autotune.trial_outcome import TrialOutcome
 from ringattn.errors import KernelReason
 from ringattn.profile.schema import Choice, PlanEntry
 from ringattn.profile.yaml_io import load_profile, save_profile

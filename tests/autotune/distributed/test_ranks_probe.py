@@ -26,13 +26,13 @@ from autotune.measure.evaluator import Evaluator
 from autotune.measure.simulated import SimulatedClock
 from autotune.probe.cells.runs import HANG_S
 from autotune.probe.cells.space import space_for
-from autotune.probe.environment import Environment, bench_settings, default_profile_path, environment_of
-from autotune.probe.grid import cells_for
+from autotune.probe.machine.environment import Environment, bench_settings, default_profile_path, environment_of
 from autotune.probe.output.writer import merged, merged_speeds, same_machine
+from autotune.probe.probe_context import ProbeContext
 from autotune.probe.request import ProbeObserver, ProbeRequest
 from autotune.probe.run import ProbeRun, journal_identity
-from autotune.probe.task import Task
 from autotune.probe.tuning import verify_profile
+from autotune.probe.workloads.grid import cells_for
 from autotune.search.budget import EffortPreset
 from ringattn import RingAttention
 from ringattn.hardware.facts import HardwareFacts
@@ -85,7 +85,7 @@ def test_two_ranks_are_tuned_as_one_and_the_runtime_obeys(
     path = tmp_path / "dense.yaml"
     request = replace(REQUEST, output=path, layout="contiguous")
     dense = [cell for cell in cells_for(request, here.facts) if cell.workload.pattern.dense]
-    result = ProbeRun(Task.of(request, ProbeObserver(), here), path, dense).run()
+    result = ProbeRun(ProbeContext.of(request, ProbeObserver(), here), path, dense).run()
     (cell,) = result.cells
     assert cell.workload.world == 2
     assert cell.chosen is not None

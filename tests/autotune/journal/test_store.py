@@ -21,11 +21,11 @@ from optuna.trial import TrialState, create_trial
 
 from autotune.cli.main import exit_code_of
 from autotune.exit_codes import DeviceBusy, ExitCode, ProbeFailure
-from autotune.journal.cell_study import QUEUE, SAMPLER, CellStudy
-from autotune.journal.entry import Entry, PairedBlock
-from autotune.journal.file import JournalFile
-from autotune.journal.parameters import Parameters
+from autotune.journal.storage.journal_file import JournalFile
 from autotune.journal.store import Store
+from autotune.journal.study.cell_study import QUEUE, SAMPLER, CellStudy
+from autotune.journal.study.entry import Entry, PairedBlock
+from autotune.journal.study.parameters import Parameters
 from autotune.measure.evaluator import (
     Cause,
     Checked,
@@ -38,7 +38,7 @@ from autotune.measure.evaluator import (
     Sample,
     Stopped,
 )
-from autotune.probe.device_lock import device_lock
+from autotune.probe.machine.device_lock import device_lock
 from autotune.probe.request import ProbeRequest
 from autotune.space.space import build_space
 from ringattn.workload import Tunables
@@ -341,7 +341,7 @@ def test_a_killed_holder_keeps_nobody_waiting(tmp_path: Path) -> None:
         import sys, time
         from pathlib import Path
         from machines import environment_of, invented
-        from autotune.probe.device_lock import device_lock
+        from autotune.probe.machine.device_lock import device_lock
         from autotune.probe.request import ProbeRequest
         from autotune.journal.store import Store
         folder = Path(sys.argv[1])
@@ -389,7 +389,7 @@ WRITER = """
     from pathlib import Path
     sys.path[:0] = [{here!r}, {tests!r}, {repo!r}]
     from test_store import CELL, SPACE, CHECKED, study_of, tell
-    from autotune.journal.entry import Entry
+    from autotune.journal.study.entry import Entry
     from autotune.journal.store import Store
     with Store(Path({path!r}), identity="a") as store:
         study = study_of(store)

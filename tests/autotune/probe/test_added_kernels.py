@@ -18,7 +18,7 @@ from autotune.exit_codes import ExitCode, ProbeFailure, UsageFailure
 from autotune.measure.evaluator import Block
 from autotune.measure.simulated import QUIET, ReplayEvaluator, SimulatedClock
 from autotune.probe.added_kernels import chained, using
-from autotune.probe.environment import Environment
+from autotune.probe.machine.environment import Environment
 from autotune.probe.request import ProbeResult
 from autotune.probe.tuning import run_probe
 from autotune.space.space import Machine

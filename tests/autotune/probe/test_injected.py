@@ -19,10 +19,10 @@ from autotune.measure.evaluator import Checked, Evaluator, Fault
 from autotune.measure.simulated import SimulatedClock
 from autotune.measure.worker_evaluator import WorkerEvaluator
 from autotune.probe.cells.runs import HANG_S
-from autotune.probe.environment import this_machine
-from autotune.probe.grid import cells_for
+from autotune.probe.machine.environment import this_machine
 from autotune.probe.request import ProbeObserver, ProbeRequest
 from autotune.probe.tuning import run_probe
+from autotune.probe.workloads.grid import cells_for
 from autotune.search.budget import EFFORTS, EffortPreset
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.profile.yaml_io import load_profile
@@ -81,7 +81,7 @@ def test_a_real_probe_survives_everything_and_says_what_happened(
     # Within a memory limit plans that recompute are tried around all kernels, also around those that are wrong here.
     made: list[WorkerEvaluator] = []
     single = replace(EFFORTS["standard"], sample_target_ms=0.001)  # one call a sample
-    monkeypatch.setattr("autotune.probe.task.EFFORTS", {"standard": single})
+    monkeypatch.setattr("autotune.probe.probe_context.EFFORTS", {"standard": single})
 
     def evaluator(facts: HardwareFacts, request: ProbeRequest, preset: EffortPreset) -> Evaluator:
         settings = BenchSettings("cpu", facts, request.seed, preset.sample_target_ms, preset.ragged_lengths)
@@ -92,7 +92,7 @@ def test_a_real_probe_survives_everything_and_says_what_happened(
     environ = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
     environment = replace(this_machine(request), evaluator=evaluator, environ=environ, clock=SimulatedClock())
     dense = [cell for cell in cells_for(request, environment.facts) if cell.workload.pattern.dense]
-    monkeypatch.setattr("autotune.probe.grid.cells_for", lambda request, facts: dense)
+    monkeypatch.setattr("autotune.probe.workloads.grid.cells_for", lambda request, facts: dense)
     result = run_probe(request, ProbeObserver(), environment)
     assert (tmp_path / "killed-once").exists()
     assert (tmp_path / "stopped-once").exists()

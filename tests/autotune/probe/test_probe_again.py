@@ -15,10 +15,10 @@ from probed_machine import Machine, Watching, request_for, truth, winners
 from autotune.exit_codes import DeviceBusy, ExitCode, NothingMeasured, ProbeFailure, UsageFailure
 from autotune.measure.evaluator import Checked, Fault, Killed
 from autotune.measure.simulated import ReplayEvaluator, Trouble
-from autotune.probe.grid import cells_for
 from autotune.probe.output.earlier_profile import MOST_ROWS
 from autotune.probe.request import ProbeRequest, ProbeResult
 from autotune.probe.tuning import run_probe, verify_profile
+from autotune.probe.workloads.grid import cells_for
 from ringattn.errors import ProfileError
 from ringattn.profile.schema import Choice, PlanEntry
 from ringattn.profile.yaml_io import load_profile, save_profile

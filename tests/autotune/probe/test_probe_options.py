@@ -12,7 +12,7 @@ from probed_machine import Machine, request_for
 from autotune.cli.main import cli
 from autotune.cli.options import seconds
 from autotune.exit_codes import ProbeFailure
-from autotune.journal.file import journal_path
+from autotune.journal.storage.journal_file import journal_path
 from autotune.journal.store import Store
 from autotune.probe.tuning import run_probe
 

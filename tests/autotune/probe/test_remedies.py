@@ -15,14 +15,14 @@ from autotune.cli.locate import chosen_profile_path
 from autotune.cli.options import check_writable
 from autotune.exit_codes import ProbeFailure
 from autotune.folders import made_folder
-from autotune.journal.file import JournalFile
+from autotune.journal.storage.journal_file import JournalFile
 from autotune.probe.checks import check_output
 from autotune.probe.output import writer
 from autotune.probe.request import ProbeRequest
 from autotune.probe.tuning import run_probe
 from ringattn.errors import ProfileError
 from ringattn.planning.heuristic import NO_WISHES
-from ringattn.planning.missed import VARIABLE, record_path
+from ringattn.planning.unmeasured_workloads import VARIABLE, record_path
 from ringattn.profile.locations import Located
 from ringattn.profile.resolve import resolve
 from ringattn.profile.schema import Profile

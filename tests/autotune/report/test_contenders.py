@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from machines import FACTS, workload
 from rich.console import Console
 
-from autotune.cli.compare import comparison_summary
+from autotune.cli.machine.compare import comparison_summary
 from autotune.cli.main import cli
 from autotune.measure.evaluator import Block, Checked, Fault, Sample
 from autotune.report.contenders import (
@@ -30,7 +30,7 @@ from autotune.report.contenders import (
     crossovers,
     workloads_of,
 )
-from autotune.report.contenders_page import contenders_page
+from autotune.report.pages.contenders_page import contenders_page
 from autotune.space.presets import PRESETS
 from ringattn.hardware.facts import detect
 from ringattn.workload import Pattern, Tunables, Workload

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from autotune.cli.doctor import ranks_text
+from autotune.cli.machine.doctor import ranks_text
 from autotune.cli.main import cli
-from autotune.report import numerics_sweep
 from autotune.report.doctor import Diagnosis, attempts_for, diagnose
-from autotune.report.numerics_map import Attempt
-from autotune.report.numerics_sweep import sweep
+from autotune.report.numerics import numerics_sweep
+from autotune.report.numerics.numerics_map import Attempt
+from autotune.report.numerics.numerics_sweep import sweep
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.hardware.kernel_faults import Figure, Verdict
 from ringattn.kernels.registry import KERNELS

@@ -17,14 +17,14 @@ from browser import Page, chromium, headless_page
 from report_samples import cpu_profile, evidence, gpu_profile, heuristic_profile, plan
 from rich.console import Console
 
-from autotune.cli.probe import probe as probe_command
-from autotune.cli.report import names_apart
-from autotune.formats import escape, format_bytes, format_duration, format_length, format_ms, plain
+from autotune.cli.probing.probe import probe as probe_command
+from autotune.cli.profile.report import names_apart
+from autotune.display_text import escape, format_bytes, format_duration, format_length, format_ms, plain
 from autotune.journal.history import SearchHistory, TimedTrial
-from autotune.report import page as page_module
-from autotune.report.charts import SERIES, Bar, bar_chart, color_class, history_chart
-from autotune.report.comparison import comparison_page
-from autotune.report.page import html_report, uncovered
+from autotune.report.pages import page as page_module
+from autotune.report.pages.charts import SERIES, Bar, bar_chart, color_class, history_chart
+from autotune.report.pages.comparison import comparison_page
+from autotune.report.pages.page import html_report, uncovered
 from autotune.report.summary import (
     Rates,
     Speedup,

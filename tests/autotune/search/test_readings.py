@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from machines import plan, workload
 
-from autotune.journal.entry import PairedBlock
+from autotune.journal.study.entry import PairedBlock
 from autotune.measure.evaluator import Sample
 from autotune.search.budget import EFFORTS
 from autotune.search.readings import Readings

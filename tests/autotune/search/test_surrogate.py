@@ -9,7 +9,7 @@ import optuna
 import pytest
 from machines import far_from, invented, plan, workload
 
-from autotune.journal.parameters import Parameters
+from autotune.journal.study.parameters import Parameters
 from autotune.search.proposing.design import Design
 from autotune.search.proposing.sampler import Known, SurrogateSampler, expected_improvement
 from autotune.search.proposing.surrogate import SLOW, Coder, Surrogate

@@ -13,10 +13,10 @@ from machines import environment_of as replayed_edge
 from autotune.measure.evaluator import Evaluator, Fault
 from autotune.measure.simulated import ReplayEvaluator, SimulatedClock
 from autotune.probe.cells.space import space_or_refusal
-from autotune.probe.environment import environment_of
-from autotune.probe.grid import cells_for
+from autotune.probe.machine.environment import environment_of
 from autotune.probe.request import ProbeObserver, ProbeRequest
 from autotune.probe.tuning import run_probe
+from autotune.probe.workloads.grid import cells_for
 from autotune.space.first_calls import Call, calls_worth_making
 from autotune.space.space import Space, machine_of
 from ringattn.hardware.facts import HardwareFacts

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ringattn import Pattern, RingAttention
 from ringattn.autograd import torch_compile as compiled
 from ringattn.errors import InputError, RingAttentionError
-from ringattn.planning import setup
+from ringattn.planning import module_setup
 from ringattn.planning.table import PlanTable
 from ringattn.workload import BranchTunables, Tunables
 
@@ -237,7 +237,7 @@ def test_another_checkpoint_is_refused_in_training_alone() -> None:
 def test_a_plan_whose_checkpoint_is_not_followed_says_so_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(setup, "_said", set())
+    monkeypatch.setattr(module_setup, "_said", set())
     tunables = Tunables("fp64", (BranchTunables("math", "math"),) * 2, checkpoint="full")
     module = CASE.running(tunables)
     attend = whole(module)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from pool import Pool
 
 from ringattn import RingAttention, Workload
-from ringattn.planning.missed import VARIABLE, read_record, record_at
+from ringattn.planning.unmeasured_workloads import VARIABLE, read_record, record_at
 
 
 def _record(folder: Path) -> None:

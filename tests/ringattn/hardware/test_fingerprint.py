@@ -9,7 +9,7 @@ import pytest
 from cli_runs import measured_entry
 from machine_samples import H100
 
-from autotune.cli.store.renew import can_renew
+from autotune.cli.probing.renew import can_renew
 from autotune.exit_codes import ProbeFailure
 from autotune.probe.output.writer import same_machine
 from autotune.probe.verify import check_same_silicon

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from autotune.probe.environment import devices_of
+from autotune.probe.machine.environment import devices_of
 from autotune.probe.request import ProbeRequest
 from ringattn.hardware import identity
 from ringattn.hardware.identity import device_identity, host_identity

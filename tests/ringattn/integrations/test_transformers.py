@@ -15,7 +15,7 @@ from tiny_models import BATCH, CAUSAL, LENGTH, attention, padded, tiny, tokens
 from torch import Tensor
 
 from ringattn.integrations.transformers import register
-from ringattn.planning.missed import VARIABLE, read_record, record_at
+from ringattn.planning.unmeasured_workloads import VARIABLE, read_record, record_at
 
 POSITIONS = torch.cat([torch.arange(n) for n in (3, 1, 8)])[None]  # documents of 3, 1 and 8 tokens
 BOUNDS = torch.tensor([0, 3, 4, 12], dtype=torch.int32)

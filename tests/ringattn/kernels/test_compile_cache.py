@@ -14,9 +14,11 @@ from types import ModuleType
 import pytest
 
 from ringattn.errors import PlanError
-from ringattn.kernels import compile_cache, packages, split_kv, triton
+from ringattn.kernels import compile_cache
 from ringattn.kernels.compile_cache import can_keep, prepare_triton
 from ringattn.kernels.contract import KernelConfig
+from ringattn.kernels.own import split_kv, triton
+from ringattn.kernels.packages import flash_attn_4
 
 NOT_WRITABLE = "/proc/a-home"  # nobody can make a folder there, nor can root
 
@@ -53,8 +55,8 @@ def test_every_kernel_of_ours_prepares_triton(kernel: ModuleType, monkeypatch: p
     """Also where triton itself is missing."""
     monkeypatch.setenv("HOME", NOT_WRITABLE)
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "ringattn.kernels.triton_device", raising=False)
-    monkeypatch.delitem(sys.modules, "ringattn.kernels.split_kv_device", raising=False)
+    monkeypatch.delitem(sys.modules, "ringattn.kernels.own.triton_device", raising=False)
+    monkeypatch.delitem(sys.modules, "ringattn.kernels.own.split_kv_device", raising=False)
     with pytest.raises(PlanError, match="import triton"):
         kernel.load(KernelConfig(True, 0.5))
     assert os.environ["TRITON_CACHE_DIR"].startswith(tempfile.gettempdir())
@@ -111,10 +113,10 @@ def test_flash_attn_4_keeps_nothing_where_nothing_can_be_kept(tmp_path: Path, mo
         monkeypatch.setenv(name, "x")
         monkeypatch.delenv(name)
     monkeypatch.setenv("XDG_CACHE_HOME", NOT_WRITABLE)
-    packages._keep_compiled_kernels()
+    flash_attn_4._keep_compiled_kernels()
     assert not [name for name in names if name in os.environ]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    packages._keep_compiled_kernels()
+    flash_attn_4._keep_compiled_kernels()
     assert os.environ[names[1]] == str(tmp_path / "ringtune" / "flash-attn-4")
 
 

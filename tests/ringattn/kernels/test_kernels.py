@@ -19,7 +19,7 @@ from torch import Tensor
 from ringattn.kernels import math as kernels_math
 from ringattn.kernels.contract import BoundKernel, KernelConfig, KernelNeed
 from ringattn.kernels.registry import KERNELS
-from ringattn.planning.accuracy_check import hold, make_case
+from ringattn.planning.validation.accuracy_check import hold, make_case
 from ringattn.runtime.merge import accumulator_dtype
 from ringattn.workload import BranchTunables, Tunables
 

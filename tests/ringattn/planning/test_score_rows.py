@@ -12,16 +12,16 @@ from test_table import POLICY, SHAPE, choice
 
 from autotune.exit_codes import UsageFailure
 from autotune.measure.module_calls import build_module
-from autotune.probe.recorded import choose_recorded
 from autotune.probe.request import ProbeRequest
+from autotune.probe.workloads.recorded import choose_recorded
 from ringattn.errors import FieldError, InputError
 from ringattn.hardware.kernel_faults import Combination
 from ringattn.kernels.registry import KERNELS
-from ringattn.planning.accuracy_check import case_of, check, config_of, hold
 from ringattn.planning.launches import forward_gflop
 from ringattn.planning.matching import entries_for
 from ringattn.planning.plan import combinations
 from ringattn.planning.table import ModuleShape, build_table
+from ringattn.planning.validation.accuracy_check import case_of, check, config_of, hold
 from ringattn.profile.schema import PlanEntry, Profile
 from ringattn.profile.yaml_io import from_plain, to_plain
 from ringattn.workload import Workload

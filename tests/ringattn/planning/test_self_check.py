@@ -26,11 +26,12 @@ from ringattn.hardware.facts import HardwareFacts
 from ringattn.hardware.kernel_faults import Combination, Figure, KernelFault, Verdict, join_faults
 from ringattn.kernels.contract import BoundKernel, KernelNeed
 from ringattn.kernels.registry import KERNELS
-from ringattn.planning import self_check, setup, validation_memory
-from ringattn.planning.accuracy_check import check_all, config_of, hold, make_case
+from ringattn.planning import module_setup, self_check
 from ringattn.planning.plan import ORDINARY, Origin, combination_of, combinations, kernel_needs, rejection_reasons
 from ringattn.planning.self_check import faults_of
-from ringattn.planning.validation_memory import Memory, environment_of, key_of, user_memory
+from ringattn.planning.validation import validation_memory
+from ringattn.planning.validation.accuracy_check import check_all, config_of, hold, make_case
+from ringattn.planning.validation.validation_memory import Memory, environment_of, key_of, user_memory
 from ringattn.profile.locations import Located, shipped_folder
 from ringattn.profile.schema import Choice, Fingerprint, PlanEntry, Profile
 from ringattn.profile.yaml_io import load_profile
@@ -62,7 +63,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[Combination]:
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    monkeypatch.setattr(setup, "_said", set())
+    monkeypatch.setattr(module_setup, "_said", set())
     caplog.set_level(logging.WARNING, "ringattn")
     return caplog
 
@@ -275,7 +276,7 @@ def test_the_heuristics_next_kernel_serves_and_that_is_said_once(
 ) -> None:
     put(monkeypatch, with_wrong_dq())
     for process in range(2):
-        setup._said.clear()
+        module_setup._said.clear()
         said.clear()
         for _ in range(2):
             module = CASE.module()
@@ -299,7 +300,7 @@ def test_a_profiles_next_plan_serves(monkeypatch: pytest.MonkeyPatch, said: pyte
     ]
     entry = PlanEntry(CASE.workload("fp32"), choices[0], (choices[1],))
     older = replace(profile_of(entry), software=(("python", "3.1"), ("torch", "1.0")))
-    monkeypatch.setattr(setup, "find_profiles", lambda *a, **k: (located(older), ()))
+    monkeypatch.setattr(module_setup, "find_profiles", lambda *a, **k: (located(older), ()))
     module = CASE.module(profile="auto")
     train(module)
     plan = module.plan_for(24, torch.float32, True)
@@ -436,7 +437,7 @@ def test_a_changed_machine_is_checked_again(
         if changed == "device_name"
         else replace(facts, software=tuple(sorted({**dict(facts.software), "torch": "99.0"}.items())))
     )
-    monkeypatch.setattr(setup, "detect", lambda device: other)
+    monkeypatch.setattr(module_setup, "detect", lambda device: other)
     put(monkeypatch, RIGHT)
     train(CASE.module(backend="flash-cpu"))
     assert checked == [FORWARD, BACKWARD] * 2

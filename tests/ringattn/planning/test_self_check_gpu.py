@@ -10,8 +10,8 @@ from ringattn.errors import PlanError, RingAttentionError
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.hardware.kernel_faults import Combination
 from ringattn.kernels.registry import KERNELS, KernelNeed
-from ringattn.planning.accuracy_check import check_all
-from ringattn.planning.validation_memory import user_memory
+from ringattn.planning.validation.accuracy_check import check_all
+from ringattn.planning.validation.validation_memory import user_memory
 
 pytestmark = pytest.mark.gpu
 

@@ -19,11 +19,11 @@ from oracle import DENSE, Case, cpu, pattern_of
 from ringattn import Profile, RingAttention
 from ringattn.errors import InputError, PlanError, ProfileError
 from ringattn.hardware.facts import HardwareFacts, detect
-from ringattn.planning import setup
+from ringattn.planning import module_setup
 from ringattn.planning.heuristic import NO_WISHES, Wishes
-from ringattn.planning.missed import probe_options
 from ringattn.planning.plan import Conditions, Origin
 from ringattn.planning.table import ModuleShape, PlanTable, Row, as_wished, build_table, fitted
+from ringattn.planning.unmeasured_workloads import probe_options
 from ringattn.profile.schema import Choice, Fingerprint, PlanEntry, Policy
 from ringattn.profile.yaml_io import save_profile
 from ringattn.workload import BranchTunables, Tunables, Workload, nearest_bucket, not_narrower
@@ -294,7 +294,7 @@ def small(length: int, *kernels: str, dtype: str = "fp32", train: bool = False, 
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    monkeypatch.setattr(setup, "_said", set())
+    monkeypatch.setattr(module_setup, "_said", set())
     caplog.set_level(logging.INFO, "ringattn")
     return caplog
 
@@ -454,7 +454,7 @@ def test_a_torch_newer_than_the_tested_ones_is_said_once(
     """However many modules there are, and whether or not a profile serves; when they are built, not when called."""
     here = detect("cpu")
     versions = {**dict(here.software), "torch": "9.1.0+cpu"}
-    monkeypatch.setattr(setup, "detect", lambda device: replace(here, software=tuple(sorted(versions.items()))))
+    monkeypatch.setattr(module_setup, "detect", lambda device: replace(here, software=tuple(sorted(versions.items()))))
     modules = [Case(64).module(profile=profile) for profile in (None, measured_here(small(64, "math")), None)]
     (warned,) = [r.getMessage() for r in said.records if r.levelname == "WARNING"]
     assert warned.startswith("torch 9.1.0+cpu is newer than what this was tested with, torch 2.")
@@ -474,7 +474,7 @@ def test_the_first_rank_of_a_host_alone_warns(
     for rank in ("3", "0"):
         for name, value in environ.items():
             monkeypatch.setenv(name, value.format(rank))
-        setup._said.clear()
+        module_setup._said.clear()
         said.clear()
         RingAttention(2, 4, device="cpu")
         call(Case(64).module(profile=measured_here(small(64, "math"))), 4096)

@@ -16,8 +16,8 @@ from ringattn import RingAttention, Workload, named_ranges
 from ringattn.kernels.contract import BlockKernel, BoundKernel
 from ringattn.kernels.registry import KERNELS
 from ringattn.planning.plan import Plan
-from ringattn.runtime.documents_program import load_program
 from ringattn.runtime.graphed import GraphedProgram
+from ringattn.runtime.packed.documents_program import load_program
 from ringattn.runtime.program import Program
 from ringattn.runtime.ranges import PREFIX
 from ringattn.workload import BranchTunables, Tunables

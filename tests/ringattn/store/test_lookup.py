@@ -21,7 +21,7 @@ from ringattn.profile.resolve import resolve
 from ringattn.profile.schema import Profile, Provenance
 from ringattn.profile.yaml_io import load_profile, save_profile
 from ringattn.store import lookup
-from ringattn.store.folder import Folder
+from ringattn.store.backends.folder import Folder
 from ringattn.store.lookup import LocalCopy, find_profiles, store_places, stored_profiles
 from ringattn.store.store import Store
 

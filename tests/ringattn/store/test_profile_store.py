@@ -14,7 +14,7 @@ from ringattn.errors import ProfileError, StoreError
 from ringattn.hardware.facts import fingerprint_name
 from ringattn.profile.schema import Fingerprint, LinkSpeed, Profile
 from ringattn.profile.yaml_io import dump_profile, parse_profile
-from ringattn.store.folder import Folder
+from ringattn.store.backends.folder import Folder
 from ringattn.store.names import ProfileName, kind_of
 from ringattn.store.store import Store
 
@@ -98,7 +98,7 @@ from dataclasses import replace
 from pathlib import Path
 sys.path.insert(0, "tests/support/ringattn")
 from machine_samples import H100, dense_entry, measured
-from ringattn.store.folder import Folder
+from ringattn.store.backends.folder import Folder
 from ringattn.store.store import Store
 for length in range(int(sys.argv[2]), int(sys.argv[3])):
     Store(Folder(Path(sys.argv[1]))).push(measured(H100, dense_entry(1024 + length)))

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringattn.errors import StoreError
-from ringattn.store.folder import Folder
+from ringattn.store.backends.folder import Folder
 from ringattn.store.names import ProfileName, is_name
 from ringattn.store.store import Store
 
@@ -28,7 +28,7 @@ PATHS = os.pathsep.join(str(ROOT / part) for part in ("", "tests/support/ringatt
 
 @pytest.mark.timeout(120 + CASES / 10)
 def test_no_case_does_harm(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "tests/support/ringattn/fuzz_main.py"), str(tmp_path), str(CASES)]
+    command = [sys.executable, str(ROOT / "tests/support/ringattn/store/fuzz_main.py"), str(tmp_path), str(CASES)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": PATHS})
     assert done.returncode == 0, done.stderr[-2000:]
     told = json.loads(done.stdout)

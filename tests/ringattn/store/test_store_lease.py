@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from ringattn.errors import StoreError
-from ringattn.store.backend import Backend, open_backend
-from ringattn.store.folder import Folder
+from ringattn.store.backends.backend import Backend, open_backend
+from ringattn.store.backends.folder import Folder
 from ringattn.store.lease import Holder, Lease
 
 ROOT = Path(__file__).parents[3]
@@ -144,7 +144,7 @@ def test_a_back_end_without_conditions_is_refused(tmp_path: Path, monkeypatch: p
 TAKE = """
 import sys
 from pathlib import Path
-from ringattn.store.folder import Folder
+from ringattn.store.backends.folder import Folder
 from ringattn.store.lease import Lease
 lease = Lease(Folder(Path(sys.argv[1])), "k")
 print("ready", flush=True)

@@ -16,11 +16,11 @@ from machines import environment_of, row_of
 
 from autotune.measure.evaluator import Block, Checked, Evaluator, Fault
 from autotune.measure.simulated import QUIET, ReplayEvaluator, SimulatedClock
-from autotune.outcome import TrialOutcome
 from autotune.probe import tuning
 from autotune.probe.output import writer as emit
 from autotune.probe.request import ProbeObserver, ProbeRequest
 from autotune.space.space import candidate_key
+from autotune.trial_outcome import TrialOutcome
 from ringattn.profile.schema import Profile
 from ringattn.profile.yaml_io import save_profile
 from ringattn.workload import Tunables, Workload
@@ -29,7 +29,7 @@ CALL_S = 2e-3  # what a measurement takes, so that some are killed in the middle
 Event = tuple[str, ...]  # its kind first
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["autotune.probe.device_lock", "autotune.probe.dry_run", "autotune.probe.run", "ringattn.attention"]
+    ["autotune.probe.machine.device_lock", "autotune.probe.dry_run", "autotune.probe.run", "ringattn.attention"]
 )
 
 

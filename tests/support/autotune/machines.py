@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from autotune.journal.result import CellResult
 from autotune.journal.store import Store
+from autotune.journal.study.result import CellResult
 from autotune.measure.evaluator import Checked, Evaluator, Fault
 from autotune.measure.simulated import QUIET, ReplayEvaluator, Row, SimulatedClock, Trouble
-from autotune.probe.environment import Environment
+from autotune.probe.machine.environment import Environment
 from autotune.probe.request import ProbeRequest
 from autotune.search.budget import EFFORTS, Budget, Deadline, EffortPreset
 from autotune.search.limits import Limits

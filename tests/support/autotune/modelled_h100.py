@@ -19,7 +19,7 @@ from machines import H100, environment_of
 
 from autotune.measure.evaluator import Block, Checked, Fault, Sample
 from autotune.measure.simulated import REPLAY_US, Part, ReplayEvaluator, Row, SimulatedClock, Trouble, parts_of
-from autotune.probe.environment import Environment
+from autotune.probe.machine.environment import Environment
 from autotune.space.space import machine_of
 from ringattn.profile.yaml_io import load_profile
 from ringattn.workload import Branch, BranchTunables, Tunables, Workload

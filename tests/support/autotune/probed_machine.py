@@ -10,9 +10,9 @@ from machines import environment_of, row_of
 
 from autotune.measure.evaluator import Block
 from autotune.measure.simulated import QUIET, ReplayEvaluator, SimulatedClock, Trouble
-from autotune.outcome import TrialOutcome
-from autotune.probe.environment import Environment
+from autotune.probe.machine.environment import Environment
 from autotune.probe.request import ProbeObserver, ProbeRequest
+from autotune.trial_outcome import TrialOutcome
 from ringattn.profile.schema import Profile
 from ringattn.workload import Tunables, Workload
 

@@ -25,7 +25,7 @@ from ringattn.workload import Tunables, Workload
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["autotune.probe.device_lock", "autotune.probe.run", "ringattn.attention", "sqlalchemy"]
+    ["autotune.probe.machine.device_lock", "autotune.probe.run", "ringattn.attention", "sqlalchemy"]
 )
 
 

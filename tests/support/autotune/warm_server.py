@@ -19,7 +19,7 @@ import torch
 from warm_start import Server, Start, channel, use
 
 LOADED = (
-    "autotune.accuracy.check", "autotune.cli.main", "autotune.cli.probe", "autotune.distributed.evaluator",
+    "autotune.accuracy.check", "autotune.cli.main", "autotune.cli.probing.probe", "autotune.distributed.evaluator",
     "autotune.measure.benchmark", "autotune.probe.dry_run", "autotune.probe.run", "autotune.probe.tuning",
     "autotune.report.contenders", "autotune.report.doctor", "ringattn.attention", "ringattn.store.store", "sqlalchemy",
     "torch.distributed",

@@ -12,7 +12,7 @@ from ring_cases import RingCase
 from torch import Tensor
 
 from ringattn import Profile, RingAttention
-from ringattn.runtime.documents import documents_of
+from ringattn.runtime.packed.documents import documents_of
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from ringattn import Pattern, Profile, RingAttention, Workload, detect
 from ringattn.geometry.documents import Document
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.reference import dilated_attention_reference
-from ringattn.runtime.documents import documents_of
+from ringattn.runtime.packed.documents import documents_of
 from ringattn.workload import Branch, BranchTunables, Tunables
 
 UNIT_ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}

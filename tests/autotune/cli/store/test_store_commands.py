@@ -14,17 +14,17 @@ import pytest
 from cli_runs import measured_entry, one_line_error, profile_of_this_machine, ringtune
 from machine_samples import A100, H100, dense_entry, measured
 
-from autotune.cli.doctor import search_path_contents
+from autotune.cli.machine.doctor import search_path_contents
 from autotune.cli.store.candidates import store_contents
 from ringattn.hardware.facts import detect
 from ringattn.profile.precedence import origin_of
 from ringattn.profile.schema import Fingerprint, Profile, Provenance
 from ringattn.profile.yaml_io import load_profile, save_profile
-from ringattn.store.backend import open_backend
+from ringattn.store.backends.backend import open_backend
 from ringattn.store.lookup import stored_profiles
 from ringattn.store.names import kind_of
+from ringattn.store.signatures.trust import Signatures
 from ringattn.store.store import Store
-from ringattn.store.trust import Signatures
 
 
 @pytest.fixture(autouse=True)

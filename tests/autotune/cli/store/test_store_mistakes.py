@@ -11,8 +11,8 @@ from network_hosts import s3_server
 
 from ringattn.errors import StoreError
 from ringattn.profile.yaml_io import load_profile
-from ringattn.store.backend import open_backend
-from ringattn.store.folder import Folder
+from ringattn.store.backends.backend import open_backend
+from ringattn.store.backends.folder import Folder
 from ringattn.store.lookup import stored_profiles
 from ringattn.store.store import Store
 

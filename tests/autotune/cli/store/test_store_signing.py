@@ -14,7 +14,7 @@ from autotune.probe.request import ProbeObserver, ProbeRequest, ProbeResult
 from ringattn.errors import StoreError
 from ringattn.profile.resolve import built_in_heuristic
 from ringattn.profile.yaml_io import save_profile
-from ringattn.store.folder import Folder
+from ringattn.store.backends.folder import Folder
 from ringattn.store.lookup import stored_profiles
 from ringattn.store.store import Store
 

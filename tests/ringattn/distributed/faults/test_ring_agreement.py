@@ -22,8 +22,8 @@ import ringattn.attention
 from ringattn import Profile, RingAttention
 from ringattn.distributed.agreement import _try_table
 from ringattn.errors import PlanError
-from ringattn.planning import setup
-from ringattn.planning.setup import Setup
+from ringattn.planning import module_setup
+from ringattn.planning.module_setup import ModuleSetup
 from ringattn.planning.table import PlanTable
 from ringattn.workload import BranchTunables, Tunables, describe
 
@@ -107,7 +107,7 @@ def test_equal_profiles_say_nothing(ranks: Callable[[int], Pool]) -> None:
 
 def _warned(profile: Any) -> list[str]:
     """What a rank warns of where no plan was measured: at init, or at a length of a measured module."""
-    setup._said.clear()  # of earlier tests in the same process
+    module_setup._said.clear()  # of earlier tests in the same process
     kept = _Kept()
     logging.getLogger("ringattn").addHandler(kept)
     try:
@@ -136,7 +136,7 @@ def _elsewhere(changes: list[dict[str, dict[str, Any]]], profiles: list[Any]) ->
     """A module on ranks whose facts or policies were changed: as if they ran on machines of their own."""
     own, set_up = changes[dist.get_rank()], ringattn.attention.set_up
 
-    def changed(*arguments: Any) -> Setup:
+    def changed(*arguments: Any) -> ModuleSetup:
         setup = set_up(*arguments)
         facts = replace(setup.facts, **own.get("facts", {}))
         return replace(setup, facts=facts, policy=replace(setup.policy, **own.get("policy", {})))

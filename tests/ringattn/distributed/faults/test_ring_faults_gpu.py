@@ -35,7 +35,7 @@ def told(fault: str, expected: str, world: int) -> float:
     for rank in range(world):
         environment = {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         process = subprocess.Popen(
-            [sys.executable, str(ROOT / "tests" / "support" / "ring" / "faults_main.py"), fault],
+            [sys.executable, str(ROOT / "tests" / "support" / "ring" / "rank_mains" / "faults_main.py"), fault],
             env=os.environ | {"PYTHONPATH": str(ROOT)} | {name: str(value) for name, value in environment.items()},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

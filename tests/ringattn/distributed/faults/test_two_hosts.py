@@ -27,7 +27,7 @@ def _torchrun(host: str, node: int, checked: Path) -> subprocess.Popen[str]:
         "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d",
         "--rdzv-endpoint", f"{ADDRESSES[0]}:29777", "--rdzv-id", "two-hosts", "--local-addr", ADDRESSES[node],
         "--rdzv-conf", f"is_host={1 - node},join_timeout={LIMIT_S:.0f}",
-        str(ROOT / "tests" / "support" / "ring" / "two_hosts_main.py"), str(checked),
+        str(ROOT / "tests" / "support" / "ring" / "rank_mains" / "two_hosts_main.py"), str(checked),
     ]  # fmt: skip
     environment = {
         **os.environ,

@@ -1,0 +1,1 @@
+"""Commands that read a profile: print it, draw it, explain it, check it, name it."""

@@ -1,0 +1,1 @@
+"""Words and tables of plans that pages and terminal share."""

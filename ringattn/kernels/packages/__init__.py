@@ -1,0 +1,1 @@
+"""Attention packages that are not part of torch, one file for each."""

@@ -1,0 +1,1 @@
+"""Packed documents: where they lie, and plans that run over them."""

@@ -1,0 +1,1 @@
+"""Where the files of a store lie: a folder that hosts mount, or a server behind a URL."""

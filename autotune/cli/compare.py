@@ -17,6 +17,7 @@ from .options import (
     device_option,
     dtype_option,
     json_option,
+    pattern_asked,
     pattern_options,
     seed_option,
     seq_lens_option,
@@ -39,13 +40,6 @@ LENGTHS, ON_A_CPU = (4096, 8192, 16384), (512, 1024, 2048)  # two cores took ove
 @causal_option
 @shape_options()
 @pattern_options
-@click.option(
-    "--head-offset",
-    type=click.Choice(["interleaved", "blocked"]),
-    default="interleaved",
-    show_default=True,
-    help="First position of a head in a segment: LongNet's rule, or torchscale's.",
-)
 @dtype_option("bf16", "fp16", "fp32")
 @click.option(
     "--blocks",
@@ -78,7 +72,7 @@ def compare(blocks: int, seed: int, output: Path | None, as_json: bool, **asked:
     where a dilated pattern is asked for. Error is the largest relative 2-norm
     of outputs and gradients against float64.
     """
-    check_pattern(asked["segment_lengths"], asked["dilation_rates"])
+    check_pattern(asked)
     check_shape(asked["heads"], asked["kv_heads"])
     if output is not None:
         check_page(output)
@@ -88,7 +82,6 @@ def compare(blocks: int, seed: int, output: Path | None, as_json: bool, **asked:
     from autotune.report.contenders_page import contenders_page
     from ringattn.hardware.facts import detect
     from ringattn.planning.setup import device_of
-    from ringattn.workload import Pattern
 
     from .console import emit_json, print_answer, warn
     from .report import write_page
@@ -99,7 +92,7 @@ def compare(blocks: int, seed: int, output: Path | None, as_json: bool, **asked:
     shape = {name: asked[name] for name in ("mode", "causal")} | {"batch": asked["batch_size"]}
     shape |= {name: getattr(of_heads, name) for name in ("heads", "kv_heads", "head_dim")}
     shape["dtype"] = asked["dtype"] or ("fp32" if facts.vendor == "cpu" else "bf16")
-    pattern = Pattern.of(asked["segment_lengths"], asked["dilation_rates"], asked["head_offset"])
+    pattern = pattern_asked(asked)
     lengths = asked["seq_lens"] or (ON_A_CPU if facts.vendor == "cpu" else LENGTHS)
     workloads = workloads_of(lengths, pattern, **shape)
     found = measured(workloads, facts, device, blocks=blocks, seed=seed, progress=warn)

@@ -17,6 +17,7 @@ from .options import (
     device_option,
     dtype_option,
     json_option,
+    pattern_asked,
     pattern_options,
     profile_argument,
     seq_len_option,
@@ -64,14 +65,14 @@ def trace(profile: Path | None, as_json: bool, output: Path | None, **asked: Any
         ringtune trace --seq-len 2048 --segment-lengths 512,2048 --dilation-rates 1,2
         torchrun --nproc-per-node 4 -m autotune trace --seq-len 16384 --heads 32
     """
-    check_pattern(asked["segment_lengths"], asked["dilation_rates"])
+    check_pattern(asked)
     check_shape(asked["heads"], asked["kv_heads"])
     if output is not None:
         check_writable(output)
 
     from autotune.distributed.launcher import torchrun_rank
     from autotune.report.trace import device_and_group, trace_summary, trace_workload
-    from ringattn.workload import Pattern, Workload
+    from ringattn.workload import Workload
 
     from .console import emit_json, print_answer
 
@@ -88,7 +89,7 @@ def trace(profile: Path | None, as_json: bool, output: Path | None, **asked: Any
             asked["dtype"] or ("fp32" if device.type == "cpu" else "bf16"),
             shape.kv_heads,
             asked["batch_size"],
-            Pattern.of(asked["segment_lengths"], asked["dilation_rates"]),
+            pattern_asked(asked),
             world=1 if launched is None else launched.world,
         )
         found = trace_workload(

@@ -14,7 +14,7 @@ from rich.text import Text
 from autotune.formats import format_bytes, format_factor, format_length, format_ms, plain
 from ringattn.hardware.facts import OPTIONAL_PACKAGES, HardwareFacts
 from ringattn.kernels.registry import KERNELS
-from ringattn.planning.missed import remedy
+from ringattn.planning.missed import call_options, remedy
 from ringattn.planning.plan import ORDINARY, kernel_need, kernel_needs, kernel_reasons
 from ringattn.planning.setup import Setup
 from ringattn.planning.table import PlanTable, Row
@@ -127,15 +127,9 @@ def explain_workload(workload: Workload, setup: Setup, table: PlanTable, foreign
         over_torch=over_torch(entry) if entry is not None and chosen is entry.choice else None,
         host_ms=waiting_host_ms(chosen.evidence, setup.facts.vendor) if chosen and chosen.evidence else None,
         runners_up=tuple(text for _, text in runners_up),
-        remedy=_remedy(workload) if row.origin.source == "heuristic" and not foreign else "",
+        remedy=remedy(workload, *call_options(workload)) if row.origin.source == "heuristic" and not foreign else "",
         legend=legend(plan for plan in told if plan is not None),
     )
-
-
-def _remedy(workload: Workload) -> str:
-    options = [f"--mode {workload.mode}", f"--precision {workload.dtype}", f"--seq-len {workload.seq_len}"]
-    options += [f"--batch-size {workload.batch}"] if workload.batch > 1 else []
-    return remedy(workload, *options)
 
 
 def _runners_up(entry: PlanEntry | None, tunables: Tunables | None) -> tuple[tuple[Tunables, str], ...]:

@@ -73,7 +73,9 @@ def which(
     elif measured or not path_only:
         click.echo(path)
         if not path_only:
-            click.echo(f"tier: {tier} ({TIER_MEANINGS[tier]})")
+            lacking = resolution.profile is not None and not measured
+            nothing = f"no plan was measured for {plural(resolution.world, 'rank')}; kernels are chosen by rule"
+            click.echo(f"tier: {tier} ({nothing if lacking else TIER_MEANINGS[tier]})")
             for line in resolution.trace:
                 click.echo(f"  {plain(line)}")
             for line in candidate_lines(found):

@@ -121,12 +121,13 @@ def written_store(stores: tuple[str, ...]) -> Store:
 def _opened(place: str) -> Store:
     from ringattn.profile.locations import home_folder
     from ringattn.store.backend import open_backend
+    from ringattn.store.bounded_backend import COMMAND_S, BoundedBackend
     from ringattn.store.endpoint import check_reachable
     from ringattn.store.store import Store
     from ringattn.store.trust import trust_of
 
     check_reachable(place)  # a client repeats what fails for minutes
-    return Store(open_backend(place), trust_of(os.environ, home_folder()))
+    return Store(BoundedBackend(open_backend(place), COMMAND_S), trust_of(os.environ, home_folder()))
 
 
 def signing_key() -> Path | None:

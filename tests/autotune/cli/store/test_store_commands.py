@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -408,3 +409,48 @@ def test_without_a_store_it_is_a_usage_error(command: tuple[str, ...]) -> None:
 def test_a_store_that_is_not_there_is_one_line(command: tuple[str, ...], tmp_path: Path) -> None:
     line = one_line_error(ringtune(*command, "--store", tmp_path / "absent"), 1)
     assert "no such folder; mount it" in line
+
+
+class Hanging:
+    """A store that never answers, as one on a file server that is gone."""
+
+    url = "/gone/store"
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments: self.ended.wait()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("list",),
+        ("list", "--fleet"),
+        ("list", "some-kind"),
+        ("pull",),
+        ("push", "mine.yaml"),
+        ("merge",),
+        ("forget", "cpu-x/x1-abcdef"),
+        ("diff", "cpu-x/x1-abcdef", "mine.yaml"),
+        ("sign", "cpu-x/x1-abcdef"),
+        ("probe", "--device", "cpu"),
+    ],
+    ids=" ".join,
+)
+def test_a_store_that_does_not_answer_holds_no_command(
+    command: tuple[str, ...], mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hanging = Hanging()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RINGTUNE_SIGNING_KEY", str(tmp_path / "key"))
+    (tmp_path / "key").touch()
+    monkeypatch.setattr(Store, "signed", lambda *arguments: b"")
+    monkeypatch.setattr("ringattn.store.backend.open_backend", lambda place: hanging)
+    monkeypatch.setattr("ringattn.store.bounded_backend.COMMAND_S", 0.2)
+    try:
+        result = ringtune(*command, "--store", str(tmp_path))
+    finally:
+        hanging.ended.set()
+    assert one_line_error(result, 1) == "Error: /gone/store: did not answer within 0.2 s"

@@ -23,6 +23,7 @@ from ringattn.profile.schema import Choice, Evidence, Failure, PlanEntry, Profil
 from ringattn.wording import plural
 from ringattn.workload import Tunables, Workload, describe, kernels_described
 
+from .hanging import hanging
 from .legend import legend, legend_table
 from .plan_text import PlanText
 from .summary import (
@@ -356,5 +357,5 @@ def explanation_summary(explanation: Explanation) -> RenderableType:
     failures = [f for f in e.failures if f.kind != "rejected"]  # those are among the kernels above, with the reason
     if failures:
         parts.append(Text("Candidates that failed when this was measured", style="bold"))
-        parts += [Text(f"  {f.kind:<9} {plain(f.candidate)}: {plain(f.message)}", style="yellow") for f in failures]
+        parts += [hanging(f"  {f.kind:<9} ", plain(f"{f.candidate}: {f.message}"), "yellow") for f in failures]
     return Group(*parts)

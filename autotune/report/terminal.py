@@ -17,6 +17,7 @@ from ringattn.wording import plural
 from ringattn.workload import describe
 
 from .fitting_tables import Cells, FittingTables, figures_table
+from .hanging import hanging
 from .legend import legend, legend_table
 from .plan_text import PlanText, longest_piece
 from .summary import (
@@ -65,7 +66,7 @@ def terminal_summary(profile: Profile) -> RenderableType:
         parts += [Text(""), Text("Words of the plans", style="bold"), legend_table(legend(c.tunables for c in choices))]
     if profile.policy is not None:
         parts += [Text(""), Text("Where nothing was measured:", style="bold")]
-        parts += [Text(f"  {label:<22}{plain(value)}") for label, value in policy_facts(profile.policy)]
+        parts += [hanging(f"  {label:<22}", plain(value)) for label, value in policy_facts(profile.policy)]
     failures = headline(profile).failures
     if failures:
         counts = ", ".join(f"{count} {kind}" for kind, count in failures)

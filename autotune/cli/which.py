@@ -122,7 +122,7 @@ def _leave_beacon(
         tier=tier,
         profile=Path(resolution.path).name if serves else "",
         why="" if serves else "; ".join((lacks, *skipped[:1])),
-        day=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+        seen=datetime.datetime.now(tz=datetime.UTC),
     )
     backend = written_store(stores).backend
     answered(partial(beacon.leave, backend), backend.url, REPORT_S)

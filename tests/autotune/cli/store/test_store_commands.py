@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -360,7 +361,7 @@ def test_nodes_report_what_they_run_and_the_fleet_is_listed(
     kind = kind_of(Fingerprint.of(load_profile(mine).fingerprint))  # type: ignore[arg-type]  # has the same fields
     (row,) = document("list", "--fleet")
     assert (row["kind"], row["ranks"], row["tier"]) == (kind, 1, "heuristic")
-    assert row["nodes"] == f"1: {os.uname().nodename}"
+    assert (row["nodes"], row["silent"]) == (f"1: {os.uname().nodename} (0 min ago)", "0")
     assert row["profile"] == "no measured profile fits"
     assert ringtune("push", mine).exit_code == 0
     stored_profiles.cache_clear()
@@ -375,6 +376,25 @@ def test_nodes_report_what_they_run_and_the_fleet_is_listed(
     assert "node-7" in row["nodes"]
     assert row["tier"] == "exact"
     assert ringtune("list", "--fleet", kind).exit_code == 2
+
+
+def test_a_node_that_is_gone_is_counted_apart(folder: Path) -> None:
+    """It left its last note, and was counted as if it were there."""
+    assert ringtune("which", "--report", "--device", "cpu").exit_code == 4
+    ((path,),) = (list(kind.iterdir()) for kind in (folder / "beacons").iterdir())
+    note = json.loads(path.read_text())
+    now = datetime.now(tz=UTC)
+    ages = {"fresh": timedelta(hours=5), "quiet": timedelta(days=3, hours=1), "gone": timedelta(days=40)}
+    for node, age in ages.items():
+        path.with_name(f"{node}.json").write_text(json.dumps(note | {"node": node, "seen": (now - age).isoformat()}))
+    del note["seen"]
+    path.write_text(json.dumps(note | {"node": "old", "day": (now - timedelta(days=90)).date().isoformat()}))
+    (row,) = document("list", "--fleet")
+    assert row["nodes"] == "1: fresh (5 h ago)"
+    assert row["silent"] == "3: quiet (3 days ago), gone (40 days ago), old (90 days ago)"
+    (row,) = document("list", "--fleet", "--within", "7")
+    assert row["nodes"] == "2: fresh (5 h ago), quiet (3 days ago)"
+    assert "--within is about the notes of nodes; give --fleet" in ringtune("list", "--within", "7").stderr
 
 
 def test_a_broken_beacon_costs_itself_alone(folder: Path) -> None:

@@ -32,6 +32,9 @@ class BoundedBackend:
     def loose_files(self) -> tuple[str, ...]:
         return self._answer(self.backend.loose_files)
 
+    def is_bare(self) -> bool:
+        return self._answer(self.backend.is_bare)
+
     def read(self, name: str, limit: int) -> bytes:
         return self._answer(partial(self.backend.read, name, limit))
 

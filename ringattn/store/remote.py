@@ -87,6 +87,9 @@ class Remote:
             return ()
         return self._inner(found)
 
+    def is_bare(self) -> bool:
+        return False  # nothing is mounted there
+
     def _inner(self, paths: Iterable[str]) -> tuple[str, ...]:
         _, root = self._connected
         inner = (path.removeprefix(f"{root}/") for path in paths if path.startswith(f"{root}/"))

@@ -119,15 +119,22 @@ def written_store(stores: tuple[str, ...]) -> Store:
 
 
 def _opened(place: str) -> Store:
-    from ringattn.profile.locations import home_folder
+    """Return a store; a warning where it seems not to be mounted."""
+    from ringattn.profile.locations import cache_folder, home_folder
     from ringattn.store.backend import open_backend
     from ringattn.store.bounded_backend import COMMAND_S, BoundedBackend
     from ringattn.store.endpoint import check_reachable
+    from ringattn.store.lookup import LocalCopy
     from ringattn.store.store import Store
     from ringattn.store.trust import trust_of
 
+    from ..console import warn
+
     check_reachable(place)  # a client repeats what fails for minutes
-    return Store(BoundedBackend(open_backend(place), COMMAND_S), trust_of(os.environ, home_folder()))
+    backend = BoundedBackend(open_backend(place), COMMAND_S)
+    if why := LocalCopy(place, cache_folder(os.environ, home_folder())).missing(backend):
+        warn(f"warning: {backend.url}: {why}")
+    return Store(backend, trust_of(os.environ, home_folder()))
 
 
 def signing_key() -> Path | None:

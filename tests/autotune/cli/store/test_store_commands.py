@@ -474,3 +474,36 @@ def test_a_store_that_does_not_answer_holds_no_command(
     finally:
         hanging.ended.set()
     assert one_line_error(result, 1) == "Error: /gone/store: did not answer within 0.2 s"
+
+
+def test_a_mount_point_without_its_file_system_is_told_from_an_empty_store(folder: Path, mine: Path) -> None:
+    """It looked empty, and what was read of it before was forgotten."""
+    assert ringtune("push", mine).exit_code == 0
+    which = ("which", "--device", "cpu", "--path-only")
+    path = ringtune(*which)
+    assert path.exit_code == 0
+    mounted = folder.rename(folder.with_name("mounted"))
+    folder.mkdir()
+    told = f"{folder}: is an empty folder, and 1 profile was read of it before; mount it, or remove "
+    for command in (("list",), ("list", "--fleet"), ("merge",)):
+        result = ringtune(*command)
+        assert (result.exit_code, result.stderr.startswith(f"warning: {told}")) == (0, True), result.output
+    for _ in range(2):
+        stored_profiles.cache_clear()
+        result = ringtune(*which)
+        assert (result.exit_code, result.stdout) == (0, path.stdout)
+        assert result.stderr.startswith(f"warning: {told}")
+        assert result.stderr.endswith("; 1 profile read of it before will do\n")
+    folder.rmdir()
+    mounted.rename(folder)
+    for name in Store(open_backend(str(folder))).names():
+        assert ringtune("forget", name.short).exit_code == 0
+    stored_profiles.cache_clear()
+    result = ringtune(*which)  # emptied by commands, it has its folders and is believed
+    assert (result.exit_code, result.stdout) == (4, "")
+    assert "mount" not in result.stderr
+
+
+def test_a_store_that_was_always_empty_is_no_news(folder: Path) -> None:
+    assert ringtune("list").stderr == ""
+    assert "mount" not in ringtune("which", "--device", "cpu").stderr

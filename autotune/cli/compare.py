@@ -77,6 +77,7 @@ def compare(blocks: int, seed: int, output: Path | None, as_json: bool, **asked:
     if output is not None:
         check_page(output)
 
+    from autotune.measure.evaluator import told
     from autotune.report.contenders import compare as measured
     from autotune.report.contenders import crossovers, workloads_of
     from autotune.report.contenders_page import contenders_page
@@ -95,15 +96,18 @@ def compare(blocks: int, seed: int, output: Path | None, as_json: bool, **asked:
     pattern = pattern_asked(asked)
     lengths = asked["seq_lens"] or (ON_A_CPU if facts.vendor == "cpu" else LENGTHS)
     workloads = workloads_of(lengths, pattern, **shape)
-    found = measured(workloads, facts, device, blocks=blocks, seed=seed, progress=warn)
+    found, interference = measured(workloads, facts, device, blocks=blocks, seed=seed, progress=warn)
     crossed = crossovers(found)
     of_all = str(workloads[0]).replace(f" S{workloads[0].seq_len}", "")
     if output is not None:
         write_page(contenders_page(facts.device_name, of_all, found, crossed), output)
     if as_json:
-        emit_json({"facts": facts, "workload": of_all, "standings": found, "crossovers": crossed})
+        document = {"facts": facts, "workload": of_all, "standings": found, "crossovers": crossed}
+        emit_json(document | {"interference": [str(each) for each in interference]})
     else:
         print_answer(comparison_summary(f"{facts.device_name}: {of_all}", found, crossed))
+    if disturbed := told(interference):
+        warn(disturbed)
 
 
 def comparison_summary(title: str, standings: Sequence[Standing], crossed: Sequence[Crossover]) -> Any:

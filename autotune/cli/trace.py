@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +72,11 @@ def trace(profile: Path | None, as_json: bool, output: Path | None, **asked: Any
         check_writable(output)
 
     from autotune.distributed.launcher import torchrun_rank
+    from autotune.measure.evaluator import told
     from autotune.report.trace import device_and_group, trace_summary, trace_workload
     from ringattn.workload import Workload
 
-    from .console import emit_json, print_answer
+    from .console import emit_json, print_answer, warn
 
     launched = torchrun_rank(os.environ)
     first = launched is None or launched.rank == 0
@@ -103,6 +105,8 @@ def trace(profile: Path | None, as_json: bool, output: Path | None, **asked: Any
     if not first:
         return
     if as_json:
-        emit_json(found)
+        emit_json(asdict(found) | {"interference": [str(each) for each in found.interference]})
     else:
         print_answer(trace_summary(found))
+    if disturbed := told(found.interference):
+        warn(disturbed)

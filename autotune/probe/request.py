@@ -189,6 +189,7 @@ class VerifyResult:
     cells: tuple[VerifiedCell, ...] = ()
     elapsed_s: float = 0.0
     inconclusive: tuple[str, ...] = ()
+    interference: tuple[str, ...] = ()  # that was seen while they were timed, the largest of each kind
     left_out: int = 0  # rows at their default, which no probe could measure
     other_ranks: int = 0  # rows for other numbers of ranks than it ran on
 

@@ -44,6 +44,14 @@ def format_length(tokens: int) -> str:
     return f"{tokens:,}"
 
 
+def format_age(seconds: float) -> str:
+    """Return how long ago something was: ``5 min ago``, ``3 h ago``, ``12 days ago``."""
+    for most_s, unit_s, unit in ((3600, 60, "min"), (2 * 86400, 3600, "h"), (math.inf, 86400, "days")):
+        if seconds < most_s:
+            return f"{max(0, int(seconds // unit_s))} {unit} ago"
+    raise AssertionError(seconds)
+
+
 def format_duration(seconds: float) -> str:
     """Format seconds as ``8 s``, ``2 min 05 s``, ``1 h 12 min``."""
     whole = max(0, math.ceil(seconds - 0.5))

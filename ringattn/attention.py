@@ -201,7 +201,7 @@ class RingAttention(DecodingMethods, ShardedModule, AttentionMaps, PlannedModule
         self._logs = self._ring is None or self._ring.comm.rank == 0  # ranks of a group run one plan
         self._record_path = record_path(profile, self.plan.wishes) if self._logs else ""
         if self._logs:
-            self._setup.announce()
+            self._setup.announce(self.dropout)
 
     def forward(
         self,

@@ -119,6 +119,11 @@ class Pattern:
     def dense(self) -> bool:
         return not self.branches
 
+    @property
+    def dilated(self) -> bool:
+        """True where some branch leaves positions out, so that heads have offsets."""
+        return any(branch.rate > 1 for branch in self.branches)
+
     def resolved(self, seq_len: int) -> tuple[Branch, ...]:
         """Return the branches for ``seq_len`` positions; dense is the one branch (seq_len, 1)."""
         return self.branches or (Branch(max(seq_len, 1), 1),)

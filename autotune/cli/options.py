@@ -18,7 +18,7 @@ from autotune.folders import is_there, write_trouble
 from autotune.probe.request import ON_A_CPU, ON_A_GPU, usual_shape
 from ringattn.arguments import dtype_name
 from ringattn.wording import plural
-from ringattn.workload import MOST
+from ringattn.workload import MOST, Pattern
 
 if TYPE_CHECKING:
     from ringattn.hardware.facts import HardwareFacts
@@ -245,9 +245,9 @@ def shape_options(*, of_grid: bool = False) -> Callable[[Command], Command]:
                 "--batch-size",
                 type=number_of("batch"),
                 metavar="N",
-                default=1,
-                show_default=True,
-                help="Sequences in a batch.",
+                default=None if of_grid else 1,
+                show_default=not of_grid,
+                help="Sequences in a batch." + ("  [default: the grid's]" if of_grid else ""),
             ),
         ):
             command = option(command)
@@ -290,7 +290,7 @@ like_option = click.option(
 
 SHAPE = {
     *("model", "modes", "causal", "seq_lens", "batch_size", "documents", "heads", "kv_heads", "head_dim"),
-    *("segment_lengths", "dilation_rates", "dense", "precision"),
+    *("segment_lengths", "dilation_rates", "head_offset", "dense", "precision"),
 }
 
 
@@ -304,8 +304,15 @@ def check_alone(option: str, excluded: Collection[str]) -> None:
 
 
 def pattern_options(command: Command) -> Command:
-    """Add a dilated pattern as two lists of one length; neither means dense."""
+    """Add a dilated pattern as two lists of one length, neither of which means dense, and its rule for offsets."""
     for option in (
+        click.option(
+            "--head-offset",
+            type=click.Choice(["interleaved", "blocked"]),
+            default="interleaved",
+            show_default=True,
+            help="First position of a head in a segment: LongNet's rule, or torchscale's.",
+        ),
         click.option(
             "--dilation-rates", type=integer_list, metavar="N,N,...", help="Dilation rate of every branch: 1,2,4."
         ),
@@ -330,8 +337,9 @@ def check_shape(heads: int | None, kv_heads: int | None) -> None:
         raise click.UsageError(f"--heads is {heads}, not a multiple of --kv-heads, {kv_heads}")
 
 
-def check_pattern(segment_lengths: tuple[int, ...] | None, dilation_rates: tuple[int, ...] | None) -> None:
-    """Raise UsageError unless the two lists are one pattern."""
+def check_pattern(asked: Mapping[str, Any]) -> None:
+    """Raise UsageError unless what ``pattern_options`` were given is one pattern."""
+    segment_lengths, dilation_rates = asked["segment_lengths"], asked["dilation_rates"]
     if (segment_lengths is None) != (dilation_rates is None):
         raise click.UsageError("--segment-lengths and --dilation-rates go together; give both, or neither for dense")
     if segment_lengths is not None and dilation_rates is not None and len(segment_lengths) != len(dilation_rates):
@@ -340,6 +348,16 @@ def check_pattern(segment_lengths: tuple[int, ...] | None, dilation_rates: tuple
             f"{len(dilation_rates)}; "
             "give two lists of one length"
         )
+    if segment_lengths is None and asked["head_offset"] != "interleaved":
+        raise click.UsageError(
+            f"--head-offset {asked['head_offset']} is for a dilated pattern; give --segment-lengths and "
+            "--dilation-rates, too"
+        )
+
+
+def pattern_asked(asked: Mapping[str, Any]) -> Pattern:
+    """Return the pattern that a command with ``pattern_options`` was given."""
+    return Pattern.of(asked["segment_lengths"], asked["dilation_rates"], asked["head_offset"])
 
 
 def check_page(output: Path) -> None:

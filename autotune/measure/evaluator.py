@@ -190,6 +190,12 @@ def largest_of_each(found: Iterable[Interference]) -> tuple[Interference, ...]:
     return tuple(largest.values())
 
 
+def told(found: Iterable[Interference | str]) -> str:
+    """Return what disturbed timings, in one line for whoever reads them; "" where nothing was seen."""
+    listed = ", ".join(map(str, found))
+    return f"disturbed while it was timed: {listed}; measure again on a quieter machine" if listed else ""
+
+
 @dataclass(frozen=True, slots=True)
 class Block:
     """One pass over candidates, in the order they were given.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,14 @@ class HostReading:
     steal_s: float
     own_s: float
     throttled_s: float
+
+    def after(self, began: HostReading, ended: HostReading) -> HostReading:
+        """Return this reading after a further time, from one reading to another."""
+        names = (field.name for field in fields(self))
+        return HostReading(*(getattr(self, n) + getattr(ended, n) - getattr(began, n) for n in names))
+
+
+_AT_REST = HostReading(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def cpu_seconds(stat: str, cpus: frozenset[int], ticks_per_s: int) -> tuple[float, float]:
@@ -137,6 +145,7 @@ class InterferenceMonitor:
             if self._gpu.processes() is None:
                 self.unmonitored.append("others on the GPU cannot be seen: its driver does not tell them here")
         self._before: HostReading | None = None
+        self._unjudged = _AT_REST  # blocks too short to say anything by themselves, added up
         self._looked: HostReading | None = None  # for CPUs that are free
         self._free = len(self._cpus)
 
@@ -173,10 +182,16 @@ class InterferenceMonitor:
         return self._free
 
     def end(self) -> tuple[Interference, ...]:
-        """Return the interference since ``begin``."""
+        """Return the interference since ``begin``, and in the blocks before it that were too short to say.
+
+        A block of three plans takes 50 ms: a row was called stale beside busy loops that no block was long enough for.
+        """
         assert self._before is not None
+        self._unjudged = self._unjudged.after(self._before, self._read())
         # A GPU is fed by one host thread: only what the quota or a full machine does to it matters there.
-        found = list(host_disturbances(self._before, self._read(), len(self._cpus)))
+        found = list(host_disturbances(_AT_REST, self._unjudged, len(self._cpus)))
+        if self._unjudged.at_s >= SHORTEST_S:
+            self._unjudged = _AT_REST
         if self._gpu is not None:
             found.extend(throttle_reasons(self._gpu.reasons() or 0))
             count = self._gpu.processes()

@@ -42,6 +42,14 @@ class SingleRank:
         return (0, fault) if fault else None
 
 
+def siblings_in(group: Any) -> tuple[int, ...]:
+    """Return the processes of the other ranks on this host; every rank of the group calls it."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, (pid_scope(), os.getpid()), group=group)
+    own = dist.get_rank(group)
+    return tuple(pid for rank, (place, pid) in enumerate(everyone) if rank != own and place == pid_scope())
+
+
 class RankGroup(SingleRank):
     """One rank among several, in a process group made for this generation of workers.
 
@@ -69,11 +77,7 @@ class RankGroup(SingleRank):
             text = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise DeviceError(f"rank {rendezvous.rank} cannot meet the others: {text}") from error
         self.group = dist.group.WORLD
-        everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, (pid_scope(), os.getpid()), group=self._control)
-        self.siblings = tuple(
-            pid for rank, (place, pid) in enumerate(everyone) if rank != self.rank and place == pid_scope()
-        )
+        self.siblings = siblings_in(self._control)
 
     def max_over_ranks(self, *values: float) -> tuple[float, ...]:
         """Return the largest of each number over the ranks, once all have come."""

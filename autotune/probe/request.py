@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from autotune.trial_outcome import TrialOutcome
 from ringattn.planning.preference import Launch, Preference
 from ringattn.wording import plural
-from ringattn.workload import Mode, Tunables, Workload
+from ringattn.workload import HeadOffset, Mode, Tunables, Workload
 
 if TYPE_CHECKING:
     from ringattn.profile.schema import Profile
@@ -33,6 +33,14 @@ class UsualShape(NamedTuple):
 
 
 ON_A_GPU, ON_A_CPU = UsualShape(16384, 16, 128), UsualShape(2048, 4, 64)
+
+
+def usual_dtype(vendor: str, arch: str) -> str:
+    """Return the input dtype that is measured by default on a device of this vendor and architecture."""
+    if vendor == "cpu":
+        return "fp32"
+    sm = int(arch.removeprefix("sm_"))
+    return "bf16" if sm >= 80 else "fp16" if sm >= 70 else "fp32"
 
 
 def usual_shape(vendor: str) -> UsualShape:
@@ -57,13 +65,14 @@ class ProbeRequest:
     longest: int | None = None  # of the whole sequence: without seq_lens, lengths up to it instead of the grid's
     recorded: tuple[tuple[Workload, int], ...] = ()  # with their calls, of which the costliest are the cells
     add_kernels: tuple[str, ...] = ()  # measured against the plans of the profile at ``output``, and nothing else
-    batch_size: int = 1
+    batch_size: int | None = None
     documents: int | None = None  # so many packed into each length
     heads: int | None = None
     kv_heads: int | None = None
     head_dim: int | None = None
     segment_lengths: tuple[int, ...] | None = None
     dilation_rates: tuple[int, ...] | None = None
+    head_offset: HeadOffset = "interleaved"  # of that pattern
     dense: bool = False  # without the grid's dilated pattern
     input_dtype: str | None = None  # of a model's weights; None: the device's usual one. A precision wins over it
     precision: Precision = "auto"
@@ -180,6 +189,7 @@ class VerifyResult:
     cells: tuple[VerifiedCell, ...] = ()
     elapsed_s: float = 0.0
     inconclusive: tuple[str, ...] = ()
+    interference: tuple[str, ...] = ()  # that was seen while they were timed, the largest of each kind
     left_out: int = 0  # rows at their default, which no probe could measure
     other_ranks: int = 0  # rows for other numbers of ranks than it ran on
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from autotune.exit_codes import ExitCode, ProbeFailure
 from autotune.journal.study.entry import Entry
-from autotune.measure.evaluator import Evaluator
+from autotune.measure.evaluator import Evaluator, Interference, largest_of_each
 from autotune.search.budget import Budget, Deadline
 from autotune.search.cell import CALLS_BEFORE_HANG, CellState, DefaultBroken
 from autotune.search.deciding.choose import NOISY_SIGMA, gain_margin
@@ -77,6 +77,7 @@ def verify_cells(
     cells: list[VerifiedCell] = []
     inconclusive: list[str] = []
     evaluator = environment.evaluator(environment.facts, context.request, preset)
+    interference: list[Interference] = []
     try:
         check_s = 0.0
         for number, entry in enumerate(timed):
@@ -85,6 +86,7 @@ def verify_cells(
             verification = _Verification(context, entry, evaluator, budget.deadline(left_s))
             deadline = budget.deadline(left_s / (len(timed) - number))
             outcome = verification.run(deadline) if left_s > check_s else NO_TIME
+            interference += verification.state.disturbances
             # The first of all starts the worker, which says nothing of the others.
             check_s = min(verification.checks_s[0 if number else 1 :], default=check_s)
             if isinstance(outcome, str):
@@ -97,7 +99,8 @@ def verify_cells(
     finally:
         evaluator.close()
     stale = tuple(f"{cell.workload}: {cell.note}" for cell in cells if cell.stale)
-    result = VerifyResult(stale, tuple(cells), budget.elapsed_s(), tuple(inconclusive), left_out)
+    seen = tuple(map(str, largest_of_each(interference)))
+    result = VerifyResult(stale, tuple(cells), budget.elapsed_s(), tuple(inconclusive), seen, left_out)
     if tell_end:
         observer.finished(result)
     return result
@@ -158,33 +161,67 @@ class _Verification:
         if not self.end.allows(2 * state.block_s(entry.tunables for entry in entries)):
             return NO_TIME_TWICE
         state.be_patient(deadline.remaining_s())
+        outcome = self._timed(entries, deadline)
+        if isinstance(outcome, VerifiedCell) and outcome.stale and state.disturbances:
+            outcome = self._timed_undisturbed(outcome, entries, deadline)
+        return outcome
+
+    def _timed_undisturbed(
+        self, first: VerifiedCell, entries: Sequence[Entry], deadline: Deadline
+    ) -> VerifiedCell | str:
+        """Return the verdict of blocks of their own, in which nothing was seen; ``first`` is that of disturbed ones.
+
+        Blocks too short to say anything count before it is seen what disturbed them, and so do all on a machine that
+        stays busy: a plan that lost in those may be the faster one.
+        """
+        state, clock = self.state, self.end.clock
+        fewest, since, seen = self.context.preset.final_min_blocks, state.next_block(), len(state.disturbances)
+        again = [entry for entry in entries if entry.fault is None]
+        needed_s = fewest * state.block_s(entry.tunables for entry in again)
+        if self.end.allows(needed_s):
+            later = Deadline(clock, min(self.end.at, max(deadline.at, clock.now() + 2 * needed_s)))
+            state.be_patient(later.remaining_s())
+            outcome = self._timed(again, later)
+            decides = state.next_block() - since >= fewest  # fewer find nothing stale, whatever they are
+            if isinstance(outcome, str) or (decides and not (outcome.stale and len(state.disturbances) > seen)):
+                return outcome
+        found = ", ".join(map(str, largest_of_each(state.disturbances)))
+        return f"{first.note}, but {found}; verify again on a quieter machine"
+
+    def _timed(self, entries: Sequence[Entry], deadline: Deadline) -> VerifiedCell | str:
+        """Return the verdict of blocks from now on, or why there is none."""
+        state, since = self.state, self.state.next_block()
         try:
-            standing = retime(state, entries, 1, deadline)
+            standing = retime(state, entries, since, deadline)
         except DefaultBroken as broken:
             if broken.fault.from_outside:
                 return broken.fault.message
             return self._stale(f"the recorded plan fails here: {broken.fault.kind}, {broken.fault.message}")
-        if len(state.default_ms) < 2:
+        if state.next_block() - since < 2:
             return NO_TIME_TWICE
         sigma = state.noise_sigma()
         if sigma > REFUSED_SIGMA:
             return f"one plan timed twice differs by {100 * sigma:.0f} %; quieten the machine"
-        return self._verdict(standing)
+        return self._verdict(standing, since)
 
     def _rivals(self) -> list[Tunables]:
         choices = [self.entry.default, *self.entry.runners_up]
         plans = [choice.tunables for choice in choices if choice is not None]
         return [plan for plan in dict.fromkeys(plans) if plan != self.winner]
 
-    def _verdict(self, standing: Sequence[Entry]) -> VerifiedCell:
-        """Stale when something recorded beside the winner is surely faster by more than the margin."""
+    def _verdict(self, standing: Sequence[Entry], since: int) -> VerifiedCell:
+        """Stale when something recorded beside the winner is surely faster by more than the margin.
+
+        By the blocks from ``since`` on.
+        """
         state = self.state
         margin = gain_margin(noisy=state.is_noisy(NOISY_SIGMA))
-        rivals = [entry for entry in standing if entry.tunables != self.winner and len(entry.log_ratios) >= 2]
-        best = min(rivals, key=state.median, default=None)
+        rivals = [entry for entry in standing if entry.tunables != self.winner]
+        rivals = [entry for entry in rivals if sum(block >= since for block in entry.log_ratios) >= 2]
+        best = min(rivals, key=lambda entry: state.median(entry, since), default=None)
         if best is None:
             return VerifiedCell(self.entry.workload, self.winner, self.winner, 1.0, 1.0, 1.0, stale=False)
-        (gain,) = state.intervals([best])
+        (gain,) = state.intervals([best], since)
         stale = gain.high < margin
         return VerifiedCell(
             workload=self.entry.workload,

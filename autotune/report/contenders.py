@@ -21,7 +21,7 @@ from autotune.accuracy.inputs import Inputs
 from autotune.accuracy.sampled_rows import Expected, Sampled, pick_rows
 from autotune.measure.bench import BenchSettings, Phase
 from autotune.measure.benchmark import DeviceBench
-from autotune.measure.evaluator import Checked, Fault, Sample
+from autotune.measure.evaluator import Checked, Evaluator, Fault, Interference, Sample, largest_of_each
 from autotune.measure.module_calls import build_module, results_of
 from autotune.measure.worker_evaluator import WorkerEvaluator
 from autotune.space.presets import PRESETS, plans_of
@@ -208,16 +208,17 @@ def compare(
     blocks: int,
     seed: int = 0,
     progress: Callable[[str], None] = lambda line: None,
-) -> list[Standing]:
-    """Return the standing of every contender at every workload, in order."""
+) -> tuple[list[Standing], tuple[Interference, ...]]:
+    """Return the standing of every contender at every workload, in order, and what disturbed their timing."""
     settings = BenchSettings(str(device), facts, seed, SAMPLE_TARGET_MS, ragged_lengths=0, train_too=workloads[0].train)
     evaluator = WorkerEvaluator(settings, bench=BENCH)
     try:
         found = []
+        seen: list[Interference] = []
         for workload in workloads:
             asked = list(contenders(workload, facts, device))
-            found += _standings(workload, asked, evaluator, blocks, random.Random(seed), progress)
-        return found
+            found += _standings(workload, asked, evaluator, blocks, random.Random(seed), progress, seen)
+        return found, largest_of_each(seen)
     finally:
         evaluator.close()
 
@@ -229,6 +230,7 @@ def _standings(
     blocks: int,
     shuffled: random.Random,
     progress: Callable[[str], None],
+    seen: list[Interference],
 ) -> list[Standing]:
     checks: dict[Tunables, Checked | Fault] = {}
     runs: dict[str, Tunables] = {}
@@ -241,21 +243,29 @@ def _standings(
             result = checks[plan]
             if not isinstance(result, Fault) or result.kind != "oom":
                 break
-    times = _times(
-        workload, [plan for plan, c in checks.items() if isinstance(c, Checked)], evaluator, blocks, shuffled
-    )
+    right = [plan for plan, c in checks.items() if isinstance(c, Checked)]
+    times = _times(workload, right, evaluator, blocks, shuffled, seen)
     base = times.get(runs[BASELINE], [])
     return [_standing(workload, name, note, runs.get(name), checks, times, base) for name, _, note in asked]
 
 
 def _times(
-    workload: Workload, plans: list[Tunables], evaluator: WorkerEvaluator, blocks: int, shuffled: random.Random
+    workload: Workload,
+    plans: list[Tunables],
+    evaluator: Evaluator,
+    blocks: int,
+    shuffled: random.Random,
+    seen: list[Interference],
 ) -> dict[Tunables, list[float]]:
-    """Return the ms of every plan in every block; a plan that fails in one is left out."""
+    """Return the ms of every plan in every block, and add what disturbed them to ``seen``.
+
+    A plan that fails in one is left out.
+    """
     times: dict[Tunables, list[float]] = {plan: [] for plan in plans}
     for _ in range(blocks):
         order = shuffled.sample(list(times), len(times))
         block = evaluator.block(workload, order, timeout_s=CHECK_TIMEOUT_S)
+        seen += block.disturbances
         for plan, result in zip(order, block.results, strict=True):
             if isinstance(result, Sample):
                 times[plan].append(result.ms)

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autotune.display_text import format_bytes, format_factor, format_length, format_ms, plain
+from autotune.report.wording.hanging import hanging
 from autotune.report.wording.legend import legend, legend_table
 from autotune.report.wording.plan_text import PlanText
 from ringattn.hardware.facts import OPTIONAL_PACKAGES, HardwareFacts
@@ -19,7 +20,7 @@ from ringattn.kernels.registry import KERNELS
 from ringattn.planning.module_setup import ModuleSetup
 from ringattn.planning.plan import ORDINARY, kernel_need, kernel_needs, kernel_reasons
 from ringattn.planning.table import PlanTable, Row
-from ringattn.planning.unmeasured_workloads import remedy
+from ringattn.planning.unmeasured_workloads import call_options, remedy
 from ringattn.profile.resolve import TraceLine, mismatch
 from ringattn.profile.schema import Choice, Evidence, Failure, PlanEntry, Profile
 from ringattn.wording import plural
@@ -127,15 +128,9 @@ def explain_workload(workload: Workload, setup: ModuleSetup, table: PlanTable, f
         over_torch=over_torch(entry) if entry is not None and chosen is entry.choice else None,
         host_ms=waiting_host_ms(chosen.evidence, setup.facts.vendor) if chosen and chosen.evidence else None,
         runners_up=tuple(text for _, text in runners_up),
-        remedy=_remedy(workload) if row.origin.source == "heuristic" and not foreign else "",
+        remedy=remedy(workload, *call_options(workload)) if row.origin.source == "heuristic" and not foreign else "",
         legend=legend(plan for plan in told if plan is not None),
     )
-
-
-def _remedy(workload: Workload) -> str:
-    options = [f"--mode {workload.mode}", f"--precision {workload.dtype}", f"--seq-len {workload.seq_len}"]
-    options += [f"--batch-size {workload.batch}"] if workload.batch > 1 else []
-    return remedy(workload, *options)
 
 
 def _runners_up(entry: PlanEntry | None, tunables: Tunables | None) -> tuple[tuple[Tunables, str], ...]:
@@ -362,5 +357,5 @@ def explanation_summary(explanation: Explanation) -> RenderableType:
     failures = [f for f in e.failures if f.kind != "rejected"]  # those are among the kernels above, with the reason
     if failures:
         parts.append(Text("Candidates that failed when this was measured", style="bold"))
-        parts += [Text(f"  {f.kind:<9} {plain(f.candidate)}: {plain(f.message)}", style="yellow") for f in failures]
+        parts += [hanging(f"  {f.kind:<9} ", plain(f"{f.candidate}: {f.message}"), "yellow") for f in failures]
     return Group(*parts)

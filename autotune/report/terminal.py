@@ -13,6 +13,7 @@ from rich.text import Text
 
 from autotune.display_text import format_bytes, format_factor, format_length, format_ms, plain
 from autotune.report.wording.fitting_tables import Cells, FittingTables, figures_table
+from autotune.report.wording.hanging import hanging
 from autotune.report.wording.legend import legend, legend_table
 from autotune.report.wording.plan_text import PlanText, longest_piece
 from ringattn.profile.schema import PlanEntry, Profile
@@ -65,7 +66,7 @@ def terminal_summary(profile: Profile) -> RenderableType:
         parts += [Text(""), Text("Words of the plans", style="bold"), legend_table(legend(c.tunables for c in choices))]
     if profile.policy is not None:
         parts += [Text(""), Text("Where nothing was measured:", style="bold")]
-        parts += [Text(f"  {label:<22}{plain(value)}") for label, value in policy_facts(profile.policy)]
+        parts += [hanging(f"  {label:<22}", plain(value)) for label, value in policy_facts(profile.policy)]
     failures = headline(profile).failures
     if failures:
         counts = ", ".join(f"{count} {kind}" for kind, count in failures)

@@ -17,7 +17,10 @@ from autotune.accuracy.inputs import make_inputs
 from autotune.display_text import format_ms
 from autotune.distributed.launcher import TorchrunRank
 from autotune.exit_codes import UsageFailure
+from autotune.measure.evaluator import Interference, largest_of_each
+from autotune.measure.interference import InterferenceMonitor
 from autotune.measure.module_calls import build_module, caller
+from autotune.measure.rank_agreement import siblings_in
 from ringattn.planning.module_setup import device_of
 from ringattn.profile.schema import Profile
 from ringattn.runtime.ranges import PREFIX, named_ranges
@@ -51,6 +54,7 @@ class Trace:
     device_ms: float
     ranges: tuple[TracedRange, ...]
     note: str = ""
+    interference: tuple[Interference, ...] = ()
 
     @property
     def on_gpu(self) -> bool:
@@ -86,6 +90,9 @@ def trace_workload(
     group: Any = None,
 ) -> Trace:
     """Run a workload's steps under torch's profiler; write its Chrome trace to ``chrome``, if given."""
+    uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+    monitor = InterferenceMonitor(uuid, () if group is None else siblings_in(group))
+    monitor.begin()  # so early that a few short steps are no reason to see nothing
     module = build_module(workload, profile=profile, device=device, group=group)
     inputs = make_inputs(workload, workload.seq_len, "ordinary", 0, device, for_timing=True)
     call = caller(module, inputs, workload)
@@ -102,13 +109,16 @@ def trace_workload(
                     call()
                     if device.type == "cuda":
                         torch.cuda.synchronize(device)
+    interference = largest_of_each(monitor.end())
     if chrome is not None:
         profiler.export_chrome_trace(str(chrome))
     plan = module.plan_for(workload.seq_len, workload.dtype, workload.train, workload.batch)
     graphs = plan.tunables.launch == "graph"
     note = "the plan replays CUDA graphs; its steps are launched one by one here" if graphs else ""
     host_ms, device_ms, ranges = ranges_of(profiler.events() or (), steps)
-    return Trace(workload, describe(plan.tunables), str(plan.origin), steps, host_ms, device_ms, ranges, note)
+    return Trace(
+        workload, describe(plan.tunables), str(plan.origin), steps, host_ms, device_ms, ranges, note, interference
+    )
 
 
 def ranges_of(events: Iterable[Any], steps: int) -> tuple[float, float, tuple[TracedRange, ...]]:

@@ -316,7 +316,7 @@ def build_space(workload: Workload, machine: Machine, default: Tunables, dtypes:
     rejected, plans = [], [default]
     for name, plan in _uniform_plans(workload, machine, default, dtypes):
         reasons = machine.reasons(workload, plan)
-        if reasons and any(branch.rate > 1 for branch in workload.pattern.branches):
+        if reasons and workload.pattern.dilated:
             # A kernel that cannot read rows in place may still run on copied ones.
             copied = {f"gather.{index}": "copy" for index in range(len(default.branches))}
             plan = decode(workload, encode(workload, plan) | copied)

@@ -25,7 +25,7 @@ def steps_not_taken(workload: Workload, tunables: Tunables) -> dict[str, str]:
     missing = {}
     if not workload.train:
         missing["sum"] = "only training sums gradients"
-    dilated = any(branch.rate > 1 for branch in workload.pattern.resolved(workload.seq_len))
+    dilated = workload.pattern.dilated
     if "copy" not in tunables.gathers and not (workload.train and dilated):
         missing["gather"] = "no rows are gathered"
     return missing

@@ -145,5 +145,4 @@ def _order(entry: PlanEntry) -> tuple[str, str, int, int, int, int]:
 
 def _same_pattern(one: Pattern, other: Pattern) -> bool:
     """Return whether two patterns select the same positions: the offset rule matters only where a rate is above 1."""
-    dilated = any(branch.rate > 1 for branch in one.branches)
-    return one.branches == other.branches and (one.head_offset == other.head_offset or not dilated)
+    return one.branches == other.branches and (one.head_offset == other.head_offset or not one.dilated)

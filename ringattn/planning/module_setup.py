@@ -28,6 +28,7 @@ from ringattn.workload import LONGEST, Pattern, check_score_options
 
 from .heuristic import Wishes
 from .matching import entries_for, further_entries
+from .plan import DROPOUT_IN_ONE_BLOCK, several_blocks
 from .table import ModuleShape
 from .unmeasured_workloads import remedy
 
@@ -86,10 +87,11 @@ class ModuleSetup:
         first, *others = self.resolution.sources
         return next((source for source in others if entry in source.profile.plans), first)
 
-    def announce(self) -> None:
+    def announce(self, dropout: float = 0.0) -> None:
         """Says once a process which profile serves: INFO for a profile, WARNING for the bare heuristic.
 
-        And at WARNING that this torch is newer than any that was tested, and which heads never attend to anything.
+        And at WARNING that this torch is newer than any that was tested, that a module with this ``dropout`` cannot
+        train, and which heads never attend to anything.
         """
         torch_version = dict(self.facts.software).get("torch", "")
         if newer_than_tested(torch_version):
@@ -104,10 +106,19 @@ class ModuleSetup:
                 say_once(logging.INFO, f"profile {path}, tier {tier}")
         elif self.resolution is not None:  # None: the heuristic was asked for
             asked = replace(self.shape.workload(1, "bf16", True), window=self.shape.window)
+            # Of training with dropout no row is measured, and the others serve in eval mode.
+            told = remedy(asked, "--mode infer", what="one for eval()") if dropout else remedy(asked, what="one")
             say_once(
                 logging.WARNING,
-                f"{self.facts.device_name}: no plan was measured for this workload, using the heuristic; "
-                f"{remedy(asked, what='one')}",
+                f"{self.facts.device_name}: no plan was measured for this workload, using the heuristic; {told}",
+            )
+        several = several_blocks(self.shape.pattern, self.shape.world)
+        if dropout and several:
+            # Not refused: what was trained elsewhere may be run in eval mode, where dropout is nothing.
+            say_once(
+                logging.WARNING,
+                f"dropout is {dropout:g}: this module refuses calls in training mode, since {DROPOUT_IN_ONE_BLOCK}, "
+                f"not over {several}; set it to 0.0 to train; eval() ignores it",
             )
         warn_of_empty_heads(self.shape)
 

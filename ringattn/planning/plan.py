@@ -18,7 +18,7 @@ from ringattn.hardware.kernel_faults import Combination
 from ringattn.kernels.contract import FEATURE_WORDS, KernelNeed
 from ringattn.kernels.registry import KERNELS
 from ringattn.wording import plural
-from ringattn.workload import BranchTunables, ParamValue, Tunables, Workload, describe
+from ringattn.workload import BranchTunables, ParamValue, Pattern, Tunables, Workload, describe
 
 from .equal_plans import void_reasons
 from .fused_steps import FUSED_PARAMS, FUSED_STEPS, steps_not_taken
@@ -284,11 +284,15 @@ def _dtype_reasons(workload: Workload, tunables: Tunables) -> list[str]:
 DROPOUT_IN_ONE_BLOCK = "dropout is exact in one block of one kernel: in dense attention on one device"
 
 
+def several_blocks(pattern: Pattern, world: int, *, packed: bool = False) -> str:
+    """Return of what an attention has more than one block, so that no kernel drops its weights; "" for one block."""
+    return "documents" if packed else f"{world} ranks" if world > 1 else "" if pattern.dense else "branches"
+
+
 def _dropout_reasons(workload: Workload, tunables: Tunables) -> list[str]:
     if not workload.dropout:
         return []
-    if not workload.pattern.dense or workload.world > 1 or workload.packed:
-        several = "documents" if workload.packed else f"{workload.world} ranks" if workload.world > 1 else "branches"
+    if several := several_blocks(workload.pattern, workload.world, packed=workload.packed):
         return [f"{DROPOUT_IN_ONE_BLOCK}, not over {several}; set it to 0.0, or call eval()"]
     reasons = []
     if any(branch.backward not in ("", branch.forward) for branch in tunables.branches):

@@ -25,7 +25,7 @@ from .matching import entry_for
 from .plan import ORDINARY, Conditions, Origin, Plan, build_plan, rejection_reasons
 from .preference import Launch, Preference, by_preference
 from .ring import exchanges_heads
-from .unmeasured_workloads import remedy
+from .unmeasured_workloads import remedy, sketched_options
 
 # Where no length was measured a row is made for this one, to know at init whether anything can run at all.
 _REPRESENTATIVE_LENGTH = 4096
@@ -245,14 +245,12 @@ class PlanTable(Question):
             return ""
         w = row.plan.workload
         measured = _buckets(self.entries, w)
-        named = f"--mode {w.mode}", f"--precision {w.dtype}"
-        lengths = ("--documents N", "--seq-len TOKENS") if w.packed else ("--seq-len LENGTH",)
         if row.bucket is None and measured:
             span = f"from {measured[0]} to {measured[-1]}" if len(measured) > 1 else f"at {measured[0]}"
             outside = f"measured {span} positions; outside, a heuristic plan serves"
-            return f"{what}: {outside}; {remedy(w, *named, *lengths, what='one more')}"
+            return f"{what}: {outside}; {remedy(w, *sketched_options(w, length=True), what='one more')}"
         subject = "documents were not measured" if w.packed else "not measured"
-        return f"{what}: {subject}; a heuristic plan serves; {remedy(w, *named, *lengths[: 2 * w.packed])}"
+        return f"{what}: {subject}; a heuristic plan serves; {remedy(w, *sketched_options(w, length=False))}"
 
     def _build(self, entry: PlanEntry | None, workload: Workload) -> Row:
         """Return the first that can run of the entry's choices and the heuristic, for this workload."""

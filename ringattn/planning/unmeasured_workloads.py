@@ -73,9 +73,44 @@ def probe_options(workload: Workload) -> str:
         segments = ",".join(str(branch.segment) for branch in workload.pattern.branches)
         rates = ",".join(str(branch.rate) for branch in workload.pattern.branches)
         options += [f"--segment-lengths {segments}", f"--dilation-rates {rates}"]
+        if workload.pattern.dilated and workload.pattern.head_offset != "interleaved":
+            options.append(f"--head-offset {workload.pattern.head_offset}")
     if workload.world > 1:
         options.append(f"--nproc {workload.world}")
     return " ".join(options)
+
+
+def call_options(workload: Workload) -> tuple[str, ...]:
+    """Return what to tell `ringtune probe` beside its shape so that it measures this workload and no other."""
+    w = workload
+    options = [f"--mode {w.mode}", f"--precision {w.dtype}", length_option(w), *batch_options(w)]
+    if w.world > 1 and w.seq_len == 1:  # no rank of the other layout holds so few
+        options.append("--layout contiguous")
+    return tuple(options)
+
+
+def length_option(workload: Workload) -> str:
+    """Return what tells `ringtune probe` the length of a workload, of documents that of all together."""
+    return f"--seq-len {workload.packed_tokens or workload.seq_len}"
+
+
+def batch_options(workload: Workload) -> tuple[str, ...]:
+    """Return what tells `ringtune probe` how many sequences or documents; decoding has several where none is named."""
+    if workload.packed:
+        return (f"--documents {workload.batch}",)
+    return (f"--batch-size {workload.batch}",) if workload.batch > 1 or workload.decode else ()
+
+
+def sketched_options(workload: Workload, *, length: bool) -> tuple[str, ...]:
+    """Return what ``call_options`` does, with words for the numbers that change from call to call.
+
+    So one text serves all calls. Without ``length`` none is named where the grid's lengths do.
+    """
+    options = [f"--mode {workload.mode}", f"--precision {workload.dtype}"]
+    if workload.packed:
+        return (*options, "--documents N", "--seq-len TOKENS")
+    options += ["--seq-len LENGTH"] if length else []
+    return (*options, *(["--batch-size BATCH"] if workload.batch > 1 else []))
 
 
 def unmeasurable(workload: Workload) -> str:

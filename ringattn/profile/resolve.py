@@ -71,7 +71,8 @@ class Source:
 class Resolution:
     """Profile and heuristic that serve this machine.
 
-    ``profile`` is the measured profile (None: nothing measured fits), ``heuristic`` answers what it does not cover,
+    ``profile`` is the measured profile (None: nothing measured fits; it may hold no plans for ``world`` ranks, where
+    none that fits does), ``heuristic`` answers what it does not cover,
     ``path`` is the file of the one that leads, ``trace`` says of every profile looked at why it was taken or not, and
     only counts the shipped ones for other devices. ``world`` is the number of ranks that was asked for. ``beside`` are
     other measured profiles of the same silicon, best first, whose rows serve what ``profile`` has not measured.
@@ -140,11 +141,10 @@ def resolve(located: Sequence[Located], facts: HardwareFacts, *, world: int = 1)
         if number and world == 1 and entry.profile.covers(world) and match.tier in ("exact", "same-silicon"):
             beside.append(Source(entry.path, entry.profile, match.tier))
             verdict = f"taken for what {measured[0][1].path} has not measured"
-        if number and measured[0][1].profile.covers(world) and not entry.profile.covers(world):
-            verdict = f"not taken, it holds no plans for {plural(world, 'rank')}"
-        lacking = number == 0 and not entry.profile.covers(world)
-        lacks = f"; it holds no plans for {plural(world, 'rank')}" if lacking else ""
-        trace.insert(number, TraceLine.at(entry, f"{verdict}; tier {match.tier}: {match.why}{lacks}"))
+        if not entry.profile.covers(world):
+            alone = "taken for its policy alone" if number == 0 and entry.profile.policy is not None else "not taken"
+            verdict = f"{alone}, it holds no plans for {plural(world, 'rank')}"
+        trace.insert(number, TraceLine.at(entry, f"{verdict}; tier {match.tier}: {match.why}"))
     heuristic = _heuristic(located, facts, bound, trace)
     if others:
         trace.append(f"{plural(len(others), 'shipped profile')} for other devices, {_kinds(others)}: not taken")

@@ -8,6 +8,7 @@ import os
 import platform
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 
 from ringattn.errors import RingAttentionError, one_line
 from ringattn.hardware.names import slug
@@ -23,7 +24,10 @@ NODE_VARIABLE = "RINGTUNE_NODE"
 
 @dataclass(frozen=True, slots=True)
 class Beacon:
-    """State of one node: its kind and ranks, the tier, the profile's file name, and why where it is the heuristic."""
+    """State of one node: its kind and ranks, the tier, the profile's file name, and why where it is the heuristic.
+
+    A node that is gone leaves its last one.
+    """
 
     node: str
     kind: str
@@ -32,7 +36,7 @@ class Beacon:
     tier: str
     profile: str
     why: str
-    day: str
+    seen: datetime  # in UTC, when this was written
 
     @property
     def name(self) -> str:
@@ -42,7 +46,8 @@ class Beacon:
 
     def leave(self, backend: Backend) -> None:
         """Write the beacon, over this node's earlier one."""
-        short = {key: value[:_TEXT] if isinstance(value, str) else value for key, value in asdict(self).items()}
+        plain = asdict(self) | {"seen": self.seen.isoformat(timespec="seconds")}
+        short = {key: value[:_TEXT] if isinstance(value, str) else value for key, value in plain.items()}
         backend.put(self.name, json.dumps(short).encode("utf-8"))
 
 
@@ -67,5 +72,7 @@ def read_beacons(backend: Backend, notes: list[str]) -> Iterable[Beacon]:
 
 def _parsed(content: bytes) -> Beacon:
     plain = json.loads(content)
-    texts = {key: one_line(str(plain[key]))[:_TEXT] for key in Beacon.__dataclass_fields__ if key != "world"}
-    return Beacon(world=int(plain["world"]), **texts)
+    names = Beacon.__dataclass_fields__.keys() - {"world", "seen"}
+    texts = {key: one_line(str(plain[key]))[:_TEXT] for key in names}
+    seen = datetime.fromisoformat(plain["seen"] if "seen" in plain else plain["day"])  # earlier versions: the day alone
+    return Beacon(world=int(plain["world"]), seen=seen if seen.tzinfo else seen.replace(tzinfo=UTC), **texts)

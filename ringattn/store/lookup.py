@@ -22,7 +22,7 @@ from ringattn.hardware.facts import HardwareFacts
 from ringattn.profile.locations import FILE_VARIABLE, Located, cache_folder, collect, home_folder
 from ringattn.profile.schema import Fingerprint, Profile
 from ringattn.profile.yaml_io import dump_profile
-from ringattn.store.backends.backend import absolute_place, open_backend
+from ringattn.store.backends.backend import Backend, absolute_place, open_backend
 from ringattn.store.backends.endpoint import check_reachable
 from ringattn.store.backends.folder import Folder
 from ringattn.store.signatures.trust import CHECKSUM, Signatures, StoreRefused, Trust, trust_of
@@ -179,12 +179,14 @@ class LocalCopy:
         """Return the profiles of one kind in the store, and make the copy agree with it.
 
         What the copy has is not asked for, unless any content is believed, which may change; a damaged file of it is
-        fetched again. Raises StoreError where the store cannot be listed.
+        fetched again. Raises StoreError where the store cannot be listed, or seems not to be mounted.
         """
         found = Fetched()
         if warning := source.exposure(kind):
             found.notes.append(warning)
         listed, others = source.listed(kind, world)
+        if not listed and (why := self.missing(source.backend)):
+            raise StoreError(source.url, why)  # an agreeing copy would be none
         if others:
             found.notes.append(others_note(source.url, others))
         if len(listed) > MAX_FILES_OF_A_KIND:
@@ -209,6 +211,14 @@ class LocalCopy:
         if self.root.is_dir():
             self.store.forget([name for name in self.store.names(kind, world) if name not in listed])
         return found
+
+    def missing(self, backend: Backend) -> str:
+        """Return why the store seems not to be mounted: it is bare, and profiles of it are here; "" otherwise."""
+        if not self.root.is_dir() or not backend.is_bare():
+            return ""
+        count = len(self.store.names())
+        read = f"{plural(count, 'profile')} {'was' if count == 1 else 'were'} read of it before"
+        return f"is an empty folder, and {read}; mount it, or remove {self.root} if it was emptied" if count else ""
 
     def kept(self, kind: str, world: int) -> Fetched:
         """Return what the copy holds of one kind."""

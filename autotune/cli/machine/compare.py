@@ -17,6 +17,7 @@ from ..options import (
     device_option,
     dtype_option,
     json_option,
+    pattern_asked,
     pattern_options,
     seed_option,
     seq_lens_option,
@@ -39,13 +40,6 @@ LENGTHS, ON_A_CPU = (4096, 8192, 16384), (512, 1024, 2048)  # two cores took ove
 @causal_option
 @shape_options()
 @pattern_options
-@click.option(
-    "--head-offset",
-    type=click.Choice(["interleaved", "blocked"]),
-    default="interleaved",
-    show_default=True,
-    help="First position of a head in a segment: LongNet's rule, or torchscale's.",
-)
 @dtype_option("bf16", "fp16", "fp32")
 @click.option(
     "--blocks",
@@ -78,17 +72,17 @@ def compare(blocks: int, seed: int, output: Path | None, as_json: bool, **asked:
     where a dilated pattern is asked for. Error is the largest relative 2-norm
     of outputs and gradients against float64.
     """
-    check_pattern(asked["segment_lengths"], asked["dilation_rates"])
+    check_pattern(asked)
     check_shape(asked["heads"], asked["kv_heads"])
     if output is not None:
         check_page(output)
 
+    from autotune.measure.evaluator import told
     from autotune.report.contenders import compare as measured
     from autotune.report.contenders import crossovers, workloads_of
     from autotune.report.pages.contenders_page import contenders_page
     from ringattn.hardware.facts import detect
     from ringattn.planning.module_setup import device_of
-    from ringattn.workload import Pattern
 
     from ..console import emit_json, print_answer, warn
     from ..profile.report import write_page
@@ -99,18 +93,21 @@ def compare(blocks: int, seed: int, output: Path | None, as_json: bool, **asked:
     shape = {name: asked[name] for name in ("mode", "causal")} | {"batch": asked["batch_size"]}
     shape |= {name: getattr(of_heads, name) for name in ("heads", "kv_heads", "head_dim")}
     shape["dtype"] = asked["dtype"] or ("fp32" if facts.vendor == "cpu" else "bf16")
-    pattern = Pattern.of(asked["segment_lengths"], asked["dilation_rates"], asked["head_offset"])
+    pattern = pattern_asked(asked)
     lengths = asked["seq_lens"] or (ON_A_CPU if facts.vendor == "cpu" else LENGTHS)
     workloads = workloads_of(lengths, pattern, **shape)
-    found = measured(workloads, facts, device, blocks=blocks, seed=seed, progress=warn)
+    found, interference = measured(workloads, facts, device, blocks=blocks, seed=seed, progress=warn)
     crossed = crossovers(found)
     of_all = str(workloads[0]).replace(f" S{workloads[0].seq_len}", "")
     if output is not None:
         write_page(contenders_page(facts.device_name, of_all, found, crossed), output)
     if as_json:
-        emit_json({"facts": facts, "workload": of_all, "standings": found, "crossovers": crossed})
+        document = {"facts": facts, "workload": of_all, "standings": found, "crossovers": crossed}
+        emit_json(document | {"interference": [str(each) for each in interference]})
     else:
         print_answer(comparison_summary(f"{facts.device_name}: {of_all}", found, crossed))
+    if disturbed := told(interference):
+        warn(disturbed)
 
 
 def comparison_summary(title: str, standings: Sequence[Standing], crossed: Sequence[Crossover]) -> Any:

@@ -185,6 +185,7 @@ def doctor_summary(
     from rich.text import Text
 
     from autotune.display_text import format_bytes, plain
+    from autotune.report.wording.hanging import hanging
 
     from ..locate import TIER_MEANINGS
 
@@ -213,13 +214,13 @@ def doctor_summary(
     for place in places:
         empty = "cannot be read" if place["error"] else "empty" if place["exists"] else "not there"
         note = "" if place["files"] else f": {empty}"
-        parts.append(Text(f"  {place['origin']:<9} {plain(place['path'])}{note}"))
+        parts.append(hanging(f"  {place['origin']:<9} ", f"{plain(place['path'])}{note}"))
         for file in place["files"]:
-            line = f"            - {plain(file['file'])}: {plain(file['error'] or file['source'])}"
-            parts.append(Text(line, style="red" if file["error"] else "dim"))
+            line = f"{plain(file['file'])}: {plain(file['error'] or file['source'])}"
+            parts.append(hanging("            - ", line, "red" if file["error"] else "dim"))
     tier = resolution["tier"]
     verdict = f"{resolution['path']}: tier {tier} ({TIER_MEANINGS[tier]})" if tier else resolution["error"]
-    parts += [Text(""), Text("In use", style="bold"), Text(f"  {plain(verdict)}")]
+    parts += [Text(""), Text("In use", style="bold"), hanging("  ", plain(verdict))]
     if tier == "heuristic":
-        parts.append(Text("  `ringtune probe` measures this machine and replaces it", style="dim"))
+        parts.append(hanging("  ", "`ringtune probe` measures this machine and replaces it", "dim"))
     return Group(*parts)

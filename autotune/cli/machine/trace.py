@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from ..options import (
     device_option,
     dtype_option,
     json_option,
+    pattern_asked,
     pattern_options,
     profile_argument,
     seq_len_option,
@@ -64,16 +66,17 @@ def trace(profile: Path | None, as_json: bool, output: Path | None, **asked: Any
         ringtune trace --seq-len 2048 --segment-lengths 512,2048 --dilation-rates 1,2
         torchrun --nproc-per-node 4 -m autotune trace --seq-len 16384 --heads 32
     """
-    check_pattern(asked["segment_lengths"], asked["dilation_rates"])
+    check_pattern(asked)
     check_shape(asked["heads"], asked["kv_heads"])
     if output is not None:
         check_writable(output)
 
     from autotune.distributed.launcher import torchrun_rank
+    from autotune.measure.evaluator import told
     from autotune.report.trace import device_and_group, trace_summary, trace_workload
-    from ringattn.workload import Pattern, Workload
+    from ringattn.workload import Workload
 
-    from ..console import emit_json, print_answer
+    from ..console import emit_json, print_answer, warn
 
     launched = torchrun_rank(os.environ)
     first = launched is None or launched.rank == 0
@@ -88,7 +91,7 @@ def trace(profile: Path | None, as_json: bool, output: Path | None, **asked: Any
             asked["dtype"] or ("fp32" if device.type == "cpu" else "bf16"),
             shape.kv_heads,
             asked["batch_size"],
-            Pattern.of(asked["segment_lengths"], asked["dilation_rates"]),
+            pattern_asked(asked),
             world=1 if launched is None else launched.world,
         )
         found = trace_workload(
@@ -102,6 +105,8 @@ def trace(profile: Path | None, as_json: bool, output: Path | None, **asked: Any
     if not first:
         return
     if as_json:
-        emit_json(found)
+        emit_json(asdict(found) | {"interference": [str(each) for each in found.interference]})
     else:
         print_answer(trace_summary(found))
+    if disturbed := told(found.interference):
+        warn(disturbed)

@@ -217,7 +217,7 @@ def probe(
         check_alone("--add-kernel", _NOT_WITH_ADDED)
     if model is None:
         check_shape(options["heads"], options["kv_heads"])
-    check_pattern(options["segment_lengths"], options["dilation_rates"])
+    check_pattern(options)
     check_if_missing(if_missing or if_stale, wait_s, options)
     if options["dense"] and options["segment_lengths"] is not None:
         raise click.UsageError("--dense and --segment-lengths ask for different attention; give one of them")

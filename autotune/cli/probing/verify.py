@@ -22,7 +22,15 @@ from ..options import (
 if TYPE_CHECKING:
     from autotune.probe.request import VerifyResult
 
-FIELDS = ("stale", "cells", "elapsed_s", "inconclusive", "left_out", "other_ranks")  # of the result, that --json prints
+FIELDS = (
+    "stale",
+    "cells",
+    "elapsed_s",
+    "inconclusive",
+    "interference",
+    "left_out",
+    "other_ranks",
+)  # of the result, that --json prints
 
 
 @click.command(short_help="Check that recorded winners still win.")
@@ -44,6 +52,7 @@ def verify(profile: Path | None, nproc: str | None, as_json: bool, **options: An
     PROFILE has none for this number it is exit code 4.
     """
     from autotune.display_text import format_duration
+    from autotune.measure.evaluator import told
     from autotune.probe.machine.ranks_environment import follow_rank_0, is_follower, ranks_of
     from autotune.probe.request import ProbeRequest
     from autotune.probe.tuning import verify_profile
@@ -70,6 +79,8 @@ def verify(profile: Path | None, nproc: str | None, as_json: bool, **options: An
         every = len(result.cells) + len(result.inconclusive) + result.left_out + result.other_ranks
         judged = f"{len(result.cells)} of {plural(every, 'cell')}"
         click.echo(f"{path}: {_verdict(result)} ({judged}, {format_duration(result.elapsed_s)})")
+    if disturbed := told(result.interference):
+        warn(disturbed)
     for line in result.stale:
         warn(f"stale: {line}")
     for line in result.inconclusive:

@@ -16,6 +16,7 @@ from ..options import (
     dtype_option,
     json_option,
     launch_option,
+    pattern_asked,
     pattern_options,
     profile_argument,
     ranks_asked,
@@ -57,7 +58,7 @@ def explain(profile: Path | None, as_json: bool, **asked: Any) -> None:
         ringtune explain --segment-lengths 2048,4096 --dilation-rates 1,2 --mode infer
         ringtune explain --nproc 4 --seq-len 16384 --heads 32 --head-dim 128
     """
-    check_pattern(asked["segment_lengths"], asked["dilation_rates"])
+    check_pattern(asked)
     check_shape(asked["heads"], asked["kv_heads"])
 
     from autotune.probe.machine.ranks_environment import facts_of_ranks
@@ -67,7 +68,6 @@ def explain(profile: Path | None, as_json: bool, **asked: Any) -> None:
     from ringattn.planning.plan import Conditions
     from ringattn.planning.table import ModuleShape, build_table
     from ringattn.profile.yaml_io import load_profile
-    from ringattn.workload import Pattern
 
     from ..console import emit_json, print_answer
 
@@ -77,7 +77,7 @@ def explain(profile: Path | None, as_json: bool, **asked: Any) -> None:
         named = load_profile(profile)
         foreign = why_foreign(named, facts)
         facts = facts_of(named) if foreign else facts
-    pattern = Pattern.of(asked["segment_lengths"], asked["dilation_rates"])
+    pattern = pattern_asked(asked)
     ranks = ranks_asked(asked["nproc"], facts)
     facts = facts if foreign else facts_of_ranks(facts, ranks, os.environ)
     seq_len, heads, kv_heads, head_dim = shape_asked(asked, facts.vendor)

@@ -73,7 +73,9 @@ def which(
     elif measured or not path_only:
         click.echo(path)
         if not path_only:
-            click.echo(f"tier: {tier} ({TIER_MEANINGS[tier]})")
+            lacking = resolution.profile is not None and not measured
+            nothing = f"no plan was measured for {plural(resolution.world, 'rank')}; kernels are chosen by rule"
+            click.echo(f"tier: {tier} ({nothing if lacking else TIER_MEANINGS[tier]})")
             for line in resolution.trace:
                 click.echo(f"  {plain(line)}")
             for line in candidate_lines(found):
@@ -120,7 +122,7 @@ def _leave_beacon(
         tier=tier,
         profile=Path(resolution.path).name if serves else "",
         why="" if serves else "; ".join((lacks, *skipped[:1])),
-        day=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+        seen=datetime.datetime.now(tz=datetime.UTC),
     )
     backend = written_store(stores).backend
     answered(partial(beacon.leave, backend), backend.url, REPORT_S)

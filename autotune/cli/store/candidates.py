@@ -27,13 +27,16 @@ def candidates(facts: HardwareFacts, world: int, stores: tuple[str, ...], notes:
     """Return all measured profiles of the search order, the best tiers first, then those of other kinds in stores."""
     from ringattn.profile.resolve import TIERS, tier_of
     from ringattn.store.lookup import find_profiles
+    from ringattn.wording import plural
 
     located, _ = find_profiles(None, facts, world=world, places=stores or None)
     found = []
     for entry in located:
         if entry.profile.source == "measured":
             tier, why = tier_of(entry.profile, facts, world)
-            lacks = f"; holds no plans for world {world}" if tier and not entry.profile.covers(world) else ""
+            lacks = (
+                f"; it holds no plans for {plural(world, 'rank')}" if tier and not entry.profile.covers(world) else ""
+            )
             found.append(Candidate(entry.path, entry.origin, tier or "", why + lacks))
     found += _of_other_kinds(facts, world, stores, notes)
     return sorted(found, key=lambda candidate: TIERS.index(candidate.tier) if candidate.tier else len(TIERS))

@@ -123,10 +123,20 @@ def _opened(place: str) -> Store:
     from ringattn.store.backends.backend import open_backend
     from ringattn.store.backends.endpoint import check_reachable
     from ringattn.store.signatures.trust import trust_of
+
+    """Return a store; a warning where it seems not to be mounted."""
+    from ringattn.profile.locations import cache_folder
+    from ringattn.store.backends.bounded_backend import COMMAND_S, BoundedBackend
+    from ringattn.store.lookup import LocalCopy
     from ringattn.store.store import Store
 
+    from ..console import warn
+
     check_reachable(place)  # a client repeats what fails for minutes
-    return Store(open_backend(place), trust_of(os.environ, home_folder()))
+    backend = BoundedBackend(open_backend(place), COMMAND_S)
+    if why := LocalCopy(place, cache_folder(os.environ, home_folder())).missing(backend):
+        warn(f"warning: {backend.url}: {why}")
+    return Store(backend, trust_of(os.environ, home_folder()))
 
 
 def signing_key() -> Path | None:

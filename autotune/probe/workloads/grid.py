@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autotune.exit_codes import UsageFailure
-from autotune.probe.request import Effort, ProbeRequest, usual_shape
+from autotune.probe.request import Effort, ProbeRequest, usual_dtype, usual_shape
 from autotune.space.space import NARROWER
 from ringattn.errors import InputError
 from ringattn.hardware.facts import HardwareFacts
@@ -49,7 +49,7 @@ class Cell:
 
 def check_lengths(request: ProbeRequest) -> None:
     """Raise UsageFailure where a rank would hold too little of a sequence to have both of its chunks."""
-    if request.documents is not None and (request.ranks > 1 or request.batch_size > 1):
+    if request.documents is not None and (request.ranks > 1 or (request.batch_size or 1) > 1):
         raise UsageFailure("--documents is measured on one rank and in one row; leave --nproc and --batch-size out")
     if request.ranks > 1 and request.layout != "contiguous" and 1 in request.seq_lens:
         raise UsageFailure(
@@ -131,9 +131,13 @@ def _packed(documents: int | None, tokens: int) -> dict[str, int]:
     return {"batch": documents, "seq_len": longest, "packed_tokens": tokens}
 
 
-def _with_batches(modes: Sequence[Mode], named: int) -> list[tuple[Mode, int]]:
+def _with_batches(modes: Sequence[Mode], named: int | None) -> list[tuple[Mode, int]]:
     """Return the modes with their batch sizes; decoding has those of one user and of many where none is named."""
-    return [(mode, batch) for mode in modes for batch in (_DECODED if mode == "decode" and named == 1 else (named,))]
+    return [(mode, batch) for mode in modes for batch in _batches(mode, named)]
+
+
+def _batches(mode: Mode, named: int | None) -> tuple[int, ...]:
+    return (named,) if named is not None else _DECODED if mode == "decode" else (1,)
 
 
 def _grid_lengths(request: ProbeRequest, facts: HardwareFacts) -> tuple[int, ...]:
@@ -168,7 +172,8 @@ def _short_workloads(request: ProbeRequest, facts: HardwareFacts) -> list[Worklo
     In 50 s its 8 cells have 6 s each, and these 4 would take a third of that away.
     """
     named = (request.heads, request.head_dim, request.segment_lengths, request.longest, *request.seq_lens)
-    if request.effort == "quick" or request.causal or request.batch_size > 1 or request.ranks > 1:
+    named += (request.batch_size,)
+    if request.effort == "quick" or request.causal or request.ranks > 1:
         return []
     if request.documents is not None:
         return []
@@ -188,7 +193,7 @@ def _patterns(request: ProbeRequest, on_cpu: bool) -> tuple[Pattern, ...]:
             return (Pattern(),)
         return (Pattern(), LONGNET_CPU if on_cpu else LONGNET)
     try:
-        return (Pattern.of(request.segment_lengths, request.dilation_rates),)
+        return (Pattern.of(request.segment_lengths, request.dilation_rates, request.head_offset),)
     except InputError as error:
         raise UsageFailure(str(error)) from None
 
@@ -200,11 +205,8 @@ def _input_dtypes(request: ProbeRequest, facts: HardwareFacts) -> tuple[str, ...
         return ("fp32",)
     if request.input_dtype is not None:
         return (request.input_dtype,)
-    if facts.vendor == "cpu":
-        return ("fp32",)
-    sm = int(facts.arch.removeprefix("sm_"))
-    usual = "bf16" if sm >= 80 else "fp16" if sm >= 70 else "fp32"
-    if request.effort == "full":
+    usual = usual_dtype(facts.vendor, facts.arch)
+    if request.effort == "full" and facts.vendor != "cpu":
         return tuple(dict.fromkeys((usual, "fp16", "fp32")))
     return (usual,)
 

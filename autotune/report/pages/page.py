@@ -14,6 +14,7 @@ from markupsafe import Markup
 
 from autotune.display_text import escape, format_bytes, format_factor, format_length, format_ms, plain
 from autotune.journal.history import SearchHistory
+from autotune.probe.request import usual_dtype
 from autotune.report.summary import (
     FAILURE_MEANINGS,
     Family,
@@ -39,7 +40,7 @@ from autotune.report.summary import (
 )
 from autotune.report.wording.legend import legend
 from autotune.report.wording.plan_text import pieces
-from ringattn.planning.unmeasured_workloads import probe_options
+from ringattn.planning.unmeasured_workloads import batch_options, length_option, probe_options
 from ringattn.wording import plural
 from ringattn.workload import Workload, describe
 
@@ -194,6 +195,7 @@ def speed_chart(
 def uncovered(profile: Profile) -> list[tuple[str, str]]:
     """Return workloads near those of the profile that it has no measured plan for, each with its command."""
     found = []
+    f = profile.fingerprint
     shapes: dict[object, list[Family]] = {}
     for family in families(profile):
         both = family.workload if family.workload.decode else replace(family.workload, mode="train")
@@ -201,26 +203,25 @@ def uncovered(profile: Profile) -> list[tuple[str, str]]:
     for siblings in shapes.values():
         w = siblings[0].workload
         shape = f"ringtune probe {probe_options(w)}"
-        shape += f" --batch-size {w.batch}" if w.batch > 1 else ""
-        usual = "fp32" if profile.fingerprint.vendor == "cpu" else "bf16"  # of a probe that is told no precision
-        shape += f" --precision {w.dtype}" if w.dtype != usual else ""
+        shape = " ".join((shape, *batch_options(w)))
+        shape += f" --precision {w.dtype}" if w.dtype != usual_dtype(f.vendor, f.arch) else ""
         name = siblings[0].title.partition(", ")[2]
         for family in siblings:
-            unmeasured = [entry.workload.seq_len for entry in family.entries if entry.choice and not entry.evidence]
+            unmeasured = [entry.workload for entry in family.entries if entry.choice and not entry.evidence]
             if unmeasured:
-                lengths = ", ".join(map(format_length, unmeasured))
+                lengths = ", ".join(format_length(each.seq_len) for each in unmeasured)
                 what = f"{family.workload.mode}, {name}, at {lengths}: could not be measured"
-                found.append((what, f"{shape} --mode {family.workload.mode}{_options(unmeasured)}"))
+                found.append((what, f"{shape} --mode {family.workload.mode}{_lengths(unmeasured)}"))
         if len(siblings) == 1 and not w.decode:
             missing = "infer" if w.train else "train"
-            options = _options([entry.workload.seq_len for entry in siblings[0].entries])
+            options = _lengths([entry.workload for entry in siblings[0].entries])
             found.append((f"{missing}, {name}", f"{shape} --mode {missing}{options}"))
         longest = max(entry.workload.seq_len for family in siblings for entry in family.entries)
         mode = "both" if len(siblings) > 1 else w.mode
         beyond = f"{name}, longer than {int(longest * 2**0.5):,}"
-        found.append((beyond, f"{shape} --mode {mode}{_options([2 * longest])}"))
+        found.append((beyond, f"{shape} --mode {mode}{_lengths([w.at(2 * longest)])}"))
     return found
 
 
-def _options(lengths: Sequence[int]) -> str:
-    return "".join(f" --seq-len {length}" for length in lengths)
+def _lengths(workloads: Sequence[Workload]) -> str:
+    return "".join(f" {length_option(each)}" for each in workloads)

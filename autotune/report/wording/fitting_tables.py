@@ -41,23 +41,32 @@ class FittingTables:
             yield from self._split(fits)
 
     def _split(self, fits: Callable[[Table], bool]) -> Iterator[Table]:
+        # Indented as all tables are, unless that would cut a column that is alone.
+        edge = all(fits(self._narrow([name], edge=True)) for name in self.columns)
         group: list[str] = []
         for name in self.columns:
-            if group and not fits(self._narrow([*group, name])):
-                yield self._narrow(group)
+            if group and not fits(self._narrow([*group, name], edge)):
+                yield self._narrow(group, edge)
                 group = []
             group.append(name)
-        yield self._narrow(group)
+        yield self._narrow(group, edge)
 
-    def _narrow(self, columns: Sequence[str]) -> Table:
-        return figures_table(self.rows, [*self.keys, *columns], self.texts, wrap_names=True)
+    def _narrow(self, columns: Sequence[str], edge: bool) -> Table:
+        return figures_table(self.rows, [*self.keys, *columns], self.texts, wrap_names=True, edge=edge)
 
 
 def figures_table(
-    rows: Sequence[Cells], columns: Sequence[str], texts: Sequence[str] = (), wrap_names: bool = False
+    rows: Sequence[Cells],
+    columns: Sequence[str],
+    texts: Sequence[str] = (),
+    wrap_names: bool = False,
+    edge: bool = True,
 ) -> Table:
-    """Return a table; with ``wrap_names`` it has no edge, and names of columns break to the width of their figures."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=not wrap_names)
+    """Return a table; with ``wrap_names`` names of columns break to the width of their figures.
+
+    ``edge`` is a space at its left and right and an empty line above and below it.
+    """
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=edge)
     for name in columns:
         width = max(len(row[name].plain) for row in rows)
         header = fill(name, max(width, 1), break_long_words=False, break_on_hyphens=False) if wrap_names else name

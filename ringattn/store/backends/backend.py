@@ -28,6 +28,9 @@ class Backend(Protocol):
     def loose_files(self) -> tuple[str, ...]:
         """Return the names of the files that lie in the store itself and in none of its folders, sorted."""
 
+    def is_bare(self) -> bool:
+        """Return whether it is a folder without any entry, as that is on which a file system is not mounted."""
+
     def read(self, name: str, limit: int) -> bytes:
         """Return a whole file of at most ``limit`` bytes; FileNotFoundError where there is none."""
 

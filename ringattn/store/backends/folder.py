@@ -43,6 +43,12 @@ class Folder:
                 files = [e.name for e in entries if not e.name.startswith(".") and not e.is_dir(follow_symlinks=False)]
         return tuple(sorted(files))
 
+    def is_bare(self) -> bool:
+        with self._telling("."):
+            self._check_root()
+            with os.scandir(self.root) as entries:
+                return next(entries, None) is None
+
     def _walk(self, folder: str, found: list[str], depth: int) -> None:
         with self._opened(folder) as descriptor, os.scandir(descriptor) as entries:
             inner = []

@@ -16,7 +16,8 @@ from ringattn.wording import needs_package
 MAX_DEPTH = 4
 # In these a put is seen whole or not at all, and can be made conditional on there being no such object.
 _OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory")
-_NEED_A_PLACE = (*(scheme for scheme in _OBJECT_STORES if scheme != "memory"), "http", "https")
+_WEB = ("http", "https")
+_NEED_A_PLACE = (*(scheme for scheme in _OBJECT_STORES if scheme != "memory"), *_WEB)
 
 
 class Remote:
@@ -53,7 +54,12 @@ class Remote:
         """The file system, which remembers no listings, and the path of the store in it."""
         import fsspec
 
-        files, root = fsspec.core.url_to_fs(self._given, use_listings_cache=False)
+        options: dict[str, Any] = {"use_listings_cache": False}
+        if self._scheme in _WEB:
+            from .http_client import bounded_client
+
+            options["client_kwargs"] = bounded_client(fsspec.config.conf.get(self._scheme, {}))
+        files, root = fsspec.core.url_to_fs(self._given, **options)
         return files, root.rstrip("/")
 
     def names(self, folder: str) -> tuple[str, ...]:
@@ -80,6 +86,9 @@ class Remote:
             return ()
         return self._inner(found)
 
+    def is_bare(self) -> bool:
+        return False  # nothing is mounted there
+
     def _inner(self, paths: Iterable[str]) -> tuple[str, ...]:
         _, root = self._connected
         inner = (path.removeprefix(f"{root}/") for path in paths if path.startswith(f"{root}/"))
@@ -104,11 +113,14 @@ class Remote:
     def read(self, name: str, limit: int) -> bytes:
         with self._telling(checked(name, self.url)):
             files, root = self._connected
+            content = bytearray()
             with files.open(f"{root}/{name}", "rb") as file:
-                content = bytes(file.read(limit + 1))
+                # Of a server that does not tell a file's size one read is what has arrived.
+                while len(content) <= limit and (chunk := file.read(limit + 1 - len(content))):
+                    content += chunk
         if len(content) > limit:
             raise StoreError(self.url, f"{name}: has more than {limit} bytes")
-        return content
+        return bytes(content)
 
     def put(self, name: str, content: bytes) -> None:
         with self._telling(checked(name, self.url), writing=True):

@@ -29,6 +29,10 @@ LIVE = [
         ("--segment-lengths", "64,128", "--dilation-rates", "1,2"),
         {"segment_lengths": (64, 128), "dilation_rates": (1, 2)},
     ),
+    (
+        ("--segment-lengths", "64", "--dilation-rates", "2", "--head-offset", "blocked"),
+        {"segment_lengths": (64,), "dilation_rates": (2,), "head_offset": "blocked"},
+    ),
     (("--dense",), {"dense": True}),
     (("--precision", "tf32"), {"precision": "tf32"}),
     (("--precision", "torch.bfloat16"), {"precision": "bf16"}),

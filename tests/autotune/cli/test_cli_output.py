@@ -118,6 +118,21 @@ def test_no_figure_of_a_profile_is_cut(columns: str) -> None:
         assert max(map(len, text.splitlines())) <= int(columns)
 
 
+@pytest.mark.parametrize("columns", ["44", "60", "110"])
+def test_every_line_below_a_title_keeps_its_indentation(columns: str, tmp_path: Path) -> None:
+    """Tables that were split had no edge, and what was longer than a line went on at the left of the terminal."""
+    (tmp_path / f"{'long-' * 16}name.yaml").write_text("schema: 99\n")
+    commands: list[tuple[str | Path, ...]] = [("show", path) for path in sorted((ROOT / "profiles").glob("*.yaml"))]
+    commands.append(("doctor", "--device", "cpu"))
+    for command in commands:
+        lines = ringtune(*command, COLUMNS=columns, RINGTUNE_PROFILE_PATH=str(tmp_path)).stdout.splitlines()
+        indented = False
+        for line in lines:
+            starts = line.startswith(("Where nothing was measured:", "Profiles, in search order", "In use"))
+            indented = starts or set(line.strip()) == {"\N{BOX DRAWINGS LIGHT HORIZONTAL}"} or (indented and bool(line))
+            assert starts or not indented or line.startswith(" "), "\n".join(lines)
+
+
 def test_no_kernel_of_a_dry_run_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     w = Workload("train", True, 4096, 4, 64, "bf16", pattern=Pattern.of([512, 1024, 2048, 4096], [1, 2, 4, 8]))
     kernels = ("flash-attn-4/flash-attn-2", "cudnn/flash-attn-4", "flash-attn-3/flash-attn-3")

@@ -210,7 +210,10 @@ def test_the_reference_is_worked_out_once_for_all_candidates(
     bench.check(infer, plan(cell=infer), no_phase, None)
 
 
-def test_samples_repeat_short_calls_until_they_are_long_enough(bench: DeviceBench) -> None:
+def test_samples_repeat_short_calls_until_they_are_long_enough(
+    bench: DeviceBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "_is_busy", lambda: False)  # samples are longer beside others
     bench.check(CELL, plan(), no_phase, None)
     counted = 0
     runner = bench._runner(CELL, plan())
@@ -301,6 +304,19 @@ def test_foreign_load_is_told_from_our_own(after: HostReading, kind: Interferenc
     found = host_disturbances(reading(0.0), after, cpu_count=2)
     assert [each.kind for each in found] == ([] if kind is None else [kind])
     assert [each.percent for each in found] == [pytest.approx(percent)] * len(found)
+
+
+def test_load_is_seen_in_blocks_that_are_each_too_short_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three plans, 50 ms: beside busy loops that no block was long enough for, a row was called stale."""
+    monitor = health.InterferenceMonitor()
+    monkeypatch.setattr(monitor, "_cpus", frozenset({0, 1}))
+    at = iter([reading(t, busy=2 * t, own=t) for t in (0.0, 0.05, 1.0, 1.06, 5.0, 5.06, 9.0, 9.06)])
+    monkeypatch.setattr(monitor, "_read", lambda: next(at))
+    found = []
+    for _ in range(4):
+        monitor.begin()
+        found.append(monitor.end())
+    assert found == [(), (), (Interference(InterferenceKind.FOREIGN_LOAD, pytest.approx(50.0)),), ()]
 
 
 def test_only_throttling_from_outside_the_workload_spoils_a_timing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ from machines import FACTS, row_of
 from probed_machine import Machine, Watching, request_for, truth, winners
 
 from autotune.exit_codes import DeviceBusy, ExitCode, NothingMeasured, ProbeFailure, UsageFailure
-from autotune.measure.evaluator import Checked, Fault, Killed
+from autotune.measure.evaluator import Block, Checked, Fault, Interference, InterferenceKind, Killed, Sample
 from autotune.measure.simulated import ReplayEvaluator, Trouble
 from autotune.probe.output.earlier_profile import MOST_ROWS
 from autotune.probe.request import ProbeRequest, ProbeResult
@@ -84,6 +85,54 @@ def test_verify_holds_on_an_unchanged_machine_even_with_noise(tmp_path: Path) ->
     for seed in range(3):
         outcome = verify_profile(path, ProbeRequest(effort="quick", seed=seed), Watching(), machine.environment)
         assert outcome.stale == ()
+
+
+class Disturbed(ReplayEvaluator):
+    """Another process makes ``victim`` three times as slow, in all blocks or in the first so many."""
+
+    left: float = math.inf
+    victim = "math"
+
+    def block(self, cell: Workload, order: Sequence[Tunables], *, timeout_s: float) -> Block:
+        block = super().block(cell, order, timeout_s=timeout_s)
+        if self.left <= 0:
+            return block
+        self.left -= 1
+        results = [
+            replace(result, ms=3 * result.ms) if isinstance(result, Sample) and self.victim in plan.kernels else result
+            for plan, result in zip(order, block.results, strict=True)
+        ]
+        return Block(tuple(results), (Interference(InterferenceKind.FOREIGN_LOAD, 62.0),))
+
+
+@pytest.mark.parametrize(("left", "certain"), [(math.inf, False), (200, True)])
+def test_what_loses_beside_foreign_load_is_not_called_stale(
+    machine: Machine, tmp_path: Path, left: float, certain: bool
+) -> None:
+    """One of eight rows was, beside busy loops. Where they end, blocks without them decide."""
+    path = tmp_path / "m.yaml"
+    run_probe(request_for(path, seq_lens=(512,)), Watching(), machine.environment)
+    assert set(winners(load_profile(path)).values()) == {"math"}
+    evaluator = Disturbed(row_of(truth), machine.clock)
+    evaluator.left = left
+    environment = replace(machine.environment, evaluator=lambda *_: evaluator)
+    outcome = verify_profile(path, ProbeRequest(effort="standard"), Watching(), environment)
+    assert outcome.stale == ()
+    assert outcome.interference == ("other processes used 62 % of the CPUs",)
+    assert len(outcome.cells) == (2 if certain else 0)
+    for line in outcome.inconclusive:
+        assert re.search(r"now takes \d+ % of its time, but other processes used 62 % of the CPUs; verify again", line)
+    assert len(outcome.inconclusive) == (0 if certain else 2)
+
+
+def test_what_is_slower_than_it_was_is_stale_also_after_a_disturbance(machine: Machine, tmp_path: Path) -> None:
+    path = tmp_path / "m.yaml"
+    run_probe(request_for(path, seq_lens=(512,)), Watching(), machine.environment)
+    evaluator = Disturbed(row_of(lambda cell, tunables: truth(cell.at(4096), tunables)), machine.clock)
+    evaluator.left = 60
+    environment = replace(machine.environment, evaluator=lambda *_: evaluator)
+    outcome = verify_profile(path, ProbeRequest(effort="standard"), Watching(), environment)
+    assert len(outcome.stale) == 2
 
 
 def test_a_dry_run_says_that_cells_of_the_profile_would_be_verified(machine: Machine, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from rich.console import Console
 
 from autotune.cli.machine.compare import comparison_summary
 from autotune.cli.main import cli
-from autotune.measure.evaluator import Block, Checked, Fault, Sample
+from autotune.measure.evaluator import Block, Checked, Fault, Interference, InterferenceKind, Sample
+from autotune.measure.worker_evaluator import WorkerEvaluator
 from autotune.report.contenders import (
     BASELINE,
     OURS,
@@ -41,7 +43,7 @@ SHAPE: dict[str, Any] = {"causal": True, "heads": 2, "head_dim": 16, "dtype": "f
 def test_everything_is_measured_against_float64_and_torch() -> None:
     cpu = torch.device("cpu")
     workloads = workloads_of([96, 64], Pattern(), mode="train", **SHAPE)
-    found = compare(workloads, detect(cpu), cpu, blocks=2)
+    found, _ = compare(workloads, detect(cpu), cpu, blocks=2)
     assert [s.seq_len for s in found] == [64] * (len(found) // 2) + [96] * (len(found) // 2)
     measured = {s.name: s for s in found if s.seq_len == 96 and not math.isnan(s.ms)}
     assert set(measured) >= {BASELINE, OURS, *PRESETS}
@@ -55,7 +57,8 @@ def test_everything_is_measured_against_float64_and_torch() -> None:
 def test_dense_torch_is_timed_beside_a_pattern_and_has_no_error() -> None:
     cpu = torch.device("cpu")
     (asked,) = workloads_of([64], Pattern.of([16, 32], [1, 2]), mode="infer", **SHAPE)
-    found = {s.name: s for s in compare([asked], detect(cpu), cpu, blocks=1)}
+    standings, _ = compare([asked], detect(cpu), cpu, blocks=1)
+    found = {s.name: s for s in standings}
     assert found[BASELINE].ms > 0
     assert math.isnan(found[BASELINE].error)
     assert found[OURS].error < 1e-5
@@ -77,7 +80,7 @@ def test_a_preset_turns_to_its_leaner_plan_after_out_of_memory() -> None:
     asked = workload(8192, dtype="fp32")
     entries = list(contenders(asked, FACTS, torch.device("cpu")))
     evaluator: Any = OutOfMemory()
-    found = {s.name: s for s in _standings(asked, entries, evaluator, 3, random.Random(0), lambda line: None)}
+    found = {s.name: s for s in _standings(asked, entries, evaluator, 3, random.Random(0), lambda line: None, [])}
     assert (found["production"].ms, found["production"].speedup) == (1.0, 4.0)
     assert "window" in found["production"].note
     assert found["collective-ring"].note == "oom: no room"
@@ -91,6 +94,22 @@ def test_crossovers_lie_where_the_line_between_two_speedups_is_one() -> None:
     found = crossovers([*standings(BASELINE, 1.0, 1.0), *standings("one", 0.5, 2.0, 4.0), *standings("two", 4.0, 0.5)])
     assert found == [Crossover("one", 2048, slower=False), Crossover("two", round(1024 * 4 ** (2 / 3)), slower=True)]
     assert not crossovers(standings("never", 0.5, math.nan, 0.9))
+
+
+def test_the_command_says_what_disturbed_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ["compare", "--seq-len", "64", "--heads", "2", "--head-dim", "16", "--blocks", "2", "--device", "cpu"]
+    real = WorkerEvaluator.block
+    shares = iter((40.0, 62.0))
+
+    def disturbed(self: WorkerEvaluator, *arguments: Any, **options: Any) -> Block:
+        found = Interference(InterferenceKind.FOREIGN_LOAD, next(shares))
+        return replace(real(self, *arguments, **options), disturbances=(found,))
+
+    monkeypatch.setattr(WorkerEvaluator, "block", disturbed)
+    done = CliRunner().invoke(cli, [*asked, "--json"])
+    assert json.loads(done.stdout)["interference"] == ["other processes used 62 % of the CPUs"]
+    said = "disturbed while it was timed: other processes used 62 % of the CPUs; measure again on a quieter machine"
+    assert said in done.stderr.splitlines()
 
 
 def test_the_command_prints_a_table_and_json_and_writes_a_page(tmp_path: Path) -> None:

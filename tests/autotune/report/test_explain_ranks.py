@@ -100,9 +100,18 @@ def test_which_names_the_profile_that_so_many_ranks_use(
     assert result.exit_code == 4
     nothing = "holds no plans for 3 ranks, which a heuristic serves; `ringtune probe --nproc 3` adds them."
     assert result.stderr == f"{home / 'alone.yaml'}: {nothing}\n"
-    first, tier, *_ = result.stdout.splitlines()  # what serves, as the exit code says
+    first, tier, *trace = result.stdout.splitlines()  # what serves, as the exit code says
     assert Path(first).name.startswith("heuristic-cpu")
-    assert tier.startswith("tier: heuristic")
+    assert tier == "tier: heuristic (no plan was measured for 3 ranks; kernels are chosen by rule)"
+    assert [line for line in trace if ": taken" in line] == [
+        f"  {first} (shipped): taken for what no plan covers; tier heuristic"
+    ]
+    lacking = [line for line in trace if str(home) in line]
+    assert len(lacking) == 2
+    assert all(": not taken, it holds no plans for 3 ranks; tier " in line for line in lacking)
+    runs = explained(*SHAPE, "--nproc", "3")  # by the setup of a module over so many ranks
+    assert runs["origin"] == "heuristic"
+    assert [line.strip() for line in trace] == runs["trace"][: len(trace)]
     said = json.loads(ringtune("which", "--device", "cpu", "--nproc", "3", "--json").stdout)
     assert (said["path"], said["tier"]) == (first, "heuristic")
     assert ringtune("which", "--device", "cpu", "--nproc", "3", "--path-only").stdout == ""

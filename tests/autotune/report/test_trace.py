@@ -14,6 +14,8 @@ import torch
 from click.testing import CliRunner
 
 from autotune.cli.main import cli
+from autotune.measure.evaluator import Interference, InterferenceKind
+from autotune.measure.interference import InterferenceMonitor
 from autotune.report.trace import OTHER, STEP, Trace, TracedRange, ranges_of, trace_summary
 from ringattn import Workload
 
@@ -82,6 +84,16 @@ def test_the_command_prints_json() -> None:
     assert found["workload"]["mode"] == "infer"
     assert {each["name"] for each in found["ranges"]} == {"branch 0 flash-cpu forward", OTHER}
     assert sum(each["host_ms"] for each in found["ranges"]) == pytest.approx(found["host_ms"])
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_the_command_says_what_disturbed_it(monkeypatch: pytest.MonkeyPatch, busy: bool) -> None:
+    found = (Interference(InterferenceKind.FOREIGN_LOAD, 62.0),) if busy else ()
+    monkeypatch.setattr(InterferenceMonitor, "end", lambda self: found)
+    done = CliRunner().invoke(cli, [*SMALL, "--json"])
+    assert json.loads(done.stdout)["interference"] == ["other processes used 62 % of the CPUs"] * busy
+    said = "disturbed while it was timed: other processes used 62 % of the CPUs; measure again on a quieter machine"
+    assert (said in done.stderr.splitlines()) is busy
 
 
 def test_what_cannot_be_traced_is_said_before_torch_is_loaded(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import logging
 import math
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ringattn import RingAttention
 from ringattn.errors import InputError, PlanError
+from ringattn.planning import setup
 from ringattn.planning.plan import rejection_reasons
 from ringattn.workload import BranchTunables, Tunables
 
@@ -38,6 +40,13 @@ CASES = {
 }
 U = {torch.float64: 1e-14, torch.float32: 2.0**-20, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
 CASE = CASES["causal, grouped"]
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    monkeypatch.setattr(setup, "_said", set())
+    caplog.set_level(logging.WARNING, "ringattn")
+    return caplog
 
 
 @pytest.mark.parametrize("dtype", list(U), ids=str)
@@ -293,6 +302,26 @@ def test_what_is_not_exact_is_refused_in_training_alone(
         module(*inputs, **call)
     assert "\n" not in str(error.value)
     module.eval()(*inputs, **call)
+
+
+def test_what_cannot_train_is_said_where_it_is_made(said: pytest.LogCaptureFixture) -> None:
+    """A first call in training mode was the first to say so, after a hint to probe what no probe measures."""
+    Case(8, pattern=pattern_of([4, 8], [1, 2])).module(dropout=P, profile="auto")
+    hint, refusal = (record.getMessage() for record in said.records)
+    assert hint.endswith(
+        "`ringtune probe --heads 2 --head-dim 4 --no-causal --segment-lengths 4,8 --dilation-rates 1,2 --mode infer` "
+        "measures one for eval()"
+    )
+    assert refusal == (
+        "dropout is 0.3: this module refuses calls in training mode, since dropout is exact in one block of one "
+        "kernel: in dense attention on one device, not over branches; set it to 0.0 to train; eval() ignores it"
+    )
+
+
+def test_a_dense_module_with_dropout_is_told_to_measure_its_eval_mode(said: pytest.LogCaptureFixture) -> None:
+    Case(8).module(dropout=P, profile="auto")
+    (record,) = said.records
+    assert record.getMessage().endswith("--no-causal --dense --mode infer` measures one for eval()")
 
 
 def test_other_calls_and_transforms_are_refused() -> None:

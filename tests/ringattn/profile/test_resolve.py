@@ -204,7 +204,7 @@ def test_every_file_is_in_the_trace_with_a_reason() -> None:
         "any (user): taken for what no plan covers; tier heuristic",
     )
     assert resolve(located, H100, world=2).trace[0] == (
-        "h100 (user): taken; tier exact: the same device and software; it holds no plans for 2 ranks"
+        "h100 (user): not taken, it holds no plans for 2 ranks; tier exact: the same device and software"
     )
 
 

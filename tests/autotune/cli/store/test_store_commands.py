@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -359,7 +361,7 @@ def test_nodes_report_what_they_run_and_the_fleet_is_listed(
     kind = kind_of(Fingerprint.of(load_profile(mine).fingerprint))  # type: ignore[arg-type]  # has the same fields
     (row,) = document("list", "--fleet")
     assert (row["kind"], row["ranks"], row["tier"]) == (kind, 1, "heuristic")
-    assert row["nodes"] == f"1: {os.uname().nodename}"
+    assert (row["nodes"], row["silent"]) == (f"1: {os.uname().nodename} (0 min ago)", "0")
     assert row["profile"] == "no measured profile fits"
     assert ringtune("push", mine).exit_code == 0
     stored_profiles.cache_clear()
@@ -374,6 +376,25 @@ def test_nodes_report_what_they_run_and_the_fleet_is_listed(
     assert "node-7" in row["nodes"]
     assert row["tier"] == "exact"
     assert ringtune("list", "--fleet", kind).exit_code == 2
+
+
+def test_a_node_that_is_gone_is_counted_apart(folder: Path) -> None:
+    """It left its last note, and was counted as if it were there."""
+    assert ringtune("which", "--report", "--device", "cpu").exit_code == 4
+    ((path,),) = (list(kind.iterdir()) for kind in (folder / "beacons").iterdir())
+    note = json.loads(path.read_text())
+    now = datetime.now(tz=UTC)
+    ages = {"fresh": timedelta(hours=5), "quiet": timedelta(days=3, hours=1), "gone": timedelta(days=40)}
+    for node, age in ages.items():
+        path.with_name(f"{node}.json").write_text(json.dumps(note | {"node": node, "seen": (now - age).isoformat()}))
+    del note["seen"]
+    path.write_text(json.dumps(note | {"node": "old", "day": (now - timedelta(days=90)).date().isoformat()}))
+    (row,) = document("list", "--fleet")
+    assert row["nodes"] == "1: fresh (5 h ago)"
+    assert row["silent"] == "3: quiet (3 days ago), gone (40 days ago), old (90 days ago)"
+    (row,) = document("list", "--fleet", "--within", "7")
+    assert row["nodes"] == "2: fresh (5 h ago), quiet (3 days ago)"
+    assert "--within is about the notes of nodes; give --fleet" in ringtune("list", "--within", "7").stderr
 
 
 def test_a_broken_beacon_costs_itself_alone(folder: Path) -> None:
@@ -408,3 +429,81 @@ def test_without_a_store_it_is_a_usage_error(command: tuple[str, ...]) -> None:
 def test_a_store_that_is_not_there_is_one_line(command: tuple[str, ...], tmp_path: Path) -> None:
     line = one_line_error(ringtune(*command, "--store", tmp_path / "absent"), 1)
     assert "no such folder; mount it" in line
+
+
+class Hanging:
+    """A store that never answers, as one on a file server that is gone."""
+
+    url = "/gone/store"
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments: self.ended.wait()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("list",),
+        ("list", "--fleet"),
+        ("list", "some-kind"),
+        ("pull",),
+        ("push", "mine.yaml"),
+        ("merge",),
+        ("forget", "cpu-x/x1-abcdef"),
+        ("diff", "cpu-x/x1-abcdef", "mine.yaml"),
+        ("sign", "cpu-x/x1-abcdef"),
+        ("probe", "--device", "cpu"),
+    ],
+    ids=" ".join,
+)
+def test_a_store_that_does_not_answer_holds_no_command(
+    command: tuple[str, ...], mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hanging = Hanging()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RINGTUNE_SIGNING_KEY", str(tmp_path / "key"))
+    (tmp_path / "key").touch()
+    monkeypatch.setattr(Store, "signed", lambda *arguments: b"")
+    monkeypatch.setattr("ringattn.store.backends.backend.open_backend", lambda place: hanging)
+    monkeypatch.setattr("ringattn.store.backends.bounded_backend.COMMAND_S", 0.2)
+    try:
+        result = ringtune(*command, "--store", str(tmp_path))
+    finally:
+        hanging.ended.set()
+    assert one_line_error(result, 1) == "Error: /gone/store: did not answer within 0.2 s"
+
+
+def test_a_mount_point_without_its_file_system_is_told_from_an_empty_store(folder: Path, mine: Path) -> None:
+    """It looked empty, and what was read of it before was forgotten."""
+    assert ringtune("push", mine).exit_code == 0
+    which = ("which", "--device", "cpu", "--path-only")
+    path = ringtune(*which)
+    assert path.exit_code == 0
+    mounted = folder.rename(folder.with_name("mounted"))
+    folder.mkdir()
+    told = f"{folder}: is an empty folder, and 1 profile was read of it before; mount it, or remove "
+    for command in (("list",), ("list", "--fleet"), ("merge",)):
+        result = ringtune(*command)
+        assert (result.exit_code, result.stderr.startswith(f"warning: {told}")) == (0, True), result.output
+    for _ in range(2):
+        stored_profiles.cache_clear()
+        result = ringtune(*which)
+        assert (result.exit_code, result.stdout) == (0, path.stdout)
+        assert result.stderr.startswith(f"warning: {told}")
+        assert result.stderr.endswith("; 1 profile read of it before will do\n")
+    folder.rmdir()
+    mounted.rename(folder)
+    for name in Store(open_backend(str(folder))).names():
+        assert ringtune("forget", name.short).exit_code == 0
+    stored_profiles.cache_clear()
+    result = ringtune(*which)  # emptied by commands, it has its folders and is believed
+    assert (result.exit_code, result.stdout) == (4, "")
+    assert "mount" not in result.stderr
+
+
+def test_a_store_that_was_always_empty_is_no_news(folder: Path) -> None:
+    assert ringtune("list").stderr == ""
+    assert "mount" not in ringtune("which", "--device", "cpu").stderr

@@ -54,7 +54,11 @@ def test_documents_are_packed_into_every_length() -> None:
     ],
 )
 def test_documents_that_cannot_be_packed_are_told(request_: ProbeRequest, told: str) -> None:
-    refuses = cells_for if request_.ranks == request_.batch_size == 1 else lambda request, facts: check_lengths(request)
+    refuses = (
+        cells_for
+        if request_.ranks == 1 and request_.batch_size is None
+        else lambda request, facts: check_lengths(request)
+    )
     with pytest.raises(UsageFailure, match=told):
         refuses(request_, FACTS)
 

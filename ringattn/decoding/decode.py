@@ -31,9 +31,11 @@ from .blocks import Extent
 from .cache import KVCache
 from .cross import FEW_QUERIES, CrossModule, program_for, program_of
 from .kernel_choice import rounded
+from .order import order_of
 from .program import CrossProgram
 
 Results = tuple[Tensor, Tensor]
+Counts = Sequence[int] | None
 
 _MOST_STEPS = 256
 
@@ -52,16 +54,16 @@ class Step:
         self.attend = module.counted(_attend, plan)
 
 
-def decode(module: CrossModule, q: Tensor, cache: KVCache, counts: Sequence[int] | None) -> tuple[Tensor, Tensor]:
+def decode(module: CrossModule, q: Tensor, cache: KVCache, counts: Counts, kept: Tensor | None) -> Results:
     """Return out (B, Sq, H, D) and lse (B, H, Sq) of the last Sq positions; see ``RingAttention.decode``."""
-    return _outside_graphs(module, _decode, q, cache, counts)
+    return _outside_graphs(module, _decode, q, cache, counts, kept)
 
 
 def prefill(
-    module: CrossModule, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, counts: Sequence[int] | None
-) -> tuple[Tensor, Tensor]:
+    module: CrossModule, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, counts: Counts, kept: Tensor | None
+) -> Results:
     """Append k and v to the cache and return the same of the positions that were appended."""
-    return _outside_graphs(module, _prefill, q, k, v, cache, counts)
+    return _outside_graphs(module, _prefill, q, k, v, cache, counts, kept)
 
 
 def _outside_graphs(module: CrossModule, call: Callable[..., Results], *arguments: Any) -> Results:
@@ -75,31 +77,44 @@ def _outside_graphs(module: CrossModule, call: Callable[..., Results], *argument
 
 
 def _prefill(
-    module: CrossModule, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, counts: Sequence[int] | None
-) -> tuple[Tensor, Tensor]:
+    module: CrossModule, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, counts: Counts, kept: Tensor | None
+) -> Results:
     _check(module, q, cache)  # before the cache changes
     if isinstance(k, Tensor) and k.dim() == 4 and k.shape[1] != q.shape[1]:
         raise InputError(f"q has {q.shape[1]} positions and k {k.shape[1]}; they must be equal")
-    cache.append(k, v, counts)
-    return _decode(module, q, cache, counts)
+    order = order_of(cache, q.shape[1], counts, kept)
+    if order.moves:
+        cache.check_new(k, v, order.counts)
+        q, k, v = order.in_front(q, k, v)
+    cache.append(k, v, order.counts)
+    return order.back(*_attend_first(module, q, cache, order.counts))
 
 
-def _decode(module: CrossModule, q: Tensor, cache: KVCache, counts: Sequence[int] | None) -> tuple[Tensor, Tensor]:
+def _decode(module: CrossModule, q: Tensor, cache: KVCache, counts: Counts, kept: Tensor | None) -> Results:
     _check(module, q, cache)
+    order = order_of(cache, q.shape[1], counts, kept)
+    (q,) = order.in_front(q)
+    return order.back(*_attend_first(module, q, cache, order.counts))
+
+
+def _attend_first(module: CrossModule, q: Tensor, cache: KVCache, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Attend with the first ``counts[b]`` queries of sequence b, its last positions."""
     queries = q.shape[1]
-    counted = cache.check_counts(counts, queries)
     if not _capturing(q):  # in which the host does not see what is appended
-        cache.check_held(counted)
+        cache.check_held(counts)
     step = step_of(module, q, cache)
     ring = module._ring
     if ring is None:
-        return step.attend(module, step, q, cache, counted)
+        return step.attend(module, step, q, cache, counts)
     ring.enter_as(
         ("decode", q.shape, q.dtype),
         lambda: f"decodes {queries} positions of {q.shape[0]} sequences of {max(cache.lengths)}",
     )
-    out, lse = step.attend(module, step, q, cache, counted)
-    parts = ring.gather_alike(torch.cat((out.to(lse.dtype), lse.transpose(1, 2)[..., None]), -1))
+    out, lse = step.attend(module, step, q, cache, counts)
+    parts = ring.gather_alike(
+        torch.cat((out.to(lse.dtype), lse.transpose(1, 2)[..., None]), -1),
+        lambda: f"a cache of {list(cache.lengths)} positions, of which {list(counts)} attend",
+    )
     return _merged(torch.stack(parts), q.dtype)
 
 

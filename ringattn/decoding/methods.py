@@ -79,18 +79,22 @@ class DecodingMethods:
         cache: KVCache,
         counts: Sequence[int] | None = None,
         return_lse: bool = False,
+        kept: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Append k and v (B, S, Hkv, D) to the cache and attend with q (B, S, H, D), the same positions.
 
         A prompt may come whole or in chunks, and a position at a time: with a causal module the results are those of
         ``forward`` on the whole. Queries that are not causal see what is cached by then. Of sequence b the first
-        ``counts[b]`` positions count; results of the others are 0 and their lse -inf.
+        ``counts[b]`` positions count, or with ``kept`` (B, S), a boolean tensor, best on the CPU, those where it is
+        True: padding may then be on the left, or between. Each sequence is one of its own, whose positions count from
+        its first that is kept. Results of the others are 0 and their lse -inf.
 
-        Returns what ``forward`` does. Over several ranks each is given all of q, k and v, keeps the keys that are its
-        own, and has all results. No gradients, and a graph break under torch.compile. In a CUDA graph memory does not
-        grow: give the cache a max_length, and call ``cache.advance()`` after each replay.
+        Returns what ``forward`` does. Over several ranks each is given all of q, k and v and the same counts, keeps the
+        keys that are its own, and has all results: ranks merge theirs once a call. No gradients, and a graph break
+        under torch.compile. In a CUDA graph memory does not grow: give the cache a max_length, and call
+        ``cache.advance()`` after each replay.
         """
-        out, lse = prefill(self, q, k, v, cache, counts)
+        out, lse = prefill(self, q, k, v, cache, counts, kept)
         return (out, lse) if return_lse else out
 
     def decode(
@@ -99,7 +103,8 @@ class DecodingMethods:
         cache: KVCache,
         counts: Sequence[int] | None = None,
         return_lse: bool = False,
+        kept: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend with q (B, Sq, H, D), the last Sq positions that the cache holds; see ``prefill``."""
-        out, lse = decode(self, q, cache, counts)
+        out, lse = decode(self, q, cache, counts, kept)
         return (out, lse) if return_lse else out

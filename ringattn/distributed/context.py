@@ -119,10 +119,13 @@ class RingContext:
         self._compare(description)
         self._signature, self._description = signature, description
 
-    def gather_alike(self, x: Tensor) -> list[Tensor]:
-        """Return every rank's tensor, all of the shape of ``x``, in the order of ranks: the one message of a call."""
+    def gather_alike(self, x: Tensor, of: Callable[[], str]) -> list[Tensor]:
+        """Return every rank's tensor, all of the shape of ``x``, in the order of ranks: the one message of a call.
+
+        ``of`` says what must be equal on all ranks beside that shape; it is compared where the order of calls is.
+        """
         with self.watchdog.reporting():
-            self.watchdog.compare_order(self.comm, sequence_number(self.module, self._calls, backward=False))
+            self.watchdog.compare_order(self.comm, sequence_number(self.module, self._calls, backward=False), of)
             parts = self.gather_equal(x)
         self.watchdog.check()
         return parts

@@ -80,8 +80,9 @@ def register(
     model's. Register under several names for several of them; a name that is registered again takes the new ones.
 
     Over several ranks of ``process_group`` each holds the positions that ``RingAttention.positions`` says, which the
-    model is given as ``position_ids``, and labels that were shifted before they were cut; ``total_length``, an argument
-    of the model's call, says how long the whole sequence is where ranks hold unequal numbers of positions.
+    model is given as ``position_ids``, and labels that were shifted before they were cut. Two arguments of the model's
+    call are of the whole sequences: ``total_length``, how long they are, where ranks hold unequal numbers of positions;
+    and ``lengths`` (B,), how many positions each has before its padding.
 
     Raises:
         ImportError: transformers is not installed, or older than 5.6.
@@ -137,6 +138,7 @@ def _attention(
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     total_length: int | None = None,
+    lengths: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Return out (B, Sq, H, Dv) of query (B, H, Sq, D), key (B, Hkv, Sk, D) and value (B, Hkv, Sk, Dv), and None.
@@ -153,14 +155,14 @@ def _attention(
     sinks = sinks if s_aux is None else s_aux
     if steps is not None and query.shape[2] == 1 and not dropout and not torch.compiler.is_compiling():
         windowed = sliding_window is not None and sliding_window < key.shape[2]
-        packed = cu_seq_lens_q is not None or cu_seq_lens_k is not None
+        packed = cu_seq_lens_q is not None or cu_seq_lens_k is not None or lengths is not None
         if not windowed and not packed and sinks is None and total_length is None:
             keys = None if attention_mask is None else keys_of(attention_mask, causal)
             found = steps(query, key, value, keys, causal, scaling, softcap or None)
             if found is not None:
                 return found
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    call = Call(causal, sliding_window, position_ids, cu_seq_lens_q, cu_seq_lens_k, total_length)
+    call = Call(causal, sliding_window, position_ids, cu_seq_lens_q, cu_seq_lens_k, total_length, lengths)
     options = {"scale": scaling, "softcap": softcap or None, "sinks": sinks, "dropout": dropout}
     out, _ = (attend_over_ranks if over_ranks else attend_here)(pool, q, k, v, attention_mask, call, options)
     return out, None

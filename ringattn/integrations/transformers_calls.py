@@ -28,7 +28,10 @@ from .transformers_masks import keys_of_codes
 
 
 class Call(NamedTuple):
-    """Keywords of a call that say which keys a query attends to; ``causal`` of a call without a mask."""
+    """Keywords of a call that say which keys a query attends to; ``causal`` of a call without a mask.
+
+    ``lengths`` (B,) are of whole rows over several ranks, whose padding is at their ends.
+    """
 
     causal: bool
     sliding_window: int | None
@@ -36,6 +39,7 @@ class Call(NamedTuple):
     cu_seq_lens_q: Tensor | None
     cu_seq_lens_k: Tensor | None
     total_length: int | None
+    lengths: Tensor | None = None
 
 
 def attend_here(
@@ -46,6 +50,11 @@ def attend_here(
         raise InputError(
             f"total_length is {call.total_length}, but this rank holds all {q.shape[1]} positions; leave it out, or "
             "register(process_group=...)"
+        )
+    if call.lengths is not None:
+        raise InputError(
+            "lengths are of rows that several ranks hold together, and this rank holds all; give the model "
+            "attention_mask, or register(process_group=...)"
         )
     queries, length = q.shape[1], k.shape[1]
     packed = call.cu_seq_lens_q is not None or call.cu_seq_lens_k is not None
@@ -137,21 +146,29 @@ def attend_over_ranks(
         q, k, call.causal, options["scale"], options.get("softcap"), window, options.get("dropout", 0.0)
     )
     with attention.reporting():
-        packed = _check_over_ranks(attention, q, k, mask, call)
-    over_ranks: dict[str, Any] = {"total_length": call.total_length, "cu_seqlens": packed, "window_of_module": window}
+        documents = _check_over_ranks(attention, q, k, mask, call)
+    over_ranks: dict[str, Any] = {"total_length": call.total_length, "window_of_module": window}
+    if documents is not None:
+        over_ranks[documents.name] = documents
     return attend(pool, q, k, v, causal=call.causal, **over_ranks, **options)
 
 
 def _check_over_ranks(
     attention: RingAttention, q: Tensor, k: Tensor, mask: Tensor | None, call: Call
 ) -> Documents | None:
-    """Return the packed documents; InputError unless every query attends to all of its sequence, or up to itself."""
+    """Return the documents, packed or padded; InputError unless every query sees all of its own, or up to itself."""
     length = q.shape[1]
     if k.shape[1] != length:
         raise InputError("over several ranks there is no cached generation and no cross attention; use one rank")
     total = attention.shape.world * length if call.total_length is None else call.total_length
-    packed = _bounds_given(call)
-    longest = total if packed is None else packed.sizes(len(q), total)[1]
+    documents = _bounds_given(call)
+    if call.lengths is not None:
+        if documents is not None:
+            raise InputError(
+                "cu_seq_lens_q and lengths are both given; use the first for packed documents, else lengths"
+            )
+        documents = documents_of(None, call.lengths)
+    longest = total if documents is None else documents.sizes(len(q), total)[1]
     if call.sliding_window is not None and call.sliding_window < longest and not call.causal:
         raise InputError(
             f"sliding_window is {call.sliding_window} without a causal mask, and a sequence has {longest} positions on "
@@ -159,18 +176,46 @@ def _check_over_ranks(
         )
     if call.position_ids is None or call.position_ids.dim() != 2:
         raise InputError("over several ranks the model's call needs position_ids, those of RingAttention.positions")
-    if not remembered(_are_positions, call.position_ids, attention, total, packed):
+    if not remembered(_are_positions, call.position_ids, attention, total, documents):
         raise InputError(
             f"position_ids are not this rank's of {total} positions in layout {attention.layout!r}; give the model "
             "those of RingAttention.positions, total_length where ranks hold unequal numbers of positions, and with "
             "packed documents cu_seq_lens_q and cu_seq_lens_k of the whole row, and positions from each one's start"
         )
-    keys = None if mask is None else keys_of(mask, call.causal)
-    if keys is not None and keys.window not in (None, call.sliding_window):
-        raise InputError(f"sliding_window is {call.sliding_window}, and the attention mask has {keys.window}")
-    if keys is not None and (keys.causal != call.causal or not bool((keys.codes > 0).all())):
-        raise InputError("over several ranks there is no padding and no mask; give sequences of one length")
-    return packed
+    if mask is not None:
+        remembered(_check_mask, mask, attention, total, documents, call.causal, call.sliding_window)
+    return documents
+
+
+def _check_mask(
+    mask: Tensor,
+    attention: RingAttention,
+    total: int,
+    documents: Documents | None,
+    causal: bool,
+    sliding_window: int | None,
+) -> None:
+    """InputError unless the mask of this rank's positions says what holds without it."""
+    keys = keys_of(mask, causal)
+    if keys.window not in (None, sliding_window):
+        raise InputError(f"sliding_window is {sliding_window}, and the attention mask has {keys.window}")
+    if keys.causal != causal:
+        raise InputError("over several ranks an attention mask is of padding alone; use one rank for others")
+    kept = keys.codes > 0
+    if documents is None or not documents.padded:
+        if not bool(kept.all()):
+            raise InputError(
+                "over several ranks an attention_mask says nothing of the other ranks' padding; give the model's call "
+                "lengths as well, how many positions each whole row has before its padding, which is at the end"
+            )
+        return
+    there = attention.positions(total).cpu() < documents.tensor[:, None]
+    if kept.shape[1] != there.shape[1] or not bool((kept == there).all()):
+        raise InputError(
+            f"attention_mask is not that of this rank's positions of rows with lengths {list(documents.values)}; over "
+            "several ranks padding is at the end of every row, and the mask is cut as tokens are, by "
+            "RingAttention.shard"
+        )
 
 
 def _bounds_given(call: Call) -> Documents | None:
@@ -186,14 +231,21 @@ def _bounds_given(call: Call) -> Documents | None:
     return packed
 
 
-def _are_positions(position_ids: Tensor, attention: RingAttention, total_length: int, packed: Documents | None) -> bool:
-    expected = attention.positions(total_length, packed)
+def _are_positions(
+    position_ids: Tensor, attention: RingAttention, total_length: int, documents: Documents | None
+) -> bool:
+    padded = documents is not None and documents.padded
+    expected = attention.positions(total_length, None if padded else documents)
     if position_ids.shape[1] != len(expected):
         return False
     found = position_ids.to(expected.device)
-    if packed is not None:  # each document counts from its own start; what lies beyond the last is padding
-        bounds = packed.tensor.to(expected.device)
-        inside = expected < bounds[-1]
-        found, expected = found[:, inside], expected[inside]
-        expected = expected - bounds[torch.searchsorted(bounds, expected, right=True) - 1]
-    return bool((found == expected).all())
+    if documents is None:
+        return bool((found == expected).all())
+    bounds = documents.tensor.to(expected.device)
+    if padded:  # what a model gives padding does not matter
+        if len(found) not in (1, len(bounds)):
+            return False
+        return bool(((found == expected) | (expected >= bounds[:, None])).all())
+    inside = expected < bounds[-1]  # each document counts from its own start; what lies beyond the last is padding
+    expected = expected[inside]
+    return bool((found[:, inside] == expected - bounds[torch.searchsorted(bounds, expected, right=True) - 1]).all())

@@ -43,17 +43,18 @@ def attend(
     of_one: bool = False,
     total_length: int | None = None,
     cu_seqlens: Documents | None = None,
+    lengths: Documents | None = None,
     sinks: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Result:
     """Attend over q (B, Sq, H, D) with k (B, Sk, Hkv, D) and v (B, Sk, Hkv, Dv); out is like q, with Dv.
 
     ``keys`` says which keys there are; None that all are. With them ``causal`` and ``window`` are theirs. A causal mask
-    is aligned to the end of queries and keys or to their start. ``total_length`` and ``cu_seqlens`` are those of a call
-    over several ranks, without ``keys``, and ``window_of_module`` the window of their whole sequences. ``sinks`` (H,)
-    are those of ``RingAttention.forward``. A query without a key gets 0, and an lse of -inf; so does one at padding,
-    where causality, documents or ``of_one`` say that queries and keys are one sequence. ``dropout`` is of a call in
-    training mode, for whole sequences.
+    is aligned to the end of queries and keys or to their start. ``total_length``, ``cu_seqlens`` and ``lengths`` are
+    those of a call over several ranks, without ``keys``, and ``window_of_module`` the window of their whole sequences.
+    ``sinks`` (H,) are those of ``RingAttention.forward``. A query without a key gets 0, and an lse of -inf; so does one
+    at padding, where causality, documents or ``of_one`` say that queries and keys are one sequence. ``dropout`` is of a
+    call in training mode, for whole sequences.
     """
     head_dim, value_dim = q.shape[3], v.shape[3]
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
@@ -76,7 +77,7 @@ def attend(
     if keys is not None:
         out, lse = _masked(attention, q, k, v, keys, of_one, with_lse, sinks)
     else:
-        out, lse = _unmasked(attention, q, k, v, window, aligned, with_lse, sinks, total_length, cu_seqlens)
+        out, lse = _unmasked(attention, q, k, v, window, aligned, with_lse, sinks, total_length, cu_seqlens, lengths)
     return (out if value_dim == q.shape[3] else out[..., :value_dim]), lse
 
 
@@ -100,6 +101,7 @@ def _unmasked(
     sinks: Tensor | None,
     total_length: int | None = None,
     cu_seqlens: Documents | None = None,
+    lengths: Documents | None = None,
 ) -> Result:
     if q.shape[1] != k.shape[1] or (window is not None and window < k.shape[1]):
         found: Any = attention.cross(q, k, v, aligned, with_lse or sinks is not None, window)
@@ -108,7 +110,7 @@ def _unmasked(
             out, lse = with_sinks(found[0], found[1], sinks)
             return out, lse if with_lse else None
     else:
-        found = attention(q, k, v, with_lse, total_length, cu_seqlens, sinks=sinks)
+        found = attention(q, k, v, with_lse, total_length, cu_seqlens, lengths, sinks)
     return found if with_lse else (found, None)
 
 

@@ -162,6 +162,64 @@ def test_packed_documents_over_ranks_are_those_of_calls_of_their_own(
             torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-9)
 
 
+LENGTHS_OF_ROWS = (17, 4, 0)
+
+
+def padded_on_rank(layout: str, family: str) -> list[Tensor]:
+    """Logits of a model whose padded rows the ranks hold together, and the gradients of all its weights."""
+    register("over-ranks", profile=None, process_group=dist.group.WORLD, layout=layout)
+    model, ids, mask = padded_rows(family)
+    config, total = model.config, ids.shape[1]
+    # As the pool makes the module: a window decides where rows lie.
+    cutter = RingAttention(
+        config.num_attention_heads, 8, getattr(config, "num_key_value_heads", None), causal=family != "bert",
+        profile=None, process_group=dist.group.WORLD, layout=layout, window=getattr(config, "sliding_window", None),
+    )  # fmt: skip
+    positions = cutter.positions(total)[None]
+    with attention(model, "over-ranks"):
+        logits = model(
+            cutter.shard(ids), attention_mask=cutter.shard(mask), position_ids=positions, total_length=total,
+            lengths=mask.sum(1), **({} if family == "bert" else {"use_cache": False}),
+        ).logits  # fmt: skip
+    kept = cutter.shard(mask).bool()
+    grads = torch.autograd.grad(logits[kept], list(model.parameters()), cutter.shard(weights_of(ids))[kept])
+    for grad in grads:
+        dist.all_reduce(grad)
+    return [cutter.unshard(logits.detach(), total), *grads]
+
+
+def padded_rows(family: str) -> tuple[Any, Tensor, Tensor]:
+    """A model in float64, and tokens and mask (B, S) of rows with padding at their ends."""
+    model = copy.deepcopy(tiny(family)).double()
+    ids = torch.randint(3, VOCABULARY, (3, 19), generator=torch.Generator().manual_seed(1))
+    return model, ids, (torch.arange(19) < torch.tensor(LENGTHS_OF_ROWS)[:, None]).long()
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("llama", "contiguous"),
+        ("llama", "zigzag"),
+        ("bert", "contiguous"),
+        ("bert", "zigzag"),
+        ("mistral, window 5", "contiguous"),  # the layout of windows
+    ],
+)
+def test_padded_rows_over_ranks_are_those_of_calls_of_their_own(
+    family: str, layout: str, ranks: Callable[[int], Pool]
+) -> None:
+    """Logits and gradients of ``sdpa`` on one device, a call for each row without its padding."""
+    model, ids, mask = padded_rows(family)
+    weights = weights_of(ids)
+    with attention(model, "sdpa"):
+        parts = [model(row[:n][None]).logits[0] for row, n in zip(ids, LENGTHS_OF_ROWS, strict=True) if n]
+    grads = torch.autograd.grad(torch.cat(parts), list(model.parameters()), weights[mask.bool()])
+    for logits, *found in ranks(3).run(padded_on_rank, layout, family):
+        torch.testing.assert_close(logits[mask.bool()], torch.cat(parts).detach(), rtol=0, atol=1e-9)
+        for one, other in zip(found, grads, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-9)
+
+
 def one_rank_is_wrong() -> str:
     pool = AttentionPool(profile=None, process_group=dist.group.WORLD, layout="contiguous")
     attention = pool.module_for(Q, K, True, 1.0)
@@ -183,6 +241,7 @@ def test_a_call_that_one_rank_refuses_ends_on_all(fragile: Pool) -> None:
 Q, K = torch.zeros(2, 6, 4, 8), torch.zeros(2, 6, 2, 8)
 POSITIONS = torch.arange(6)[None]
 BOUNDS = torch.tensor([0, 6])
+LENGTHS, RIGHT = torch.tensor([5, 3]), torch.tensor([[1, 1, 1, 1, 1, 0], [1, 1, 1, 0, 0, 0]])
 
 
 @pytest.mark.parametrize(
@@ -197,8 +256,15 @@ BOUNDS = torch.tensor([0, 6])
         ({"position_ids": POSITIONS.expand(3, 1, -1)}, "over several ranks the model's call needs position_ids"),
         ({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}, "position_ids are not this rank's of 6 positions"),
         ({"total_length": 7}, "position_ids are not this rank's of 7 positions"),
-        ({"mask": torch.tensor([[1, 1, 1, 1, 1, 0]]).expand(2, -1)}, "over several ranks there is no padding"),
-        ({"mask": torch.ones(2, 1, 1, 6).bool()}, "over several ranks there is no padding and no mask"),
+        ({"mask": RIGHT}, "over several ranks an attention_mask says nothing of the other ranks' padding; give the"),
+        ({"mask": RIGHT.flip(1), "lengths": LENGTHS}, "attention_mask is not that of this rank's positions of rows"),
+        ({"mask": RIGHT[:, :5], "lengths": LENGTHS}, "attention_mask is not that of this rank's positions of rows"),
+        ({"mask": torch.ones(2, 1, 1, 6).bool()}, "over several ranks an attention mask is of padding alone"),
+        ({"lengths": LENGTHS[:1]}, "lengths has 1 entry and q batch size 2"),
+        ({"lengths": LENGTHS + 3}, "lengths holds 8, and q has 6 positions"),
+        ({"lengths": LENGTHS, "cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BOUNDS}, "cu_seq_lens_q and lengths are both"),
+        ({"lengths": LENGTHS, "position_ids": POSITIONS.expand(3, -1)}, "position_ids are not this rank's of 6"),
+        ({"lengths": LENGTHS, "position_ids": POSITIONS.flip(1)}, "position_ids are not this rank's of 6"),
     ],
 )
 def test_what_is_refused_over_ranks(given: dict[str, Any], told: str) -> None:

@@ -59,7 +59,9 @@ def bootstrap_medians(log_ratios: Sequence[float], *, seed: int, resamples: int 
     """Return the medians of ``resamples`` resamplings, sorted; the same for the same seed and samples."""
     values = np.asarray(log_ratios, dtype=np.float64)
     assert values.size > 0, "a median of nothing was asked for"
-    return np.sort(np.median(values[_resampling(values.size, resamples, seed)], axis=1))
+    # Sorted whole: np.median, which parts rows in the middle and looks for NaN, takes three times as long for 8 values.
+    rows = np.sort(values[_resampling(values.size, resamples, seed)], axis=1)
+    return np.sort((rows[:, (values.size - 1) // 2] + rows[:, values.size // 2]) / 2)
 
 
 def settled(logs: Sequence[float], sigma: float, first_look: float | None = None) -> float:

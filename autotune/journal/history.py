@@ -83,12 +83,12 @@ def _opened(storage: str, shown: str) -> BaseStorage:
     import optuna
     from optuna.exceptions import OptunaError
     from optuna.storages.journal import JournalFileBackend
-    from sqlalchemy.exc import SQLAlchemyError
 
-    from autotune.journal.storage.storages import GRPC, is_url, open_storage
+    from autotune.journal.storage.storages import GRPC, is_url, open_storage, storage_errors
 
     from .attributes import NO_JOURNAL
 
+    unusable: tuple[type[Exception], ...] = (ImportError, OSError, OptunaError, RuntimeError, *NO_JOURNAL)
     if not is_url(storage) and not Path(storage).is_file():  # Optuna would make one
         raise ProbeFailure(f"{storage}: no such file; --storage names the journal of a probe, or an Optuna URL")
     try:
@@ -98,7 +98,7 @@ def _opened(storage: str, shown: str) -> BaseStorage:
             _check_made(storage, shown)
             return optuna.storages.get_storage(storage)
         return optuna.storages.JournalStorage(JournalFileBackend(storage))
-    except (ImportError, OSError, OptunaError, RuntimeError, SQLAlchemyError, *NO_JOURNAL) as error:
+    except (*unusable, *storage_errors()) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0].replace(storage, shown)
         raise ProbeFailure(f"{shown}: cannot be read ({reason}); name the storage of a probe") from error
 

@@ -185,7 +185,10 @@ class Readings:
     def median(self, entry: Entry, since: int = 0) -> float:
         """log(t / t_default) from a block on, see ``statistics.settled``; infinite before the first."""
         ratios = [ratio for block, ratio in entry.log_ratios.items() if block >= since]
-        return statistics.settled(ratios, self.noise_sigma(), self.first_look(entry)) if ratios else math.inf
+        if not ratios:
+            return math.inf
+        look = self.first_look(entry) if len(ratios) == 1 else None  # it counts beside a single reading alone
+        return statistics.settled(ratios, self.noise_sigma(), look)
 
     def typical(self, entry: Entry, since: int = 0) -> Sample:
         """Return the median times of device and host in the blocks that held a plan, from one on."""

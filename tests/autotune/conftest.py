@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cli_runs import measured_entry, profile_of_this_machine
 from probed_machine import Machine
-from report_samples import gpu_profile
+from report_samples import gpu_profile, gpu_text
 from warm_start import start_warm
 
 import autotune.probe.tuning
@@ -57,7 +57,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[ProbeRequest]:
 @pytest.fixture
 def gpu_file(tmp_path: Path) -> Path:
     path = tmp_path / "gpu.yaml"
-    save_profile(gpu_profile(), path)
+    path.write_text(gpu_text(), encoding="utf-8")
     return path
 
 

@@ -39,6 +39,7 @@ class Design:
         self._plain = {stem: self._base[names[0]] for stem, names in self._columns.items()}
         self._covered: set[Triple] = set()
         self._seen: set[Tunables] = set()
+        self._made: dict[tuple[Value, ...], tuple[Tunables, set[Triple]]] = {}  # a few hundred, drawn again and again
 
     def _triples(self, plan: Tunables) -> set[Triple]:
         there = encode(self._workload, plan)
@@ -50,6 +51,16 @@ class Design:
         # Forward and backward kernels meet in nothing but the rows they read.
         found = (frozenset(three) for three in itertools.combinations(chosen, min(3, len(self._columns))))
         return {three for three in found if not {"forward", "backward"} <= {stem for stem, _ in three}}
+
+    def _plan_of(self, values: tuple[Value, ...]) -> tuple[Tunables, set[Triple]]:
+        """Return the plan with these values, one a column, and its triples."""
+        if values not in self._made:
+            turned = dict(self._base)
+            for names, value in zip(self._columns.values(), values, strict=True):
+                turned |= dict.fromkeys(names, value)
+            plan = decode(self._workload, turned)
+            self._made[values] = plan, self._triples(plan)
+        return self._made[values]
 
     def next(
         self,
@@ -74,15 +85,11 @@ class Design:
             for stem, values in self._values.items()
         }
         for _ in range(LOOKED_AT):
-            turned = dict(self._base)
-            for stem, names in self._columns.items():
-                value = choices[stem][rng.integers(len(choices[stem]))]
-                turned |= dict.fromkeys(names, value)
-            plan = decode(self._workload, turned)
+            drawn = [choices[stem][rng.integers(len(choices[stem]))] for stem in self._columns]
+            plan, triples = self._plan_of(tuple(drawn))
             # Three that all differ from the default are what no turn of a good plan leads to.
             new = sum(
-                sum(value != self._plain[stem] for stem, value in three) ** 2
-                for three in self._triples(plan) - self._covered
+                sum(value != self._plain[stem] for stem, value in three) ** 2 for three in triples - self._covered
             )
             if new and (best is None or new * odds(plan) > best[0]) and wanted(plan):
                 best = new * odds(plan), plan

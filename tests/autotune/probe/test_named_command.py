@@ -16,7 +16,7 @@ import autotune.probe.tuning
 from autotune.probe.checks import check_request
 from autotune.probe.request import ProbeRequest, ProbeResult
 from autotune.probe.workloads.grid import cells_for
-from autotune.report.page import uncovered
+from autotune.report.pages.page import uncovered
 from ringattn.planning.matching import entries_for, entry_for
 from ringattn.planning.unmeasured_workloads import call_options, remedy, sketched_options, unmeasurable
 from ringattn.profile.schema import Choice, Fingerprint, PlanEntry, Profile

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ringattn import RingAttention
 from ringattn.errors import InputError, PlanError
-from ringattn.planning import setup
+from ringattn.planning import module_setup
 from ringattn.planning.plan import rejection_reasons
 from ringattn.workload import BranchTunables, Tunables
 
@@ -44,7 +44,7 @@ CASE = CASES["causal, grouped"]
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    monkeypatch.setattr(setup, "_said", set())
+    monkeypatch.setattr(module_setup, "_said", set())
     caplog.set_level(logging.WARNING, "ringattn")
     return caplog
 

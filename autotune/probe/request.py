@@ -180,6 +180,11 @@ class VerifiedCell:
     stale: bool
     note: str = ""
 
+    @property
+    def is_slower(self) -> bool:
+        """Return whether it is stale by its time, and not because it no longer runs."""
+        return self.stale and self.best != self.recorded
+
 
 @dataclass(frozen=True, slots=True)
 class VerifyResult:

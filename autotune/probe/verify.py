@@ -162,7 +162,7 @@ class _Verification:
             return NO_TIME_TWICE
         state.be_patient(deadline.remaining_s())
         outcome = self._timed(entries, deadline)
-        if isinstance(outcome, VerifiedCell) and outcome.stale and state.disturbances:
+        if isinstance(outcome, VerifiedCell) and outcome.is_slower and state.disturbances:
             outcome = self._timed_undisturbed(outcome, entries, deadline)
         return outcome
 
@@ -183,7 +183,9 @@ class _Verification:
             state.be_patient(later.remaining_s())
             outcome = self._timed(again, later)
             decides = state.next_block() - since >= fewest  # fewer find nothing stale, whatever they are
-            if isinstance(outcome, str) or (decides and not (outcome.stale and len(state.disturbances) > seen)):
+            if isinstance(outcome, str) or (outcome.stale and not outcome.is_slower):
+                return outcome
+            if decides and not (outcome.stale and len(state.disturbances) > seen):
                 return outcome
         found = ", ".join(map(str, largest_of_each(state.disturbances)))
         return f"{first.note}, but {found}; verify again on a quieter machine"

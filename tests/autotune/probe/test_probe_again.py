@@ -125,6 +125,27 @@ def test_what_loses_beside_foreign_load_is_not_called_stale(
     assert len(outcome.inconclusive) == (0 if certain else 2)
 
 
+def test_a_winner_that_fails_while_it_is_timed_is_stale_whatever_the_load(machine: Machine, tmp_path: Path) -> None:
+    path = tmp_path / "m.yaml"
+    run_probe(request_for(path, seq_lens=(512,)), Watching(), machine.environment)
+
+    class Failing(Disturbed):
+        def block(self, cell: Workload, order: Sequence[Tunables], *, timeout_s: float) -> Block:
+            block = super().block(cell, order, timeout_s=timeout_s)
+            if self.calls < 200:
+                return block
+            failed = Fault("error", "no such kernel")
+            results = [failed if "math" in p.kernels else r for p, r in zip(order, block.results, strict=True)]
+            return replace(block, results=tuple(results))
+
+    evaluator = Failing(row_of(truth), machine.clock)
+    environment = replace(machine.environment, evaluator=lambda *_: evaluator)
+    outcome = verify_profile(path, ProbeRequest(effort="standard"), Watching(), environment)
+    assert outcome.inconclusive == ()
+    assert len(outcome.stale) == 2
+    assert all("the recorded plan fails here: error, no such kernel" in line for line in outcome.stale)
+
+
 def test_what_is_slower_than_it_was_is_stale_also_after_a_disturbance(machine: Machine, tmp_path: Path) -> None:
     path = tmp_path / "m.yaml"
     run_probe(request_for(path, seq_lens=(512,)), Watching(), machine.environment)

@@ -18,6 +18,7 @@ import time
 import traceback
 import typing
 from collections import Counter
+from datetime import timedelta
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -197,7 +198,11 @@ class Fuzz:
         located, _ = find_profiles(None, FACTS, places=[str(self.shared)])
         resolve(located, FACTS)
         candidates(FACTS, 1, (str(self.shared),), notes)
-        kind_rows(self.store, notes), fleet_rows(self.store, notes), profile_rows(self.store, KIND, notes)
+        (
+            kind_rows(self.store, notes),
+            fleet_rows(self.store, notes, timedelta(days=1)),
+            profile_rows(self.store, KIND, notes),
+        )
         Lease(self.store.backend, f"{KIND}-x1").acquire()
         if random.random() < 0.1:
             tidied(self.store)

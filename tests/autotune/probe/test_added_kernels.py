@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -84,6 +85,10 @@ class House:
             (self._folder / name).parent.mkdir(parents=True, exist_ok=True)
             (self._folder / name).write_bytes(content)
 
+    def take_from(self, other: House) -> None:
+        """Leave the files that another one has."""
+        shutil.copytree(other._folder, self._folder, dirs_exist_ok=True)
+
     def add(
         self, *names: str, machine: Machine | None = None, software: dict[str, str] | None = None, **changes: object
     ) -> ProbeResult:
@@ -106,15 +111,34 @@ def house(tmp_path: Path) -> House:
     return House(tmp_path)
 
 
+@dataclass(frozen=True)
+class Added:
+    """What the same command does every time: the kernel is added to the plans of a probe."""
+
+    house: House
+    before: dict[Workload, PlanEntry]
+    result: ProbeResult
+
+    @property
+    def timed(self) -> list[tuple[Workload, Tunables]]:
+        assert self.house.evaluator is not None
+        return self.house.evaluator.timed
+
+
+@pytest.fixture(scope="module")
+def added(tmp_path_factory: pytest.TempPathFactory) -> Added:
+    """Not to be changed by a test."""
+    house = House(tmp_path_factory.mktemp("added"))
+    house.probe()
+    return Added(house, rows(house.path), house.add(NEW))
+
+
 def rows(path: Path) -> dict[Workload, PlanEntry]:
     return {entry.workload: entry for entry in load_profile(path).plans}
 
 
-def test_rows_whose_plan_lost_change_and_the_others_stay_as_they_are(house: House) -> None:
-    house.probe()
-    before = rows(house.path)
-    result = house.add(NEW)
-    after = rows(house.path)
+def test_rows_whose_plan_lost_change_and_the_others_stay_as_they_are(added: Added) -> None:
+    before, after = added.before, rows(added.house.path)
     assert before.keys() == after.keys()
     assert {workload.seq_len for workload in before} == {512, 4096}
     for workload, old in before.items():
@@ -129,12 +153,12 @@ def test_rows_whose_plan_lost_change_and_the_others_stay_as_they_are(house: Hous
         assert NEW in new.choice.tunables.kernels
         assert new.runners_up[0] == old.choice
         assert new.default == old.default
-        paired = next(report for report in result.cells if report.workload == workload)
+        paired = next(report for report in added.result.cells if report.workload == workload)
         assert paired.default == old.choice.tunables
         assert paired.default_ratio is not None
         assert new.evidence.default_ratio == pytest.approx(paired.default_ratio * old.evidence.default_ratio, rel=1e-3)
         assert new.evidence.ratio_low <= new.evidence.default_ratio <= new.evidence.ratio_high
-    (note,) = [note for note in load_profile(house.path).provenance.notes if NEW in note]
+    (note,) = [note for note in load_profile(added.house.path).provenance.notes if NEW in note]
     assert note == "efficient added on 2026-01-02: 2 of 4 rows changed"
 
 
@@ -150,22 +174,16 @@ def test_only_rows_that_change_are_of_that_day(house: House) -> None:
     }
 
 
-def test_a_kernel_far_behind_at_one_length_is_measured_at_the_next(house: House) -> None:
+def test_a_kernel_far_behind_at_one_length_is_measured_at_the_next(added: Added) -> None:
     """A whole search takes it for hopeless there."""
-    house.probe()
-    house.add(NEW)
-    assert house.evaluator is not None
-    timed = {workload.seq_len for workload, plan in house.evaluator.timed if NEW in plan.kernels}
+    timed = {workload.seq_len for workload, plan in added.timed if NEW in plan.kernels}
     assert timed == {512, 4096}
 
 
-def test_nothing_but_the_standing_plan_and_plans_with_the_kernel_is_timed(house: House) -> None:
-    house.probe()
-    standing = {workload: entry.choice.tunables for workload, entry in rows(house.path).items() if entry.choice}
-    house.add(NEW)
-    assert house.evaluator is not None
-    assert house.evaluator.timed
-    for workload, plan in house.evaluator.timed:
+def test_nothing_but_the_standing_plan_and_plans_with_the_kernel_is_timed(added: Added) -> None:
+    standing = {workload: entry.choice.tunables for workload, entry in added.before.items() if entry.choice}
+    assert added.timed
+    for workload, plan in added.timed:
         assert plan == standing[workload] or NEW in plan.kernels
 
 
@@ -196,20 +214,18 @@ def test_nodes_add_a_kernel_together_and_one_that_comes_late_takes_what_they_fou
     assert any(NEW in entry.choice.tunables.kernels for entry in rows(late.path).values() if entry.choice)
 
 
-def test_nodes_whose_plans_are_others_do_not_share_what_they_are_measured_against(tmp_path: Path) -> None:
+def test_nodes_whose_plans_are_others_do_not_share_what_they_are_measured_against(tmp_path: Path, added: Added) -> None:
     storage = f"{tmp_path}/shared.journal"
     first, other = House(tmp_path / "first"), House(tmp_path / "other")
     first.probe()
-    other.probe()
-    other.add(NEW)
+    other.take_from(added.house)
     first.add(NEW, storage=storage)
     with pytest.raises(ProbeFailure, match="holds the studies of another machine, software or request"):
         other.add(NEW, storage=storage)
 
 
-def test_a_kernel_that_is_measured_already_changes_nothing(house: House) -> None:
-    house.probe()
-    house.add(NEW)
+def test_a_kernel_that_is_measured_already_changes_nothing(house: House, added: Added) -> None:
+    house.take_from(added.house)
     before = house.path.read_bytes()
     again = house.add(NEW)
     assert house.path.read_bytes() == before

@@ -30,10 +30,20 @@ CELL = workload()
 def test_any_sampler_runs_under_the_same_checks_budget_and_validation(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A Gaussian process takes 0.2 s for each plan known already.
+    # A Gaussian process takes seconds a plan, from the tenth trial on.
     monkeypatch.setattr("autotune.search.proposing.proposals.ASKS", 1)
-    setting = Setting(DENSE, by_kernels(quick=0.0, swift=-0.1, math=1.0), plan(DENSE), sampler=name, budget_s=12)
+    budget_s = 3.6 if name == "gp" else 12
+    of_process: list[dict[str, Any]] = []
+    real = optuna.samplers.GPSampler.sample_relative
+
+    def watched(self: optuna.samplers.GPSampler, *given: Any) -> dict[str, Any]:
+        of_process.append(real(self, *given))
+        return of_process[-1]
+
+    monkeypatch.setattr(optuna.samplers.GPSampler, "sample_relative", watched)
+    setting = Setting(DENSE, by_kernels(quick=0.0, swift=-0.1, math=1.0), plan(DENSE), sampler=name, budget_s=budget_s)
     trial = setting.run()
+    assert any(of_process) is (name == "gp")
     assert trial.clock.now() <= 1.1 * setting.budget_s
     assert trial.result.choice is not None
     assert trial.result.choice.tunables == plan(DENSE, "swift")

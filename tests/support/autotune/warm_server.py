@@ -1,4 +1,7 @@
-"""The process that ``warm_start`` has others forked from: ``python warm_server.py FD``, its end of the channel."""
+"""The process that ``warm_start`` has others forked from: ``python warm_server.py FD [MODULE ...]``.
+
+FD is its end of the channel; the modules are loaded beside those that every process of the program needs.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +121,7 @@ def run(start: Start) -> None:
 
 
 if __name__ == "__main__":
-    for name in LOADED:
+    for name in (*LOADED, *sys.argv[2:]):
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # so that children do not copy its pages

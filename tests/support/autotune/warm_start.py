@@ -61,13 +61,13 @@ class Server:
         self._lock = threading.Lock()
 
     @classmethod
-    def new(cls, *before: str) -> Server:
-        """Start one, with the words of a command that runs commands elsewhere ``before`` it."""
+    def new(cls, *before: str, loaded: Sequence[str] = ()) -> Server:
+        """Start one, with the words of a command that runs commands elsewhere ``before`` it, and more ``loaded``."""
         ours, theirs = channel()
         path = os.pathsep.join(map(str, (REPO, HERE, HERE.parent / "ringattn")))
         # Threads do not survive a fork; a worker's variables are set before its torch is loaded.
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "99", "PYTHONPATH": path}
-        command = [*before, PYTHON, "-P", str(HERE / "warm_server.py"), str(theirs.fileno())]
+        command = [*before, PYTHON, "-P", str(HERE / "warm_server.py"), str(theirs.fileno()), *loaded]
         with theirs:
             process = _fresh_popen(command, env=environ, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
         return cls(ours, process)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import signal
@@ -66,15 +67,18 @@ tuning.run_probe = simulated
 from autotune.__main__ import main
 main()
 """
-# Reads every profile of the store again and again, as a node would, until its input ends.
+# Reads every profile of the store again and again, as a node would, until its input ends. While there is none it looks
+# less often: for as long as a lease lasts it would keep a core busy, and the server another.
 READER = """
 import json, select, sys
 from ringattn.store.backends.backend import open_backend
 from ringattn.store.store import Store
 store, reads, faults = Store(open_backend(sys.argv[1])), 0, []
 print("ready", flush=True)
-while not select.select([sys.stdin], [], [], 0.02)[0]:
-    for name in store.names():
+names = ()
+while not select.select([sys.stdin], [], [], 0.02 if names else 0.2)[0]:
+    names = tuple(store.names())
+    for name in names:
         try:
             store.profile(name)
             reads += 1
@@ -131,7 +135,8 @@ def hosts() -> Iterator[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def on_host(hosts: tuple[str, str]) -> Iterator[tuple[type[WarmPopen], type[WarmPopen]]]:
-    first, second = (Server.new("ip", "netns", "exec", host) for host in hosts)
+    needed = ("machines", "probed_machine", *(["s3fs"] if importlib.util.find_spec("s3fs") else []))
+    first, second = (Server.new("ip", "netns", "exec", host, loaded=needed) for host in hosts)
     with closing(first), closing(second):
         yield popen_of(first), popen_of(second)
 

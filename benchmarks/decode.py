@@ -107,7 +107,8 @@ def copy_step(case: Case) -> Step:
 
 def kernel_step(case: Case, name: str) -> Step:
     """One kernel alone on the cache, without the module around it."""
-    forward, (k, v) = KERNELS[name].load(KernelConfig(False, HEAD_DIM**-0.5)).forward, case.rows()
+    kernel, (k, v) = KERNELS[name].load(KernelConfig(False, HEAD_DIM**-0.5)), case.rows()
+    forward = kernel.one_query or kernel.forward
     return lambda: forward(case.q, k, v)
 
 

@@ -31,6 +31,7 @@ from .blocks import Extent
 from .cache import KVCache
 from .cross import FEW_QUERIES, CrossModule, program_for, program_of
 from .kernel_choice import rounded
+from .one_block import OneBlock
 from .order import order_of
 from .program import CrossProgram
 
@@ -50,8 +51,18 @@ class Step:
         self, module: CrossModule, cached: CachedForward | None, blocks: CrossProgram, plan: Plan, stands_in: bool
     ) -> None:
         self.cached, self.dtype, self.blocks, self.plan = cached, TORCH_DTYPES[plan.tunables.dtype], blocks, plan
-        self.stands_in = stands_in
+        self.stands_in, self._scale = stands_in, module.scale
+        self._one_block: OneBlock | None = None
         self.attend = module.counted(_attend, plan)
+
+    def over_all(self, q: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
+        """Return out and lse of one query of each sequence over all that is cached, which is one block."""
+        length = cache.lengths[0]
+        k, v = cache.rows(length)
+        if self._one_block is None:
+            extent = Extent(length - 1, 1, 0, length)
+            self._one_block = OneBlock(self.blocks.at(extent), self._scale, q, k.shape[2])
+        return _run(self._one_block, q, k, v)
 
 
 def decode(module: CrossModule, q: Tensor, cache: KVCache, counts: Counts, kept: Tensor | None) -> Results:
@@ -245,8 +256,9 @@ def _attend(module: CrossModule, step: Step, q: Tensor, cache: KVCache, counts: 
     plain, capturing = cache.pattern.dense and cache.window is None, _capturing(q)
     reads = step.cached is not None and (cache.world == 1 or (plain and q.shape[1] == 1))
     if reads and step.stands_in and not capturing:  # one query of equal sequences is one block to the plan's own kernel
-        one_block = plain and cache.world == 1 and q.shape[1] == 1 and next(cache.alike(counts)) == (0, cache.batch)
-        reads = not one_block
+        alike = next(cache.alike(counts)) == (0, cache.batch) and cache.begins[0] == 0 and counts[0] == 1
+        if plain and cache.world == 1 and q.shape[1] == 1 and alike:
+            return step.over_all(q, cache)
     if reads:
         assert step.cached is not None
         return _read_cache(step.cached, step.dtype, q, cache, counts)

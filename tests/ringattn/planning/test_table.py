@@ -115,6 +115,18 @@ def test_a_row_that_serves_nothing_is_not_checked_and_one_that_does_is() -> None
         table(others, strict=True)
 
 
+def test_a_plan_that_runs_for_its_own_heads_alone_gives_way_for_others() -> None:
+    """A profile of 2 ranks with 32/32 heads, one plan of which exchanges them in groups that 32/8 heads do not have."""
+    exchanging = Choice(Tunables("bf16", (BranchTunables("cudnn"),), schedule="ulysses", head_groups=8))
+    of_many = replace(SHAPE, heads=32, kv_heads=32, world=2)
+    measured = PlanEntry(of_many.workload(1024, "bf16", False), exchanging)
+    for kv_heads, source in ((32, "profile"), (8, "heuristic")):
+        made = build_table(replace(of_many, kv_heads=kv_heads), (measured,), POLICY, H100, strict=True)
+        row = made.plan_at(1024, "bf16", False, 1)
+        assert row.origin.source == source
+    assert "head_groups 8 does not divide the 4 key/value heads of a rank" in row.note
+
+
 # --- what cannot run ---------------------------------------------------------------------------------------------
 
 

@@ -247,7 +247,10 @@ LENGTHS, RIGHT = torch.tensor([5, 3]), torch.tensor([[1, 1, 1, 1, 1, 0], [1, 1, 
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"k": torch.zeros(2, 7, 2, 8)}, "over several ranks there is no cached generation and no cross attention"),
+        (
+            {"k": torch.zeros(2, 7, 2, 8)},
+            "over several ranks there is no cross attention, and no cache but that of ringattn.integra",
+        ),
         ({"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BOUNDS}, "cu_seqlens is for packed documents in one row"),
         ({"cu_seq_lens_q": BOUNDS}, "one of cu_seq_lens_q and cu_seq_lens_k is given; give both"),
         ({"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BOUNDS[:1]}, "cu_seqlens has 1 entry"),

@@ -14,13 +14,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ringattn.arguments import integer
 from ringattn.errors import InputError
 from ringattn.modules.pool import AttentionPool
 from ringattn.planning.preference import Launch, Preference
 from ringattn.profile.schema import Profile
 from ringattn.wording import needs_package
-from ringattn.workload import HeadOffset
+from ringattn.workload import LONGEST, HeadOffset
 
+from .transformers_cache import CachedLayer, attend_cached
 from .transformers_calls import Call, attend_here, attend_over_ranks, keys_of
 from .transformers_masks import mask_codes
 from .transformers_steps import Steps
@@ -88,16 +90,7 @@ def register(
         ImportError: transformers is not installed, or older than 5.6.
         InputError: an argument that makes no sense.
     """
-    needed = needs_package("its models", "transformers 5.6 or newer", "transformers")
-    try:
-        transformers = importlib.import_module("transformers")
-    except ModuleNotFoundError as error:
-        if error.name != "transformers":
-            raise
-        raise ImportError(needed) from None
-    masks = importlib.import_module("transformers.masking_utils")
-    if "q_offset" not in inspect.signature(masks.sdpa_mask).parameters:
-        raise ImportError(f"transformers is {transformers.__version__}; {needed}")
+    transformers, masks = _imported()
     pool = AttentionPool(
         segment_lengths=segment_lengths,
         dilation_rates=dilation_rates,
@@ -116,6 +109,41 @@ def register(
     transformers.AttentionInterface.register(name, partial(_attention, pool, process_group is not None, steps))
     codes = partial(mask_codes, masks.causal_mask_function, masks.bidirectional_mask_function)
     transformers.AttentionMaskInterface.register(name, codes)
+
+
+def kv_cache(max_length: int | None = None, rollback: int = 0) -> Any:
+    """Return an empty cache for a model's call, or for ``generate(past_key_values=...)``, of this attention alone.
+
+    Over several ranks of the ``process_group`` that was registered they hold its positions together: every rank is
+    given all rows and all positions of them, keeps the keys that are its own, and has all results. Rows may be padded
+    on either side, and are kept without their padding. ``max_length`` and ``rollback`` are those of ``KVCache``; the
+    positions that ``crop`` takes back of a sliding window or a pattern need the latter.
+
+    Raises:
+        ImportError: transformers is not installed, or older than 5.6.
+        InputError: an argument that makes no sense.
+    """
+    transformers, _ = _imported()
+    if max_length is not None:
+        max_length = integer("max_length", max_length, most=LONGEST)
+    rollback = integer("rollback", rollback, least=0, most=LONGEST)
+    transformers.cache_utils.CacheLayerMixin.register(CachedLayer)
+    return transformers.Cache(layer_class_to_replicate=partial(CachedLayer, max_length, rollback))
+
+
+def _imported() -> tuple[Any, Any]:
+    """Return transformers and its module of masks; ImportError where it is missing or too old."""
+    needed = needs_package("its models", "transformers 5.6 or newer", "transformers")
+    try:
+        transformers = importlib.import_module("transformers")
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        raise ImportError(needed) from None
+    masks = importlib.import_module("transformers.masking_utils")
+    if "q_offset" not in inspect.signature(masks.sdpa_mask).parameters:
+        raise ImportError(f"transformers is {transformers.__version__}; {needed}")
+    return transformers, masks
 
 
 def _attention(
@@ -153,7 +181,8 @@ def _attention(
             raise InputError(f"{name} is given to attn_implementation='ringtune' and asks for {why}")
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else bool(is_causal)
     sinks = sinks if s_aux is None else s_aux
-    if steps is not None and query.shape[2] == 1 and not dropout and not torch.compiler.is_compiling():
+    in_cache = key.dim() == 1  # a ``CachedLayer`` stands for its keys
+    if steps is not None and query.shape[2] == 1 and not in_cache and not dropout and not torch.compiler.is_compiling():
         windowed = sliding_window is not None and sliding_window < key.shape[2]
         packed = cu_seq_lens_q is not None or cu_seq_lens_k is not None or lengths is not None
         if not windowed and not packed and sinks is None and total_length is None:
@@ -161,8 +190,10 @@ def _attention(
             found = steps(query, key, value, keys, causal, scaling, softcap or None)
             if found is not None:
                 return found
-    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     call = Call(causal, sliding_window, position_ids, cu_seq_lens_q, cu_seq_lens_k, total_length, lengths)
     options = {"scale": scaling, "softcap": softcap or None, "sinks": sinks, "dropout": dropout}
+    if in_cache:
+        return attend_cached(pool, query.transpose(1, 2), key, attention_mask, call, options)[0], None
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     out, _ = (attend_over_ranks if over_ranks else attend_here)(pool, q, k, v, attention_mask, call, options)
     return out, None

@@ -159,7 +159,10 @@ def _check_over_ranks(
     """Return the documents, packed or padded; InputError unless every query sees all of its own, or up to itself."""
     length = q.shape[1]
     if k.shape[1] != length:
-        raise InputError("over several ranks there is no cached generation and no cross attention; use one rank")
+        raise InputError(
+            "over several ranks there is no cross attention, and no cache but that of "
+            "ringattn.integrations.transformers.kv_cache(); use it, or one rank"
+        )
     total = attention.shape.world * length if call.total_length is None else call.total_length
     documents = _bounds_given(call)
     if call.lengths is not None:

@@ -58,9 +58,7 @@ def attend(
     """
     head_dim, value_dim = q.shape[3], v.shape[3]
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
-    if value_dim != head_dim:  # columns of zeros change no logit, and add columns of zeros to out
-        widest = max(head_dim, value_dim)
-        q, k, v = (pad(x, (0, widest - x.shape[3])) for x in (q, k, v))
+    q, k, v = equally_wide(q, k, v)
     causal = causal if keys is None else keys.causal
     some_keys = keys is not None and not (keys.plain and keys.length == k.shape[1])
     if keys is not None and keys.plain:
@@ -79,6 +77,16 @@ def attend(
     else:
         out, lse = _unmasked(attention, q, k, v, window, aligned, with_lse, sinks, total_length, cu_seqlens, lengths)
     return (out if value_dim == q.shape[3] else out[..., :value_dim]), lse
+
+
+def equally_wide(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v of one width: columns of zeros change no logit, and add columns of zeros to out."""
+    head_dim, value_dim = q.shape[3], v.shape[3]
+    if head_dim == value_dim:
+        return q, k, v
+    widest = max(head_dim, value_dim)
+    q, k, v = (pad(x, (0, widest - x.shape[3])) for x in (q, k, v))
+    return q, k, v
 
 
 def _refuse_over_ranks(attention: RingAttention) -> None:

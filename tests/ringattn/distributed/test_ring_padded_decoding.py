@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import pattern_of, patterns
-from padded_cases import Chunk, PaddedCase, check_padded, wrong_on_one_rank
+from padded_cases import ByModule, Chunk, PaddedCase, check_padded, wrong_on_one_rank
+from padded_models import ByTransformers
 from pool import Pool
 
 SIDES = ("left", "right", "any")
@@ -49,14 +50,35 @@ def cases(draw: st.DrawFn) -> PaddedCase:
     )
 
 
+@st.composite
+def cases_of_models(draw: st.DrawFn) -> PaddedCase:
+    """As a model has them, with masks that transformers makes: causal, under a window no padding inside of a row."""
+    case = draw(cases().filter(lambda case: case.causal))
+    if case.window is None:
+        return case
+    total = sum(len(chunk[0]) for chunk in case.chunks)
+    ends = [sorted((draw(st.integers(0, total)), draw(st.integers(0, total)))) for _ in range(case.batch)]
+    chunked, begin = [], 0
+    for chunk in case.chunks:
+        new = range(begin, begin + len(chunk[0]))
+        chunked.append(tuple(tuple(first <= at < end for at in new) for first, end in ends))
+        begin += len(new)
+    return replace(case, chunks=tuple(chunked), back=0)
+
+
+WAYS = {"module": (ByModule, cases()), "model": (ByTransformers, cases_of_models())}
+
+
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_every_row_is_as_if_it_were_alone(world: int, ranks: Callable[[int], Pool]) -> None:
+@pytest.mark.parametrize("name", WAYS)
+def test_every_row_is_as_if_it_were_alone(name: str, world: int, ranks: Callable[[int], Pool]) -> None:
     """In float64, to 1e-10; some rows have fewer positions than a rank's share, or none."""
+    way, drawn = WAYS[name]
 
     @settings(max_examples=max(10, settings().max_examples // 4))
-    @given(cases())
+    @given(drawn)
     def check(case: PaddedCase) -> None:
-        lengths = ranks(world).run(check_padded, case)
+        lengths = ranks(world).run(check_padded, case, way)
         assert lengths == [lengths[0]] * world
 
     check()
@@ -81,7 +103,7 @@ NESTED = pattern_of([8, 16, 32], [1, 2, 4])
 def test_a_padded_prompt_and_steps(case: PaddedCase, side: str, ranks: Callable[[int], Pool]) -> None:
     if side == "right":
         case = replace(case, chunks=tuple(tuple(row[::-1] for row in chunk) for chunk in case.chunks))
-    (lengths, *others) = ranks(3).run(check_padded, case)
+    (lengths, *others) = ranks(3).run(check_padded, case, ByModule)
     assert others == [lengths] * 2
 
 

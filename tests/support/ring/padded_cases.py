@@ -5,8 +5,9 @@ Legend: B batch, S positions of a chunk, H query heads, Hkv key/value heads, D h
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import cross_oracle
 import torch
@@ -59,36 +60,73 @@ def expected_row(case: PaddedCase, q: Tensor, k: Tensor, v: Tensor) -> tuple[Ten
     return out[0], lse[0]
 
 
-def check_padded(case: PaddedCase) -> tuple[int, ...]:
+class Way(Protocol):
+    """How chunks reach a cache."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, kept_BL: Tensor) -> tuple[Tensor, Tensor | None]:
+        """out and lse of a chunk, of which ``kept_BL`` says with all before it what is no padding."""
+        ...
+
+    def crop(self, kept_BL: Tensor, columns: int) -> None:
+        """Forget so many columns at the end; ``kept_BL`` are those that stay."""
+        ...
+
+    @property
+    def lengths(self) -> tuple[int, ...]: ...
+
+
+class ByModule:
+    """Chunks that are given to ``RingAttention.prefill``."""
+
+    def __init__(self, case: PaddedCase) -> None:
+        self.made = case.module(process_group=dist.group.WORLD)
+        self.cache = self.made.kv_cache(case.batch, dtype=torch.float64, window=case.window, rollback=case.back)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, kept_BL: Tensor) -> tuple[Tensor, Tensor | None]:
+        kept = kept_BL[:, -q.shape[1] :]
+        out, lse = self.made.prefill(q, k, v, self.cache, kept=kept, return_lse=True)
+        assert torch.equal(self.made.decode(q, self.cache, kept=kept)[0], out[0])
+        assert bool(lse.transpose(1, 2)[~kept].isneginf().all())
+        return out, lse
+
+    def crop(self, kept_BL: Tensor, columns: int) -> None:
+        self.cache.truncate(kept_BL.sum(1).tolist())
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return self.cache.lengths
+
+
+def check_padded(case: PaddedCase, way: Callable[[PaddedCase], Way]) -> tuple[int, ...]:
     """Every chunk is what each row gives alone; return the lengths of the rows in the cache."""
     usual, caches.STRIPE = caches.STRIPE, case.stripe
     try:
-        made = case.module(process_group=dist.group.WORLD)
-        cache = made.kv_cache(case.batch, dtype=torch.float64, window=case.window, rollback=case.back)
+        ours = way(case)
         generator = torch.Generator().manual_seed(len(case.chunks))
+        kept_BL = torch.empty(case.batch, 0, dtype=torch.bool)
         held: list[tuple[Tensor, Tensor]] = [(torch.empty(0, case.kv_heads, 4).double(),) * 2] * case.batch
         for chunk in case.chunks:
             kept = torch.tensor(chunk)
+            kept_BL = torch.cat((kept_BL, kept), 1)
             q, k, v = (
                 random(generator, *kept.shape, heads, 4)
                 for heads in (case.kv_heads * case.group, case.kv_heads, case.kv_heads)
             )
-            out, lse = made.prefill(q, k, v, cache, kept=kept, return_lse=True)
-            again, _ = made.decode(q, cache, kept=kept, return_lse=True)
-            assert torch.equal(again, out)
+            out, lse = ours.attend(q, k, v, kept_BL)
             assert bool((out[~kept] == 0).all())
-            assert bool(lse.transpose(1, 2)[~kept].isneginf().all())
             for b, row in enumerate(kept):
                 held[b] = (torch.cat((held[b][0], k[b, row])), torch.cat((held[b][1], v[b, row])))
                 if bool(row.any()):
                     expected = expected_row(case, q[b, row], *held[b])
                     torch.testing.assert_close(out[b, row], expected[0], atol=1e-10, rtol=1e-10)
-                    torch.testing.assert_close(lse[b][:, row], expected[1], atol=1e-10, rtol=1e-10)
+                    if lse is not None:
+                        torch.testing.assert_close(lse[b][:, row], expected[1], atol=1e-10, rtol=1e-10)
             if case.back:
-                lengths = [max(0, length - case.back) for length in cache.lengths]
-                cache.truncate(lengths)
-                held = [(k[:n], v[:n]) for (k, v), n in zip(held, lengths, strict=True)]
-        return cache.lengths
+                back = min(case.back, kept_BL.shape[1])
+                kept_BL = kept_BL[:, : kept_BL.shape[1] - back]
+                ours.crop(kept_BL, back)
+                held = [(k[:n], v[:n]) for (k, v), n in zip(held, kept_BL.sum(1).tolist(), strict=True)]
+        return ours.lengths
     finally:
         caches.STRIPE = usual
 

@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from example_ranks import run_here, run_ranks
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from masked import masked
 from pool import Pool
 from tiny_models import VOCABULARY, attention, tiny
@@ -220,6 +222,55 @@ def test_padded_rows_over_ranks_are_those_of_calls_of_their_own(
             torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-9)
 
 
+def attended_by_lengths(
+    lengths: list[int], total: int, causal_too: bool, layout: str, kv_heads: int, group: int
+) -> list[Tensor]:
+    """Outputs and gradients of whole rows, from every rank's part of them and of their mask."""
+    pool = AttentionPool(profile=None, process_group=dist.group.WORLD, layout=layout)
+    whole = inputs_by_lengths(lengths, total, kv_heads, group)
+    attention = pool.module_for(whole[0], whole[1], causal_too, 0.5)
+    q, k, v = (attention.shard(x).clone().requires_grad_() for x in whole[:3])
+    positions = attention.positions(total)
+    call = Call(causal_too, None, positions[None], None, None, total, torch.tensor(lengths))
+    mask = (positions < call.lengths[:, None]).long()  # type: ignore[index]
+    out, _ = attend_over_ranks(pool, q, k, v, mask, call, {"scale": 0.5, "with_lse": False})
+    grads = torch.autograd.grad(out, (q, k, v), attention.shard(whole[3]).contiguous())
+    return [attention.unshard(x.detach(), total) for x in (out, *grads)]
+
+
+def inputs_by_lengths(lengths: list[int], total: int, kv_heads: int, group: int) -> list[Tensor]:
+    """q, k, v and dout."""
+    generator, heads = torch.Generator().manual_seed(total), kv_heads * group
+    return [
+        torch.randn(len(lengths), total, h, 4, generator=generator, dtype=torch.float64)
+        for h in (heads, kv_heads, kv_heads, heads)
+    ]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_rows_of_any_lengths_over_ranks(world: int, ranks: Callable[[int], Pool]) -> None:
+    """Outputs and gradients of the definition, of rows shorter than a rank's part, or of no position."""
+
+    @settings(max_examples=max(6, settings().max_examples // 6))
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        total = data.draw(st.sampled_from([2 * world, 12, 4 * world + 3]), "total")
+        lengths = data.draw(st.lists(st.integers(0, total), min_size=1, max_size=4).filter(any), "lengths")
+        causal_too, layout = data.draw(st.booleans()), data.draw(st.sampled_from(["contiguous", "zigzag"]))
+        heads = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 2))
+        q, k, v, dout = inputs_by_lengths(lengths, total, *heads)
+        there = torch.arange(total) < torch.tensor(lengths)[:, None]
+        allowed = there[:, None] & there[..., None]
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out = masked(*leaves, allowed.tril() if causal_too else allowed, 0.5)
+        expected = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+        for found in ranks(world).run(attended_by_lengths, lengths, total, causal_too, layout, *heads):
+            for one, other in zip(found, expected, strict=True):
+                torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+
+    check()
+
+
 def one_rank_is_wrong() -> str:
     pool = AttentionPool(profile=None, process_group=dist.group.WORLD, layout="contiguous")
     attention = pool.module_for(Q, K, True, 1.0)
@@ -247,7 +298,10 @@ LENGTHS, RIGHT = torch.tensor([5, 3]), torch.tensor([[1, 1, 1, 1, 1, 0], [1, 1, 
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"k": torch.zeros(2, 7, 2, 8)}, "over several ranks there is no cached generation and no cross attention"),
+        (
+            {"k": torch.zeros(2, 7, 2, 8)},
+            "over several ranks there is no cross attention, and no cache but that of ringattn.integra",
+        ),
         ({"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BOUNDS}, "cu_seqlens is for packed documents in one row"),
         ({"cu_seq_lens_q": BOUNDS}, "one of cu_seq_lens_q and cu_seq_lens_k is given; give both"),
         ({"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BOUNDS[:1]}, "cu_seqlens has 1 entry"),

@@ -117,7 +117,9 @@ def test_a_row_that_serves_nothing_is_not_checked_and_one_that_does_is() -> None
 
 def test_a_plan_that_runs_for_its_own_heads_alone_gives_way_for_others() -> None:
     """A profile of 2 ranks with 32/32 heads, one plan of which exchanges them in groups that 32/8 heads do not have."""
-    exchanging = Choice(Tunables("bf16", (BranchTunables("cudnn"),), schedule="ulysses", head_groups=8))
+    exchanging = Choice(
+        Tunables("bf16", (BranchTunables("cudnn"),), schedule="ulysses", layout="contiguous", head_groups=8)
+    )
     of_many = replace(SHAPE, heads=32, kv_heads=32, world=2)
     measured = PlanEntry(of_many.workload(1024, "bf16", False), exchanging)
     for kv_heads, source in ((32, "profile"), (8, "heuristic")):

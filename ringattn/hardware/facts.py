@@ -50,7 +50,7 @@ class HardwareFacts:
     multiprocessors, or for a CPU the cores usable under affinity and cgroup quota. ``l2_mib`` is the device's
     last-level cache (of a CPU the largest that core 0 sees). ``mig`` is the MIG profile or empty, ``vgpu`` the type of
     a virtual GPU that shares a whole card by time, or empty.
-    ``power_limit_w`` None and ``link`` "" mean unknown; else ``link`` is "pcie" or "nv18" (18 NVLinks).
+    ``power_limit_w`` None and ``link`` "" mean unknown; else ``link`` is "pcie" or "nv18" (18 NVLinks), of several.
     ``isa`` (CPU) holds the flags that matter, sorted; ``threads`` torch's intra-op threads (CPU). ``software`` is
     sorted (name, version) pairs. ``packages`` are optional import names that can be found; finding imports none.
     ``faults`` are kernels known to be wrong here, as far as a module's head dimension goes; ``detect`` looks for none.
@@ -108,10 +108,17 @@ def cuda_facts(
         vgpu=vgpu_profile(reading.name),
         power_limit_w=None if reading.power_limit_mw is None else round(reading.power_limit_mw / 1000),
         device_count=reading.device_count,
-        link="" if reading.nvlinks is None else f"nv{reading.nvlinks}" if reading.nvlinks else "pcie",
+        link=_link_of(reading),
         software=tuple(sorted(software)),
         packages=packages,
     )
+
+
+def _link_of(reading: CudaReading) -> str:
+    """Return what joins the devices that are visible: one alone is the same in whatever machine it is."""
+    if reading.nvlinks is None or reading.device_count == 1:
+        return ""
+    return f"nv{reading.nvlinks}" if reading.nvlinks else "pcie"
 
 
 def cpu_facts(

@@ -83,8 +83,9 @@ class KVCache:
         self._begins, self._lengths = [0] * self.batch, [0] * self.batch
         kind = (self.batch, self.num_kv_heads, self.head_dim, self.window, self.pattern, self.dtype, self.device)
         self.signature = (*kind, self.world)  # of all that a call has to check once
-        self._device_begins = torch.zeros(self.batch, dtype=torch.int32, device=self.device)
-        self._device_lengths = torch.zeros_like(self._device_begins)
+        with torch.inference_mode(False):  # as in _take
+            self._device_begins = torch.zeros(self.batch, dtype=torch.int32, device=self.device)
+            self._device_lengths = torch.zeros_like(self._device_begins)
         self._evicts = self.window is not None or not self.pattern.dense
         longest = self.window or max((branch.segment for branch in self.pattern.branches), default=0)
         kept = self.max_length or 0
@@ -283,12 +284,18 @@ class KVCache:
         return made
 
     def check_held(self, counts: Sequence[int]) -> None:
-        """InputError where a sequence has fewer positions in the cache than queries."""
+        """InputError where the cache does not hold the queries' positions, or no longer what they see."""
         for b, (count, begin, length) in enumerate(zip(counts, self._begins, self._lengths, strict=True)):
             if count > length - begin:
                 raise InputError(
                     f"q has {count} positions of sequence {b}, of which the cache holds {length - begin}; append k and "
                     "v first, or call prefill()"
+                )
+            if begin and count and begin > self._needed_at(length - count):
+                raise InputError(
+                    f"q has {plural(count, 'position')} of sequence {b}, of which the first sees position "
+                    f"{self._needed_at(length - count)}, and those before {begin} were evicted; decode before evict() "
+                    "and before more is appended, or give the cache a rollback of so many positions"
                 )
 
     def _integers(self, name: str, given: Any) -> list[int]:
@@ -343,7 +350,8 @@ class KVCache:
         """Take memory for so many positions, in which the rows of a head lie together, as a query reads them."""
         rows = capacity if self.world == 1 else -(-capacity // self._cycle) * STRIPE
         shape = (2, self.batch, self.num_kv_heads, rows, self.head_dim)
-        self._k, self._v = torch.empty(shape, dtype=self.dtype, device=self.device).transpose(2, 3)
+        with torch.inference_mode(False):  # memory taken in that mode could not be written to outside of it
+            self._k, self._v = torch.empty(shape, dtype=self.dtype, device=self.device).transpose(2, 3)
 
     def _first_needed(self, sequence: int) -> int:
         return self._needed_at(max(self._lengths[sequence] - self.rollback, 0))

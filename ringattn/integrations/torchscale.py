@@ -225,20 +225,26 @@ class FeedForward(nn.Module):
         """Return (B, S, E) of x (B, S, E), some positions at a time where there are many.
 
         What is as wide as ``encoder_ffn_embed_dim`` is most of a layer's memory. Of it the first layer's result is kept
-        for the backward, which makes the rest again.
+        for the backward, which makes the rest again. Compilers decide that themselves, and export any length at once.
         """
+        if transforms_active() or torch.compiler.is_compiling():  # the first take no hooks on what is kept
+            y = self._inner(self.fc1(x))
+        else:
+            y = self._in_parts(x)
+        return F.dropout(y, self.settings.dropout, self.training)
+
+    def _in_parts(self, x: Tensor) -> Tensor:
+        """Return what follows from x (B, S, E), as a whole where it is small."""
         inner_bytes, (least, most) = self.settings.ffn_dim * x.element_size(), _CHUNK_BYTES
         rows = x.flatten(0, 1)
         chunks = torch.split(rows, max(1, min(most, max(least, len(rows) * inner_bytes // 2)) // inner_bytes))
-        if len(chunks) <= 1 or transforms_active():  # which take no hooks on what is kept
-            y = self._inner(self.fc1(x))
-        elif torch.is_grad_enabled():
+        if len(chunks) <= 1:
+            return self._inner(self.fc1(x))
+        inner: Callable[[Tensor], Tensor] = self._inner
+        if torch.is_grad_enabled():
             random = self.training and self.settings.activation_dropout > 0
-            again = partial(checkpoint, self._inner, use_reentrant=False, preserve_rng_state=random)
-            y = torch.cat([again(self.fc1(chunk)) for chunk in chunks]).view(*x.shape[:2], -1)
-        else:
-            y = torch.cat([self._inner(self.fc1(chunk)) for chunk in chunks]).view(*x.shape[:2], -1)
-        return F.dropout(y, self.settings.dropout, self.training)
+            inner = partial(checkpoint, inner, use_reentrant=False, preserve_rng_state=random)
+        return torch.cat([inner(self.fc1(chunk)) for chunk in chunks]).view(*x.shape[:2], -1)
 
     def _inner(self, h: Tensor) -> Tensor:
         """Return what follows the first linear layer.

@@ -395,3 +395,42 @@ def test_what_was_evicted_cannot_be_gone_back_to() -> None:
         cache.truncate(1)
     cache.truncate(0)
     assert cache.begins == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "queries", "needed", "begin"),
+    [
+        ({"window": 5}, 1, 5, 6),
+        ({"window": 5, "rollback": 2}, 4, 2, 4),
+        ({"pattern": pattern_of([4, 5], [1, 2])}, 2, 5, 8),
+    ],
+)
+def test_a_query_of_evicted_keys_is_refused(arguments: dict[str, Any], queries: int, needed: int, begin: int) -> None:
+    """What the next position needs is held, and what one appended before saw is not: it would attend over the rest."""
+    pattern = arguments.get("pattern", DENSE)
+    positions = 10
+    made, (q, k, v) = module(pattern), inputs(2, positions)
+    cache = made.kv_cache(2, dtype=torch.float64, **{name: x for name, x in arguments.items() if name != "pattern"})
+    cache.append(k, v)
+    expected = exact(q, k, v, pattern, cache.window)
+    assert_rows(made.decode(q[:, -queries:], cache, return_lse=True), expected, positions - queries, positions, 0)
+    cache.evict()
+    message = f"sequence 0, of which the first sees position {needed}, and those before {begin} were evicted"
+    with pytest.raises(InputError, match=message):
+        made.decode(q[:, -queries:], cache)
+    assert_rows(made.decode(q[:, -1:], cache, counts=[0, 0], return_lse=True), expected, 0, 0, 0)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_cache_of_inference_mode_is_written_outside_of_it(window: int | None) -> None:
+    made, (q, k, v) = module(), inputs(2, 12)
+    expected = exact(q, k, v, window=window)
+    with torch.inference_mode():
+        cache = made.kv_cache(2, dtype=torch.float64, window=window)
+        made.prefill(q[:, :5], k[:, :5], v[:, :5], cache)
+    for begin in range(5, 12):  # grows, and evicts
+        rows = (x[:, begin : begin + 1] for x in (q, k, v))
+        assert_rows(made.prefill(*rows, cache, return_lse=True), expected, begin, begin + 1, slice(None))
+    cache.reorder([1, 0])
+    cache.truncate([11, 12])
+    assert cache._device_lengths.tolist() == [11, 12]

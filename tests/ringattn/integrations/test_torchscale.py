@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F  # noqa: N812
 from torchscale_peer import longnet_of, randomized
 
@@ -177,6 +178,24 @@ def test_a_network_some_positions_at_a_time_is_the_whole(
     with torch.no_grad():
         torch.manual_seed(3)
         assert torch.equal(ffn(x), found[0])
+
+
+@pytest.mark.parametrize("small", [False, True])
+def test_compilers_see_a_network_of_any_length_as_one(small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many parts there are would be a graph for each length; a symbolic length cannot be cut at all."""
+    ffn = made().layers[0].ffn
+    if not small:
+        monkeypatch.setattr(torchscale, "_CHUNK_BYTES", (40 * 8, 40 * 8 * 7))
+    length = torch.export.Dim("length", min=2, max=10**6)
+    exported = torch.export.export(ffn, (randn(2, 9, 24),), dynamic_shapes=({1: length},)).module()
+    graphs = CompileCounter()
+    compiled = torch.compile(ffn, backend=graphs, dynamic=True, fullgraph=True)
+    for positions in (9, 31, 40):
+        x = randn(2, positions, 24)
+        expected = ffn(x)
+        torch.testing.assert_close(exported(x), expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(compiled(x.requires_grad_()), expected, rtol=1e-12, atol=1e-12)
+    assert graphs.frame_count == 1
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "swish"])

@@ -186,7 +186,7 @@ def assert_spans(out: Tensor, given: list[Tensor], close: float = 1e-5) -> None:
 def test_a_batch_padded_on_the_left_is_one_call(
     dtype: torch.dtype, heads: int, without_module: Callable[[], None]
 ) -> None:
-    attend = of(dtype=dtype)  # some CPUs would compute bfloat16 in float32, by the module
+    attend = of(dtype=dtype)  # a CPU without bfloat16 would compute in float32, by the module
     without_module()
     for firsts in ([0, 5, 39], [39, 0, 1], [7, 7, 7]):  # of one look
         given = padded(firsts, [40, 40, 40], dtype, heads)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from machines import invented, row_of
-from probed_machine import Machine, Unfinished, Watching, request_for, truth
+from probed_machine import Machine, Unfinished, Watching, leave_probe, request_for, truth
 
 from autotune.exit_codes import ExitCode, NothingMeasured, ProbeFailure, UsageFailure
 from autotune.measure.evaluator import Fault
@@ -48,10 +48,8 @@ def test_a_probe_writes_what_is_fastest_at_each_length(machine: Machine, tmp_pat
     assert {report.status for report in result.cells} == {"tuned", "default"}
 
 
-def test_each_kernel_used_alone_is_in_the_profile(machine: Machine, tmp_path: Path) -> None:
-    path = tmp_path / "machine.yaml"
-    run_probe(request_for(path), Watching(), machine.environment)
-    plans = load_profile(path).plans
+def test_each_kernel_used_alone_is_in_the_profile(tmp_path: Path) -> None:
+    plans = load_profile(leave_probe(tmp_path)).plans
     assert all(entry.singles for entry in plans)
     for entry in plans:
         assert entry.choice is not None
@@ -274,8 +272,7 @@ def test_anchors_are_refined_between_lengths_whose_winners_differ(tmp_path: Path
 def test_an_old_profile_survives_a_disk_that_cannot_be_written(
     machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "m.yaml"
-    run_probe(request_for(path), Watching(), machine.environment)
+    path = leave_probe(tmp_path)
     before = path.read_bytes()
 
     def full(profile: Profile, target: Path) -> None:

@@ -311,11 +311,11 @@ class PlanTable(Question):
         listed = [_with_wishes(choice, self.wishes, workload.train) for choice in listed]
         return listed if self.prefer is None else by_preference(listed, self.prefer, self.launch)
 
-    def _runs_for_its_own_heads(self, entry: PlanEntry, row: Row) -> bool:
-        """Return whether an entry for other heads than those of its row can run here as it was measured."""
-        return (entry.workload.heads, entry.workload.kv_heads) != (self.shape.heads, self.shape.kv_heads) and (
-            not _gives_way(self._build(entry, entry.workload))
-        )
+    def _runs_for_its_own_heads(self, entry: PlanEntry) -> bool:
+        """Return whether an entry for other heads than the module's, which has some, runs as it was measured."""
+        own, asked = entry.workload, (self.shape.heads, self.shape.kv_heads)
+        covered = any((w.heads, w.kv_heads) == asked for w in (other.workload for other in self.entries))
+        return covered and (own.heads, own.kv_heads) != asked and not _gives_way(self._build(entry, own))
 
     def _entry(self, workload: Workload) -> PlanEntry | None:
         return entry_for(self.entries, workload, self.facts.sm_count)
@@ -377,7 +377,7 @@ def build_table(
 
     ``strict``: a profile named by the user must run; PlanError when an entry's own choice cannot. Without it a
     choice that cannot run gives way to the next and to the heuristic, as does one for other heads than the module's
-    that could run for these. PlanError too when *no* row can run.
+    that could run for these, in a profile that covers the module's too. PlanError too when *no* row can run.
     ``place_of`` says where an entry is written, for that error.
     """
     question = Question(shape, entries, policy, facts, conditions, wishes, auto_dtype, prefer, launch)
@@ -403,7 +403,7 @@ def table_of(
                 if (w.dtype, w.mode) != (dtype, mode) or table._entry(workload) is not entry:
                     continue  # the second: another with the same length is nearer to the module
                 row = table._build(entry, workload)
-                if strict and wishes == NO_WISHES and _gives_way(row) and not table._runs_for_its_own_heads(entry, row):
+                if strict and wishes == NO_WISHES and _gives_way(row) and not table._runs_for_its_own_heads(entry):
                     narrower = f"it computes in less than {dtype}, which only dtype='auto' may"
                     why = row.note or str(row.refusal or narrower)
                     place = f"{place_of(entry)}: " if place_of else ""

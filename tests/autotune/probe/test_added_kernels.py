@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 
 import pytest
 from cli_runs import ringtune
 from machines import FACTS, environment_of, invented, row_of
-from probed_machine import Watching, request_for
+from probed_machine import Watching, leave_probe, request_for
 from probed_machine import truth as without
 
 from autotune.exit_codes import ExitCode, ProbeFailure, UsageFailure
@@ -67,7 +65,7 @@ class House:
 
     def __init__(self, tmp_path: Path) -> None:
         tmp_path.mkdir(exist_ok=True)
-        self.path = tmp_path / "p.yaml"
+        self.path = tmp_path / "m.yaml"
         self._folder, self._clock = tmp_path, SimulatedClock()
         self.evaluator: Listening | None = None
 
@@ -80,10 +78,8 @@ class House:
         return environment_of(self._folder, evaluator, self._clock, machine, facts)
 
     def probe(self) -> None:
-        """Leave the files of a probe."""
-        for name, content in files_of_a_probe().items():
-            (self._folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (self._folder / name).write_bytes(content)
+        """Leave the files of a probe of the machine without the kernel."""
+        assert leave_probe(self._folder) == self.path
 
     def take_from(self, other: House) -> None:
         """Leave the files that another one has."""
@@ -95,15 +91,6 @@ class House:
         request = replace(request_for(self.path, seq_lens=(), add_kernels=names), **changes)  # type: ignore[arg-type]
         found = machine or invented(("flash-cpu", "math", NEW))
         return run_probe(request, Watching(), self.environment(found, software or {}))
-
-
-@cache
-def files_of_a_probe() -> dict[Path, bytes]:
-    """Return what a probe of the machine without the kernel leaves, which is the same every time."""
-    with tempfile.TemporaryDirectory() as folder:
-        house = House(Path(folder))
-        run_probe(request_for(house.path), Watching(), house.environment(invented(("flash-cpu", "math")), {}))
-        return {path.relative_to(folder): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
 
 
 @pytest.fixture

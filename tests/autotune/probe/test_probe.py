@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 from machines import invented, row_of
-from probed_machine import Machine, Unfinished, Watching, request_for, truth
+from probed_machine import Machine, Unfinished, Watching, leave_probe, request_for, truth
 
 from autotune.exit_codes import ExitCode, NothingMeasured, ProbeFailure, UsageFailure
 from autotune.measure.evaluator import Fault
@@ -48,10 +49,8 @@ def test_a_probe_writes_what_is_fastest_at_each_length(machine: Machine, tmp_pat
     assert {report.status for report in result.cells} == {"tuned", "default"}
 
 
-def test_each_kernel_used_alone_is_in_the_profile(machine: Machine, tmp_path: Path) -> None:
-    path = tmp_path / "machine.yaml"
-    run_probe(request_for(path), Watching(), machine.environment)
-    plans = load_profile(path).plans
+def test_each_kernel_used_alone_is_in_the_profile(tmp_path: Path) -> None:
+    plans = load_profile(leave_probe(tmp_path)).plans
     assert all(entry.singles for entry in plans)
     for entry in plans:
         assert entry.choice is not None
@@ -200,12 +199,22 @@ def test_a_profile_the_runtime_does_not_obey_is_never_written(
     assert not path.exists()
 
 
-def test_when_every_cell_is_inconclusive_nothing_is_written(tmp_path: Path) -> None:
-    machine = Machine(tmp_path, Trouble(sigma=0.8))
+@pytest.fixture(scope="module")
+def in_vain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, NothingMeasured]:
+    """The folder of a probe whose every cell was inconclusive, for noise, and how it ended."""
+    folder = tmp_path_factory.mktemp("in_vain")
     with pytest.raises(NothingMeasured) as caught:
-        run_probe(request_for(tmp_path / "m.yaml"), Watching(), machine.environment)
-    assert caught.value.exit_code == ExitCode.NOTHING_MEASURED
-    assert not (tmp_path / "m.yaml").exists()
+        run_probe(request_for(folder / "m.yaml"), Watching(), Machine(folder, Trouble(sigma=0.8)).environment)
+    return folder, caught.value
+
+
+def test_when_every_cell_is_inconclusive_nothing_is_written(
+    in_vain: tuple[Path, NothingMeasured], tmp_path: Path
+) -> None:
+    left, ended = in_vain
+    assert ended.exit_code == ExitCode.NOTHING_MEASURED
+    assert not (left / "m.yaml").exists()
+    shutil.copytree(left, tmp_path, dirs_exist_ok=True)
     quiet = Machine(tmp_path)
     run_probe(request_for(tmp_path / "m.yaml"), Watching(), quiet.environment)  # the same command measures anew
     assert len(load_profile(tmp_path / "m.yaml").plans) == 4
@@ -244,11 +253,8 @@ def test_too_small_a_budget_for_anything_says_which_would_do(tmp_path: Path, bud
     assert any(report.status in ("tuned", "default") for report in result.cells)
 
 
-def test_no_budget_is_named_where_noise_is_the_reason(tmp_path: Path) -> None:
-    machine = Machine(tmp_path, Trouble(sigma=0.8))
-    with pytest.raises(NothingMeasured) as caught:
-        run_probe(request_for(tmp_path / "m.yaml"), Watching(), machine.environment)
-    assert "--budget" not in str(caught.value)
+def test_no_budget_is_named_where_noise_is_the_reason(in_vain: tuple[Path, NothingMeasured]) -> None:
+    assert "--budget" not in str(in_vain[1])
 
 
 def test_too_small_a_budget_says_which_cells_were_not_measured(tmp_path: Path) -> None:
@@ -274,8 +280,7 @@ def test_anchors_are_refined_between_lengths_whose_winners_differ(tmp_path: Path
 def test_an_old_profile_survives_a_disk_that_cannot_be_written(
     machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "m.yaml"
-    run_probe(request_for(path), Watching(), machine.environment)
+    path = leave_probe(tmp_path)
     before = path.read_bytes()
 
     def full(profile: Profile, target: Path) -> None:

@@ -11,7 +11,7 @@ from signal import SIGKILL
 
 import pytest
 from machines import FACTS, row_of
-from probed_machine import Machine, Watching, request_for, truth, winners
+from probed_machine import Machine, Watching, leave_probe, request_for, truth, winners
 
 from autotune.exit_codes import DeviceBusy, ExitCode, NothingMeasured, ProbeFailure, UsageFailure
 from autotune.measure.evaluator import Block, Checked, Fault, Interference, InterferenceKind, Killed, Sample
@@ -50,8 +50,7 @@ def test_more_rows_than_a_file_holds_are_refused_before_anything_is_measured(
     lengths = tuple(range(64, 64 + MOST_ROWS))
     with pytest.raises(UsageFailure, match=f"would hold {MOST_ROWS * 2} rows; {MOST_ROWS} is the most"):
         run_probe(request_for(path, seq_lens=lengths, dry_run=dry_run), Watching(), machine.environment)
-    run_probe(request_for(path), Watching(), machine.environment)
-    profile = load_profile(path)
+    profile = load_profile(leave_probe(tmp_path))
     (entry, *_), there = profile.plans, len(profile.plans)
     more = tuple(replace(entry, workload=entry.workload.at(length)) for length in range(8192, 8192 + MOST_ROWS - there))
     save_profile(replace(profile, plans=(*profile.plans, *more)), path)
@@ -62,8 +61,7 @@ def test_more_rows_than_a_file_holds_are_refused_before_anything_is_measured(
 
 
 def test_stale_winners_are_found_and_searched_again(machine: Machine, tmp_path: Path) -> None:
-    path = tmp_path / "m.yaml"
-    run_probe(request_for(path), Watching(), machine.environment)
+    path = leave_probe(tmp_path)
     machine.truth = lambda cell, tunables: truth(cell.at(4096), tunables)  # math is slow everywhere now
     outcome = verify_profile(path, ProbeRequest(effort="quick"), Watching(), machine.environment)
     assert {cell.workload.seq_len for cell in outcome.cells if cell.stale} == {512}
@@ -166,7 +164,7 @@ def test_a_dry_run_says_that_cells_of_the_profile_would_be_verified(machine: Mac
         return found.verifies
 
     assert not verifies(dry)
-    run_probe(request_for(path), Watching(), machine.environment)
+    leave_probe(tmp_path)
     written = path.read_bytes()
     assert verifies(dry)
     assert not verifies(replace(dry, resume=False))
@@ -190,8 +188,7 @@ def _forget(path: Path, seq_lens: tuple[int, ...]) -> None:
 
 
 def test_verify_leaves_out_rows_that_were_never_measured(machine: Machine, tmp_path: Path) -> None:
-    path = tmp_path / "m.yaml"
-    run_probe(request_for(path), Watching(), machine.environment)
+    path = leave_probe(tmp_path)
     _forget(path, (512,))
     observer = Watching()
     outcome = verify_profile(path, ProbeRequest(effort="quick"), observer, machine.environment)
@@ -206,8 +203,7 @@ def test_verify_leaves_out_rows_that_were_never_measured(machine: Machine, tmp_p
 def test_verify_leaves_out_rows_for_other_numbers_of_ranks_and_says_how_they_are_judged(
     machine: Machine, tmp_path: Path
 ) -> None:
-    path = tmp_path / "m.yaml"
-    run_probe(request_for(path), Watching(), machine.environment)
+    path = leave_probe(tmp_path)
     old = load_profile(path)
     spread = [replace(entry, workload=replace(entry.workload, world=2)) for entry in old.plans[:3]]
     save_profile(replace(old, plans=(*old.plans, *spread)), path)
@@ -246,8 +242,7 @@ def test_verify_keeps_its_budget_whatever_a_check_takes(
     machine: Machine, tmp_path: Path, check_s: float, starts_s: float
 ) -> None:
     """A cell was begun as long as anything was left, and its check went on for as long as it took."""
-    path = tmp_path / "m.yaml"
-    run_probe(request_for(path), Watching(), machine.environment)
+    path = leave_probe(tmp_path)
 
     class Slow(ReplayEvaluator):
         started = False
@@ -296,8 +291,7 @@ def test_starting_the_worker_leaves_time_for_every_default(tmp_path: Path) -> No
 
 
 def test_a_profile_of_another_machine_is_not_verified_here(machine: Machine, tmp_path: Path) -> None:
-    path = tmp_path / "m.yaml"
-    run_probe(request_for(path), Watching(), machine.environment)
+    path = leave_probe(tmp_path)
     elsewhere = replace(machine.environment, facts=replace(FACTS, sm_count=64, device_name="Bigger"))
     with pytest.raises(ProbeFailure, match="was measured on Invented CPU") as caught:
         verify_profile(path, ProbeRequest(), Watching(), elsewhere)
@@ -389,9 +383,8 @@ def test_fresh_forgets_the_journal(tmp_path: Path) -> None:
 
 
 def test_an_interruption_leaves_the_old_profile_alone(tmp_path: Path) -> None:
-    path = tmp_path / "m.yaml"
+    path = leave_probe(tmp_path)
     machine = Machine(tmp_path)
-    run_probe(request_for(path), Watching(), machine.environment)
     before = path.read_bytes()
     machine.interrupt_after = 10
     with pytest.raises(KeyboardInterrupt):

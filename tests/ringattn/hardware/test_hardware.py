@@ -159,7 +159,7 @@ def test_cuda_facts_in_the_units_of_their_names() -> None:
 @pytest.mark.parametrize(("nvlinks", "link"), [(None, ""), (0, "pcie"), (12, "nv12")])
 def test_link(nvlinks: int | None, link: str) -> None:
     assert gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 80, nvlinks=nvlinks, count=2).link == link
-    assert gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 80, nvlinks=nvlinks, count=1).link == "", "one of a machine of many"
+    assert gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 80, nvlinks=nvlinks, count=1).link == "", "one of many"
 
 
 def test_arch_of_two_digit_major_versions() -> None:

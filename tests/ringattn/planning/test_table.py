@@ -120,13 +120,17 @@ def test_a_plan_that_runs_for_its_own_heads_alone_gives_way_for_others() -> None
     exchanging = Choice(
         Tunables("bf16", (BranchTunables("cudnn"),), schedule="ulysses", layout="contiguous", head_groups=8)
     )
+    plain = Choice(Tunables("bf16", (BranchTunables("cudnn", "cudnn"),), schedule="ulysses", layout="contiguous"))
     of_many = replace(SHAPE, heads=32, kv_heads=32, world=2)
     measured = PlanEntry(of_many.workload(1024, "bf16", False), exchanging)
+    of_few = PlanEntry(replace(of_many, kv_heads=8).workload(1024, "bf16", True), plain)
     for kv_heads, source in ((32, "profile"), (8, "heuristic")):
-        made = build_table(replace(of_many, kv_heads=kv_heads), (measured,), POLICY, H100, strict=True)
-        row = made.plan_at(1024, "bf16", False, 1)
+        shape = replace(of_many, kv_heads=kv_heads)
+        row = build_table(shape, (measured, of_few), POLICY, H100, strict=True).plan_at(1024, "bf16", False, 1)
         assert row.origin.source == source
     assert "head_groups 8 does not divide the 4 key/value heads of a rank" in row.note
+    with pytest.raises(PlanError, match="head_groups 8 does not divide"):  # which a profile for other heads alone is
+        build_table(replace(of_many, kv_heads=8), (measured,), POLICY, H100, strict=True)
 
 
 # --- what cannot run ---------------------------------------------------------------------------------------------

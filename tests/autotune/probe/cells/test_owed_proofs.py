@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -412,19 +414,33 @@ def test_no_default_that_fails_stays_silently(tmp_path: Path, budget_s: float) -
 
 # --- killed while it pays --------------------------------------------------------------------------------------------
 
-
-def interrupted(house: House, after_proofs: int) -> None:
-    house.left = after_proofs
-    with pytest.raises(KeyboardInterrupt):
-        house.probe(60.0)
-    assert not house.path.exists()
-    house.left = None
+Interrupted = Callable[[Path, int], House]
 
 
-def test_a_resumed_probe_pays_what_the_killed_one_left_owing(tmp_path: Path) -> None:
-    house = House(tmp_path)
-    interrupted(house, 1)
-    assert len(house.proofs) == 1
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Interrupted:
+    """``interrupted(folder, n)`` is a house there after a probe that was interrupted when ``n`` proofs were made."""
+
+    @cache
+    def once(after_proofs: int) -> House:
+        house = House(tmp_path_factory.mktemp("interrupted"), left=after_proofs)
+        with pytest.raises(KeyboardInterrupt):
+            house.probe(60.0)
+        assert not house.path.exists()
+        assert len(house.proofs) == after_proofs
+        return house
+
+    def copy(folder: Path, after_proofs: int) -> House:
+        first, clock = once(after_proofs), SimulatedClock()
+        clock.advance(first.clock.now())
+        shutil.copytree(first.tmp_path, folder, dirs_exist_ok=True)
+        return House(folder, clock=clock, proofs=[*first.proofs], checked=[*first.checked], made=[*first.made])
+
+    return copy
+
+
+def test_a_resumed_probe_pays_what_the_killed_one_left_owing(tmp_path: Path, interrupted: Interrupted) -> None:
+    house = interrupted(tmp_path, 1)
     result = house.probe(60.0)
     assert house.made[1].calls == 0  # nothing is checked or timed again
     assert len(house.proofs) == 2
@@ -433,9 +449,10 @@ def test_a_resumed_probe_pays_what_the_killed_one_left_owing(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("paid", [0, 1])
-def test_a_resumed_probe_without_time_claims_nothing_that_was_not_proven(tmp_path: Path, paid: int) -> None:
-    house = House(tmp_path)
-    interrupted(house, paid)
+def test_a_resumed_probe_without_time_claims_nothing_that_was_not_proven(
+    tmp_path: Path, interrupted: Interrupted, paid: int
+) -> None:
+    house = interrupted(tmp_path, paid)
     house.start_s = 60.0
     result = house.probe(60.0)
     assert len(house.proofs) == paid
@@ -443,9 +460,8 @@ def test_a_resumed_probe_without_time_claims_nothing_that_was_not_proven(tmp_pat
     assert {report.workload for report in result.cells} - set(owing(result)) == {proof.cell for proof in house.proofs}
 
 
-def test_a_default_that_fails_when_the_resumed_probe_pays_gives_way(tmp_path: Path) -> None:
-    house = House(tmp_path)
-    interrupted(house, 0)
+def test_a_default_that_fails_when_the_resumed_probe_pays_gives_way(tmp_path: Path, interrupted: Interrupted) -> None:
+    house = interrupted(tmp_path, 0)
     house.wrong = with_flash
     result = house.probe(60.0)
     assert all(report.chosen is not None and kernels(report.chosen) == {"math"} for report in result.cells)

@@ -184,7 +184,7 @@ def test_autocast_narrows_no_step_inside(within: torch.dtype, backward: bool) ->
     dout = CASE.dout(torch.float32)
     narrow = [x.detach().to(within).requires_grad_() for x in (q, k, v)]
     by_argument = within is torch.float32  # which beats autocast
-    module = flash(dtype=within) if by_argument else CASE.running(replace(FLASH, dtype="bf16"), "bf16")
+    module = flash(dtype=within) if by_argument else CASE.running_in_both_modes(replace(FLASH, dtype="bf16"), "bf16")
     expected = found(module, *narrow, dout.to(within))
     with torch.autocast("cpu", torch.bfloat16):
         out = module(q, k, v)

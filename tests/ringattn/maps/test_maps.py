@@ -17,6 +17,7 @@ from torch import Tensor
 from ringattn.errors import InputError, RingAttentionError
 from ringattn.maps.received import received
 from ringattn.runtime.executor import Executor, Grads
+from ringattn.workload import BranchTunables, Tunables
 
 DILATED = Case(40, 6, 2, 8, 2, pattern_of([8, 20, 40], [1, 2, 3]), causal=True)
 GROUPED = Case(24, 10, 2, 2, 2, causal=True)  # five heads of a group in two columns: three backwards
@@ -159,7 +160,8 @@ def test_memory_is_linear_in_the_length() -> None:
 
 def test_autocast_computes_in_its_dtype(executed: Record) -> None:
     case = BOTH[0]
-    module, (q, k, v) = case.module(), case.inputs(torch.float32)
+    flash = Tunables("bf16", (BranchTunables("flash-cpu", "flash-cpu"),))
+    module, (q, k, v) = case.running_in_both_modes(flash, "bf16"), case.inputs(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         found, rows = module.received(q, k, v), module.rows(q, k, v, [3])
     assert {call.tensors[0].dtype for call in executed.calls} == {torch.bfloat16}

@@ -112,6 +112,12 @@ class Case:
         profile = Profile.single(facts, self.workload(dtype, mode), tunables)
         return self.module(profile=profile, **arguments)
 
+    def running_in_both_modes(self, tunables: Tunables, dtype: str) -> RingAttention:
+        """The same with the plan for inference, too: which dtype an unmeasured workload gets depends on the CPU."""
+        profile = Profile.single(cpu(), self.workload(dtype), tunables)
+        infer = replace(profile.plans[0], workload=self.workload(dtype, "infer"))
+        return self.module(profile=replace(profile, plans=(*profile.plans, infer)))
+
     def running_over(
         self, tunables: Tunables, longest: int, count: int, positions: int, dtype: str = "fp64", **arguments: Any
     ) -> RingAttention:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import sys
 import xml.etree.ElementTree
@@ -72,6 +73,19 @@ def test_the_picture_is_made_of_the_committed_figures(monkeypatch: pytest.Monkey
     assert made.read_text("utf-8") == committed.read_text("utf-8"), "run: python benchmarks/plot_dense.py"
     xml.etree.ElementTree.parse(made)
     assert "http" not in made.read_text("utf-8").replace("http://www.w3.org/2000/svg", ""), "it loads nothing"
+
+
+def test_the_figures_of_the_pages_are_the_committed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    made = runpy.run_path(str(BENCHMARKS / "page_tables.py"))
+    texts = {page: page.read_text("utf-8") for page in made["PAGES"]}
+    for page, text in texts.items():
+        assert made["rewritten"](text) == text, f"{page.name}: run python benchmarks/page_tables.py"
+    shown = [name for text in texts.values() for _, name, _ in made["BLOCK"].findall(text)]
+    assert sorted(shown) == sorted(made["FIGURES"])
+    (performance,) = (text for page, text in texts.items() if page.name == "performance.md")
+    prose = made["BLOCK"].sub("", performance)
+    assert re.findall(r"\d\.\d+|\d (?:ms|us|%|times)", prose) == [], "what was measured stands in a block"
 
 
 def test_decoding_is_tried_on_any_machine(

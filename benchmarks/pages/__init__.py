@@ -1,0 +1,1 @@
+"""The tables of README.md and docs/ that hold measured figures, made from benchmarks/results."""

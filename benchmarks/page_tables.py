@@ -21,7 +21,7 @@ BLOCK = re.compile(r"(<!-- begin: figures ([\w-]+) -->\n).*?(<!-- end: figures \
 
 
 def rewritten(text: str) -> str:
-    """The page with every block made anew; a name that is not one of FIGURES is a KeyError."""
+    """Return the page with every block made anew; a name that is not one of FIGURES is a KeyError."""
     return BLOCK.sub(lambda found: f"{found[1]}{FIGURES[found[2]]()}{found[3]}", text)
 
 

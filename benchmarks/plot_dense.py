@@ -9,12 +9,13 @@ colours of the report for light and for dark pages.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+
+from pages.records import record as committed_record
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -22,7 +23,6 @@ sys.path.insert(0, str(ROOT))
 from autotune.display_text import escape, format_factor, format_length  # noqa: E402
 from autotune.report.pages.charts import WIDTH, Bar, bar_chart, color_class  # noqa: E402
 
-RESULTS = ROOT / "benchmarks" / "results"
 PICTURE = ROOT / "docs" / "dense.svg"
 CARDS = ("h100", "h200")
 # Not the mixed pair, which has no colour.
@@ -72,7 +72,7 @@ def _chart(card: str, record: dict[str, Any]) -> str:
 
 
 def committed() -> dict[str, dict[str, Any]]:
-    return {card: json.loads((RESULTS / f"{card}-dense.json").read_text("utf-8")) for card in CARDS}
+    return {card: committed_record(f"{card}-dense") for card in CARDS}
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ def dense_ms(length: int, direction: str = "forward+backward") -> Row:
 
 @figures
 def forward_rates() -> str:
-    """TFLOP/s of a causal forward: two products of S x S x D a head, half of them masked."""
+    """Give TFLOP/s of a causal forward: two products of S x S x D a head, half of them masked."""
     times = dense_ms(4096, "forward")
     operations = 2 * 4096**2 * 16 * 128
     rates = [f"{operations / times[name] * 1e-9:.0f} TFLOP/s" for name in KERNELS]
@@ -69,7 +69,7 @@ def shapes() -> str:
 
 @figures
 def slower() -> str:
-    """Every shape that is above a limit, and the largest ratios of those that are not."""
+    """List every shape that is above a limit, and the largest ratios of those that are not."""
     keys = ("device_captured_over_best", "wall_profile_over_torch", "wall_profile_over_best")
     limits = (DEVICE_LIMIT, TORCH_LIMIT, BARE_LIMIT)
     above, others = [], []
@@ -155,11 +155,12 @@ def decode() -> str:
 @figures
 def generate() -> str:
     rows = [
-        (re.findall(r"S(\d+)", row["work"])[0], ms(row["ringtune_ms"]), ms(row["sdpa_ms"]), factor(_over_sdpa(row)))
+        (
+            re.findall(r"S(\d+)", row["work"])[0],
+            ms(row["ringtune_ms"]),
+            ms(row["sdpa_ms"]),
+            factor(row["ringtune_over_sdpa"]),
+        )
         for row in record("h200-generate")["rows"]
     ]
     return table(("after tokens", "ringtune", "sdpa", "ringtune over it"), rows)
-
-
-def _over_sdpa(row: Row) -> float:
-    return float(row["ringtune_over_sdpa"])

@@ -25,9 +25,10 @@ def ranks() -> str:
     } | PEERS
     rows = []
     for world in (2, 4):
+        name = f"h200-ring-{world}"
+        timed = {row["contender"] for row in record(name)["rows"]}
         for length in (8192, 16384, 32768):
-            of = {row["contender"] for row in record(f"h200-ring-{world}")["rows"]}
-            times = [rank_ms(f"h200-ring-{world}", length, who) if who in of else None for who in contenders]
+            times = [rank_ms(name, length, who) if who in timed else None for who in contenders]
             cells = [", ".join(map(ms, both)) if both else "" for both in times]
             rows.append((f"{world} H200s, {length} tokens on each", *cells))
     return table(("forward, and forward + backward", *contenders.values()), rows)
@@ -47,7 +48,7 @@ def ranks_h100() -> str:
 
 @figures
 def exchange() -> str:
-    """Each way of exchanging heads with the number of groups of heads that is the fastest."""
+    """Show each way of exchanging heads with the number of groups of heads that is the fastest."""
     rows = []
     for length in (8192, 16384, 32768):
         cells = []

@@ -10,7 +10,7 @@ from .records import KERNELS, figures, ms, record, row_of, table
 
 
 def _software(*names: str) -> str:
-    """The versions that all of these records name."""
+    """Return the versions that all of these records name."""
     (software,) = {json.dumps(record(name)["machine"]["software"], sort_keys=True) for name in names}
     found = json.loads(software)
     torch = found["torch"].partition("+")[0]

@@ -32,13 +32,13 @@ def record(name: str) -> dict[str, Any]:
 
 
 def row_of(name: str, **fields: object) -> Row:
-    """The one row of a record that has these values."""
+    """Return the one row of a record that has these values."""
     (found,) = (row for row in record(name)["rows"] if fields.items() <= row.items())
     return dict(found)
 
 
 def number(value: float) -> str:
-    """Three digits: 98.5, 0.492, 102."""
+    """Write three digits: 98.5, 0.492, 102."""
     return f"{value:#.3g}".rstrip(".")
 
 

@@ -44,7 +44,7 @@ def _regret(line: Row) -> str:
 
 @figures
 def choices() -> str:
-    """What the tuner chose on all invented machines under all noises."""
+    """Show what the tuner chose on all invented machines under all noises."""
     (line,) = (
         line
         for line in record("tuner-regret")["lines"]

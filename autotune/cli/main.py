@@ -47,7 +47,8 @@ _WANTS_JSON = "ringtune.wants_json"
 def _fail(message: str, code: ExitCode, as_json: bool) -> click.exceptions.Exit:
     """Report an error in one line on stderr, and with --json as a document, so that stdout is always JSON."""
     message = plain(message)
-    click.echo(f"Error: {message}", err=True)
+    with contextlib.suppress(OSError):  # of a full stderr the exit code still tells
+        click.echo(f"Error: {message}", err=True)
     if as_json:
         with contextlib.suppress(OSError):  # stdout may be what is full; the line above has said so
             click.echo(json.dumps({"error": message, "exit_code": int(code)}))
@@ -169,8 +170,31 @@ def main() -> NoReturn:
     except SystemExit as stop:
         if stop.code == ExitCode.INTERRUPTED:
             _leave_now(ExitCode.INTERRUPTED)
+        _drop_what_cannot_be_written()
         raise
+    except OSError as error:  # --help and --version print before the group is invoked
+        code = exit_code_of(error)
+        if code is None:
+            raise
+        failed = _fail(str(error), code, as_json=False)
+        _drop_what_cannot_be_written()
+        sys.exit(failed.exit_code)
     raise AssertionError("click ends the process itself")
+
+
+def _drop_what_cannot_be_written() -> None:
+    """Point a stream that is full at nothing, after its error was reported.
+
+    Python's own ending writes what the stream still holds a second time: it would report the same error in three more
+    lines, and end the process with code 120.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, stream.fileno())
+            os.close(nothing)
 
 
 def _leave_now(code: ExitCode) -> NoReturn:
@@ -179,6 +203,5 @@ def _leave_now(code: ExitCode) -> NoReturn:
     There a second Ctrl-C prints a traceback, and one that struck inside an extension module makes Python kill itself
     by the signal after all. Everything that must be closed is closed by then.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _drop_what_cannot_be_written()
     os._exit(code)

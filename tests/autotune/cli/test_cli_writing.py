@@ -79,14 +79,19 @@ def test_probe_refuses_a_pipe_before_it_measures(asked: list[ProbeRequest], tmp_
 
 
 @pytest.mark.usefixtures("fresh_interpreters")  # and how they close their streams
-def test_a_full_stdout_is_one_line_with_json_too(gpu_file: Path) -> None:
-    for arguments in (["show", str(gpu_file), "--json"], ["show", "missing.yaml", "--json"]):
-        with Path("/dev/full").open("w") as full:
-            ended = subprocess.run(
-                [sys.executable, "-m", "autotune", *arguments], stdout=full, stderr=subprocess.PIPE, text=True
-            )
-        assert ended.returncode == 1
-        assert len(ended.stderr.splitlines()) == 1, ended.stderr
+@pytest.mark.parametrize("buffered", [True, False])
+@pytest.mark.parametrize(
+    "arguments", [["show", "{file}"], ["show", "{file}", "--json"], ["show", "missing.yaml", "--json"], ["--version"]]
+)
+def test_a_full_stdout_is_one_line_and_code_1(gpu_file: Path, arguments: list[str], buffered: bool) -> None:
+    """Python itself ends with code 120 where its buffer cannot be written at the end."""
+    command = [sys.executable, "-m", "autotune", *(word.format(file=gpu_file) for word in arguments)]
+    environ = os.environ | {"PYTHONUNBUFFERED": "" if buffered else "1"}
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(command, env=environ, stdout=full, stderr=subprocess.PIPE, text=True)
+        both_full = subprocess.run(command, env=environ, stdout=full, stderr=full)
+    assert ended.returncode == both_full.returncode == 1
+    assert len(ended.stderr.splitlines()) == 1, ended.stderr
 
 
 def test_report_writes_the_page(gpu_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

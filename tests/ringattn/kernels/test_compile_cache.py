@@ -74,7 +74,7 @@ try:
 except OSError:
     print("fails")
 prepare_triton()
-print(get_cache_manager("0f" * 32).put("x", "kernel.json", binary=False))
+print(get_cache_manager("0f" * 32).put("x", "kernel.json", binary=False), flush=True)  # else the child prints it too
 if os.fork() == 0:
     raise SystemExit  # a child's end leaves the folder
 os.wait()

@@ -190,6 +190,7 @@ def _try_table(
             auto_dtype=like.auto_dtype,
             prefer=like.prefer,
             launch=like.launch,
+            dropout=like.dropout,
             strict=bool(entries),  # a profile that gives way to the heuristic here is no common plan
         )
     except PlanError as error:

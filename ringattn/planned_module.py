@@ -82,8 +82,8 @@ class PlannedModule:
         if not self._measurable(plan):
             return plan
         note = self.plan.fallback_note(row, searched=self._setup.resolution is not None)
-        if note and self._logs:
-            say_once(logging.WARNING, note)
+        if note.text and self._logs:
+            say_once(logging.WARNING, *note)
         meet(self._record_path, plan)
         return plan
 

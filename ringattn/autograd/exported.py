@@ -96,8 +96,9 @@ class ExportedAttention:
         check_length(length, self._table.shape.max_seq_len)
         row = self._table.plan_at(length, DTYPE_NAMES[q.dtype], train, batch, packed_tokens=tokens)
         plan = row.runnable()
-        if note := self._table.fallback_note(row):
-            say_once(logging.WARNING, note)
+        note = self._table.fallback_note(row)
+        if note.text:
+            say_once(logging.WARNING, *note)
         try:
             here = build_plan(plan.workload, plan.tunables, self._here, conditions=self._conditions)
         except PlanError as error:

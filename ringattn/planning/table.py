@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ringattn.arguments import integer
 from ringattn.errors import PlanError
@@ -18,7 +18,18 @@ from ringattn.geometry.layout import resolve_layout
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.hardware.kernel_faults import KernelFault, join_faults
 from ringattn.profile.schema import Choice, PlanEntry, Policy
-from ringattn.workload import INPUT_DTYPES, MOST, Mode, Pattern, Tunables, Workload, describe, not_narrower
+from ringattn.workload import (
+    INPUT_DTYPES,
+    MOST,
+    Mode,
+    Pattern,
+    Tunables,
+    Workload,
+    attention_words,
+    describe,
+    head_words,
+    not_narrower,
+)
 
 from .fused_steps import FUSED_STEPS
 from .heuristic import NO_WISHES, Wishes, heuristic_tunables
@@ -26,7 +37,7 @@ from .matching import entry_for
 from .plan import ORDINARY, Conditions, Origin, Plan, build_plan, rejection_reasons
 from .preference import Launch, Preference, by_preference
 from .ring import exchanges_heads
-from .unmeasured_workloads import remedy, sketched_options
+from .unmeasured_workloads import call_options, grid_options, remedy
 
 # Where no length was measured a row is made for this one, to know at init whether anything can run at all.
 _REPRESENTATIVE_LENGTH = 4096
@@ -57,6 +68,10 @@ class ModuleShape:
             integer("head_dim_v", self.head_dim_v, most=MOST["head_dim"])
         if self.head_dim_v == self.head_dim:
             object.__setattr__(self, "head_dim_v", 0)
+
+    def __str__(self) -> str:
+        world = f" world={self.world}" if self.world > 1 else ""
+        return f"{attention_words(self)} {head_words(self)}{world}"
 
     @classmethod
     def of(cls, workload: Workload) -> ModuleShape:
@@ -164,6 +179,13 @@ class Row:
         return f"{length:>16}  {self.dtype:<4}  {mode:<5}  {what}  ({self.origin})"
 
 
+class Note(NamedTuple):
+    """Something to tell the user once, "" for nothing, and what the first call of which it is true adds to it."""
+
+    text: str
+    of_first: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Question:
     """Everything that the plans of a module follow from: equal questions have equal plans."""
@@ -238,28 +260,34 @@ class PlanTable(Question):
         entry = self._entry(workload)
         return entry, self._choices(entry, workload)
 
-    def fallback_note(self, row: Row, *, searched: bool = False) -> str:
+    def fallback_note(self, row: Row, *, searched: bool = False) -> Note:
         """Return what to tell the user where the measured plan of a length does not serve it; "" where it does.
 
         One text for all lengths outside the measured ones, so that saying it once is enough. Without any row it is
-        said at init, but of decoding: not where profiles were ``searched``.
+        said at init, but of decoding and dropout: not where profiles were ``searched``.
         """
-        what = row.kind
+        what = f"{self.shape} {row.kind}"
         instead = "a heuristic plan" if self.entries and row.origin.source == "heuristic" else "the next best plan"
         if row.note:
             first = "a measured plan" if self.entries else "the heuristic's first plan"
-            return f"{what}: {first} cannot run here and gives way to {instead} ({row.note})"
-        told_at_init = not self.entries and (row.mode != "decode" or not searched)
-        if told_at_init or row.plan is None or row.origin.source == "profile":
-            return ""
+            return Note(f"{what}: {first} cannot run here and gives way to {instead} ({row.note})")
+        if row.plan is None or row.origin.source == "profile":
+            return Note("")
         w = row.plan.workload
+        if not self.entries and not (searched and (w.decode or w.dropout)):
+            return Note("")
+        if w.dropout:
+            kernel = row.plan.tunables.branches[0].forward
+            cost = " and makes every weight in memory" if kernel == "math" else ""
+            return Note(f"{what}: dropout is not probed; {kernel} serves, which draws it{cost}")
         measured = _buckets(self.entries, w)
         if row.bucket is None and measured:
             span = f"from {measured[0]} to {measured[-1]}" if len(measured) > 1 else f"at {measured[0]}"
             outside = f"measured {span} positions; outside, a heuristic plan serves"
-            return f"{what}: {outside}; {remedy(w, *sketched_options(w, length=True), what='one more')}"
+            return Note(f"{what}: {outside}", remedy(w, *call_options(w), what="this one"))
         subject = "documents were not measured" if w.packed else "not measured"
-        return f"{what}: {subject}; a heuristic plan serves; {remedy(w, *sketched_options(w, length=False))}"
+        options = grid_options(w) if w.decode else call_options(w)
+        return Note(f"{what}: {subject}; a heuristic plan serves", remedy(w, *options))
 
     def _build(self, entry: PlanEntry | None, workload: Workload) -> Row:
         """Return the first that can run of the entry's choices and the heuristic, for this workload."""

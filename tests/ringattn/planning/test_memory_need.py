@@ -216,6 +216,12 @@ def test_what_math_holds_of_its_weights_is_estimated(
         assert 0.9 <= need.peak_bytes / cpu_peak_bytes(call) <= 1.35
 
 
+def test_blocks_of_math_are_as_large_as_the_page_says() -> None:
+    for backward, tensors in ((True, 8), (False, 4)):
+        of = {"causal": True, "window": 0, "backward": backward, "dropout": True}
+        assert kernels_math.scores_bytes(2, 16384, 16384, 4, "fp32", **of) == tensors * 128 * MIB
+
+
 DILATED = replace(CASE, pattern=pattern_of([8, 24], [1, 2]))
 OF_THE_DEVICE = "CUDA out of memory. Tried to allocate 2.00 GiB."
 

@@ -36,7 +36,6 @@ from ringattn.planning.table import ModuleShape, PlanTable, Row, build_table
 from ringattn.planning.unmeasured_workloads import record_path
 from ringattn.profile.schema import Profile
 from ringattn.runtime.dropout_program import check_dropping, dropout_refusal
-from ringattn.runtime.fits import FitsMemory
 from ringattn.runtime.inputs import check_dtypes, check_inputs, check_total_length, check_types
 from ringattn.runtime.packed.documents import TENSORS_ALONE, Extent, extent_of, given_of
 from ringattn.runtime.packed.documents_program import load_program
@@ -57,7 +56,7 @@ if TYPE_CHECKING:
     from ringattn.distributed.program import RingProgram
 
 
-class RingAttention(DecodingMethods, ShardedModule, AttentionMaps, PlannedModule, FitsMemory, HasRanges):
+class RingAttention(DecodingMethods, ShardedModule, AttentionMaps, PlannedModule, HasRanges):
     """Exact dense or dilated attention over one sequence, run as this machine's hardware profile says.
 
     q is (B, S, H, D), k and v are (B, S, Hkv, D); out is like q, in its dtype. A pattern of branches
@@ -172,6 +171,7 @@ class RingAttention(DecodingMethods, ShardedModule, AttentionMaps, PlannedModule
                     auto_dtype=dtype == "auto",
                     prefer=prefer,
                     launch=launch,
+                    dropout=float(dropout),
                     strict=setup.named,
                     place_of=setup.place_of,
                 )

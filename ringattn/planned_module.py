@@ -1,4 +1,4 @@
-"""Methods of ``RingAttention`` about its plans: which one serves a call, why, and what its first call costs."""
+"""Methods of ``RingAttention`` about its plans: which one serves a call, why, and what a call needs and costs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from typing import Any
 import torch
 
 from ringattn.autograd.warmup import first_calls_ms
+from ringattn.errors import InputError
+from ringattn.hardware.free_memory import free_bytes
+from ringattn.planning.memory_need import Fit, fit_of
 from ringattn.planning.module_setup import ModuleSetup, say_once
 from ringattn.planning.plan import Plan
 from ringattn.planning.table import ModuleShape, PlanTable, Row
@@ -16,6 +19,7 @@ from ringattn.planning.unmeasured_workloads import Arguments, Result, count_call
 from ringattn.runtime.inputs import check_length
 
 from .arguments import input_dtype, integer
+from .workload import Workload
 
 
 class PlannedModule:
@@ -38,15 +42,38 @@ class PlannedModule:
         says whether the profile has it, measured or not, or the heuristic made it. With dropout, a module in training
         mode has one plan, with gradients or without.
         """
+        return self.plan.row_of(self._workload_of(seq_len, dtype, train, batch)).runnable()
+
+    def fits(
+        self, seq_len: int, batch: int = 1, *, train: bool = True, dtype: torch.dtype | str = torch.bfloat16
+    ) -> Fit:
+        """Return whether a call with ``seq_len`` positions (of this rank) of this input dtype fits into memory now.
+
+        The answer is true where the peak of its plan, which is that of ``plan_for``, is free on the module's device,
+        beyond q, k, v and in training dout. The peak is that which the profile recorded, scaled where it measured
+        another shape, or estimated where it measured none; the answer's ``need.source`` and its text say which. They
+        also name the leaner plans that fit.
+
+        PlanError where the plan is a refusal; InputError for arguments that do not fit.
+        """
+        workload = self._workload_of(seq_len, dtype, train, batch)
+        return fit_of(self.plan, workload, free_bytes(self.device), backward=train)
+
+    def _workload_of(self, seq_len: int, dtype: torch.dtype | str, train: bool, batch: int) -> Workload:
+        """Return the workload of a call in the mode, training or eval, that the module is in."""
         seq_len, batch = integer("the sequence length", seq_len), integer("batch", batch)
+        if not isinstance(train, bool):
+            raise InputError(f"train is {train!r}; it must be True or False")
         check_length(seq_len, self.shape.max_seq_len)
         dropout = self.dropout if self.training else 0.0
-        return self.plan.plan_at(seq_len, input_dtype(dtype), train or dropout > 0, batch, dropout=dropout).runnable()
+        return self.shape.workload(seq_len, input_dtype(dtype), train or dropout > 0, batch, dropout=dropout)
 
     def explain(self) -> str:
         """Return why these plans were chosen, as text: profiles looked at, the tier, the table, choices passed over."""
         lines = [*self._setup.trace, "", "plans:", *(f"  {row}" for row in self.plan.rows)]
-        lines += [f"  note, {row.dtype} {row.mode}: {row.note}" for row in self.plan.rows if row.note]
+        if self.dropout:
+            lines.append("  in training mode every call runs a plan with dropout, in eval mode one without")
+        lines += [f"  note, {row.kind}: {row.note}" for row in self.plan.rows if row.note]
         return "\n".join(lines)
 
     def served(self, row: Row) -> Plan:
@@ -55,8 +82,8 @@ class PlannedModule:
         if not self._measurable(plan):
             return plan
         note = self.plan.fallback_note(row, searched=self._setup.resolution is not None)
-        if note and self._logs:
-            say_once(logging.WARNING, note)
+        if note.text and self._logs:
+            say_once(logging.WARNING, *note)
         meet(self._record_path, plan)
         return plan
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from ringattn.geometry.layout import Shard, Span, check_dim, positions, shard
 from ringattn.runtime.inputs import check_length
 from ringattn.runtime.packed.documents import Documents, Extent, extent_of
-from ringattn.runtime.packed.documents_program import DocumentsProgram
-from ringattn.runtime.packed.varlen_program import VarlenProgram
+from ringattn.runtime.packed.over_documents import OverDocuments
 from ringattn.runtime.program import Program
 
 from .arguments import integer
@@ -84,7 +83,7 @@ class ShardedModule(nn.Module):
         assert extent.documents is not None
         total = length if self._ring is None else self._ring.total_of(length, extent)
         check_length(extent.documents.sizes(batch, total)[1], self.shape.max_seq_len)
-        if isinstance(program, DocumentsProgram | VarlenProgram):
+        if isinstance(program, OverDocuments):
             return program.over(extent.documents, batch, length)
         assert self._ring is not None
         assert not isinstance(program, Program), "over ranks no plan for documents is local"

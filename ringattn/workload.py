@@ -210,9 +210,17 @@ class Workload:
         return self.mode == "decode"
 
     @property
-    def probed(self) -> bool:
-        """False where a probe measures none like it, having neither a reference nor contenders for it."""
-        return not (self.window or self.softcap or self.head_dim_v or self.dropout)
+    def not_probed(self) -> str:
+        """What of it no probe measures, having neither a reference nor contenders for it; "" where one does."""
+        asked = (
+            ("sliding windows", self.window),
+            ("softcaps", self.softcap),
+            ("a head_dim_v", self.head_dim_v),
+            ("dropout", self.dropout),
+        )
+        names = [name for name, value in asked if value]
+        verb = "is" if names in (["a head_dim_v"], ["dropout"]) else "are"
+        return f"{' and '.join(names)} {verb} not probed" if names else ""
 
     @property
     def total(self) -> int:
@@ -237,17 +245,22 @@ class Workload:
         return replace(self, seq_len=seq_len, packed_tokens=tokens)
 
     def __str__(self) -> str:
-        heads = f"H{self.heads}" + (f"/{self.kv_heads}" if self.kv_heads != self.heads else "")
-        causal = "causal" if self.causal else "full"
         world = f" world={self.world}" if self.world > 1 else ""
         packed = f" packed={self.packed_tokens}" if self.packed else ""
-        head_dim = f"D{self.head_dim}" + (f"/{self.head_dim_v}" if self.head_dim_v else "")
-        shape = f"B{self.batch} S{self.seq_len} {heads} {head_dim} {self.dtype}"
-        scores = score_options(self) + (f" dropout={self.dropout:g}" if self.dropout else "")
-        return f"{self.mode} {self.pattern} {causal}{scores} {shape}{packed}{world}"
+        shape = f"B{self.batch} S{self.seq_len} {head_words(self)} {self.dtype}"
+        dropout = f" dropout={self.dropout:g}" if self.dropout else ""
+        return f"{self.mode} {attention_words(self)}{dropout} {shape}{packed}{world}"
 
 
-NOT_PROBED = "sliding windows, softcaps, a head_dim_v and dropout are not probed"
+def attention_words(of: Any) -> str:
+    """Return which keys a workload or a module's shape attends to, and how, in a few words."""
+    return f"{of.pattern} {'causal' if of.causal else 'full'}{score_options(of)}"
+
+
+def head_words(of: Any) -> str:
+    """Return the heads and head dimension of a workload or a module's shape in two words."""
+    heads = f"H{of.heads}" + (f"/{of.kv_heads}" if of.kv_heads != of.heads else "")
+    return f"{heads} D{of.head_dim}" + (f"/{of.head_dim_v}" if of.head_dim_v else "")
 
 
 def score_options(of: Any) -> str:

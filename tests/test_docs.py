@@ -19,6 +19,8 @@ from warm_start import start_warm
 import ringattn
 from autotune.cli.main import cli
 from autotune.exit_codes import ExitCode
+from ringattn import errors
+from ringattn.distributed.peer_errors import PeerError
 from ringattn.planning.unmeasured_workloads import line_of
 from ringattn.profile.yaml_io import parse_profile
 from ringattn.versions import TESTED_TORCH
@@ -116,6 +118,24 @@ def test_the_exit_codes_are_those_there_are() -> None:
 def test_the_api_reference_lists_every_public_name() -> None:
     listed = re.findall(r"auto\w+:: ringattn\.(\w+)$", text_of(DOCS / "api.md"), re.MULTILINE)
     assert sorted(listed) == sorted(ringattn.__all__)
+
+
+def test_the_page_on_failure_names_every_error_and_what_else_it_is() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (?:`(\w+)`)? ?\|", text_of(DOCS / "concepts" / "failure.md"), re.MULTILINE)
+    found = {kind: kind.__mro__[1:] for kind in vars(errors).values() if isinstance(kind, type)}
+    kinds = {kind.__name__: mro for kind, mro in found.items() if issubclass(kind, errors.RingAttentionError)}
+    del kinds["RingAttentionError"]
+    kinds["PeerError"] = PeerError.__mro__[1:]
+    assert len(rows) == len(dict(rows))
+    assert dict(rows).keys() == kinds.keys()
+    for name, other in rows:
+        assert not other or other in {kind.__name__ for kind in kinds[name]}, name
+
+
+def test_the_reference_can_be_read_without_a_build(tmp_path: Path) -> None:
+    (name,) = re.findall(r"`python -m pydoc ([\w.]+)`", text_of(DOCS / "api.md"))
+    done = run([sys.executable, "-m", "pydoc", name], tmp_path)
+    assert "Exact dense or dilated attention over one sequence" in done.stdout
 
 
 @pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: page.name)

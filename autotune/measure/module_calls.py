@@ -15,7 +15,7 @@ from ringattn.errors import InputError
 from ringattn.kernels.torch_entry import torch_kernel
 from ringattn.profile.schema import Profile
 from ringattn.runtime.graphed import CALLS_BEFORE_REPLAY, GraphedProgram
-from ringattn.workload import NOT_PROBED, Tunables, Workload
+from ringattn.workload import Tunables, Workload
 
 Result = TypeVar("Result")
 
@@ -30,8 +30,8 @@ def build_module(
     layout: str = "auto",
 ) -> RingAttention:
     """Return RingAttention for a workload, planned by ``profile``."""
-    if not workload.probed:  # a row that a profile was given by hand
-        raise InputError(f"{workload}: {NOT_PROBED}")
+    if workload.not_probed:  # a row that a profile was given by hand
+        raise InputError(f"{workload}: {workload.not_probed}")
     branches = workload.pattern.branches
     return RingAttention(
         workload.heads,

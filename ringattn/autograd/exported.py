@@ -24,8 +24,8 @@ from ringattn.profile.schema import Choice, PlanEntry
 from ringattn.profile.yaml_io import from_plain, to_plain
 from ringattn.runtime.inputs import check_length
 from ringattn.runtime.packed.documents import TENSORS_ALONE, Extent
-from ringattn.runtime.packed.documents_program import DocumentsProgram, load_program
-from ringattn.runtime.packed.varlen_program import VarlenProgram
+from ringattn.runtime.packed.documents_program import load_program
+from ringattn.runtime.packed.over_documents import OverDocuments
 from ringattn.runtime.program import Program
 
 _FORMAT = 1
@@ -96,8 +96,9 @@ class ExportedAttention:
         check_length(length, self._table.shape.max_seq_len)
         row = self._table.plan_at(length, DTYPE_NAMES[q.dtype], train, batch, packed_tokens=tokens)
         plan = row.runnable()
-        if note := self._table.fallback_note(row):
-            say_once(logging.WARNING, note)
+        note = self._table.fallback_note(row)
+        if note.text:
+            say_once(logging.WARNING, *note)
         try:
             here = build_plan(plan.workload, plan.tunables, self._here, conditions=self._conditions)
         except PlanError as error:
@@ -105,7 +106,7 @@ class ExportedAttention:
                 f"the exported plan for {plan.workload} cannot run here", error.rejected, "Export the module here"
             ) from None
         program = load_program(here, self._scale)
-        if isinstance(program, DocumentsProgram | VarlenProgram):
+        if isinstance(program, OverDocuments):
             assert extent.documents is not None
             return program.over(extent.documents, *q.shape[:2])
         return program

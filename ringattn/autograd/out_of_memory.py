@@ -22,6 +22,8 @@ def note_plan(error: Exception, program: Executor, q: Tensor) -> None:
     if not is_out_of_memory(error) or _NOTED in vars(error):
         return
     vars(error)[_NOTED] = True
-    workload = replace(program.plan.workload, batch=q.shape[0], seq_len=q.shape[1])
     if program.table is not None:
-        error.add_note(f"ringattn: {fit_of(program.table, workload, free_bytes(q.device), program.plan)}")
+        workload = program.workload_of(q)
+        ran = replace(program.plan, workload=workload)
+        fit = fit_of(program.table, workload, free_bytes(q.device), ran)
+        error.add_note(f"ringattn: {fit}")

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ringattn.errors import RingAttentionError
 from ringattn.planning.module_setup import say_once
+from ringattn.planning.table import ModuleShape
 from ringattn.runtime.graphed import GraphedProgram
 from ringattn.runtime.packed.documents import TENSORS_ALONE, Extent, extent_of
 
@@ -107,8 +108,8 @@ def traced_program(
         if train and not program.plan.tunables.keeps_inputs_and_results:
             say_once(
                 logging.WARNING,
-                "under torch.compile and torch.func the plan does not decide what is kept for the backward: its "
-                f"checkpoint {checkpoint_of(program)} is not followed",
+                f"{ModuleShape.of(program.plan.workload)}: under torch.compile and torch.func the plan does not decide "
+                f"what is kept for the backward: its checkpoint {checkpoint_of(program)} is not followed",
             )
     return program
 

@@ -55,11 +55,23 @@ class DecodingMethods:
         batch: int,
         max_length: int | None = None,
         *,
-        dtype: torch.dtype | str,
+        dtype: torch.dtype | str | None = None,
         window: int | None = None,
         rollback: int = 0,
     ) -> KVCache:
-        """Return an empty cache for ``batch`` sequences of this module; see ``KVCache``."""
+        """Return an empty cache for ``batch`` sequences of this module; see ``KVCache``.
+
+        ``dtype`` is that of k and v; None is that of the module, float32 where it computes in TF32. InputError where
+        it was given none.
+        """
+        if dtype is None:
+            own = self.plan.wishes.dtype
+            if own is None:
+                raise InputError(
+                    "dtype is None, and this module was given none either; name that of k and v, as in "
+                    "kv_cache(batch, dtype=torch.bfloat16)"
+                )
+            dtype = "fp32" if own == "tf32" else own
         if self.shape.head_dim_v:
             raise InputError(
                 f"head_dim_v is {self.shape.head_dim_v} and head_dim {self.shape.head_dim}; a cache holds keys and "

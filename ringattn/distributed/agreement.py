@@ -165,7 +165,7 @@ def _common(
         if len(texts) == 1 and "" not in texts:
             chosen = tables[number]
             assert isinstance(chosen, PlanTable)
-            text = _common_text(said, entries)
+            text = f"{table.shape}: {_common_text(said, entries)}"
             if watchdog.rank == 0:
                 logger.warning(text)
             # What this rank found for itself does not serve, so there is nothing of it left to announce.
@@ -190,6 +190,7 @@ def _try_table(
             auto_dtype=like.auto_dtype,
             prefer=like.prefer,
             launch=like.launch,
+            dropout=like.dropout,
             strict=bool(entries),  # a profile that gives way to the heuristic here is no common plan
         )
     except PlanError as error:

@@ -61,6 +61,21 @@ def _row_blocks(n: int, rows: int, keys: int, heads: int, window: int) -> Iterat
         yield begin, min(begin + step, rows)
 
 
+def scores_bytes(
+    n: int, rows: int, keys: int, heads: int, dtype: str, *, causal: bool, window: int, backward: bool, dropout: bool
+) -> int:
+    """Return the most bytes that a call holds of logits, weights and their gradients: a few for each of a block.
+
+    Of the last block those of the one before are there until its own replace them.
+    """
+    _, step = next(_row_blocks(n, rows, keys, heads, window))
+    seen = _seen(rows - step, rows, keys, causal, window)
+    several = step < rows
+    held = 5 + 2 * dropout + several if backward else 3 + (dropout or several)
+    keys_seen: int = seen.stop - seen.start
+    return held * n * heads * step * keys_seen * (8 if dtype == "fp64" else 4)
+
+
 def _seen(begin: int, end: int, keys: int, causal: bool, window: int) -> slice:
     """Return the keys that some of query rows [begin, end) may see."""
     return slice(max(0, begin - window + 1) if window else 0, end if causal else keys)

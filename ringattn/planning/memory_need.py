@@ -11,12 +11,14 @@ from typing import Literal
 
 from ringattn.dtypes import TORCH_DTYPES
 from ringattn.errors import PlanError
+from ringattn.kernels import math as kernels_math
 from ringattn.profile.schema import Choice
 from ringattn.wording import format_bytes
 from ringattn.workload import Tunables, Workload, describe
 
-from .plan import Plan, build_plan
+from .plan import Plan, build_plan, kernel_need
 from .table import PlanTable, fitted
+from .unmeasured_workloads import unmeasurable
 
 Source = Literal["measured", "scaled", "estimated"]
 
@@ -63,9 +65,10 @@ class Fit:
 
     def _advice(self) -> str:
         if not self.leaner:
+            why = unmeasurable(self.need.plan.workload)
+            probe = f"no probe searches for one ({why})" if why else "`ringtune probe --memory-limit` searches for one"
             return (
-                "no leaner plan that fits is recorded: a shorter sequence or a smaller batch needs less, and "
-                "`ringtune probe --memory-limit` searches for plans below a limit"
+                f"no leaner plan that fits is recorded: a shorter sequence or a smaller batch needs less, and {probe}"
             )
         recorded = "; ".join(f"{need}{_cost(need, self.need)}" for need in self.leaner)
         return f"leaner plans that fit, the last by prefer='memory': {recorded}"
@@ -75,17 +78,18 @@ def _cost(need: Need, of: Need) -> str:
     return f", {need.ms / of.ms:.2f} times as long" if need.ms > 0 and of.ms > 0 and need.at == of.at else ""
 
 
-def fit_of(table: PlanTable, workload: Workload, free_bytes: int, plan: Plan | None = None) -> Fit:
+def fit_of(
+    table: PlanTable, workload: Workload, free_bytes: int, plan: Plan | None = None, *, backward: bool | None = None
+) -> Fit:
     """Return whether a workload fits into ``free_bytes`` by ``plan``; None is the table's.
 
-    PlanError where that is a refusal.
+    ``backward`` says whether the call has one; None: where the plan is of training. PlanError where that is a refusal.
     """
     if plan is None:
-        w = workload
-        plan = table.plan_at(w.seq_len, w.dtype, w.train, w.batch, w.total_length).runnable()
+        plan = table.row_of(workload).runnable()
     recorded = recorded_needs(table, workload)
     mine = next((need for need in recorded if need.plan.tunables == plan.tunables), None)
-    need = mine or Need(plan, estimated_bytes(workload, plan.tunables), "estimated")
+    need = mine or Need(plan, estimated_bytes(workload, plan.tunables, backward=backward), "estimated")
     leaner = [other for other in recorded if other.peak_bytes < min(need.peak_bytes, free_bytes + 1)]
     return Fit(need, free_bytes, tuple(sorted(leaner, key=lambda other: -other.peak_bytes)))
 
@@ -124,7 +128,7 @@ def _input_elements(workload: Workload) -> int:
     return workload.batch * workload.seq_len * (workload.heads + 2 * workload.kv_heads) * workload.head_dim
 
 
-def estimated_bytes(workload: Workload, tunables: Tunables) -> int:
+def estimated_bytes(workload: Workload, tunables: Tunables, *, backward: bool | None = None) -> int:
     """Estimate the peak of a plan that nobody measured: results, gradients, accumulators and partial results.
 
     Most of the kernels sum dq in float32. Of the peaks recorded on H100s and H200s it says 0.5 to 1.9 times as much, up
@@ -132,8 +136,11 @@ def estimated_bytes(workload: Workload, tunables: Tunables) -> int:
     the partial results: at most 6 MiB there, of 64 sequences.
     """
     w, itemsize = workload, TORCH_DTYPES[tunables.dtype].itemsize
+    backward = w.train if backward is None else backward
     wide = 8 if w.dtype == "fp64" else 4
     tokens = w.batch * (1 if w.mode == "decode" else w.seq_len)  # a cache is an input
+    if w.packed:
+        tokens = -(-w.packed_tokens // w.world)
     queries, keys = tokens * w.heads * w.head_dim, tokens * w.kv_heads * w.head_dim
     rows = tokens * w.heads * wide  # an LSE
     total = queries * itemsize + rows
@@ -143,14 +150,43 @@ def estimated_bytes(workload: Workload, tunables: Tunables) -> int:
         total += 2 * queries * itemsize  # it takes k and v with as many heads as q
     if "efficient" in tunables.kernels and w.head_dim > 128:
         total += queries * wide * (itemsize < wide)  # it sums out in float32: 3 times out, recorded at 192 and 256
-    if w.train:
+    if backward:
         total += (queries + 2 * keys) * itemsize + queries * wide * (itemsize < wide)
     if not w.pattern.dense:
         window = min(1.0, (tunables.window_tokens or w.seq_len) / w.seq_len)
         for branch, chosen in zip(w.pattern.branches, tunables.branches, strict=True):
-            copied = (2 + w.train) * queries + 2 * keys if chosen.gather == "copy" else 0
-            partial = (queries + 2 * keys if w.train else queries) + copied
+            copied = (2 + backward) * queries + 2 * keys if chosen.gather == "copy" else 0
+            partial = (queries + 2 * keys if backward else queries) + copied
             total += round(window / branch.rate * (partial * itemsize + rows))
     if w.world > 1 or tunables.launch == "graph":  # what is sent and what arrives, or a graph's own inputs and results
         total += 2 * (queries + 2 * keys) * itemsize
+    if "math" in tunables.kernels:
+        total += backward * (queries + 2 * keys) * wide  # it sums dk and dv in float32, of a finite q and k
+        total += max(_math_bytes(w, tunables, number, backward=backward) for number in range(len(tunables.branches)))
     return total
+
+
+def _math_bytes(workload: Workload, tunables: Tunables, number: int, *, backward: bool) -> int:
+    """Return what math holds of logits and weights in a call of branch ``number``; 0 where others run it."""
+    branch = tunables.branches[number]
+    need = kernel_need(
+        workload, number, tunables.dtype, arch="", vendor="", gather=branch.gather, window_tokens=tunables.window_tokens
+    )
+    rate = 1 if branch.gather == "copy" else workload.pattern.resolved(workload.seq_len)[number].rate
+    ways = ((False, branch.forward), *([(True, branch.backward)] if backward else []))
+    held = [
+        kernels_math.scores_bytes(
+            1 if workload.packed else need.blocks,  # documents run one by one
+            need.queries or need.rows,
+            need.rows,
+            -(-need.heads // rate),  # in place those of one offset
+            tunables.dtype,
+            causal=need.causal and not need.queries,
+            window=need.window,
+            backward=is_backward,
+            dropout=need.dropout,
+        )
+        for is_backward, name in ways
+        if name == "math"
+    ]
+    return max(held, default=0)

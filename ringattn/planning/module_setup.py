@@ -38,14 +38,15 @@ _GIVEN = "<profile argument>"
 _ONE_LEVEL = logging.WARNING - logging.INFO
 
 
-def say_once(level: int, message: str) -> None:
-    """Logs a message once a process: a model builds a module per layer.
+def say_once(level: int, message: str, of_first: str = "") -> None:
+    """Logs a message once a process, with what the first to say it adds: a model builds a module per layer.
 
     Ranks of a job that are not the first on their host log it one level lower, a warning as INFO.
     """
     if message not in _said:
         _said.add(message)
-        logger.log(level if _speaks_for_host() else level - _ONE_LEVEL, message)
+        whole = f"{message}; {of_first}" if of_first else message
+        logger.log(level if _speaks_for_host() else level - _ONE_LEVEL, whole)
 
 
 def _speaks_for_host() -> bool:
@@ -110,15 +111,16 @@ class ModuleSetup:
             told = remedy(asked, "--mode infer", what="one for eval()") if dropout else remedy(asked, what="one")
             say_once(
                 logging.WARNING,
-                f"{self.facts.device_name}: no plan was measured for this workload, using the heuristic; {told}",
+                f"{self.shape} on {self.facts.device_name}: no plan was measured for this workload, using the "
+                f"heuristic; {told}",
             )
         several = several_blocks(self.shape.pattern, self.shape.world)
         if dropout and several:
             # Not refused: what was trained elsewhere may be run in eval mode, where dropout is nothing.
             say_once(
                 logging.WARNING,
-                f"dropout is {dropout:g}: this module refuses calls in training mode, since {DROPOUT_IN_ONE_BLOCK}, "
-                f"not over {several}; set it to 0.0 to train; eval() ignores it",
+                f"{self.shape}: dropout is {dropout:g}, and this module refuses calls in training mode, since "
+                f"{DROPOUT_IN_ONE_BLOCK}, not over {several}; set it to 0.0 to train; eval() ignores it",
             )
         warn_of_empty_heads(self.shape)
 
@@ -130,7 +132,7 @@ def warn_of_empty_heads(shape: ModuleShape) -> None:
         listed = ", ".join(map(str, empty[:8])) + (f" and {len(empty) - 8} more" if len(empty) > 8 else "")
         say_once(
             logging.WARNING,
-            f"pattern {shape.pattern}: of {plural(shape.heads, 'head')} no branch lets {listed} select a position, so "
+            f"{shape}: of {plural(shape.heads, 'head')} no branch lets {listed} select a position, so "
             "their output is 0; give a branch a dilation rate no larger than its segments and sequences are long",
         )
 

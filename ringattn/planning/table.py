@@ -8,8 +8,9 @@ choice, then its runners-up, then the heuristic; the first that the constraint f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
 
 from ringattn.arguments import integer
 from ringattn.errors import PlanError
@@ -17,7 +18,18 @@ from ringattn.geometry.layout import resolve_layout
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.hardware.kernel_faults import KernelFault, join_faults
 from ringattn.profile.schema import Choice, PlanEntry, Policy
-from ringattn.workload import INPUT_DTYPES, MOST, Mode, Pattern, Tunables, Workload, describe, not_narrower
+from ringattn.workload import (
+    INPUT_DTYPES,
+    MOST,
+    Mode,
+    Pattern,
+    Tunables,
+    Workload,
+    attention_words,
+    describe,
+    head_words,
+    not_narrower,
+)
 
 from .fused_steps import FUSED_STEPS
 from .heuristic import NO_WISHES, Wishes, heuristic_tunables
@@ -25,7 +37,7 @@ from .matching import entry_for
 from .plan import ORDINARY, Conditions, Origin, Plan, build_plan, rejection_reasons
 from .preference import Launch, Preference, by_preference
 from .ring import exchanges_heads
-from .unmeasured_workloads import remedy, sketched_options
+from .unmeasured_workloads import call_options, grid_options, remedy
 
 # Where no length was measured a row is made for this one, to know at init whether anything can run at all.
 _REPRESENTATIVE_LENGTH = 4096
@@ -56,6 +68,10 @@ class ModuleShape:
             integer("head_dim_v", self.head_dim_v, most=MOST["head_dim"])
         if self.head_dim_v == self.head_dim:
             object.__setattr__(self, "head_dim_v", 0)
+
+    def __str__(self) -> str:
+        world = f" world={self.world}" if self.world > 1 else ""
+        return f"{attention_words(self)} {head_words(self)}{world}"
 
     @classmethod
     def of(cls, workload: Workload) -> ModuleShape:
@@ -127,6 +143,12 @@ class Row:
     refusal: PlanError | None = None
     refused_by: Origin | None = None  # where there is no plan, what an ``origin`` would be
     note: str = ""
+    dropout: float = 0.0
+
+    @property
+    def kind(self) -> str:
+        """Return input dtype and mode in words, with the dropout of training."""
+        return f"{self.dtype} {self.mode}" + (f" dropout={self.dropout:g}" if self.dropout else "")
 
     @property
     def bucket(self) -> int | None:
@@ -153,7 +175,15 @@ class Row:
             length = f"B~{self.measured.batch} " * (self.measured.batch > 1) + f"S~{self.bucket}"
             length += " packed" * self.measured.packed
         what = describe(self.plan.tunables) if self.plan else f"refused: {self.refusal}"
-        return f"{length:>16}  {self.dtype:<4}  {self.mode:<5}  {what}  ({self.origin})"
+        mode = self.kind.partition(" ")[2]
+        return f"{length:>16}  {self.dtype:<4}  {mode:<5}  {what}  ({self.origin})"
+
+
+class Note(NamedTuple):
+    """Something to tell the user once, "" for nothing, and what the first call of which it is true adds to it."""
+
+    text: str
+    of_first: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +199,7 @@ class Question:
     auto_dtype: bool
     prefer: Preference | None = None  # None: the plan that the profile's own probe preferred
     launch: Launch = "eager"
+    dropout: float = field(default=0.0, metadata={"omit_default": True})  # of the module, in training mode
 
     @property
     def question(self) -> Question:
@@ -229,37 +260,45 @@ class PlanTable(Question):
         entry = self._entry(workload)
         return entry, self._choices(entry, workload)
 
-    def fallback_note(self, row: Row, *, searched: bool = False) -> str:
+    def fallback_note(self, row: Row, *, searched: bool = False) -> Note:
         """Return what to tell the user where the measured plan of a length does not serve it; "" where it does.
 
         One text for all lengths outside the measured ones, so that saying it once is enough. Without any row it is
-        said at init, but of decoding: not where profiles were ``searched``.
+        said at init, but of decoding and dropout: not where profiles were ``searched``.
         """
-        what = f"{row.dtype} {row.mode}"
+        what = f"{self.shape} {row.kind}"
         instead = "a heuristic plan" if self.entries and row.origin.source == "heuristic" else "the next best plan"
         if row.note:
             first = "a measured plan" if self.entries else "the heuristic's first plan"
-            return f"{what}: {first} cannot run here and gives way to {instead} ({row.note})"
-        told_at_init = not self.entries and (row.mode != "decode" or not searched)
-        if told_at_init or row.plan is None or row.origin.source == "profile":
-            return ""
+            return Note(f"{what}: {first} cannot run here and gives way to {instead} ({row.note})")
+        if row.plan is None or row.origin.source == "profile":
+            return Note("")
         w = row.plan.workload
+        if not self.entries and not (searched and (w.decode or w.dropout)):
+            return Note("")
+        if w.dropout:
+            kernel = row.plan.tunables.branches[0].forward
+            cost = " and makes every weight in memory" if kernel == "math" else ""
+            return Note(f"{what}: dropout is not probed; {kernel} serves, which draws it{cost}")
         measured = _buckets(self.entries, w)
         if row.bucket is None and measured:
             span = f"from {measured[0]} to {measured[-1]}" if len(measured) > 1 else f"at {measured[0]}"
             outside = f"measured {span} positions; outside, a heuristic plan serves"
-            return f"{what}: {outside}; {remedy(w, *sketched_options(w, length=True), what='one more')}"
+            return Note(f"{what}: {outside}", remedy(w, *call_options(w), what="this one"))
         subject = "documents were not measured" if w.packed else "not measured"
-        return f"{what}: {subject}; a heuristic plan serves; {remedy(w, *sketched_options(w, length=False))}"
+        options = grid_options(w) if w.decode else call_options(w)
+        return Note(f"{what}: {subject}; a heuristic plan serves", remedy(w, *options))
 
     def _build(self, entry: PlanEntry | None, workload: Workload) -> Row:
         """Return the first that can run of the entry's choices and the heuristic, for this workload."""
         measured = None if entry is None else entry.workload
         user = self.wishes != NO_WISHES
+        fixed: dict[str, Any] = {"measured": measured, "dtype": workload.dtype, "mode": workload.mode}
+        fixed["dropout"] = workload.dropout
         refused = entry.refusal if entry is not None else ""
         if refused and self.wishes == NO_WISHES:
             refusal = PlanError(f"cannot run {workload}", {"measured": (refused,)}, _FORCE)
-            return Row(measured, workload.dtype, workload.mode, None, refusal, Origin("profile"))
+            return Row(**fixed, plan=None, refusal=refusal, refused_by=Origin("profile"))
         rejected: dict[str, tuple[str, ...]] = {}
         for choice in self._choices(entry, workload):
             tunables = fitted(choice.tunables, workload)
@@ -270,7 +309,7 @@ class PlanTable(Question):
                 continue
             origin = Origin("profile", user, measured=choice.evidence is not None)
             note = "; ".join(f"{name}: {', '.join(why)}" for name, why in rejected.items())
-            return Row(measured, workload.dtype, workload.mode, replace(plan, origin=origin), note=note)
+            return Row(**fixed, plan=replace(plan, origin=origin), note=note)
         origin = Origin("heuristic", user)
         try:
             tunables = heuristic_tunables(
@@ -278,10 +317,10 @@ class PlanTable(Question):
             )
             plan = build_plan(workload, tunables, self.facts, conditions=self.conditions)
         except PlanError as error:
-            return Row(measured, workload.dtype, workload.mode, None, error.again(), origin)
+            return Row(**fixed, plan=None, refusal=error.again(), refused_by=origin)
         rejected |= self._failed(workload)
         note = "; ".join(f"{name}: {', '.join(why)}" for name, why in rejected.items())
-        return Row(measured, workload.dtype, workload.mode, replace(plan, origin=origin), note=note)
+        return Row(**fixed, plan=replace(plan, origin=origin), note=note)
 
     def _failed(self, workload: Workload) -> dict[str, tuple[str, ...]]:
         """Return the heuristic's plan with what failed on this machine; empty where that is the one it has without."""
@@ -370,6 +409,7 @@ def build_table(
     auto_dtype: bool = False,
     prefer: Preference | None = None,
     launch: Launch = "eager",
+    dropout: float = 0.0,
     strict: bool = False,
     place_of: Callable[[PlanEntry], str] | None = None,
 ) -> PlanTable:
@@ -380,7 +420,7 @@ def build_table(
     that could run for these, in a profile that covers the module's too. PlanError too when *no* row can run.
     ``place_of`` says where an entry is written, for that error.
     """
-    question = Question(shape, entries, policy, facts, conditions, wishes, auto_dtype, prefer, launch)
+    question = Question(shape, entries, policy, facts, conditions, wishes, auto_dtype, prefer, launch, dropout)
     return table_of(question, strict=strict, place_of=place_of)
 
 
@@ -415,8 +455,7 @@ def table_of(
                 rows.append(row)
             if mode == "decode":  # without an entry it has a row when it is asked for
                 continue
-            length = min(shape.max_seq_len or _REPRESENTATIVE_LENGTH, _REPRESENTATIVE_LENGTH)
-            rows.append(table._build(None, shape.workload(length, dtype, mode == "train")))
+            rows.append(table._build(None, shape.workload(_representative(shape), dtype, mode == "train")))
     refusals = [row.refusal for row in rows if row.refusal is not None]
     if len(refusals) == len(rows):
         raise PlanError("nothing that was asked for can run on this machine", _merged_reasons(refusals))
@@ -426,7 +465,24 @@ def table_of(
         # A checkpoint matters in training alone, so this one could never be followed.
         refusals = [row.refusal for row in trained if row.refusal is not None]
         raise PlanError(f"checkpoint {wishes.checkpoint} can run nowhere here", _merged_reasons(refusals))
-    return replace(table, rows=tuple(rows))
+    return replace(table, rows=(*rows, *_dropping_rows(table)))
+
+
+def _dropping_rows(table: PlanTable) -> Iterator[Row]:
+    """Yield the rows of training with the module's dropout: of what a profile has of it, and of any other length."""
+    if not table.dropout:
+        return
+    for dtype in INPUT_DTYPES:
+        for entry in table.entries:
+            w = entry.workload
+            asked = table.shape.workload(w.seq_len, dtype, True, w.batch, dropout=table.dropout)
+            if table._entry(asked) is entry:
+                yield table._build(entry, asked)
+        yield table._build(None, table.shape.workload(_representative(table.shape), dtype, True, dropout=table.dropout))
+
+
+def _representative(shape: ModuleShape) -> int:
+    return min(shape.max_seq_len or _REPRESENTATIVE_LENGTH, _REPRESENTATIVE_LENGTH)
 
 
 def _merged_reasons(refusals: list[PlanError]) -> dict[str, tuple[str, ...]]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 from ringattn.errors import InputError, ProfileError
 from ringattn.profile.whole_file import check_regular, read_regular
 from ringattn.profile.yaml_io import from_plain, to_plain
-from ringattn.workload import NOT_PROBED, Workload
+from ringattn.workload import Workload
 
 if TYPE_CHECKING:
     from .heuristic import Wishes
@@ -83,7 +83,7 @@ def probe_options(workload: Workload) -> str:
 def call_options(workload: Workload) -> tuple[str, ...]:
     """Return what to tell `ringtune probe` beside its shape so that it measures this workload and no other."""
     w = workload
-    options = [f"--mode {w.mode}", f"--precision {w.dtype}", length_option(w), *batch_options(w)]
+    options = [*_kind_options(w), length_option(w), *batch_options(w)]
     if w.world > 1 and w.seq_len == 1:  # no rank of the other layout holds so few
         options.append("--layout contiguous")
     return tuple(options)
@@ -101,22 +101,19 @@ def batch_options(workload: Workload) -> tuple[str, ...]:
     return (f"--batch-size {workload.batch}",) if workload.batch > 1 or workload.decode else ()
 
 
-def sketched_options(workload: Workload, *, length: bool) -> tuple[str, ...]:
-    """Return what ``call_options`` does, with words for the numbers that change from call to call.
+def grid_options(workload: Workload) -> tuple[str, ...]:
+    """Return what ``call_options`` does but the length, of which the grid's are measured."""
+    return (*_kind_options(workload), *(batch_options(workload) if workload.batch > 1 else ()))
 
-    So one text serves all calls. Without ``length`` none is named where the grid's lengths do.
-    """
-    options = [f"--mode {workload.mode}", f"--precision {workload.dtype}"]
-    if workload.packed:
-        return (*options, "--documents N", "--seq-len TOKENS")
-    options += ["--seq-len LENGTH"] if length else []
-    return (*options, *(["--batch-size BATCH"] if workload.batch > 1 else []))
+
+def _kind_options(workload: Workload) -> tuple[str, str]:
+    return f"--mode {workload.mode}", f"--precision {workload.dtype}"
 
 
 def unmeasurable(workload: Workload) -> str:
     """Return why no probe measures such a workload; "" where one does."""
-    if not workload.probed:
-        return NOT_PROBED
+    if workload.not_probed:
+        return workload.not_probed
     if workload.dtype == "fp64":
         return "no better dtype to check it against"
     if workload.packed and workload.world > 1:

@@ -6,6 +6,7 @@ Legend: B batch, S length, H query heads, Hkv key/value heads, D head dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Self
 
 import torch
@@ -15,6 +16,7 @@ from ringattn.kernels.contract import Differentiable, not_differentiable
 from ringattn.kernels.torch_entry import Attend
 from ringattn.planning.plan import Plan
 from ringattn.planning.table import PlanTable
+from ringattn.workload import Workload
 
 # What checkpoint "none" keeps for the backward: gathered q, k, v of the copied calls, or what an exchange brought.
 Kept = list[Tensor]
@@ -65,6 +67,11 @@ class Executor:
         q, k and v are in the compute dtype.
         """
         return None
+
+    def workload_of(self, q: Tensor) -> Workload:
+        """Return the workload of a call on q (B, S, H, D): that of the plan, which serves other sizes, too."""
+        planned = self.plan.workload
+        return planned if planned.packed else replace(planned, batch=q.shape[0], seq_len=q.shape[1])
 
     @property
     def workspace_bytes(self) -> int:

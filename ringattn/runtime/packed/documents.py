@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -13,7 +14,7 @@ from ringattn.arguments import integer, is_integer, is_list, shown
 from ringattn.errors import InputError
 from ringattn.geometry.documents import Document
 from ringattn.wording import plural
-from ringattn.workload import LONGEST
+from ringattn.workload import LONGEST, Workload
 
 
 class Documents:
@@ -65,6 +66,11 @@ class Documents:
         """Return the number of documents in such a batch, the longest one's positions, and those of all; at least 1."""
         sizes = [document.length for document in self.placed(batch, length)] or [1]
         return len(sizes), max(sizes), sum(sizes)
+
+    def sized(self, workload: Workload, batch: int, length: int) -> Workload:
+        """Return a workload with their sizes."""
+        count, longest, tokens = self.sizes(batch, length)
+        return replace(workload, batch=count, seq_len=longest, packed_tokens=tokens)
 
     def _in_rows(self, batch: int, length: int) -> tuple[Document, ...]:
         if self.padded:

@@ -6,7 +6,6 @@ positions of each.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from typing import Self
 
@@ -22,18 +21,18 @@ from ringattn.runtime.merge import accumulator_dtype, as_view
 from ringattn.runtime.program import Program, TravelBackward, TravelForward
 
 from .documents import Documents
+from .over_documents import OverDocuments
 from .varlen_program import VarlenProgram
 
 
-class DocumentsProgram(Program):
+class DocumentsProgram(OverDocuments):
     """Program for the documents of a batch. Each is a sequence of its own; padding gives 0, -inf and no gradient."""
 
     _groups: tuple[DocumentGroup, ...] = ()
     _padding = 0  # positions of the batch outside of all documents
 
     def over(self, documents: Documents, batch: int, length: int) -> Self:
-        """Return the program, its kernels shared, for the documents of such a batch."""
-        made = copy.copy(self)
+        made = super().over(documents, batch, length)
         placed = documents.placed(batch, length)
         made._groups = grouped_documents(placed)
         made._padding = batch * length - positions_in(placed)

@@ -5,9 +5,7 @@ Legend: B batch, S length, T packed rows, H query heads, K key/value heads, G = 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -16,18 +14,16 @@ from ringattn.planning.plan import Plan
 from ringattn.runtime.executor import ALL, Kept, Triple, Wanted
 from ringattn.runtime.loading import bind_varlen
 from ringattn.runtime.merge import accumulator_dtype
-from ringattn.runtime.program import Program, TravelBackward, TravelForward
+from ringattn.runtime.program import TravelBackward, TravelForward
 
-from .documents import Documents
+from .over_documents import OverDocuments
 from .packed_rows import PackedBranch, PackedRows, packed_rows
 
 _Partial = tuple[PackedBranch, Tensor, Tensor]
 
 
-class VarlenProgram(Program):
+class VarlenProgram(OverDocuments):
     """Program for the documents of a batch, all in one call per branch."""
-
-    _documents: Documents
 
     def __init__(self, plan: Plan, scale: float, *, ranges: bool = False) -> None:
         super().__init__(plan, scale, ranges=ranges)
@@ -36,12 +32,6 @@ class VarlenProgram(Program):
         self._varlen_backward = [
             bind_varlen(plan, branch.backward, scale, name).backward for name, branch in named if branch.backward
         ]
-
-    def over(self, documents: Documents, batch: int, length: int) -> Self:
-        """Return the program, its kernels shared, for the documents of such a batch."""
-        made = copy.copy(self)
-        made._documents = documents
-        return made
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, kept: Kept | None = None, travel: TravelForward | None = None

@@ -18,7 +18,7 @@ from autotune.probe.request import ProbeRequest, ProbeResult
 from autotune.probe.workloads.grid import cells_for
 from autotune.report.pages.page import uncovered
 from ringattn.planning.matching import entries_for, entry_for
-from ringattn.planning.unmeasured_workloads import call_options, remedy, sketched_options, unmeasurable
+from ringattn.planning.unmeasured_workloads import call_options, grid_options, remedy, unmeasurable
 from ringattn.profile.schema import Choice, Fingerprint, PlanEntry, Profile
 from ringattn.workload import INPUT_DTYPES, BranchTunables, Pattern, Tunables, Workload
 
@@ -90,25 +90,17 @@ def test_the_command_for_a_workload_measures_it_alone(workload: Workload) -> Non
     assert cell.workload == expected
 
 
-@given(workloads(), st.booleans())
-def test_the_command_for_calls_of_any_size_measures_rows_that_serve_them(workload: Workload, length: bool) -> None:
-    """A message that stands for all lengths has words in the places of numbers, or leaves the lengths to the grid."""
-    if unmeasurable(workload) or (workload.world > 1 and workload.seq_len == 1):
+@given(workloads())
+def test_the_command_for_steps_of_any_length_measures_rows_that_serve_them(workload: Workload) -> None:
+    """A message about steps over a cache, whose lengths grow, leaves the lengths to the grid."""
+    if unmeasurable(workload) or not workload.decode or workload.packed:
         return
-    command = remedy(workload, *sketched_options(workload, length=length)).split("`")[1]
-    numbers = {"LENGTH": workload.seq_len, "BATCH": workload.batch, "N": workload.batch}
-    numbers |= {"TOKENS": workload.packed_tokens}
-    request = request_of(" ".join(str(numbers.get(word, word)) for word in command.split()))
+    request = request_of(remedy(workload, *grid_options(workload)).split("`")[1])
     cells = [cell.workload for cell in cells_for(request, ROOMY)]
     found, _ = entries_for(profile_of(cells), workload)
     assert len(found) == len(cells), "a cell that no call of this module meets"
-    if length or workload.packed:
-        assert {cell.batch for cell in cells} == ({1, 8, 64} if decodes_one(workload) else {workload.batch})
-        assert entry_for(found, workload.at(cells[0].seq_len), 2) is not None
-
-
-def decodes_one(workload: Workload) -> bool:
-    return workload.decode and workload.batch == 1 and not workload.packed
+    assert {cell.batch for cell in cells} == ({1, 8, 64} if workload.batch == 1 else {workload.batch})
+    assert all(entry_for(found, workload.at(cell.seq_len), 2) is not None for cell in cells)
 
 
 @given(workloads())

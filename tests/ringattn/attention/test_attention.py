@@ -464,7 +464,7 @@ def test_heads_that_select_nothing_are_named_once(
         module = case.module(max_seq_len=longest)
     messages = [r.getMessage() for r in caplog.records if r.levelname == "WARNING" and "select" in r.getMessage()]
     assert messages == [
-        f"pattern {case.pattern}: of {case.heads} heads no branch lets {heads} select a position, so their output is "
+        f"{module.shape}: of {case.heads} heads no branch lets {heads} select a position, so their output is "
         "0; give a branch a dilation rate no larger than its segments and sequences are long"
     ]
     out, lse = module(*case.inputs(), return_lse=True)

@@ -313,15 +313,27 @@ def test_what_cannot_train_is_said_where_it_is_made(said: pytest.LogCaptureFixtu
         "measures one for eval()"
     )
     assert refusal == (
-        "dropout is 0.3: this module refuses calls in training mode, since dropout is exact in one block of one "
-        "kernel: in dense attention on one device, not over branches; set it to 0.0 to train; eval() ignores it"
+        "[4,8]/[1,2] full H2 D4: dropout is 0.3, and this module refuses calls in training mode, since dropout is "
+        "exact in one block of one kernel: in dense attention on one device, not over branches; set it to 0.0 to "
+        "train; eval() ignores it"
     )
 
 
 def test_a_dense_module_with_dropout_is_told_to_measure_its_eval_mode(said: pytest.LogCaptureFixture) -> None:
-    Case(8).module(dropout=P, profile="auto")
+    """And in its first call of training mode, which no probe measures, which kernel serves that."""
+    module = Case(8).module(dropout=P, profile="auto")
     (record,) = said.records
     assert record.getMessage().endswith("--no-causal --dense --mode infer` measures one for eval()")
+    for length in (8, 300):
+        module(*Case(length).inputs(torch.float32))
+    (_, told) = said.records
+    assert told.getMessage() == (
+        "dense full H2 D4 fp32 train dropout=0.3: dropout is not probed; math serves, which draws it and makes every "
+        "weight in memory"
+    )
+    said.clear()
+    Case(8).module(dropout=P)(*Case(8).inputs(torch.float32))  # without a profile on purpose
+    assert not said.records
 
 
 def test_other_calls_and_transforms_are_refused() -> None:
@@ -354,7 +366,7 @@ def test_a_plan_says_so_and_a_workload_checks_it() -> None:
         assert "dropout=0.3" in str(plan)
         assert "dropout" not in str(module.eval().plan_for(23, "fp32", train, 2))
         module.train()
-    assert not plan.workload.probed
+    assert plan.workload.not_probed == "dropout is not probed"
     for wrong in (-0.1, 1.0, float("nan")):
         with pytest.raises(InputError, match=r"^dropout .*must be in \[0, 1\)"):
             module.shape.workload(23, "fp32", True, dropout=wrong)

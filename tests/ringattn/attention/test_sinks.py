@@ -52,6 +52,18 @@ def test_results_and_gradients_are_those_of_float64(data: st.DataObject) -> None
     assert_close([out.detach(), lse.detach(), *grads], exact_with(case, sinks, dout, None, *inputs))
 
 
+def test_calls_that_take_none_give_them_by_their_lse() -> None:
+    """As docs/concepts/attention.md says of cross, prefill and decode."""
+    case = Case(37, 4, 2, 4, 2, causal=True)
+    module, (q, k, v), sinks = case.module(), case.inputs(), sinks_of(case)
+    with torch.no_grad():
+        expected = module(q, k, v, sinks=sinks)
+        cache = module.kv_cache(case.batch, dtype=q.dtype)
+        for out, lse in (module.cross(q, k, v, return_lse=True), module.prefill(q, k, v, cache, return_lse=True)):
+            found = out * torch.sigmoid(lse - sinks[:, None]).transpose(1, 2)[..., None]
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("options", [{}, {"window": 9}, {"softcap": 1.0}, {"head_dim_v": 7}])
 def test_the_gradient_of_lse_reaches_the_sinks(options: dict[str, Any]) -> None:
     case = Case(37, 4, 2, 4, 2, causal=True, **options)

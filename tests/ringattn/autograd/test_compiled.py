@@ -246,8 +246,8 @@ def test_a_plan_whose_checkpoint_is_not_followed_says_so_once(
         assert same(found(attend, q, k, v, case.dout()), found(module, q, k, v, case.dout()))
     messages = [r.getMessage() for r in caplog.records if r.levelname == "WARNING" and r.name == "ringattn"]
     assert messages == [
-        "under torch.compile and torch.func the plan does not decide what is kept for the backward: its checkpoint "
-        "full is not followed"
+        f"{module.shape}: under torch.compile and torch.func the plan does not decide what is kept for the "
+        "backward: its checkpoint full is not followed"
     ]
 
 

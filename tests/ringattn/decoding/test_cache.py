@@ -31,6 +31,26 @@ def module(
     return RingAttention(heads, head_dim, kv_heads, **lists, **(given | arguments))
 
 
+@pytest.mark.parametrize(
+    ("own", "given", "found"),
+    [
+        ("bf16", None, torch.bfloat16),
+        (torch.float64, None, torch.float64),
+        ("bf16", "fp32", torch.float32),
+        (None, "fp16", torch.float16),
+        ("auto", "fp32", torch.float32),
+    ],
+)
+def test_a_cache_has_the_dtype_of_its_module_unless_one_is_named(own: Any, given: Any, found: torch.dtype) -> None:
+    assert module(dtype=own).kv_cache(1, dtype=given).dtype is found
+
+
+@pytest.mark.parametrize("own", [None, "auto"])
+def test_a_cache_of_a_module_without_a_dtype_needs_one(own: Any) -> None:
+    with pytest.raises(InputError, match=r"^dtype is None, and .*kv_cache\(batch, dtype=torch\.bfloat16\)$"):
+        module(dtype=own).kv_cache(1)
+
+
 def inputs(
     batch: int, length: int, heads: int = 4, kv_heads: int = 2, head_dim: int = 4, dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,15 +12,18 @@ from machine_samples import EVIDENCE, H100
 from oracle import DENSE, Case, cpu, pattern_of
 
 import ringattn
-from ringattn import Profile, RingAttention, load_profile
+from autotune.measure.timers import cpu_peak_bytes
+from ringattn import Profile, RingAttention, load_profile, planned_module
 from ringattn.autograd import out_of_memory
 from ringattn.errors import InputError
 from ringattn.hardware.free_memory import free_bytes, free_cpu_bytes
+from ringattn.kernels import math as kernels_math
 from ringattn.planning.memory_need import Fit, estimated_bytes, fit_of
 from ringattn.planning.plan import Plan
 from ringattn.planning.table import ModuleShape, build_table
 from ringattn.profile.schema import Choice, Fingerprint, PlanEntry, Policy
-from ringattn.runtime import fits
+from ringattn.runtime.dropout_program import DropoutProgram
+from ringattn.runtime.packed.documents_program import DocumentsProgram
 from ringattn.runtime.program import Program
 from ringattn.workload import BranchTunables, Tunables
 
@@ -161,7 +164,7 @@ def recorded(case: Case, mib: dict[str, int], mode: Any = "train") -> RingAttent
 
 def test_the_module_says_whether_a_call_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     module = recorded(CASE, {"math": 100, "flash-cpu": 40})
-    monkeypatch.setattr(fits, "free_bytes", lambda device: 60 * MIB)
+    monkeypatch.setattr(planned_module, "free_bytes", lambda device: 60 * MIB)
     found = module.fits(24, 2, dtype=torch.float32)
     assert not found
     assert [str(need) for need in found.leaner] == ["flash-cpu/flash-cpu fp32: 40.0 MiB (measured)"]
@@ -172,15 +175,63 @@ def test_the_module_says_whether_a_call_fits(monkeypatch: pytest.MonkeyPatch) ->
         CASE.module(max_seq_len=10).fits(24)
 
 
+def test_in_training_mode_the_answers_are_about_the_plan_with_dropout() -> None:
+    """They were about the plan without, of another kernel, which no call in training mode runs."""
+    module = CASE.module(dropout=0.1)
+    for training in (True, False):
+        module.train(training)
+        asked = [(train, module.fits(24, 2, train=train, dtype="fp32").need) for train in (True, False)]
+        for train, need in asked:
+            assert need.plan == module.plan_for(24, "fp32", train, 2)
+            assert (need.plan.workload.dropout, "math" in str(need)) == ((0.1, True) if training else (0.0, False))
+        assert asked[1][1].peak_bytes < asked[0][1].peak_bytes  # without gradients there is no backward
+    told = str(module.train().fits(2**16, 2**16, dtype="fp32"))
+    assert "does not fit: train dense causal dropout=0.1" in told
+    assert "no probe searches for one (" in told
+    assert "any other length  fp32  train dropout=0.1  math/math fp32  (heuristic)" in module.explain()
+    assert "any other length  fp32  train  flash-cpu/flash-cpu fp32  (heuristic)" in module.explain()
+    assert "dropout" not in CASE.module().explain()
+
+
+@pytest.mark.parametrize("most", [2**20, 2**14])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("case", [Case(64, 4, 2, 8, 2, causal=True), Case(64, 4, 2, 8, 2)], ids=str)
+def test_what_math_holds_of_its_weights_is_estimated(
+    case: Case, dropout: float, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one block and in several; a call held a hundred times as much as was said."""
+    monkeypatch.setattr(kernels_math, "_MAX_SCORES", most)
+    module, (q, k, v) = case.module(dropout=dropout, backend="math"), case.inputs(torch.float32)
+    dout = case.dout(torch.float32)
+    for train in (True, False):
+
+        def call(train: bool = train) -> None:
+            with torch.set_grad_enabled(train):
+                out = module(q, k, v)
+            if train:
+                torch.autograd.grad(out, (q, k, v), dout)
+
+        call()
+        need = module.fits(case.length, case.batch, train=train, dtype="fp32").need
+        assert 0.9 <= need.peak_bytes / cpu_peak_bytes(call) <= 1.35
+
+
+def test_blocks_of_math_are_as_large_as_the_page_says() -> None:
+    for backward, tensors in ((True, 8), (False, 4)):
+        of = {"causal": True, "window": 0, "backward": backward, "dropout": True}
+        assert kernels_math.scores_bytes(2, 16384, 16384, 4, "fp32", **of) == tensors * 128 * MIB
+
+
 DILATED = replace(CASE, pattern=pattern_of([8, 24], [1, 2]))
 OF_THE_DEVICE = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
 
-def out_of_memory_in(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*arguments: Any, **keywords: Any) -> Any:
-        raise torch.OutOfMemoryError(OF_THE_DEVICE)
+def raise_out_of_memory(*arguments: Any, **keywords: Any) -> Any:
+    raise torch.OutOfMemoryError(OF_THE_DEVICE)
 
-    monkeypatch.setattr(Program, name, fails)
+
+def out_of_memory_in(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Program, name, raise_out_of_memory)
     monkeypatch.setattr(out_of_memory, "free_bytes", lambda device: 60 * MIB)
 
 
@@ -211,6 +262,31 @@ def test_the_gradient_of_the_lse_alone_is_noted_too(monkeypatch: pytest.MonkeyPa
     with pytest.raises(torch.OutOfMemoryError) as caught:
         lse.sum().backward()
     assert "B2 S24" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "call", "told"),
+    [
+        ({"dropout": 0.1}, {}, "train dense causal dropout=0.1 B2 S24 H4/2 D8 fp32 by math/math"),
+        ({}, {"lengths": [20, 9]}, "train dense causal B2 S20 H4/2 D8 fp32 packed=29 by flash-cpu/flash-cpu"),
+        ({"backend": "math"}, {"lengths": [20, 9]}, "train dense causal B2 S20 H4/2 D8 fp32 packed=29 by math/math"),
+    ],
+)
+def test_the_note_is_about_the_call(
+    options: dict[str, Any], call: dict[str, Any], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of documents with padding an error about their sizes took the place of the one of memory."""
+    inputs = CASE.inputs(torch.float32)
+    for kind in (DropoutProgram, DocumentsProgram):
+        monkeypatch.setattr(kind, "forward", raise_out_of_memory)
+    for warm in (False, True):  # of one program, made for other documents
+        module = CASE.module(**options)
+        if warm:
+            with pytest.raises(torch.OutOfMemoryError):
+                module(*(x[:, :3] for x in inputs), **call | ({"lengths": [3, 2]} if call else {}))
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            module(*inputs, **call)
+        assert told in caught.value.__notes__[0]
 
 
 def test_other_errors_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,8 +60,8 @@ def test_sequences_within_a_window_take_the_rows_without() -> None:
     assert [table.plan_at(n, "bf16", True, 1).bucket for n in (4096, 4097, 8192)] == [4096, None, 8192]
     assert table.plan_at(4096, "bf16", True, 1).measured == rows[0].workload
     assert table.fallback_note(table.plan_at(4097, "bf16", True, 1)) == (
-        "bf16 train: measured at 8192 positions; outside, a heuristic plan serves; no probe measures one more (sliding "
-        "windows, softcaps, a head_dim_v and dropout are not probed)"
+        f"{asked} bf16 train: measured at 8192 positions; outside, a heuristic plan serves",
+        "no probe measures this one (sliding windows are not probed)",
     )
 
 
@@ -139,9 +139,12 @@ def test_no_probe_measures_what_it_has_no_reference_for(options: dict[str, Any])
     request = ProbeRequest(recorded=((asked, 1), (SHAPE.workload(4096, "bf16", True), 1)))
     found = choose_recorded(request)
     assert found.chosen == (SHAPE.workload(4096, "bf16", True),)
-    told = f"{asked} left out: sliding windows, softcaps, a head_dim_v and dropout are not probed"
+    word = {"window": "sliding windows are", "softcap": "softcaps are", "head_dim_v": "a head_dim_v is"}[
+        next(iter(options))
+    ]
+    told = f"{asked} left out: {word} not probed"
     assert found.left_out == (told,)
-    with pytest.raises(UsageFailure, match="are not probed"):
+    with pytest.raises(UsageFailure, match="not probed"):
         choose_recorded(ProbeRequest(recorded=((asked, 1),)))
-    with pytest.raises(InputError, match="are not probed"):
+    with pytest.raises(InputError, match="not probed"):
         build_module(asked, profile=None, device=CPU)

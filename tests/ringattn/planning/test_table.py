@@ -455,6 +455,7 @@ def test_a_module_without_matching_plans_uses_the_heuristic_and_says_so_once(sai
     messages = [(r.levelname, r.getMessage()) for r in said.records]
     assert len(messages) == 1
     assert messages[0][0] == "WARNING"
+    assert messages[0][1].startswith("dense full H2 D8 on ")
     assert "no plan was measured for this workload, using the heuristic" in messages[0][1]
     assert "`ringtune probe --heads 2 " in messages[0][1]
 
@@ -517,9 +518,9 @@ def test_beyond_the_measured_lengths_the_heuristic_serves_and_is_said_once(said:
     (record,) = said.records
     assert record.levelname == "WARNING"
     assert record.getMessage() == (
-        "fp32 infer: measured from 64 to 128 positions; outside, a heuristic plan serves; "
+        "dense full H2 D4 fp32 infer: measured from 64 to 128 positions; outside, a heuristic plan serves; "
         "`ringtune probe --heads 2 --head-dim 4 --no-causal --dense --mode infer --precision fp32 "
-        "--seq-len LENGTH` measures one more"
+        "--seq-len 400` measures this one"
     )
 
 
@@ -530,8 +531,8 @@ def test_a_mode_that_was_not_measured_is_said_with_its_remedy(said: pytest.LogCa
     module(*Case(64).inputs(torch.bfloat16))
     (record,) = said.records
     assert record.getMessage() == (
-        "bf16 train: not measured; a heuristic plan serves; `ringtune probe --heads 2 --head-dim 4 --no-causal --dense "
-        "--mode train --precision bf16` measures it"
+        "dense full H2 D4 bf16 train: not measured; a heuristic plan serves; `ringtune probe --heads 2 --head-dim 4 "
+        "--no-causal --dense --mode train --precision bf16 --seq-len 64` measures it"
     )
 
 
@@ -542,8 +543,8 @@ def test_documents_that_were_not_measured_are_said_with_their_remedy(said: pytes
     module(q, k, v, cu_seqlens=[0, 20, 64])
     (record,) = said.records
     assert record.getMessage() == (
-        "fp32 infer: documents were not measured; a heuristic plan serves; `ringtune probe --heads 2 --head-dim 4 "
-        "--no-causal --dense --mode infer --precision fp32 --documents N --seq-len TOKENS` measures it"
+        "dense full H2 D4 fp32 infer: documents were not measured; a heuristic plan serves; `ringtune probe --heads 2 "
+        "--head-dim 4 --no-causal --dense --mode infer --precision fp32 --seq-len 64 --documents 2` measures it"
     )
     module(*(x.double() for x in (q, k, v)), cu_seqlens=[0, 20, 64])
     assert said.records[-1].getMessage().endswith("no probe measures it (no better dtype to check it against)")
@@ -559,8 +560,8 @@ def test_decoding_that_was_not_measured_is_said_with_its_remedy(profile: str, sa
     module.prefill(x, x, x, module.kv_cache(1, dtype="fp32"))
     (record,) = said.records
     assert record.getMessage() == (
-        "fp32 decode: not measured; a heuristic plan serves; `ringtune probe --heads 2 --head-dim 4 --no-causal "
-        "--dense --mode decode --precision fp32` measures it"
+        "dense full H2 D4 fp32 decode: not measured; a heuristic plan serves; `ringtune probe --heads 2 --head-dim 4 "
+        "--no-causal --dense --mode decode --precision fp32` measures it"
     )
 
 

@@ -5,8 +5,10 @@
 Each schedule runs as a plan of its own (a profile of one plan), ``heuristic`` as the module chooses without a profile.
 The ideal is world x the one-GPU causal time of cudnn at the local length; ``all-to-all`` is one all-to-all each way
 over whole heads around cudnn, nothing overlapped. A contender's time is the median of its blocks on the slowest rank;
-in every block all contenders run once, in random order that is the same on all ranks. Peak memory is what is
-allocated beyond the inputs at most.
+in every block all contenders run once, in random order that is the same on all ranks. ``ms`` is one step that begins on
+idle devices, with what its host needs before the first kernel; ``loop_ms`` is a step of a loop that does not wait for
+each, as a program of several layers has it and as a probe times it. Peak memory is what is allocated beyond the inputs
+at most.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import machine, need_gpus
+from common import looped_ms, machine, need_gpus
 from ring_peers import context_parallel, zigzag
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -37,6 +39,7 @@ from ringattn.workload import BranchTunables, Pattern, Tunables
 SDPA = torch.nn.functional.scaled_dot_product_attention  # a peer patches the module's
 Step = Callable[[], object]
 HEADS, HEAD_DIM = 32, 128
+LOOP_MS = 60  # a loop of so long hides its first launches: 0.5 ms of the host
 LONGNET = {
     "LongNet [8192..131072]": ([8192, 16384, 32768, 65536, 131072], [1, 2, 4, 8, 16], 32768),
     "LongNet [2048..32768]": ([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16], 65536),
@@ -212,19 +215,27 @@ def once_ms(step: Step, flush: Tensor) -> float:
     return begin.elapsed_time(end)
 
 
-def medians_ms(steps: dict[str, Step], blocks: int, flush: Tensor) -> dict[str, float]:
-    """Of the slowest rank."""
+def medians_ms(steps: dict[str, Step], blocks: int, flush: Tensor) -> dict[str, tuple[float, float]]:
+    """Medians of one step alone and of one in a loop, of the slowest rank."""
     order = random.Random(0)
     for step in steps.values():
         for _ in range(3):
             step()
-    times: dict[str, list[float]] = {name: [] for name in steps}
+    longest = torch.tensor(max(once_ms(step, flush) for step in steps.values()), device="cuda")
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+    calls = min(20, max(3, round(LOOP_MS / longest.item())))
+    alone: dict[str, list[float]] = {name: [] for name in steps}
+    looped: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(blocks):
         for name in order.sample(list(steps), len(steps)):
-            times[name].append(once_ms(steps[name], flush))
-    found = torch.tensor([statistics.median(times[name]) for name in steps], device="cuda")
+            alone[name].append(once_ms(steps[name], flush))
+            dist.barrier()
+            looped[name].append(looped_ms(steps[name], calls))
+    found = torch.tensor(
+        [[statistics.median(times[name]) for name in steps] for times in (alone, looped)], device="cuda"
+    )
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return dict(zip(steps, found.tolist(), strict=True))
+    return {name: (one, many) for name, one, many in zip(steps, *found.tolist(), strict=True)}
 
 
 def peak_mib(step: Step) -> float:
@@ -262,20 +273,18 @@ def measure(contenders: dict[str, Contender], work: dict[str, Any], base: str, b
     both = medians_ms({name: each.both for name, each in contenders.items()}, blocks, flush)
     rows = []
     for name, each in contenders.items():
-        row = {
-            **work,
-            "contender": name,
-            "forward_ms": forward[name] * each.scale,
-            "both_ms": both[name] * each.scale,
-            "forward_ratio": forward[name] * each.scale / (forward[base] * contenders[base].scale),
-            "both_ratio": both[name] * each.scale / (both[base] * contenders[base].scale),
-            "peak_mib": peak_mib(each.both) + each.peer_bytes() / 2**20,
-        }
+        row = {**work, "contender": name}
+        for way, times in (("forward", forward), ("both", both)):
+            for clock, mine, its in zip(("", "_loop"), times[name], times[base], strict=True):
+                row[f"{way}{clock}_ms"] = mine * each.scale
+                row[f"{way}{clock}_ratio"] = mine * each.scale / (its * contenders[base].scale)
+        row["peak_mib"] = peak_mib(each.both) + each.peer_bytes() / 2**20
         rows.append(row)
-        say(
-            f"  {name:<26} forward {row['forward_ms']:8.2f} ms ({row['forward_ratio']:.3f}x)"
-            f"   both {row['both_ms']:8.2f} ms ({row['both_ratio']:.3f}x)   peak {row['peak_mib']:6.0f} MiB"
+        shown = (
+            f"{way} {row[f'{way}_ms']:8.2f} ms ({row[f'{way}_ratio']:.3f}x, in a loop {row[f'{way}_loop_ratio']:.3f}x)"
+            for way in ("forward", "both")
         )
+        say(f"  {name:<40} {'   '.join(shown)}   peak {row['peak_mib']:6.0f} MiB")
     return rows
 
 

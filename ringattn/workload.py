@@ -181,6 +181,9 @@ class Workload:
         if self.packed_tokens and not fewest <= self.packed_tokens <= most:
             of_them = f"{plural(self.batch, 'document')} of at most {self.seq_len} positions"
             raise FieldError(f"is {self.packed_tokens}; {of_them} have {fewest} to {most}", field="packed_tokens")
+        if self.packed_tokens and self.decode:
+            of_step = "and a step of decoding has one query of each sequence; leave it 0"
+            raise FieldError(f"is {self.packed_tokens}, {of_step}", field="packed_tokens")
         if self.heads % self.kv_heads:
             raise FieldError(f"is {self.heads}, not a multiple of kv_heads, {self.kv_heads}", field="heads")
         check_score_options(self.causal, self.pattern, self.window, self.softcap)

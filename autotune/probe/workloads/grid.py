@@ -51,6 +51,8 @@ def check_lengths(request: ProbeRequest) -> None:
     """Raise UsageFailure where a rank would hold too little of a sequence to have both of its chunks."""
     if request.documents is not None and (request.ranks > 1 or (request.batch_size or 1) > 1):
         raise UsageFailure("--documents is measured on one rank and in one row; leave --nproc and --batch-size out")
+    if request.documents is not None and "decode" in request.modes:
+        raise UsageFailure("--documents is about whole documents, and decoding has one query of each; use --mode both")
     if request.ranks > 1 and request.layout != "contiguous" and 1 in request.seq_lens:
         raise UsageFailure(
             f"--seq-len 1: in zigzag layout each of {request.ranks} ranks holds 2 positions at least; "

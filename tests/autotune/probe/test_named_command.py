@@ -40,7 +40,7 @@ def workloads(draw: st.DrawFn) -> Workload:
     mode = draw(st.sampled_from(("train", "infer", "decode")))
     causal, kv_heads = draw(st.booleans()), draw(st.integers(1, 32))
     seq_len, batch, world = draw(st.integers(1, 2**20)), draw(st.integers(1, 70)), draw(st.integers(1, 8))
-    packed = draw(st.booleans()) and seq_len >= 2
+    packed = draw(st.booleans()) and seq_len >= 2 and mode != "decode"
     odd: dict[str, Any] = draw(st.sampled_from(({}, {}, {}, {"softcap": 30.0}, {"window": 9}, {"dropout": 0.1})))
     if ("window" in odd and not (causal and pattern.dense)) or ("dropout" in odd and mode != "train"):
         odd = {}
@@ -93,7 +93,7 @@ def test_the_command_for_a_workload_measures_it_alone(workload: Workload) -> Non
 @given(workloads())
 def test_the_command_for_steps_of_any_length_measures_rows_that_serve_them(workload: Workload) -> None:
     """A message about steps over a cache, whose lengths grow, leaves the lengths to the grid."""
-    if unmeasurable(workload) or not workload.decode or workload.packed:
+    if unmeasurable(workload) or not workload.decode:
         return
     request = request_of(remedy(workload, *grid_options(workload)).split("`")[1])
     cells = [cell.workload for cell in cells_for(request, ROOMY)]

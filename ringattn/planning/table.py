@@ -436,12 +436,13 @@ def table_of(
         for mode in modes:
             for entry in entries:
                 w = entry.workload
-                packed, decode = w.packed_tokens, mode == "decode"
+                if (w.dtype, w.mode) != (dtype, mode):
+                    continue
                 workload = shape.workload(
-                    w.seq_len, dtype, mode == "train", w.batch, packed_tokens=packed, decode=decode
+                    w.seq_len, dtype, w.train, w.batch, packed_tokens=w.packed_tokens, decode=w.decode
                 )
-                if (w.dtype, w.mode) != (dtype, mode) or table._entry(workload) is not entry:
-                    continue  # the second: another with the same length is nearer to the module
+                if table._entry(workload) is not entry:
+                    continue  # another with the same length is nearer to the module
                 row = table._build(entry, workload)
                 if strict and wishes == NO_WISHES and _gives_way(row) and not table._runs_for_its_own_heads(entry):
                     narrower = f"it computes in less than {dtype}, which only dtype='auto' may"

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotune.exit_codes import ProbeFailure
 from autotune.measure.evaluator import Block, Checked, Ended, Fault, Interference, Proven, Sample, largest_of_each
-from autotune.measure.messages import MESSAGE_MIB, REAL_BENCH, Rendezvous, Request
+from autotune.measure.messages import MESSAGE_MIB, POOL_BENCH, REAL_BENCH, Rendezvous, Request
+from autotune.measure.pool.worker_pool import LAST_CALL_S, WorkerPool
+from autotune.space.first_calls import Call
 from ringattn.profile.schema import LinkSpeed
 from ringattn.workload import Tunables, Workload
 
+from .first_calls import RanksFirstCalls
 from .merging import agreed_plan, first_cause, largest, samples_of
 from .protocol import RankAnswer, RankRequest
 
@@ -29,7 +32,7 @@ class RanksEvaluator:
     """Implements Evaluator on all ranks of a coordinator, which stays when this is closed.
 
     Workers of one generation share a process group. After a fault that may leave them out of step with each other all
-    are ended, and the next call starts a new generation.
+    are ended, and the next call starts a new generation. First calls are made ahead by processes on rank 0's device.
     """
 
     def __init__(
@@ -37,14 +40,18 @@ class RanksEvaluator:
         coordinator: Coordinator,
         settings: BenchSettings,
         *,
+        workers: int = 0,
         bench: str = REAL_BENCH,
+        pool_bench: str = POOL_BENCH,
         reference_timeout_s: float = 300.0,
+        last_call_s: float = LAST_CALL_S,
     ) -> None:
-        """``bench`` and ``reference_timeout_s`` as for ``WorkerEvaluator``."""
+        """``workers`` make first calls; the others are those of ``PooledEvaluator``."""
         self._coordinator = coordinator
         self._settings = settings
         self._bench = bench
         self._reference_timeout_s = reference_timeout_s
+        self._ahead = RanksFirstCalls(WorkerPool(settings, workers, bench=pool_bench, last_call_s=last_call_s))
         self._in_step = False
         self._generation = 0
         self._calls = 0  # in this generation
@@ -78,7 +85,8 @@ class RanksEvaluator:
         pending = list(range(len(order)))
         while pending:
             plans = tuple(order[index] for index in pending)
-            answers = self._ask(Request("block", cell, plans, lockstep=True), timeout_s)
+            processes = self._ahead.pool.processes()
+            answers = self._ask(Request("block", cell, plans, lockstep=True, pool_processes=processes), timeout_s)
             blocks = {rank: answer.value for rank, answer in answers if isinstance(answer.value, Block)}
             samples = samples_of([block.results for block in blocks.values()]) if len(blocks) == len(answers) else []
             results |= dict(zip(pending, samples, strict=False))
@@ -95,7 +103,23 @@ class RanksEvaluator:
     def close(self) -> None:
         """End the workers."""
         self._in_step = False
+        self._ahead.pool.close()
         self._coordinator.rest()
+
+    def begin_first_calls(self, calls: Sequence[Call]) -> None:
+        self._ahead.begin(calls)
+
+    def unfinished_calls(self) -> tuple[Call, ...]:
+        return self._ahead.unfinished()
+
+    def failed_calls(self) -> Mapping[Call, Fault]:
+        return self._ahead.failed()
+
+    def wait_for_first_call(self, timeout_s: float) -> None:
+        self._ahead.pool.wait_for_first_call(timeout_s)
+
+    def end_first_calls(self, timeout_s: float) -> str:
+        return self._ahead.pool.end_first_calls(timeout_s)
 
     def links(self) -> LinkSpeed:
         """Measure how fast messages go round the ranks; raises ProbeFailure where none arrive."""
@@ -120,12 +144,18 @@ class RanksEvaluator:
         return fault or [answer.value for _, answer in sorted(answers, key=lambda pair: pair[0])]
 
     def _ask(self, request: Request, timeout_s: float, profile_text: str = "") -> list[tuple[int, RankAnswer]]:
-        """Ask all ranks, and again with new workers where only the old ones were to blame.
+        """Ask all ranks, and again where only others were to blame.
 
-        Those are workers that another process ended, and an out-of-memory among what earlier calls left behind.
+        Those are first calls that take memory beside it, which are given up, and workers that another process ended or
+        that ran out of memory among what earlier calls left behind, which are started anew.
         """
+        were_calling = self._ahead.pool.is_calling
         answers = self._once(request, timeout_s, profile_text)
         fault = self._fault(answers)
+        if fault is not None and fault.kind == "oom" and were_calling:
+            self._ahead.pool.give_up_first_calls()
+            answers = self._once(request, timeout_s, profile_text)
+            fault = self._fault(answers)
         ended_from_outside = any(answer.ended_from_outside and not answer.aborted for _, answer in answers)
         if ended_from_outside or (fault and fault.kind == "oom" and self._used):
             self._in_step = False

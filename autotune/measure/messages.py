@@ -9,7 +9,7 @@ from ringattn.hardware.kernel_faults import Combination
 from ringattn.workload import Tunables, Workload
 
 REAL_BENCH = "autotune.measure.benchmark:DeviceBench"
-POOL_BENCH = "autotune.measure.pool_bench:PoolBench"
+POOL_BENCH = "autotune.measure.pool.pool_bench:PoolBench"
 MESSAGE_MIB = 64  # size of the message that links are measured with
 
 Action = Literal["check", "validate", "first-call", "run-profile", "block", "links", "kernel", "stop"]

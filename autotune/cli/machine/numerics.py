@@ -47,7 +47,7 @@ def numerics_of(
     as_json: bool,
 ) -> None:
     """Run the sweep and print its map, or JSON; exit code 1 where an allowed kernel is not right."""
-    from autotune.measure.worker_pool import pool_size_here
+    from autotune.measure.pool.worker_pool import pool_size_here
     from autotune.report.numerics.numerics_map import HEAD_DIMS, attempts, findings, lines
     from autotune.report.numerics.numerics_sweep import sweep
     from ringattn.hardware.facts import detect

@@ -16,8 +16,9 @@ from autotune.distributed.launcher import ranks_here
 from autotune.exit_codes import NoDevice
 from autotune.measure.bench import BenchSettings
 from autotune.measure.evaluator import Clock, Evaluator, MonotonicClock
+from autotune.measure.pool.pooled_evaluator import PooledEvaluator
+from autotune.measure.pool.worker_pool import pool_size_here
 from autotune.measure.worker_evaluator import WorkerEvaluator
-from autotune.measure.worker_pool import PooledEvaluator, pool_size_here
 from autotune.probe.request import ProbeRequest
 from autotune.search.budget import EffortPreset
 from autotune.space.space import Machine, machine_of

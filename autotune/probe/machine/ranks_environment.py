@@ -59,6 +59,7 @@ def environment_of_ranks(request: ProbeRequest) -> Iterator[Environment]:
 
     from autotune.distributed.coordinator import Coordinator
     from autotune.distributed.evaluator import RanksEvaluator
+    from autotune.measure.pool.worker_pool import pool_size_here
 
     from .environment import bench_settings, devices_of, environment_of
 
@@ -67,6 +68,8 @@ def environment_of_ranks(request: ProbeRequest) -> Iterator[Environment]:
 
         def evaluator(facts: HardwareFacts, request: ProbeRequest, preset: EffortPreset) -> Evaluator:
             settings = bench_settings(facts, request, preset)
-            return RanksEvaluator(coordinator, settings, reference_timeout_s=preset.budget_s)
+            # What is compiled lies on the disk of one host, and the others would wait for their own first calls.
+            workers = 0 if facts.vendor == "cpu" or coordinator.hosts > 1 else pool_size_here(facts)
+            return RanksEvaluator(coordinator, settings, workers=workers, reference_timeout_s=preset.budget_s)
 
         yield environment_of(coordinator.facts, evaluator, devices_of(request))

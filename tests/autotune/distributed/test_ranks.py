@@ -21,10 +21,11 @@ from patience import LIMIT_S, patient
 from autotune.distributed import coordinator as coordinating
 from autotune.distributed.coordinator import Coordinator
 from autotune.distributed.evaluator import RanksEvaluator
+from autotune.distributed.first_calls import calls_on_one_rank
 from autotune.distributed.protocol import Hello, accept, connect, listen
 from autotune.exit_codes import NoDevice, ProbeFailure, UsageFailure
 from autotune.measure.bench import BenchSettings
-from autotune.measure.evaluator import Checked, Fault, Interference, InterferenceKind, Proven, Sample
+from autotune.measure.evaluator import CallsAhead, Checked, Fault, Interference, InterferenceKind, Proven, Sample
 from autotune.measure.messages import REAL_BENCH
 from autotune.measure.worker_evaluator import WorkerBug
 from ringattn.workload import BranchTunables, Pattern, Tunables, Workload
@@ -113,6 +114,41 @@ def test_an_oom_that_earlier_calls_caused_is_tried_again_with_new_workers(evalua
 def test_a_bug_of_ours_is_raised_with_its_rank(evaluator: RanksEvaluator) -> None:
     with pytest.raises(WorkerBug, match=r"(?s)rank 1:.*a bug of ours"):
         check(evaluator, "bug@1")
+
+
+# --- first calls -------------------------------------------------------------------------------------------------
+
+
+def test_first_calls_of_ranks_are_made_by_processes_of_one(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))  # the pool's processes find the bench there
+    settings = BenchSettings("cpu", FACTS, seed=0, sample_target_ms=1.0, ragged_lengths=2)
+    made = RanksEvaluator(coordinator, settings, workers=1, bench=BENCH, pool_bench="faulty_bench:FaultyBench")
+    over_ranks = replace(CELL, world=2)
+    good, bad = ((over_ranks, plan(over_ranks, kernel, schedule="ring")) for kernel in ("quick", "segfault"))
+    try:
+        assert isinstance(made, CallsAhead)
+        made.begin_first_calls([good, bad])
+        until = time.monotonic() + LIMIT_S
+        while made.unfinished_calls() and time.monotonic() < until:
+            made.wait_for_first_call(LIMIT_S)
+        (call, fault), *others = made.failed_calls().items()
+        assert (call, fault.kind, others) == (bad, "crash", [])
+        assert made.end_first_calls(LIMIT_S).startswith("1 first call made ahead failed, one so: crash")
+    finally:
+        made.close()
+
+
+def test_one_rank_compiles_what_a_call_of_ranks_does() -> None:
+    over_ranks = Workload("train", True, 512, 8, 64, "bf16", 2, world=2, total_length=1000)
+    alone = replace(over_ranks, world=1, total_length=0)
+    options: dict[str, object] = {"params": (("quick.block", 64),), "layout": "contiguous", "checkpoint": "none"}
+    own = plan(alone, "quick", params=options["params"])
+    heads = plan(over_ranks, "quick", schedule="ulysses", exchange="symmetric", head_groups=2, **options)
+    assert calls_on_one_rank((over_ranks, heads)) == ((alone, own),)
+    rows = plan(over_ranks, "quick", schedule="ring", **options)
+    assert calls_on_one_rank((over_ranks, rows)) == ((alone, own), (replace(alone, causal=False), own))
 
 
 # --- the real bench ----------------------------------------------------------------------------------------------

@@ -16,8 +16,9 @@ from patience import LIMIT_S
 
 from autotune.measure.bench import BenchSettings
 from autotune.measure.evaluator import Checked, Fault, Proven, Sample
+from autotune.measure.pool.pooled_evaluator import PooledEvaluator
+from autotune.measure.pool.worker_pool import pool_size
 from autotune.measure.worker_evaluator import WorkerBug, WorkerEvaluator
-from autotune.measure.worker_pool import PooledEvaluator, pool_size
 from autotune.space.first_calls import Call
 from ringattn.workload import Workload
 
@@ -83,18 +84,18 @@ def test_all_are_made_whatever_becomes_of_some(evaluator: PooledEvaluator) -> No
     note = evaluator.end_first_calls(LIMIT_S)
     assert "2 first calls made ahead failed, one so: " in note
     assert "SIGSEGV" in note or "ValueError" in note
-    assert evaluator._calls.empty()
+    assert evaluator._pool._calls.empty()
     assert evaluator.starts == 0  # the measuring worker has nothing to do with it
 
 
 def test_what_hangs_ends_with_the_wait_and_its_worker_is_replaced(evaluator: PooledEvaluator) -> None:
     evaluator.begin_first_calls(of("hang", "quick", "hang"))
     until = time.monotonic() + LIMIT_S
-    while not evaluator._calls.empty() and time.monotonic() < until:
+    while not evaluator._pool._calls.empty() and time.monotonic() < until:
         time.sleep(0.05)
-    hanging = [h.evaluator._process.pid for h in evaluator._workers if h.evaluator._process is not None]
+    hanging = [h.evaluator._process.pid for h in evaluator._pool._workers if h.evaluator._process is not None]
     assert evaluator.end_first_calls(0.5) == ""
-    assert len(evaluator._workers) == 2
+    assert len(evaluator._pool._workers) == 2
     for pid in hanging:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
@@ -189,7 +190,7 @@ def test_the_worker_knows_who_waits_beside_it() -> None:
 def test_a_worker_of_the_pool_that_ended_waits_beside_nobody() -> None:
     """Or a process of somebody else would pass for it, and it for somebody else once it is back."""
     made = started(2, BENCH)
-    worker = made._workers[0]
+    worker = made._pool._workers[0]
     fault = worker.do(lambda worker: worker.first_call(CELL, plan(CELL, "segfault"), timeout_s=LIMIT_S)).result()
     assert isinstance(fault, Fault)
     assert len(made._pool_processes()) == 1
@@ -241,7 +242,7 @@ def test_what_the_worker_has_no_memory_for_beside_the_pool_it_validates_after_th
 def test_a_worker_of_the_pool_that_the_device_takes_no_more_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     made = started(2, SPLIT)
     assert made.validate(CELL, plan(CELL, "quick"), timeout_s=LIMIT_S) == Proven(2.0)
-    for worker in made._workers:
+    for worker in made._pool._workers:
         assert worker.evaluator._process is not None
         worker.evaluator._process.kill()
         worker.evaluator._process.wait()
@@ -261,7 +262,7 @@ def test_the_parts_of_a_validation_are_all_of_its_lengths() -> None:
 
 def test_nothing_is_left_of_the_pool() -> None:
     made = started(2, SPLIT)
-    pids = [h.evaluator._process.pid for h in made._workers if h.evaluator._process is not None]
+    pids = [h.evaluator._process.pid for h in made._pool._workers if h.evaluator._process is not None]
     assert len(pids) == 2
     made.close()
     for pid in pids:

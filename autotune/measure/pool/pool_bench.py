@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from autotune.measure.bench import Phase
+from autotune.measure.benchmark import DeviceBench
+from autotune.measure.evaluator import Proven
 from ringattn.workload import Tunables, Workload
-
-from .bench import Phase
-from .benchmark import DeviceBench
-from .evaluator import Proven
 
 
 class PoolBench(DeviceBench):

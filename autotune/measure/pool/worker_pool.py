@@ -1,8 +1,7 @@
-"""A pool of worker processes beside the one that measures: they compile ahead and share validations.
+"""Worker processes beside those that measure, which make first calls while something else is timed.
 
-They compile on cores that the probe does not need, also while something is timed. A standard probe of an H200 spent 35
-of its 170 s on validations, one length after the other, nearly all of it in cuDNN's making of plans on one core: 6 to
-9 s for a LongNet plan.
+They compile on cores that the probe does not need. A standard probe of an H200 spent 35 of its 170 s on validations,
+one length after the other, nearly all of it in cuDNN's making of plans on one core: 6 to 9 s for a LongNet plan.
 """
 
 from __future__ import annotations
@@ -11,22 +10,19 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Condition
 from typing import TypeVar
 
+from autotune.measure.bench import BenchSettings
+from autotune.measure.evaluator import Ended, Fault
+from autotune.measure.messages import POOL_BENCH
+from autotune.measure.worker_evaluator import WorkerEvaluator
 from autotune.space.first_calls import Call
 from ringattn.errors import DeviceError
 from ringattn.hardware.cgroups import available_bytes
 from ringattn.hardware.facts import MIB, HardwareFacts
 from ringattn.wording import plural
-from ringattn.workload import Tunables, Workload
-
-from .bench import BenchSettings
-from .evaluator import Block, Checked, Ended, Fault, Proven
-from .messages import POOL_BENCH, REAL_BENCH
-from .worker_evaluator import WorkerEvaluator
 
 CALL_TIMEOUT_S = 60.0  # three times what the slowest compiler seen takes
 LAST_CALL_S = 10.0  # for calls that were begun when time was over: flash-attn-4's take 5 s
@@ -50,7 +46,7 @@ def pool_size_here(facts: HardwareFacts) -> int:
     return pool_size(len(os.sched_getaffinity(0)), facts.memory_mib, (available_bytes() or 0) // MIB)
 
 
-class _PoolWorker:
+class PoolWorker:
     """A worker process, and the thread that starts it and asks it: the kernel ends a process with that thread."""
 
     def __init__(self, settings: BenchSettings, bench: str) -> None:
@@ -70,60 +66,34 @@ class _PoolWorker:
         self._thread.shutdown()
 
 
-class PooledEvaluator(WorkerEvaluator):
-    """Measures in one worker process, with a pool of others for what need not run alone."""
+class WorkerPool:
+    """A number of worker processes, each started when it is first needed."""
 
     def __init__(
-        self,
-        settings: BenchSettings,
-        *,
-        workers: int,
-        bench: str = REAL_BENCH,
-        pool_bench: str = POOL_BENCH,
-        reference_timeout_s: float = 300.0,
-        last_call_s: float = LAST_CALL_S,
+        self, settings: BenchSettings, workers: int, *, bench: str = POOL_BENCH, last_call_s: float = LAST_CALL_S
     ) -> None:
         """``last_call_s``: a first call that was begun may take so long when the time for them is over."""
-        super().__init__(settings, bench=bench, reference_timeout_s=reference_timeout_s)
-        self._make: Callable[[], _PoolWorker] = lambda: _PoolWorker(settings, pool_bench)
+        self._make: Callable[[], PoolWorker] = lambda: PoolWorker(settings, bench)
         self._workers = [self._make() for _ in range(workers)]
         self._last_call_s = last_call_s
-        self._lengths = settings.ragged_lengths
         self._calls: SimpleQueue[Call] = SimpleQueue()
-        self._calling: dict[Future[None], _PoolWorker] = {}
+        self._calling: dict[Future[None], PoolWorker] = {}
         self._ended = Condition()  # of a first call
         self._unfinished: dict[Call, None] = {}  # in the order in which they were asked for
         self._failed: dict[Call, Fault] = {}
 
     @property
-    def validation_workers(self) -> int:
-        """Return how many processes share a validation: those that are started and idle, as starting takes longer."""
-        return 1 + len(self._idle())
+    def is_calling(self) -> bool:
+        return any(not future.done() for future in self._calling)
 
-    def _idle(self) -> list[_PoolWorker]:
+    def idle(self) -> list[PoolWorker]:
+        """Return the workers that are started and do nothing."""
         busy = [worker for future, worker in self._calling.items() if not future.done()]
         return [worker for worker in self._workers if worker.evaluator.starts and worker not in busy]
 
-    def check(
-        self, cell: Workload, candidate: Tunables, *, timeout_s: float, pace_ms: float | None = None
-    ) -> Checked | Fault:
-        return self._with_memory(partial(super().check, cell, candidate, timeout_s=timeout_s, pace_ms=pace_ms))
-
-    def block(self, cell: Workload, order: Sequence[Tunables], *, timeout_s: float) -> Block:
-        return self._with_memory(partial(super().block, cell, order, timeout_s=timeout_s))
-
-    def _with_memory(self, ask: Callable[[], Result]) -> Result:
-        """Return the answer; where memory lacks for it and for first calls at once, give the first calls up.
-
-        Or a default would be refused for them: q, k, v, out and their gradients of one training step over 524288
-        positions are 32 GiB (32 heads of 128 in bf16), in every worker of the pool.
-        """
-        were_calling = any(not future.done() for future in self._calling)
-        result = ask()
-        if not (were_calling and _lacks_memory(result)):
-            return result
-        self._give_up_first_calls()
-        return ask()
+    def processes(self) -> tuple[int, ...]:
+        """Return the ids of the processes that run."""
+        return tuple(pid for worker in self._workers if (pid := worker.evaluator.running_pid) is not None)
 
     def begin_first_calls(self, calls: Sequence[Call]) -> None:
         """Make each call in some worker of the pool, which fills the caches of compilers."""
@@ -181,7 +151,7 @@ class PooledEvaluator(WorkerEvaluator):
                 future.result()
             except DeviceError:
                 del self._calling[future]
-                self._dismiss(worker)
+                self.dismiss(worker)
         if all(future.done() for future in self._calling):  # there is nobody left
             self._begin_no_more()
 
@@ -213,70 +183,27 @@ class PooledEvaluator(WorkerEvaluator):
             while True:
                 self._end_call(self._calls.get_nowait(), _NOT_MADE)
 
-    def _give_up_first_calls(self) -> None:
+    def give_up_first_calls(self) -> None:
+        """End all of them at once."""
         self._begin_no_more()
         self._end_calling(0.0)
 
-    def _replace(self, workers: Sequence[_PoolWorker]) -> None:
+    def _replace(self, workers: Sequence[PoolWorker]) -> None:
         for worker in workers:
             worker.interrupt()  # all of them, before one is waited for
         for worker in workers:
             self._workers[self._workers.index(worker)] = self._make()
             worker.end()
 
-    def _dismiss(self, worker: _PoolWorker) -> None:
+    def dismiss(self, worker: PoolWorker) -> None:
+        """End a worker that the device takes no more."""
         if worker in self._workers:  # and not replaced already
             self._workers.remove(worker)
             worker.end()
 
-    def _pool_processes(self) -> tuple[int, ...]:
-        return tuple(pid for worker in self._workers if (pid := worker.evaluator.running_pid) is not None)
-
-    def validate(
-        self, cell: Workload, candidate: Tunables, *, timeout_s: float, part: tuple[int, int] = (0, 1)
-    ) -> Proven | Fault:
-        """Share the lengths with the pool; what it cannot answer is asked again here, with all the memory."""
-        workers = self._idle()[: self._lengths]  # and the cell's own length
-        if not workers or part != (0, 1):
-            return super().validate(cell, candidate, timeout_s=timeout_s, part=part)
-        parts = len(workers) + 1
-
-        def validate_part(number: int) -> Callable[[WorkerEvaluator], Proven | Fault]:
-            return lambda worker: worker.validate(cell, candidate, timeout_s=timeout_s, part=(number, parts))
-
-        asked = [(worker, worker.do(validate_part(number))) for number, worker in enumerate(workers, 1)]
-        own = partial(super().validate, cell, candidate, timeout_s=timeout_s)
-        first = own(part=(0, parts))
-        others = [self._answer_of(*pair) for pair in asked]
-        if _lacks_memory(first):  # beside the pool, which is done now
-            first = self._with_memory(partial(own, part=(0, parts)))
-        found = [first]
-        for number, result in enumerate(others, 1):
-            if isinstance(result, Fault) and result.kind != "wrong" and not isinstance(first, Fault):
-                result = own(part=(number, parts))
-            found.append(result)
-        faults = [result for result in found if isinstance(result, Fault)]
-        if faults:  # a wrong answer is a verdict, whatever kept others from one
-            return next((fault for fault in faults if fault.kind == "wrong"), faults[0])
-        return super().first_call(cell, candidate, timeout_s=timeout_s)
-
-    def _answer_of(self, worker: _PoolWorker, future: Future[Proven | Fault]) -> Proven | Fault:
-        try:
-            return future.result()
-        except (
-            DeviceError
-        ) as error:  # it was lost, and the device takes no new one: nor would it for the next validation
-            self._dismiss(worker)
-            return Fault("error", str(error))
-
     def close(self) -> None:
+        """End all of them."""
         for worker in self._workers:
             worker.interrupt()  # all of them, before one is waited for
         while self._workers:
             self._workers.pop().end()
-        super().close()
-
-
-def _lacks_memory(result: object) -> bool:
-    results = result.results if isinstance(result, Block) else (result,)
-    return any(isinstance(each, Fault) and each.kind == "oom" for each in results)

@@ -62,7 +62,7 @@ def load_head(path: str | os.PathLike[str]) -> Profile:
 
 
 def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
-    """Writes ``profile`` to ``path`` in one step, making its folder if need be.
+    """Write ``profile`` to ``path`` in one step, making its folder if need be.
 
     The text goes to a new file beside the target, which takes the target's place only when it is on the disk. If
     anything fails ProfileError is raised, an old file is as it was, and nothing new lies about.
@@ -217,7 +217,7 @@ class _Fault(Exception):
 
 @contextmanager
 def _constructing(key: str) -> Iterator[None]:
-    """Gives what a dataclass refuses its key path."""
+    """Give what a dataclass refuses its key path."""
     try:
         yield
     except FieldError as error:

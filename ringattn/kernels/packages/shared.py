@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ringattn.errors import KernelLoadError
-from ringattn.kernels.aten import cuda_reasons
+from ringattn.kernels.aten.shared import cuda_reasons
 from ringattn.kernels.contract import Grads, KernelConfig, KernelNeed
 from ringattn.kernels.grid_limits import MAX_GRID
 

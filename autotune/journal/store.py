@@ -31,7 +31,7 @@ from autotune.journal.storage.storages import (
     shown,
     storage_errors,
 )
-from ringattn.profile.yaml_io import to_plain
+from ringattn.profile.plain_data import to_plain
 from ringattn.workload import Workload
 
 from .attributes import BadStudy, attribute, read_by_optuna, required, typed

@@ -38,7 +38,7 @@ from autotune.search.proposing.sampler import SurrogateSampler
 from autotune.search.proposing.samplers import sampler_of
 from autotune.search.proposing.surrogate import Coder
 from autotune.space.space import Space, Value
-from ringattn.profile.yaml_io import to_plain
+from ringattn.profile.plain_data import to_plain
 from ringattn.tunable_rules import LAUNCHES
 from ringattn.workload import Tunables, Workload
 

@@ -22,8 +22,8 @@ from autotune.search.settings import SearchSettings
 from autotune.search.transfer import Transfer
 from autotune.space.space import Space
 from ringattn.errors import PlanError
+from ringattn.profile.plain_data import to_plain
 from ringattn.profile.schema import Profile
-from ringattn.profile.yaml_io import to_plain
 from ringattn.workload import Tunables, Workload
 
 from .rows import Rows

@@ -1,4 +1,4 @@
-"""What every benchmark here shares: paired timing, peak memory, and a record of what was measured where.
+"""Shared by every benchmark here: paired timing, peak memory, and a record of what was measured where.
 
 Ratios come from one run: in each block every contender runs once, in random order, from a cold L2, and a ratio is
 the median of the blocks' ratios. Absolute times are medians.
@@ -25,7 +25,7 @@ Step = Callable[[], object]
 
 
 def machine() -> dict[str, Any]:
-    """The card and the versions that a figure depends on."""
+    """Return the card and the versions that a figure depends on."""
     facts = detect()
     return {
         "device": facts.device_name,
@@ -38,7 +38,7 @@ def machine() -> dict[str, Any]:
 
 
 def need_gpus(count: int = 1) -> None:
-    """Ends the program with one line and exit status 1 where torch finds fewer than ``count`` NVIDIA GPUs."""
+    """End the program with one line and exit status 1 where torch finds fewer than ``count`` NVIDIA GPUs."""
     found = torch.cuda.device_count() if torch.version.cuda else 0  # a ROCm build counts AMD's as CUDA devices
     if found < count:
         needs = f"needs {plural(count, 'NVIDIA GPU')}, and torch {torch.__version__} finds {found} here"
@@ -98,12 +98,12 @@ def median(values: list[float]) -> float:
 
 
 def ratio(times: Mapping[str, list[float]], over: str, under: str) -> float:
-    """The median of the blocks' ratios ``over / under``."""
+    """Return the median of the blocks' ratios ``over / under``."""
     return median([a / b for a, b in zip(times[over], times[under], strict=True)])
 
 
 def looped_ms(step: Step, calls: int) -> float:
-    """The time of a step in a loop that does not wait for each: the slower of host and device."""
+    """Return the time of a step in a loop that does not wait for each: the slower of host and device."""
     torch.cuda.synchronize()
     begin = time.perf_counter()
     for _ in range(calls):
@@ -113,7 +113,7 @@ def looped_ms(step: Step, calls: int) -> float:
 
 
 def peak_mib(step: Step) -> float:
-    """MiB allocated at most during a step beyond what was allocated before it."""
+    """Return the MiB allocated at most during a step beyond what was allocated before it."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

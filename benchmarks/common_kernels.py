@@ -40,7 +40,7 @@ class BareKernel:
 def runnable(
     dtype: str, head_dim: int, heads: int, rows: int, blocks: int, causal: bool, kv_heads: int = 0
 ) -> list[str]:
-    """The kernels that can run this shape here, forward and backward; no ``kv_heads`` means as many as ``heads``."""
+    """Return the kernels that can run this shape here, both ways; no ``kv_heads`` means as many as ``heads``."""
     facts = detect()
     need = KernelNeed(
         facts.vendor, facts.arch, dtype, head_dim, heads, kv_heads or heads, rows, blocks, causal, backward=True
@@ -55,7 +55,7 @@ def runnable(
 def flash_for_torchscale(
     q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, bias=None, softmax_scale=None, is_causal: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """torch's FlashAttention 2 in the place of flash-attn's function, as torchscale calls it: out (B, S, H, D), lse."""
+    """Run torch's FlashAttention 2 as torchscale calls flash-attn's function: out (B, S, H, D), lse."""
     assert (dropout, bias, softmax_scale) == (0.0, None, None)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, is_causal, False

@@ -56,7 +56,7 @@ class Case:
         return 2 * self.batch * self.cached * KV_HEADS * HEAD_DIM * 2
 
     def rows(self) -> tuple[Tensor, Tensor]:
-        """What was cached at first, views (B, S, Hkv, D)."""
+        """Return what was cached at first, views (B, S, Hkv, D)."""
         return self.cache.rows(self.cached)
 
     def step(self) -> Tensor:
@@ -68,7 +68,7 @@ class Case:
         return out  # type: ignore[return-value]
 
     def replayed(self) -> Step | None:
-        """A step that appends and attends as one CUDA graph; the device takes the position back in it."""
+        """Return a step that appends and attends as one CUDA graph; the device takes the position back in it."""
         if self.device.type != "cuda":
             return None
         self.attn.prefill(self.q, self.one, self.one, self.cache)
@@ -81,7 +81,7 @@ class Case:
 
 
 def torch_steps(case: Case) -> dict[str, Step]:
-    """torch's own function with every backend that takes one query for each sequence."""
+    """Return torch's own function with every backend that takes one query for each sequence."""
     q, k, v = (x.transpose(1, 2) for x in (case.q, *case.rows()))
     steps: dict[str, Step] = {}
     for name, backend in BACKENDS.items():
@@ -106,14 +106,14 @@ def copy_step(case: Case) -> Step:
 
 
 def kernel_step(case: Case, name: str) -> Step:
-    """One kernel alone on the cache, without the module around it."""
+    """Return one kernel alone on the cache, without the module around it."""
     kernel, (k, v) = KERNELS[name].load(KernelConfig(False, HEAD_DIM**-0.5)), case.rows()
     forward = kernel.one_query or kernel.forward
     return lambda: forward(case.q, k, v)
 
 
 def difference(a: Step, b: Callable[[], Any]) -> float:
-    """Largest difference of two outs, relative to the 2-norm of a row of the second."""
+    """Return the largest difference of two outs, relative to the 2-norm of a row of the second."""
     first, second = a(), b()
     first, second = (x[0] if isinstance(x, tuple) else x for x in (first, second))
     if second.shape != first.shape:
@@ -153,7 +153,7 @@ def measure_step(record: Record, clock: Clock, case: Case) -> None:
 
 
 def host_us(case: Case, clock: Clock, calls: int = 100) -> float:
-    """The host's time for a step, the mean of so many that are not waited for, which a GPU still queues."""
+    """Return the host's time for a step, the mean of so many that are not waited for, which a GPU still queues."""
     clock.wait()
     begin = time.perf_counter()
     for _ in range(calls):
@@ -164,7 +164,7 @@ def host_us(case: Case, clock: Clock, calls: int = 100) -> float:
 
 
 def measure_chunk(record: Record, clock: Clock, case: Case) -> None:
-    """A chunk of queries; its blocks are the keys before it, all of them, and its own, causal."""
+    """Measure a chunk of queries; its blocks are the keys before it, all of them, and its own, causal."""
     facts, past = detect(case.device), case.cached - case.queries
     k, v = case.rows()
     shape = (HEAD_DIM, HEADS, KV_HEADS)

@@ -44,7 +44,7 @@ class Pattern:
         )
 
     def blocks(self, length: int) -> Iterator[tuple[int, int]]:
-        """(segments, rows of each) of every branch; the last segment is shorter where none divides the length."""
+        """Yield (segments, rows of each) of every branch; the last segment is shorter where none divides the length."""
         for segment, rate in zip(self.segments, self.rates, strict=True):
             whole, rest = divmod(length, min(segment, length))
             yield whole, min(segment, length) // rate
@@ -60,7 +60,7 @@ KERNELS_ALONE = ("cudnn", "flash-attn-4", "flash")
 
 
 def bare_sums(tensors: Sequence[torch.Tensor], pattern: Pattern) -> dict[str, list[BareKernel]]:
-    """The kernels of every branch on compact rows; beyond 2^19 positions only cudnn's, for their memory's sake."""
+    """Return the kernels of every branch on compact rows; beyond 2^19 positions, for memory, only cudnn's."""
     length = tensors[0].shape[1]
     rows = max(rows for _, rows in pattern.blocks(length))
     able = runnable("bf16", pattern.head_dim, pattern.heads, rows, 1, pattern.causal)
@@ -73,7 +73,7 @@ def bare_sums(tensors: Sequence[torch.Tensor], pattern: Pattern) -> dict[str, li
 
 
 def torchscale(folder: str, pattern: Pattern) -> Callable[..., torch.Tensor]:
-    """torchscale's DilatedAttention, its flash function replaced by torch's FlashAttention 2, projections left out."""
+    """Return torchscale's DilatedAttention on torch's FlashAttention 2, projections left out."""
     sys.path.insert(0, folder)
     import torchscale.component.multihead_attention as heads
     from torchscale.component.dilated_attention import DilatedAttention
@@ -160,7 +160,7 @@ def measure(
 
 
 def warm_up(step: Callable[[], object], seconds: float = 0.3) -> None:
-    """Until clocks and caches are those of a program that has been running for a while."""
+    """Repeat the step until clocks and caches are those of a program that has been running for a while."""
     until = time.perf_counter() + seconds
     while time.perf_counter() < until:
         step()
@@ -168,7 +168,7 @@ def warm_up(step: Callable[[], object], seconds: float = 0.3) -> None:
 
 
 def eager_ms(step: Callable[[], object]) -> float:
-    """What a caller waits for: host and device together."""
+    """Return what a caller waits for: host and device together."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     begin.record()
@@ -179,7 +179,7 @@ def eager_ms(step: Callable[[], object]) -> float:
 
 
 def measure_small(record: Record, clock: Clock, profile: str | None) -> None:
-    """fp16 B1 H8 D64, [1024, 2048, 4096]/[1, 2, 4], forward: eager and replayed from a CUDA graph."""
+    """Measure fp16 B1 H8 D64, [1024, 2048, 4096]/[1, 2, 4], forward: eager and replayed from a CUDA graph."""
     attn = RingAttention(8, 64, None, [1024, 2048, 4096], [1, 2, 4], causal=True, profile=profile)
     for length in (4096, 8192, 16384):
         inputs = [torch.randn(1, length, 8, 64, device="cuda", dtype=torch.float16) for _ in range(3)]

@@ -30,7 +30,7 @@ WIDTH, LENGTHS = 768, (10_001, 100_003)
 
 
 def layers(profile: object) -> dict[str, nn.Module]:
-    """One layer of each, with the same random weights, on the GPU in bfloat16."""
+    """Return one layer of each, with the same random weights, on the GPU in bfloat16."""
     from torchscale_peer import longnet_of
 
     theirs = longnet_of(

@@ -134,7 +134,7 @@ def host_us(step: Step, calls: int = 200) -> float:
 
 
 def measure_host(record: Record) -> None:
-    """Launches on shapes small enough for the device to keep up."""
+    """Time launches on shapes small enough for the device to keep up."""
     work = Work(32768, head_dim=16)
     steps = work.steps(TritonOps())
     calls = [partial.placed.call for partial in work.partials]

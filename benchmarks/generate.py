@@ -40,7 +40,7 @@ class TokenTimes:
         pass
 
     def token_ms(self) -> float:
-        """Median over the tokens after the first, which waits for the prompt."""
+        """Return the median over the tokens after the first, which waits for the prompt."""
         return median([(b - a) * 1e3 for a, b in zip(self.stamps[1:], self.stamps[2:], strict=False)])
 
 

@@ -1,4 +1,4 @@
-"""What a call costs the host, and what many different lengths in a row cost.
+"""Measures what a call costs the host, and what many different lengths in a row cost.
 
     python benchmarks/launch.py [--output FOLDER] [--profile auto|none|FILE] [--varied-profile FILE]
 
@@ -23,7 +23,7 @@ A = torch.ops.aten
 
 
 def round_us(step: Step, calls: int = 1000) -> float:
-    """The host's time for a call, the mean of a thousand that are not waited for."""
+    """Return the host's time for a call, the mean of a thousand that are not waited for."""
     torch.cuda.synchronize()
     begin = time.perf_counter()
     for _ in range(calls):
@@ -34,7 +34,7 @@ def round_us(step: Step, calls: int = 1000) -> float:
 
 
 def rounds_us(steps: Mapping[str, Step], rounds: int = 5) -> dict[str, list[float]]:
-    """Rounds of all steps in turn, in random order: a host that is slower for a while is so for all of them."""
+    """Time rounds of all steps in turn, in random order: a host that is slower for a while is so for all of them."""
     order = random.Random(0)
     for step in steps.values():
         round_us(step)

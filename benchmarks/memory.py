@@ -1,4 +1,4 @@
-"""What the workspace pool and the checkpoint modes buy: allocations, peaks, fragmentation, time.
+"""Measures what the workspace pool and the checkpoint modes buy: allocations, peaks, fragmentation, time.
 
     python benchmarks/memory.py [--output FOLDER] [--length S]
 

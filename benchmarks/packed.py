@@ -26,13 +26,13 @@ from ringattn.kernels.registry import KERNELS
 
 
 def uneven(documents: int, tokens: int, seed: int = 0) -> list[int]:
-    """Bounds of so many documents, between cuts that are anywhere."""
+    """Return bounds of so many documents, between cuts that are anywhere."""
     cuts = random.Random(seed).sample(range(1, tokens), documents - 1)
     return [0, *sorted(cuts), tokens]
 
 
 class HostClock:
-    """What ``Clock`` does, by the host's time: for a machine without a GPU."""
+    """Clock like ``Clock`` by the host's time: for a machine without a GPU."""
 
     def blocks_ms(self, steps: Mapping[str, Step], blocks: int = 5, warmup: int = 1) -> dict[str, list[float]]:
         times: dict[str, list[float]] = {name: [] for name in steps}
@@ -83,7 +83,7 @@ class Packed:
         return lambda: kernel.forward(q, k, v, self.sequences), both
 
     def entries(self) -> list[str]:
-        """The kernels that can run it in one call here, both ways; math where there is nothing else."""
+        """Return the kernels that can run it in one call here, both ways; math where there is nothing else."""
         facts = detect(self.q.device)
         _, tokens, heads, head_dim = self.q.shape
         need = KernelNeed(

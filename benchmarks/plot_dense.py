@@ -32,7 +32,7 @@ CAPTION_HEIGHT, MARGIN = 40, 12
 
 
 def picture(records: dict[str, dict[str, Any]]) -> str:
-    """The SVG of the records of ``dense.py``, card by card from left to right."""
+    """Return the SVG of the records of ``dense.py``, card by card from left to right."""
     charts = [_chart(card, record) for card, record in records.items()]
     height = max(int(match[1]) for chart in charts if (match := re.search(r'viewBox="0 0 \d+ (\d+)"', chart)))
     whole = (MARGIN + len(charts) * (WIDTH + MARGIN), CAPTION_HEIGHT + height + MARGIN)
@@ -55,7 +55,7 @@ def picture(records: dict[str, dict[str, Any]]) -> str:
 
 
 def _chart(card: str, record: dict[str, Any]) -> str:
-    """Forward and backward of the module and of each kernel at each length, relative to the module."""
+    """Draw forward and backward of the module and of each kernel at each length, relative to the module."""
     groups = []
     for row in record["rows"]:
         if not (work := WORK.fullmatch(row["work"])):

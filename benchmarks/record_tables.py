@@ -37,7 +37,7 @@ CALL_TIMEOUT_S = 60.0
 
 
 def cells_of(facts: HardwareFacts) -> tuple[Cell, ...]:
-    """Dense and dilated, short and long; two branches, so that every combination of them can be timed."""
+    """Return dense and dilated cells, short and long; two branches, so that all pairs of them can be timed."""
     gpu = facts.vendor == "nvidia"
     heads, head_dim, dtype = (16, 128, "bf16") if gpu else (4, 64, "fp32")
     short, long = (4096, 16384) if gpu else (512, 2048)
@@ -53,7 +53,7 @@ def cells_of(facts: HardwareFacts) -> tuple[Cell, ...]:
 
 
 def restricted(space: Space) -> Space:
-    """The knobs that matter most, so that every combination of them can be timed in minutes."""
+    """Return the knobs that matter most, so that every combination of them can be timed in minutes."""
     kept: dict[str, tuple[Value, ...]] = {}
     dense, train = space.workload.pattern.dense, space.workload.train
     left_out = ("math",) if dense else ("math", "efficient", "triton")  # far behind on every GPU worth a table
@@ -77,7 +77,7 @@ def on_cpu(space: Space) -> bool:
 
 
 def record(space: Space, evaluator: WorkerEvaluator, seed: int) -> Table:
-    """Every plan of the space; prints how far it is."""
+    """Time every plan of the space; print how far it is."""
     workload = space.workload
     plans = list(space.all_plans() or ())
     if space.default not in plans:
@@ -104,7 +104,7 @@ def record(space: Space, evaluator: WorkerEvaluator, seed: int) -> Table:
 def _time(
     workload: Workload, plans: Sequence[Tunables], evaluator: WorkerEvaluator, rng: random.Random
 ) -> dict[Tunables, list[float]]:
-    """REPETITIONS readings of each; chunks are small enough for every plan of one to stay warm."""
+    """Take REPETITIONS readings of each; chunks are small enough for every plan of one to stay warm."""
     times: dict[Tunables, list[float]] = {}
     for _ in range(REPETITIONS):
         order = rng.sample(plans, len(plans))

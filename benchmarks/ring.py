@@ -84,7 +84,7 @@ def contender(call: Callable[..., Any], leaves: list[Tensor], dout: Tensor, scal
 
 
 def planned(tunables: Tunables, length: int, heads: int, kv_heads: int, pattern: Pattern, world: int) -> RingAttention:
-    """A module that runs exactly these tunables in training, and the same schedule in inference."""
+    """Return a module that runs exactly these tunables in training, and the same schedule in inference."""
     workload = Workload("train", True, length, heads, HEAD_DIM, "bf16", kv_heads, pattern=pattern, world=world)
     infer = replace(
         tunables,
@@ -133,7 +133,7 @@ class AllToAll(torch.autograd.Function):
 
 
 def spread_heads(x: Tensor) -> Tensor:
-    """(1, S, H, D) of this rank to (1, world * S, H / world, D)."""
+    """Turn (1, S, H, D) of this rank into (1, world * S, H / world, D)."""
     world = dist.get_world_size()
     _, length, heads, head_dim = x.shape
     packed = x.view(length, world, heads // world, head_dim).transpose(0, 1).contiguous()
@@ -162,7 +162,7 @@ def ideal_call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def exchange_tunables(
     world: int, kv_heads: int, forward: str, backward: str, exchanges: list[str]
 ) -> dict[str, Tunables]:
-    """All-to-all over heads in each way, in one to four groups of heads, with what it brings kept and not kept."""
+    """Return all-to-all over heads in each way, in one to four groups of heads, what it brings kept and not kept."""
     base = Tunables("bf16", (BranchTunables(forward, backward),), schedule="ulysses", layout="contiguous")
     own = kv_heads // world if kv_heads % world == 0 else 0
     return {
@@ -180,7 +180,7 @@ def exchange_tunables(
 
 
 def dense_tunables(world: int, kv_heads: int, forward: str, backward: str) -> dict[str, Tunables]:
-    """Every schedule that these heads allow, with a few numbers of head groups."""
+    """Return every schedule that these heads allow, with a few numbers of head groups."""
     base = Tunables("bf16", (BranchTunables(forward, backward),), layout="zigzag")
     named = {
         "ring": replace(base, schedule="ring"),
@@ -216,7 +216,7 @@ def once_ms(step: Step, flush: Tensor) -> float:
 
 
 def medians_ms(steps: dict[str, Step], blocks: int, flush: Tensor) -> dict[str, tuple[float, float]]:
-    """Medians of one step alone and of one in a loop, of the slowest rank."""
+    """Return the medians of one step alone and of one in a loop, of the slowest rank."""
     order = random.Random(0)
     for step in steps.values():
         for _ in range(3):
@@ -239,7 +239,7 @@ def medians_ms(steps: dict[str, Step], blocks: int, flush: Tensor) -> dict[str, 
 
 
 def peak_mib(step: Step) -> float:
-    """Beyond what is allocated before, on the rank that needs most."""
+    """Return what is allocated beyond what was before, on the rank that needs most."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -251,7 +251,7 @@ def peak_mib(step: Step) -> float:
 
 
 def usable(contenders: dict[str, Contender]) -> dict[str, Contender]:
-    """Those that run on every rank; what fails is told, and the rest goes on."""
+    """Return those that run on every rank; what fails is told, and the rest goes on."""
     found = {}
     for name, each in contenders.items():
         well = torch.ones(1, device="cuda")
@@ -333,7 +333,7 @@ def _measured(
 
 
 def longnet_rows(arguments: argparse.Namespace, name: str, flush: Tensor) -> list[Any]:
-    """Against one GPU on a sequence of the local length: its own share of the work."""
+    """Measure against one GPU on a sequence of the local length: its own share of the work."""
     segments, rates, length = LONGNET[name]
     leaves, dout = inputs_of(length, 16, 16)
     pattern = Pattern.of(segments, rates)

@@ -23,7 +23,7 @@ def _flash_forward(
     q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
     return_softmax,
 ):  # fmt: skip
-    """The signature of flash-attn 2's function, of which the peer reads the names."""
+    """Run flash-attn 2's function, of whose signature the peer reads the names, on torch's."""
     out, lse, _, state, mask = torch.ops.aten._flash_attention_forward(
         q, k, v, None, None, q.shape[1], k.shape[1], dropout_p, causal, False, scale=softmax_scale
     )
@@ -50,7 +50,7 @@ def _module(name: str, **contents: Any) -> types.ModuleType:
 
 
 def zigzag(folder: str) -> Callable[..., Tensor]:
-    """ring-flash-attention's zigzag ring on torch's FlashAttention 2; inputs are zigzag shards."""
+    """Return ring-flash-attention's zigzag ring on torch's FlashAttention 2; inputs are zigzag shards."""
     names = {f"_flash_attn_{way}": step for way, step in (("forward", _flash_forward), ("backward", _flash_backward))}
     varlen = {f"_flash_attn_varlen_{way}": None for way in ("forward", "backward")}
     if importlib.util.find_spec("flash_attn") is None:  # else it is flash-attn-4's, which our plans may use
@@ -66,7 +66,7 @@ def zigzag(folder: str) -> Callable[..., Tensor]:
 
 @contextlib.contextmanager
 def context_parallel(mesh: DeviceMesh, length: int) -> Iterator[Callable[..., Tensor]]:
-    """PyTorch's context_parallel on cudnn, keys and values by all-gather; inputs are shards as it balances them.
+    """Yield PyTorch's context_parallel on cudnn, keys and values by all-gather; inputs are shards as it balances.
 
     While it lasts it takes the place of ``torch.nn.functional.scaled_dot_product_attention``.
     """

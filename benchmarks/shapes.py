@@ -68,7 +68,7 @@ SHAPES = (
 
 
 def walls_ms(steps: Mapping[str, Step], blocks: int) -> dict[str, list[float]]:
-    """Rounds of about 15 ms of every step in turn."""
+    """Time rounds of about 15 ms of every step in turn."""
     order = random.Random(0)
     calls = {name: max(3, min(200, int(15 / looped_ms(step, 3)))) for name, step in steps.items()}
     times: dict[str, list[float]] = {name: [] for name in steps}

@@ -1,4 +1,4 @@
-"""How much sooner several workers end one search: a simulated probe of 40 cells over a shared storage.
+"""Measures how much sooner several workers end one search: a simulated probe of 40 cells over a shared storage.
 
     python benchmarks/shared_search.py postgresql+psycopg://USER@HOST/DATABASE --workers 4
     python benchmarks/shared_search.py grpc://HOST:PORT --workers 4

@@ -1,4 +1,4 @@
-"""What a store of many profiles costs a node.
+"""Measures what a store of many profiles costs a node.
 
     python benchmarks/store.py [--output FOLDER] [--profiles 10000]
 
@@ -63,7 +63,7 @@ print(json.dumps([sorted(column)[10] for column in zip(*times)]))
 
 
 def profile_of(number: int, rows: int = ROWS) -> Profile:
-    """A profile of this machine with rows for so many lengths."""
+    """Return a profile of this machine with rows for so many lengths."""
     evidence = Evidence(1.25, 0.75, 0.7, 0.8, 1 << 20, 1e-7, 480.0, 26.5, 12)
     plan = Choice(Tunables("fp32", (BranchTunables("flash-cpu", "flash-cpu"),)), evidence)
     entries = (PlanEntry(Workload("train", True, 64 + 8 * row, 4, 32, "fp32"), plan) for row in range(rows))

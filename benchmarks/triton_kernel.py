@@ -71,7 +71,7 @@ class Shape:
 def contenders(
     shape: Shape, dtype: str, backward: bool, facts: HardwareFacts, all_tiles: bool
 ) -> dict[str, BoundKernel]:
-    """Our kernel with its default tiles (or all), and torch's on the same tensors."""
+    """Return our kernel with its default tiles (or all), and torch's on the same tensors."""
     found = {}
     for name in ("triton", *RIVALS):
         compute = "fp32" if dtype == "tf32" and name != "triton" else dtype
@@ -86,7 +86,7 @@ def contenders(
 
 
 def searched(listed: Params, dtype: str, all_tiles: bool) -> list[dict[str, ParamValue]]:
-    """Which parameters to time: every tile of one step beside the defaults of the others, or the defaults alone."""
+    """Return the parameters to time: every tile of one step beside the others' defaults, or the defaults alone."""
     if all_tiles and listed:
         return [{tile: value} for tile, values in listed.items() for value in values]
     if dtype == "fp32" and listed:  # one of each way to make the products of float32

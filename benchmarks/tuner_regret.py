@@ -1,4 +1,4 @@
-"""How far from the best the tuner ends, beside Optuna's samplers with the same privileges, in simulated time.
+"""Measures how far from the best the tuner ends, and Optuna's samplers with its privileges, in simulated time.
 
     python benchmarks/tuner_regret.py --seeds 40 --output benchmarks/results/tuner-regret.json
 
@@ -38,7 +38,7 @@ Task = tuple[str, str, str, int]  # machine, noise, method, seed
 
 
 def run_one(task: Task) -> Outcome:
-    """One method on one problem with one seed; tasks are plain so that processes can share them."""
+    """Run one method on one problem with one seed; tasks are plain so that processes can share them."""
     machine, noise, method, seed = task
     problem = problem_of(machine, noise, seed)
     clock = working_clock()
@@ -72,7 +72,7 @@ def prepare() -> None:
 
 
 def tasks_of(options: argparse.Namespace) -> list[Task]:
-    """Seeds that tune the same instance stand together, as finding its best takes a second."""
+    """Return tasks; seeds that tune the same instance stand together, as finding its best takes a second."""
     return [
         (machine, noise, method, seed)
         for machine in options.kinds
@@ -86,7 +86,7 @@ def tasks_of(options: argparse.Namespace) -> list[Task]:
 
 
 def document(lines: Sequence[Line], outcomes: Sequence[Outcome], seeds: int) -> str:
-    """The table as JSON, with each cell apart."""
+    """Return the table as JSON, with each cell apart."""
     cells = []
     for key in dict.fromkeys((o.machine, o.noise, o.method, o.cell) for o in outcomes):
         found = [o for o in outcomes if (o.machine, o.noise, o.method, o.cell) == key]

@@ -1,4 +1,4 @@
-"""Does a second probe of this machine find the same? Two with different seeds, their choices timed against each other.
+"""Measures whether two probes of this machine with different seeds agree: their choices timed against each other.
 
     python benchmarks/two_probes.py [--seeds A B] [--effort standard] [--device cpu] [--output FOLDER]
     python benchmarks/two_probes.py --profiles FILE FILE
@@ -39,7 +39,7 @@ FEWEST_BLOCKS, MOST_BLOCKS = 20, 200
 
 
 def probe(seed: int, effort: str, device: str | None, folder: Path) -> Path:
-    """A probe that knows nothing of any other; its own exit code 6 leaves out the cells it could not measure."""
+    """Run a probe that knows nothing of any other; its exit code 6 leaves out the cells it could not measure."""
     path = folder / f"seed-{seed}.yaml"
     command = [sys.executable, "-m", "autotune", "probe", "--effort", effort, "--seed", str(seed), "--fresh"]
     command += ["--output", str(path), *(["--device", device] if device else [])]
@@ -61,7 +61,7 @@ def choices_of(path: Path) -> dict[Workload, Tunables]:
 
 
 def timed_against(bench: DeviceBench, workload: Workload, first: Tunables, second: Tunables) -> Interval:
-    """log(first / second), paired; blocks during which the machine was busy with something else do not count."""
+    """Return log(first / second), paired; blocks while the machine was busy with something else do not count."""
     ratios: list[float] = []
     order = random.Random(0)
     for plan in (first, second):

@@ -80,7 +80,7 @@ class Probe:
 
 
 class _Counting(ProbeObserver):
-    """How many plans of each cell were timed."""
+    """Counts how many plans of each cell were timed."""
 
     def __init__(self) -> None:
         self.timed: dict[Workload, int] = {}
@@ -90,7 +90,7 @@ class _Counting(ProbeObserver):
 
 
 def probe(seed: int, budget_s: float, hangs: Part | None) -> Probe:
-    """One probe that knows nothing of any other."""
+    """Run one probe that knows nothing of any other."""
     with tempfile.TemporaryDirectory(prefix="whole-probe-") as folder:
         clock = SimulatedClock(own_s=time.process_time)
         environment = modelled_environment(Path(folder), seed, HOST_SLOWNESS, hangs=hangs, clock=clock)
@@ -114,7 +114,7 @@ def _cell(report: CellReport, timed: int) -> Cell:
 
 
 def agreement(probes: Sequence[Probe]) -> float | None:
-    """The share of cells, over all pairs of probes, whose plans take the same time within AGREED."""
+    """Return the share of cells, over all pairs of probes, whose plans take the same time within AGREED."""
     agreed = []
     for one, other in itertools.combinations(probes, 2):
         theirs = {cell.cell: cell.ms for cell in other.cells}

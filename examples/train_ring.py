@@ -32,7 +32,7 @@ MESH = ("sequence", "data")
 
 
 def rotated(x_BSHD: Tensor, positions_S: Tensor) -> Tensor:
-    """Rotary embedding by *global* positions: which of them a rank holds, the attention module says."""
+    """Apply a rotary embedding by *global* positions: which a rank holds, the attention module says."""
     half = x_BSHD.shape[-1] // 2
     frequencies = 10000.0 ** (-torch.arange(half, device=x_BSHD.device) / half)
     angles = (positions_S[:, None] * frequencies)[:, None]
@@ -91,7 +91,7 @@ if "LOCAL_RANK" in os.environ:  # torchrun
 
 
 def refuse(why: str) -> NoReturn:
-    """One line, said by one rank; the others wait for it, since torchrun ends all when one has ended."""
+    """Refuse in one line, said by one rank; the others wait, since torchrun ends all when one has ended."""
     if rank == 0:
         print(f"{parser.prog}: error: {why}", file=sys.stderr, flush=True)
     if world > 1:

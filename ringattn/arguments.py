@@ -30,7 +30,7 @@ def integer(name: str, value: Any, least: int = 1, most: int | None = None, inst
 
 
 def check_dropout(name: str, value: object) -> None:
-    """InputError unless it is a probability below 1, that a weight is dropped."""
+    """Raise InputError unless it is a probability below 1, that a weight is dropped."""
     if not is_finite(value) or not 0.0 <= value < 1.0:
         raise FieldError(f"is {shown(value)}; it must be in [0, 1)", field=name)
 

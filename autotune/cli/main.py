@@ -57,7 +57,7 @@ def _fail(message: str, code: ExitCode, as_json: bool) -> click.exceptions.Exit:
 
 @contextlib.contextmanager
 def _usage_errors(as_json: bool) -> Iterator[None]:
-    """With --json, print a usage error as a document on stdout, before click reports it on stderr."""
+    """Print a usage error as a document on stdout with --json, before click reports it on stderr."""
     try:
         yield
     except click.UsageError as error:

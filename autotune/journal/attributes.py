@@ -13,7 +13,7 @@ from typing import Any
 from autotune.exit_codes import ProbeFailure
 from autotune.measure.evaluator import Checked, Direction, FailureKind, Fault, Proven, Sample
 from ringattn.errors import ProfileError
-from ringattn.profile.yaml_io import from_plain
+from ringattn.profile.plain_data import from_plain
 
 MOST_NUMBER = 10**6  # of a block or a trial of one cell: the longest probe so far had 400 blocks
 LARGEST_LOG = 50.0  # of a ratio of two times, e^50: further away no float holds their quotient's square

@@ -31,7 +31,7 @@ from autotune.journal.storage.storages import (
     shown,
     storage_errors,
 )
-from ringattn.profile.yaml_io import to_plain
+from ringattn.profile.plain_data import to_plain
 from ringattn.workload import Workload
 
 from .attributes import BadStudy, attribute, read_by_optuna, required, typed
@@ -173,7 +173,7 @@ class Store:
         self._header.set_user_attr(_SINCE, self.worker.number)
 
     def _delete_studies(self) -> None:
-        """Every study of a storage that may hold those of others, too: the probe's own are known by its header."""
+        """Delete the probe's own studies, which its header names: a storage may hold those of others, too."""
         names = set(optuna.get_all_study_names(self._storage))
         if HEADER in names:
             header = optuna.load_study(study_name=HEADER, storage=self._storage)
@@ -204,7 +204,7 @@ class Store:
         return study
 
     def study(self, cell: Workload, sampler: BaseSampler | None = None, pruner: BasePruner | None = None) -> Study:
-        """The study of a cell, with everything an earlier run recorded in it; of a shared search its lease is held."""
+        """Return the study of a cell, with all that an earlier run recorded; of a shared search its lease is held."""
         name = str(cell)
         if self.shared and f"{_CELL}{name}" not in self._header.user_attrs:
             self.set_status(cell, CellStatus())
@@ -229,7 +229,7 @@ class Store:
         self._header.set_user_attr(f"{_CELL}{cell}", to_plain(status))
 
     def remember(self, name: str, value: Any) -> None:
-        """A fact of the whole probe (JSON), such as a cell that is done."""
+        """Record a fact of the whole probe (JSON), such as a cell that is done."""
         self._header.set_user_attr(name, value)
         self.sync()
 

@@ -212,7 +212,7 @@ class _Verification:
         return [plan for plan in dict.fromkeys(plans) if plan != self.winner]
 
     def _verdict(self, standing: Sequence[Entry], since: int) -> VerifiedCell:
-        """Stale when something recorded beside the winner is surely faster by more than the margin.
+        """Say that it is stale where something recorded beside the winner is surely faster by more than the margin.
 
         By the blocks from ``since`` on.
         """

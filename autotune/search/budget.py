@@ -67,7 +67,7 @@ class CellNeed:
 
 
 def allot(needs: Sequence[CellNeed], available_s: float) -> tuple[float, ...]:
-    """Seconds for each cell out of ``available_s``, by expected gain: bases and improvement first, then the rest.
+    """Return each cell's seconds of ``available_s``, by expected gain: bases and improvement first, then the rest.
 
     With all bases served before any improvement the longest dense cell of an H100 got 22 of 128 s, and LongNet ones
     had hardly been searched.
@@ -87,7 +87,7 @@ def allot(needs: Sequence[CellNeed], available_s: float) -> tuple[float, ...]:
 
 
 def _by_square_roots(wanted: Sequence[float], available: float) -> list[float]:
-    """As much of ``available`` for each as its square root says, but no more than it wants."""
+    """Return as much of ``available`` for each as its square root says, but no more than it wants."""
     shares = [0.0] * len(wanted)
     smallest_first = sorted(range(len(wanted)), key=lambda index: wanted[index])
     for position, index in enumerate(smallest_first):  # what one leaves, those that want more get
@@ -146,11 +146,11 @@ class Budget:
         return max(0.0, self.total_s - self.reserve_s - self.elapsed_s())
 
     def deadline(self, seconds: float) -> Deadline:
-        """A deadline ``seconds`` from now, but never beyond what is available."""
+        """Return a deadline ``seconds`` from now, but never beyond what is available."""
         return Deadline(self._clock, self._clock.now() + min(seconds, self.available_s()))
 
     def working_deadline(self, seconds: float, lost_s: Callable[[], float], spare_s: float) -> Deadline:
-        """A deadline after ``seconds`` of work: what ``lost_s`` counts from now on is added, up to ``spare_s``."""
+        """Return a deadline after ``seconds`` of work: what ``lost_s`` counts from now is added, up to ``spare_s``."""
         seconds = min(seconds, self.available_s())
         clock = _WorkingClock(self._clock, lost_s, min(spare_s, self.available_s() - seconds))
         return Deadline(clock, clock.now() + seconds)
@@ -174,7 +174,7 @@ class Deadline:
         return self.clock.now() + seconds <= self.at
 
     def part(self, fraction: float) -> Deadline:
-        """A deadline at ``fraction`` of what remains."""
+        """Return a deadline at ``fraction`` of what remains."""
         return Deadline(self.clock, self.clock.now() + fraction * self.remaining_s())
 
     def earlier_by(self, seconds: float) -> Deadline:
@@ -201,7 +201,7 @@ class Progress:
         self._open[cell] = need.total_s
 
     def remaining_s(self, current: Workload | None = None, current_taken_s: float = 0.0) -> float:
-        """``current`` is the cell at work and ``current_taken_s`` what it has taken so far."""
+        """Estimate the seconds left; ``current`` is the cell at work, ``current_taken_s`` what it has taken so far."""
         # Two seconds of prior weight: the first short cell must not set the pace alone.
         pace = (self._taken_s + 2.0) / (self._planned_s + 2.0)
         ahead = sum(self._open.values()) * pace

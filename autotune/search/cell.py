@@ -122,17 +122,17 @@ class CellState(Readings):
     # --- time -----------------------------------------------------------------------------------------------------
 
     def call_s(self) -> float:
-        """A warm call of the default in seconds; 0 before it was checked."""
+        """Return a warm call of the default in seconds; 0 before it was checked."""
         known = self.checked_default()
         return known.call_ms / 1e3 if known is not None else 0.0
 
     def waited_s(self) -> float:
-        """The same where it is waited for: the device's time or the host's, whichever is longer."""
+        """Return the seconds that such a call is waited for: the device's time or the host's, the longer one."""
         known = self.checked_default()
         return max(known.call_ms / 1e3, known.host_us / 1e6) if known is not None else 0.0
 
     def sample_s(self, plan: Tunables | None = None) -> float:
-        """About what one sample of a plan (the default's) takes: a slow host is waited for first."""
+        """Estimate what one sample of a plan (the default's) takes: a slow host is waited for first."""
         least_s = self.settings.preset.sample_target_ms / 1e3
         entry = self.entries.get(self.default if plan is None else plan)
         if entry is None or entry.checked is None:
@@ -142,7 +142,7 @@ class CellState(Readings):
         return max(least_s, taken_ms / 1e3)
 
     def block_s(self, plans: Iterable[Tunables]) -> float:
-        """Seconds that one block of these plans takes; the default's are two, also where it is among them."""
+        """Return seconds that one block of these plans takes; the default's are two, also where it is among them."""
         return self.transfer.pace.factor * self._samples_s(plans)
 
     def _samples_s(self, plans: Iterable[Tunables]) -> float:
@@ -150,7 +150,7 @@ class CellState(Readings):
         return sum(self.sample_s(plan) for plan in (self.default, self.default, *timed))
 
     def validation_s(self, plan: Tunables | None = None) -> float:
-        """About what validating the default takes, or ``plan`` if its kernels were validated here already."""
+        """Estimate what validating the default takes, or ``plan`` if its kernels were validated here already."""
         validation_workers: int = getattr(self.evaluator, "validation_workers", 1)  # processes that share one
         lengths = math.ceil((1 + self.settings.preset.ragged_lengths) / validation_workers)
         compiled = plan is not None and self.transfer.has_validated(self.workload, plan)
@@ -166,7 +166,7 @@ class CellState(Readings):
         return lost + self.transfer.one_off_s
 
     def timeout_s(self, first: Tunables | None = None) -> float:
-        """Seconds after which a plan counts as hung: never so many that the cell, or the probe, would end with it.
+        """Return seconds after which a plan counts as hung: fewer than the cell, or the probe, has left.
 
         The first call of a plan, ``first``, may have to compile, which has a limit of its own.
         """
@@ -288,11 +288,11 @@ class CellState(Readings):
         self.replace_default(default)
 
     def be_patient(self, left_s: float) -> None:
-        """Blocks may be thrown away again, in a cell that has so much time left."""
+        """Allow blocks to be thrown away again, in a cell that has so much time left."""
         self._patience_s = PATIENCE * left_s
 
     def block(self, entries: Sequence[Entry]) -> bool:
-        """One paired repetition of every entry; False when the block could not be used and nothing was learned.
+        """Time a paired repetition of every entry; False when the block could not be used and nothing was learned.
 
         Raises DefaultBroken after DEFAULT_ATTEMPTS blocks without a default. A disturbed block is thrown away and
         the caller repeats it; on a machine where that does not end, blocks count and the machine as loaded.

@@ -20,7 +20,7 @@ class Limits:
     error: float | None = None
 
     def constraints(self, checked: Checked) -> dict[str, float]:
-        """By name, how far over the limit (relative); 0 or less keeps it."""
+        """Return by name how far over the limit (relative) it is; 0 or less keeps it."""
         broken = {}
         if self.peak_bytes is not None:
             broken["memory"] = checked.peak_bytes / max(self.peak_bytes, 1) - 1.0
@@ -32,7 +32,7 @@ class Limits:
         return all(value <= 0 for value in self.constraints(checked).values())
 
     def missed(self, checked: Collection[Checked]) -> str:
-        """That none of these plans keeps to it, in one line: each limit, how near the nearest comes, the remedy."""
+        """Say in one line that none of these plans keeps to it: each limit, how near the nearest comes, the remedy."""
         limits = []
         if self.peak_bytes is not None:
             mib = math.ceil(min(each.peak_bytes for each in checked) / _MIB)

@@ -38,7 +38,7 @@ from autotune.search.proposing.sampler import SurrogateSampler
 from autotune.search.proposing.samplers import sampler_of
 from autotune.search.proposing.surrogate import Coder
 from autotune.space.space import Space, Value
-from ringattn.profile.yaml_io import to_plain
+from ringattn.profile.plain_data import to_plain
 from ringattn.tunable_rules import LAUNCHES
 from ringattn.workload import Tunables, Workload
 
@@ -165,20 +165,20 @@ class CellSearch:
         return 4 + sum(len(parts_of(p) - parts_of(self.state.default)) <= 1 for p in self._whole_space.kernel_plans)
 
     def least_s(self) -> float:
-        """Seconds under which there is no answer: the default twice beside a few others, in two blocks."""
+        """Return seconds under which there is no answer: the default twice beside a few others, in two blocks."""
         return 2 * 5 * self.state.sample_s()
 
     # --- the whole --------------------------------------------------------------------------------------------------
 
     def recalled(self) -> CellResult | None:
-        """The result that an earlier run came to."""
+        """Return the result that an earlier run came to."""
         record = self.study.noted_result()
         if record is None:
             return None
         return CellResult.of(self.cell, record, self.study.plan_of, self.state.failures())
 
     def run(self, deadline: Deadline, *, seeds: Sequence[Tunables] = ()) -> CellResult:
-        """The cell's result; never raises for what a candidate or the machine did.
+        """Return the cell's result; never raises for what a candidate or the machine did.
 
         ``seeds`` are plans worth trying first: winners of neighbouring cells. KeyboardInterrupt passes with the record
         intact.
@@ -236,7 +236,7 @@ class CellSearch:
         return self._final(deadline).run()
 
     def inconclusive(self, why: str) -> CellResult:
-        """A result without a search: what served before stays, if it is right, or the default, unmeasured."""
+        """Return a result without a search: what served before stays, if it is right, or the default, unmeasured."""
         for plan in self.state.standing[:1]:
             if self.end.allows(self.proposals.check_s()):
                 self.state.check(self.state.entry(plan))
@@ -244,7 +244,7 @@ class CellSearch:
         return self._final(self.end).inconclusive(why)
 
     def refused(self, why: str) -> CellResult:
-        """A result without a plan."""
+        """Return a result without a plan."""
         return self._final(self.end).result("refused", why)
 
     def validate_default(self) -> Fault | None:
@@ -258,7 +258,7 @@ class CellSearch:
         return fault
 
     def run_without_default(self, deadline: Deadline) -> CellResult:
-        """The cell's result when its default failed its validation after all; another right plan stands in for it."""
+        """Return the result when the default failed its validation after all; another right plan stands in for it."""
         self.state.undecided_s = 0.0
         self.state.deadline = deadline
         return self._keep(self.final(deadline))
@@ -279,7 +279,7 @@ class CellSearch:
         return len(self.state.entries) > known
 
     def _enqueued(self) -> list[Tunables]:
-        """The plans to try first; of them those last that compile for seconds, or for what is left if they hang."""
+        """Return the plans to try first; last of them those that compile for seconds, or for the rest if they hang."""
         self.state.torch = torch_plan(self._whole_space, self.state)
         torch = [] if self.state.torch is None else [self.state.torch]
         graphs = self._graphs_of_default()

@@ -58,7 +58,7 @@ class Readings:
     # --- questions ----------------------------------------------------------------------------------------------
 
     def entry(self, plan: Tunables) -> Entry:
-        """The entry of a plan, made when it is first asked for."""
+        """Return the entry of a plan, made when it is first asked for."""
         if plan not in self.entries:
             self.entries[plan] = Entry(plan)
         return self.entries[plan]
@@ -87,7 +87,7 @@ class Readings:
         return {plan: entry.failure for plan, entry in self.entries.items() if entry.failure is not None}
 
     def timed(self) -> list[Entry]:
-        """Entries with readings that did not fail, the default aside."""
+        """Return entries with readings that did not fail, the default aside."""
         return [
             entry
             for entry in self.entries.values()
@@ -98,13 +98,13 @@ class Readings:
         return self.noise_sigma() > bound or self.loaded
 
     def noise_sigma(self) -> float:
-        """Standard deviation of one paired log-ratio; infinite until two blocks were seen."""
+        """Return the standard deviation of one paired log-ratio; infinite until two blocks were seen."""
         if self._noise is None or self._noise[0] != len(self.repeated):
             self._noise = len(self.repeated), statistics.noise_floor(self.repeated)
         return self._noise[1]
 
     def sigma(self) -> float:
-        """The same; before it was seen that of other cells, or what is assumed."""
+        """Return that deviation; before it was seen that of other cells, or what is assumed."""
         sigma = self.noise_sigma()
         return sigma if math.isfinite(sigma) else self.transfer.usual_sigma(UNKNOWN_SIGMA)
 
@@ -113,7 +113,7 @@ class Readings:
         return known.checked if known is not None and known.fault is None else None
 
     def next_block(self) -> int:
-        """Blocks count from 1: reading 0 of a trial is that of its check."""
+        """Return the number of the next block, from 1: reading 0 of a trial is that of its check."""
         return max(self.default_ms, default=0) + 1
 
     def keep_block(self, number: int, block: PairedBlock) -> None:
@@ -174,7 +174,7 @@ class Readings:
         return self._waited_ms(Sample(checked.call_ms, checked.host_us))
 
     def first_look(self, entry: Entry) -> float | None:
-        """log(t / t_default) by the call of its check: unpaired, and good enough to doubt a single reading."""
+        """Return log(t / t_default) by the call of its check: unpaired, and good enough to doubt a single reading."""
         mine, other = entry.checked, self.checked_default()
         if mine is None or other is None or entry.tunables == self.default:
             return None
@@ -183,7 +183,7 @@ class Readings:
         return math.log(self._looked_ms(mine) / min([self._looked_ms(other), *known_ms]))
 
     def median(self, entry: Entry, since: int = 0) -> float:
-        """log(t / t_default) from a block on, see ``statistics.settled``; infinite before the first."""
+        """Return log(t / t_default) from a block on, see ``statistics.settled``; infinite before the first."""
         ratios = [ratio for block, ratio in entry.log_ratios.items() if block >= since]
         if not ratios:
             return math.inf
@@ -199,7 +199,7 @@ class Readings:
         return self._waited_ms(self.typical(entry, since))
 
     def intervals(self, entries: Iterable[Entry], since: int = 0) -> list[Interval]:
-        """log(t / t_default) of each from a block on, the misreadings of the default taken out."""
+        """Return log(t / t_default) of each from a block on, the misreadings of the default taken out."""
         polished, sigma = self.polished(since), self.noise_sigma()
         return [
             statistics.interval_of(
@@ -209,7 +209,7 @@ class Readings:
         ]
 
     def polished(self, since: int = 0) -> dict[Entry, list[float]]:
-        """log(t / t_default) of every timed entry, with the misreadings of the default taken out of each block.
+        """Return log(t / t_default) of every timed entry, misreadings of the default taken out of each block.
 
         A default that was slow by chance makes everything in its block look fast. What the other entries of the
         block, known from elsewhere, agree on is that misreading (median polish).
@@ -237,6 +237,6 @@ class Readings:
         return {entry: [r - offsets[b] for b, r in by_block.items()] for entry, by_block in ratios.items()}
 
     def difference(self, entry: Entry, other: Entry, since: int = 0) -> list[float]:
-        """log(t_entry / t_other) in the blocks that held both."""
+        """Return log(t_entry / t_other) in the blocks that held both."""
         blocks = [block for block in sorted(entry.log_ratios.keys() & other.log_ratios.keys()) if block >= since]
         return [entry.log_ratios[block] - other.log_ratios[block] for block in blocks]

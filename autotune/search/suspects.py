@@ -41,13 +41,13 @@ class Suspects:
     _groups: list[_Group] = field(default_factory=list)
 
     def clear(self, plan: Tunables) -> None:
-        """The plan passed: none of its traits is to blame alone."""
+        """Clear the traits of a plan that passed: none of them is to blame alone."""
         self.passed |= traits_of(plan)
         for group in self._groups:
             group.traits -= self.passed
 
     def blame(self, plan: Tunables, direction: Direction | None = None) -> None:
-        """The plan failed: of another failure's suspects those that it has, too, or all of its own.
+        """Suspect what a failed plan shares with another failure's suspects, or all of its own traits.
 
         Of a failure in one ``direction`` the kernels of the other are not to blame.
         """
@@ -60,7 +60,7 @@ class Suspects:
         self._groups.append(_Group(frozenset(traits)))
 
     def condemned(self) -> frozenset[Trait]:
-        """Traits that alone explain their failures, as often as it takes to give them up."""
+        """Return traits that alone explain their failures, as often as it takes to give them up."""
         found = [g.traits for g in self._groups if len(g.traits) == 1 and UNRELATED**g.failures < GIVEN_UP]
         return frozenset().union(*found)
 

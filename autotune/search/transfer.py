@@ -29,7 +29,7 @@ Part = tuple[str, str]  # "forward" or "backward", and a kernel
 
 
 def parts_of(plan: Tunables) -> frozenset[Part]:
-    """Kernels with their directions."""
+    """Return the kernels with their directions."""
     forward = {("forward", branch.forward) for branch in plan.branches}
     return frozenset(forward | {("backward", branch.backward) for branch in plan.branches if branch.backward})
 
@@ -150,7 +150,7 @@ class Transfer:
         return self.compilers.waits(cell, plan)
 
     def usual_sigma(self, assumed: float) -> float:
-        """Noise that a cell may expect which has timed nothing; ``assumed`` where no other cell has either."""
+        """Return the noise to expect of a cell that has timed nothing; ``assumed`` where no other cell has either."""
         return statistics.median(self.sigmas) if self.sigmas else assumed
 
     # --- time ---------------------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ class Transfer:
     def validation_s(
         self, cell: Workload, plan: Tunables, call_s: float, lengths: int, reference_s: float = 0.0
     ) -> float:
-        """About what validating the plan takes: what it took at another length, or a first call at each ragged one.
+        """Estimate what validating the plan takes: as at another length, or a first call at each ragged one.
 
         Before the first of a cell a reference at each length is added: on a CPU these take most of it.
 
@@ -199,12 +199,12 @@ class Transfer:
     # --- plans --------------------------------------------------------------------------------------------------
 
     def alike(self, cell: Workload) -> list[Timed]:
-        """The finished cells that differ in length only, nearest first."""
+        """Return the finished cells that differ in length only, nearest first."""
         alike = [done for done in self.finished if done.cell.at(cell.seq_len) == cell and done.cell != cell]
         return sorted(alike, key=lambda done: abs(done.cell.seq_len - cell.seq_len))
 
     def hopeless(self, space: Space) -> set[Part]:
-        """Kernels, by direction, with which nothing came near the best at the nearest length that tried them.
+        """Return kernels, by direction, that came nowhere near the best at the nearest length that tried them.
 
         Whatever else the plans had: one that is slow in place may be the fastest on copies. The default's stay.
         """
@@ -218,7 +218,7 @@ class Transfer:
         return {part for part, behind in best.items() if behind > HOPELESS} - parts_of(space.default)
 
     def hints(self, space: Space, count: int) -> list[Tunables]:
-        """The best plans of the nearest length, as far as they can run here."""
+        """Return the best plans of the nearest length, as far as they can run here."""
         for timed in self.alike(space.workload):
             ranked = sorted(timed.behind, key=lambda plan: timed.behind[plan])
             return [plan for plan in ranked if space.holds(plan)][:count]
@@ -234,7 +234,7 @@ def _shapes(plan: Tunables) -> int:
 
 
 def without(space: Space, parts: Collection[tuple[str, Value]]) -> Space:
-    """The space without some values of knobs, such as a kernel in one direction; the default stays what it is."""
+    """Return the space without some values of knobs, such as a kernel in one direction; the default stays."""
     if not parts:
         return space
     knobs = {
@@ -246,7 +246,7 @@ def without(space: Space, parts: Collection[tuple[str, Value]]) -> Space:
 
 
 def without_inert(space: Space) -> Space:
-    """The space without knobs that change nothing here: a dense plan never looks at a pool or a pattern."""
+    """Return the space without knobs that change nothing here: a dense plan never looks at a pool or a pattern."""
     here = space.identity(space.default)
     knobs = dict(space.knobs)
     for name, dependent in (("pattern_cache", ()), ("pool_threshold_mib", ("pool_strategy",))):

@@ -117,7 +117,7 @@ def encode(workload: Workload, tunables: Tunables) -> Assignment:
 
 
 def distance(workload: Workload, plan: Tunables, default: Tunables) -> int:
-    """The number of knobs in which a plan differs from the default."""
+    """Return the number of knobs in which a plan differs from the default."""
     here, there = encode(workload, plan), encode(workload, default)
     return sum(here.get(name) != there.get(name) for name in here.keys() | there.keys())
 
@@ -207,7 +207,7 @@ class Space:
         return self.identity(tunables) is not None
 
     def identity(self, tunables: Tunables) -> Hashable | None:
-        """Equal for plans with equal steps; None for a plan that cannot run."""
+        """Return a key, equal for plans with equal steps; None for a plan that cannot run."""
         if tunables not in self._identities:
             runs = not self.machine.reasons(self.workload, tunables)
             self._identities[tunables] = self.machine.identity(self.workload, tunables) if runs else None
@@ -252,7 +252,7 @@ class Space:
         return tuple(moves)
 
     def combine(self, base: Tunables, changes: Mapping[str, Value]) -> Tunables | None:
-        """``base`` with several knobs turned at once, or None where that cannot run."""
+        """Return ``base`` with several knobs turned at once, or None where that cannot run."""
         plan = decode(self.workload, encode(self.workload, base) | dict(changes))
         return plan if self.valid(plan) else None
 

@@ -45,7 +45,7 @@ def dense() -> str:
 
 
 def _shape(work: str) -> str:
-    """``B1 S8192 H32/8 D128 causal, forward + backward``; bf16 is not said."""
+    """Return ``B1 S8192 H32/8 D128 causal, forward + backward``; bf16 is not said."""
     shape, _, mode = work.replace(" bf16", "").rpartition(" ")
     return f"{shape}, {'forward + backward' if mode == 'train' else 'forward'}"
 
@@ -121,7 +121,7 @@ def dilated() -> str:
 
 
 def _pair(kernels: str) -> str:
-    """``cuDNN and flash-attn-4`` of ``cudnn+flash-attn-4 kernels``: forward and backward."""
+    """Return ``cuDNN and flash-attn-4`` of ``cudnn+flash-attn-4 kernels``: forward and backward."""
     return " and ".join(KERNELS[name] for name in kernels.removesuffix(" kernels").split("+"))
 
 

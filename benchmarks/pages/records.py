@@ -1,4 +1,4 @@
-"""What the makers of tables share: the committed records, how figures are written, and the names of the makers."""
+"""Shared by the makers of tables: the committed records, how figures are written, and the names of the makers."""
 
 from __future__ import annotations
 

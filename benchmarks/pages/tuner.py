@@ -26,7 +26,7 @@ METHODS = {
 
 @figures
 def regret() -> str:
-    """GP, whose fits take long, has fewer seeds than the others."""
+    """Return the table of regret; GP, whose fits take long, has fewer seeds than the others."""
     lines = {(line["machine"], line["noise"], line["method"]): line for line in record("tuner-regret")["lines"]}
     rows = []
     for machine, meaning in REGRET_KINDS.items():

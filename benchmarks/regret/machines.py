@@ -43,7 +43,7 @@ class InventedMachine(Protocol):
 
 
 def cell_of(number: int, *, dilated: bool | None = None, train: bool | None = None, seq_len: int = LONG) -> Workload:
-    """Dense and dilated, inference and training in turn, where nothing else is asked for."""
+    """Return a cell, dense or dilated, of inference or training in turn, where nothing else is asked for."""
     if dilated if dilated is not None else bool(number & 2):
         rates = RATES[number // 2 % len(RATES)]
         pattern = Pattern.of([seq_len // 8, seq_len // 4, seq_len // 2], list(rates))
@@ -54,7 +54,7 @@ def cell_of(number: int, *, dilated: bool | None = None, train: bool | None = No
 
 
 def space_of(cell: Workload, kernels: tuple[str, ...], default: str) -> Space:
-    """All plans of these kernels; the last but one has parameters. Refused is only what would have no effect."""
+    """Return all plans of these kernels; the last but one has parameters. Refused is only what would have no effect."""
 
     def reasons(workload: Workload, plan: Tunables) -> tuple[str, ...]:
         views = all(branch.gather == "view" for branch in plan.branches)
@@ -76,7 +76,7 @@ def space_of(cell: Workload, kernels: tuple[str, ...], default: str) -> Space:
 
 @dataclass(frozen=True, slots=True)
 class Deal:
-    """What every kind starts from: kernels in their roles, the default's first, and numbers to draw more from."""
+    """Start of every kind: kernels in their roles, the default's first, and numbers to draw more from."""
 
     space: Space
     kernels: tuple[str, ...]
@@ -89,7 +89,7 @@ class Deal:
         return cls(space_of(cell, (*kernels, SLOW), kernels[0]), kernels, rng)
 
     def parts(self, base_ms: float, speeds: Mapping[Part, float], number: int) -> PartsMachine:
-        """Kernels without a speed of their own are somewhat slower than the default's."""
+        """Make a machine; kernels without a speed of their own are somewhat slower than the default's."""
         branches = len(self.space.default.branches)
         shares = self.rng.dirichlet([4.0] * branches) if branches > 1 else [1.0]
         drawn = {(k, d): self.rng.uniform(1.02, 1.5) for k in self.kernels for d in ("forward", "backward")}
@@ -117,7 +117,7 @@ class Deal:
 
 
 def launch_bound(number: int) -> PartsMachine:
-    """Short calls: the host's time hides that of the device for most plans, so that most look alike."""
+    """Make short calls: the host's time hides that of the device for most plans, so that most look alike."""
     deal = Deal.of(1, number, cell_of(number, seq_len=2048))
     rng = deal.rng
     launch_us = {kernel: float(us) for kernel, us in zip(deal.kernels, rng.permutation([25, 38, 45, 60]), strict=True)}
@@ -128,7 +128,7 @@ def launch_bound(number: int) -> PartsMachine:
 
 
 def pays_together(number: int) -> PartsMachine:
-    """A window, a backward kernel and a checkpoint mode that gain a fifth together, and cost something each alone."""
+    """Make a window, a backward kernel and a checkpoint mode that pay together, and cost something each alone."""
     deal = Deal.of(2, number, cell_of(number, dilated=True, train=True))
     backward = deal.kernels[1 + number % 3]
     windows = [window for window in deal.space.knobs["window_tokens"] if window is not None]
@@ -142,7 +142,7 @@ def pays_together(number: int) -> PartsMachine:
 
 
 def two_optima(number: int) -> TwoOptima:
-    """Two plans 1 % apart that have little in common; the slower is a step or two from the default."""
+    """Make two plans 1 % apart that have little in common; the slower is a step or two from the default."""
     deal = Deal.of(3, number, cell_of(number))
     space, rng = deal.space, deal.rng
     near = space.default
@@ -158,7 +158,7 @@ def two_optima(number: int) -> TwoOptima:
 
 
 def slow_default(number: int) -> PartsMachine:
-    """A default six times too slow; the best is a kernel that looks hopeless until its rows are gathered."""
+    """Make a default six times too slow; the best is a kernel that looks hopeless until its rows are gathered."""
     deal = Deal.of(4, number, cell_of(number, dilated=True))
     hopeless = deal.kernels[1 + number % 3]
     speeds = {}
@@ -171,7 +171,7 @@ def slow_default(number: int) -> PartsMachine:
 
 
 def traps(number: int) -> PartsMachine:
-    """The fastest kernel is wrong, the next wrong at other lengths, and the next hangs in one direction."""
+    """Make traps: the fastest kernel is wrong, the next wrong at other lengths, the next hangs in one direction."""
     deal = Deal.of(5, number, cell_of(number))
     default, wrong, unproven, hanging = deal.kernels
     train = deal.space.workload.train

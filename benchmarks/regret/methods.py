@@ -31,7 +31,7 @@ class Choice:
 
 
 def ringtune(problem: Problem, seed: int, clock: SimulatedClock) -> Choice:
-    """The product's search of one cell; without an answer the default runs."""
+    """Run the product's search of one cell; without an answer the default runs."""
     search = CellSearch(
         problem.space,
         problem.evaluator(clock, seed),

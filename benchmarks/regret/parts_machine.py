@@ -69,7 +69,7 @@ class PartsMachine:
     # --- the truth ----------------------------------------------------------------------------------------------
 
     def row(self, workload: Workload, plan: Tunables) -> Row:
-        """The Row of a plan, as ReplayEvaluator wants it."""
+        """Return the Row of a plan, as ReplayEvaluator wants it."""
         assert workload == self.space.workload
         ran = set(parts_of(plan))
         if self.hangs in ran:
@@ -93,7 +93,7 @@ class PartsMachine:
         return self._total(sum(device for device, _ in costs), sum(host for _, host in costs), whole)
 
     def _branch(self, number: int, branch: BranchTunables, whole: Mapping[str, Value]) -> tuple[float, float]:
-        """Device time relative to a default call, and us of the host."""
+        """Return the device time relative to a default call, and us of the host."""
         train, share = bool(branch.backward), self.shares[number]
         forward_share = FORWARD_SHARE if train else 1.0
         device = share * forward_share * self._kernel(number, branch.forward, "forward", branch.gather, whole)
@@ -121,7 +121,7 @@ class PartsMachine:
         return time
 
     def _may_pay(self, whole: Mapping[str, Value]) -> bool:
-        """Whether the window and the checkpoint mode are those that pay with one backward kernel."""
+        """Return whether the window and the checkpoint mode are those that pay with one backward kernel."""
         wanted = self.together
         return wanted is not None and (whole.get("window_tokens"), whole.get("checkpoint")) == (
             wanted.window_tokens,
@@ -129,7 +129,7 @@ class PartsMachine:
         )
 
     def _total(self, device: float, host_us: float, whole: Mapping[str, Value]) -> tuple[float, float]:
-        """ms of the device and us of the host."""
+        """Return ms of the device and us of the host."""
         checkpoint, window = whole.get("checkpoint", "selective"), whole.get("window_tokens")
         if self.space.workload.train:
             device += {"full": self.recomputed, "offload": OFFLOAD, "none": NONE}.get(str(checkpoint), 0.0)
@@ -144,7 +144,7 @@ class PartsMachine:
         return device * self.base_ms, host_us
 
     def _own(self, *where: object) -> float:
-        """A standard normal number of one place, the same in every process."""
+        """Return a standard normal number of one place, the same in every process."""
         if where not in self._owned:
             rng = np.random.default_rng((self.seed, zlib.crc32(repr(where).encode())))
             self._owned[where] = float(rng.standard_normal())
@@ -156,7 +156,7 @@ class PartsMachine:
     # --- its best -----------------------------------------------------------------------------------------------
 
     def best_ms(self) -> float:
-        """True ms of the fastest plan that is right."""
+        """Return true ms of the fastest plan that is right."""
         fronts: dict[Hashable, dict[bool, list[tuple[float, float]]]] = {}
         best = math.inf
         for whole in self._wholes():
@@ -180,7 +180,7 @@ class PartsMachine:
             yield dict(zip(names, values, strict=True))
 
     def _fronts(self, whole: Assignment) -> dict[bool, list[tuple[float, float]]]:
-        """Sums over all branches that no other beats in both device and host, by whether anything is gathered."""
+        """Return sums over all branches unbeaten in both device and host, by whether anything is gathered."""
         fronts: dict[bool, list[tuple[float, float]]] = {False: [(0.0, 0.0)]}
         for number in range(len(self.shares)):
             grown: dict[bool, list[tuple[float, float]]] = {}
@@ -193,7 +193,7 @@ class PartsMachine:
         return fronts
 
     def _choices(self, number: int) -> Iterator[BranchTunables]:
-        """Every right choice for a branch."""
+        """Return every right choice for a branch."""
         knobs = self.space.knobs
         backwards = knobs.get(f"backward.{number}", ("",))
         for forward, backward, gather in itertools.product(
@@ -209,7 +209,7 @@ class PartsMachine:
 
 
 def _whole(workload: Workload, plan: Tunables) -> Assignment:
-    """The knobs that hold for all branches."""
+    """Return the knobs that hold for all branches."""
     return {
         name: value
         for name, value in encode(workload, plan).items()
@@ -218,7 +218,7 @@ def _whole(workload: Workload, plan: Tunables) -> Assignment:
 
 
 def _front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The points that no other beats in both."""
+    """Return the points that no other beats in both."""
     kept: list[tuple[float, float]] = []
     for point in sorted(points):
         if not kept or point[1] < kept[-1][1]:

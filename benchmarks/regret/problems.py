@@ -70,7 +70,7 @@ class Problem:
         )
 
     def true_ms(self, plan: Tunables) -> float:
-        """What a loop of calls waits for."""
+        """Return what a loop of calls waits for."""
         row = with_graphs(self.truth)(self.space.workload, plan)
         assert row.checked is not None
         return waited_ms(row.median_ms, row.checked.host_us, "eager") if self.asynchronous else row.median_ms
@@ -81,7 +81,7 @@ class Problem:
         return self.machine in KINDS
 
     def is_right(self, plan: Tunables) -> bool:
-        """Whether the plan passes its check and is right at other lengths."""
+        """Return whether the plan passes its check and is right at other lengths."""
         row = with_graphs(self.truth)(self.space.workload, plan)
         return row.fault is None and row.unproven is None
 
@@ -91,18 +91,18 @@ class Problem:
 
 
 def working_clock() -> SimulatedClock:
-    """A clock that charges the CPU time of this process beside what the machine takes."""
+    """Return a clock that charges the CPU time of this process beside what the machine takes."""
     return SimulatedClock(own_s=time.process_time)
 
 
 def names() -> tuple[str, ...]:
-    """The machines there are: invented kinds, recorded tables, and the synthetic one."""
+    """Return the machines there are: invented kinds, recorded tables, and the synthetic one."""
     recorded = (path.name.partition(".")[0] for path in sorted(DATA.glob("*.json.gz")))
     return (*KINDS, *recorded, SYNTHETIC)
 
 
 def problem_of(machine: str, noise: str, seed: int) -> Problem:
-    """The cell that a seed tunes: instances of a machine in turn, so that several seeds tune each."""
+    """Return the cell that a seed tunes: instances of a machine in turn, so that several seeds tune each."""
     if machine in KINDS:
         return _invented(machine, noise, seed % INSTANCES)
     if machine == SYNTHETIC:
@@ -135,7 +135,7 @@ def _recorded(name: str, noise: str, number: int) -> Problem:
 
 
 def _synthetic(noise: str, number: int) -> Problem:
-    """A dilated training cell on a machine nobody has; see SyntheticMachine."""
+    """Return a dilated training cell on a machine nobody has; see SyntheticMachine."""
     machine, space = _synthetic_machine(number)
     return Problem(SYNTHETIC, f"{number}: {space.workload}", noise, space, machine.row, _best_synthetic(number))
 
@@ -150,14 +150,14 @@ def _synthetic_machine(number: int) -> tuple[SyntheticMachine, Space]:
 
 @functools.cache
 def _best_synthetic(number: int) -> float:
-    """What many hill climbs on the truth find."""
+    """Return what many hill climbs on the truth find."""
     machine, space = _synthetic_machine(number)
     climbs = (_climb(space, machine.log_ratio, np.random.default_rng((number, n))) for n in range(HILL_CLIMBS))
     return machine.base_ms * math.exp(min(climbs))
 
 
 def _climb(space: Space, log_ratio: Callable[[Tunables], float], rng: np.random.Generator) -> float:
-    """The value at the end of a steepest descent from a random plan."""
+    """Return the value at the end of a steepest descent from a random plan."""
     knobs = list(space.knobs)
     plan = decode(space.workload, {name: space.knobs[name][rng.integers(len(space.knobs[name]))] for name in knobs})
     here = log_ratio(plan)

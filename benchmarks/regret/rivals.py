@@ -40,7 +40,7 @@ HUNG_CALLS = 15  # times the default's call, beside HANG_S
 
 @dataclass
 class Rival:
-    """What one study knows: the plans it timed, as log(t / t_default) by block, and how others failed."""
+    """Knowledge of one study: the plans it timed, as log(t / t_default) by block, and how others failed."""
 
     problem: Problem
     seed: int
@@ -57,7 +57,7 @@ class Rival:
         self._workload, self._default = self.problem.space.workload, self.problem.space.default
 
     def run(self, sampler: optuna.samplers.BaseSampler) -> tuple[Tunables, float]:
-        """The plan to run, and the ratio to the default that it claims."""
+        """Return the plan to run, and the ratio to the default that it claims."""
         default = self.evaluator.check(self._workload, self._default, timeout_s=4 * HANG_S)
         assert isinstance(default, Checked), default
         self.call_s = default.call_ms / 1e3
@@ -70,7 +70,7 @@ class Rival:
         return self._choice(finalists, proof_s)
 
     def _proof_s(self) -> float:
-        """What validating the default takes. It stays without that, as it runs without a tuner, too."""
+        """Return what validating the default takes. It stays without that, as it runs without a tuner, too."""
         clock = SimulatedClock()
         with self.clock.uncharged():
             self.problem.evaluator(clock, self.seed).validate(self._workload, self._default, timeout_s=4 * HANG_S)
@@ -106,7 +106,7 @@ class Rival:
             study.tell(trial, self._value(plan))
 
     def _value(self, plan: Tunables) -> float:
-        """What a plan counts as; one that gave no number counts as the slowest that did."""
+        """Return what a plan counts as; one that gave no number counts as the slowest that did."""
         if plan in self.ratios:
             return float(np.median(self.ratios[plan]))
         return max((float(np.median(logs)) for logs in self.ratios.values()), default=0.0)
@@ -131,7 +131,7 @@ class Rival:
                 return
 
     def _is_hopeless(self, plan: Tunables) -> bool:
-        """Whether a part of it hung, in every plan that had it."""
+        """Return whether a part of it hung, in every plan that had it."""
         hung = [other for other, fault in self.failed.items() if fault.kind == "timeout"]
         return _shares_blame(plan, hung, self.ratios)
 
@@ -154,7 +154,7 @@ class Rival:
     # --- the choice ---------------------------------------------------------------------------------------------
 
     def _finalists(self, until_s: float) -> list[Tunables]:
-        """The best few, the very best of them validated: most of what is fast has the same kernels."""
+        """Return the best few, the very best of them validated: most of what is fast has the same kernels."""
         contenders = [plan for plan in self.ratios if plan != self._default and self._value(plan) < CONTENDER]
         ranked = sorted(contenders, key=self._value)
         while ranked and self.clock.now() < until_s and not self._is_proven(ranked[0]):
@@ -190,6 +190,6 @@ class Rival:
 
 
 def _shares_blame(plan: Tunables, failed: Iterable[Tunables], went_well: Iterable[Tunables]) -> bool:
-    """Whether it has all those parts of a failed plan that no other was well with."""
+    """Return whether it has all those parts of a failed plan that no other was well with."""
     innocent = {part for other in went_well for part in parts_of(other)}
     return any((blamed := set(parts_of(other)) - innocent) and blamed <= set(parts_of(plan)) for other in failed)

@@ -17,7 +17,7 @@ from ringattn.workload import Tunables, Workload
 
 @functools.lru_cache(maxsize=100_000)
 def _standard_normal(seed: int, where: tuple[int, ...]) -> float:
-    """One draw per place, the same whenever and in whatever order it is asked for."""
+    """Return one draw per place, the same whenever and in whatever order it is asked for."""
     return float(np.random.default_rng((seed, *where)).standard_normal())
 
 
@@ -37,7 +37,7 @@ class SyntheticMachine:
     base_ms: float = 5.0
 
     def log_ratio(self, plan: Tunables) -> float:
-        """log(t / t_default), the truth."""
+        """Return log(t / t_default), the truth."""
         chosen = encode(self.workload, plan)
         names = [name for name in self.knobs if len(self.knobs[name]) > 1]
         total = 0.0

@@ -21,7 +21,7 @@ Proposer = Literal["sampler", "queue", "default"]  # of a choice
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one method chose on one problem: ratios are of true times.
+    """Choice of one method on one problem: ratios are of true times.
 
     A plan that is wrong, at its own length or at others, has no time: its regret is infinite. ``spent_s`` is simulated,
     ``own_s`` the part of it that the tuner itself worked. ``claimed`` is the ratio to the default that the method told,
@@ -45,7 +45,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What one method came to on one machine under one noise; shares are of its runs, or of pairs of seeds."""
+    """Result of one method on one machine under one noise; shares are of its runs, or of pairs of seeds."""
 
     machine: str
     noise: str
@@ -105,7 +105,7 @@ def _share(by: Proposer, outcomes: Sequence[Outcome]) -> float:
 
 
 def _quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that so many are not above; between infinities nothing can be interpolated."""
+    """Return the smallest value that so many are not above; between infinities nothing can be interpolated."""
     return float(np.quantile(values, share, method="inverted_cdf"))
 
 
@@ -114,7 +114,7 @@ def _rounded(value: float) -> float | None:
 
 
 def agreement(outcomes: Iterable[Outcome]) -> float | None:
-    """The share of pairs of seeds of one cell whose choices take the same true time within AGREED.
+    """Return the share of pairs of seeds of one cell whose choices take the same true time within AGREED.
 
     A plan that is wrong agrees with nothing. None where no two seeds tuned the same cell.
     """
@@ -130,7 +130,7 @@ def agreement(outcomes: Iterable[Outcome]) -> float | None:
 
 
 def lines_of(outcomes: Sequence[Outcome], together: Sequence[str]) -> list[Line]:
-    """A line for each machine, noise and method, and for each method one over all of the machines ``together``."""
+    """Return a line for each machine, noise and method, and for each method one over all machines ``together``."""
     lines = []
 
     def by(key: Callable[[Outcome], Any], found: Iterable[Outcome]) -> dict[Any, list[Outcome]]:
@@ -148,7 +148,7 @@ def lines_of(outcomes: Sequence[Outcome], together: Sequence[str]) -> list[Line]
 
 
 def printed(lines: Sequence[Line]) -> str:
-    """The lines as one table of text."""
+    """Return the lines as one table of text."""
     rows = [
         f"{'machine':<13} {'noise':<9} {'method':<9} {'runs':>4} {'regret: median':>14} {'p90':>7}"
         f" {'two seeds agree':>15} {'worse than default':>18} {'wrong':>5} {'overrun':>7} {'sampler':>7}"

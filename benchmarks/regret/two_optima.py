@@ -26,7 +26,7 @@ class TwoOptima:
     apart: float = 0.01
 
     def row(self, workload: Workload, plan: Tunables) -> Row:
-        """The Row of a plan, as ReplayEvaluator wants it."""
+        """Return the Row of a plan, as ReplayEvaluator wants it."""
         assert workload == self.space.workload
         to_near = self.slope * distance(workload, plan, self.near)
         to_far = self.slope * distance(workload, plan, self.far) - math.log1p(self.apart)
@@ -37,5 +37,5 @@ class TwoOptima:
         return True
 
     def best_ms(self) -> float:
-        """True ms of the far plan."""
+        """Return true ms of the far plan."""
         return self.base_ms / (1 + self.apart)

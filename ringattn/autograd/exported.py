@@ -20,8 +20,8 @@ from ringattn.hardware.facts import detect
 from ringattn.planning.module_setup import say_once
 from ringattn.planning.plan import build_plan
 from ringattn.planning.table import PlanTable, Question, table_of
+from ringattn.profile.plain_data import from_plain, to_plain
 from ringattn.profile.schema import Choice, PlanEntry
-from ringattn.profile.yaml_io import from_plain, to_plain
 from ringattn.runtime.inputs import check_length
 from ringattn.runtime.packed.documents import TENSORS_ALONE, Extent
 from ringattn.runtime.packed.documents_program import load_program

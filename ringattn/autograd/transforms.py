@@ -107,7 +107,7 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Nothing is kept: there is no second derivative."""
+        """Keep nothing: there is no second derivative."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> NoReturn:

@@ -284,7 +284,7 @@ class KVCache:
         return made
 
     def check_held(self, counts: Sequence[int]) -> None:
-        """InputError where the cache does not hold the queries' positions, or no longer what they see."""
+        """Raise InputError where the cache does not hold the queries' positions, or no longer what they see."""
         for b, (count, begin, length) in enumerate(zip(counts, self._begins, self._lengths, strict=True)):
             if count > length - begin:
                 raise InputError(

@@ -141,7 +141,7 @@ def _merged(parts_RBSHD: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _check(module: CrossModule, q: Tensor, cache: KVCache) -> None:
-    """InputError where q does not fit the module, or the cache does not; once for those that look alike."""
+    """Raise InputError where q does not fit the module, or the cache does not; once for those that look alike."""
     if transforms_active() or torch.compiler.is_exporting():
         raise InputError("torch.export and torch.func take no cache")
     if not isinstance(cache, KVCache):

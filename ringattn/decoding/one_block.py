@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from ringattn.kernels.aten import groups_as_rows
+from ringattn.kernels.aten.flash_cpu import groups_as_rows
 from ringattn.kernels.contract import Forward
 from ringattn.kernels.torch_entry import Attend, torch_entry, torch_kernel
 from ringattn.runtime.executor import Executor, Kept

@@ -1,4 +1,4 @@
-"""Between a rank's tensors and the rows of a chunk: gathered, written, added, merged. Plain torch, any device.
+"""Gathers, writes, adds and merges rows of a chunk in a rank's tensors. Plain torch, any device.
 
 Legend: B batch, S local length, H heads; of a chunk: N segments times batch, M rows, J key/value heads, G = H / Hkv,
 D head dim. A row tensor is (N, M, J * G, D), its lse (N, J * G, M); ``group`` is G, and 1 for keys and values.

@@ -132,7 +132,7 @@ class RunningChunk:
         raise NotImplementedError
 
     def move_grads(self, hop: Hop, batch: Batch) -> None:
-        """Only a backward has gradients to move."""
+        """Do nothing: only a backward has gradients to move."""
 
     def arrived(self, step: int) -> tuple[Tensor, Tensor]:
         """Return K and V that the hop of this step brought, in the compute dtype."""

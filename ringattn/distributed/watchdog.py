@@ -37,7 +37,7 @@ class DeviceWaits(Protocol):
     """Waits for peers on the device, which no timeout of torch ends."""
 
     def waits_s(self) -> float:
-        """Seconds for which the oldest has been under way; 0 where none is."""
+        """Return seconds for which the oldest has been under way; 0 where none is."""
 
     def release(self) -> None:
         """End them all."""

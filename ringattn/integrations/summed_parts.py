@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 class Source(NamedTuple):
-    """What the stand-ins of a parameter are made from: where gradients are summed, and the values."""
+    """Source of the stand-ins of a parameter: where gradients are summed, and the values."""
 
     sum: Tensor
     values: Tensor

@@ -182,7 +182,7 @@ def attend_cached(
 
 
 def _check_call(call: Call, options: dict[str, Any]) -> None:
-    """InputError for what a call over a cache does not follow."""
+    """Raise InputError for what a call over a cache does not follow."""
     if not call.causal:
         raise InputError("a cache is for causal attention, and this is not; use DynamicCache, on one rank")
     for name in ("cu_seq_lens_q", "cu_seq_lens_k", "total_length", "lengths"):
@@ -193,7 +193,7 @@ def _check_call(call: Call, options: dict[str, Any]) -> None:
 
 
 def _check_positions(position_ids: Tensor | None, kept: Tensor | None, past: int, new: int) -> None:
-    """InputError where positions of a prompt start again at 0: documents, which may not see each other."""
+    """Raise InputError where positions of a prompt start again at 0: documents, which may not see each other."""
     if position_ids is None or new == 1 or position_ids.dim() != 2 or position_ids.shape[1] != new:
         return
     zeros = remembered(_zeros, position_ids)

@@ -198,7 +198,7 @@ def _check_mask(
     causal: bool,
     sliding_window: int | None,
 ) -> None:
-    """InputError unless the mask of this rank's positions says what holds without it."""
+    """Raise InputError unless the mask of this rank's positions says what holds without it."""
     keys = keys_of(mask, causal)
     if keys.window not in (None, sliding_window):
         raise InputError(f"sliding_window is {sliding_window}, and the attention mask has {keys.window}")

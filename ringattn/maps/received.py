@@ -26,7 +26,7 @@ Reduce = Literal["sum", "mean"]
 
 
 def check_arguments(q: Tensor, reduce: Reduce, queries: Tensor | None, lse: Tensor | None) -> None:
-    """InputError where an argument of ``received`` does not fit q (B, S, H, D)."""
+    """Raise InputError where an argument of ``received`` does not fit q (B, S, H, D)."""
     if reduce not in get_args(Reduce):
         raise InputError(f"reduce is {reduce!r}; use one of {', '.join(get_args(Reduce))}")
     batch, length, heads, _ = q.shape

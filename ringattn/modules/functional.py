@@ -75,7 +75,7 @@ def _four_dimensions(x: Tensor) -> Tensor:
 
 
 def _check_mask(mask: object, is_causal: bool, scores: tuple[int, ...]) -> None:
-    """InputError unless the mask can be broadcast to the shape of the scores, (..., H, Sq, Sk), as torch's must be."""
+    """Raise InputError unless the mask can be broadcast to the scores, (..., H, Sq, Sk), as torch's must be."""
     if is_causal:
         raise InputError("attn_mask and is_causal are both given; give one of them")
     if not isinstance(mask, Tensor):

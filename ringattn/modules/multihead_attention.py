@@ -157,7 +157,7 @@ class MultiheadAttention(nn.Module):
         return self._attended(*arguments)
 
     def check_input(self, name: str, x: Tensor) -> None:
-        """InputError unless x is a sequence (B, S, E) of this module's width and dtype; all ranks are told."""
+        """Raise InputError unless x is a sequence (B, S, E) of this module's width and dtype; all ranks are told."""
         if self._pool.over_ranks:
             outside_graphs(self._told, check_sequences, {name: (x, self.embed_dim)}, self.out_proj.weight)
         else:

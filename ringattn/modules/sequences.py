@@ -15,7 +15,7 @@ from ringattn.geometry.layout import check_own
 
 
 def check_sequences(widths: Mapping[str, tuple[Tensor, int]], weight: Tensor) -> None:
-    """InputError unless these are sequences of their widths for ``weight``, all of as many dimensions, 2 or 3.
+    """Raise InputError unless these are sequences of their widths for ``weight``, all of as many dimensions, 2 or 3.
 
     ``widths`` are tensors and the E that each must have, by name.
     """
@@ -43,7 +43,7 @@ def check_sequences(widths: Mapping[str, tuple[Tensor, int]], weight: Tensor) ->
 
 
 def check_alike(query: Tensor, key: Tensor, value: Tensor, batch_dim: int) -> None:
-    """InputError unless the batches are equal, and key and value of one length; ``batch_dim`` is of three."""
+    """Raise InputError unless the batches are equal, and key and value of one length; ``batch_dim`` is of three."""
     if query.dim() == 3:
         for name, x in (("key", key), ("value", value)):
             if x.shape[batch_dim] != query.shape[batch_dim]:
@@ -58,7 +58,7 @@ def check_alike(query: Tensor, key: Tensor, value: Tensor, batch_dim: int) -> No
 
 
 def check_mask(name: str, mask: object) -> None:
-    """InputError unless it is a mask, boolean or floating point, or None."""
+    """Raise InputError unless it is a mask, boolean or floating point, or None."""
     if mask is None:
         return
     if not isinstance(mask, Tensor):

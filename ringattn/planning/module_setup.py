@@ -39,7 +39,7 @@ _ONE_LEVEL = logging.WARNING - logging.INFO
 
 
 def say_once(level: int, message: str, of_first: str = "") -> None:
-    """Logs a message once a process, with what the first to say it adds: a model builds a module per layer.
+    """Log a message once a process, with what the first to say it adds: a model builds a module per layer.
 
     Ranks of a job that are not the first on their host log it one level lower, a warning as INFO.
     """
@@ -78,7 +78,7 @@ class ModuleSetup:
     shape: ModuleShape
 
     def place_of(self, entry: PlanEntry) -> str:
-        """File and key path of one of ``entries``."""
+        """Return the file and key path of one of ``entries``."""
         source = self.source_of(entry)
         return f"{source.path}: plans[{source.profile.plans.index(entry)}]"
 
@@ -89,7 +89,7 @@ class ModuleSetup:
         return next((source for source in others if entry in source.profile.plans), first)
 
     def announce(self, dropout: float = 0.0) -> None:
-        """Says once a process which profile serves: INFO for a profile, WARNING for the bare heuristic.
+        """Say once a process which profile serves: INFO for a profile, WARNING for the bare heuristic.
 
         And at WARNING that this torch is newer than any that was tested, that a module with this ``dropout`` cannot
         train, and which heads never attend to anything.
@@ -126,7 +126,7 @@ class ModuleSetup:
 
 
 def warn_of_empty_heads(shape: ModuleShape) -> None:
-    """Says once, naming them, which heads never attend to anything: by definition they are 0, but hardly on purpose."""
+    """Say once, naming them, which heads never attend to anything: by definition they are 0, but hardly on purpose."""
     empty = heads_without_rows(shape.pattern, shape.heads, shape.kv_heads, shape.max_seq_len)
     if empty:
         listed = ", ".join(map(str, empty[:8])) + (f" and {len(empty) - 8} more" if len(empty) > 8 else "")
@@ -138,7 +138,7 @@ def warn_of_empty_heads(shape: ModuleShape) -> None:
 
 
 def set_up(profile: Any, device: Any, shape: ModuleShape) -> ModuleSetup:
-    """Reads the device and the profiles; see ``RingAttention`` for what may be asked and what is raised."""
+    """Read the device and the profiles; see ``RingAttention`` for what may be asked and what is raised."""
     target = device_of(device)
     return set_up_for(detect(target), profile, target, shape)
 
@@ -224,7 +224,7 @@ def _dtype_wish(dtype: Any) -> str | None:
 
 
 def group_size(process_group: Any) -> int:
-    """Ranks of None (one), a ProcessGroup or a one-dimensional DeviceMesh; InputError where this rank is in none."""
+    """Return the ranks of None (one), a ProcessGroup or a 1-D DeviceMesh; InputError where this rank is in none."""
     if process_group is None:
         return 1
     if isinstance(process_group, int) and process_group == torch.distributed.GroupMember.NON_GROUP_MEMBER:
@@ -256,7 +256,7 @@ def check_scores(
 
 
 def check_module(causal: bool, scale: float | None, dropout: float, process_group: Any) -> None:
-    """InputError, naming the argument, unless these make sense."""
+    """Raise InputError, naming the argument, unless these make sense."""
     if not isinstance(causal, bool):
         raise InputError(f"causal is {causal!r}; it must be True or False")
     if scale is not None and not (is_finite(scale) and float(scale) > 0):

@@ -21,7 +21,7 @@ MEMORY_WEIGHT = 0.5  # "balanced": halving the memory is worth a factor sqrt(2) 
 
 
 def check_preference(prefer: Any, launch: Any) -> None:
-    """InputError unless ``prefer`` is None or a preference, and ``launch`` one of the two ways to launch."""
+    """Raise InputError unless ``prefer`` is None or a preference, and ``launch`` one of the two ways to launch."""
     if prefer is not None and prefer not in get_args(Preference):
         raise InputError(f"prefer is {prefer!r}; use one of {', '.join(get_args(Preference))}, or None")
     if launch not in get_args(Launch):
@@ -37,7 +37,7 @@ def cost(prefer: Preference, log_ratio: float, peak_bytes: int) -> float:
 
 
 def by_preference(choices: Sequence[Choice], prefer: Preference, launch: Launch = "eager") -> list[Choice]:
-    """Best first; what ties with the best keeps its order, and what was never measured comes last.
+    """Return the best first; what ties with it keeps its order, and what was never measured comes last.
 
     A gain counts only where its interval excludes that there is none. Of captured calls it is the device's time that
     counts, whose ratios are not recorded.

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from ringattn.errors import InputError, ProfileError
+from ringattn.profile.plain_data import from_plain, to_plain
 from ringattn.profile.whole_file import check_regular, read_regular
-from ringattn.profile.yaml_io import from_plain, to_plain
 from ringattn.workload import Workload
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from .program import Program, TravelBackward, TravelForward
 
 
 def check_dropping(dropout: float, with_lse: bool, cu_seqlens: object, lengths: object) -> None:
-    """InputError for what a call with dropout cannot have."""
+    """Raise InputError for what a call with dropout cannot have."""
     if with_lse:
         raise dropout_refusal(dropout, "without return_lse: lse is of all weights, and has no gradient then")
     if cu_seqlens is not None or lengths is not None:

@@ -84,25 +84,25 @@ def check_inputs(
 
 
 def check_length(length: int, max_seq_len: int | None) -> None:
-    """InputError for a sequence longer than the module's limit, if it has one."""
+    """Raise InputError for a sequence longer than the module's limit, if it has one."""
     if max_seq_len is not None and length > max_seq_len:
         raise InputError(f"the sequence has {length} positions, more than max_seq_len, {max_seq_len}")
 
 
 def check_total_length(total_length: object, length: int) -> None:
-    """InputError for a length of the whole sequence that is not the one of this rank, which holds all."""
+    """Raise InputError for a length of the whole sequence that is not the one of this rank, which holds all."""
     if not is_integer(total_length) or total_length != length:
         raise InputError(f"total_length is {shown(total_length)}, but this rank holds all {length}; leave it out")
 
 
 def check_types(q: object, k: object, v: object) -> None:
-    """InputError for anything but tensors of this rank."""
+    """Raise InputError for anything but tensors of this rank."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check_type(name, x)
 
 
 def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """InputError for a dtype that no kernel computes."""
+    """Raise InputError for a dtype that no kernel computes."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check_dtype(name, x)
 

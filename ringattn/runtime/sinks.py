@@ -19,7 +19,7 @@ from .executor import ALL, Executor, Grads, Kept, Wanted
 
 
 def check_sinks(sinks: object, heads: int, device: torch.device) -> None:
-    """InputError unless ``sinks`` is a logit for each query head, on the module's device."""
+    """Raise InputError unless ``sinks`` is a logit for each query head, on the module's device."""
     if not isinstance(sinks, Tensor):
         raise InputError(f"sinks is a {type(sinks).__name__}; it must be a tensor, one logit for each head, ({heads},)")
     if tuple(sinks.shape) != (heads,) or not sinks.is_floating_point():

@@ -165,7 +165,7 @@ def test_in_the_fused_steps() -> None:
 
 def _fused_main() -> None:
     patch_once()
-    from ringattn.runtime.fused import fused_kernels, merge_triton
+    from ringattn.runtime.fused import fused_kernels, fused_rows, merge_triton
 
     right_words = merge_triton.stride_words
 
@@ -173,7 +173,7 @@ def _fused_main() -> None:
         return right_words(layout, [[strides._replace(head=0) for strides in job] for job in jobs])
 
     weights = _rewritten(fused_kernels, "_weighted_sum", "tl.exp(lse - shift) * scale", "tl.exp(lse - shift)")
-    mask = _rewritten(fused_kernels, "_selection", "within < BRANCHES[N][0]", "within < BRANCHES[N][0] - 1")
+    mask = _rewritten(fused_rows, "_selection", "within < BRANCHES[N][0]", "within < BRANCHES[N][0] - 1")
     faults: dict[str, tuple[Any, str, Any]] = {
         "none": (fused_kernels, "_selection", fused_kernels._selection),
         "every head is the first": (merge_triton, "stride_words", of_one_head),

@@ -1,1 +1,1 @@
-"""Where studies are kept: a file of one process, one that nodes share, or a database."""
+"""Keeps studies: a file of one process, one that nodes share, or a database."""

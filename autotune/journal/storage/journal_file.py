@@ -33,7 +33,7 @@ def journal_path(profile: Path) -> Path:
 
 
 def check_regular(path: Path) -> None:
-    """ProbeFailure for a pipe, device or folder in a file's place: opening a pipe would wait forever."""
+    """Raise ProbeFailure for a pipe, device or folder in a file's place: opening a pipe would wait forever."""
     if path.exists() and not path.is_file():
         raise ProbeFailure(f"{path}: is not a regular file; move it away or choose another --output")
 
@@ -85,7 +85,7 @@ def is_foreign(path: Path) -> bool:
 
 
 def cut_to_whole_lines(path: Path) -> int:
-    """Drops a half-written tail, and what follows the first line in it that is no JSON; returns the bytes dropped.
+    """Drop a half-written tail, and what follows the first line in it that is no JSON; return the bytes dropped.
 
     Only the end of an appended file can be damaged by a process or a machine that stopped.
     """
@@ -110,7 +110,7 @@ def cut_to_whole_lines(path: Path) -> int:
 
 
 def clear_optuna_locks(path: Path) -> list[str]:
-    """Removes the locks of Optuna's file backend: only who holds our own lock writes, so they are orphans."""
+    """Remove the locks of Optuna's file backend: only who holds our own lock writes, so they are orphans."""
     cleared = []
     for orphan in path.parent.glob(f"{path.name}*"):
         if orphan.name.endswith(_OPTUNA_LOCK_SUFFIXES):
@@ -144,7 +144,7 @@ class JournalFile(JournalFileBackend):
             self._unread += lines
 
     def read_logs(self, log_number_from: int) -> Generator[dict[str, Any], None, None]:
-        """Logs from this number on. Optuna reads each once: after the first time they are those written since."""
+        """Return logs from this number on. Optuna reads each once: after the first time those written since."""
         if self._unread is None:
             self._unread = []
             yield from super().read_logs(log_number_from)

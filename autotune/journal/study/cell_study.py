@@ -139,13 +139,13 @@ class CellStudy:
             raise BadStudy(where, f"its parameters are no plan ({error})") from None
 
     def number_of(self, plan: Tunables) -> int:
-        """The number of a plan's first trial; one is made for a plan that has none."""
+        """Return the number of a plan's first trial; one is made for a plan that has none."""
         if plan not in self._numbers:
             self.open(Entry(plan), QUEUE)
         return self._numbers[plan]
 
     def plan_of(self, number: int) -> tuple[Tunables, Checked]:
-        """The plan of a trial, and its check; BadStudy where the result names a trial that has none."""
+        """Return the plan of a trial, and its check; BadStudy where the result names a trial that has none."""
         known = next((plan for plan, first in self._numbers.items() if first == number), None)
         found = None if known is None else self.recalled[known].checked
         if known is None or found is None:
@@ -191,7 +191,7 @@ class CellStudy:
         return self.parameters.plan(sampler.sample_relative(self.study, stub, space))
 
     def ask(self) -> tuple[Trial, Tunables]:
-        """A trial of the study's sampler, whatever it is; hand it to ``adopt``, ``reject`` or ``repeat``."""
+        """Return a trial of the study's sampler, whatever it is; hand it to ``adopt``, ``reject`` or ``repeat``."""
         try:
             trial = self.study.ask()
             return trial, self.parameters.suggest(trial)
@@ -205,14 +205,14 @@ class CellStudy:
         self._begin(entry, trial)
 
     def reject(self, trial: Trial, reason: str) -> None:
-        """An asked plan that is not to run: the sampler learns it, and nothing was measured."""
+        """Drop an asked plan that is not to run: the sampler learns it, and nothing was measured."""
         trial.set_user_attr("kind", "rejected")
         trial.set_user_attr("message", reason[:400])
         trial.set_constraint(RUNS, 1.0)
         self.study.tell(trial, state=TrialState.PRUNED)
 
     def repeat(self, trial: Trial, value: float, *, paired: bool) -> None:
-        """An asked plan that is known already: told its known value, so that the sampler moves on.
+        """Tell an asked plan that is known already its known value, so that the sampler moves on.
 
         One that was never timed in pairs breaks a constraint, so that it is nobody's best trial.
         """
@@ -237,7 +237,7 @@ class CellStudy:
         self._sync()
 
     def block(self, number: int, block: PairedBlock) -> None:
-        """Every plan's times of device and host, by trial, in a block whose ratios are about to be told."""
+        """Record every plan's times of device and host, by trial, in a block whose ratios are about to be told."""
         self.blocks[number] = block
         samples = {str(self.number_of(p)): [[s.ms, s.host_us] for s in each] for p, each in block.samples.items()}
         self.study.set_user_attr(f"{_BLOCK}{number}", {"default": self.number_of(block.default), "samples": samples})
@@ -246,13 +246,13 @@ class CellStudy:
         self._trial(entry).report(log_ratio, block)
 
     def should_prune(self, entry: Entry) -> bool:
-        """The study's pruner's word on a plan that is being timed."""
+        """Return the study's pruner's word on a plan that is being timed."""
         return self._trial(entry).should_prune()
 
     def complete(
         self, entry: Entry, value: float, constraints: Mapping[str, float], reason: str, *, paired: bool = True
     ) -> None:
-        """The plan has a time: ``value`` is log(t / t_default), constraints above 0 are limits it broke.
+        """Give the plan its time: ``value`` is log(t / t_default), constraints above 0 are limits it broke.
 
         Without a reading beside the default the call of its check is a hint, which no best trial may be: the trial is
         PRUNED with it, as reading 0.
@@ -280,7 +280,7 @@ class CellStudy:
         self._end(entry)
 
     def abandon(self, entry: Entry, reason: str) -> None:
-        """Asked and never timed: told FAIL, which no sampler reads, as it is neither good nor bad."""
+        """End a trial that was never timed as FAIL, which no sampler reads, as it is neither good nor bad."""
         trial = self._trial(entry)
         trial.set_user_attr("reason", reason)
         self.study.tell(trial, state=TrialState.FAIL)
@@ -292,7 +292,7 @@ class CellStudy:
         self._sync()
 
     def note(self, name: str, value: Any) -> None:
-        """A fact of the whole cell (JSON), such as its result."""
+        """Record a fact of the whole cell (JSON), such as its result."""
         self.study.set_user_attr(name, value)
         self._attrs[name] = value
         self._sync()

@@ -43,16 +43,16 @@ class Parameters:
         return condition is None or condition(chosen)
 
     def of(self, plan: Tunables) -> Assignment:
-        """The parameters of a plan."""
+        """Return the parameters of a plan."""
         chosen = encode(self._workload, plan)
         return {name: chosen.get(name) for name in self.distributions if self._applies(name, chosen)}
 
     def plan(self, params: Mapping[str, Any]) -> Tunables:
-        """The plan of a trial's parameters; the inverse of ``of``."""
+        """Return the plan of a trial's parameters; the inverse of ``of``."""
         return decode(self._workload, {**self._fixed, **params})
 
     def suggest(self, trial: Trial) -> Tunables:
-        """The plan that a study's sampler gives a trial, one parameter after the other."""
+        """Return the plan that a study's sampler gives a trial, one parameter after the other."""
         chosen: dict[str, Any] = dict(self._fixed)
         for name, distribution in self.distributions.items():
             if self._applies(name, chosen):

@@ -75,7 +75,7 @@ class ReplayEvaluator:
         return checked
 
     def _cold_s(self, cell: Workload, row: Row) -> float:
-        """The first call of a plan in a cell; kernels that ran before have nothing left to load."""
+        """Return the seconds of a plan's first call in a cell; kernels that ran before have nothing left to load."""
         assert row.checked is not None
         if self.first_calls is None:
             return row.checked.cold_ms / 1e3

@@ -46,7 +46,7 @@ class Table:
     rows: Mapping[Tunables, Row]
 
     def space(self) -> Space:
-        """The space whose plans are exactly the rows."""
+        """Return the space whose plans are exactly the rows."""
         machine = Machine(
             kernels=tuple(dict.fromkeys(branch.forward for plan in self.rows for branch in plan.branches)),
             reasons=lambda workload, plan: () if plan in self.rows else ("is not in the table",),
@@ -68,7 +68,7 @@ class Table:
         )
 
     def _is_uniform(self, plan: Tunables) -> bool:
-        """One kernel pair on all branches, everything else as in the default."""
+        """Return whether it has one kernel pair on all branches, and everything else as the default."""
         if len({(branch.forward, branch.backward) for branch in plan.branches}) > 1:
             return False
         turned = {name for name in encode(self.workload, plan) if name.startswith(("forward", "backward", "dtype"))}
@@ -76,13 +76,13 @@ class Table:
         return all(here[name] == there.get(name) for name in here.keys() - turned)
 
     def best_ms(self, dtypes: Iterable[str] | None = None) -> float:
-        """The exhaustive best: the median of the fastest row."""
+        """Return the exhaustive best: the median of the fastest row."""
         allowed = None if dtypes is None else frozenset(dtypes)
         return min(row.median_ms for row in self.rows.values() if allowed is None or row.tunables.dtype in allowed)
 
 
 def save_tables(tables: Sequence[Table], path: Path, *, machine: str, software: Mapping[str, str]) -> None:
-    """Writes gzipped JSON; ``machine`` and ``software`` say where the numbers are from."""
+    """Write gzipped JSON; ``machine`` and ``software`` say where the numbers are from."""
     document = {
         "schema": TABLE_SCHEMA,
         "machine": machine,
@@ -101,7 +101,7 @@ def save_tables(tables: Sequence[Table], path: Path, *, machine: str, software: 
 
 
 def load_tables(path: Path) -> tuple[Table, ...]:
-    """Reads what ``save_tables`` wrote; raises ValueError for another schema."""
+    """Read what ``save_tables`` wrote; raise ValueError for another schema."""
     with gzip.open(path, "rt") as file:
         document = json.load(file)
     if document.get("schema") != TABLE_SCHEMA:
@@ -166,6 +166,6 @@ def with_graphs(truth: TrueTime) -> TrueTime:
 
 
 def truth_of(tables: Iterable[Table]) -> TrueTime:
-    """The rows of several tables by workload and plan; a plan outside them is a bug of the search."""
+    """Return the rows of several tables by workload and plan; a plan outside them is a bug of the search."""
     by_workload = {table.workload: table.rows for table in tables}
     return lambda workload, plan: by_workload[workload][plan]

@@ -47,7 +47,7 @@ class Noise:
         self._asked_at_s = 0.0
 
     def factor(self, now_s: float) -> float:
-        """The factor of a reading that begins now; moments never go back."""
+        """Return the factor of a reading that begins now; moments never go back."""
         trouble = self._trouble
         factor = math.exp(self._rng.normal(0.0, trouble.sigma)) if trouble.sigma else 1.0
         if self._rng.random() < trouble.outlier_share:
@@ -60,7 +60,7 @@ class Noise:
         return factor * (1 + trouble.step if now_s >= trouble.step_at_s else 1.0)
 
     def _is_slower(self, now_s: float) -> bool:
-        """The state of a symmetric two-state Markov process."""
+        """Return whether it is in the slow state of a symmetric two-state Markov process."""
         waited_s, self._asked_at_s = now_s - self._asked_at_s, now_s
         changed = (1 - math.exp(-2 * waited_s / self._trouble.mode_dwell_s)) / 2
         self._slower ^= bool(self._rng.random() < changed)

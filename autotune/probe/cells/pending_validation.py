@@ -11,7 +11,7 @@ from .runs import CellRuns
 
 
 def validate_pending(runs: CellRuns) -> None:
-    """Cheapest first, as many as there is time for."""
+    """Validate pending defaults, the cheapest first, as many as there is time for."""
     budget, rows = runs.budget, runs.rows
     pending = [search for search in runs.searched if search.state.owes_validation]
     pending += _pending_of_earlier_run(runs)
@@ -36,5 +36,5 @@ def validate_pending(runs: CellRuns) -> None:
 
 
 def _pending_of_earlier_run(runs: CellRuns) -> list[CellSearch]:
-    """Cells that an interrupted probe finished, or another worker, without the validation of their default."""
+    """Return cells that an interrupted probe finished, or another worker, without the validation of their default."""
     return [search for search in runs.recalled if runs.rows.reports[search.cell].validation_pending]

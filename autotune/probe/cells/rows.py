@@ -31,7 +31,7 @@ class Rows:
         self._disturbances: list[Interference] = []
 
     def profile(self, entries: Mapping[Workload, PlanEntry], outcome: SearchOutcome) -> Profile:
-        """A profile of these entries, with what the workers agreed on."""
+        """Return a profile of these entries, with what the workers agreed on."""
         return build_profile(
             self._context.environment.facts,
             entries,
@@ -50,7 +50,7 @@ class Rows:
     # --- a row comes ----------------------------------------------------------------------------------------------
 
     def refuse(self, cell: Workload, why: PlanError) -> None:
-        """Nothing can run it."""
+        """Enter that nothing can run the cell."""
         self._set(PlanEntry(cell, refusal=str(why)), CellReport(cell, "refused", note=str(why)))
 
     def finish(self, result: CellResult, taken_s: float) -> None:
@@ -71,13 +71,13 @@ class Rows:
         self.winners.clear()
 
     def validated(self, cell: Workload) -> None:
-        """The default of this cell, whose validation was pending, has passed it."""
+        """Enter that the default of this cell, whose validation was pending, has passed it."""
         self.reports[cell] = dataclasses.replace(self.reports[cell], validation_pending=False)
 
     # --- what they say of other cells -----------------------------------------------------------------------------
 
     def seeds(self, cell: Workload) -> tuple[Tunables, ...]:
-        """Winners at other lengths of the same question, nearest first."""
+        """Return winners at other lengths of the same question, nearest first."""
         alike = [done for done in self.winners if done.at(cell.seq_len) == cell and done != cell]
         alike.sort(key=lambda done: abs(done.seq_len - cell.seq_len))
         return tuple(dict.fromkeys(self.winners[done] for done in alike[:2]))

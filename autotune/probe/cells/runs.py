@@ -22,8 +22,8 @@ from autotune.search.settings import SearchSettings
 from autotune.search.transfer import Transfer
 from autotune.space.space import Space
 from ringattn.errors import PlanError
+from ringattn.profile.plain_data import to_plain
 from ringattn.profile.schema import Profile
-from ringattn.profile.yaml_io import to_plain
 from ringattn.workload import Tunables, Workload
 
 from .rows import Rows
@@ -35,7 +35,7 @@ SpaceOf = Callable[[Cell, str], Space | PlanError]  # plans for a cell in a layo
 
 
 def hang_s(vendor: str, budget_s: float) -> float:
-    """Seconds before which no call counts as hung that has nothing to compile: in a short probe a tenth of it."""
+    """Return seconds before which no call hangs that has nothing to compile: in a short probe a tenth of it."""
     return min(HANG_S[vendor], 0.1 * budget_s)
 
 
@@ -149,7 +149,7 @@ class CellRuns:
         return False
 
     def search(self, search: CellSearch, share_s: float, spare_s: float) -> None:
-        """``spare_s`` makes up for what this cell should not pay for alone: crashes, hangs, compilation."""
+        """Search a cell; ``spare_s`` makes up for what it should not pay for alone: crashes, hangs, compilation."""
         state, cell, clock = search.state, search.cell, self.context.environment.clock
         began, lost_before_s = clock.now(), state.lost_s
         self.observer.begin(cell)

@@ -12,7 +12,7 @@ from ringattn.workload import describe
 
 
 def space_for(cell: Cell, environment: Environment, layout: str = "auto") -> Space:
-    """The space around the default plan; raises PlanError when nothing can run the workload.
+    """Return the space around the default plan; raise PlanError when nothing can run the workload.
 
     ``layout`` is that of a sequence over several ranks; auto is what the module takes by rule.
     """
@@ -26,7 +26,7 @@ def space_for(cell: Cell, environment: Environment, layout: str = "auto") -> Spa
 
 
 def space_or_refusal(cell: Cell, environment: Environment, layout: str) -> Space | PlanError:
-    """A cell that nothing can run is an answer, too, where there are others."""
+    """Return the space, or why nothing can run the cell: an answer, too, where there are others."""
     try:
         return space_for(cell, environment, layout)
     except PlanError as error:

@@ -1,1 +1,1 @@
-"""Which workloads a probe measures: its grid, those that a program recorded, those of a model."""
+"""Workloads that a probe measures: its grid, those that a program recorded, those of a model."""

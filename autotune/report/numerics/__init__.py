@@ -1,1 +1,1 @@
-"""Where kernels are right, by head dimension: what is tried, the workers that try it, the map."""
+"""Maps where kernels are right, by head dimension: what is tried, the workers that try it, the map."""

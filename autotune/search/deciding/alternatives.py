@@ -23,7 +23,7 @@ NARROW_GAIN = 0.01  # log-ratio by which a narrower dtype must surely be faster
 
 
 def candidate_of(state: CellState, entry: Entry, gain: Interval) -> Candidate:
-    """The candidate of an entry that was checked."""
+    """Return the candidate of an entry that was checked."""
     checked = entry.checked
     assert checked is not None
     return Candidate(entry.tunables, gain, checked.peak_bytes, state.keeps_limits(entry), checked.varies)
@@ -67,7 +67,7 @@ class Alternatives:
         return next((c for c in (default, *self._timed(finals)) if c.tunables == self.state.torch), None)
 
     def narrow(self, winner: Candidate, gains: Mapping[Tunables, Candidate]) -> Candidate | None:
-        """The best plan with a narrower dtype, where it is surely faster than the winner."""
+        """Return the best plan with a narrower dtype, where it is surely faster than the winner."""
         state = self.state
         surely = [
             c
@@ -109,13 +109,13 @@ class Alternatives:
         return next(iter(self._validated(leaner, 1)), None)
 
     def runners_up(self, winner: Candidate, finals: Sequence[Candidate]) -> list[Candidate]:
-        """The next two: finalists first, then what was timed before, validated while there is time."""
+        """Return the next two: finalists first, then what was timed before, validated while there is time."""
         wanted = [c for c in self._timed(finals) if c.tunables != winner.tunables and c.allowed]
         wanted.sort(key=lambda c: (c not in finals, c.gain.median))
         return self._validated(wanted, RUNNERS_UP)
 
     def _validated(self, candidates: Sequence[Candidate], wanted: int) -> list[Candidate]:
-        """The first of those that are right at ragged lengths; what there is no time to validate is left out."""
+        """Return the first of those that are right at ragged lengths; what there is no time to validate is left out."""
         kept: list[Candidate] = []
         for candidate in candidates:
             entry = self.state.entry(candidate.tunables)
@@ -128,7 +128,7 @@ class Alternatives:
         return kept
 
     def singles(self, finals: Sequence[Candidate]) -> list[Candidate]:
-        """The fastest plan of each kernel that was timed alone, in both directions and every branch."""
+        """Return the fastest plan of each kernel that was timed alone, in both directions and every branch."""
         best: dict[str, Candidate] = {}
         for candidate in sorted(self._timed(finals), key=lambda c: c.gain.median):
             if len(candidate.tunables.kernels) == 1 and self.state.is_main(candidate.tunables):

@@ -1,4 +1,4 @@
-"""From final measurements to a choice: pure functions, so that the rule can be read and tested on its own.
+"""Makes a choice of final measurements: pure functions, so that the rule can be read and tested on its own.
 
 The default stays unless something is surely faster by a margin; among what cannot be told apart the plan nearest
 to the default wins, so that two probes of one machine agree.
@@ -42,7 +42,7 @@ class Candidate:
 
 
 def gain_margin(*, noisy: bool) -> float:
-    """The log-ratio under which the whole interval of a plan must be that takes the default's place."""
+    """Return the log-ratio under which the whole interval of a plan must be that takes the default's place."""
     return math.log1p(-(NOISY_GAIN_MARGIN if noisy else GAIN_MARGIN))
 
 
@@ -57,7 +57,7 @@ def choose(
     usual: Sequence[Tunables] = (),
     standing: Tunables | None = None,
 ) -> Candidate:
-    """The plan to run; a ``noisy`` machine needs the wider margin.
+    """Return the plan to run; a ``noisy`` machine needs the wider margin.
 
     A plan whose results vary from call to call gives way to one of about its time whose do not.
 
@@ -99,7 +99,7 @@ def choose(
 
 
 def _usual(candidates: Sequence[Candidate], sigma: float, usual: Sequence[Tunables]) -> Candidate | None:
-    """The winner of a cell nearby, if it may well be the best here, too.
+    """Return the winner of a cell nearby, if it may well be the best here, too.
 
     Eight blocks of an H100's longest cell, 3 % of noise each, put a plan level with one that was 3.5 % slower.
     """
@@ -127,7 +127,7 @@ def _preferred(
 
 
 def pareto_front(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
-    """Those that nothing else beats in both time and memory, fastest first; near-ties in memory count as ties."""
+    """Return what nothing else beats in both time and memory, fastest first; near-ties in memory count as ties."""
     return undominated(candidates, lambda c: (c.gain.median, c.peak_bytes))
 
 

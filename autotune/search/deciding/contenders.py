@@ -16,7 +16,7 @@ LEAN_BLOCKS = 3  # readings of a slower plan that needs less memory
 
 
 def contenders(state: CellState, beliefs: Beliefs, fresh: Sequence[Entry]) -> list[Entry]:
-    """The best plan, and those that may be as good, or need less memory, and were hardly timed."""
+    """Return the best plan, and those that may be as good, or need less memory, and were hardly timed."""
     believed = beliefs.believed()
     if not believed:
         return []
@@ -41,7 +41,7 @@ def contenders(state: CellState, beliefs: Beliefs, fresh: Sequence[Entry]) -> li
 
 
 def _alone(state: CellState) -> list[Entry]:
-    """The fastest plan of each kernel that is used alone, where it was timed once: a profile tells of it."""
+    """Return the fastest plan of each kernel that is used alone, where it was timed once: a profile tells of it."""
     best: dict[str, Entry] = {}
     for entry in sorted(state.timed(), key=state.median):
         if len(entry.tunables.kernels) == 1 and state.may_be_chosen(entry):
@@ -50,7 +50,7 @@ def _alone(state: CellState) -> list[Entry]:
 
 
 def _front(state: CellState, plans: Iterable[Tunables]) -> list[Entry]:
-    """Plans that need less memory than everything faster and were hardly timed."""
+    """Return plans that need less memory than everything faster and were hardly timed."""
     found: list[Entry] = []
     least = math.inf
     for entry in sorted(map(state.entry, plans), key=state.median):

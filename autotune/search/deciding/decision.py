@@ -118,7 +118,7 @@ class Final:
         return None if found is None else replace(result, front=(*result.front, self._measured(found)))
 
     def _validated_choice(self, default: Candidate, others: Sequence[Candidate], noisy: bool) -> Candidate:
-        """The choice among what passes validation; NothingAllowed when nothing is within the limits.
+        """Return the choice among what passes validation; NothingAllowed when nothing is within the limits.
 
         A validation that starts late runs into the time of other cells, but not beyond the probe's end.
         """
@@ -164,7 +164,7 @@ class Final:
                 left = validated_already(state, left)
 
     def _hoped(self, candidate: Candidate) -> Interval:
-        """The candidate's gain, as far as it is likely to pass."""
+        """Return the candidate's gain, as far as it is likely to pass."""
         gain, odds = candidate.gain, self.state.validations.odds(candidate.tunables)
         if odds == 1.0 or gain.median >= 0:
             return gain
@@ -172,13 +172,13 @@ class Final:
         return replace(gain, low=gain.low + behind, median=gain.median + behind)
 
     def _likeliest(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Those most unlike what failed: without a default anything that is right is better than nothing."""
+        """Return those most unlike what failed: without a default anything that is right is better than nothing."""
         odds = [self.state.validations.odds(candidate.tunables) for candidate in candidates]
         least = max(GIVEN_UP, 0.99 * max(odds, default=0.0))
         return [c for c, mine in zip(candidates, odds, strict=True) if mine >= least]
 
     def _further(self, known: Sequence[Candidate]) -> list[Candidate]:
-        """Every other plan that is right here: where the default is wrong elsewhere, any of them may stand in for it.
+        """Return every other plan that is right here: where the default is wrong elsewhere, any may stand in for it.
 
         Where all that were checked fail, the uniform plans that nobody tried yet.
         """
@@ -202,7 +202,7 @@ class Final:
         return Interval(-math.inf, look if look is not None else 0.0, math.inf, 0)
 
     def _stood_in(self, winner: Candidate) -> CellResult:
-        """The default is wrong, so that the choice stands in for it: its gain would be over a plan that errs."""
+        """Return the choice in place of a default that is wrong: its gain would be over a plan that errs."""
         fault = self.default.failure
         assert fault is not None
         at_par = replace(winner, gain=replace(AT_PAR, count=winner.gain.count))
@@ -212,7 +212,7 @@ class Final:
         return result
 
     def _measured(self, candidate: Candidate) -> Measured:
-        """The candidate with everything a profile says of it."""
+        """Return the candidate with everything a profile says of it."""
         entry = self.state.entry(candidate.tunables)
         checked = entry.checked
         assert checked is not None
@@ -221,7 +221,7 @@ class Final:
         return Measured(candidate.tunables, checked, candidate.gain, times.ms, times.host_us, first_ms)
 
     def _times(self, entry: Entry, checked: Checked) -> Sample:
-        """Times of device and host: in the final's blocks, or by the ratio to the default in earlier ones."""
+        """Return times of device and host: in the final's blocks, or by the ratio to the default in earlier ones."""
         state, device = self.state, self.state.under("captured")
         if self._ways.count(entry) or not entry.log_ratios:
             return state.typical(entry, self.since) if entry.log_ratios else Sample(checked.call_ms, checked.host_us)
@@ -232,7 +232,7 @@ class Final:
     # --- results ----------------------------------------------------------------------------------------------------
 
     def result(self, state: State, note: str = "") -> CellResult:
-        """A result with everything but its choices."""
+        """Return a result with everything but its choices."""
         return CellResult(
             self.state.workload,
             state,
@@ -248,7 +248,7 @@ class Final:
         return self.state.entry(self._space.default).failure
 
     def inconclusive(self, reason: str) -> CellResult:
-        """No number can be believed: the default stays, without evidence that it deserves to."""
+        """Keep the default, without evidence that it deserves it, as no number can be believed."""
         result = self.result("inconclusive", reason)
         if self.state.keeps_limits(self.default) and self.default.failure is None:
             untimed = candidate_of(self.state, self.default, Interval(0.0, 0.0, 0.0, 0))
@@ -273,7 +273,7 @@ class Final:
         return result
 
     def _without_choice(self) -> CellResult:
-        """Refused where every plan was looked at, and none within the limits is right; else nobody knows."""
+        """Refuse where every plan was looked at, and none within the limits is right; else nobody knows."""
         state = self.state
         mains = [entry for plan, entry in state.entries.items() if state.is_main(plan)]
         allowed = [e for e in mains if state.keeps_limits(e)]

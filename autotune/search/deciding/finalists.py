@@ -17,7 +17,7 @@ CONTENDER = math.log(1.15)  # a plan this much slower than the best is no finali
 
 
 def finalists(state: CellState, beliefs: Beliefs) -> list[Tunables]:
-    """At most FINALISTS - 1 beside the default: the best believed, its plainest equal, and the best narrow one.
+    """Return at most FINALISTS - 1 beside the default: the best believed, its plainest equal, and the best narrow one.
 
     Beyond these the best for calls that are launched in the other way, and torch's own plan.
     """
@@ -50,7 +50,7 @@ def _finalists(state: CellState, beliefs: Beliefs) -> list[Tunables]:
 
 
 def _of_the_other_way(state: CellState, known: Sequence[Tunables]) -> list[Tunables]:
-    """The best plan for calls that are launched in the other way, where none of ``known`` is as good."""
+    """Return the best plan for calls that are launched in the other way, where none of ``known`` is as good."""
     found = []
     for readings in state.ways()[1:]:
         timed: dict[Tunables, float] = {}
@@ -66,7 +66,7 @@ def _of_the_other_way(state: CellState, known: Sequence[Tunables]) -> list[Tunab
 
 
 def _narrow(state: CellState, best: float) -> list[Tunables]:
-    """The fastest allowed plan with a narrower dtype, if it may be faster than the main ones and the default."""
+    """Return the fastest allowed plan with a narrower dtype, if it may be faster than the main ones and the default."""
     default = state.entry(state.default)
     narrow = [entry for entry in state.timed() if not state.is_main(entry.tunables) and state.keeps_limits(entry)]
     first = min(narrow, key=state.median, default=None)

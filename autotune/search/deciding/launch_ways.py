@@ -44,14 +44,14 @@ class LaunchWays:
         return len(best) > 1
 
     def finals(self, readings: Readings, entries: Sequence[Entry]) -> Mapping[Tunables, Candidate]:
-        """The re-timed plans other than the default, by the time that a program waits which launches so."""
+        """Return the re-timed plans other than the default, by the time that a program waits which launches so."""
         others = [e for e in entries if e.tunables != self.state.default and e.fault is None and self.count(e) >= 2]
         timed = [readings.entry(e.tunables) for e in others if readings.suits(e.tunables)]
         gains = readings.intervals(timed, self.since)
         return {e.tunables: candidate_of(self.state, e, gain) for e, gain in zip(timed, gains, strict=True)}
 
     def captured(self, entries: Sequence[Entry], default: Candidate) -> Candidate | None:
-        """The choice by the device's time; None where that is the only one, or nothing is right within the limits."""
+        """Return the choice by the device's time; None where that is the only one, or nothing allowed is right."""
         state, readings = self.state, self.state.under("captured")
         if readings is state.under("eager"):
             return None
@@ -77,7 +77,7 @@ class LaunchWays:
             left.remove(best)
 
     def no_slower_than_torch(self, readings: Readings, winner: Candidate, others: Sequence[Candidate]) -> Candidate:
-        """The winner, or torch's own plan where that is surely faster: nobody should pay for a preference.
+        """Return the winner, or torch's own plan where that is surely faster: nobody should pay for a preference.
 
         A winner that gives the same bits in every call may be as much slower as ``choose`` lets it be.
         """

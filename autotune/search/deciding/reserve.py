@@ -21,7 +21,7 @@ MOST_RESERVED = 0.5  # of what is left of a cell
 
 
 def validation_kept_s(state: CellState, deadline: Deadline | None, count: int) -> float:
-    """Seconds that a cell ending at ``deadline`` keeps for validations: what will not fit after its end."""
+    """Return seconds that a cell ending at ``deadline`` keeps for validations: what will not fit after its end."""
     whole_s = VALIDATION_MARGIN * count * state.validation_s()
     after_s = whole_s if deadline is None else state.end.remaining_s() - deadline.remaining_s()
     if deadline is not None and not math.isfinite(state.end.remaining_s()):
@@ -30,7 +30,7 @@ def validation_kept_s(state: CellState, deadline: Deadline | None, count: int) -
 
 
 def reserve_s(state: CellState, deadline: Deadline | None = None) -> float:
-    """Seconds that the final needs: re-timing, and validating what will be written."""
+    """Return seconds that the final needs: re-timing, and validating what will be written."""
     preset = state.settings.preset
     needed = statistics.blocks_needed(state.sigma(), FINAL_WIDTH)
     blocks = min(max(needed, LEAST_RESERVED * preset.final_min_blocks), RESERVED * preset.final_min_blocks)

@@ -24,7 +24,7 @@ SURE_BLOCKS = 4  # paired repetitions before anything may be called surely slowe
 
 
 def retime(state: CellState, entries: Sequence[Entry], since: int, deadline: Deadline) -> list[Entry]:
-    """Blocks until every interval is narrow, or the best is decided beyond doubt, or time or the maximum is up."""
+    """Time blocks until intervals are narrow, the best is beyond doubt, or time or the maximum is up."""
     preset = state.settings.preset
     alive = [entry for entry in entries if entry.fault is None]
     while alive:
@@ -42,7 +42,7 @@ def retime(state: CellState, entries: Sequence[Entry], since: int, deadline: Dea
 
 
 def _in_question(state: CellState, entries: Sequence[Entry], since: int) -> list[Entry]:
-    """Without what is surely slower than the best, however calls are launched; the default stays."""
+    """Leave out what is surely slower than the best, however calls are launched; the default stays."""
     if state.next_block() - since < state.settings.preset.final_min_blocks:
         return list(entries)
     plans = [entry.tunables for entry in entries]
@@ -51,7 +51,7 @@ def _in_question(state: CellState, entries: Sequence[Entry], since: int) -> list
 
 
 def _slower(readings: Readings, plans: Sequence[Tunables], since: int) -> frozenset[Tunables]:
-    """The plans that are surely slower than the best by more than the final can tell apart, or can never be it."""
+    """Return plans that are surely slower than the best by more than the final can tell apart, or never the best."""
     suited = [readings.entry(plan) for plan in plans if readings.suits(plan)]
     leader = min(filter(readings.keeps_limits, suited), key=lambda e: readings.median(e, since), default=None)
     if leader is None:

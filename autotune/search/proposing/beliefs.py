@@ -45,7 +45,7 @@ class Beliefs:
         return found + AMONG_EQUALS * log_ratio
 
     def surrogate(self) -> Surrogate:
-        """The process of everything measured so far."""
+        """Return the process of everything measured so far."""
         state, sigma = self._state, self._state.sigma()
         measured = state.measured
         if self._surrogate is not None and self._fitted == measured:
@@ -83,7 +83,7 @@ class Beliefs:
         return self._surrogate
 
     def believed(self) -> dict[Tunables, tuple[float, float]]:
-        """Objective and its standard deviation of every plan that was checked and may be chosen, best first."""
+        """Return objective and standard deviation of every plan that was checked and may be chosen, best first."""
         surrogate = self.surrogate()
         if self._believed is None or self._believed[0] is not surrogate:
             timed = {}
@@ -96,7 +96,7 @@ class Beliefs:
         return self._believed[1]
 
     def surprising(self) -> list[Entry]:
-        """Plans that read faster than the best is believed to be, fastest first, before they were read often.
+        """Return plans that read faster than the best is believed to be, fastest first, before they were read often.
 
         The surrogate takes what knobs do only together for luck until it is seen again.
         """
@@ -116,11 +116,11 @@ class Beliefs:
         return next(iter(self.believed()), self._state.default)
 
     def best_value(self) -> float:
-        """The objective of the best plan; infinite where none may be chosen."""
+        """Return the objective of the best plan; infinite where none may be chosen."""
         return next((self._state.hope(plan, found[0]) for plan, found in self.believed().items()), math.inf)
 
     def plainer(self, plan: Tunables) -> Tunables | None:
-        """The plan with as many of its turns undone as may well cost nothing; None where it is that.
+        """Return the plan with as many of its turns undone as may well cost nothing; None where it is that.
 
         Where all seem to cost something, one of them: what good plans all have was never tried without it.
         """
@@ -147,7 +147,7 @@ class Beliefs:
         return found if found != plan and not state.knows(found) else first
 
     def known(self) -> Known:
-        """For the sampler."""
+        """Return what the sampler asks its proposals of."""
         space, state = self._space(), self._state
         surrogate = self.surrogate().copy()
         believed = surrogate.believed()

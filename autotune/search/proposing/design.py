@@ -70,7 +70,7 @@ class Design:
         odds: Callable[[Tunables], float],
         rng: np.random.Generator,
     ) -> Tunables | None:
-        """A plan of three values that were never together, as many as may be; None where there are none left.
+        """Return a plan of three values that were never together, as many as may be; None where there are none left.
 
         ``tried`` are plans that did not fail; ``hopeless`` are values with which nothing comes near the best; ``odds``
         are that a plan does not fail.

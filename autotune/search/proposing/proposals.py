@@ -41,7 +41,7 @@ class Proposals:
         self._stopped = True
 
     def check_s(self) -> float:
-        """About what the check of one plan takes."""
+        """Estimate what the check of one plan takes."""
         return 0.05 + 5 * self._state.waited_s()
 
     def waits_for_compiler(self) -> bool:
@@ -52,7 +52,7 @@ class Proposals:
         return self._state.transfer.waits_for_compiler(self._state.workload, plan)
 
     def next(self, deadline: Deadline, *, sampled: bool = True) -> list[Entry]:
-        """Up to BATCH new plans that may be timed; of the queue alone where none are to be ``sampled``."""
+        """Return up to BATCH new plans that may be timed; of the queue alone where none are to be ``sampled``."""
         state = self._state
         fresh: list[Entry] = []
         compiling: list[Tunables] = []
@@ -79,7 +79,7 @@ class Proposals:
         return fresh
 
     def _of_sampler(self, count: int, deadline: Deadline) -> Entry | None:
-        """The entry of a plan nobody tried; None where the sampler brings no more, or took the time for it."""
+        """Return the entry of a plan nobody tried; None where the sampler brings no more, or took the time for it."""
         state, study = self._state, self._study
         if isinstance(self._sampler, SurrogateSampler):
             if not self._sampler.ahead and not self._sampler.look_ahead(count):

@@ -19,7 +19,7 @@ LEAN_KNOBS = ("checkpoint", "window_tokens")  # their turns of the best plan giv
 
 
 def first_plans(space: Space, state: CellState, preferred: Sequence[Tunables]) -> list[Tunables]:
-    """The winners nearby, then every kernel in one direction, then alone; other dtypes with the default's kernels.
+    """Return winners nearby, every kernel in one direction, then alone; other dtypes with the default's kernels.
 
     A plan with one new kernel says which it was that hung.
     """
@@ -41,7 +41,7 @@ def first_plans(space: Space, state: CellState, preferred: Sequence[Tunables]) -
 
 
 def lean_plans(space: Space, state: CellState, beliefs: Beliefs) -> list[Tunables]:
-    """The turns of the best plan that may need less memory: a front of time and memory is wanted, too."""
+    """Return the turns of the best plan that may need less memory: a front of time and memory is wanted, too."""
     best = replace(beliefs.best(), compile=False)
     moves = [m.tunables for m in space.neighbours(best) if m.knob in LEAN_KNOBS]
     return [plan for plan in moves if not state.knows(plan) and space.valid(plan)]
@@ -74,7 +74,7 @@ def graph_of_default(space: Space, state: CellState) -> Tunables | None:
 
 
 def graph_plans(space: Space, state: CellState, beliefs: Beliefs) -> list[Tunables]:
-    """The best plan, and that of the device's time, launched as CUDA graphs, where the space has such plans."""
+    """Return the best plan, and that of the device's time, launched as CUDA graphs, where the space has such plans."""
     if len(space.knobs.get("launch", ())) < 2:
         return []
     device = state.under("captured")
@@ -85,7 +85,7 @@ def graph_plans(space: Space, state: CellState, beliefs: Beliefs) -> list[Tunabl
 
 
 def compiled_plans(space: Space, state: CellState, beliefs: Beliefs) -> list[Tunables]:
-    """The best plan compiled, once: it costs seconds a plan."""
+    """Return the best plan compiled, once: it costs seconds a plan."""
     compiled = replace(beliefs.best(), compile=True)
     tried = any(plan.compile for plan in state.entries)
     wanted = state.settings.preset.compile_finalists and not tried and space.valid(compiled)
@@ -93,7 +93,7 @@ def compiled_plans(space: Space, state: CellState, beliefs: Beliefs) -> list[Tun
 
 
 def plainer_plans(space: Space, state: CellState, beliefs: Beliefs) -> list[Tunables]:
-    """The best plan without what does nothing: two probes must not end in two plans that differ in frills."""
+    """Return the best plan without what does nothing: two probes must not end in two plans that differ in frills."""
     believed = beliefs.believed()
     ahead = beliefs.best_value()
     equal = [plan for plan, (mean, _) in believed.items() if mean <= ahead + TIE]

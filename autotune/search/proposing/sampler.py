@@ -65,7 +65,7 @@ _erf = np.vectorize(math.erf, otypes=[float])
 
 
 def expected_improvement(mean: Floats, deviation: Floats, best: float) -> Floats:
-    """By how much (log-ratio) each is expected to be faster than ``best``, where what is slower counts as nothing."""
+    """Return by how much (log-ratio) each is expected to be faster than ``best``; what is slower counts as nothing."""
     z = (best - mean) / deviation
     density = np.exp(-z * z / 2) / math.sqrt(2 * math.pi)
     return np.asarray(deviation * (z * 0.5 * (1 + _erf(z / math.sqrt(2))) + density))
@@ -94,7 +94,7 @@ class SurrogateSampler(BaseSampler):
         self._others.reseed_rng()
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        """All parameters, unless the trial has its own already."""
+        """Return all parameters, unless the trial has its own already."""
         return {} if trial.params or "fixed_params" in trial.system_attrs else self._distributions
 
     def sample_relative(
@@ -133,7 +133,7 @@ class SurrogateSampler(BaseSampler):
         return len(self._asked)
 
     def _candidates(self, known: Known) -> Codes:
-        """Distinct rows: around the best plans, and on from there as long as more is promised."""
+        """Return distinct rows: around the best plans, and on from there as long as more is promised."""
         coder = known.surrogate.coder
         turns = turns_of(known.space, coder)
         plans = [*known.starts[:STARTS], *known.surrogate.surprises()[:SURPRISES]]
@@ -163,7 +163,7 @@ class SurrogateSampler(BaseSampler):
 
 
 def turns_of(space: Space, coder: Coder) -> Codes:
-    """Every turn of one knob, and of the same knob in every branch, as rows: -1 leaves a knob as it is."""
+    """Return every turn of one knob, and of the same knob in every branch, as rows: -1 leaves a knob as it is."""
     columns: dict[str, list[int]] = {}
     for column, name in enumerate(coder.names):
         columns.setdefault(name, []).append(column)
@@ -188,7 +188,7 @@ def _turned(rows: Codes, turns: Codes) -> Codes:
 
 
 def _following(known: Known) -> Tunables | None:
-    """The turn of a surprisingly fast plan that promises most if the surprise stays; None where none may be the best.
+    """Return the turn of a surprisingly fast plan that promises most; None where none may be the best.
 
     Three knobs that gain a fifth together came with others that cost as much. To the process, which has seen each knob
     cost time in other plans, no turn of that plan promised anything: it was followed in one of three searches.
@@ -209,7 +209,7 @@ def _following(known: Known) -> Tunables | None:
 
 
 def _most_promising(known: Known, rows: Codes) -> Tunables | None:
-    """The plan that can run, was not tried, and promises most; None where none is worth its time."""
+    """Return the plan that can run, was not tried, and promises most; None where none is worth its time."""
     surrogate, workload = known.surrogate, known.space.workload
     gains = expected_improvement(*surrogate.predict(rows), known.best - TIE)
     best: tuple[float, Tunables] | None = None

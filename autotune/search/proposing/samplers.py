@@ -26,7 +26,7 @@ NAMES = ("auto", "tpe", "gp", "random", "grid")
 def sampler_of(
     name: str, seed: int, distributions: Mapping[str, BaseDistribution], own: Callable[[], BaseSampler]
 ) -> BaseSampler:
-    """The sampler of this name; UsageFailure where there is none."""
+    """Return the sampler of this name; UsageFailure where there is none."""
     if name == "auto":
         return own()
     with warnings.catch_warnings():  # that it is experimental is news to nobody who names it
@@ -63,7 +63,7 @@ class Grid(BaseSampler):
             self._step = rng.randrange(1, self._size + 1)
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        """All parameters, unless the trial has its own already."""
+        """Return all parameters, unless the trial has its own already."""
         return {} if "fixed_params" in trial.system_attrs else dict(self._distributions)
 
     def sample_relative(
@@ -138,7 +138,7 @@ def _failure(name: str, error: Exception) -> UsageFailure:
 
 
 def foreign_sampler(name: str) -> BaseSampler:
-    """An instance of ``package.module:Class``; UsageFailure where that is no sampler that needs no arguments."""
+    """Return an instance of ``package.module:Class``; UsageFailure where that is no sampler that needs no arguments."""
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise UsageFailure(

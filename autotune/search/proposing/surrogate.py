@@ -72,7 +72,7 @@ class Coder:
         }
 
     def hot(self, rows: Codes) -> Floats:
-        """One column for every value of every knob."""
+        """Return one column for every value of every knob."""
         found = np.zeros((len(rows), int(self.sizes.sum())))
         found[np.arange(len(rows))[:, None], rows + self.offsets] = 1.0
         return found
@@ -116,7 +116,7 @@ class Surrogate:
     # --- the weights ------------------------------------------------------------------------------------------------
 
     def _ascend(self, steps: int) -> None:
-        """Resilient steps up the posterior: each weight by its own step, which halves where the slope turns."""
+        """Take resilient steps up the posterior: each weight by its own step, which halves where the slope turns."""
         place = np.append(self.weights.knobs, self.weights.variance)
         prior = np.append(self._prior.knobs, self._prior.variance)
         spread = np.append(np.full(len(place) - 1, WEIGHT_SPREAD), VARIANCE_SPREAD)
@@ -135,7 +135,7 @@ class Surrogate:
         self._solve()
 
     def _posterior(self, place: Floats) -> tuple[float, Floats]:
-        """The log marginal likelihood and its gradient."""
+        """Return the log marginal likelihood and its gradient."""
         self.weights = Weights(place[:-1], float(place[-1]))
         alike = self._solve()
         outer = np.outer(self._alpha, self._alpha) - self._inverse
@@ -148,7 +148,7 @@ class Surrogate:
         return value, slope
 
     def _solve(self) -> Floats:
-        """Condition on the readings; returns the part of the covariance that plans share."""
+        """Solve the process for the readings; return the part of the covariance that plans share."""
         alike = self._shared(self._hot, self._hot)
         covariance = alike + MEAN_VARIANCE
         covariance[np.diag_indices(len(covariance))] += OWN_VARIANCE + self._noise
@@ -165,7 +165,7 @@ class Surrogate:
         return np.asarray(np.exp(self.weights.variance - (scale.sum() - weighted @ other.T)))
 
     def _doubt_outliers(self) -> None:
-        """Readings far slower than all others predict count for less: a disturbance hit them, more likely.
+        """Count readings far slower than all others predict for less: a disturbance hit them, more likely.
 
         What is far faster than predicted is what the search is for.
         """
@@ -193,7 +193,7 @@ class Surrogate:
         return dict(zip(self.plans, zip(mean.tolist(), deviation.tolist(), strict=True), strict=True))
 
     def surprises(self) -> list[Tunables]:
-        """Plans surely faster than all others predict, the most so first: what they have, they have together."""
+        """Return plans surely faster than all others predict, the most so first: what they have, they have together."""
         precision = np.diag(self._inverse)[: len(self.plans)]
         errors = (self._alpha[: len(self.plans)] / np.sqrt(precision)).tolist()
         return [
@@ -211,7 +211,7 @@ class Surrogate:
         return np.asarray(predicted + self._alpha[number] / precision)
 
     def copy(self) -> Surrogate:
-        """The same process, to assume readings of."""
+        """Return the same process, to assume readings of."""
         return copy.copy(self)
 
     def assume(self, row: Codes) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_device import _INF, _offsets, _tf32
+from .device_tiles import _INF, _offsets, _tf32
 
 _STRIDES = tuple(f"{x}_{axis}" for x in "qkv" for axis in "nmh")
 _VARYING = (*_STRIDES, "queries", "keys", "heads", "group", "tiles", "splits", "window", "scale", "scale_log2", "slots")

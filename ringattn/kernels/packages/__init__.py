@@ -1,1 +1,1 @@
-"""Attention packages that are not part of torch, one file for each."""
+"""Wraps attention packages that are not part of torch, one file for each."""

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ringattn.kernels.aten import far_rows_faults, flash_2_backward_faults, flash_2_reads_out_of_bounds
+from ringattn.kernels.aten.flash import flash_2_backward_faults, flash_2_reads_out_of_bounds
+from ringattn.kernels.aten.shared import far_rows_faults
 from ringattn.kernels.contract import (
     BlockKernel,
     BoundDropout,

@@ -1,4 +1,4 @@
-"""What the wrappers of all packages share: importing one, checking its functions, tensors as its C++ takes them.
+"""Imports a package, checks its functions, and hands it tensors as its C++ takes them: shared by all wrappers.
 
 A wrapper has pure reasons (architecture, dtype, head dimension, published faults with their source) and a ``load_*``
 that imports its package once, when a plan is built, checks that the functions take what is passed to them, and
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ringattn.errors import KernelLoadError
-from ringattn.kernels.aten import cuda_reasons
+from ringattn.kernels.aten.shared import cuda_reasons
 from ringattn.kernels.contract import Grads, KernelConfig, KernelNeed
 from ringattn.kernels.grid_limits import MAX_GRID
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ringattn.kernels.aten import far_rows_faults, flash_2_backward_faults, flash_2_reads_out_of_bounds
+from ringattn.kernels.aten.flash import flash_2_backward_faults, flash_2_reads_out_of_bounds
+from ringattn.kernels.aten.shared import far_rows_faults
 from ringattn.kernels.contract import BlockKernel, BoundKernel, Grads, KernelConfig, KernelNeed, Params
 from ringattn.kernels.grid_limits import cutlass_empty_rows, flash_2_empty_rows, in_parts, without_empty_rows
 

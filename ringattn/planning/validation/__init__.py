@@ -1,1 +1,1 @@
-"""Whether a kernel is right on this machine: checks against float64, and their results kept."""
+"""Checks against float64 whether a kernel is right on this machine, and keeps the results."""

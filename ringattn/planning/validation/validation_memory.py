@@ -89,7 +89,7 @@ class Memory:
         )
 
     def remember(self, verdicts: Mapping[Key, Verdict]) -> None:
-        """Adds verdicts, in this process and where the file allows it for all."""
+        """Add verdicts, in this process and where the file allows it for all."""
         with self._lock:
             self._found |= verdicts
             lasting = {key: verdict for key, verdict in verdicts.items() if not verdict.message}
@@ -106,7 +106,7 @@ class Memory:
                 )
 
     def _refresh(self) -> None:
-        """Reads the file again where it has changed."""
+        """Read the file again where it has changed."""
         try:
             status = self.path.stat()
             seen = status.st_ino, status.st_size, status.st_mtime_ns
@@ -143,7 +143,7 @@ def _plain(combination: Combination) -> dict[str, Any]:
 
 
 def _load(content: bytes) -> dict[Key, Verdict]:
-    """ValueError, TypeError or KeyError for anything but what ``_dump`` writes."""
+    """Raise ValueError, TypeError or KeyError for anything but what ``_dump`` writes."""
     plain = json.loads(content)
     if not isinstance(plain, dict) or plain.get("schema") != _SCHEMA:
         raise ValueError(f"its schema is not {_SCHEMA}")

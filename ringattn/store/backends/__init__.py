@@ -1,1 +1,1 @@
-"""Where the files of a store lie: a folder that hosts mount, or a server behind a URL."""
+"""Reads and writes the files of a store: in a folder that hosts mount, or on a server behind a URL."""

@@ -27,7 +27,7 @@ NEEDS_CRYPTOGRAPHY = needs_package("signatures", "cryptography", "sign")
 
 
 class SignatureFault(Exception):
-    """Why a signature or a key cannot be used, for a message that names the file."""
+    """Reason why a signature or a key cannot be used, for a message that names the file."""
 
 
 @dataclass(frozen=True, slots=True)

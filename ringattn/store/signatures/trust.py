@@ -26,7 +26,7 @@ _MAX_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Signatures:
-    """What lies beside a profile: a signature as OpenSSH writes it, and a Sigstore bundle; None where there is none."""
+    """Signatures beside a profile: one as OpenSSH writes it, and a Sigstore bundle; None where there is none."""
 
     ssh: bytes | None = None
     bundle: bytes | None = None

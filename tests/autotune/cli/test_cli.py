@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 import pytest
 from cli_runs import ringtune
+from click.core import ParameterSource
 
 from autotune.cli.main import cli
 from autotune.exit_codes import ExitCode
@@ -48,8 +49,13 @@ EXAMPLES = [
 
 
 @pytest.mark.parametrize(("name", "example"), EXAMPLES)
-def test_every_example_in_the_help_parses(name: str, example: str) -> None:
-    cli.commands[name].make_context(name, example.split())
+def test_every_example_in_the_help_sets_what_it_names(name: str, example: str) -> None:
+    words = example.split()
+    context = cli.commands[name].make_context(name, list(words))
+    named = {parameter.name for parameter in context.command.params if {*parameter.opts} & {*words}}
+    given = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    arguments = {parameter.name for parameter in context.command.params if isinstance(parameter, click.Argument)}
+    assert given - arguments == named
 
 
 def test_the_help_has_examples() -> None:

@@ -300,7 +300,11 @@ def test_a_pipe_in_the_place_of_the_journal_is_refused_and_not_waited_for(tmp_pa
 
 def test_a_writer_s_file_of_something_else_keeps_nobody_out(tmp_path: Path) -> None:
     (tmp_path / "p.journal.writer").write_bytes(b"\x82\xff" * 1000)
-    Store(tmp_path / "p.journal").close()
+    with Store(tmp_path / "p.journal", identity="a") as store:
+        finish_one(study_of(store))
+    with Store(tmp_path / "p.journal", identity="a") as store:
+        assert store.resumed
+        assert not store.notes
 
 
 def test_a_full_disk_is_told_with_the_name_of_the_journal(tmp_path: Path) -> None:

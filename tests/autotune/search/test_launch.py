@@ -17,8 +17,8 @@ from autotune.search.deciding.finalists import finalists
 from autotune.search.limits import Limits
 from autotune.search.settings import SearchSettings
 from ringattn.planning.preference import Launch
+from ringattn.profile.plain_data import from_plain, to_plain
 from ringattn.profile.schema import PlanEntry
-from ringattn.profile.yaml_io import from_plain, to_plain
 from ringattn.workload import Pattern, Tunables
 
 DENSE = workload(pattern=Pattern(), mode="infer")

@@ -12,8 +12,8 @@ from autotune.measure.simulated import Trouble
 from autotune.probe.output.writer import entry_of
 from autotune.search.deciding.choose import Candidate, choose
 from autotune.statistics import Interval
+from ringattn.profile.plain_data import from_plain, to_plain
 from ringattn.profile.schema import PlanEntry
-from ringattn.profile.yaml_io import from_plain, to_plain
 from ringattn.workload import Pattern
 
 DENSE = workload(pattern=Pattern())

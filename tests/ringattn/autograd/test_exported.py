@@ -29,8 +29,8 @@ from ringattn.errors import InputError, PlanError, ProfileError, RingAttentionEr
 from ringattn.planning.heuristic import Wishes
 from ringattn.planning.plan import Conditions
 from ringattn.planning.table import ModuleShape, build_table, table_of
+from ringattn.profile.plain_data import from_plain
 from ringattn.profile.schema import Choice, Fingerprint, PlanEntry, Profile
-from ringattn.profile.yaml_io import from_plain
 from ringattn.workload import INPUT_DTYPES, BranchTunables, Tunables
 
 ROOT = Path(ringattn.__file__).parent.parent

@@ -25,7 +25,8 @@ def call(
 ) -> Tensor:
     module = nn.Identity()
     module.is_causal = causal
-    q, k = torch.randn(BATCH, 4, queries, 8), torch.randn(BATCH, 2, keys, 8)
+    drawn = torch.Generator().manual_seed(0)
+    q, k = torch.randn(BATCH, 4, queries, 8, generator=drawn), torch.randn(BATCH, 2, keys, 8, generator=drawn)
     out, weights = transformers.AttentionInterface()["ringtune"](module, q, k, k, mask, **given)
     assert weights is None
     assert out.shape == (BATCH, queries, 4, 8)
@@ -78,13 +79,20 @@ def test_a_window_that_the_mask_does_not_have_is_refused() -> None:
     )
     with pytest.raises(InputError, match=r"^sliding_window is 4, and the attention mask has no window$"):
         call(mask=mask, sliding_window=4)
-    call(mask=mask, sliding_window=12)
+    assert torch.equal(call(mask=mask, sliding_window=12), call(mask=mask))
 
 
-def test_what_changes_no_number_is_taken() -> None:
-    call(**dict.fromkeys(_NO_MATHEMATICS, X))
-    call(**dict.fromkeys(_REFUSED))
-    call(softcap=0.0, output_attentions=False, dropout=0.0)
+@pytest.mark.parametrize(
+    "given",
+    [
+        dict.fromkeys(_NO_MATHEMATICS, X),
+        dict.fromkeys(_REFUSED),
+        {"softcap": 0.0, "output_attentions": False, "dropout": 0.0},
+    ],
+    ids=["no mathematics", "refused ones that are None", "off"],
+)
+def test_what_changes_no_number_is_taken(given: dict[str, Any]) -> None:
+    assert torch.equal(call(**given), call())
 
 
 def test_every_keyword_that_transformers_declares_is_taken_or_refused_by_name() -> None:

@@ -22,8 +22,8 @@ from ringattn.planning.matching import entries_for
 from ringattn.planning.plan import combinations
 from ringattn.planning.table import ModuleShape, build_table
 from ringattn.planning.validation.accuracy_check import case_of, check, config_of, hold
+from ringattn.profile.plain_data import from_plain, to_plain
 from ringattn.profile.schema import PlanEntry, Profile
-from ringattn.profile.yaml_io import from_plain, to_plain
 from ringattn.workload import Workload
 
 OPTIONS: list[dict[str, Any]] = [{"window": 512}, {"softcap": 30.0}, {"head_dim_v": 64}]

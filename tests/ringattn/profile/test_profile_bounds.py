@@ -23,9 +23,10 @@ from profile_samples import RICH, assert_one_line, resealed
 from ringattn.errors import InputError, ProfileError
 from ringattn.hardware.facts import detect
 from ringattn.profile.bounds import BOUNDS, MAX_RANKS, MAX_RING_STEPS, MAX_TEXT
+from ringattn.profile.plain_data import to_plain
 from ringattn.profile.schema import Choice, PlanEntry, Profile
 from ringattn.profile.whole_file import STALE_TEMPORARY_S
-from ringattn.profile.yaml_io import dump_profile, load_profile, parse_profile, save_profile, to_plain
+from ringattn.profile.yaml_io import dump_profile, load_profile, parse_profile, save_profile
 from ringattn.workload import LONGEST, BranchTunables, Pattern, Tunables, Workload
 
 ROOT = Path(__file__).parents[3]

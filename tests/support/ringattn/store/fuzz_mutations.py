@@ -11,9 +11,10 @@ from machine_samples import EVIDENCE
 
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.kernels.registry import KERNELS
+from ringattn.profile.plain_data import to_plain
 from ringattn.profile.schema import Choice, Failure, Fingerprint, LinkSpeed, PlanEntry, Profile, Provenance
 from ringattn.profile.strict_yaml import write_yaml
-from ringattn.profile.yaml_io import checksum_of, to_plain
+from ringattn.profile.yaml_io import checksum_of
 from ringattn.tunables import TABLE
 from ringattn.workload import INPUT_DTYPES, BranchTunables, Pattern, Tunables, Workload
 

@@ -1,0 +1,1 @@
+"""Wraps the kernels that torch ships, one file for each."""

@@ -6,20 +6,18 @@ Legend: B batch, S sequence, E embed_dim, H heads, D head dimension.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
-from torch.utils.checkpoint import checkpoint
 
 from ringattn.autograd.transforms import transforms_active
 from ringattn.errors import InputError
 from ringattn.modules.pool import AttentionPool
 from ringattn.runtime.packed.documents import Documents
 
-from .summed_parts import NO_STAND_INS, StandIns, call, sources_of, stand_ins
+from .in_parts import in_parts
 from .torchscale_config import EncoderSettings, settings_of
 
 # Bytes of a feed-forward network's inner width to have at a time: half of them, between these bounds. Making them again
@@ -238,24 +236,19 @@ class FeedForward(nn.Module):
         """Return what follows from x (B, S, E), as a whole where it is small."""
         inner_bytes, (least, most) = self.settings.ffn_dim * x.element_size(), _CHUNK_BYTES
         rows = x.flatten(0, 1)
-        chunks = torch.split(rows, max(1, min(most, max(least, len(rows) * inner_bytes // 2)) // inner_bytes))
-        if len(chunks) <= 1:
+        at_a_time = max(1, min(most, max(least, len(rows) * inner_bytes // 2)) // inner_bytes)
+        if len(rows) <= at_a_time:
             return self._inner(self.fc1(x))
         if not torch.is_grad_enabled():
-            return torch.cat([self._inner(self.fc1(chunk)) for chunk in chunks]).view(*x.shape[:2], -1)
-        random = self.training and self.settings.activation_dropout > 0
-        inner = partial(checkpoint, self._inner, use_reentrant=False, preserve_rng_state=random)
-        first = sources_of(self.fc1, x.device.type, cast=True)
-        norm = {} if self.ffn_layernorm is None else sources_of(self.ffn_layernorm, x.device.type, cast=False)
-        second = sources_of(self.fc2, x.device.type, cast=False)  # cast anew in each part, and again in its backward
-        parts = []
-        for chunk in chunks:
-            h = call(self.fc1, stand_ins(first), chunk)
-            parts.append(inner(h, stand_ins(norm), stand_ins(second)))
-        return torch.cat(parts).view(*x.shape[:2], -1)
+            return torch.cat([self._inner(self.fc1(part)) for part in torch.split(rows, at_a_time)]).view(
+                *x.shape[:2], -1
+            )
+        of_inner = [module for module in (self.ffn_layernorm, self.fc2) if module is not None]
+        draws = self.training and self.settings.activation_dropout > 0
+        return in_parts(at_a_time, self.fc1, self._inner, of_inner, rows, draws=draws).view(*x.shape[:2], -1)
 
-    def _inner(self, h: Tensor, of_norm: StandIns = NO_STAND_INS, of_second: StandIns = NO_STAND_INS) -> Tensor:
-        """Return what follows the first linear layer, with these parameters in the place of its own.
+    def _inner(self, h: Tensor) -> Tensor:
+        """Return what follows the first linear layer.
 
         torchscale converts the activation's input to float32 and its result back. torch's kernels do so inside, to the
         same numbers but for 0.4 % of a bfloat16 GELU's on CPUs, a rounding apart; nothing of twice the size is kept.
@@ -263,8 +256,9 @@ class FeedForward(nn.Module):
         s = self.settings
         h = F.dropout(_ACTIVATIONS[s.activation](h), s.activation_dropout, self.training)
         if self.ffn_layernorm is not None:
-            h = call(self.ffn_layernorm, of_norm, h)
-        return call(self.fc2, of_second, h)
+            h = self.ffn_layernorm(h)
+        y: Tensor = self.fc2(h)
+        return y
 
 
 def _norm(norm: nn.Module, x: Tensor) -> Tensor:

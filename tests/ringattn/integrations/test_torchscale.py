@@ -180,6 +180,24 @@ def test_a_network_some_positions_at_a_time_is_the_whole(
         assert torch.equal(ffn(x), found[0])
 
 
+@pytest.mark.parametrize("frozen", ["", "fc1", "fc2"])
+def test_parts_leave_gradients_to_others_and_run_backward_twice(frozen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of one row: what it gives a bias may be the gradient of the output itself."""
+    ffn, x = made().layers[0].ffn, randn(1, 5, 24)
+    for name, parameter in ffn.named_parameters():
+        parameter.requires_grad_(not frozen or not name.startswith(frozen))
+    leaves = [parameter for parameter in ffn.parameters() if parameter.requires_grad]
+    leaves += [x.requires_grad_()] if frozen != "fc1" else []
+    dout = randn(1, 5, 24)
+    expected, given = torch.autograd.grad(ffn(x), leaves, dout), dout.clone()
+    monkeypatch.setattr(torchscale, "_CHUNK_BYTES", (40 * 8, 40 * 8))
+    out = ffn(x)
+    for retain_graph in (True, False):
+        found = torch.autograd.grad(out, leaves, dout, retain_graph=retain_graph)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        assert torch.equal(dout, given)
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 def test_weight_gradients_of_many_parts_are_as_exact_as_those_of_the_whole(
     autocast: bool, monkeypatch: pytest.MonkeyPatch

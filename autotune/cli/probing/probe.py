@@ -46,6 +46,7 @@ from ..store.options import (
 if TYPE_CHECKING:
     from ringattn.workload import Mode
 
+_NAME_A_SHAPE = ("seq_lens", "batch_size", "documents", "heads", "kv_heads", "head_dim")  # whose pattern is said, too
 # The rows are those of the profile, of which --mode may choose.
 _NOT_WITH_ADDED = (SHAPE - {"modes"}) | {"like", "layout", "dry_run", "if_missing", "if_stale"}
 MODES: dict[str, tuple[Mode, ...]] = {
@@ -96,7 +97,12 @@ MODES: dict[str, tuple[Mode, ...]] = {
     help="Measure N documents of uneven lengths packed into --seq-len tokens, as cu_seqlens gives them.",
 )
 @pattern_options
-@click.option("--dense", is_flag=True, help="Dense attention alone, without the grid's dilated pattern.")
+@click.option(
+    "--dense",
+    is_flag=True,
+    help="Dense attention alone, without the grid's dilated pattern: so it is where a length, heads, a head dimension, "
+    "a batch size or documents are named and no --segment-lengths.",
+)
 @click.option(
     "--precision",
     type=DtypeChoice(["auto", "bf16", "fp16", "tf32", "fp32"]),
@@ -178,8 +184,9 @@ def probe(
     """Measure attention on this machine and write its hardware profile.
 
     With no options it covers a sensible grid: several lengths, training and
-    inference, dense causal attention and a LongNet pattern. Ctrl-C loses
-    nothing: the same command goes on where it stopped.
+    inference, dense causal attention and a LongNet pattern. A shape that is
+    named is dense unless --segment-lengths and --dilation-rates are given.
+    Ctrl-C loses nothing: the same command goes on where it stopped.
 
     \b
         ringtune probe
@@ -240,6 +247,8 @@ def probe(
         if not options["dry_run"]:
             follow_rank_0()
         return
+    if options["segment_lengths"] is None and any(options[name] for name in _NAME_A_SHAPE):
+        options["dense"] = True
     notes = _shape_from_files(model, like, options)
     request = ProbeRequest(ranks=ranks, **options)
     if if_missing or if_stale:

@@ -21,6 +21,7 @@ from .machine.compare import compare
 from .machine.doctor import doctor
 from .machine.trace import trace
 from .probing.probe import probe
+from .probing.probe_result import ARGUMENTS
 from .probing.verify import verify
 from .profile.explain import explain
 from .profile.report import report
@@ -71,6 +72,7 @@ class RingtuneGroup(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta[_WANTS_JSON] = "--json" in args  # known before a usage error can hide it
+        ctx.meta[ARGUMENTS] = tuple(args)
         with _usage_errors(bool(ctx.meta[_WANTS_JSON])):  # of an option before the command
             return super().parse_args(ctx, args)
 

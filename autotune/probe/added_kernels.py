@@ -193,6 +193,7 @@ def won_by(entry: PlanEntry, new: PlanEntry) -> PlanEntry:
         captured=captured,
         auto=auto,
         front=_front((*entry.front, won)) if entry.front else (),
+        under_load=entry.under_load or new.under_load,
     )
 
 

@@ -217,6 +217,10 @@ def test_a_machine_that_is_never_left_alone_needs_the_wider_margin_and_says_so()
     assert quiet.result.state == "tuned"
     assert loaded.result.state == "default"
     assert "foreign load" in loaded.result.note
+    assert (quiet.result.under_load, loaded.result.under_load) == (False, True)
+    noted = loaded.search.study.noted_result()
+    assert noted is not None
+    assert noted.under_load
 
 
 def test_noise_beyond_all_bounds_is_inconclusive_and_keeps_the_default() -> None:

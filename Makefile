@@ -61,7 +61,7 @@ $(VENV)/.ringtune-ready-%: pyproject.toml constraints.txt | $(VENV)/bin/pip
 	@$(PIP_INSTALL) --no-build-isolation --editable '.[$*]'
 	@touch $(VENV)/.ringtune-ready $@
 
-# 6 is no failure: a profile was written, in which cells that could not be measured keep their default.
+# 6 is no failure: a profile was written, and the probe has said what it has for cells that could not be measured.
 probe: $(READY)
 	@$(RUN) -m autotune probe $(PROBE_ARGS) || { code=$$?; [ $$code -eq 6 ] || exit $$code; \
 	echo "exit code 6, which is none for make: a profile was written, and cells above could not be measured" >&2; }

@@ -44,7 +44,7 @@ class NoDevice(ProbeFailure):
 
 
 class NothingMeasured(ProbeFailure):
-    """The machine was too noisy, throttled or shared for any number to be believed; no profile was written."""
+    """The machine was too noisy, throttled or shared for any number to be believed; nothing was written."""
 
     exit_code = ExitCode.NOTHING_MEASURED
 

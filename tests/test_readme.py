@@ -12,9 +12,12 @@ import torch
 from documents import README, ROOT, blocks, blocks_of, run, text_of
 
 from autotune.probe.request import ProbeRequest
-from autotune.probe.workloads.grid import cells_for
+from autotune.probe.workloads.grid import FIRST_STEPS, cells_for
+from ringattn.arguments import dtype_name
 from ringattn.hardware.facts import detect
+from ringattn.planning.matching import entries_for, entry_for
 from ringattn.planning.plan import Origin
+from ringattn.profile.schema import Fingerprint, PlanEntry, Profile
 
 TEXT = text_of(README)
 (TEN_LINES,) = blocks("python", README)
@@ -30,15 +33,19 @@ def test_its_python_runs(tmp_path: Path) -> None:
     assert done.stdout.strip(), "it prints the plan that ran"
 
 
-def test_its_python_runs_what_a_quick_probe_of_a_cpu_measures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that what a newcomer has just measured serves the first lines they run."""
+@pytest.mark.parametrize("page", [README, ROOT / "docs" / "getting-started.md"], ids=lambda page: page.name)
+def test_the_first_cells_of_a_cpu_serve_the_first_python(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that what a newcomer has just measured, however short, serves the first lines they run."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     ran: dict[str, Any] = {}
-    exec(TEN_LINES.text, ran)  # noqa: S102 - the README's own lines
-    batch, seq_len = ran["q"].shape[:2]
-    assert ran["q"].dtype == torch.float32
-    grid = {cell.workload for cell in cells_for(ProbeRequest(effort="quick"), detect("cpu"))}
-    assert ran["attn"].shape.workload(seq_len, "fp32", True, batch) in grid
+    for block in blocks("python", page):
+        exec(block.text, ran)  # noqa: S102 - the page's own lines
+    q, facts = ran["q"], detect("cpu")
+    asked = ran["attn"].shape.workload(q.shape[1], dtype_name(q.dtype) or "", q.requires_grad, q.shape[0])
+    assert [cell.workload for cell in cells_for(ProbeRequest(effort="quick"), facts)[:3]] == [*FIRST_STEPS]
+    rows = tuple(PlanEntry(workload, refusal="its workload alone counts here") for workload in FIRST_STEPS)
+    answering, _ = entries_for(Profile("measured", Fingerprint.of(facts), plans=rows), asked)
+    assert entry_for(answering, asked, facts.sm_count) is not None
 
 
 def test_what_it_says_of_the_printed_plan_is_what_can_be_printed() -> None:

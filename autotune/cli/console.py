@@ -39,7 +39,7 @@ def print_answer(answer: RenderableType) -> None:
     """Print the answer of a command on stdout, without the spaces that Rich fills its tables up with at line ends."""
     made = console()
     with made.capture() as captured:
-        made.print(answer)
+        made.print(answer, crop=False)  # a table is as wide as its names, which are no use cut off
     lines = "".join(f"{line.rstrip()}\n" for line in captured.get().splitlines())
     click.echo(lines, nl=False, color=True)  # Rich has decided on colours
 

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -16,11 +17,13 @@ import click
 from autotune.display_text import plain
 from autotune.exit_codes import ExitCode, ProbeFailure
 
+from .console import print_answer
 from .interrupts import PROBE_INTERRUPTED
 from .machine.compare import compare
 from .machine.doctor import doctor
 from .machine.trace import trace
 from .probing.probe import probe
+from .probing.probe_result import ARGUMENTS
 from .probing.verify import verify
 from .profile.explain import explain
 from .profile.report import report
@@ -71,6 +74,7 @@ class RingtuneGroup(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta[_WANTS_JSON] = "--json" in args  # known before a usage error can hide it
+        ctx.meta[ARGUMENTS] = tuple(args)
         with _usage_errors(bool(ctx.meta[_WANTS_JSON])):  # of an option before the command
             return super().parse_args(ctx, args)
 
@@ -85,7 +89,7 @@ class RingtuneGroup(click.Group):
             code = exit_code_of(error)
             if code is None:
                 raise
-            raise _fail(str(error), code, as_json) from error
+            raise _fail(_told(error), code, as_json) from error
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)  # in the order a newcomer meets them, not the alphabet's
@@ -103,9 +107,27 @@ def exit_code_of(error: Exception) -> ExitCode | None:
         return ExitCode.ERROR
     if isinstance(error, BrokenPipeError):
         return None  # click ends quietly when the reader of a pipe has gone
-    if isinstance(error, OSError) and (error.filename is not None or error.errno in (errno.ENOSPC, errno.EDQUOT)):
+    if isinstance(error, OSError) and (
+        error.filename is not None or error.errno in (errno.ENOSPC, errno.EDQUOT) or _is_of_stdout(error)
+    ):
         return ExitCode.ERROR
     return None
+
+
+def _told(error: Exception) -> str:
+    """Return the line for an error: of stdout, which has no file name, what it is and the remedy."""
+    if isinstance(error, OSError) and error.filename is None and _is_of_stdout(error):
+        return f"stdout: {error.strerror}; make room where it goes, or redirect it to another place"
+    return str(error)
+
+
+def _is_of_stdout(error: OSError) -> bool:
+    """Return whether it was raised where answers are printed, and not by what click prints on stderr."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(
+        frame.f_code is print_answer.__code__ or (frame.f_code is click.echo.__code__ and not frame.f_locals["err"])
+        for frame in frames
+    )
 
 
 def _interrupted(ctx: click.Context) -> str:
@@ -176,7 +198,7 @@ def main() -> NoReturn:
         code = exit_code_of(error)
         if code is None:
             raise
-        failed = _fail(str(error), code, as_json=False)
+        failed = _fail(_told(error), code, as_json=False)
         _drop_what_cannot_be_written()
         sys.exit(failed.exit_code)
     raise AssertionError("click ends the process itself")

@@ -146,7 +146,11 @@ class Store:
                     "name another storage, or give --fresh to delete them"
                 )
             assert self.path is not None, "a store in memory is always new"
-            self.notes.append(f"{self.path.name}: of another machine, software or request; starting over")
+            if not self.recall(FINISHED, bool):  # else all that it found is in a profile
+                self.notes.append(
+                    f"{self.path.name}: of an interrupted probe of another machine, software or request; its trials "
+                    "are deleted, rows of a profile are not"
+                )
         elif not (first and self.recall(FINISHED, bool) and again(self)):
             return True
         self._start_over()

@@ -135,7 +135,7 @@ class AddedKernels(ProbeRun):
         inconclusive = inconclusive_lines(reports)
         if len(inconclusive) and all(report.status == "inconclusive" for report in reports):
             store.remember(FINISHED, True)
-            raise runs.nothing_measured("the profile stays", inconclusive)
+            raise runs.nothing_measured(f"{self._path.name} stays as it was", inconclusive)
         changed = {
             entry.workload: replace(won_by(entry, new), origin=RowOrigin(origin_of(old, entry).effort, outcome.date))
             for entry in old.plans
@@ -193,6 +193,7 @@ def won_by(entry: PlanEntry, new: PlanEntry) -> PlanEntry:
         captured=captured,
         auto=auto,
         front=_front((*entry.front, won)) if entry.front else (),
+        under_load=entry.under_load or new.under_load,
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autotune.probe.cells.space import space_or_refusal
-from autotune.probe.output.earlier_profile import check_rows, earlier_profile, recorded_rows
+from autotune.probe.output.earlier_profile import check_rows, earlier_profile, rows_not_searched
 from autotune.probe.output.joined_layout import joined_layout
 from autotune.probe.workloads.grid import Cell
 from autotune.search.budget import RESERVE_S
@@ -22,7 +22,7 @@ def dry_run(context: ProbeContext, path: Path, cells: Sequence[Cell]) -> ProbeRe
     """Estimate a probe by splitting its budget, as no call is timed; ``path`` is only read.
 
     Where a profile is there that the rows would join, cells lie over several ranks as its rows do, and those that it
-    has already are verified. Raises what the probe would raise of it: ProfileError for a broken file, ProbeFailure for
+    has already are marked. Raises what the probe would raise of it: ProfileError for a broken file, ProbeFailure for
     another layout than its rows', UsageFailure for more rows than it can hold.
     """
     budget_s = context.preset.budget_s
@@ -35,17 +35,21 @@ def dry_run(context: ProbeContext, path: Path, cells: Sequence[Cell]) -> ProbeRe
         (cell, space_or_refusal(cell, context.environment, layout)) for cell, layout in zip(cells, layouts, strict=True)
     ]
     sizes = [space.size() if isinstance(space, Space) else 0 for _, space in spaces]
-    share = max(0.0, budget_s - RESERVE_S) / max(1, sum(size > 0 for size in sizes))
+    there = {entry.workload for entry in rows_not_searched(old, context.request, cells)}
+    verifies = there == new
+    timed = sum(size > 0 and (verifies or cell.workload not in there) for cell, size in zip(cells, sizes, strict=True))
+    share = max(0.0, budget_s - RESERVE_S) / max(1, timed)
     for (cell, space), size in zip(spaces, sizes, strict=True):
         if isinstance(space, PlanError):
             rows.append(DryCell(cell.workload, (), 0, 0.0, tuple(space.rejected.items())))
             continue
         names = tuple(dict.fromkeys(_kernel_names(plan) for plan in space.kernel_plans))
-        rows.append(DryCell(cell.workload, names, size, share, space.rejected, space.default.layout))
+        measured = cell.workload in there
+        estimate_s = 0.0 if measured and not verifies else share
+        rows.append(DryCell(cell.workload, names, size, estimate_s, space.rejected, space.default.layout, measured))
         for name, values in space.searched():
             searched.setdefault(name, {}).update(dict.fromkeys(values))
     tunables = tuple((name, tuple(values)) for name, values in searched.items())
-    verifies = old is not None and context.request.resume and bool(recorded_rows(old, cells))
     context.observer.plan([cell.workload for cell in cells], budget_s)
     return ProbeResult(path, None, (), 0.0, dry_run=DryRun(tuple(rows), budget_s, tunables, verifies))
 

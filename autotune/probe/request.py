@@ -139,6 +139,7 @@ class DryCell:
     estimate_s: float
     rejected: tuple[tuple[str, tuple[str, ...]], ...] = ()
     layout: str = ""  # of the sequence over several ranks
+    measured: bool = False  # its row is there already: it stays, or is verified where all are
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,7 +172,8 @@ class ProbeRun:
         inconclusive = inconclusive_lines(rows.reports.values())
         if all(report.status == "inconclusive" for report in rows.reports.values()):
             store.remember(FINISHED, True)  # the next run must measure anew, not read the same numbers again
-            raise runs.nothing_measured("no profile was written", inconclusive)
+            stays = "no profile was written" if old is None else f"{self._path.name} stays as it was"
+            raise runs.nothing_measured(stays, inconclusive)
         pending = sum(report.validation_pending for report in rows.reports.values())
         if pending:
             said = f"{plural(pending, 'cell')}: {VALIDATION_PENDING}"

@@ -25,7 +25,7 @@ from autotune.measure.evaluator import Checked, Evaluator, Fault, Interference, 
 from autotune.measure.module_calls import build_module, results_of
 from autotune.measure.worker_evaluator import WorkerEvaluator
 from autotune.space.presets import PRESETS, plans_of
-from autotune.statistics import median
+from autotune.statistics import interval_of, median
 from ringattn.attention import RingAttention
 from ringattn.errors import PlanError, RingAttentionError
 from ringattn.hardware.facts import HardwareFacts
@@ -47,7 +47,8 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 class Standing:
     """One contender at one workload.
 
-    ``speedup`` is the median over blocks of the baseline's time over this one's. ``error`` is relative to float64, NaN
+    ``speedup`` is the median over blocks of the baseline's time over this one's, with its 95 % interval: of one block
+    that is infinite. ``error`` is relative to float64, NaN
     where another attention is computed. ``note`` says what ran, or why nothing did: then the figures are NaN.
     """
 
@@ -59,19 +60,32 @@ class Standing:
     peak_bytes: int = 0
     error: float = math.nan
     speedup: float = math.nan
+    speedup_low: float = math.nan
+    speedup_high: float = math.nan
+
+    @property
+    def is_decided(self) -> bool:
+        """Return whether noise leaves no doubt that it is faster than the baseline, or that it is slower."""
+        return self.speedup_low > 1 or 0 < self.speedup_high < 1
 
 
 @dataclass(frozen=True, slots=True)
 class Crossover:
-    """Length from which on a contender is faster (or ``slower``) than the baseline, between two measured ones."""
+    """Length from which on a contender is faster (or ``slower``) than the baseline, between two measured ones.
+
+    The ends of both speed-ups' intervals give ``least`` and ``most``.
+    """
 
     name: str
     seq_len: int
+    least: int
+    most: int
     slower: bool
 
     def __str__(self) -> str:
         change = "slower" if self.slower else "faster"
-        return f"{self.name} is {change} than torch from about {self.seq_len:,} tokens on"
+        between = f"about {self.seq_len:,} tokens on ({self.least:,} to {self.most:,})"
+        return f"{self.name} is {change} than torch from {between}"
 
 
 def foreign_plan(name: str, workload: Workload) -> Tunables:
@@ -217,7 +231,7 @@ def compare(
         seen: list[Interference] = []
         for workload in workloads:
             asked = list(contenders(workload, facts, device))
-            found += _standings(workload, asked, evaluator, blocks, random.Random(seed), progress, seen)
+            found += _standings(workload, asked, evaluator, blocks, seed, progress, seen)
         return found, largest_of_each(seen)
     finally:
         evaluator.close()
@@ -228,7 +242,7 @@ def _standings(
     asked: Sequence[tuple[str, tuple[Tunables, ...], str]],
     evaluator: WorkerEvaluator,
     blocks: int,
-    shuffled: random.Random,
+    seed: int,
     progress: Callable[[str], None],
     seen: list[Interference],
 ) -> list[Standing]:
@@ -244,9 +258,9 @@ def _standings(
             if not isinstance(result, Fault) or result.kind != "oom":
                 break
     right = [plan for plan, c in checks.items() if isinstance(c, Checked)]
-    times = _times(workload, right, evaluator, blocks, shuffled, seen)
+    times = _times(workload, right, evaluator, blocks, random.Random(seed), seen)
     base = times.get(runs[BASELINE], [])
-    return [_standing(workload, name, note, runs.get(name), checks, times, base) for name, _, note in asked]
+    return [_standing(workload, name, note, runs.get(name), checks, times, base, seed) for name, _, note in asked]
 
 
 def _times(
@@ -282,6 +296,7 @@ def _standing(
     checks: Mapping[Tunables, Checked | Fault],
     times: Mapping[Tunables, list[float]],
     base: Sequence[float],
+    seed: int,
 ) -> Standing:
     if plan is None:
         return Standing(workload.seq_len, name, f"not measured: {note}")
@@ -293,6 +308,8 @@ def _standing(
     own = name not in (TORCH, TORCHSCALE)
     told = "; ".join(filter(None, (describe(plan) if own else checked.torch_kernel, note)))
     ms = median(times[plan])
+    logs = [math.log(theirs / mine) for theirs, mine in zip(base, times[plan], strict=True)] if base else []
+    speedup = interval_of(logs, seed=seed) if logs else None
     return Standing(
         workload.seq_len,
         name,
@@ -301,22 +318,35 @@ def _standing(
         workload.batch * workload.seq_len / ms * 1e3,
         checked.peak_bytes,
         checked.error,
-        median([theirs / mine for theirs, mine in zip(base, times[plan], strict=True)]) if base else math.nan,
+        *((speedup.ratio, speedup.ratio_low, speedup.ratio_high) if speedup is not None else ()),
     )
 
 
 def crossovers(standings: Sequence[Standing]) -> list[Crossover]:
-    """Return where contenders pass the baseline, by a straight line through both speed-ups in log2 of the length."""
+    """Return where contenders pass the baseline, by a straight line through two speed-ups in log2 of the length.
+
+    Lengths at which noise hides which of the two is faster are passed over.
+    """
     found = []
-    for name in dict.fromkeys(s.name for s in standings):
-        of_name = sorted((s for s in standings if s.name == name and s.speedup > 0), key=lambda s: s.seq_len)
+    for name in dict.fromkeys(s.name for s in standings if s.name != BASELINE):
+        of_name = sorted((s for s in standings if s.name == name and s.is_decided), key=lambda s: s.seq_len)
         for one, other in pairwise(of_name):
-            low, high = math.log2(one.speedup), math.log2(other.speedup)
-            if name != BASELINE and low * high < 0:
-                share = low / (low - high)
-                length = one.seq_len * (other.seq_len / one.seq_len) ** share
-                found.append(Crossover(name, round(length), slower=low > 0))
+            if (one.speedup < 1) != (other.speedup < 1):
+                lengths = (one.seq_len, other.seq_len)
+                middle = _even(lengths, one.speedup, other.speedup)
+                ends = (
+                    _even(lengths, one.speedup_low, other.speedup_low),
+                    _even(lengths, one.speedup_high, other.speedup_high),
+                )
+                found.append(Crossover(name, middle, min(ends), max(ends), slower=one.speedup > 1))
     return found
+
+
+def _even(lengths: tuple[int, int], one: float, other: float) -> int:
+    """Return the length between two at which the line through their speed-ups is at 1."""
+    low, high = math.log2(one), math.log2(other)
+    share: float = low / (low - high)
+    return round(lengths[0] * math.pow(lengths[1] / lengths[0], share))
 
 
 def workloads_of(lengths: Sequence[int], pattern: Pattern, **shape: Any) -> list[Workload]:

@@ -23,6 +23,12 @@ if TYPE_CHECKING:
     from ringattn.profile.schema import Evidence, Failure, PlanEntry, Policy, Profile
 
 IN_A_GRAPH = "in a CUDA graph"
+UNDER_LOAD = "under load"
+ORIGINS_TOLD = 3  # each, before a range of days stands for them
+UNDER_LOAD_MEANS = (
+    "other work ran on the machine while the row was timed; its interval is wider, and `ringtune probe --fresh` on a "
+    "quieter machine measures it again"
+)
 FAILURE_MEANINGS = {
     "wrong": "the answer differed from float64 by more than the error bound",
     "crash": "the worker process died",
@@ -292,7 +298,7 @@ def machine_title(profile: Profile) -> str:
 
 
 def provenance_line(profile: Profile) -> str:
-    """Return date, version, effort and time in one line: those of the last probe, which may keep rows of others."""
+    """Return date, version, effort and time of the last probe in one line, and of which other probes it kept rows."""
     p = profile.provenance
     when = f"{'last probe ' if profile.source == 'measured' else ''}{p.date}" if p.date else ""
     parts = [f"{profile.source}; {when}" if when else profile.source]
@@ -300,7 +306,21 @@ def provenance_line(profile: Profile) -> str:
     if profile.source == "measured":
         parts += [f"effort {p.effort}" if p.effort else "", f"seed {p.seed}" if p.seed is not None else ""]
         parts.append(f"took {format_duration(p.elapsed_s)}" if p.elapsed_s is not None else "")
-    return plain(", ".join(part for part in parts if part))
+    return plain("; ".join(filter(None, (", ".join(part for part in parts if part), _rows_of_others(profile)))))
+
+
+def _rows_of_others(profile: Profile) -> str:
+    """Return how many rows are of other probes than the last one, and of which efforts and days; "" where none is."""
+    origins = Counter(entry.origin for entry in profile.plans if entry.origin is not None)
+    if not origins:
+        return ""
+    days = sorted({origin.date for origin in origins})
+    if len(origins) > ORIGINS_TOLD:
+        which = f"from {days[0] or 'an unknown day'} to {days[-1]}"
+    else:
+        each = sorted(origins.items(), key=lambda pair: (pair[0].date, pair[0].effort))
+        which = ", ".join(" ".join(filter(None, (str(count), origin.effort, origin.date))) for origin, count in each)
+    return f"{origins.total()} of {plural(len(profile.plans), 'row')} of other probes: {which}"
 
 
 def policy_facts(policy: Policy) -> tuple[tuple[str, str], ...]:

@@ -22,6 +22,8 @@ from ringattn.workload import describe
 
 from .summary import (
     IN_A_GRAPH,
+    UNDER_LOAD,
+    UNDER_LOAD_MEANS,
     Family,
     Speedup,
     families,
@@ -64,6 +66,8 @@ def terminal_summary(profile: Profile) -> RenderableType:
     choices = [choice for entry in profile.plans for choice in (entry.choice, entry.captured) if choice is not None]
     if choices:
         parts += [Text(""), Text("Words of the plans", style="bold"), legend_table(legend(c.tunables for c in choices))]
+    if any(entry.under_load for entry in profile.plans):
+        parts += [Text(""), hanging(f"{UNDER_LOAD:<12}", UNDER_LOAD_MEANS)]
     if profile.policy is not None:
         parts += [Text(""), Text("Where nothing was measured:", style="bold")]
         parts += [hanging(f"  {label:<22}", plain(value)) for label, value in policy_facts(profile.policy)]
@@ -111,6 +115,7 @@ def _rows(entry: PlanEntry, vendor: str) -> Iterator[dict[str, Text]]:
         "Faster than torch": Text(format_factor(gain), style="green" if gain > 1 else "yellow") if gain else Text(""),
         "Faster than default": speedup_text(entry),
         "Peak": Text(format_bytes(entry.evidence.peak_bytes) if entry.evidence else "-"),
+        "Timed": Text(UNDER_LOAD if entry.under_load else "", style="yellow"),
     }
     if entry.captured is not None and (known := entry.captured.evidence) is not None:
         cells = {"Plan": f"{IN_A_GRAPH}: {plain(describe(entry.captured.tunables))}"}

@@ -58,6 +58,8 @@ class Record(Protocol):
 
     def reading(self, entry: Entry, block: int, log_ratio: float) -> None: ...
 
+    def under_load(self) -> None: ...
+
 
 def is_a_time(ms: float) -> bool:
     return math.isfinite(ms) and ms > 1e-9  # a picosecond: less is a clock that does not run
@@ -79,6 +81,8 @@ class NoRecord:
     def block(self, number: int, block: PairedBlock) -> None: ...
 
     def reading(self, entry: Entry, block: int, log_ratio: float) -> None: ...
+
+    def under_load(self) -> None: ...
 
 
 class CellState(Readings):
@@ -273,8 +277,11 @@ class CellState(Readings):
 
     # --- blocks ---------------------------------------------------------------------------------------------------
 
-    def recall(self, entries: Iterable[Entry], blocks: Mapping[int, PairedBlock], default: Tunables) -> None:
+    def recall(
+        self, entries: Iterable[Entry], blocks: Mapping[int, PairedBlock], default: Tunables, loaded: bool
+    ) -> None:
         """Take over what an earlier run measured; ``default`` is what it paired with at its end."""
+        self.loaded = loaded
         for entry in entries:
             self.entries[entry.tunables] = entry
             result = entry.fault or entry.checked
@@ -348,7 +355,9 @@ class CellState(Readings):
             self._patience_s -= took_s
             self.discarded += 1
             return False
-        self.loaded = True
+        if not self.loaded:
+            self.loaded = True
+            self.record.under_load()
         return True
 
     def _handle_faults(self, faults: Mapping[Tunables, Fault], entries: Sequence[Entry]) -> None:

@@ -119,7 +119,8 @@ class CellSearch:
             transfer=self.transfer,
         )
         self.state.standing = [plan for plan in dict.fromkeys(standing) if space.holds(plan)]
-        self.state.recall(self.study.recalled.values(), self.study.blocks, self.study.noted_default() or space.default)
+        default = self.study.noted_default() or space.default
+        self.state.recall(self.study.recalled.values(), self.study.blocks, default, self.study.noted_under_load())
         self.beliefs = Beliefs(self.state, Coder(space.workload, space.knobs), lambda: self.space)
         self.trials = Trials(self.state, self.study)
         self.proposals = Proposals(self.trials, lambda: self.space, sampler)

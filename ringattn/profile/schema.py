@@ -182,7 +182,7 @@ class PlanEntry:
     ``F.scaled_dot_product_attention`` dispatches this workload, without evidence where ``choice`` or ``default`` is
     that plan and has it; ``singles`` the fastest plan of each kernel used alone, in every branch and direction, that no
     other field holds: reports compare with these three, nothing runs them. ``origin`` is a row's effort and day
-    where they are not those of the profile.
+    where they are not those of the profile. ``under_load``: other work ran on the machine while it was timed.
     """
 
     workload: Workload
@@ -197,6 +197,7 @@ class PlanEntry:
     failures: tuple[Failure, ...] = ()
     refusal: str = ""
     origin: RowOrigin | None = None
+    under_load: bool = field(default=False, metadata={"omit_default": True})
 
     def __post_init__(self) -> None:
         if (self.choice is None) != bool(self.refusal):

@@ -41,7 +41,7 @@ def probe_if_missing(
     from ringattn.store.names import kind_of
 
     from ..console import emit_json, warn
-    from .probe_result import trouble_lines
+    from .probe_result import same_command, trouble_lines
     from .progress import probe_observer
     from .renew import can_renew, renew
 
@@ -64,7 +64,7 @@ def probe_if_missing(
             if earlier is not None and can_renew(load_profile(earlier), facts):
                 return renew(earlier, output, request, facts, observer)
             result = tuning.run_probe(replace(request, output=output), observer)
-        for line in trouble_lines(result):
+        for line in trouble_lines(result, same_command()):
             warn(line)
         assert result.profile_path is not None, "a probe that measured nothing raises"
         return result.profile_path

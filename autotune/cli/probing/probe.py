@@ -46,6 +46,7 @@ from ..store.options import (
 if TYPE_CHECKING:
     from ringattn.workload import Mode
 
+_NAME_A_SHAPE = ("seq_lens", "batch_size", "documents", "heads", "kv_heads", "head_dim")  # whose pattern is said, too
 # The rows are those of the profile, of which --mode may choose.
 _NOT_WITH_ADDED = (SHAPE - {"modes"}) | {"like", "layout", "dry_run", "if_missing", "if_stale"}
 MODES: dict[str, tuple[Mode, ...]] = {
@@ -96,7 +97,12 @@ MODES: dict[str, tuple[Mode, ...]] = {
     help="Measure N documents of uneven lengths packed into --seq-len tokens, as cu_seqlens gives them.",
 )
 @pattern_options
-@click.option("--dense", is_flag=True, help="Dense attention alone, without the grid's dilated pattern.")
+@click.option(
+    "--dense",
+    is_flag=True,
+    help="Dense attention alone, without the grid's dilated pattern: so it is where a length, heads, a head dimension, "
+    "a batch size or documents are named and no --segment-lengths.",
+)
 @click.option(
     "--precision",
     type=DtypeChoice(["auto", "bf16", "fp16", "tf32", "fp32"]),
@@ -152,7 +158,8 @@ MODES: dict[str, tuple[Mode, ...]] = {
     "--resume/--fresh",
     default=True,
     show_default=True,
-    help="Go on from an interrupted probe, or delete its studies and start over, also where they cannot be read.",
+    help="Go on from an interrupted probe, and measure what the profile lacks; or delete the studies, also where they "
+    "cannot be read, and measure every cell. Rows stay until others take their place.",
 )
 @click.option(
     "--dry-run",
@@ -178,8 +185,9 @@ def probe(
     """Measure attention on this machine and write its hardware profile.
 
     With no options it covers a sensible grid: several lengths, training and
-    inference, dense causal attention and a LongNet pattern. Ctrl-C loses
-    nothing: the same command goes on where it stopped.
+    inference, dense causal attention and a LongNet pattern. A shape that is
+    named is dense unless --segment-lengths and --dilation-rates are given.
+    Ctrl-C loses nothing: the same command goes on where it stopped.
 
     \b
         ringtune probe
@@ -197,19 +205,21 @@ def probe(
 
     With several ranks lengths are those of one rank.
 
-    Exit code 6 says that a profile was written and some of its cells could
-    not be measured, 7 that none could and no profile was written. torchrun
-    makes 1 and a traceback of its own of any code but 0; started by it, a
-    probe that wrote its profile ends with 0. Where the code matters, use
-    --nproc.
+    Exit code 6 says that the profile was written and some cells could not be
+    measured: such a cell keeps its earlier row, else its default, and has no
+    row where not even that could be checked. It is said which and why, with
+    the command that measures them. 7 says that none could be measured and
+    nothing was written; a profile that is there stays. torchrun makes 1 and a
+    traceback of its own of any code but 0; started by it, a probe that wrote
+    its profile ends with 0. Where the code matters, use --nproc.
 
     With --storage probes of identical nodes share one search; see the page
     "Search on many nodes at once" of the documentation.
 
     Beside the profile stays PROFILE.journal, with which an interrupted probe
     goes on, and PROFILE.journal.writer, which keeps two probes from writing
-    one. While no probe runs both may be deleted; an interrupted one then
-    starts over.
+    one. While no probe runs both may be deleted; the trials of an interrupted
+    one are lost then.
     """
     if like is not None:
         check_alone("--like", SHAPE)
@@ -230,7 +240,7 @@ def probe(
     from autotune.probe.tuning import run_probe
 
     from .once import push_measured
-    from .probe_result import print_result
+    from .probe_result import print_result, same_command
     from .progress import probe_observer
 
     ranks = ranks_of(nproc, options["device"])
@@ -240,6 +250,8 @@ def probe(
         if not options["dry_run"]:
             follow_rank_0()
         return
+    if options["segment_lengths"] is None and any(options[name] for name in _NAME_A_SHAPE):
+        options["dense"] = True
     notes = _shape_from_files(model, like, options)
     request = ProbeRequest(ranks=ranks, **options)
     if if_missing or if_stale:
@@ -258,7 +270,7 @@ def probe(
         result = run_probe(request, observer)
     if store is not None and result.profile_path is not None:
         push_measured(store, result.profile_path)
-    print_result(result, as_json, options["device"], ranks)
+    print_result(result, as_json, options["device"], ranks, same_command())
     if result.inconclusive and not started_by_torchrun(os.environ):
         raise click.exceptions.Exit(ExitCode.INCONCLUSIVE)
 

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import os
+import shlex
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from ringattn.wording import plural
+
 if TYPE_CHECKING:
     from autotune.probe.request import CellReport, DryRun, ProbeResult
+    from ringattn.profile.schema import PlanEntry
+
+ARGUMENTS = "ringtune.arguments"  # of the whole command line, in the context's meta
+_NOT_AGAIN = ("--fresh", "--if-missing", "--if-stale")
+_QUIETER = "when the machine is quieter,"
 
 
-def print_result(result: ProbeResult, as_json: bool, device: str | None, ranks: int) -> None:
+def print_result(result: ProbeResult, as_json: bool, device: str | None, ranks: int, again: str) -> None:
     """Print the profile on stdout, what could not be measured on stderr, and last where the profile is.
 
     With ``as_json`` the document alone is on stdout.
@@ -24,15 +33,19 @@ def print_result(result: ProbeResult, as_json: bool, device: str | None, ranks: 
     elif result.dry_run is not None:
         print_answer(dry_run_summary(result.dry_run))
         click.echo(f"The profile would be {result.profile_path}")
+        there = sum(cell.measured for cell in result.dry_run.cells)
         if result.dry_run.verifies:
             click.echo(
                 "It has all these cells: they would be verified, and only stale ones searched; --fresh searches all"
             )
+        elif there:
+            of = plural(len(result.dry_run.cells), "cell")
+            click.echo(f"It has {there} of {of}, which would be kept and not measured; --fresh searches all")
     elif result.profile is not None:
         from autotune.report.terminal import terminal_summary
 
         print_answer(terminal_summary(result.profile))
-    for line in trouble_lines(result):
+    for line in trouble_lines(result, again):
         warn(line)
     if not as_json and result.profile is not None:
         from autotune.display_text import format_duration
@@ -44,43 +57,74 @@ def print_result(result: ProbeResult, as_json: bool, device: str | None, ranks: 
         click.echo(f"'ringtune show {result.profile_path}' prints it again, 'ringtune report' makes a web page of it.")
 
 
-def trouble_lines(result: ProbeResult) -> tuple[str, ...]:
-    """Return the noise of this machine, why cells could not be measured, and what became of all cells."""
+def trouble_lines(result: ProbeResult, again: str) -> tuple[str, ...]:
+    """Return the noise of this machine, why cells could not be measured, and what became of all cells.
+
+    ``again`` names the command for those that are left.
+    """
     noise = noise_line(result)
     return (
         *([noise] if noise else []),
         *(f"inconclusive: {line}" for line in result.inconclusive),
-        *([tally_line(result)] if result.inconclusive else []),
+        *(tally_lines(result, again) if result.inconclusive else []),
     )
 
 
-def tally_line(result: ProbeResult) -> str:
-    """Return how many cells this probe measured, and what the profile has for each of the others."""
-    from collections import Counter
+def same_command() -> str:
+    """Name the command that goes on with what the one that was given has left."""
+    from autotune.distributed.launcher import started_by_torchrun
 
-    from ringattn.wording import plural
+    given = click.get_current_context().meta[ARGUMENTS]
+    return "the same command" if started_by_torchrun(os.environ) else command_again(given)
 
+
+def command_again(arguments: Sequence[str]) -> str:
+    """Return the command line with these arguments that measures what it left: not all anew, nor only for a store."""
+    words, is_wait = [], False
+    for word in arguments:
+        of_wait, is_wait = is_wait and not word.startswith("-"), word == "--wait"
+        if not (of_wait or is_wait or word in _NOT_AGAIN or word.startswith("--wait=")):
+            words.append(word)
+    return f"`{shlex.join(['ringtune', *words])}`"
+
+
+def tally_lines(result: ProbeResult, again: str) -> Iterator[str]:
+    """Yield which cells ended alike, where they did not all, and how many did; ``again`` measures those that are left.
+
+    The last line says what the profile has for them.
+    """
+    if result.verified:
+        yield not_judged_line(len(result.cells), len(result.inconclusive), again)
+        return
     rows = {entry.workload: entry for entry in result.profile.plans} if result.profile is not None else {}
-
-    def ending(cell: CellReport) -> str:
-        if cell.status == "refused":
-            return "refused"
-        if cell.status != "inconclusive":
-            return "measured now"
-        row = rows.get(cell.workload)
-        if row is None or row.choice is None:
-            return "without a row, the default being over a limit or not checked"
-        return "kept from an earlier probe" if row.evidence is not None else "at the default"
-
-    counts = Counter(map(ending, result.cells))
-    counts.setdefault("measured now", 0)
+    endings: dict[str, list[str]] = {"measured now": []}
+    for cell in result.cells:
+        endings.setdefault(_ending(cell, rows.get(cell.workload)), []).append(str(cell.workload))
+    left = {name: cells for name, cells in endings.items() if name not in ("measured now", "refused")}
+    if len(left) > 1:
+        yield from (f"{name}: {', '.join(cells)}" for name, cells in sorted(left.items()))
     told = ", ".join(
-        f"{counts[name]} {name}" for name in sorted(counts, key=lambda name: (name != "measured now", name))
+        f"{len(endings[name])} {name}" for name in sorted(endings, key=lambda name: (name != "measured now", name))
     )
-    return (
-        f"this probe, {plural(len(result.cells), 'cell')}: {told}; when the machine is quieter, the same command "
-        "measures again, and what was measured stays"
-    )
+    every = plural(len(result.cells), "cell")
+    yield f"this probe, {every}: {told}; {_QUIETER} {again} measures those that are left, and what was measured stays"
+
+
+def not_judged_line(judged: int, left: int, again: str) -> str:
+    """Return how many cells a verification could not judge, and that ``again`` verifies them."""
+    every = plural(judged + left, "cell")
+    told = f"{judged} verified, {left} not judged; nothing was written, their rows stay"
+    return f"this verification, {every}: {told}; {_QUIETER} {again} verifies them"
+
+
+def _ending(cell: CellReport, row: PlanEntry | None) -> str:
+    if cell.status == "refused":
+        return "refused"
+    if cell.status != "inconclusive":
+        return "measured now"
+    if row is None or row.choice is None:
+        return "without a row, the default being over a limit or not checked"
+    return "kept from an earlier probe" if row.evidence is not None else "at the default"
 
 
 def noise_line(result: ProbeResult) -> str:
@@ -133,7 +177,6 @@ def dry_run_summary(dry_run: DryRun) -> Any:
 
     from autotune.display_text import format_duration, plain
     from autotune.report.wording.plan_text import PlanText
-    from ringattn.wording import plural
 
     def table(*columns: str) -> Table:
         made = Table(box=SIMPLE_HEAD, pad_edge=False)
@@ -148,7 +191,8 @@ def dry_run_summary(dry_run: DryRun) -> Any:
         kernels = ", ".join(cell.kernels) or "none"
         workload = f"{cell.workload} {cell.layout}" if cell.layout else str(cell.workload)
         described = Group(Text(plain(workload)), PlanText(plain(kernels), style="dim"))
-        cells.add_row(described, str(cell.candidates), format_duration(cell.estimate_s))
+        estimate = format_duration(cell.estimate_s) if dry_run.verifies or not cell.measured else "kept"
+        cells.add_row(described, str(cell.candidates), f"verify, {estimate}" if dry_run.verifies else estimate)
     space = table("Tunable", "Values")
     for name, values in dry_run.tunables:
         space.add_row(plain(name), plain(", ".join(values)))

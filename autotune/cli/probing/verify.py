@@ -44,8 +44,9 @@ FIELDS = (
 def verify(profile: Path | None, nproc: str | None, as_json: bool, **options: Any) -> None:
     """Re-time the recorded winners of PROFILE, without searching again.
 
-    PROFILE is the one this machine resolves unless given. Exit code 5 says
-    that some winner no longer wins: probe again.
+    PROFILE is the one this machine resolves unless given, and is not changed.
+    Exit code 5 says that some winner no longer wins: probe again; 6 that some
+    could not be judged: verify again on a quieter machine.
 
     Rows for several ranks need as many: --nproc, or torchrun. Those for another
     number are left out, which is said and does not change the exit code; where
@@ -60,6 +61,7 @@ def verify(profile: Path | None, nproc: str | None, as_json: bool, **options: An
 
     from ..console import emit_json, warn
     from ..locate import chosen_profile_path
+    from .probe_result import not_judged_line, same_command
     from .progress import probe_observer
 
     ranks = ranks_of(nproc, options["device"])
@@ -90,6 +92,7 @@ def verify(profile: Path | None, nproc: str | None, as_json: bool, **options: An
         warn(f"probe again: ringtune probe --fresh{over} --output {path}")
         raise click.exceptions.Exit(ExitCode.STALE)
     if result.inconclusive:
+        warn(not_judged_line(len(result.cells), len(result.inconclusive), same_command()))
         raise click.exceptions.Exit(ExitCode.INCONCLUSIVE)
 
 

@@ -38,6 +38,9 @@ def list_store(kind: str | None, fleet: bool, within_days: int | None, stores: t
         ringtune list --store /shared/ringtune
         ringtune list --store /shared/ringtune --fleet
     """
+    from autotune.display_text import plain
+    from autotune.report.wording.fitting_tables import WholeNames
+
     from ..console import emit_json, print_answer, warn
 
     if within_days is not None and not fleet:
@@ -61,7 +64,7 @@ def list_store(kind: str | None, fleet: bool, within_days: int | None, stores: t
     if as_json:
         emit_json([dict(zip(map(json_key, columns), row, strict=True)) for row in rows])
     elif rows:
-        print_answer(table(columns, rows))
+        print_answer(WholeNames(columns, [tuple(map(plain, row)) for row in rows]))
     else:
         click.echo("nothing there")
 
@@ -69,21 +72,6 @@ def list_store(kind: str | None, fleet: bool, within_days: int | None, stores: t
 def json_key(column: str) -> str:
     """Return a column's name as a key: its first word."""
     return column.split(",")[0].lower()
-
-
-def table(columns: tuple[str, ...], rows: list[tuple[Any, ...]]) -> Any:
-    """Return rows as a table for the terminal."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    from autotune.display_text import plain
-
-    made = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        made.add_column(column, overflow="fold")
-    for row in rows:
-        made.add_row(*(plain(value) for value in row))
-    return made
 
 
 def kind_rows(store: Store, notes: list[str]) -> list[tuple[Any, ...]]:

@@ -195,4 +195,4 @@ def open_journal(path: Path, *, fresh: bool) -> tuple[JournalFile, JournalStorag
 def _set_aside(path: Path) -> str:
     aside = path.with_name(path.name + ".unreadable")
     path.replace(aside)
-    return f"{path.name}: holds no records of a probe; moved to {aside.name}, starting over"
+    return f"{path.name}: holds no records of a probe; moved to {aside.name}"

@@ -29,7 +29,7 @@ from .result import ResultRecord
 
 RUNS = "runs"  # the constraint every trial has: above 0 where the plan gave no number
 SAMPLER, QUEUE = "sampler", "queue"
-RESULT, DEFAULT, FINAL = "result", "default", "final since"  # facts of the whole cell
+RESULT, DEFAULT, FINAL, LOADED = "result", "default", "final since", "under load"  # facts of the whole cell
 LEFT = "left without a result"  # the same, for the workers of one run
 _BLOCK = "block "
 
@@ -245,6 +245,10 @@ class CellStudy:
     def reading(self, entry: Entry, block: int, log_ratio: float) -> None:
         self._trial(entry).report(log_ratio, block)
 
+    def under_load(self) -> None:
+        """Foreign load does not end: what is timed counts all the same, here and in a run that goes on with it."""
+        self.note(LOADED, True)
+
     def should_prune(self, entry: Entry) -> bool:
         """Return the study's pruner's word on a plan that is being timed."""
         return self._trial(entry).should_prune()
@@ -315,6 +319,10 @@ class CellStudy:
         if not isinstance(params := self._attrs[DEFAULT], dict):
             raise BadStudy(where, "must be a mapping of parameters")
         return self._plan_of_params(params, where)
+
+    def noted_under_load(self) -> bool:
+        """Return whether foreign load did not end while blocks were timed."""
+        return attribute(self._attrs, LOADED, bool, self._where) or False
 
     def noted_final(self) -> int | None:
         """Return the first block of the final, if that has begun."""

@@ -87,6 +87,7 @@ class ResultRecord:
     runners_up: tuple[MeasuredRecord, ...] = ()
     front: tuple[MeasuredRecord, ...] = ()
     singles: tuple[MeasuredRecord, ...] = ()
+    under_load: bool = False
 
     def __post_init__(self) -> None:
         if self.choice is None and self.state in ("tuned", "default"):
@@ -115,6 +116,7 @@ class CellResult:
     note: str = ""
     disturbances: tuple[Interference, ...] = ()
     validation_pending: bool = False  # of the default, which stays, at other lengths
+    under_load: bool = False  # foreign load did not end while it was timed
 
     def record(self, number_of: Callable[[Tunables], int]) -> ResultRecord:
         """Return it for a study; ``number_of`` finds the number of a plan's trial there."""
@@ -130,6 +132,7 @@ class CellResult:
             self.validation_pending,
             **{name: one(getattr(self, name)) for name in _ONE},  # type: ignore[arg-type]
             **{name: tuple(map(one, getattr(self, name))) for name in _SEVERAL},  # type: ignore[arg-type]
+            under_load=self.under_load,
         )
 
     @classmethod
@@ -155,6 +158,7 @@ class CellResult:
             noise_sigma=math.inf if record.noise_sigma is None else record.noise_sigma,
             note=record.note,
             validation_pending=record.validation_pending,
+            under_load=record.under_load,
         )
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 
+from autotune.probe.workloads.grid import first_step
 from autotune.search.budget import CellNeed
 from autotune.search.loop import CellSearch
 from ringattn.workload import Workload
@@ -14,14 +14,20 @@ LEAST_OF_BASE = 0.4
 
 
 def affordable(needs: Mapping[Workload, CellNeed], available_s: float) -> list[Workload]:
-    """Return the cells to share the time: all, in their order, or as many of the cheapest as can have an answer.
+    """Return the cells to share the time: all, in their order, or as many as can have an answer.
 
-    On a busy CPU 60 s, half of them gone into the defaults of 20 cells, were too little for any but three.
+    Those are the first steps, and then the cheapest: on a busy CPU 60 s, half of them gone into the defaults of 20
+    cells, were too little for any but three.
     """
-    cheapest = sorted(needs, key=lambda workload: needs[workload].base_s)
-    spent_s = itertools.accumulate(LEAST_OF_BASE * needs[workload].base_s for workload in cheapest)
-    count = max(1, sum(seconds <= available_s for seconds in spent_s))
-    return list(needs) if count >= len(cheapest) else cheapest[:count]
+    left_s, found = available_s, []
+    for workload in sorted(needs, key=lambda workload: (first_step(workload), needs[workload].base_s)):
+        least_s = LEAST_OF_BASE * needs[workload].base_s
+        if least_s <= left_s:
+            left_s -= least_s
+            found.append(workload)
+    if len(found) == len(needs):
+        return list(needs)
+    return found or [min(needs, key=lambda workload: needs[workload].base_s)]
 
 
 def needs_of(searches: Mapping[Workload, CellSearch]) -> dict[Workload, CellNeed]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from autotune.probe.workloads.grid import Cell
+from autotune.probe.workloads.grid import Cell, first_step
 from autotune.probe.workloads.recorded import call_gflop
 from autotune.search.budget import CellNeed, Progress, allot, spare_s
 from autotune.search.loop import CellSearch
@@ -23,14 +23,14 @@ UNDECIDED_MORE = 0.3  # of its own share it may have in any case: of eight block
 
 
 def search_cells(runs: CellRuns) -> None:
-    """Search all cells that have no result yet, cheapest first."""
+    """Search all cells that have no result yet, the first steps and then the cheapest."""
     runs.context.observer.plan([cell.workload for cell in runs.cells], runs.context.preset.budget_s)
     runnable = [cell for cell in runs.cells if runs.space(cell) is not None]
     adopt_finished(runs, runnable)
     new = [cell for cell in runnable if cell.workload not in runs.rows.reports]
-    # Patterns last: what they compile, 11 s of a first probe of an H100, helpers have compiled until then. And the
-    # cheapest first, as on a busy machine there may be no time for all.
-    new.sort(key=lambda cell: (not cell.workload.pattern.dense, call_gflop(cell.workload)))
+    # Patterns last, but for a CPU's first step: what they compile, 11 s of a first probe of an H100, helpers have
+    # compiled until then. And the cheapest first, as on a busy machine there may be no time for all.
+    new.sort(key=lambda c: (first_step(c.workload), not c.workload.pattern.dense, call_gflop(c.workload)))
     runs.transfer.compilers.begin(calls_ahead(runs, new))
     compiled_beside = runs.transfer.compilers.at_work
     searches = settle_defaults(runs, new)
@@ -51,7 +51,7 @@ def _search_all(
 
     ``looked_too_early``: their defaults were timed beside compilers at work.
     """
-    order = sorted(cells, key=lambda w: (w.seq_len, w.mode, not w.pattern.dense, str(w.pattern)))
+    order = sorted(cells, key=lambda w: (first_step(w), w.seq_len, w.mode, not w.pattern.dense, str(w.pattern)))
     while True:
         adopt_finished(runs, [cells[workload] for workload in order])
         order = [workload for workload in order if workload not in runs.rows.reports]

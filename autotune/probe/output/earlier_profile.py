@@ -10,7 +10,7 @@ from pathlib import Path
 from autotune.exit_codes import UsageFailure
 from autotune.probe.machine.environment import Environment
 from autotune.probe.probe_context import ProbeContext
-from autotune.probe.request import CellReport, ProbeResult
+from autotune.probe.request import CellReport, ProbeRequest, ProbeResult
 from autotune.probe.verify import verify_cells
 from autotune.probe.workloads.grid import Cell
 from ringattn.errors import ProfileError
@@ -18,9 +18,11 @@ from ringattn.planning.heuristic import NO_WISHES
 from ringattn.planning.matching import entries_for
 from ringattn.planning.plan import Conditions
 from ringattn.planning.table import ModuleShape, PlanTable, fitted
+from ringattn.profile.precedence import effort_rank, row_effort_and_day
 from ringattn.profile.resolve import mismatch, resolve
 from ringattn.profile.schema import PlanEntry, Profile
 from ringattn.profile.yaml_io import load_profile
+from ringattn.wording import plural
 from ringattn.workload import Tunables, Workload
 
 from .writer import same_machine
@@ -61,20 +63,34 @@ def check_rows(path: Path, old: Profile | None, cells: Sequence[Cell]) -> None:
         )
 
 
-def recorded_rows(old: Profile, cells: Sequence[Cell]) -> tuple[PlanEntry, ...]:
-    """Return the rows of these cells, where each of them was measured; else none."""
+def rows_not_searched(old: Profile | None, request: ProbeRequest, cells: Sequence[Cell]) -> tuple[PlanEntry, ...]:
+    """Return the measured rows of these cells that a probe does not search anew.
+
+    All of them where each was measured, which are verified; else those of its effort or a higher one, which stay as
+    they are. None with ``--fresh``; and of a shared search all or none, as other nodes may have other rows.
+    """
+    if old is None or not request.resume:
+        return ()
     wanted = {cell.workload for cell in cells}
     found = tuple(entry for entry in old.plans if entry.workload in wanted and entry.evidence is not None)
-    return found if len(found) == len(wanted) else ()
+    if len(found) == len(wanted):
+        return found
+    least = effort_rank(request.effort)
+    stay = tuple(entry for entry in found if row_effort_and_day(old, entry)[0] >= least)
+    return stay if request.storage is None else ()
 
 
 def verified_instead(
     old: Profile, context: ProbeContext, path: Path, cells: Sequence[Cell]
 ) -> ProbeResult | tuple[Cell, ...]:
     """Return the result of re-timing the recorded rows, or the cells that are left to search."""
-    recorded = recorded_rows(old, cells)
-    if not recorded:
-        return tuple(cells)
+    recorded = rows_not_searched(old, context.request, cells)
+    there = {entry.workload for entry in recorded}
+    if missing := tuple(cell for cell in cells if cell.workload not in there):
+        if there:
+            of = f"{len(there)} of {plural(len(cells), 'cell')}"
+            context.observer.note(f"{path.name}: {of} measured before: kept, --fresh measures them again")
+        return missing
     context.observer.note(f"{path.name}: of this machine already; verifying instead of searching")
     outcome = verify_cells(context, old, recorded, tell_end=False)
     stale = {cell.workload for cell in outcome.cells if cell.stale}

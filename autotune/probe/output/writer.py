@@ -73,6 +73,7 @@ def entry_of(result: CellResult) -> PlanEntry:
         torch=_torch_of(result),
         singles=tuple(choice_of(m) for m in result.singles if m.tunables != result.choice.tunables),
         failures=tuple(failures[:FAILURES_KEPT]),
+        under_load=result.under_load,
     )
 
 

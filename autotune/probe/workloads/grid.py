@@ -35,6 +35,12 @@ _SHORT_CPU: tuple[tuple[int, int], ...] = ((8, 197), (4, 512))
 _SHORT_HEADS, _SHORT_HEAD_DIM = 12, 64
 _SHORTEST_OF_MODEL = 1024  # of the lengths for a model that reaches it
 _DECODED = (1, 8, 64)  # sequences that are decoded at once
+# What the documentation's first examples run on a CPU, or are served by: a probe that has time for few measures these.
+FIRST_STEPS: tuple[Workload, ...] = (
+    Workload("train", True, 2048, 4, 64, "fp32", pattern=LONGNET_CPU),  # README
+    Workload("infer", True, 2048, 4, 64, "fp32"),  # getting started: the module
+    Workload("train", True, 2048, 4, 64, "fp32"),  # getting started: `ringtune explain`
+)
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
 
@@ -61,7 +67,7 @@ def check_lengths(request: ProbeRequest) -> None:
 
 
 def cells_for(request: ProbeRequest, facts: HardwareFacts) -> tuple[Cell, ...]:
-    """Return every cell of the request, cheapest first; raises UsageFailure when none is left."""
+    """Return every cell of the request, the first steps, then the shortest; raises UsageFailure when none is left."""
     workloads = _workloads(request, facts)
     found = [workload for workload in workloads if _fits(workload, facts)]
     if not found:
@@ -120,7 +126,12 @@ def _workloads(request: ProbeRequest, facts: HardwareFacts) -> list[Workload]:
                     except InputError as error:
                         raise UsageFailure(str(error)) from None
                     workloads.append(workload)
-    return sorted(workloads, key=lambda workload: workload.seq_len)
+    return sorted(workloads, key=lambda workload: (first_step(workload), workload.seq_len))
+
+
+def first_step(workload: Workload) -> int:
+    """Return the place of a workload among ``FIRST_STEPS``; all others come after."""
+    return FIRST_STEPS.index(workload) if workload in FIRST_STEPS else len(FIRST_STEPS)
 
 
 def _packed(documents: int | None, tokens: int) -> dict[str, int]:

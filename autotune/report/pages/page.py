@@ -17,6 +17,7 @@ from autotune.journal.history import SearchHistory
 from autotune.probe.request import usual_dtype
 from autotune.report.summary import (
     FAILURE_MEANINGS,
+    UNDER_LOAD_MEANS,
     Family,
     Rates,
     Speedup,
@@ -116,6 +117,7 @@ def html_report(profile: Profile, histories: Sequence[SearchHistory] = ()) -> st
         uncovered=uncovered(profile),
         failures=failure_groups(profile),
         meanings=FAILURE_MEANINGS,
+        under_load_means=UNDER_LOAD_MEANS.replace("`", ""),
         ruled_out=ruled_out(refused),
         machine=machine_facts(profile),
         policy=policy_facts(profile.policy) if profile.policy is not None else (),

@@ -12,6 +12,8 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from .hanging import hanging
+
 Cells = Mapping[str, Text]  # by column
 _ANY_WIDTH = 10_000  # a measurement is cut to the width of the terminal otherwise
 
@@ -53,6 +55,37 @@ class FittingTables:
 
     def _narrow(self, columns: Sequence[str], edge: bool) -> Table:
         return figures_table(self.rows, [*self.keys, *columns], self.texts, wrap_names=True, edge=edge)
+
+
+@dataclass(frozen=True, slots=True)
+class WholeNames:
+    """Rows of text in which no name is cut or broken, so that it can be copied.
+
+    A table, or where a terminal is too narrow for that a paragraph for each row. What is no terminal has a line for
+    each row, however long.
+    """
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        wide = options.update(max_width=_ANY_WIDTH)
+        table = Table(box=SIMPLE_HEAD, pad_edge=False)
+        for name in self.columns:
+            table.add_column(name, no_wrap=True)
+        for row in self.rows:
+            table.add_row(*map(Text, row))
+        if not console.is_terminal or Measurement.get(console, wide, table).maximum <= options.max_width:
+            yield from console.render(table, wide)
+            return
+        names = [name.split(",")[0] for name in self.columns[1:]]
+        lead = max(map(len, names)) + 4
+        for row in self.rows:
+            yield Text(row[0], style="bold", no_wrap=True, overflow="ignore")
+            for name, value in zip(names, row[1:], strict=True):
+                longest = max(map(len, value.split()), default=0)
+                line = hanging(f"  {name:<{lead - 2}}", value)
+                yield from console.render(line, options.update(max_width=max(options.max_width, lead + longest)))
 
 
 def figures_table(

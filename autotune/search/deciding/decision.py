@@ -241,6 +241,7 @@ class Final:
             noise_sigma=self.state.noise_sigma(),
             note="; ".join(filter(None, (self.state.note, note))),
             disturbances=largest_of_each(self.state.disturbances),
+            under_load=self.state.loaded,
         )
 
     def _default_failure(self) -> Fault | None:

@@ -10,6 +10,7 @@ import pytest
 from cli_runs import engine, one_line_error, ringtune
 from report_samples import gpu_profile, plan
 
+from autotune.cli.probing.probe_result import command_again
 from autotune.exit_codes import DeviceBusy, ExitCode, NoDevice, NothingMeasured, ProbeFailure, UsageFailure
 from autotune.probe.request import CellReport, ProbeObserver, ProbeResult
 from ringattn.errors import DeviceError, PlanError, ProfileError
@@ -134,12 +135,42 @@ def test_the_cells_of_a_probe_are_counted_once_each_by_what_the_profile_has_for_
     )
     result = ProbeResult(Path("p.yaml"), replace(profile, plans=tuple(rows)), reports, 9.0, ("3 cells: noise",))
     engine(monkeypatch, lambda observer: result)
-    shown = ringtune("probe")
+    shown = ringtune("probe", "--fresh", "--output", "p q.yaml")
     assert "3 workloads, 2 of them measured" in shown.stdout
-    assert (
+    assert shown.stderr.splitlines()[-4:] == [
+        f"at the default: {cells[2]}",
+        f"kept from an earlier probe: {cells[1]}",
+        f"without a row, the default being over a limit or not checked: {cells[3]}",
         "this probe, 4 cells: 1 measured now, 1 at the default, 1 kept from an earlier probe, "
-        "1 without a row, the default being over a limit or not checked;"
-    ) in shown.stderr
+        "1 without a row, the default being over a limit or not checked; when the machine is quieter, "
+        "`ringtune probe --output 'p q.yaml'` measures those that are left, and what was measured stays",
+    ]
+
+
+def test_a_verification_that_judged_not_all_says_that_nothing_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended as a probe that has written a profile, with every cell measured."""
+    profile = gpu_profile()
+    judged = CellReport(profile.plans[0].workload, "resumed", note="still the winner")
+    result = ProbeResult(Path("p.yaml"), profile, (judged,), 9.0, ("infer dense: too noisy",), verified=True)
+    engine(monkeypatch, lambda observer: result)
+    shown = ringtune("probe")
+    assert shown.exit_code == 6
+    assert shown.stderr.splitlines()[-1] == (
+        "this verification, 2 cells: 1 verified, 1 not judged; nothing was written, their rows stay; when the machine "
+        "is quieter, `ringtune probe` verifies them"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "again"),
+    [
+        ("-v probe --dense --fresh", "-v probe --dense"),
+        ("probe --if-missing --wait --store s", "probe --store s"),
+        ("probe --wait 9 --if-stale --store s --wait=9", "probe --store s"),
+    ],
+)
+def test_the_command_for_what_is_left_measures_that(words: str, again: str) -> None:
+    assert command_again(words.split()) == f"`ringtune {again}`"
 
 
 def test_a_cell_without_a_plan_is_not_said_to_keep_its_default(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -382,7 +382,7 @@ def test_another_identity_or_fresh_starts_over(tmp_path: Path) -> None:
     with Store(path, identity="b") as store:
         assert not store.resumed
         assert store.recall("fact", int) is None
-        assert any("starting over" in note for note in store.notes)
+        assert any("rows of a profile are not" in note for note in store.notes)
         store.remember("fact", 2)
     with Store(path, identity="b", fresh=True) as store:
         assert store.recall("fact", int) is None

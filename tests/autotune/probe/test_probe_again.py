@@ -175,6 +175,30 @@ def test_a_dry_run_says_that_cells_of_the_profile_would_be_verified(machine: Mac
         run_probe(dry, Watching(), machine.environment)
 
 
+def test_a_second_probe_searches_what_the_first_left(machine: Machine, tmp_path: Path) -> None:
+    """As the README says; it began again with what it had measured, and a busy machine never came to the rest."""
+    path = leave_probe(tmp_path)
+    _forget(path, (512,))
+    kept = {entry.workload: entry for entry in load_profile(path).plans if entry.workload.seq_len == 4096}
+    dry = run_probe(request_for(path, dry_run=True), Watching(), machine.environment).dry_run
+    assert dry is not None
+    assert {(cell.workload.seq_len, cell.measured, cell.estimate_s > 0) for cell in dry.cells} == {
+        (512, False, True), (4096, True, False)
+    }  # fmt: skip
+    observer = Watching()
+    result = run_probe(request_for(path), observer, machine.environment)
+    assert {cell.workload.seq_len for cell in result.cells} == {512}
+    assert result.profile is not None
+    assert all(entry.evidence is not None for entry in result.profile.plans)
+    assert {entry.workload: entry for entry in result.profile.plans if entry.workload in kept} == kept
+    assert observer.notes == ["m.yaml: 2 of 4 cells measured before: kept, --fresh measures them again"]
+    _forget(path, (512,))
+    for changes in ({"resume": False}, {"effort": "standard"}):  # rows of a quick probe are not what is asked for
+        dry = run_probe(request_for(path, dry_run=True, **changes), Watching(), machine.environment).dry_run
+        assert dry is not None
+        assert not any(cell.measured for cell in dry.cells)
+
+
 def _forget(path: Path, seq_lens: tuple[int, ...]) -> None:
     """Makes rows of these lengths what a probe writes of cells that it could not measure."""
     old = load_profile(path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -80,7 +79,7 @@ def test_a_preset_turns_to_its_leaner_plan_after_out_of_memory() -> None:
     asked = workload(8192, dtype="fp32")
     entries = list(contenders(asked, FACTS, torch.device("cpu")))
     evaluator: Any = OutOfMemory()
-    found = {s.name: s for s in _standings(asked, entries, evaluator, 3, random.Random(0), lambda line: None, [])}
+    found = {s.name: s for s in _standings(asked, entries, evaluator, 3, 0, lambda line: None, [])}
     assert (found["production"].ms, found["production"].speedup) == (1.0, 4.0)
     assert "window" in found["production"].note
     assert found["collective-ring"].note == "oom: no room"
@@ -88,12 +87,22 @@ def test_a_preset_turns_to_its_leaner_plan_after_out_of_memory() -> None:
 
 
 def test_crossovers_lie_where_the_line_between_two_speedups_is_one() -> None:
-    def standings(name: str, *speedups: float) -> list[Standing]:
-        return [Standing(1024 * 4**n, name, "", 1.0, speedup=speedup) for n, speedup in enumerate(speedups)]
+    def standings(name: str, *speedups: float, noise: float = 1.0) -> list[Standing]:
+        return [
+            Standing(1024 * 4**n, name, "", 1.0, 0.0, 0, 0.0, ratio, ratio / noise, ratio * noise)
+            for n, ratio in enumerate(speedups)
+        ]
 
     found = crossovers([*standings(BASELINE, 1.0, 1.0), *standings("one", 0.5, 2.0, 4.0), *standings("two", 4.0, 0.5)])
-    assert found == [Crossover("one", 2048, slower=False), Crossover("two", round(1024 * 4 ** (2 / 3)), slower=True)]
+    two = round(1024 * 4 ** (2 / 3))
+    assert found == [Crossover("one", 2048, 2048, 2048, slower=False), Crossover("two", two, two, two, slower=True)]
     assert not crossovers(standings("never", 0.5, math.nan, 0.9))
+    (noisy,) = crossovers(standings("noisy", 0.5, 1.05, 2.0, noise=1.2))  # of the middle length nobody knows
+    assert (noisy.seq_len, noisy.slower) == (4096, False)
+    assert 1024 < noisy.least < 4096 < noisy.most < 16384
+    assert str(noisy).endswith(f"from about 4,096 tokens on ({noisy.least:,} to {noisy.most:,})")
+    assert not crossovers(standings("hidden", 0.95, 1.05, noise=1.2))
+    assert not crossovers(standings("one block", 0.5, 2.0, noise=math.inf))
 
 
 def test_the_command_says_what_disturbed_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +133,7 @@ def test_the_command_prints_a_table_and_json_and_writes_a_page(tmp_path: Path) -
     shown = page.read_text("utf-8")
     for entry in document["standings"]:
         assert entry["name"] in shown
-    assert "Nowhere between the lengths measured." in shown
+    assert "Nowhere between the lengths measured, beyond noise." in shown
     assert "Made by <code>ringtune compare</code>" in shown
     refused = CliRunner().invoke(cli, [*asked, "--output", str(tmp_path)])
     assert refused.exit_code == 1
@@ -149,7 +158,7 @@ def test_the_page_escapes_what_it_is_told_and_draws_what_is_known() -> None:
         Standing(1024, OURS, "<b>flash</b>", 0.5, 2e6, 2**20, math.nan, 2.0),
         Standing(1024, "production", "oom: no room"),
     ]
-    page = contenders_page("A <card>", "train dense", rows, [Crossover(OURS, 700, slower=False)])
+    page = contenders_page("A <card>", "train dense", rows, [Crossover(OURS, 700, 650, 800, slower=False)])
     assert "A &lt;card&gt;" in page
     assert "&lt;b&gt;flash&lt;/b&gt;" in page
     assert "this machine is faster than torch from about 700 tokens on" in page

@@ -47,6 +47,7 @@ from autotune.report.summary import (
 from autotune.report.terminal import terminal_summary
 from ringattn.errors import KernelReason
 from ringattn.kernels.registry import KERNELS
+from ringattn.profile.row_origin import RowOrigin
 from ringattn.profile.schema import Choice, Failure, PlanEntry, Profile
 from ringattn.workload import BranchTunables, Tunables, Workload, describe, kernels_described
 
@@ -815,6 +816,18 @@ CONTRAST_SCRIPT = """
 """
 
 
+def test_rows_timed_under_load_are_marked_where_they_stand() -> None:
+    profile = gpu_profile()
+    loaded = dataclasses.replace(profile.plans[1], under_load=True)
+    marked = dataclasses.replace(profile, plans=(profile.plans[0], loaded, *profile.plans[2:]))
+    for width in (80, 200):
+        shown = summary_text(marked, width)
+        assert len(re.findall("under load", shown)) == 2  # its row, and what that means
+        assert "--fresh" in shown
+    assert "under load" not in summary_text(profile)
+    assert html_report(marked).count("timed under load") == html_report(profile).count("timed under load") + 1
+
+
 def test_date_time_and_notes_are_said_to_be_of_the_last_probe() -> None:
     """A profile may hold rows of several probes, and one date."""
     profile = gpu_profile()
@@ -822,4 +835,16 @@ def test_date_time_and_notes_are_said_to_be_of_the_last_probe() -> None:
     assert "last probe" not in provenance_line(heuristic_profile())
     noted = dataclasses.replace(profile, provenance=dataclasses.replace(profile.provenance, notes=("a busy core",)))
     assert "Last probe: a busy core" in summary_text(noted)
+    of = f"of {len(profile.plans)} rows of other probes:"
+    kept = {
+        (3, 3): f"; 2 {of} 2 quick 2026-10-03",
+        (4, 3): f"; 2 {of} 1 quick 2026-10-03, 1 quick 2026-10-04",
+        (1, 2, 3, 5): f"; 4 {of} from 2026-10-01 to 2026-10-05",
+    }
+    for days, told in kept.items():
+        plans = list(profile.plans)
+        for place, day in enumerate(days):
+            plans[place] = dataclasses.replace(plans[place], origin=RowOrigin("quick", f"2026-10-{day:02}"))
+        line = provenance_line(dataclasses.replace(profile, plans=tuple(plans)))
+        assert line == provenance_line(profile) + told
     assert "Notes of the last probe" in html_report(noted)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from machines import Setting, by_kernels, plan, workload
 
+from autotune.journal.store import Store
 from autotune.measure.evaluator import Block, Checked, Ended, Fault, InterferenceKind, Killed, Sample
 from autotune.measure.simulated import ReplayEvaluator, Trouble
 from ringattn.workload import Pattern, Tunables, Workload
@@ -213,10 +214,18 @@ def test_disturbed_blocks_are_repeated_and_reported() -> None:
 def test_a_machine_that_is_never_left_alone_needs_the_wider_margin_and_says_so() -> None:
     truth = by_kernels(quick=0.0, swift=-0.0075, math=1.0)  # both: 1.5 %
     quiet = Setting(DENSE, truth, plan(DENSE)).run()
-    loaded = Setting(DENSE, truth, plan(DENSE), trouble=replace(Trouble(0, 0, drift=0), disturbed_share=1.0)).run()
+    store = Store(None)
+    never_quiet = replace(Trouble(0, 0, drift=0), disturbed_share=1.0)
+    loaded = Setting(DENSE, truth, plan(DENSE), trouble=never_quiet).run(store=store)
     assert quiet.result.state == "tuned"
     assert loaded.result.state == "default"
     assert "foreign load" in loaded.result.note
+    assert (quiet.result.under_load, loaded.result.under_load) == (False, True)
+    noted = loaded.search.study.noted_result()
+    assert noted is not None
+    assert noted.under_load
+    again = Setting(DENSE, truth, plan(DENSE)).run(store=store)  # goes on with blocks that were disturbed
+    assert again.search.state.loaded
 
 
 def test_noise_beyond_all_bounds_is_inconclusive_and_keeps_the_default() -> None:

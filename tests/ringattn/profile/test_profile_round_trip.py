@@ -112,6 +112,7 @@ def entries(draw: st.DrawFn) -> PlanEntry:
         front=tuple(draw(st.lists(one, max_size=2))),
         default=draw(st.none() | one),
         failures=kept,
+        under_load=draw(st.booleans()),
     )
 
 

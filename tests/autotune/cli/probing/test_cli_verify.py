@@ -83,3 +83,7 @@ def test_a_verify_that_judged_nothing_does_not_say_that_winners_win(
     assert result.exit_code == ExitCode.INCONCLUSIVE
     assert "nothing could be judged" in result.stdout
     assert "wins" not in result.stdout
+    assert result.stderr.splitlines()[-1] == (
+        "this verification, 1 cell: 0 verified, 1 not judged; nothing was written, their rows stay; when the machine "
+        f"is quieter, `ringtune verify {gpu_file}` verifies them"
+    )

@@ -12,6 +12,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from cli_runs import measured_entry, one_line_error, profile_of_this_machine, ringtune
 from machine_samples import A100, H100, dense_entry, measured
@@ -375,6 +376,13 @@ def test_nodes_report_what_they_run_and_the_fleet_is_listed(
     assert row["nodes"].startswith("2: ")
     assert "node-7" in row["nodes"]
     assert row["tier"] == "exact"
+    for variables in ({"COLUMNS": "40"}, {"COLUMNS": "40", "FORCE_COLOR": "1", "NO_COLOR": "1"}):  # as a terminal
+        with monkeypatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            shown = ringtune("list", "--fleet").stdout
+        assert {kind, row["profile"]} <= {*click.unstyle(shown).split()}, shown  # a name that is folded is no use
+        assert any(kind in line and row["profile"] in line for line in shown.splitlines()) == (len(variables) == 1)
     assert ringtune("list", "--fleet", kind).exit_code == 2
 
 

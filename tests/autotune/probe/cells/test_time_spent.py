@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from machines import Setting, by_kernels, far_from, plan, workload
+from machines import Setting, by_kernels, far_from, plan, row_of, workload
+from probed_machine import Machine, truth
 
 from autotune.measure.evaluator import Fault
-from autotune.measure.simulated import SimulatedClock, Trouble
+from autotune.measure.simulated import ReplayEvaluator, SimulatedClock, Trouble
 from autotune.probe.cells.needs import LEAST_OF_BASE, affordable
 from autotune.probe.cells.runs import hang_s
+from autotune.probe.request import ProbeRequest
+from autotune.probe.tuning import run_probe
+from autotune.probe.workloads.grid import FIRST_STEPS
 from autotune.search.budget import Budget, CellNeed
 from autotune.search.deciding.decision import Final
 from autotune.search.deciding.launch_ways import LaunchWays
@@ -152,6 +157,20 @@ def test_where_time_is_short_the_cheapest_cells_share_it(
 ) -> None:
     """Split among the 20 cells of a busy CPU it was too little for any but three."""
     assert [cell.seq_len for cell in affordable(needs(*base_s), available_s)] == lengths
+
+
+def test_where_time_is_short_the_first_steps_come_before_what_is_cheaper(tmp_path: Path) -> None:
+    """Of 20 cells a busy CPU had time for four: the README's was none, nor had it so much as a default."""
+    machine = Machine(tmp_path)
+    slow = lambda *_: ReplayEvaluator(row_of(truth, base_ms=20.0), machine.clock, check_s=0.2, prove_s=0.5)  # noqa: E731
+    request = ProbeRequest(output=tmp_path / "m.yaml", budget_s=12.0)
+    result = run_probe(request, None, replace(machine.environment, evaluator=slow))
+    assert result.profile is not None
+    measured = {entry.workload for entry in result.profile.plans if entry.evidence is not None}
+    assert {*FIRST_STEPS} < measured
+    assert len(measured) < len(result.cells) / 2
+    spent = {FIRST_STEPS[0]: CellNeed(9.0), **needs(1.0)}
+    assert affordable(spent, 0.5) == [DENSE.at(1)]  # what there is no time for lets others go before
 
 
 def test_a_validation_takes_the_references_of_its_lengths() -> None:

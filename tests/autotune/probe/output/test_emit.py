@@ -24,6 +24,7 @@ from autotune.probe.output.writer import (
 )
 from autotune.probe.request import ProbeRequest
 from autotune.statistics import Interval
+from ringattn.errors import ProfileError
 from ringattn.profile.precedence import origin_of
 from ringattn.profile.row_origin import RowOrigin
 from ringattn.profile.schema import PlanEntry, Profile
@@ -137,6 +138,16 @@ def test_a_profile_survives_its_own_text() -> None:
     assert profile.provenance.date == "2026-03-04"
     assert profile.provenance.seed == 7
     assert profile.provenance.elapsed_s == 31.3
+
+
+def test_a_row_timed_under_load_says_so_and_no_other_does() -> None:
+    loaded = profile_of(entry_of(replace(RESULT, under_load=True)))
+    dumped = dump_profile(loaded)
+    assert parse_profile(dumped, "here").plans[0].under_load
+    assert "under_load" not in dump_profile(profile_of(entry_of(RESULT)))
+    assert not entry_of(replace(RESULT, under_load=True, state="inconclusive")).under_load  # without a number
+    with pytest.raises(ProfileError, match=r"plans\[0\].under_load.*must be true or false"):
+        parse_profile(dumped.replace("under_load: true", "under_load: 1"), "here")
 
 
 def test_rows_are_in_a_readable_order() -> None:

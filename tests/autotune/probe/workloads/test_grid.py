@@ -14,7 +14,7 @@ from probed_machine import Machine
 from autotune.exit_codes import UsageFailure
 from autotune.probe.request import ProbeObserver, ProbeRequest
 from autotune.probe.tuning import run_probe
-from autotune.probe.workloads.grid import LONGNET_CPU, cells_for, check_lengths, left_out
+from autotune.probe.workloads.grid import FIRST_STEPS, LONGNET_CPU, cells_for, check_lengths, left_out
 
 
 @pytest.mark.parametrize("effort", ["quick", "standard", "full"])
@@ -25,7 +25,9 @@ def test_the_grid_covers_both_modes_dense_and_dilated_and_several_lengths(effort
     assert {w.pattern.dense for w in workloads} == {True, False}
     assert len({w.seq_len for w in workloads}) >= 2
     assert len(set(workloads)) == len(workloads)
-    assert [w.seq_len for w in workloads] == sorted(w.seq_len for w in workloads)
+    first, others = workloads[: len(FIRST_STEPS)], workloads[len(FIRST_STEPS) :]
+    assert tuple(first) == FIRST_STEPS
+    assert [w.seq_len for w in others] == sorted(w.seq_len for w in others)
 
 
 def test_the_gpu_grid_of_a_standard_probe_has_five_lengths() -> None:

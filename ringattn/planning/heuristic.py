@@ -15,7 +15,7 @@ from ringattn.workload import BranchTunables, Tunables, Workload, describe
 
 from .equal_plans import plainest
 from .launches import blocks_per_launch, forward_gflop, launches
-from .plan import ORDINARY, Conditions, Direction, build_plan, kernel_needs, kernel_rejections, rejection_reasons
+from .plan import ORDINARY, Conditions, Direction, Plan, build_plan, kernel_needs, kernel_rejections, rejection_reasons
 from .ring import exchanges_heads, travelling_branches, window_reason
 
 
@@ -40,6 +40,18 @@ def heuristic_tunables(
     conditions: Conditions = ORDINARY,
     wishes: Wishes = NO_WISHES,
 ) -> Tunables:
+    """Return the tunables of the heuristic's plan, which see."""
+    return heuristic_plan(workload, policy, facts, conditions=conditions, wishes=wishes).tunables
+
+
+def heuristic_plan(
+    workload: Workload,
+    policy: Policy,
+    facts: HardwareFacts,
+    *,
+    conditions: Conditions = ORDINARY,
+    wishes: Wishes = NO_WISHES,
+) -> Plan:
     """Return what to run where nothing was measured: per branch the first kernel of the policy that can.
 
     Raises PlanError with every candidate and its reasons when none can.
@@ -78,8 +90,7 @@ def heuristic_tunables(
     tunables = replace(tunables, branches=tuple(branches))
     if workload.packed and workload.world == 1:
         tunables = _packed(workload, tunables, facts, conditions)
-    build_plan(workload, tunables, facts, conditions=conditions)
-    return tunables
+    return build_plan(workload, tunables, facts, conditions=conditions)
 
 
 def _decoders(workload: Workload) -> tuple[str, ...]:

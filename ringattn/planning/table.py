@@ -32,7 +32,7 @@ from ringattn.workload import (
 )
 
 from .fused_steps import FUSED_STEPS
-from .heuristic import NO_WISHES, Wishes, heuristic_tunables
+from .heuristic import NO_WISHES, Wishes, heuristic_plan, heuristic_tunables
 from .matching import entry_for
 from .plan import ORDINARY, Conditions, Origin, Plan, build_plan, rejection_reasons
 from .preference import Launch, Preference, by_preference
@@ -312,10 +312,7 @@ class PlanTable(Question):
             return Row(**fixed, plan=replace(plan, origin=origin), note=note)
         origin = Origin("heuristic", user)
         try:
-            tunables = heuristic_tunables(
-                workload, self.policy, self.facts, conditions=self.conditions, wishes=self.wishes
-            )
-            plan = build_plan(workload, tunables, self.facts, conditions=self.conditions)
+            plan = heuristic_plan(workload, self.policy, self.facts, conditions=self.conditions, wishes=self.wishes)
         except PlanError as error:
             return Row(**fixed, plan=None, refusal=error.again(), refused_by=origin)
         rejected |= self._failed(workload)

@@ -1,4 +1,4 @@
-"""A thousand tokens that a small model generates with a cache are those of its forward over all of them."""
+"""Tokens that a small model generates with a cache are those of its forward over all of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ringattn import KVCache, Pattern, RingAttention
 
-TOKENS = 1000
+TOKENS = 300  # more than modules remember steps, and several times what a cache begins with
 VOCABULARY = 31
 
 
@@ -80,18 +80,18 @@ CASES: dict[str, dict[str, Any]] = {
     "grouped heads": {"heads": 6, "kv_heads": 2},
     "one key/value head": {"heads": 4, "kv_heads": 1},
     "dilated": {"pattern": pattern_of([16, 64, 256], [1, 2, 4])},
-    "dilated, grouped": {"pattern": pattern_of([16, 100, 999], [1, 3, 7]), "heads": 8, "kv_heads": 4},
+    "dilated, grouped": {"pattern": pattern_of([16, 100, 299], [1, 3, 7]), "heads": 8, "kv_heads": 4},
     "blocked": {"pattern": pattern_of([12, 50], [2, 5], "blocked"), "heads": 5, "kv_heads": 5},
     "sequences of their own lengths": {"lengths": [40, 7, 23]},
     "dilated, of their own lengths": {"pattern": pattern_of([16, 64], [1, 2]), "lengths": [40, 7, 23]},
-    "preallocated": {"max_length": 1040},
+    "preallocated": {"max_length": 340},
     "window": {"window": 50},
     "window, of their own lengths": {"window": 33, "lengths": [40, 7, 23]},
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_thousand_tokens_are_those_of_the_forward(name: str) -> None:
+def test_tokens_are_those_of_the_forward(name: str) -> None:
     check({"pattern": DENSE, "heads": 2, "kv_heads": 2, "lengths": [40], "chunk": 16} | CASES[name])
 
 

@@ -1,4 +1,4 @@
-"""A thousand tokens that ``generate`` makes with a cache are those of the whole sequence at once, for every cache."""
+"""Tokens that ``generate`` makes with a cache are those of the whole sequence at once, for every cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ringattn.integrations.transformers import register
 
-TOKENS, PROMPT = 1000, 9
+TOKENS = 300  # more than modules remember steps, and many times what a cache begins with
+PROMPT = 9
 STATIC = {"cache_implementation": "static", "disable_compile": True}
 CONFIGURATIONS = {
     "dense": ("llama", 1, {}),
@@ -39,11 +40,11 @@ def prompts(batch: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_a_thousand_tokens(name: str) -> None:
+def test_tokens_are_those_of_each_sequence_alone(name: str) -> None:
     """In float64, but for the logits that ``generate`` returns, against ``eager`` over each sequence alone."""
     family, batch, options = CONFIGURATIONS[name]
     model: Any = copy.deepcopy(tiny(family)).double()
-    model.config.max_position_embeddings = 2048
+    model.config.max_position_embeddings = 512
     ids, mask = prompts(batch)
     with attention(model, "ringtune"):
         made = model.generate(

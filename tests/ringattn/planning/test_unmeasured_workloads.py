@@ -6,6 +6,7 @@ import copy
 import errno
 import json
 import logging
+import multiprocessing
 import os
 import pickle
 import re
@@ -176,29 +177,28 @@ def test_threads_lose_no_call(tmp_path: Path) -> None:
     assert read_record(tmp_path / "r") == ({INFER: 8000}, ())
 
 
-PROGRAM = """
-import sys
-from ringattn import Workload
-from ringattn.planning.unmeasured_workloads import record_at
-record, number = record_at(sys.argv[1]), int(sys.argv[2])
-run = record.counted(lambda: None, Workload("infer", False, 32, 4, 8, "fp32", batch=2))
-for step in range(100):
-    for length in range(1, 40):  # a line of about 6 KiB
-        record.counted(lambda: None, Workload("train", True, length, 4, 8, "bf16", batch=number + 1))()
-    run()
-    record.write()
-"""
+def _append_often(path: Path, number: int) -> None:
+    record = Record(str(path))
+    run = record.counted(lambda: None, INFER)
+    for _ in range(50):
+        for length in range(1, 40):  # a line of about 6 KiB
+            record.counted(lambda: None, Workload("train", True, length, 4, 8, "bf16", batch=number + 1))()
+        run()
+        record.write()
 
 
 def test_processes_append_at_once_without_mixing_lines(tmp_path: Path) -> None:
-    path = tmp_path / "r"
-    start = [sys.executable, "-c", PROGRAM, str(path)]
-    running = [subprocess.Popen([*start, str(number)], cwd=ROOT) for number in range(4)]
-    assert [process.wait() for process in running] == [0] * 4
+    path, fork = tmp_path / "r", multiprocessing.get_context("fork")
+    running = [fork.Process(target=_append_often, args=(path, number)) for number in range(4)]
+    for process in running:
+        process.start()
+    for process in running:
+        process.join()
+    assert [process.exitcode for process in running] == [0] * 4
     calls, notes = read_record(path)
     assert notes == ()
-    assert calls.pop(INFER) == 4 * 100
-    assert Counter(calls.values()) == {100: 4 * 39}
+    assert calls.pop(INFER) == 4 * 50
+    assert Counter(calls.values()) == {50: 4 * 39}
 
 
 def test_a_program_writes_at_its_end(tmp_path: Path) -> None:

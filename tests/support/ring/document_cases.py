@@ -58,17 +58,22 @@ def run_documents(each: DocumentsCase, module: RingAttention, q: Tensor, k: Tens
 
 
 def check_documents(cases: list[DocumentsCase]) -> int:
-    """float64: every result equals the oracle's of each document alone to 1e-10."""
-    for each in cases:
+    """float64: every result equals the oracle's of each document alone to 1e-10.
+
+    Every rank has the whole results; ranks take turns with comparing them.
+    """
+    for number, each in enumerate(cases):
         case = each.ring.case
         q, k, v = case.inputs()
         module = each.module()
         try:
             results = run_documents(each, module, q, k, v, case.dout())
-            placed = documents_of(each.cu_seqlens, each.lengths).placed(case.batch, case.length)
-            assert_equal_to(results, exact_over(case, placed, q, k, v, case.dout()))
             (program,) = module._programs.values()
             assert program.plan.tunables.schedule == each.ring.schedule, program.plan
+            if number % dist.get_world_size() != dist.get_rank():
+                continue
+            placed = documents_of(each.cu_seqlens, each.lengths).placed(case.batch, case.length)
+            assert_equal_to(results, exact_over(case, placed, q, k, v, case.dout()))
         except AssertionError as error:
             raise AssertionError(f"{each}: {error}") from error
     return len(cases)

@@ -38,6 +38,8 @@ _PRELOADED = [
     "ringattn.modules.pool",  # 0.7 s
     "ring_cases",
     "faults",
+    "padded_models",  # with transformers: 1.3 s
+    "transformers.models.llama.modeling_llama",  # 1.5 s
 ]
 _context = multiprocessing.get_context("forkserver")
 

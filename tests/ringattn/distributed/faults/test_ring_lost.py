@@ -7,19 +7,20 @@ import os
 import queue
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from faults import CASE, TIMEOUT_S, Told, leaves_of, told_of
-from pool import LIMIT_S, TIMES, Pool
+from pool import GROUP_TIMEOUT_S, LIMIT_S, TIMES, Pool
 from ring_cases import RingCase
 
 from ringattn.distributed import watchdog
 from ringattn.distributed.comm import Comm, Message
 from ringattn.distributed.heartbeat import absence_of
-from ringattn.distributed.watchdog import _leave
+from ringattn.distributed.watchdog import WatchdogTimes, _leave
 
 
 def _die_or_call(schedule: str, backward: bool) -> Told:
@@ -35,15 +36,6 @@ def _die_or_call(schedule: str, backward: bool) -> Told:
     return told
 
 
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("schedule", ["ring", "ulysses"])
-def test_a_killed_rank_is_named(schedule: str, backward: bool, fragile: Pool) -> None:
-    fragile.start(_die_or_call, schedule, backward)
-    for error, message in fragile.results_of([0, 2]):
-        assert error == "PeerError"
-        assert "rank 1 stopped responding" in message
-
-
 def _die_or_unshard() -> Told:
     """After ranks have compared what they unshard."""
     module = RingCase(CASE, "ring", "zigzag").module()
@@ -52,13 +44,6 @@ def _die_or_unshard() -> Told:
     if dist.get_rank() == 1:
         module._ring.comm.gather_rows = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     return told_of(lambda: module.unshard(rows))
-
-
-def test_a_rank_killed_while_rows_are_unsharded_is_named(fragile: Pool) -> None:
-    fragile.start(_die_or_unshard)
-    for error, message in fragile.results_of([0, 2]):
-        assert error == "PeerError"
-        assert "rank 1 stopped responding" in message
 
 
 def _die_or_listen() -> list[str]:
@@ -76,12 +61,6 @@ def _die_or_listen() -> list[str]:
     return said_before.get(timeout=LIMIT_S)
 
 
-def test_a_killed_rank_is_named_where_nobody_waits_for_it(fragile: Pool) -> None:
-    """By the thread, that is, and before the abort: that lets go of a main thread that waits for its GPU."""
-    fragile.start(_die_or_listen)
-    assert fragile.results_of([0, 2]) == [[f"rank 1 {absence_of('')}; the process group is aborted"]] * 2
-
-
 def _leave_or_call() -> Told:
     module = RingCase(CASE, "ring", "zigzag").module()
     leaves = leaves_of(module)
@@ -93,30 +72,10 @@ def _leave_or_call() -> Told:
     return told_of(lambda: module(*leaves))
 
 
-def test_a_rank_that_ended_by_itself_is_not_called_killed(fragile: Pool) -> None:
-    fragile.start(_leave_or_call)
-    for error, message in fragile.results_of([0, 2]):
-        assert error == "PeerError"
-        assert "rank 1 has left: its process ended" in message
-
-
 def _build_or_die() -> Told:
     if dist.get_rank() == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     return told_of(lambda: RingCase(CASE, "ring", "zigzag").module())
-
-
-def test_a_rank_that_is_not_there_at_init_is_named() -> None:
-    """It has never said that it lives, and the others do not know it by more than its number."""
-    pool = Pool(3, TIMEOUT_S, times=None)
-    try:
-        pool.start(_build_or_die)
-        told = pool.results_of([0, 1])
-    finally:
-        pool.kill()
-    for error, message in told:
-        assert error == "PeerError"
-        assert "rank 2 did not build the same RingAttention" in message
 
 
 def _sleep_or_call(calls_before: int) -> Told:
@@ -127,14 +86,6 @@ def _sleep_or_call(calls_before: int) -> Told:
         time.sleep(LIMIT_S)
         return "", "", 0.0
     return told_of(lambda: module(*leaves_of(module)))
-
-
-@pytest.mark.parametrize("calls_before", [0, 1], ids=["comparing", "in messages"])
-def test_a_rank_that_does_not_call_is_named(calls_before: int, fragile: Pool) -> None:
-    fragile.start(_sleep_or_call, calls_before)
-    for error, message in fragile.results_of([0, 2]):
-        assert error == "PeerError"
-        assert "rank 1 did not make this call" in message
 
 
 def _impatient_or_asleep() -> Told:
@@ -148,9 +99,95 @@ def _impatient_or_asleep() -> Told:
     return told_of(lambda: module(*leaves_of(module)))
 
 
-def test_what_one_rank_has_waited_for_in_vain_no_other_waits_for(fragile: Pool) -> None:
-    fragile.start(_impatient_or_asleep)
-    (first, said), (error, message) = fragile.results_of([0, 2])
+class Loss(NamedTuple):
+    """What three ranks run, of which one is lost; ``waits`` says that the others learn it by the group's timeout."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...] = ()
+    lost: int = 1
+    waits: bool = False
+    times: WatchdogTimes | None = TIMES
+
+    def pool(self) -> Pool:
+        return Pool(3, TIMEOUT_S if self.waits else GROUP_TIMEOUT_S, self.times)
+
+
+KILLED = {
+    "ring, forward": Loss(_die_or_call, ("ring", False)),
+    "ring, backward": Loss(_die_or_call, ("ring", True)),
+    "ulysses, forward": Loss(_die_or_call, ("ulysses", False)),
+    "ulysses, backward": Loss(_die_or_call, ("ulysses", True)),
+    "while rows are unsharded": Loss(_die_or_unshard),
+}
+ASLEEP = {
+    "comparing": Loss(_sleep_or_call, (0,), waits=True),
+    "in messages": Loss(_sleep_or_call, (1,), waits=True),
+}
+LOSSES = {
+    **KILLED,
+    **ASLEEP,
+    "nobody waits": Loss(_die_or_listen, waits=True),
+    "left": Loss(_leave_or_call),
+    # It has never said that it lives, and the others do not know it by more than its number.
+    "not there at init": Loss(_build_or_die, lost=2, waits=True, times=None),
+    "in vain": Loss(_impatient_or_asleep, waits=True),
+}
+
+
+@pytest.fixture(scope="module")
+def told() -> Iterator[Callable[[str], list[Any]]]:
+    """What the other ranks tell of a loss. All have begun before the first is asked for: most of each is a wait."""
+    pools: dict[str, Pool] = {}
+    try:
+        for name, loss in LOSSES.items():
+            pools[name] = loss.pool()
+            pools[name].start(loss.function, *loss.arguments)
+
+        def of(name: str) -> list[Any]:
+            others = [rank for rank in range(3) if rank != LOSSES[name].lost]
+            results = pools[name].results_of(others)
+            pools[name].kill()
+            return results
+
+        yield of
+    finally:
+        for pool in pools.values():
+            pool.kill()
+
+
+@pytest.mark.parametrize("name", KILLED)
+def test_a_killed_rank_is_named(name: str, told: Callable[[str], list[Told]]) -> None:
+    for error, message in told(name):
+        assert error == "PeerError"
+        assert "rank 1 stopped responding" in message
+
+
+def test_a_killed_rank_is_named_where_nobody_waits_for_it(told: Callable[[str], list[list[str]]]) -> None:
+    """By the thread, that is, and before the abort: that lets go of a main thread that waits for its GPU."""
+    assert told("nobody waits") == [[f"rank 1 {absence_of('')}; the process group is aborted"]] * 2
+
+
+def test_a_rank_that_ended_by_itself_is_not_called_killed(told: Callable[[str], list[Told]]) -> None:
+    for error, message in told("left"):
+        assert error == "PeerError"
+        assert "rank 1 has left: its process ended" in message
+
+
+def test_a_rank_that_is_not_there_at_init_is_named(told: Callable[[str], list[Told]]) -> None:
+    for error, message in told("not there at init"):
+        assert error == "PeerError"
+        assert "rank 2 did not build the same RingAttention" in message
+
+
+@pytest.mark.parametrize("name", ASLEEP)
+def test_a_rank_that_does_not_call_is_named(name: str, told: Callable[[str], list[Told]]) -> None:
+    for error, message in told(name):
+        assert error == "PeerError"
+        assert "rank 1 did not make this call" in message
+
+
+def test_what_one_rank_has_waited_for_in_vain_no_other_waits_for(told: Callable[[str], list[Told]]) -> None:
+    (first, said), (error, message) = told("in vain")
     assert (first, error) == ("PeerError", "PeerError")
     assert said == message
     assert said.startswith("rank 1 did not make this call within the group's timeout of 1 s; the process group is")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from oracle import Case, exact, found, pattern_of
 from pool import Pool
 from ring_cases import RingCase, assert_keeps_the_rule, run_ring
@@ -15,12 +16,15 @@ DENSE_CASE = Case(96, 8, 4, 16, causal=True)
 DILATED_CASE = Case(96, 4, 4, 16, pattern=pattern_of([12, 96, 96], [1, 2, 5]), causal=True)
 
 
-def _keeps_the_rule(ring: RingCase, dtype: torch.dtype, compute: str, kernel: str) -> None:
-    q, k, v = ring.case.inputs(dtype)
-    dout = ring.case.dout(dtype)
-    results = run_ring(ring, ring.module(dtype, compute, (kernel, kernel)), q, k, v, dout)
-    wide = {"fp32": torch.float32, "bf16": torch.bfloat16}[compute]
-    assert_keeps_the_rule(ring, results, (q, k, v, dout), wide, kernel)
+def _keep_the_rule(rings: list[RingCase], dtype: torch.dtype, compute: str, kernel: str) -> None:
+    """Every rank has the whole results; ranks take turns with comparing them."""
+    for number, ring in enumerate(rings):
+        q, k, v = ring.case.inputs(dtype)
+        dout = ring.case.dout(dtype)
+        results = run_ring(ring, ring.module(dtype, compute, (kernel, kernel)), q, k, v, dout)
+        if number % dist.get_world_size() == dist.get_rank():
+            wide = {"fp32": torch.float32, "bf16": torch.bfloat16}[compute]
+            assert_keeps_the_rule(ring, results, (q, k, v, dout), wide, kernel)
 
 
 @pytest.mark.parametrize(
@@ -34,22 +38,24 @@ def _keeps_the_rule(ring: RingCase, dtype: torch.dtype, compute: str, kernel: st
     ids=str,
 )
 def test_rule(dtype: torch.dtype, compute: str, kernel: str, ranks: Callable[[int], Pool]) -> None:
-    for ring in (
+    rings = [
         RingCase(DENSE_CASE, "ring", "zigzag"),
         RingCase(DENSE_CASE, "all-gather", "zigzag", head_groups=2),
         RingCase(DENSE_CASE, "ulysses", "zigzag"),
         RingCase(DENSE_CASE, "ulysses-ring", "zigzag", ulysses=2),
         RingCase(DILATED_CASE, "ring", "contiguous"),
-    ):
-        ranks(4).run(_keeps_the_rule, ring, dtype, compute, kernel)
+    ]
+    ranks(4).run(_keep_the_rule, rings, dtype, compute, kernel)
 
 
 def _gradient_errors(ring: RingCase, compute: str) -> dict[str, float]:
-    """Errors of dk and dv against float64, relative."""
+    """Errors of out, dk and dv against float64, relative, by rank 0, which has the whole results as every rank."""
     case = ring.case
     q, k, v = case.inputs(torch.bfloat16)
     dout = case.dout(torch.bfloat16)
     results = run_ring(ring, ring.module(torch.bfloat16, compute, ("flash-cpu", "flash-cpu")), q, k, v, dout)
+    if dist.get_rank():
+        return {}
     expected = exact(case, q, k, v, dout)
     return {
         name: ((getattr(results, name).double() - x64).norm() / x64.norm()).item()

@@ -41,6 +41,12 @@ def _own_processes_start_warm(request: pytest.FixtureRequest, monkeypatch: pytes
         start_warm(monkeypatch)
 
 
+@pytest.fixture(autouse=True)
+def _nothing_waits_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A probe waits for it at each trial, for power that goes: no test takes that away, and a kill loses no write."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[ProbeRequest]:
     """Replaces the engine with one that only remembers what it was asked."""

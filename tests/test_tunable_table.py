@@ -158,6 +158,6 @@ def test_the_hash_of_a_plan_is_kept_and_goes_with_no_copy() -> None:
     """That of text is another in each process."""
     plan, equal = (Tunables("bf16", (BranchTunables("math"),)) for _ in range(2))
     assert hash(plan) == hash(equal) != hash(replace(plan, compile=True))
-    for copied in (pickle.loads(pickle.dumps(plan)), copy.deepcopy(plan)):
+    for copied in (pickle.loads(pickle.dumps(plan)), copy.deepcopy(plan)):  # noqa: S301  just made
         assert copied == plan
         assert not hasattr(copied, "_hash")

@@ -39,8 +39,8 @@ SEARCH = ("--effort", "quick", "--budget", "120")
 TERM_S = 5.0 * slowness()  # of a lease, in place of a minute
 MEASURES, WAITS = "cell 1/1", "measures cpu-"  # what a node says of itself, and of another
 
-# The command on this machine with invented times, so that what else runs here decides nothing. It goes on when a file is
-# there, so that all others have come meanwhile, and a node that is to be killed in the middle of it never does.
+# The command on this machine with invented times, so that what else runs here decides nothing. It goes on when a file
+# is there, so that all others have come meanwhile, and a node that is to be killed in the middle of it never does.
 NODE = """
 import os, sys, time
 from dataclasses import replace

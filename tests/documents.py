@@ -22,7 +22,7 @@ SHORT_PROBE = shlex.split(
 )
 # Longer: messages between processes take turns on the cores of a small machine.
 SHORT_RING = shlex.split(
-    "--effort quick --budget 12 --mode infer --seq-len 1024 --heads 2 --head-dim 32 "
+    "--effort quick --budget 30 --mode infer --seq-len 1024 --heads 2 --head-dim 32 "
     "--segment-lengths 8192 --dilation-rates 1 --device cpu"
 )
 ONE_TEST = "-q -p no:cacheprovider tests/autotune/cli/probing/test_progress.py"

@@ -31,7 +31,7 @@ CELL = [
     "--device",
     "cpu",
 ]
-PROBE = ("probe", "--budget", "10", *CELL)
+PROBE = ("probe", "--budget", "20", *CELL)
 OVER_TWO = (*PROBE, "--nproc", "2")
 MODULE = """
 import torch, ringattn
@@ -86,7 +86,7 @@ def test_commands_that_write_nothing_need_no_folder(room: Path) -> None:
     told = {
         ("doctor", "--device", "cpu"): "works",
         ("which", "--device", "cpu"): "tier: heuristic",
-        ("verify", str(profile), "--budget", "10"): " of 1 cell",
+        ("verify", str(profile), "--budget", "20"): " of 1 cell",
         ("validate", "--here", str(profile)): "runs here",
     }
     for words, ended in zip(told, host.ringtune_each(*((str(room), words) for words in told)), strict=True):

@@ -154,8 +154,15 @@ class BranchTunables:
         _check(self, _OF_A_BRANCH)
 
 
+class _HashedOnce:
+    """Keeps the hash of frozen data: a search asks for that of a plan, 20 values deep, a thousand times."""
+
+    __slots__ = ("_hash",)  # no field, so that no copy takes it along: the hash of text is another in each process
+    _hash: int
+
+
 @dataclass(frozen=True, slots=True)
-class Tunables:
+class Tunables(_HashedOnce):
     """One complete choice for a workload, as the search proposes it and a profile stores it.
 
     ``branches`` has one entry per branch of the pattern (one for dense). ``window_tokens`` bounds the positions
@@ -301,6 +308,13 @@ class Tunables:
         if tuple(sorted(self.params)) != self.params:
             raise FieldError("must be sorted by name", field="params")
 
+    def __hash__(self) -> int:
+        try:
+            return self._hash
+        except AttributeError:
+            object.__setattr__(self, "_hash", hash(tuple(getattr(self, name) for name in _NAMES)))
+            return self._hash
+
     @property
     def kernels(self) -> frozenset[str]:
         """The names of all kernels of the plan, of either direction."""
@@ -355,6 +369,7 @@ def _entries(cls: Any, *, per_branch: bool) -> tuple[Tunable, ...]:
     )
 
 
+_NAMES = tuple(f.name for f in fields(Tunables))
 _OF_A_BRANCH, _OF_THE_PLAN = _entries(BranchTunables, per_branch=True), _entries(Tunables, per_branch=False)
 
 # Every tunable by its name. The parameters of kernels are listed by the kernels (``BlockKernel.params``).

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from warm_start import WarmPopen, start_warm
 
 from ringattn.hardware.facts import detect
 from ringattn.profile.schema import Choice, Fingerprint, PlanEntry, Profile
@@ -15,6 +16,7 @@ from ringattn.profile.yaml_io import save_profile
 from ringattn.workload import Branch, BranchTunables, Pattern, Tunables, Workload, describe
 
 ROOT = Path(__file__).parents[1]
+RUN = "import runpy, sys; sys.argv[:] = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
 PLANS = {
     (): (Pattern(), (BranchTunables("math", "flash-cpu"),)),
     ("--segments", "256,1024", "--rates", "1,4"): (
@@ -26,7 +28,7 @@ PLANS = {
 
 def run_example(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "attend.py"), *arguments],
+        [sys.executable, "-c", RUN, str(ROOT / "examples" / "attend.py"), *arguments],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
@@ -37,6 +39,7 @@ def run_example(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_attend_prints_exactly_the_plan_in_the_file(
     arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    start_warm(monkeypatch, WarmPopen)  # the one below is a fresh interpreter
     pattern, branches = PLANS[arguments]
     facts = detect("cpu")
     workload = Workload("train", True, 2048, 4, 64, "fp32", pattern=pattern)

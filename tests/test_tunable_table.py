@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -150,3 +152,12 @@ def test_describe_shows_every_choice_that_counts(workload: Workload) -> None:
     counting = [plan for plan in changed if plan != base and not void_reasons(workload, plan)]
     texts |= {describe(plan) for plan in counting}
     assert len(texts) == len(counting) + 1
+
+
+def test_the_hash_of_a_plan_is_kept_and_goes_with_no_copy() -> None:
+    """That of text is another in each process."""
+    plan, equal = (Tunables("bf16", (BranchTunables("math"),)) for _ in range(2))
+    assert hash(plan) == hash(equal) != hash(replace(plan, compile=True))
+    for copied in (pickle.loads(pickle.dumps(plan)), copy.deepcopy(plan)):  # noqa: S301  just made
+        assert copied == plan
+        assert not hasattr(copied, "_hash")

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 
 from autotune.measure.evaluator import CallsAhead, Fault, StillCompiling
-from autotune.space.first_calls import Call, CompiledKernel, kernels_compiled, steps_compiled
+from autotune.space.first_calls import Call, CompiledKernel, kernels_compiled, shape_class, steps_compiled
 from ringattn.workload import Tunables, Workload
 
 COMPILE_S = 60.0  # a first call that compiles may take so long, whatever the budget: three times the slowest one seen
@@ -67,8 +67,17 @@ class Compilers:
 
     def waited_for(self) -> tuple[str, ...]:
         """Return the kernels that are still being compiled, with their directions and patterns."""
-        missing = {key for call in self._calls for key in self._keys(*call)} - self._compiled - self._ran
+        missing = self._missing()
         return tuple(sorted({f"{key.kernel} ({key.direction}, {key.workload.pattern})" for key in missing}))
+
+    def compile_for(self, workload: Workload) -> bool:
+        """Return whether a kernel that plans of this workload may run is being compiled."""
+        shape = shape_class(workload)
+        return any(key.workload == shape and (workload.train or key.direction == "forward") for key in self._missing())
+
+    def _missing(self) -> frozenset[CompiledKernel]:
+        keys = {key for call in self._calls for key in self._keys(*call)}
+        return frozenset(keys - self._compiled - self._ran)
 
     def limit_s(self, workload: Workload, plan: Tunables, left_s: float) -> float:
         """Return the seconds for a plan's first call with ``left_s`` of the probe left; 0 where nothing compiles."""

@@ -49,6 +49,7 @@ class Readings:
         self.entries: dict[Tunables, Entry] = {}
         self.blocks: dict[int, PairedBlock] = {}
         self.default_ms: dict[int, float] = {}  # by block
+        self._usual_default_ms = math.inf  # their median; infinite where there are none
         self.repeated: list[float] = []  # log of one of the default's two readings over the other
         self.loaded = False  # foreign load did not end: what was timed under it counts, with a wider margin
         self.measured = 0  # counts whatever is learned, so that what is worked out of it is worked out once
@@ -123,6 +124,7 @@ class Readings:
         default_log = statistics.settled(logs, self.noise_sigma())
         self.blocks[number] = block
         self.default_ms[number] = math.exp(default_log)
+        self._usual_default_ms = statistics.median(self.default_ms.values())
         self.measured += 1
         if len(logs) == 2:
             self.repeated.append(logs[0] - logs[1])
@@ -161,6 +163,7 @@ class Readings:
         self.default = plan
         self.blocks.clear()
         self.default_ms.clear()
+        self._usual_default_ms = math.inf
         for entry in self.entries.values():
             entry.log_ratios.clear()
 
@@ -171,7 +174,9 @@ class Readings:
         return waited_ms(sample.ms, sample.host_us, self.settings.launch) if self.settings.asynchronous else sample.ms
 
     def _looked_ms(self, checked: Checked) -> float:
-        return self._waited_ms(Sample(checked.call_ms, checked.host_us))
+        if not self.settings.asynchronous:
+            return checked.call_ms
+        return waited_ms(checked.call_ms, checked.host_us, self.settings.launch)
 
     def first_look(self, entry: Entry) -> float | None:
         """Return log(t / t_default) by the call of its check: unpaired, and good enough to doubt a single reading."""
@@ -179,8 +184,7 @@ class Readings:
         if mine is None or other is None or entry.tunables == self.default:
             return None
         # A default whose one call was disturbed would make every first look a promise; its blocks tell.
-        known_ms = [statistics.median(self.default_ms.values())] if self.default_ms else []
-        return math.log(self._looked_ms(mine) / min([self._looked_ms(other), *known_ms]))
+        return math.log(self._looked_ms(mine) / min(self._looked_ms(other), self._usual_default_ms))
 
     def median(self, entry: Entry, since: int = 0) -> float:
         """Return log(t / t_default) from a block on, see ``statistics.settled``; infinite before the first."""

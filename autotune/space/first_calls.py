@@ -47,14 +47,16 @@ def kernels_compiled(workload: Workload, plan: Tunables, just_in_time: frozenset
     """Return the kernels that a first call of the plan compiles, where no other call has.
 
     A backward after another kernel's forward reads what that one wrote: flash-attn-4's took 5 s after flash's, though
-    its own had been compiled. Segments clipped to a short sequence, copied rows and parameters are compiled apart.
+    its own had been compiled. Segments clipped to a short sequence, copied rows, all documents in one call and
+    parameters are compiled apart.
     """
     if just_in_time.isdisjoint(plan.kernels):
         return frozenset()
     found: set[CompiledKernel] = set()
     for branch, selected in zip(plan.branches, workload.pattern.resolved(workload.seq_len), strict=True):
         clipped = " clipped" if selected.segment > workload.seq_len else ""
-        rows = f"{branch.gather if selected.rate > 1 else ''}{clipped}"
+        at_once = " at once" if plan.packing == "varlen" else ""
+        rows = f"{branch.gather if selected.rate > 1 else ''}{clipped}{at_once}"
         own = branch.backward == branch.forward
         for direction, kernel in (("forward", branch.forward), ("backward", branch.backward)):
             if kernel in just_in_time:

@@ -186,7 +186,8 @@ class Space:
     """All plans of one workload that this machine can run, around its default plan.
 
     ``default`` is what the runtime would do without a profile. ``kernel_plans`` are the uniform plans stage 1 races:
-    every kernel pair and dtype with everything else as in the default, the default itself first.
+    every kernel pair and dtype with everything else as in the default, the default itself first. Of documents they
+    have all in one call, where the kernels can.
     """
 
     workload: Workload
@@ -302,6 +303,9 @@ def _uniform_plans(
             turned[f"forward.{index}"] = forward
             turned[f"backward.{index}"] = backward
         plan = decode(workload, base | turned)
+        if workload.packed and "math" not in plan.kernels:  # all documents at once, as the runtime's own plan has them
+            at_once = decode(workload, base | turned | {"packing": "varlen"})
+            plan = plan if machine.reasons(workload, at_once) else at_once
         kernels = f"{forward}/{backward}" if backward else forward
         yield f"{kernels} {dtype}", plan
 

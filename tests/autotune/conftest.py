@@ -13,6 +13,7 @@ from report_samples import gpu_profile, gpu_text
 from warm_start import start_warm
 
 import autotune.probe.tuning
+from autotune import folders
 from autotune.distributed.coordinator import Coordinator
 from autotune.probe.request import ProbeObserver, ProbeRequest, ProbeResult
 from ringattn.profile.yaml_io import save_profile
@@ -39,6 +40,16 @@ def fresh_interpreters() -> None:
 def _own_processes_start_warm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "fresh_interpreters" not in request.fixturenames:
         start_warm(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_waits_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A probe waits for it at each trial, for power that goes: no test takes that away, and a kill loses no write.
+
+    Nor does one fill it up to the last 4 MiB, which a probe tries to write at its beginning.
+    """
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    monkeypatch.setattr(folders, "ROOM_BYTES", 4096)
 
 
 @pytest.fixture

@@ -60,8 +60,11 @@ def _search_all(
         # Each finished cell shows how noisy it is here.
         needs = needs_of_all(order, searches, runs.shared.settled())
         chosen = affordable(needs, runs.budget.available_s())
-        # What this worker settled itself comes first, and last what there may be no time for.
-        ranked = sorted(order, key=lambda workload: (workload not in chosen, workload not in searches))
+        # What this worker settled itself comes first, then what no compiler works for: the training step of two H200s
+        # over 8192 positions was over before flash-attn-4's backward was there. Last what there may be no time for.
+        runs.transfer.hear_of_compilers()
+        compilers = runs.transfer.compilers
+        ranked = sorted(order, key=lambda w: (w not in chosen, w not in searches, compilers.compile_for(w)))
         workload = next((each for each in ranked if runs.shared.take(each)), None)
         if workload is None:
             runs.budget.idle()

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.space.space import Value, encode
+from autotune.space.space import Value, decode, encode
 from ringattn.workload import Tunables, Workload
 
 Codes = NDArray[np.int64]
@@ -49,6 +49,7 @@ class Coder:
         self.sizes = np.array([len(values) + 1 for values in self.values], dtype=np.int64)  # one for what is foreign
         self.offsets = np.concatenate([[0], np.cumsum(self.sizes)])[:-1]
         self._rows: dict[Tunables, Codes] = {}
+        self._plans: dict[bytes, Tunables] = {}
 
     def row(self, plan: Tunables) -> Codes:
         if plan not in self._rows:
@@ -64,12 +65,17 @@ class Coder:
         found = [self.row(plan) for plan in plans]
         return np.array(found) if found else np.empty((0, len(self.names)), dtype=np.int64)
 
-    def assignment(self, row: Codes) -> dict[str, Value]:
-        return self._fixed | {
-            name: values[number]
-            for name, values, number in zip(self.names, self.values, row.tolist(), strict=True)
-            if number < len(values)
-        }
+    def plan(self, row: Codes) -> Tunables:
+        """Return the plan of a row, plainly spelled; a search asks for most of them again and again."""
+        key = row.tobytes()
+        if key not in self._plans:
+            chosen = {
+                name: values[number]
+                for name, values, number in zip(self.names, self.values, row.tolist(), strict=True)
+                if number < len(values)
+            }
+            self._plans[key] = decode(self._workload, self._fixed | chosen)
+        return self._plans[key]
 
     def hot(self, rows: Codes) -> Floats:
         """Return one column for every value of every knob."""

@@ -20,6 +20,7 @@ from autotune.probe.request import ProbeObserver
 from autotune.probe.tuning import run_probe
 from ringattn.workload import Workload
 
+ASKED = {"dense": True, "modes": ("infer",)}  # two cells; for training each resumed search takes twice as long
 STUDY_ATTRIBUTE, STUDY_OP, TRIAL_ATTRIBUTE = "user_attr", 2, 8
 BAD: tuple[Any, ...] = (None, "x", True, -1, 10**18, 10**400, 1e300, float("nan"), float("inf"), [], [1], {}, {"a": 1})
 MOST_BLOCKS = 2000  # of a probe of two cells, which needs 30: more is one without end
@@ -58,7 +59,7 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
                 machine.made[-1].left = 1  # type: ignore[attr-defined]  # blocks
 
     with pytest.raises(KeyboardInterrupt):
-        run_probe(request_for(folder / "p.yaml", dense=True), SecondFinal(), machine.environment)
+        run_probe(request_for(folder / "p.yaml", **ASKED), SecondFinal(), machine.environment)
     return (folder / "p.yaml.journal").read_text().splitlines()
 
 
@@ -67,7 +68,7 @@ def resume(folder: Path, lines: list[str]) -> str:
     folder.mkdir(exist_ok=True)
     (folder / "p.yaml.journal").write_text("\n".join(lines) + "\n")
     try:
-        run_probe(request_for(folder / "p.yaml", dense=True), None, BoundedMachine(folder).environment)
+        run_probe(request_for(folder / "p.yaml", **ASKED), None, BoundedMachine(folder).environment)
     except ProbeFailure as failure:
         told = str(failure)
     else:

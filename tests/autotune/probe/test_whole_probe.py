@@ -12,9 +12,10 @@ from modelled_h100 import device_ms, eager_ms, modelled_environment
 from autotune.measure.simulated import parts_of
 from autotune.probe.request import ProbeRequest
 from autotune.probe.tuning import run_probe
+from autotune.search.budget import EFFORTS
 from ringattn.profile.schema import Choice, PlanEntry
 from ringattn.profile.yaml_io import dump_profile, parse_profile
-from ringattn.workload import Workload
+from ringattn.workload import Mode, Workload
 
 BUDGET_S = 100.0  # what is left of a standard probe's after its defaults and first calls
 AGREED = math.log(1.02)
@@ -124,14 +125,27 @@ def test_a_replayed_probe_writes_the_recorded_profile(probes: list[dict[Workload
     assert len(apart) <= 0.05 * len(recorded.plans), apart
 
 
-@pytest.mark.parametrize("hangs", [("cudnn", "forward"), ("flash", "backward")])
-def test_a_default_whose_kernel_hangs_costs_no_cell_its_search(hangs: tuple[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("hangs", "modes"),
+    [(("cudnn", "forward"), ("train", "infer")), (("flash", "backward"), ("train",))],  # inference has no backward
+    ids=str,
+)
+def test_a_default_whose_kernel_hangs_costs_no_cell_its_search(
+    hangs: tuple[str, str], modes: tuple[Mode, ...], tmp_path: Path
+) -> None:
     """Another plan stands in for it, in every cell; waiting for it once may take a fifth of the time."""
     environment = modelled_environment(tmp_path, 0, 2.5, hangs=hangs)
-    request = ProbeRequest(output=tmp_path / "h100.yaml", effort="standard", seed=0, causal=True)
+    request = ProbeRequest(
+        output=tmp_path / "h100.yaml",
+        effort="standard",
+        budget_s=EFFORTS["standard"].budget_s * len(modes) / 2,
+        seed=0,
+        causal=True,
+        modes=modes,
+    )
     result = run_probe(request, None, environment)
     inconclusive = [str(report.workload) for report in result.cells if report.status == "inconclusive"]
-    assert len(inconclusive) <= 1, inconclusive
+    assert len(inconclusive) <= len(result.cells) // 20, inconclusive
     for report in result.cells:
         assert report.status != "refused"
         if report.chosen is not None:

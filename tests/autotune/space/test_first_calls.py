@@ -17,7 +17,7 @@ from autotune.probe.machine.environment import environment_of
 from autotune.probe.request import ProbeObserver, ProbeRequest
 from autotune.probe.tuning import run_probe
 from autotune.probe.workloads.grid import cells_for
-from autotune.space.first_calls import Call, calls_worth_making
+from autotune.space.first_calls import Call, calls_worth_making, kernels_compiled
 from autotune.space.space import Space, machine_of
 from ringattn.hardware.facts import HardwareFacts
 from ringattn.workload import Tunables
@@ -109,6 +109,22 @@ def test_what_won_before_waits_for_what_the_defaults_compile() -> None:
 
 def kernels_of(plan: Tunables) -> set[tuple[str, str]]:
     return {(branch.forward, branch.backward) for branch in plan.branches}
+
+
+def test_documents_run_at_once_where_a_kernel_can_and_are_compiled_apart() -> None:
+    """flash-attn-4's entry for documents counted as hung after 2.6 s: its dense one had been compiled."""
+    (space,) = spaces(COMPILING, documents=8, seq_lens=(4096,), modes=("train",), dense=True, precision="bf16")
+    packing = {name: plan.packing for plan in space.kernel_plans if len(plan.kernels) == 1 for name in plan.kernels}
+    assert packing["cudnn"] == packing["math"] == "documents"
+    assert packing["flash-attn-4"] == packing["flash"] == "varlen"
+    called = {plan.packing for _, plan in calls_worth_making([space]) if "flash-attn-4" in plan.kernels}
+    assert called == {"varlen"}
+    plan = next(plan for plan in space.kernel_plans if plan.kernels == {"flash-attn-4"})
+    one, other = (
+        kernels_compiled(space.workload, replace(plan, packing=way), frozenset({"flash-attn-4"}))
+        for way in ("varlen", "documents")
+    )
+    assert one.isdisjoint(other)
 
 
 def test_a_probe_of_inference_calls_inference() -> None:

@@ -25,7 +25,7 @@ LOADED = (
     "autotune.accuracy.check", "autotune.cli.main", "autotune.cli.probing.probe", "autotune.distributed.evaluator",
     "autotune.measure.benchmark", "autotune.probe.dry_run", "autotune.probe.run", "autotune.probe.tuning",
     "autotune.report.contenders", "autotune.report.doctor", "ringattn.attention", "ringattn.store.store", "sqlalchemy",
-    "torch.distributed",
+    "torch.distributed", "torch.distributed.run",
 )  # fmt: skip
 WORKER = "autotune.measure.worker"  # starts no other
 MOST_BYTES = 1 << 20  # of a message
@@ -70,7 +70,8 @@ def become(start: Start, descriptors: Sequence[int]) -> None:
         os.dup2(descriptor, number)
     close_others(start.numbers)
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115  for each may be of another kind now
-    sys.stdout = sys.__stdout__ = open(1, "w", buffering=1 if os.isatty(1) else -1, closefd=False)  # noqa: SIM115
+    by_line = start.unbuffered or os.isatty(1)
+    sys.stdout = sys.__stdout__ = open(1, "w", buffering=1 if by_line else -1, closefd=False)  # noqa: SIM115
     sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     os.chdir(start.folder)
     servers = os.environ.get("PYTHONPATH", "").split(os.pathsep)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import itertools
 import os
 import pickle
 import socket
@@ -41,6 +42,7 @@ class Start(NamedTuple):
     option: str  # -m or -c
     words: tuple[str, ...]  # the module or the code, and its arguments
     safe_path: bool  # the working folder is not searched
+    unbuffered: bool  # what it says is not kept back
     numbers: tuple[int, ...]
     environ: Mapping[str, str]
     folder: str
@@ -136,8 +138,9 @@ class WarmPopen(subprocess.Popen):  # type: ignore[type-arg]
             return None
         python, *words = map(os.fspath, words)
         environ = dict(os.environ if asked["env"] is None else asked["env"])
-        safe_path = bool(environ.get("PYTHONSAFEPATH")) or words[:1] == ["-P"]
-        words = words[1:] if words[:1] == ["-P"] else words
+        flags = list(itertools.takewhile(("-P", "-u").__contains__, words))
+        words = words[len(flags) :]
+        safe_path = bool(environ.get("PYTHONSAFEPATH")) or "-P" in flags
         alike = all(environ.get(name) == value for name, value in READ_AT_START.items())
         if python != PYTHON or not self.is_warm(words) or not alike:
             return None
@@ -145,7 +148,8 @@ class WarmPopen(subprocess.Popen):  # type: ignore[type-arg]
         numbers = (0, 1, 2, *sorted(asked["pass_fds"]))
         folder = Path(asked["cwd"] or "").absolute()
         group = 0 if asked["start_new_session"] else os.getpgrp()
-        return Start(option, tuple(words), safe_path, numbers, environ, str(folder), group)
+        unbuffered = bool(environ.get("PYTHONUNBUFFERED")) or "-u" in flags
+        return Start(option, tuple(words), safe_path, unbuffered, numbers, environ, str(folder), group)
 
     def is_warm(self, words: Sequence[str]) -> bool:
         """Return whether what Python is to run starts warm."""
@@ -162,13 +166,15 @@ def popen_of(server: Server) -> type[WarmPopen]:
 
 
 class WarmCommand(WarmPopen):
-    """Starts this program's own processes warm alone: its command, its workers and its relays."""
+    """Starts this program's own processes warm alone (its command, workers, relays), and torchrun, which starts it."""
 
     def is_warm(self, words: Sequence[str]) -> bool:
-        return len(words) > 1 and words[0] == "-m" and words[1].partition(".")[0] == "autotune"
+        if words[:1] != ["-m"] or len(words) < 2:
+            return False
+        return words[1] == "torch.distributed.run" or words[1].partition(".")[0] == "autotune"
 
 
-def start_warm(patch: pytest.MonkeyPatch) -> None:
+def start_warm(patch: pytest.MonkeyPatch, popen: type[WarmPopen] = WarmCommand) -> None:
     """Let this program's own processes start warm, except on CUDA, which does not survive a fork."""
     if not torch.cuda.is_available():
-        patch.setattr(subprocess, "Popen", WarmCommand)
+        patch.setattr(subprocess, "Popen", popen)

@@ -36,12 +36,13 @@ CELL = (
     "--causal",
 )
 SEARCH = ("--effort", "quick", "--budget", "120")
-TERM_S = 10.0 * slowness()  # of a lease, in place of a minute
+TERM_S = 5.0 * slowness()  # of a lease, in place of a minute
+MEASURES, WAITS = "cell 1/1", "measures cpu-"  # what a node says of itself, and of another
 
-# The command on this machine with invented times, so that what else runs here decides nothing. It takes long enough for
-# all others to come meanwhile, and a node that is to be killed in the middle of it does not come to its end.
+# The command on this machine with invented times, so that what else runs here decides nothing. It goes on when a file
+# is there, so that all others have come meanwhile, and a node that is to be killed in the middle of it never does.
 NODE = """
-import sys, time
+import os, sys, time
 from dataclasses import replace
 from machines import row_of
 from probed_machine import truth
@@ -50,12 +51,13 @@ from autotune.probe import tuning
 from autotune.probe.machine.environment import this_machine
 from ringattn.store.lease import Lease
 Lease.__init__.__kwdefaults__["term_s"] = float(sys.argv.pop(1))
-holds = sys.argv.pop(1) == "holds"
+goes_on = sys.argv.pop(1)
 run_probe, clock = tuning.run_probe, SimulatedClock()
 
 class Evaluator(ReplayEvaluator):
     def check(self, *cell, **limits):
-        time.sleep(3600 if holds else 1)
+        while not os.path.exists(goes_on):
+            time.sleep(0.1)
         return super().check(*cell, **limits)
 
 def simulated(request, observer):
@@ -107,10 +109,10 @@ class Stage:
         words, pipe = [sys.executable, *command], subprocess.PIPE
         return self.on_host[host](words, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment, cwd=ROOT)
 
-    def node(self, number: int, how: str = "") -> subprocess.Popen[str]:
+    def node(self, number: int, goes_on: Path) -> subprocess.Popen[str]:
         """A node that asks for a profile as all others of its kind do; even ones are on the first host."""
         ask = ("probe", "--if-missing", "--wait", str(LIMIT_S), "--store", self.store, "--json", *CELL, *SEARCH)
-        return self.start(number % 2, f"node{number}", "-c", NODE, str(TERM_S), how, *ask)
+        return self.start(number % 2, f"node{number}", "-c", NODE, str(TERM_S), str(goes_on), *ask)
 
     @contextmanager
     def read_all_along(self) -> Iterator[None]:
@@ -141,19 +143,22 @@ def on_host(hosts: tuple[str, str]) -> Iterator[tuple[type[WarmPopen], type[Warm
         yield popen_of(first), popen_of(second)
 
 
+@pytest.fixture(scope="module")
+def s3(hosts: tuple[str, str]) -> Iterator[dict[str, str]]:
+    with s3_server(hosts[0]) as variables:
+        yield variables
+
+
 @pytest.fixture(params=["folder", "s3"])
 def stage(
     request: pytest.FixtureRequest,
-    hosts: tuple[str, str],
     on_host: tuple[type[WarmPopen], type[WarmPopen]],
     tmp_path: Path,
-) -> Iterator[Stage]:
-    if request.param == "folder":
-        (tmp_path / "shared").mkdir()
-        yield Stage(on_host, str(tmp_path / "shared"), {}, tmp_path)
-    else:
-        with s3_server(hosts[0]) as variables:
-            yield Stage(on_host, "s3://bucket/ringtune", variables, tmp_path)
+) -> Stage:
+    if request.param == "s3":
+        return Stage(on_host, f"s3://bucket/{tmp_path.name}", request.getfixturevalue("s3"), tmp_path)
+    (tmp_path / "shared").mkdir()
+    return Stage(on_host, str(tmp_path / "shared"), {}, tmp_path)
 
 
 def answers(nodes: list[subprocess.Popen[str]]) -> list[dict[str, object]]:
@@ -170,10 +175,24 @@ def answers(nodes: list[subprocess.Popen[str]]) -> list[dict[str, object]]:
     return found
 
 
+def read_until(node: subprocess.Popen[str], *told: str) -> str:
+    """Return the first of what is ``told`` that a node says."""
+    assert node.stderr is not None
+    while line := node.stderr.readline():
+        for text in told:
+            if text in line:
+                return text
+    raise AssertionError(f"the node ended without {told}")
+
+
 @pytest.mark.timeout(600)
 def test_of_eight_nodes_on_two_hosts_one_measures(stage: Stage) -> None:
     with stage.read_all_along():
-        nodes = [stage.node(number) for number in range(8)]
+        all_came = stage.folder / "all came"
+        nodes = [stage.node(number, all_came) for number in range(8)]
+        told = [read_until(node, MEASURES, WAITS) for node in nodes]
+        assert sorted(told) == [MEASURES] + [WAITS] * 7
+        all_came.touch()
         found = answers(nodes)
     assert sorted(answer["measured"] for answer in found) == [False] * 7 + [True]
     which = stage.start(1, "node1", "-m", "autotune", "which", "--device", "cpu", "--store", stage.store, "--json")
@@ -185,16 +204,11 @@ def test_of_eight_nodes_on_two_hosts_one_measures(stage: Stage) -> None:
 @pytest.mark.timeout(600)
 def test_another_host_takes_over_from_one_that_is_killed_while_it_measures(stage: Stage) -> None:
     with stage.read_all_along():
-        dead = stage.node(0, "holds")
-        assert dead.stderr is not None
-        line = dead.stderr.readline()
-        while "cell 1/1" not in line:
-            assert line, "the first node ended"
-            line = dead.stderr.readline()
+        dead = stage.node(0, stage.folder / "never")
+        read_until(dead, MEASURES)
         dead.send_signal(signal.SIGSTOP)  # it shall not be done before the others have looked
-        heirs = [stage.node(number) for number in (1, 2, 3)]
-        assert heirs[0].stderr is not None
-        assert "measures cpu-" in heirs[0].stderr.readline()  # it waits
+        heirs = [stage.node(number, stage.folder) for number in (1, 2, 3)]
+        read_until(heirs[0], WAITS)
         dead.send_signal(signal.SIGKILL)
         assert dead.wait() == -signal.SIGKILL
         found = answers(heirs)

@@ -88,6 +88,16 @@ def test_a_slow_compiler_loses_no_kernel_to_a_short_probe(tmp_path: Path, worker
     assert result.elapsed_s <= 44.0
 
 
+def test_cells_whose_kernels_are_being_compiled_wait_for_the_others(tmp_path: Path) -> None:
+    """The shortest training step was over before the backward was there, which the longer ones then found."""
+    environment, _ = surroundings(tmp_path, lambda kernel: 20.0 if kernel.direction == "backward" else 3.0, 8)
+    request = replace(one_shape(tmp_path, 40.0), seq_lens=(2048, 4096, 8192), modes=("train", "infer"))
+    profile = run_probe(request, Watching(), environment).profile
+    assert profile is not None
+    choices = [entry.choice.tunables for entry in profile.plans if entry.workload.train and entry.choice is not None]
+    assert [choice.branches[0].backward for choice in choices] == ["flash-attn-4"] * 3
+
+
 def test_a_slow_compiler_without_workers_beside_loses_no_kernel_either(tmp_path: Path) -> None:
     environment, _ = surroundings(tmp_path, lambda kernel: 12.0, 0)
     result = run_probe(one_shape(tmp_path, 40.0), Watching(), environment)

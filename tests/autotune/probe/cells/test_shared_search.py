@@ -22,7 +22,8 @@ from autotune.probe.request import ProbeRequest
 from ringattn.profile.yaml_io import load_profile
 
 WORKERS = 4
-LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
+LENGTHS = (256, 1024, 2048, 8192)
+BUDGET_S = 2.0 * len(LENGTHS)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,9 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 
 def jobs_of(tmp_path: Path, storage: str, count: int = WORKERS) -> list[Job]:
-    request = ProbeRequest(effort="quick", budget_s=12, seq_lens=LENGTHS, modes=("infer",), dense=True, storage=storage)
+    request = ProbeRequest(
+        effort="quick", budget_s=BUDGET_S, seq_lens=LENGTHS, modes=("infer",), dense=True, storage=storage
+    )
     folders = [tmp_path / f"node-{number}" for number in range(count)]
     return [Job(folder, replace(request, output=folder / "p.yaml")) for folder in folders]
 

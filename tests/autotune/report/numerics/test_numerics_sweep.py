@@ -25,7 +25,7 @@ from ringattn.planning.validation.validation_memory import user_memory
 CRASHING = "crashing_numerics:CrashingBench"
 NAMES = ("flash-cpu", "math")
 CPU = detect("cpu")
-HANG_S = patient(8.0)  # the others have to answer within it
+HANG_S = patient(2.0)  # the others have to answer within it
 
 
 @pytest.fixture

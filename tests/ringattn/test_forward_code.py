@@ -23,7 +23,7 @@ from ringattn import RingAttention
 from ringattn.autograd import checkpoint
 from ringattn.autograd.function import _Attend
 from ringattn.hardware import facts as hardware
-from ringattn.planning import module_setup, plan, table
+from ringattn.planning import heuristic, module_setup, plan, table
 from ringattn.profile import locations as profile_paths
 from ringattn.profile import resolve
 from ringattn.runtime.program import Program
@@ -109,6 +109,7 @@ QUESTIONS: list[tuple[Any, str]] = [
     (profile_paths, "collect"),
     (plan, "rejection_reasons"),
     (plan, "build_plan"),
+    (heuristic, "build_plan"),
     (table, "build_plan"),
     (table, "heuristic_tunables"),
     (torch.cuda, "is_available"),

@@ -107,7 +107,7 @@ def test_an_interrupted_search_recalls_both_times(tmp_path: object) -> None:
     )
     assert again.result.captured is not None
     state = done.search.state
-    state.recall(state.entries.values(), recorded.blocks, state.default)
+    state.recall(state.entries.values(), recorded.blocks, state.default, loaded=False)
     device = state.under("captured")
     assert math.exp(device.median(device.entry(SWIFT))) == pytest.approx(0.5)
     assert math.exp(state.median(state.entry(SWIFT))) == pytest.approx(3.0)

@@ -146,7 +146,9 @@ def estimated_bytes(workload: Workload, tunables: Tunables, *, backward: bool | 
     total = queries * itemsize + rows
     if tunables.dtype not in (w.dtype, "tf32"):
         total += (queries + 2 * keys) * itemsize
-    if "efficient" in tunables.kernels and w.heads != w.kv_heads:
+    if w.mode == "decode":
+        total += _repeated_cache_bytes(w, tunables)
+    elif "efficient" in tunables.kernels and w.heads != w.kv_heads:
         total += 2 * queries * itemsize  # it takes k and v with as many heads as q
     if "efficient" in tunables.kernels and w.head_dim > 128:
         total += queries * wide * (itemsize < wide)  # it sums out in float32: 3 times out, recorded at 192 and 256
@@ -164,6 +166,19 @@ def estimated_bytes(workload: Workload, tunables: Tunables, *, backward: bool | 
         total += backward * (queries + 2 * keys) * wide  # it sums dk and dv in float32, of a finite q and k
         total += max(_math_bytes(w, tunables, number, backward=backward) for number in range(len(tunables.branches)))
     return total
+
+
+def _repeated_cache_bytes(workload: Workload, tunables: Tunables) -> int:
+    """Return what a decoding step holds of a branch's keys and values with as many heads as q.
+
+    Efficient makes both, math one after the other; the other kernels read groups of heads.
+    """
+    w = workload
+    copies = 2 if "efficient" in tunables.kernels else int("math" in tunables.kernels)
+    if w.heads == w.kv_heads or not copies:
+        return 0
+    rows = max(-(-min(branch.segment, w.seq_len) // branch.rate) for branch in w.pattern.resolved(w.seq_len))
+    return copies * w.batch * rows * w.heads * w.head_dim * TORCH_DTYPES[tunables.dtype].itemsize
 
 
 def _math_bytes(workload: Workload, tunables: Tunables, number: int, *, backward: bool) -> int:

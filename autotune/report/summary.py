@@ -20,7 +20,7 @@ from ringattn.wording import plural
 from ringattn.workload import Tunables, Workload, describe
 
 if TYPE_CHECKING:
-    from ringattn.profile.schema import Evidence, Failure, PlanEntry, Policy, Profile
+    from ringattn.profile.schema import Evidence, Failure, KernelLists, LaunchBound, PlanEntry, Policy, Profile
 
 IN_A_GRAPH = "in a CUDA graph"
 UNDER_LOAD = "under load"
@@ -333,10 +333,14 @@ def policy_facts(policy: Policy) -> tuple[tuple[str, str], ...]:
         ("Dilated heads", f"read in place below rate {policy.copy_from_rate}, gathered by one copy from it on"),
     ]
     if policy.launch_bound is not None:
-        few = policy.launch_bound
-        pair = f"{', '.join(few.forward)} / {', '.join(few.backward)}"
-        rows.append((f"Below {few.below_gflop:g} GFLOP", pair))
+        rows.append((f"Below {policy.launch_bound.below_gflop:g} GFLOP", _both_lists(policy.launch_bound)))
+    if policy.packed is not None:
+        rows.append(("Packed documents", _both_lists(policy.packed)))
     return tuple(rows)
+
+
+def _both_lists(lists: LaunchBound | KernelLists) -> str:
+    return f"{', '.join(lists.forward)} / {', '.join(lists.backward)}"
 
 
 def verdict(profile: Profile) -> str:

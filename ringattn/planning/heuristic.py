@@ -79,7 +79,8 @@ def heuristic_plan(
         for direction in directions:
             wish = wishes.forward if direction == "forward" else wishes.backward
             work = _launch_gflop(workload, number, branch.gather)
-            candidates = (wish,) if wish else policy.kernels_for(direction, tunables.dtype, work)
+            order = policy.kernels_for(direction, tunables.dtype, work, packed=workload.packed and workload.world == 1)
+            candidates = (wish,) if wish else order
             if workload.decode and not wish:
                 candidates = (*_decoders(workload), *candidates)
             needs = kernel_needs(

@@ -12,7 +12,7 @@ from ringattn.errors import FieldError
 from ringattn.tunables import BranchTunables, Tunables
 from ringattn.workload import LARGEST_SOFTCAP, LONGEST, MOST, MOST_BRANCHES, Pattern, Workload
 
-from .schema import Evidence, Fingerprint, LaunchBound, LinkSpeed, PlanEntry, Policy, Profile, Provenance
+from .schema import Evidence, Fingerprint, KernelLists, LaunchBound, LinkSpeed, PlanEntry, Policy, Profile, Provenance
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,6 +58,7 @@ BOUNDS: Mapping[type, Mapping[str, int]] = {
     },
     Evidence: {**_EVIDENCE_MS, "peak_bytes": MAX_BYTES, "blocks": MAX_RUNS},
     PlanEntry: {"runners_up": 16, "front": 256, "singles": 256, "failures": 4096},
+    KernelLists: _PREFERENCE,
     LaunchBound: {"below_gflop": MAX_DURATION, **_PREFERENCE},
     Policy: {"compute_dtype": 16, **_PREFERENCE, "copy_from_rate": LONGEST},
     Provenance: {"budget_s": MAX_DURATION, "elapsed_s": MAX_DURATION, "seed": 2**63, "notes": 256},

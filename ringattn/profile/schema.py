@@ -257,11 +257,22 @@ class PlanEntry:
         )
 
 
-def _check_kernel_lists(lists: LaunchBound | Policy) -> None:
+def _check_kernel_lists(lists: KernelLists | LaunchBound | Policy) -> None:
     for direction in ("forward", "backward"):
         names = getattr(lists, direction)
         if not names or names[-1] != "math" or len(set(names)) != len(names):
             raise FieldError(f"is {list(names)}; it must name every kernel once and end in math", field=direction)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelLists:
+    """Part of a policy: kernels in order of preference, of which each list ends in ``math``."""
+
+    forward: tuple[str, ...]
+    backward: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        _check_kernel_lists(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,8 +299,8 @@ class Policy:
 
     ``compute_dtype`` maps input dtype to compute dtype (never a narrower one); ``forward`` and ``backward`` are
     kernel names in order of preference and end in ``math``, which runs everything; dilated heads are read in place
-    below rate ``copy_from_rate`` and gathered by a copy from it on. ``launch_bound`` is for little work, if that is
-    treated differently.
+    below rate ``copy_from_rate`` and gathered by a copy from it on. ``launch_bound`` is for little work and
+    ``packed`` for documents side by side on one device, if those are treated differently.
     """
 
     compute_dtype: tuple[tuple[str, str], ...]
@@ -297,6 +308,7 @@ class Policy:
     backward: tuple[str, ...]
     copy_from_rate: int
     launch_bound: LaunchBound | None = None
+    packed: KernelLists | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "compute_dtype", tuple(sorted(self.compute_dtype)))
@@ -316,13 +328,18 @@ class Policy:
         return dict(self.compute_dtype)[input_dtype]
 
     def kernels_for(
-        self, direction: Literal["forward", "backward"], compute_dtype: str, launch_gflop: float = math.inf
+        self,
+        direction: Literal["forward", "backward"],
+        compute_dtype: str,
+        launch_gflop: float = math.inf,
+        *,
+        packed: bool = False,
     ) -> tuple[str, ...]:
         """Return the kernels to try for launches that do so much, best first; float64 runs on math alone."""
         if compute_dtype == "fp64":
             return ("math",)
-        lists = self.launch_bound if self.binds(launch_gflop) else self
-        assert lists is not None
+        few = self.launch_bound if self.binds(launch_gflop) else None
+        lists = few or (self.packed if packed else None) or self
         return lists.forward if direction == "forward" else lists.backward
 
     def binds(self, launch_gflop: float) -> bool:

@@ -22,7 +22,7 @@ from ringattn.planning.heuristic import Wishes, heuristic_tunables
 from ringattn.planning.launches import forward_gflop, launches
 from ringattn.planning.plan import Conditions, build_plan, fuses, kernel_need, rejection_reasons
 from ringattn.profile.resolve import built_in_heuristic
-from ringattn.profile.schema import LaunchBound, Policy
+from ringattn.profile.schema import KernelLists, LaunchBound, Policy
 from ringattn.workload import BranchTunables, Pattern, Tunables, Workload, describe
 
 V100 = gpu("Tesla V100-SXM2-32GB", (7, 0), 80, 32)
@@ -278,6 +278,24 @@ def test_little_work_a_launch_runs_as_the_policy_says_for_it() -> None:
     assert plan(dilated, 1024) == [("flash", "efficient", "view"), ("flash", "efficient", "copy")]
     assert plan(dilated, 1024, "infer") == [("flash", "", "view"), ("flash", "", "view")]
     assert plan(dilated, 4096) == [("cudnn", "cudnn", "view"), ("flash", "efficient", "view")]
+
+
+def test_documents_side_by_side_run_as_the_policy_says_for_them() -> None:
+    lists = KernelLists(("flash-attn-4", "cudnn", "math"), ("flash-attn-4", "flash", "math"))
+    few = LaunchBound(8.0, ("flash", "math"), ("efficient", "math"))
+    given = replace(policy("cudnn"), packed=lists, launch_bound=few)
+
+    def plan(facts: HardwareFacts = H100_ALL, **more: Any) -> tuple[str, str, str]:
+        workload = asked(DENSE, **{"seq_len": 9000, "batch": 32, "packed_tokens": 65536, **more})
+        tunables = heuristic_tunables(workload, given, facts)
+        return tunables.branches[0].forward, tunables.branches[0].backward, tunables.packing
+
+    assert plan() == ("flash-attn-4", "flash-attn-4", "varlen")
+    assert plan(H100) == ("cudnn", "flash", "documents")  # where flash-attn-4 is not installed
+    assert plan(dtype="fp64") == ("math", "math", "documents")
+    assert plan(mode="infer") == ("flash-attn-4", "", "varlen")
+    assert plan(batch=8, seq_len=256, packed_tokens=2000) == ("flash", "efficient", "documents")  # 2 GFLOP
+    assert heuristic_tunables(asked(DENSE), given, H100_ALL).branches[0].forward == "cudnn"
 
 
 @pytest.mark.parametrize(

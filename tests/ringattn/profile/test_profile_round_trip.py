@@ -22,6 +22,7 @@ from ringattn.profile.schema import (
     Evidence,
     Failure,
     Fingerprint,
+    KernelLists,
     LaunchBound,
     LinkSpeed,
     PlanEntry,
@@ -122,7 +123,8 @@ def policies(draw: st.DrawFn) -> Policy:
     kernels = st.lists(names.filter(lambda name: name != "math"), max_size=3, unique=True)
     forward, backward = ((*draw(kernels), "math") for _ in range(2))
     few = st.builds(LaunchBound, st.floats(0.1, 1e3), st.just(forward), st.just(backward))
-    return Policy(dtypes, forward, backward, draw(st.integers(2, 64)), draw(st.none() | few))
+    packed = st.builds(KernelLists, st.just(forward), st.just(backward))
+    return Policy(dtypes, forward, backward, draw(st.integers(2, 64)), draw(st.none() | few), draw(st.none() | packed))
 
 
 versions = st.dictionaries(text, text, max_size=4).map(lambda pairs: tuple(sorted(pairs.items())))

@@ -8,7 +8,8 @@ Legend: B batch, Sq queries, H query heads, Hkv key/value heads, D head dimensio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from ringattn.kernels.contract import CachedForward, CachedRows
 from ringattn.kernels.registry import KERNELS
 from ringattn.planning.plan import Plan, combinations, kernel_needs, kernel_rejections
 from ringattn.runtime.executor import Executor
-from ringattn.runtime.inputs import check_inputs
+from ringattn.runtime.inputs import check_inputs, check_length
 from ringattn.runtime.loading import bind
 from ringattn.runtime.merge import accumulator_dtype
 
@@ -97,6 +98,7 @@ def _prefill(
     if order.moves:
         cache.check_new(k, v, order.counts)
         q, k, v = order.in_front(q, k, v)
+    _check_lengths(module, map(operator.add, cache.lengths, order.counts))
     cache.append(k, v, order.counts)
     return order.back(*_attend_first(module, q, cache, order.counts))
 
@@ -104,6 +106,7 @@ def _prefill(
 def _decode(module: CrossModule, q: Tensor, cache: KVCache, counts: Counts, kept: Tensor | None) -> Results:
     _check(module, q, cache)
     order = order_of(cache, q.shape[1], counts, kept)
+    _check_lengths(module, cache.lengths)  # positions may have been appended without the module
     (q,) = order.in_front(q)
     return order.back(*_attend_first(module, q, cache, order.counts))
 
@@ -153,6 +156,12 @@ def _check(module: CrossModule, q: Tensor, cache: KVCache) -> None:
         return
     _check_anew(module, q, cache)
     module.cross_programs[looks] = True
+
+
+def _check_lengths(module: CrossModule, lengths: Iterable[int]) -> None:
+    """Raise InputError where a sequence is longer than the module's limit, if it has one."""
+    if module.shape.max_seq_len is not None:
+        check_length(max(lengths), module.shape.max_seq_len)
 
 
 def _check_anew(module: CrossModule, q: Tensor, cache: KVCache) -> None:

@@ -60,7 +60,7 @@ def order_of(cache: KVCache, new: int, counts: Sequence[int] | None, kept_BS: Te
         raise InputError("in a CUDA graph every sequence is given as many positions; leave kept out")
     host = kept_BS.cpu()
     counted = host.sum(1)
-    if torch.equal(torch.arange(new) < counted[:, None], host):
+    if torch.equal(torch.arange(new, device="cpu") < counted[:, None], host):
         return Order(counted.tolist())
     to_front = host.logical_not().int().argsort(dim=1, stable=True)
     return Order(counted.tolist(), to_front.to(cache.device), to_front.argsort(1).to(cache.device))

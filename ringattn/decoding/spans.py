@@ -44,8 +44,8 @@ class Spans:
         """Return what is added to logits (B, 1, 1, L): 0 at keys and -inf elsewhere."""
         mask = self._masks.get((device, dtype))
         if mask is None:
-            at = torch.arange(self.length)
-            firsts, ends = (torch.tensor(x)[:, None] for x in (self.firsts, self.ends))
+            at = torch.arange(self.length, device="cpu")
+            firsts, ends = (torch.tensor(x, device="cpu")[:, None] for x in (self.firsts, self.ends))
             mask = torch.where((firsts <= at) & (at < ends), 0.0, -torch.inf)[:, None, None].to(device, dtype)
             self._masks[device, dtype] = mask
         return mask

@@ -151,7 +151,7 @@ def abort(backend: Any, rank: int, size: int) -> None:
     for peer in range(size):
         if peer != rank:
             with contextlib.suppress(RuntimeError):  # by which it says so
-                backend.recv([torch.empty(1)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
+                backend.recv([torch.empty(1, device="cpu")], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
 
 
 def first_line(error: BaseException) -> str:

@@ -189,7 +189,7 @@ class Watchdog:
         """
         if self._backend.name() != "gloo":
             return
-        mine = torch.tensor([number, zlib.crc32(of().encode())])
+        mine = torch.tensor([number, zlib.crc32(of().encode())], device="cpu")
         found = [part.tolist() for part in comm.gather_rows(mine, [(2,)] * self.size)]
         other = next((rank for rank, each in enumerate(found) if each != found[self.rank]), None)
         if other is None:

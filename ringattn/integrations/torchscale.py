@@ -278,6 +278,6 @@ def lengths_of(padding_mask: Tensor) -> Documents | None:
     """
     there = ~padding_mask.bool().cpu()
     lengths = there.sum(1)
-    if not bool((there == (torch.arange(there.shape[1]) < lengths[:, None])).all()):
+    if not bool((there == (torch.arange(there.shape[1], device="cpu") < lengths[:, None])).all()):
         raise InputError("encoder_padding_mask has padding before a row's end; move it there, or pack rows")
     return None if bool(there.all()) else Documents(lengths=lengths)

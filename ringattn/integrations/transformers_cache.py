@@ -115,7 +115,9 @@ class CachedLayer:
         if keys is not None and not keys.single:
             raise InputError("packed documents and chunks of fixed length are not for this cache; use DynamicCache")
         kept = None if keys is None or keys.plain else (keys.codes > 0).expand(batch, -1)
-        before = torch.ones(1, self._length, dtype=torch.bool) if kept is None else kept[:, : self._length]
+        before = (
+            torch.ones(1, self._length, dtype=torch.bool, device="cpu") if kept is None else kept[:, : self._length]
+        )
         there = torch.ones_like(before[:1]) if self._kept is None else self._kept
         if (kept is not None or self._kept is not None) and not bool((before == there).all()):
             raise InputError(
@@ -197,7 +199,7 @@ def _check_positions(position_ids: Tensor | None, kept: Tensor | None, past: int
     if position_ids is None or new == 1 or position_ids.dim() != 2 or position_ids.shape[1] != new:
         return
     zeros = remembered(_zeros, position_ids)
-    there = torch.ones(1, past + new, dtype=torch.bool) if kept is None else kept
+    there = torch.ones(1, past + new, dtype=torch.bool, device="cpu") if kept is None else kept
     later = there.cumsum(1)[:, past:] > 1  # not the first of its row
     if bool((zeros & there[:, past:] & later).any()):
         raise InputError("position_ids start again at 0, and packed documents are not for this cache; use DynamicCache")

@@ -38,7 +38,7 @@ class Jobs:
     """
 
     def __init__(self, jobs: Sequence[Job]) -> None:
-        self.rows = torch.tensor([job.row for job in jobs])
+        self.rows = torch.tensor([job.row for job in jobs], device="cpu")
         self.queries, self.keys = torch.stack([job.queries for job in jobs]), torch.stack([job.keys for job in jobs])
         alike = bool((self.queries == self.queries[0]).all() and (self.keys == self.keys[0]).all())
         self.gapless = bool((self.keys.diff(dim=1) == 1).all())
@@ -83,7 +83,7 @@ class Keys:
         """Positions of each row that are in its one document, where these come first; None where they do not."""
         kept = self.codes == 1
         lengths = kept.sum(1)
-        first = torch.arange(self.length) < lengths[:, None]
+        first = torch.arange(self.length, device="cpu") < lengths[:, None]
         return Documents(lengths=lengths) if self.single and bool((first == kept).all()) else None
 
     @cached_property
@@ -91,7 +91,7 @@ class Keys:
         """Return where the keys of each row are if a query at the end sees all of these: one document, without gaps."""
         kept = self.codes == 1
         counts, first = kept.sum(1), kept.int().argmax(1)
-        at, end = torch.arange(self.length), (first + counts)[:, None]
+        at, end = torch.arange(self.length, device="cpu"), (first + counts)[:, None]
         even = bool(((at >= first[:, None]) & (at < end) == kept).all()) and bool((counts > 0).all())
         if not (even and self.single) or (self.window is not None and self.window < self.length):
             return None
@@ -129,7 +129,7 @@ class Keys:
         """Yield what ``queries`` rows of each batch element attend to, document by document."""
         for row, codes in enumerate(self.codes.expand(batch, -1)):
             if not self.causal and self.single:
-                yield Job(row, torch.arange(queries), (codes > 0).nonzero().flatten())
+                yield Job(row, torch.arange(queries, device="cpu"), (codes > 0).nonzero().flatten())
                 continue
             first = self.length - queries
             for document in codes[first:].unique().tolist():
@@ -167,7 +167,7 @@ def keys_of_bounds(cu_seqlens: Tensor, length: int, causal: bool, window: int | 
     """Return the keys of documents packed into one row of this length; what lies beyond the last is padding."""
     documents = Documents(cu_seqlens)
     placed = documents.placed(1, length)
-    codes = torch.full((1, length), PADDING, dtype=torch.int)
+    codes = torch.full((1, length), PADDING, dtype=torch.int, device="cpu")
     for number, document in enumerate(placed, 1):
         codes[0, document.begin : document.end] = number
     return Keys(codes, causal, window)
@@ -215,7 +215,7 @@ def keys_of_mask(mask: Tensor) -> Keys:
     if bool((allowed[:, :1, :1] == allowed).all()):
         return Keys(allowed[:, 0, 0].int().mul(2).sub(1).cpu(), causal=False)
     if queries == keys and bool((allowed == torch.ones_like(allowed[0, 0]).tril()).all()):
-        return Keys(torch.ones(1, keys, dtype=torch.int), causal=True)
+        return Keys(torch.ones(1, keys, dtype=torch.int, device="cpu"), causal=True)
     raise InputError(
         f"the attention mask has shape {tuple(mask.shape)} and is neither causal nor the same for all queries and "
         "heads; use FlexAttention (torch.nn.attention.flex_attention), which follows any mask"

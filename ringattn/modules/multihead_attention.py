@@ -136,7 +136,7 @@ class MultiheadAttention(nn.Module):
 
         Args:
             key_padding_mask: (B, Sk), True or -inf at keys that are not there. Where query is key, such rows give the
-                output projection's bias.
+                output projection's bias; where it is not, a causal mask is refused.
             need_weights: refused if true; unlike torch's, the default is False.
             attn_mask: (Sq, Sk), a causal mask, True or -inf at keys that are not attended; others are refused.
             average_attn_weights: of no effect, as without weights in torch.
@@ -203,7 +203,7 @@ class MultiheadAttention(nn.Module):
         causal = self.causal or is_causal or attn_mask is not None
         keys = None
         if key_padding_mask is not None or attn_mask is not None:
-            keys = self._keys(key_padding_mask, attn_mask, causal, q, k)
+            keys = self._keys(key_padding_mask, attn_mask, causal, of_one, q, k)
         if self.rotary_base is not None:
             q, k = self._rotated(q, k, of_one, causal, positions, total_length)
         elif positions is not None:
@@ -236,7 +236,13 @@ class MultiheadAttention(nn.Module):
 
     @torch.compiler.disable(reason="what a mask means is read on the host")  # type: ignore[no-untyped-call, untyped-decorator]
     def _keys(
-        self, key_padding_mask: Tensor | None, attn_mask: Tensor | None, causal: bool, q: Tensor, k: Tensor
+        self,
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None,
+        causal: bool,
+        of_one: bool,
+        q: Tensor,
+        k: Tensor,
     ) -> Keys | None:
         """Return the keys that the masks leave."""
         if attn_mask is not None:
@@ -254,6 +260,11 @@ class MultiheadAttention(nn.Module):
             )
         if causal and q.shape[1] != k.shape[1]:
             raise InputError(f"key_padding_mask with causality needs as many queries as keys, not {q.shape[1]}")
+        if causal and not of_one:
+            raise InputError(
+                "key_padding_mask with causality needs one tensor as query and key, in which rows at padding are no "
+                "queries; use FlexAttention (torch.nn.attention.flex_attention), which follows any mask"
+            )
         return remembered(_kept, key_padding_mask, causal)
 
     def _rotated(

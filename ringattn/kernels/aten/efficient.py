@@ -68,7 +68,7 @@ def _bind_dropout(config: KernelConfig) -> BoundDropout:
 def _bind_backward(config: KernelConfig) -> DropoutBackward:
     backward_op = ATEN._scaled_dot_product_efficient_attention_backward.default
     causal, p, scale = config.causal, config.dropout, config.scale
-    unused, wanted = (torch.zeros((), dtype=torch.int64),) * 2, [True, True, True, False]
+    unused, wanted = (torch.zeros((), dtype=torch.int64, device="cpu"),) * 2, [True, True, True, False]
 
     def backward(
         dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, state: DropoutState = (), /

@@ -41,7 +41,7 @@ class Documents:
         self.padded = cu_seqlens is None
         given = lengths if self.padded else cu_seqlens
         self.values = (_lengths if self.padded else _bounds)(_on_host(self.name, given))
-        self.tensor = torch.tensor(self.values)  # what a compiled graph takes
+        self.tensor = torch.tensor(self.values, device="cpu")  # what a compiled graph takes
         self._hash = hash((self.padded, self.values))
         self._placed: dict[tuple[int, int], tuple[Document, ...]] = {}
 
@@ -135,7 +135,7 @@ def given_of(cu_seqlens: Any, lengths: Any) -> Given:
         return Given(given.tensor, padded)
     if not isinstance(given, Tensor):
         read = _lengths if padded else _bounds
-        given = torch.tensor(read(_on_host("lengths" if padded else "cu_seqlens", given)))
+        given = torch.tensor(read(_on_host("lengths" if padded else "cu_seqlens", given)), device="cpu")
     return Given(given, padded)
 
 

@@ -83,10 +83,10 @@ def _branch(
         return PackedBranch(_sequences(edges, device), None)
     lengths = [end - start for start, end in itertools.pairwise(edges)]
     offsets = [head_offset_of(head, kv_heads, branch.rate, pattern.head_offset) for head in range(kv_heads)]
-    offset_K = torch.tensor(offsets)
+    offset_K = torch.tensor(offsets, device="cpu")
     # (segments, K): rows that a head selects of a segment, and the first of them among (T * K)
-    counts = ((torch.tensor(lengths)[:, None] - offset_K + branch.rate - 1) // branch.rate).clamp(min=0)
-    firsts = (torch.tensor(starts)[:, None] + offset_K) * kv_heads + torch.arange(kv_heads)
+    counts = ((torch.tensor(lengths, device="cpu")[:, None] - offset_K + branch.rate - 1) // branch.rate).clamp(min=0)
+    firsts = (torch.tensor(starts, device="cpu")[:, None] + offset_K) * kv_heads + torch.arange(kv_heads, device="cpu")
     counts, firsts = counts.flatten(), firsts.flatten()
     counts, firsts = counts[counts > 0], firsts[counts > 0]
     begins = counts.cumsum(0) - counts

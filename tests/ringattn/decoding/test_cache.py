@@ -198,6 +198,22 @@ def test_a_preallocated_cache_never_moves() -> None:
     assert (cache.rows()[0].data_ptr(), cache.nbytes) == (address, size)
 
 
+def test_the_limit_of_a_module_holds_for_what_is_cached() -> None:
+    """It was held against each chunk."""
+    attn = module(max_seq_len=5)
+    q, x = torch.randn(2, 1, 4, 4), torch.randn(2, 1, 2, 4)
+    cache = attn.kv_cache(2, dtype="fp32")
+    for _ in range(5):
+        attn.prefill(q, x, x, cache)
+    with pytest.raises(InputError, match=r"^the sequence has 6 positions, more than max_seq_len, 5$"):
+        attn.prefill(q, x, x, cache)
+    attn.prefill(q, x, x, cache, [0, 0])  # nothing that counts
+    assert cache.lengths == (5, 5)
+    cache.append(x, x)
+    with pytest.raises(InputError, match=r"^the sequence has 6 positions"):
+        attn.decode(q, cache)
+
+
 def test_growing_copies_seldom() -> None:
     cache = KVCache(1, 2, 4, dtype=torch.float32, device="cpu")
     sizes = set()

@@ -188,6 +188,16 @@ def test_what_is_refused_is_one_line(given: dict[str, Any], told: str) -> None:
     assert "\n" not in str(error.value)
 
 
+def test_padding_of_keys_alone_is_not_taken_for_padding_of_queries() -> None:
+    """Queries at the keys' padding were given the bias of the projection alone."""
+    ours, _ = pair(batch_first=True)
+    x, y = randn(2, 6, 24), randn(2, 6, 24)
+    padding = torch.tensor([[0, 0, 0, 0, 1, 1], [0, 0, 0, 0, 0, 0]]).bool()
+    for given in ({"is_causal": True}, {"attn_mask": torch.ones(6, 6).triu(1).bool()}):
+        with pytest.raises(InputError, match="causality needs one tensor as query and key"):
+            ours(x, y, y, key_padding_mask=padding, **given)
+
+
 def test_dropout_is_ignored_in_eval_mode() -> None:
     ours, theirs = pair(dropout=0.2)
     x = randn(6, 2, 24)

@@ -47,15 +47,15 @@ MOST_BRANCHES = 64  # of a pattern: each has kernels of its own to launch
 
 # bf16 holds more range than fp16 and fp16 more digits than bf16: neither is the wider one.
 _NOT_NARROWER = {
-    "bf16": ("bf16", "tf32", "fp32"),
-    "fp16": ("fp16", "tf32", "fp32"),
+    "bf16": ("bf16", "fp32"),
+    "fp16": ("fp16", "fp32"),
     "fp32": ("fp32",),
     "fp64": ("fp64",),
 }
 
 
 def not_narrower(input_dtype: str) -> tuple[str, ...]:
-    """Return the compute dtypes that hold at least what ``input_dtype`` holds; TF32 holds less than fp32."""
+    """Return the compute dtypes that hold what ``input_dtype`` does; TF32, which is for fp32, holds less than it."""
     return _NOT_NARROWER[input_dtype]
 
 

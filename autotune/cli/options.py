@@ -105,6 +105,19 @@ class Integer(click.IntRange):
 
     name = "integer"
 
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the integer; of several in one the error shows how they are given."""
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter as error:
+            parts = [part.strip() for part in str(value).split(",")]
+            if not (isinstance(param, click.Option) and param.multiple and len(parts) > 1):
+                raise
+            if not all(part.isdecimal() for part in parts):
+                raise
+            options = " ".join(f"{param.opts[0]} {part}" for part in parts)
+            self.fail(f"{error.message.rstrip('.')}; give the option once for each: {options}.", param, ctx)
+
 
 def number_of(name: str) -> click.IntRange:
     """Return the type of an option that is this number of a workload."""

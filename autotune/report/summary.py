@@ -53,11 +53,12 @@ class Family:
 
     @property
     def shape(self) -> tuple[str, ...]:
-        """Return batch with heads, dtype, and ranks where there are several."""
+        """Return batch or documents with heads, dtype, and ranks where there are several."""
         w = self.workload
+        batch = f"{w.batch} documents in {w.packed_tokens} tokens" if w.packed else f"B{w.batch}"
         heads = f"H{w.heads}" + (f"/{w.kv_heads}" if w.kv_heads != w.heads else "")
         ranks = (f"world {w.world}",) if w.world > 1 else ()
-        return (f"B{w.batch} {heads} D{w.head_dim}", w.dtype, *ranks)
+        return (f"{batch} {heads} D{w.head_dim}", w.dtype, *ranks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -302,6 +302,8 @@ def _uniform_plans(
         for index in range(len(default.branches)):
             turned[f"forward.{index}"] = forward
             turned[f"backward.{index}"] = backward
+        if workload.packed:
+            turned["packing"] = "documents"  # that of the default is its own kernels'
         plan = decode(workload, base | turned)
         if workload.packed and "math" not in plan.kernels:  # all documents at once, as the runtime's own plan has them
             at_once = decode(workload, base | turned | {"packing": "varlen"})

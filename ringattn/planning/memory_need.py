@@ -18,7 +18,7 @@ from ringattn.workload import Tunables, Workload, describe
 
 from .plan import Plan, build_plan, kernel_need
 from .table import PlanTable, fitted
-from .unmeasured_workloads import unmeasurable
+from .unmeasured_workloads import call_options, remedy
 
 Source = Literal["measured", "scaled", "estimated"]
 
@@ -60,13 +60,15 @@ class Fit:
 
     def __str__(self) -> str:
         verdict = "fits" if self else "does not fit"
-        text = f"{verdict}: {self.need.plan.workload} by {self.need} beyond its inputs; "
-        return f"{text}{format_bytes(self.free_bytes)} free; {self._advice()}"
+        free = f"{format_bytes(self.free_bytes)} free"
+        advice = "" if self and not self.leaner else f"; {self._advice()}"
+        return f"{verdict}: {self.need.plan.workload} by {self.need} beyond its inputs; {free}{advice}"
 
     def _advice(self) -> str:
         if not self.leaner:
-            why = unmeasurable(self.need.plan.workload)
-            probe = f"no probe searches for one ({why})" if why else "`ringtune probe --memory-limit` searches for one"
+            w = self.need.plan.workload
+            limit = f"--memory-limit {max(1, self.free_bytes // 2**20)}"
+            probe = remedy(w, *call_options(w), limit, what="what does")
             return (
                 f"no leaner plan that fits is recorded: a shorter sequence or a smaller batch needs less, and {probe}"
             )

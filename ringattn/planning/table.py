@@ -264,7 +264,7 @@ class PlanTable(Question):
         """Return what to tell the user where the measured plan of a length does not serve it; "" where it does.
 
         One text for all lengths outside the measured ones, so that saying it once is enough. Without any row it is
-        said at init, but of decoding and dropout: not where profiles were ``searched``.
+        said at init, but of decoding, documents and dropout: not where profiles were ``searched``.
         """
         what = f"{self.shape} {row.kind}"
         instead = "a heuristic plan" if self.entries and row.origin.source == "heuristic" else "the next best plan"
@@ -274,7 +274,7 @@ class PlanTable(Question):
         if row.plan is None or row.origin.source == "profile":
             return Note("")
         w = row.plan.workload
-        if not self.entries and not (searched and (w.decode or w.dropout)):
+        if not self.entries and not (searched and (w.decode or w.packed or w.dropout)):
             return Note("")
         if w.dropout:
             kernel = row.plan.tunables.branches[0].forward

@@ -98,7 +98,9 @@ def _read_bounded(path: Path) -> bytes:
     except FileNotFoundError:
         if url := url_in(str(path)):
             raise ProfileError(url, NOT_A_FILE) from None
-        raise ProfileError(str(path), "no such file; write one with `ringtune probe --output FILE`") from None
+        raise ProfileError(
+            str(path), "no such file; `ringtune which` names those here, and `ringtune probe --output FILE` writes one"
+        ) from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise ProfileError(str(path), f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
 

@@ -29,6 +29,8 @@ from ringattn.workload import Tunables, Workload
 from .rows import Rows
 from .sharing import SharedBudget, SharedCells
 
+AGAIN = 1.5  # of a budget that was too small: of 20 s, 26 and 28 that were named after it were again, on two busy cores
+
 HANG_S = {"cpu": 6.0, "nvidia": 25.0}  # cuDNN makes a plan for every shape
 
 SpaceOf = Callable[[Cell, str], Space | PlanError]  # plans for a cell in a layout over several ranks
@@ -171,7 +173,10 @@ class CellRuns:
 
     def nothing_measured(self, stays: str, why: Sequence[str]) -> NothingMeasured:
         """Return the error of a run whose cells are all inconclusive: ``why``, and a budget that would have done."""
-        least = f"; --budget {math.ceil(min(self.enough_s))} would do for the first" if self.enough_s else ""
+        least = ""
+        if self.enough_s:  # what was too little is not enough on a machine that is slower than it seemed
+            would_do_s = max(min(self.enough_s), AGAIN * self.budget.total_s)
+            least = f"; --budget {math.ceil(would_do_s)} would do for the first"
         return NothingMeasured(f"no cell could be measured, so {stays}{least}: {'; '.join(why)}")
 
     # --- its result -------------------------------------------------------------------------------------------------

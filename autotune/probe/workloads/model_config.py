@@ -142,7 +142,8 @@ def _load(path: Path) -> tuple[dict[str, Any], Path]:
         config = json.loads(read_regular(path, MOST_BYTES))
     except OSError as error:
         raise UsageFailure(
-            f"{path}: cannot be read ({error.strerror}); --model names a config.json or the folder it is in"
+            f"{path}: cannot be read ({error.strerror}); --model names a config.json or the folder it is in; "
+            "`hf download NAME config.json --local-dir FOLDER` fetches one"
         ) from None
     except (ValueError, RecursionError):
         raise UsageFailure(f"{path}: is no JSON; --model names a Hugging Face config.json") from None

@@ -87,6 +87,10 @@ def test_every_field_of_the_request_can_be_asked_for() -> None:
     [
         (("probe", "--seq-len", "0"), "--seq-len"),
         (("probe", "--seq-len", "x"), "--seq-len"),
+        (
+            ("probe", "--seq-len", "64,128"),
+            "not a valid integer; give the option once for each: --seq-len 64 --seq-len 128",
+        ),
         (("probe", "--heads", "0"), "--heads"),
         (("probe", "--heads", "6", "--kv-heads", "4"), "--heads is 6, not a multiple of --kv-heads, 4"),
         (("probe", "--kv-heads", "4"), "--kv-heads needs --heads"),

@@ -17,6 +17,7 @@ from probed_machine import Machine, Unfinished, Watching, leave_probe, request_f
 from autotune.exit_codes import ExitCode, NothingMeasured, ProbeFailure, UsageFailure
 from autotune.measure.evaluator import Fault
 from autotune.measure.simulated import ReplayEvaluator, Trouble
+from autotune.probe.cells import runs
 from autotune.probe.request import ProbeRequest
 from autotune.probe.tuning import run_probe
 from ringattn.errors import ProfileError
@@ -251,6 +252,16 @@ def test_too_small_a_budget_for_anything_says_which_would_do(tmp_path: Path, bud
     assert enough is not None
     result = run_probe(replace(request, budget_s=float(enough[1])), Watching(), environment)
     assert any(report.status in ("tuned", "default") for report in result.cells)
+
+
+def test_no_budget_is_named_that_is_hardly_more_than_one_that_was_too_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine 28 s were named after 26, and 27 after 28."""
+    monkeypatch.setattr(runs, "AGAIN", 100.0)
+    request = replace(request_for(tmp_path / "m.yaml", modes=()), budget_s=0.6)
+    with pytest.raises(NothingMeasured, match=r"--budget 60 would do for the first"):
+        run_probe(request, Watching(), Machine(tmp_path).environment)
 
 
 def test_no_budget_is_named_where_noise_is_the_reason(in_vain: tuple[Path, NothingMeasured]) -> None:

@@ -26,6 +26,7 @@ from autotune.report.pages.charts import SERIES, Bar, bar_chart, color_class, hi
 from autotune.report.pages.comparison import comparison_page
 from autotune.report.pages.page import html_report, uncovered
 from autotune.report.summary import (
+    Family,
     Rates,
     Speedup,
     failure_groups,
@@ -612,6 +613,16 @@ def test_rates_count_two_products_forward_and_five_backward() -> None:
     assert tera.value(w, 0.0) is None
     assert Rates.of(gpu_profile().plans).unit == "TFLOP/s"
     assert Rates.of(cpu_profile().plans).unit == "GFLOP/s"
+
+
+def test_rows_of_documents_are_called_so() -> None:
+    """They looked like those of a batch."""
+    packed = Workload("infer", True, 256, 4, 16, "fp32", batch=4, packed_tokens=512)
+    told = [Family(w, ()).title for w in (packed, dataclasses.replace(packed, packed_tokens=0))]
+    assert told == [
+        "infer, dense, causal, 4 documents in 512 tokens H4 D16, fp32",
+        "infer, dense, causal, B4 H4 D16, fp32",
+    ]
 
 
 def test_the_title_says_how_many_gpus_hold_a_sequence() -> None:

@@ -86,7 +86,9 @@ def test_leaner_plans_that_fit_are_named_with_their_cost_leanest_last() -> None:
 
 def test_where_nothing_leaner_fits_the_remedies_are_named() -> None:
     assert "no leaner plan that fits is recorded" in str(fit(200))
-    assert "--memory-limit" in str(fit(200))
+    command = "`ringtune probe --heads 16 --kv-heads 4 --head-dim 128 --causal --dense --mode train --precision bf16"
+    assert f"{command} --seq-len 4096 --memory-limit 200` measures what does" in str(fit(200))
+    assert str(fit(1000, runners_up=(), front=(), default=None)).endswith(" free")  # nothing is to be done
 
 
 def test_a_plan_that_cannot_run_here_is_not_offered() -> None:
@@ -187,7 +189,7 @@ def test_in_training_mode_the_answers_are_about_the_plan_with_dropout() -> None:
         assert asked[1][1].peak_bytes < asked[0][1].peak_bytes  # without gradients there is no backward
     told = str(module.train().fits(2**16, 2**16, dtype="fp32"))
     assert "does not fit: train dense causal dropout=0.1" in told
-    assert "no probe searches for one (" in told
+    assert "no probe measures what does (" in told
     assert "any other length  fp32  train dropout=0.1  math/math fp32  (heuristic)" in module.explain()
     assert "any other length  fp32  train  flash-cpu/flash-cpu fp32  (heuristic)" in module.explain()
     assert "dropout" not in CASE.module().explain()

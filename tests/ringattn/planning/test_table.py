@@ -536,8 +536,12 @@ def test_a_mode_that_was_not_measured_is_said_with_its_remedy(said: pytest.LogCa
     )
 
 
-def test_documents_that_were_not_measured_are_said_with_their_remedy(said: pytest.LogCaptureFixture) -> None:
-    module = Case(64).module(profile=measured_here(small(64, "math")))
+@pytest.mark.parametrize("rows", [[small(64, "math")], []], ids=["of one sequence", "none"])
+def test_documents_that_were_not_measured_are_said_with_their_remedy(
+    rows: list[PlanEntry], said: pytest.LogCaptureFixture
+) -> None:
+    """At init a command is named that measures one sequence."""
+    module = RingAttention(2, 4, device="cpu", **({"profile": measured_here(*rows)} if rows else {}))
     said.clear()
     q, k, v = (x.detach() for x in Case(64).inputs(torch.float32))
     module(q, k, v, cu_seqlens=[0, 20, 64])

@@ -41,7 +41,7 @@ def test_cells_are_exactly_what_was_recorded_cheapest_first() -> None:
     request = request_for((dilated, 2), (DENSE.at(2048), 7), (DENSE, 1))
     cells = cells_for(request, FACTS)
     assert [cell.workload for cell in cells] == [DENSE, dilated, DENSE.at(2048)]
-    assert cells[1].main_dtypes == ("bf16", "tf32", "fp32")
+    assert cells[1].main_dtypes == ("bf16", "fp32")
     assert left_out(request, FACTS) == ""
 
 
